@@ -1,0 +1,1 @@
+"""keras_remat: train Keras models that do not fit in device memory."""

@@ -1,0 +1,1 @@
+"""Keras and one framework each: what a train step computes, what it costs, and a train step that runs an order."""

@@ -1,0 +1,141 @@
+"""Every exception of the package, with the numbers it speaks of as attributes.
+
+One message says what is wrong, the two numbers that disagree, and what to do. Plain misuse (a wrong type, a
+negative limit) raises the built-in ``ValueError`` or ``TypeError`` instead.
+"""
+
+from __future__ import annotations
+
+from keras_remat.units import format_bytes
+
+
+class RematError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidScheduleError(RematError, ValueError):
+    """A schedule breaks one of the rules S1 to S4.
+
+    Attributes:
+        rule: the rule that is broken, ``"S1"`` to ``"S4"``.
+        position: index into the order where it is broken, or ``None`` when the rule concerns the whole order.
+        op_id: the op concerned.
+    """
+
+    def __init__(self, rule: str, message: str, *, position: int | None = None, op_id: int | None = None):
+        super().__init__(f"{rule}: {message}")
+        self.rule = rule
+        self.position = position
+        self.op_id = op_id
+
+
+class InvalidProblemError(RematError, ValueError):
+    """A problem, graph or problem file is malformed or inconsistent.
+
+    Attributes:
+        source: the file the problem came from, or ``None``.
+        field: the offending field, e.g. ``"ops[3].inputs"``.
+        value: what was found there.
+    """
+
+    def __init__(self, message: str, *, source: str | None = None, field: str | None = None, value: object = None):
+        where = ": ".join(part for part in (source, field) if part)
+        super().__init__(f"{where}: {message}" if where else message)
+        self.message = message
+        self.source = source
+        self.field = field
+        self.value = value
+
+
+class InfeasibleBudgetError(RematError):
+    """No schedule can meet the budget, and that is proved.
+
+    Attributes:
+        budget_bytes: the budget that was asked for.
+        floor_bytes: no schedule needs less than this (resident bytes included).
+        op_name: the op that sets the floor, or ``None`` when an exact solver proved infeasibility above the floor.
+    """
+
+    def __init__(self, budget_bytes: int, floor_bytes: int, op_name: str | None = None, *, advice: str = ""):
+        need = f"op {op_name!r} alone needs" if op_name else "every schedule needs"
+        message = (
+            f"No schedule fits {format_bytes(budget_bytes)}: {need} {format_bytes(floor_bytes)} "
+            f"with its inputs, outputs, workspace and the resident bytes. "
+        )
+        super().__init__(message + (advice or "Raise the memory limit to at least that, or use a smaller batch."))
+        self.budget_bytes = budget_bytes
+        self.floor_bytes = floor_bytes
+        self.op_name = op_name
+
+
+class ScheduleNotFoundError(RematError):
+    """No schedule under the budget was found, and none was proved impossible.
+
+    Attributes:
+        budget_bytes: the budget that was asked for.
+        best_peak_bytes: the smallest peak any tried schedule reached, or ``None``.
+        floor_bytes: no schedule needs less than this.
+    """
+
+    def __init__(self, budget_bytes: int, floor_bytes: int, best_peak_bytes: int | None = None, *, solver: str = ""):
+        best = f"the best found needs {format_bytes(best_peak_bytes)}" if best_peak_bytes is not None else "none found"
+        super().__init__(
+            f"{solver + ': ' if solver else ''}no schedule found under {format_bytes(budget_bytes)} ({best}; the floor is "
+            f"{format_bytes(floor_bytes)}). Raise the memory limit, allow more solver time, or use a smaller batch."
+        )
+        self.budget_bytes = budget_bytes
+        self.best_peak_bytes = best_peak_bytes
+        self.floor_bytes = floor_bytes
+
+
+class PlanMismatchError(RematError):
+    """A plan was made for another graph.
+
+    Attributes:
+        plan_fingerprint: fingerprint in the plan.
+        graph_fingerprint: fingerprint of the graph at hand.
+    """
+
+    def __init__(self, plan_fingerprint: str, graph_fingerprint: str):
+        super().__init__(
+            f"The plan was made for graph {plan_fingerprint[:12]}, but this train step is {graph_fingerprint[:12]}: another "
+            "model, batch shape, dtype or framework version. Make a new plan with make_plan."
+        )
+        self.plan_fingerprint = plan_fingerprint
+        self.graph_fingerprint = graph_fingerprint
+
+
+class PeakExceededError(RematError):
+    """A peak is above the budget.
+
+    Attributes:
+        peak_bytes: the peak that was simulated or measured.
+        budget_bytes: what it had to stay under.
+    """
+
+    def __init__(self, peak_bytes: int, budget_bytes: int, *, what: str = "The schedule"):
+        super().__init__(
+            f"{what} needs {format_bytes(peak_bytes)}, over the budget of {format_bytes(budget_bytes)}. "
+            "Raise the memory limit or use a smaller batch."
+        )
+        self.peak_bytes = peak_bytes
+        self.budget_bytes = budget_bytes
+
+
+class UnsupportedModelError(RematError):
+    """The model, its compile options or one of its ops cannot be rematerialized here; training can go on unmodified."""
+
+
+class MissingPackageError(RematError, ImportError):
+    """An optional package is needed for what was asked.
+
+    Attributes:
+        package: the distribution that is missing.
+        extra: the extra of this package that installs it, or ``None``.
+    """
+
+    def __init__(self, package: str, purpose: str, extra: str | None = None):
+        how = f"pip install 'keras-remat[{extra}]'" if extra else f"pip install {package}"
+        super().__init__(f"{purpose} needs the package {package!r}: {how}")
+        self.package = package
+        self.extra = extra

@@ -1,0 +1,80 @@
+"""Every solver under one signature: ``Problem → Solution``.
+
+A solver is a module of this package with a function ``solve(problem, *, time_limit_s, seed) -> Solution``; ``SOLVERS`` maps its public
+name to it, and imports the module only when it is called. :func:`solve` is the way in: it refuses budgets below the floor before
+any solver runs, and lets no schedule out that :func:`keras_remat.validate.validate` does not accept.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from keras_remat.errors import InfeasibleBudgetError
+from keras_remat.problem import Problem
+from keras_remat.schedule import Solution
+from keras_remat.simulate import simulate
+from keras_remat.validate import validate
+
+Solver = Callable[..., Solution]
+
+
+class _Registry(Mapping[str, Solver]):
+    """Public solver name → solver, imported on first use."""
+
+    def __init__(self, modules: Mapping[str, str]):
+        self._modules = dict(modules)
+
+    def __getitem__(self, name: str) -> Solver:
+        target = self._modules[name]
+        module, _, function = target.partition(":")
+        return getattr(importlib.import_module(f"{__name__}.{module}"), function or "solve")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
+SOLVERS: Mapping[str, Solver] = _Registry(
+    {
+        "store_all": "store_all",
+    }
+)
+
+
+def solve(problem: Problem, *, solver: str = "auto", time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """Solves a problem with a named solver.
+
+    Args:
+        problem: its ``budget_bytes`` is the limit; ``None`` means none.
+        solver: a name in ``SOLVERS``.
+        time_limit_s: seconds the solver may take.
+        seed: the same problem and seed give the same schedule.
+
+    Returns:
+        A solution whose schedule is legal, within the budget, with ``usage`` filled in.
+
+    Raises:
+        InfeasibleBudgetError: proved that no schedule fits.
+        ScheduleNotFoundError: none found, none proved impossible.
+        ValueError: unknown solver or a time limit that is not positive.
+    """
+    if solver not in SOLVERS:
+        raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
+    if not time_limit_s > 0:
+        raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
+    check_floor(problem)
+    solution = SOLVERS[solver](problem, time_limit_s=time_limit_s, seed=seed)
+    validate(problem, solution.schedule)
+    return replace(solution, usage=simulate(problem, solution.schedule))
+
+
+def check_floor(problem: Problem) -> None:
+    """Raises :class:`InfeasibleBudgetError` when the budget is below the floor."""
+    if problem.budget_bytes is not None and problem.budget_bytes < problem.floor_bytes:
+        op_id = problem.floor_op
+        name = None if op_id is None else problem.graph.ops[op_id].name
+        raise InfeasibleBudgetError(problem.budget_bytes, problem.floor_bytes, name)
