@@ -29,7 +29,8 @@ class _Registry(Mapping[str, Solver]):
     def __getitem__(self, name: str) -> Solver:
         target = self._modules[name]
         module, _, function = target.partition(":")
-        return getattr(importlib.import_module(f"{__name__}.{module}"), function or "solve")
+        solver: Solver = getattr(importlib.import_module(f"{__name__}.{module}"), function or "solve")
+        return solver
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)
