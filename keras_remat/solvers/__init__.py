@@ -49,6 +49,7 @@ SOLVERS: Mapping[str, Solver] = _Registry(
         "chen_greedy_ap": "chen:greedy_ap",
         "chen_greedy_linear": "chen:greedy_linear",
         "griewank": "griewank",
+        "chain_dp": "chain_dp",
         "dtr": "dtr",
         "dtr_eq": "dtr:solve_eq",
         "dtr_local": "dtr:solve_local",

@@ -35,7 +35,7 @@ RECHECKS = 20
 MAX_RUNS_PER_OP = 40  # on average; a run that needs more is thrashing and given up
 BUDGET_PERCENTS = (0, 1, 2, -1, 3, -2, 4, -3, 5, 6, -5, 8, 10, -8, 13, 16, 20, 25)  # of the room, added to the budget of a run
 NOISE, NOISY_TRIALS = 0.3, 40
-MAX_OPS_RUN = 300_000  # by all runs together: a limit that does not depend on the machine
+MAX_OPS_RUN = 150_000  # by all runs together: a limit that does not depend on the machine
 
 
 class _Abandoned(Exception):
@@ -202,8 +202,8 @@ class _Run:
         if self.uses_staleness:
             weight = weight * (self.clock - self.last_use[found] + self.tick)
         if self.refreshes and len(found) <= EXACT_CANDIDATES:
-            for v in found:
-                self.numerator[v] = self.numerator_of(int(v))
+            for v in map(int, found):
+                self.numerator[v] = self.numerator_of(v)
         score = self.numerator[found] / weight
         at = int(np.argmin(score))
         if self.refreshes and len(found) > EXACT_CANDIDATES:
