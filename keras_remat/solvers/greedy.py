@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keras_remat.errors import ScheduleNotFoundError
-from keras_remat.graph import reused_bytes
+from keras_remat.graph import Op, reused_bytes
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution
 from keras_remat.simulate import simulate
@@ -232,21 +232,14 @@ class _Run:
     def _execute(self, op_id: int) -> None:
         """Runs ``op_id``, whose inputs are alive and locked once for it."""
         op = self.ops[op_id]
-        if self.pending[op_id]:
-            self.pending[op_id] = False
-            self.earliest[op_id], self.latest[op_id] = len(self.base), -1
-            for value_id in op.inputs:
-                self.pending_readers[value_id].pop(op_id, None)
+        self._settle(op_id)
         inputs = [v for v in dict.fromkeys(op.inputs) if self.producer[v] is not None]
-        dying = {v for v in inputs if self.locks[v] == 1 and not self._wanted(v)}
         new = [v for v in op.outputs if not self.alive[v]]
-        needed = sum(self.nbytes[v] for v in new) + self.profile.op_workspace_bytes[op_id]
-        if len(new) == len(op.outputs):
-            needed -= reused_bytes(op, self.graph.values, dying)
         for value_id in op.outputs:
             if self.alive[value_id]:
                 self._lock(value_id)
-        self._make_room(needed)
+        self._make_room(op, new)
+        self._settle(op_id)  # an eviction just now may have counted on running it again
         for value_id in op.outputs:
             if self.alive[value_id]:
                 self._unlock(value_id)
@@ -261,6 +254,14 @@ class _Run:
         for value_id in (*inputs, *op.outputs):
             if self.alive[value_id] and not self.locks[value_id] and not self._wanted(value_id):
                 self._drop(value_id)
+
+    def _settle(self, op_id: int) -> None:
+        """``op_id`` runs now and is pending no more."""
+        if self.pending[op_id]:
+            self.pending[op_id] = False
+            self.earliest[op_id], self.latest[op_id] = len(self.base), -1
+            for value_id in self.ops[op_id].inputs:
+                self.pending_readers[value_id].pop(op_id, None)
 
     def _drop(self, value_id: int) -> None:
         self.alive[value_id] = False
@@ -281,8 +282,18 @@ class _Run:
                         else:
                             stack.append(child)
 
-    def _make_room(self, needed: int) -> None:
-        while self.held + needed > self.budget:
+    def _needed(self, op: Op, new: list[int]) -> int:
+        """Bytes to allocate before ``op`` can run and compute ``new``."""
+        needed = sum(self.nbytes[v] for v in new) + self.profile.op_workspace_bytes[op.id]
+        if op.may_reuse and len(new) == len(op.outputs):
+            needed -= reused_bytes(
+                op, self.graph.values, {v for v in op.may_reuse if self.locks[v] == 1 and not self._wanted(v)}
+            )
+        return needed
+
+    def _make_room(self, op: Op, new: list[int]) -> None:
+        # An eviction can make an input of the op wanted again, whose buffer can then not be taken over: ask every time.
+        while self.held + (needed := self._needed(op, new)) > self.budget:
             if time.perf_counter() > self.deadline_s:
                 raise StuckError(self.held + needed)
             self._refresh()
