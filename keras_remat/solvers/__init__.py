@@ -57,6 +57,8 @@ SOLVERS: Mapping[str, Solver] = _Registry(
         "dtr_lru": "dtr:solve_lru",
         "dtr_size": "dtr:solve_size",
         "dtr_random": "dtr:solve_random",
+        "greedy": "greedy",
+        "auto": "auto",
     }
 )
 
