@@ -8,7 +8,6 @@ from typing import Literal
 
 from keras_remat.errors import InvalidProblemError
 
-
 MAX_SECONDS = sys.float_info.max
 
 
