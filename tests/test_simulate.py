@@ -22,9 +22,7 @@ STORE_ALL, RECOMPUTE_A = Schedule((0, 1, 2, 3, 4)), Schedule((0, 1, 2, 3, 0, 4))
 def chain_of(nbytes, *, outputs, reuse=(), workspace=None, resident=0):
     """A chain of one-output ops; the ops in ``reuse`` may take over their input's buffer."""
     n = len(nbytes)
-    ops = tuple(
-        Op(i, f"o{i}", "K", (i - 1,) if i else (), (i,), may_reuse=(i - 1,) if i in reuse else ()) for i in range(n)
-    )
+    ops = tuple(Op(i, f"o{i}", "K", (i - 1,) if i else (), (i,), may_reuse=(i - 1,) if i in reuse else ()) for i in range(n))
     values = tuple(Value(i, f"v{i}", nbytes[i], producer=i) for i in range(n))
     return Problem(Graph(ops, values, outputs), Profile((1.0,) * n, workspace or (0,) * n, resident))
 
@@ -68,7 +66,9 @@ def test_an_output_takes_over_the_buffer_of_a_dying_input():
 def test_no_takeover_of_another_size_or_of_a_value_read_later():
     assert live_bytes(chain_of((4, 3, 3), outputs=(2,), reuse=(1,)), Schedule((0, 1, 2))).tolist() == [4, 7, 6]
     assert live_bytes(chain_of((4, 4), outputs=(0, 1), reuse=(1,)), Schedule((0, 1))).tolist() == [4, 8]
-    graph = dataclasses.replace(chain_example(), ops=tuple(dataclasses.replace(op, may_reuse=op.inputs) for op in CHAIN.graph.ops))
+    graph = dataclasses.replace(
+        chain_example(), ops=tuple(dataclasses.replace(op, may_reuse=op.inputs) for op in CHAIN.graph.ops)
+    )
     assert live_bytes(Problem(graph, CHAIN.profile), STORE_ALL).tolist() == [4, 5, 11, 11, 7]
 
 
