@@ -40,8 +40,10 @@ _STYLE = """
 body{background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em}
 h1{font-size:1.4em;overflow-wrap:anywhere}h2{font-size:1.1em;margin-top:1.6em}
 svg{width:100%;height:auto}svg text{fill:var(--faint);font-size:12px}.grid{stroke:var(--grid)}
-.budget{stroke:var(--budget);stroke-dasharray:7 4;stroke-width:1.5}.floor{stroke:var(--faint);stroke-dasharray:2 4}
-svg text.limit{fill:var(--budget)}.line{fill:none;stroke-width:1.7;stroke-linejoin:round}.area{stroke:none;fill-opacity:.1}
+.budget{stroke:var(--budget);stroke-dasharray:7 4;stroke-width:1.5}
+.floor{stroke:var(--faint);stroke-dasharray:2 4}
+svg .limit{paint-order:stroke;stroke:var(--paper);stroke-width:4px}svg .over{fill:var(--budget)}
+.line{fill:none;stroke-width:1.7;stroke-linejoin:round}.area{stroke:none;fill-opacity:.1}
 table{border-collapse:collapse}th,td{padding:.15em 1em .15em 0;text-align:right;font-variant-numeric:tabular-nums}
 th{color:var(--faint);font-weight:normal}th:first-child,td:first-child{text-align:left;overflow-wrap:anywhere}
 .swatch{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.5em}pre{overflow-x:auto}
@@ -124,7 +126,7 @@ def problem_text(problem: Problem, *, top: int = 5) -> str:
     if problem.floor_op is not None:
         floor += f", set by op {_op(graph.ops[problem.floor_op])}"
     rows = [
-        ("costs", " on ".join(part for part in (profile.source, profile.device) if part)),
+        ("costs", f"{profile.source} on {readable(profile.device)}" if profile.device else profile.source),
         ("resident", format_bytes(profile.resident_bytes)),
         ("store-all", f"peak {peak}; time {format_seconds(usage.time_s)}"),
         ("floor", floor),
@@ -336,20 +338,21 @@ def _svg(problem: Problem, schedules: Mapping[str, Schedule]) -> str:
         parts.append(
             f'<circle cx="{x(at + 0.5):.1f}" cy="{y(curve[at]):.1f}" r="4" fill="{_color(index)}"><title>{label}</title></circle>'
         )
-    limits = [("floor", "floor", problem.floor_bytes)]
+    limits = [("floor", "limit", problem.floor_bytes, 15)]  # its label below the line, the budget's above: they may be close
     if problem.budget_bytes is not None:
-        limits.append(("budget", "limit", problem.budget_bytes))
-    for kind, text_class, nbytes in limits:
+        limits.append(("budget", "limit over", problem.budget_bytes, -5))
+    for kind, text_class, nbytes, shift in limits:
         parts.append(f'<line class="{kind}" x1="{_LEFT}" x2="{right}" y1="{y(nbytes):.1f}" y2="{y(nbytes):.1f}"/>')
         label = f"{kind} {format_bytes(nbytes)}"
-        parts.append(f'<text class="{text_class}" x="{right - 4}" y="{y(nbytes) - 5:.1f}" text-anchor="end">{label}</text>')
+        parts.append(f'<text class="{text_class}" x="{right - 4}" y="{y(nbytes) + shift:.1f}" text-anchor="end">{label}</text>')
     return "".join(parts) + "</svg>"
 
 
 def _step_path(curve: Sequence[int], x: Callable[[float], float], y: Callable[[float], float]) -> str:
     """A step curve, position k drawn from k to k + 1; long curves one step per run of positions, at the run's highest."""
     run = math.ceil(len(curve) / MAX_POINTS)
-    path, previous = [f"M{x(0):.1f} {y(max(curve[:run])):.1f}"], ""
+    previous = f"{y(max(curve[:run])):.1f}"
+    path = [f"M{x(0):.1f} {previous}"]
     for start in range(0, len(curve), run):
         height, end = f"{y(max(curve[start : start + run])):.1f}", min(start + run, len(curve))
         path.append(f"H{x(end):.1f}" if height == previous else f"V{height}H{x(end):.1f}")

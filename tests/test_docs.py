@@ -10,8 +10,8 @@ import pytest
 import keras_remat
 
 ROOT = Path(keras_remat.__file__).parent
-CORE = ["", "units", "errors", "graph", "profile", "problem", "schedule", "simulate", "validate", "serialize"]
-WITH_EXAMPLES = {"", "units", "graph", "schedule", "simulate"}
+CORE = ["", "units", "errors", "graph", "profile", "problem", "schedule", "simulate", "validate", "serialize", "show"]
+WITH_EXAMPLES = {"", "units", "graph", "schedule", "simulate", "show"}
 
 
 @pytest.mark.parametrize("name", CORE)
