@@ -11,6 +11,7 @@ after free or a leak cannot be written down. A schedule is legal for a graph whe
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
@@ -30,6 +31,12 @@ class Usage:
 class Schedule:
     """The order in which ops run; an id that repeats is recomputed.
 
+    Args:
+        order: op ids; NumPy integers become ``int``, so that equal schedules are equal and can be written as JSON.
+
+    Raises:
+        TypeError: something in ``order`` is no integer.
+
     >>> Schedule([0, 1, 2, 3, 0, 4]).order
     (0, 1, 2, 3, 0, 4)
     """
@@ -37,7 +44,15 @@ class Schedule:
     order: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "order", tuple(self.order))
+        order = tuple(self.order)
+        if not set(map(type, order)) <= {int}:
+            for position, op_id in enumerate(order):
+                if isinstance(op_id, bool) or not hasattr(op_id, "__index__"):
+                    raise TypeError(
+                        f"op id at position {position} must be an int, got {op_id!r} of type {type(op_id).__name__}"
+                    )
+            order = tuple(map(operator.index, order))
+        object.__setattr__(self, "order", order)
 
     def __len__(self) -> int:
         return len(self.order)
