@@ -26,10 +26,10 @@ import jax.numpy as jnp
 
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import Equation, nbytes
-from keras_remat.backends.jax.fusion import ELEMENTWISE, VIEWS
+from keras_remat.backends.jax.fusion import ELEMENTWISE, RANDOM, VIEWS
 from keras_remat.backends.jax.guard import guard, never
 from keras_remat.backends.jax.trace import JaxTracedStep
-from keras_remat.graph import UPDATE
+from keras_remat.graph import FORWARD, UPDATE
 from keras_remat.schedule import Schedule
 
 SMALL_RESULT_BYTES = 16384
@@ -50,56 +50,74 @@ class _Run:
         self._env: dict[int, Any] = dict(enumerate(given))
         self._written: dict[Any, tuple[tuple[Any, ...], list[Any]]] = {}
         self._ran: set[int] = set()
-        self._since: list[int] = []  # ops that ran for the first time since the last recomputation
+        self._forward: set[int] = set()  # equations the forward phase has run
+        batch = range(len(jax.tree.leaves(traced.state_specs)), traced.program.n_inputs)
+        self._early = set(range(len(given))) - set(batch)  # numbers that need nothing of the batch
+        self._since: list[int] = []  # ops that ran for the first time since the last trigger
         self._condition: Any = None
         self._guards: dict[int, tuple[Any, Any]] = {}
-        self._guarded: set[int] = set()
+        self._guarded: set[int] = set()  # ids of values that depend on the newest trigger
+        self._ever_guarded: set[int] = set()
         self.n_guards = 0
 
     def op(self, op_id: int) -> None:
         """Runs one position of the order."""
+        op = self._graph.ops[op_id]
         again = op_id in self._ran
-        if again and self._since:
-            self._new_trigger()
+        early = all(n in self._early for n in (self._numbers[v] for v in op.inputs))
         inner: dict[int, Any] = {}
         for at in self._handles[op_id]:
             equation = self._program.equations[at]
-            outputs = self._equation(at, equation, inner, again)
-            inner.update(zip(equation.outputs, outputs, strict=True))
-        for value_id in self._graph.ops[op_id].outputs:
-            self._env[self._numbers[value_id]] = inner[self._numbers[value_id]]
+            inputs = [
+                a.val if isinstance(a, private.Literal) else inner[a] if a in inner else self._env[a] for a in equation.inputs
+            ]
+            if again:
+                protect = not any(id(x) in self._guarded for x in inputs)
+            elif op.phase == FORWARD:
+                protect = early and equation.kind in RANDOM
+            else:
+                protect = at in self._forward and not any(id(x) in self._ever_guarded for x in inputs)
+            if protect and self._guardable(equation):
+                self._guard_cheapest(equation, inputs)
+            inner.update(zip(equation.outputs, self._run(at, equation, inputs), strict=True))
+        for value_id in op.outputs:
+            number = self._numbers[value_id]
+            self._env[number] = inner[number]
+            if early:
+                self._early.add(number)
         if not again:
             self._ran.add(op_id)
-            if self._graph.ops[op_id].phase != UPDATE:
+            if op.phase == FORWARD:
+                self._forward.update(self._handles[op_id])
+            if op.phase != UPDATE and not early:
                 self._since.append(op_id)
 
     def output(self, atom: Any) -> Any:
         """Returns the value of one program output."""
         return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, private.Literal) else self._env[atom]
 
-    def _equation(self, at: int, equation: Equation, inner: dict[int, Any], again: bool) -> list[Any]:
-        inputs = [
-            a.val if isinstance(a, private.Literal) else inner[a] if a in inner else self._env[a] for a in equation.inputs
-        ]
-        if again and self._condition is not None and self._needs_guard(equation, inputs):
-            self._guard_cheapest(equation, inputs)
+    def _run(self, at: int, equation: Equation, inputs: list[Any]) -> list[Any]:
+        """Writes an equation down, or finds it written for the same inputs."""
         key = (at, *(None if isinstance(a, private.Literal) and x is a.val else id(x)
                      for a, x in zip(equation.inputs, inputs, strict=True)))  # fmt: skip
         if key not in self._written:
-            with jax.named_scope(equation.scope.replace("transpose(jvp(", "grad((")):
+            with jax.named_scope(equation.scope):
                 self._written[key] = (tuple(inputs), private.bind(equation.source, inputs))
         outputs = self._written[key][1]
-        if any(id(x) in self._guarded for x in inputs):
-            self._guarded.update(map(id, outputs))
+        for known in (self._guarded, self._ever_guarded):
+            if any(id(x) in known for x in inputs):
+                known.update(map(id, outputs))
         return outputs
 
-    def _needs_guard(self, equation: Equation, inputs: list[Any]) -> bool:
-        return (
-            equation.kind not in VIEWS
-            and bool(equation.reads)
-            and sum(nbytes(self._program.avals[o]) for o in equation.outputs) >= SMALL_RESULT_BYTES
-            and not any(id(x) in self._guarded for x in inputs)
-        )
+    def _guardable(self, equation: Equation) -> bool:
+        """Whether an equation is worth a guard, and a trigger for it exists."""
+        if equation.kind in VIEWS or not equation.reads:
+            return False
+        if sum(nbytes(self._program.avals[o]) for o in equation.outputs) < SMALL_RESULT_BYTES:
+            return False
+        if self._since:
+            self._new_trigger()
+        return self._condition is not None
 
     def _guard_cheapest(self, equation: Equation, inputs: list[Any]) -> None:
         """Replaces the cheapest input by its guarded self."""
@@ -115,16 +133,15 @@ class _Run:
         at = min(usable, key=cost)
         atom = equation.inputs[at]
         if isinstance(atom, private.Literal):
-            inputs[at] = guard(jnp.asarray(atom.val, atom.aval.dtype), self._condition)
-            self.n_guards += 1
-            self._guarded.add(id(inputs[at]))
-            return
-        key = id(inputs[at])
+            original, key = jnp.asarray(atom.val, atom.aval.dtype), id(atom)
+        else:
+            original, key = inputs[at], id(inputs[at])
         if key not in self._guards:
-            self._guards[key] = (inputs[at], guard(inputs[at], self._condition))
+            self._guards[key] = (original, guard(original, self._condition))
             self.n_guards += 1
         inputs[at] = self._guards[key][1]
         self._guarded.add(id(inputs[at]))
+        self._ever_guarded.add(id(inputs[at]))
 
     def _new_trigger(self) -> None:
         """Makes the newest results that nothing has read yet the condition of the recomputations that follow."""
