@@ -42,6 +42,8 @@ class _Registry(Mapping[str, Solver]):
 SOLVERS: Mapping[str, Solver] = _Registry(
     {
         "store_all": "store_all",
+        "greedy": "greedy",
+        "auto": "auto",
     }
 )
 

@@ -1,0 +1,367 @@
+"""Greedy eviction with exact knowledge of the future: a first valid schedule for graphs of 15,000 ops, in seconds.
+
+The base order is run once, op by op, as an online rematerializer such as DTR (Kirisame et al. 2021, arXiv 2006.09616) would: when an
+allocation does not fit, values are evicted, and an evicted value is computed again when an op asks for it, parents first. What DTR has
+to guess is known here: when each value is read next (Belady's rule), whether an op may still run again (``after``, ``recomputable``), and
+which evicted ops are waiting for a value. The value with the least
+
+    (seconds to compute it and its missing ancestors again) ** a / (bytes · (distance to its next need) ** b)
+
+goes first. No single (a, b) wins everywhere, so a few are tried on each base order (the default one, and the memory-aware one of
+:mod:`keras_remat.solvers.reorder`), and the fastest schedule is returned. Evicting late costs nothing: the derived lifetime of an
+evicted value ends at its last read, not at the moment of the decision.
+
+Known limits: decisions are not revised (:mod:`keras_remat.solvers.anneal` does that), and no bound is proved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keras_remat.errors import ScheduleNotFoundError
+from keras_remat.graph import Op, reused_bytes
+from keras_remat.problem import Problem
+from keras_remat.schedule import Schedule, Solution
+from keras_remat.simulate import simulate
+from keras_remat.solvers.reorder import memory_aware_order
+
+NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Exponents of the eviction score: ``cost`` of the recomputation seconds, ``distance`` of the distance to the next need."""
+
+    cost: float
+    distance: float
+
+
+POLICIES = (Policy(1.0, 1.0), Policy(1.0, 0.5), Policy(1.0, 0.0), Policy(0.5, 1.0), Policy(0.5, 0.5), Policy(0.0, 1.0))
+
+
+class StuckError(Exception):
+    """The policy cannot go on under this budget; carries the bytes it would have needed."""
+
+    def __init__(self, needed_bytes: int):
+        super().__init__(f"needs {needed_bytes} bytes")
+        self.needed_bytes = needed_bytes
+
+
+def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """Returns the fastest schedule that any policy finds on the default or the memory-aware base order.
+
+    Raises:
+        ScheduleNotFoundError: every policy got stuck.
+    """
+    started = time.perf_counter()
+    base = tuple(sorted(problem.graph.needed))
+    usage = simulate(problem, Schedule(base))
+    budget = problem.budget_bytes
+    if budget is None or usage.peak_bytes <= budget:
+        return Solution(Schedule(base), "greedy", "optimal", time.perf_counter() - started, problem.store_all_time_s, usage)
+    best: Schedule | None = None
+    best_time = float("inf")
+    least = usage.peak_bytes
+    for schedule in candidates(problem, deadline_s=started + time_limit_s):
+        if isinstance(schedule, int):
+            least = min(least, schedule)
+            continue
+        seconds = simulate(problem, schedule).time_s
+        if seconds < best_time:
+            best, best_time = schedule, seconds
+    if best is None:
+        raise ScheduleNotFoundError(budget, problem.floor_bytes, least, solver="greedy")
+    usage = simulate(problem, best)
+    optimal = len(best) == len(base)
+    return Solution(
+        best, "greedy", "optimal" if optimal else "feasible", time.perf_counter() - started, problem.store_all_time_s, usage
+    )
+
+
+def candidates(problem: Problem, *, deadline_s: float) -> Iterator[Schedule | int]:
+    """Every schedule the policies find within the budget, best guesses first; for a policy that gets stuck the bytes it needed.
+
+    Args:
+        problem: with a budget.
+        deadline_s: no policy runs past this ``time.perf_counter()`` time.
+    """
+    default = tuple(sorted(problem.graph.needed))
+    orders = [memory_aware_order(problem, default)]
+    if orders[0] != default:
+        orders.append(default)
+    if problem.budget_bytes is not None:
+        for order in orders:
+            peak = simulate(problem, Schedule(order)).peak_bytes
+            if peak <= problem.budget_bytes:
+                yield Schedule(order)
+                return
+    for order in orders:
+        for policy in POLICIES:
+            if time.perf_counter() > deadline_s:
+                return
+            try:
+                yield Schedule(evict_greedily(problem, order, policy, deadline_s=deadline_s))
+            except StuckError as stuck:
+                yield stuck.needed_bytes
+
+
+def evict_greedily(
+    problem: Problem, base: Sequence[int], policy: Policy, *, deadline_s: float = float("inf")
+) -> tuple[int, ...]:
+    """Runs ``base`` under the problem's budget.
+
+    Args:
+        problem: with a budget.
+        base: a legal order without recomputation of at least the needed ops.
+        policy: how to rate values for eviction.
+        deadline_s: give up after this ``time.perf_counter()`` time.
+
+    Returns:
+        A legal order within the budget.
+
+    Raises:
+        StuckError: a moment came when nothing could be evicted and the next op did not fit, the recomputations exploded, or time is up.
+    """
+    return _Run(problem, base, policy, deadline_s).run()
+
+
+class _Run:
+    """State of one pass over the base order."""
+
+    def __init__(self, problem: Problem, base: Sequence[int], policy: Policy, deadline_s: float):
+        graph = problem.graph
+        if problem.budget_bytes is None:
+            raise ValueError("evict_greedily needs a budget")
+        self.graph, self.profile, self.policy, self.deadline_s = graph, problem.profile, policy, deadline_s
+        self.ops, self.base, self.budget = graph.ops, base, problem.budget_bytes
+        self.nbytes = [value.nbytes for value in graph.values]
+        self.producer = [value.producer for value in graph.values]
+        count = len(graph.values)
+        end = len(base)
+        # Where each value is read in the base order, last entry first, so that the next read is at the end of the list.
+        self.reads: list[list[int]] = [[] for _ in range(count)]
+        for value_id in graph.outputs:
+            self.reads[value_id].append(end)
+        last_run = [end] * len(self.ops)  # base position before which an op may still run again
+        for position in range(end - 1, -1, -1):
+            op = self.ops[base[position]]
+            for value_id in dict.fromkeys(op.inputs):
+                self.reads[value_id].append(position)
+            for earlier in op.after:
+                last_run[earlier] = position
+        self.last_run = [last_run[op.id] if op.recomputable else -1 for op in self.ops]
+        self.alive = [producer is None for producer in self.producer]
+        self.held = problem.profile.resident_bytes
+        self.order: list[int] = []
+        self.locks = [0] * count
+        # An op is pending when one of its outputs was evicted and will be asked for again; its inputs know it.
+        self.pending_readers: list[dict[int, None]] = [{} for _ in range(count)]
+        self.earliest, self.latest = [end] * len(self.ops), [-1] * len(self.ops)
+        self.pending = [False] * len(self.ops)
+        # Scores are kept in arrays over the values that can be evicted at all.
+        scale = np.array([value.nbytes for value in graph.values], dtype=np.float64)
+        self.size = np.maximum(scale, 1e-9)
+        self.open = np.zeros(count, dtype=bool)  # alive and evictable
+        self.cost, self.need = np.zeros(count), np.zeros(count)
+        self.stale: dict[int, None] = {}
+        self.now = 0
+        self.tick_s = max(sum(problem.profile.op_time_s[i] for i in base) / max(1, end), 1e-12)
+
+    def run(self) -> tuple[int, ...]:
+        limit = 30 * len(self.base) + 1000
+        for position, op_id in enumerate(self.base):
+            self.now = position
+            self._materialize(op_id, limit)
+            for value_id in dict.fromkeys(self.ops[op_id].inputs):
+                if self.producer[value_id] is not None:
+                    self.reads[value_id].pop()
+                    self.stale[value_id] = None
+            self._execute(op_id)
+        self.now = len(self.base)
+        for value_id in self.graph.outputs:
+            producer = self.producer[value_id]
+            if producer is not None:
+                if not self.alive[value_id]:
+                    self._materialize(producer, limit)
+                    self._execute(producer)
+                self._lock(value_id)
+        return tuple(self.order)
+
+    def _materialize(self, target: int, limit: int) -> None:
+        """Computes the missing inputs of ``target``, parents first; on return they are alive and locked until it has run."""
+        stack: list[tuple[int, Iterator[int]]] = [(target, iter(self._inputs(target)))]
+        while stack:
+            op_id, rest = stack[-1]
+            for value_id in rest:
+                producer = self.producer[value_id]
+                if producer is None:
+                    continue
+                if self.alive[value_id]:
+                    self._lock(value_id)
+                    continue
+                if self.last_run[producer] < self.now or len(self.order) > limit:
+                    raise StuckError(self.held)
+                # Ask again for this value once its producer has run.
+                stack[-1] = (op_id, _prepend(value_id, rest))
+                stack.append((producer, iter(self._inputs(producer))))
+                break
+            else:
+                stack.pop()
+                if stack:
+                    self._execute(op_id)
+
+    def _inputs(self, op_id: int) -> Iterable[int]:
+        return sorted(set(self.ops[op_id].inputs))
+
+    def _lock(self, value_id: int) -> None:
+        self.locks[value_id] += 1
+        self.open[value_id] = False
+
+    def _unlock(self, value_id: int) -> None:
+        self.locks[value_id] -= 1
+        if not self.locks[value_id]:
+            self.stale[value_id] = None
+
+    def _wanted(self, value_id: int) -> bool:
+        return bool(self.reads[value_id] or self.pending_readers[value_id])
+
+    def _execute(self, op_id: int) -> None:
+        """Runs ``op_id``, whose inputs are alive and locked once for it."""
+        op = self.ops[op_id]
+        self._settle(op_id)
+        inputs = [v for v in dict.fromkeys(op.inputs) if self.producer[v] is not None]
+        new = [v for v in op.outputs if not self.alive[v]]
+        for value_id in op.outputs:
+            if self.alive[value_id]:
+                self._lock(value_id)
+        self._make_room(op, new)
+        self._settle(op_id)  # an eviction just now may have counted on running it again
+        for value_id in op.outputs:
+            if self.alive[value_id]:
+                self._unlock(value_id)
+        self.order.append(op_id)
+        for value_id in new:
+            self.alive[value_id] = True
+            self.held += self.nbytes[value_id]
+            self._mark_children(value_id)
+            self.stale[value_id] = None
+        for value_id in inputs:
+            self._unlock(value_id)
+        for value_id in (*inputs, *op.outputs):
+            if self.alive[value_id] and not self.locks[value_id] and not self._wanted(value_id):
+                self._drop(value_id)
+
+    def _settle(self, op_id: int) -> None:
+        """``op_id`` runs now and is pending no more."""
+        if self.pending[op_id]:
+            self.pending[op_id] = False
+            self.earliest[op_id], self.latest[op_id] = len(self.base), -1
+            for value_id in self.ops[op_id].inputs:
+                self.pending_readers[value_id].pop(op_id, None)
+
+    def _drop(self, value_id: int) -> None:
+        self.alive[value_id] = False
+        self.open[value_id] = False
+        self.held -= self.nbytes[value_id]
+        self._mark_children(value_id)
+
+    def _mark_children(self, value_id: int) -> None:
+        """The recomputation cost of values that are reached from ``value_id`` through missing ones has changed."""
+        stack, seen = [value_id], {value_id}
+        while stack and len(seen) < 500:
+            for reader in self.graph.readers[stack.pop()]:
+                for child in self.ops[reader].outputs:
+                    if child not in seen:
+                        seen.add(child)
+                        if self.alive[child]:
+                            self.stale[child] = None
+                        else:
+                            stack.append(child)
+
+    def _needed(self, op: Op, new: list[int]) -> int:
+        """Bytes to allocate before ``op`` can run and compute ``new``."""
+        needed = sum(self.nbytes[v] for v in new) + self.profile.op_workspace_bytes[op.id]
+        if op.may_reuse and len(new) == len(op.outputs):
+            needed -= reused_bytes(
+                op, self.graph.values, {v for v in op.may_reuse if self.locks[v] == 1 and not self._wanted(v)}
+            )
+        return needed
+
+    def _make_room(self, op: Op, new: list[int]) -> None:
+        # An eviction can make an input of the op wanted again, whose buffer can then not be taken over: ask every time.
+        while self.held + (needed := self._needed(op, new)) > self.budget:
+            if time.perf_counter() > self.deadline_s:
+                raise StuckError(self.held + needed)
+            self._refresh()
+            ids = np.flatnonzero(self.open)
+            if not len(ids):
+                raise StuckError(self.held + needed)
+            rating = self.cost[ids] ** self.policy.cost / (
+                self.size[ids] * np.maximum(self.need[ids] - self.now, 0.5) ** self.policy.distance
+            )
+            for at in np.argsort(rating, kind="stable"):
+                if self._evict(int(ids[at])):
+                    break
+            else:
+                raise StuckError(self.held + needed)
+
+    def _refresh(self) -> None:
+        for value_id in self.stale:
+            producer = self.producer[value_id]
+            usable = (
+                producer is not None
+                and self.alive[value_id]
+                and not self.locks[value_id]
+                and self.nbytes[value_id] > 0
+                and self.last_run[producer] >= self.now
+            )
+            self.open[value_id] = usable
+            if usable and producer is not None:
+                self.cost[value_id] = sum(self.profile.op_time_s[i] for i in self._missing(producer, 200)) + 0.01 * self.tick_s
+                base_need = self.reads[value_id][-1] if self.reads[value_id] else len(self.base)
+                pending = (self.earliest[reader] for reader in self.pending_readers[value_id])
+                self.need[value_id] = min(base_need, min(pending, default=base_need))
+        self.stale.clear()
+
+    def _missing(self, op_id: int, limit: int) -> list[int]:
+        """``op_id`` and the ops that would have to run before it could run now, at most ``limit`` of them."""
+        found, stack = {op_id: None}, [op_id]
+        while stack and len(found) < limit:
+            for value_id in self.ops[stack.pop()].inputs:
+                producer = self.producer[value_id]
+                if producer is not None and not self.alive[value_id] and producer not in found:
+                    found[producer] = None
+                    stack.append(producer)
+        return list(found)
+
+    def _evict(self, value_id: int) -> bool:
+        """Evicts a value if it can be computed again whenever it will be asked for."""
+        producer = self.producer[value_id]
+        if producer is None:
+            raise ValueError(f"value {value_id} is a step input")
+        readers = self.pending_readers[value_id]
+        base_need = self.reads[value_id][-1] if self.reads[value_id] else None
+        latest = max([self.latest[r] for r in readers] + ([base_need] if base_need is not None else []))
+        earliest = min([self.earliest[r] for r in readers] + ([base_need] if base_need is not None else []))
+        closure = self._missing(producer, len(self.ops))
+        if any(self.last_run[op_id] < latest for op_id in closure):
+            return False
+        self._drop(value_id)
+        for op_id in closure:
+            self.pending[op_id] = True
+            self.latest[op_id] = max(self.latest[op_id], latest)
+            self.earliest[op_id] = min(self.earliest[op_id], earliest)
+            for parent in self.ops[op_id].inputs:
+                if self.producer[parent] is not None:
+                    self.pending_readers[parent][op_id] = None
+                    self.stale[parent] = None
+        return True
+
+
+def _prepend(first: int, rest: Iterator[int]) -> Iterator[int]:
+    yield first
+    yield from rest
