@@ -50,7 +50,7 @@ REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod",
 """They take their input into their own loop, but their result exists."""
 
 RANDOM = frozenset({"random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"})
-"""On CPU a loop over several buffers of the result's size, so its result exists."""
+"""On CPU a loop over several buffers of the result's size, so it takes no part in a chain."""
 
 FUSIBLE = CHEAP | EXPENSIVE | VIEWS
 ELEMENTWISE = (CHEAP | EXPENSIVE) - {"broadcast_in_dim", "iota", "pad", "rev", "slice"}

@@ -11,6 +11,9 @@ As few guards as that needs:
 * a view needs none, its reader gets it;
 * else the cheapest input is guarded: a scalar literal, a bias, a kernel, before an activation.
 
+A backward op whose chain was run in the forward phase too is protected in the same way: the graph says that the values inside a chain do not
+exist, and without a guard the compiler may well keep one of them from the one phase to the other.
+
 Equal equations on equal inputs are written once, so a chain that stands in several clusters does not blow the program up.
 
 XLA decides the order inside these bounds. What it makes of the plan is measured (:mod:`~keras_remat.backends.jax.measure`).
@@ -26,7 +29,7 @@ import jax.numpy as jnp
 
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import Equation, nbytes
-from keras_remat.backends.jax.fusion import ELEMENTWISE, RANDOM, VIEWS
+from keras_remat.backends.jax.fusion import ELEMENTWISE, VIEWS
 from keras_remat.backends.jax.guard import guard, never
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.graph import FORWARD, UPDATE
@@ -73,10 +76,8 @@ class _Run:
             ]
             if again:
                 protect = not any(id(x) in self._guarded for x in inputs)
-            elif op.phase == FORWARD:
-                protect = early and equation.kind in RANDOM
             else:
-                protect = at in self._forward and not any(id(x) in self._ever_guarded for x in inputs)
+                protect = op.phase != FORWARD and at in self._forward and not any(id(x) in self._ever_guarded for x in inputs)
             if protect and self._guardable(equation):
                 self._guard_cheapest(equation, inputs)
             inner.update(zip(equation.outputs, self._run(at, equation, inputs), strict=True))
