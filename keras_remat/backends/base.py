@@ -1,4 +1,4 @@
-"""What every backend hands upwards: a traced step, framework-free where it can be."""
+"""What every backend hands to the layers above it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from keras_remat.graph import Graph
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TracedStep:
-    """One train step as a graph of ops, with the framework's objects kept apart.
+    """One train step as a graph, with the framework's objects beside it.
 
     Args:
-        graph: what the step computes; no framework object in it.
-        handles: op id → the framework's object for the op. Nothing outside the backend looks inside.
-        resident_bytes: bytes of weights, optimizer slots, other variables, constants and the batch.
+        graph: what the step computes.
+        handles: op id → what the backend needs to run that op; nothing outside the backend looks inside.
+        backend: ``"tensorflow"`` or ``"jax"``.
     """
 
     graph: Graph
     handles: Mapping[int, Any]
-    resident_bytes: int
+    backend: str

@@ -43,6 +43,7 @@ class TensorFlowStep(TracedStep):
     """A traced train step with what is needed to run it.
 
     Args:
+        resident_bytes: bytes of weights, optimizer slots, other captured tensors and the batch, from their shapes.
         nodes: name → ``NodeDef`` of the optimized graph, views and constants included.
         versions: the GraphDef's ``versions`` field.
         library: the GraphDef's function library.
@@ -56,6 +57,7 @@ class TensorFlowStep(TracedStep):
         tensor_shapes: tensor name → static shape, or ``None`` when unknown.
     """
 
+    resident_bytes: int = 0
     nodes: Mapping[str, Any] = field(default_factory=dict)
     versions: Any = None
     library: Any = None
@@ -373,6 +375,7 @@ class _Translation:
         return TensorFlowStep(
             graph=Graph(tuple(ops), tuple(values), finals),
             handles={ids[name]: self.nodes[name] for name in order},
+            backend="tensorflow",
             resident_bytes=resident,
             nodes=self.nodes,
             value_of=value_of,

@@ -1,0 +1,194 @@
+"""A schedule as one compiled step: the equations in the schedule's order, recomputations protected from the compiler.
+
+XLA reads dependencies, not order. The first run of every op is written down as it is; a repeated op must (a) not be merged with its
+first run and (b) not start before its turn. Both are had by one data dependency (:mod:`~keras_remat.backends.jax.guard`) on what the
+step had computed by then: the *trigger*, one element of each value that the ops since the last recomputation left behind.
+
+As few guards as that needs:
+
+* an equation whose input already depends on the current trigger needs none;
+* an equation with a small result needs none: merged or early, it costs nothing;
+* a view needs none, its reader gets it;
+* else the cheapest input is guarded: a scalar literal, a bias, a kernel, before an activation.
+
+A backward op whose chain was run in the forward phase too is protected in the same way: the graph says that the values inside a chain do not
+exist, and without a guard the compiler may well keep one of them from the one phase to the other.
+
+Equal equations on equal inputs are written once, so a chain that stands in several clusters does not blow the program up.
+
+XLA decides the order inside these bounds. What it makes of the plan is measured (:mod:`~keras_remat.backends.jax.measure`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from keras_remat.backends.jax import private
+from keras_remat.backends.jax.flatten import Equation, nbytes
+from keras_remat.backends.jax.fusion import ELEMENTWISE, VIEWS
+from keras_remat.backends.jax.guard import guard, never
+from keras_remat.backends.jax.trace import JaxTracedStep
+from keras_remat.graph import FORWARD, UPDATE
+from keras_remat.schedule import Schedule
+
+SMALL_RESULT_BYTES = 16384
+"""An equation with a smaller result is not guarded: keeping it costs no more than this."""
+
+MAX_TRIGGERS = 6
+"""Most values a trigger is made of; the newest are taken."""
+
+
+class _Run:
+    """One symbolic execution of a schedule."""
+
+    def __init__(self, traced: JaxTracedStep, given: Sequence[Any]):
+        self._program = traced.program
+        self._graph = traced.graph
+        self._handles = traced.handles
+        self._numbers = traced.numbers
+        self._env: dict[int, Any] = dict(enumerate(given))
+        self._written: dict[Any, tuple[tuple[Any, ...], list[Any]]] = {}
+        self._ran: set[int] = set()
+        self._forward: set[int] = set()  # equations the forward phase has run
+        batch = range(len(jax.tree.leaves(traced.state_specs)), traced.program.n_inputs)
+        self._early = set(range(len(given))) - set(batch)  # numbers that need nothing of the batch
+        self._since: list[int] = []  # ops that ran for the first time since the last trigger
+        self._condition: Any = None
+        self._guards: dict[int, tuple[Any, Any]] = {}
+        self._guarded: set[int] = set()  # ids of values that depend on the newest trigger
+        self._ever_guarded: set[int] = set()
+        self.n_guards = 0
+
+    def op(self, op_id: int) -> None:
+        """Runs one position of the order."""
+        op = self._graph.ops[op_id]
+        again = op_id in self._ran
+        early = all(n in self._early for n in (self._numbers[v] for v in op.inputs))
+        inner: dict[int, Any] = {}
+        for at in self._handles[op_id]:
+            equation = self._program.equations[at]
+            inputs = [
+                a.val if isinstance(a, private.Literal) else inner[a] if a in inner else self._env[a] for a in equation.inputs
+            ]
+            if again:
+                protect = not any(id(x) in self._guarded for x in inputs)
+            else:
+                protect = op.phase != FORWARD and at in self._forward and not any(id(x) in self._ever_guarded for x in inputs)
+            if protect and self._guardable(equation):
+                self._guard_cheapest(equation, inputs)
+            inner.update(zip(equation.outputs, self._run(at, equation, inputs), strict=True))
+        for value_id in op.outputs:
+            number = self._numbers[value_id]
+            self._env[number] = inner[number]
+            if early:
+                self._early.add(number)
+        if not again:
+            self._ran.add(op_id)
+            if op.phase == FORWARD:
+                self._forward.update(self._handles[op_id])
+            if op.phase != UPDATE and not early:
+                self._since.append(op_id)
+
+    def output(self, atom: Any) -> Any:
+        """Returns the value of one program output."""
+        return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, private.Literal) else self._env[atom]
+
+    def _run(self, at: int, equation: Equation, inputs: list[Any]) -> list[Any]:
+        """Writes an equation down, or finds it written for the same inputs."""
+        key = (at, *(None if isinstance(a, private.Literal) and x is a.val else id(x)
+                     for a, x in zip(equation.inputs, inputs, strict=True)))  # fmt: skip
+        if key not in self._written:
+            with jax.named_scope(equation.scope):
+                self._written[key] = (tuple(inputs), private.bind(equation.source, inputs))
+        outputs = self._written[key][1]
+        for known in (self._guarded, self._ever_guarded):
+            if any(id(x) in known for x in inputs):
+                known.update(map(id, outputs))
+        return outputs
+
+    def _guardable(self, equation: Equation) -> bool:
+        """Whether an equation is worth a guard, and a trigger for it exists."""
+        if equation.kind in VIEWS or not equation.reads:
+            return False
+        if sum(nbytes(self._program.avals[o]) for o in equation.outputs) < SMALL_RESULT_BYTES:
+            return False
+        if self._since:
+            self._new_trigger()
+        return self._condition is not None
+
+    def _guard_cheapest(self, equation: Equation, inputs: list[Any]) -> None:
+        """Replaces the cheapest input by its guarded self."""
+
+        def cost(at: int) -> tuple[bool, int]:
+            atom = equation.inputs[at]
+            if isinstance(atom, private.Literal):
+                return False, nbytes(atom.aval)
+            return not jnp.issubdtype(inputs[at].dtype, jnp.inexact), nbytes(self._program.avals[atom])
+
+        literals = equation.kind in ELEMENTWISE
+        usable = [at for at, atom in enumerate(equation.inputs) if literals or isinstance(atom, int)]
+        at = min(usable, key=cost)
+        atom = equation.inputs[at]
+        if isinstance(atom, private.Literal):
+            original, key = jnp.asarray(atom.val, atom.aval.dtype), id(atom)
+        else:
+            original, key = inputs[at], id(inputs[at])
+        if key not in self._guards:
+            self._guards[key] = (original, guard(original, self._condition))
+            self.n_guards += 1
+        inputs[at] = self._guards[key][1]
+        self._guarded.add(id(inputs[at]))
+        self._ever_guarded.add(id(inputs[at]))
+
+    def _new_trigger(self) -> None:
+        """Makes the newest results that nothing has read yet the condition of the recomputations that follow."""
+        read = {v for op_id in self._since for v in self._graph.ops[op_id].inputs}
+        left = [
+            self._env[self._numbers[v]]
+            for op_id in self._since
+            for v in self._graph.ops[op_id].outputs
+            if v not in read and self._graph.values[v].nbytes > 0
+        ]
+        if left:
+            self._condition = never(left[-MAX_TRIGGERS:])
+            self._guards, self._guarded = {}, set()
+        self._since = []
+
+
+def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, Any], Any]:
+    """Returns ``(state, batch) → (logs, state)`` that runs a schedule; traceable, not compiled."""
+    program = traced.program
+
+    def remat_step(state: Any, batch: Any) -> Any:
+        leaves, tree = jax.tree.flatten((state, batch))
+        if tree != traced.in_tree:
+            raise TypeError(f"the step was traced for arguments {traced.in_tree}, and was called with {tree}")
+        run = _Run(traced, [*leaves, *program.constants])
+        for op_id in schedule.order:
+            run.op(op_id)
+        return jax.tree.unflatten(traced.out_tree, [run.output(a) for a in program.outputs])
+
+    return remat_step
+
+
+def lower(traced: JaxTracedStep, schedule: Schedule) -> Any:
+    """Compiles a schedule.
+
+    Args:
+        traced: from :func:`~keras_remat.backends.jax.trace.trace`.
+        schedule: a legal order for ``traced.graph``.
+
+    Returns:
+        A ``jax.stages.Compiled`` of ``(state, batch) → (logs, state)`` for the traced shapes; the state is donated.
+    """
+    jitted = jax.jit(step_function(traced, schedule), donate_argnums=0)
+    return jitted.lower(traced.state_specs, traced.batch_specs).compile()
+
+
+def lower_plain(traced: JaxTracedStep) -> Any:
+    """Compiles the model's own train step for the traced shapes, as Keras would: the baseline."""
+    return jax.jit(traced.step, donate_argnums=0).lower(traced.state_specs, traced.batch_specs).compile()
