@@ -44,7 +44,9 @@ def profile(traced: JaxTracedStep, steps: int = 0, *, state: Any = None, batch: 
     """
     platform = "gpu" if jax.default_backend() in ("gpu", "cuda", "rocm") else "cpu"
     times = [_seconds(traced, op.id, platform) for op in traced.graph.ops]
-    workspaces = [max(_workspace_bytes(traced.program.equations[at]) for at in traced.handles[op.id]) for op in traced.graph.ops]
+    workspaces = [
+        max(_workspace_bytes(traced.program.equations[at]) for at in traced.handles[op.id]) for op in traced.graph.ops
+    ]
     resident = sum(v.nbytes for v in traced.graph.values if v.producer is None)
     if steps:
         if state is None or batch is None:

@@ -109,7 +109,9 @@ class BestFitAllocator:
         self._add(chunk)
 
 
-def replayed_peak_bytes(problem: Problem, schedule: Schedule, *, smallest_bytes: int = 0, pool_bytes: int = 0, steps: int = 2) -> int:
+def replayed_peak_bytes(
+    problem: Problem, schedule: Schedule, *, smallest_bytes: int = 0, pool_bytes: int = 0, steps: int = 2
+) -> int:
     """The allocator's peak over ``steps`` runs of a schedule, resident bytes included.
 
     Args:

@@ -41,4 +41,6 @@ CONVOLUTIONS = frozenset(
 MATMULS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "_FusedMatMul", "Einsum"})
 
 #: Types this backend cannot carry: control flow of TensorFlow 1, queues and host callbacks whose effects cannot be ordered.
-UNSUPPORTED = frozenset({"Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond", "RefSwitch", "RefMerge", "Assign", "VariableV2"})
+UNSUPPORTED = frozenset(
+    {"Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond", "RefSwitch", "RefMerge", "Assign", "VariableV2"}
+)

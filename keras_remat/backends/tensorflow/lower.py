@@ -169,8 +169,7 @@ def _reference(name: str, index: int) -> str:
 def _build(traced: TensorFlowStep, writer: _Writer, document: Any) -> Any:
     """The concrete function of a written GraphDef: batch in, ``train_step``'s tensors out, every effect done."""
 
-    def build() -> tuple[list[Any], list[Any]]:
-        placeholders = [tf.compat.v1.placeholder(dtype, shape) for _, dtype, shape in traced.inputs]
+    def build(*placeholders: Any) -> list[Any]:
         mapped = {name: tensor for (name, *_), tensor in zip(traced.inputs, placeholders, strict=True)}
         mapped |= {name: private.capture(external) for name, external in traced.captures.items()}
         used = {f"{name}:0": tensor for name, tensor in mapped.items() if name in writer.used_placeholders}
@@ -178,6 +177,6 @@ def _build(traced: TensorFlowStep, writer: _Writer, document: Any) -> Any:
             document, input_map=used, return_elements=[*map(tensor_key, writer.ends), "remat_done"], name=""
         )
         with tf.control_dependencies([done]):
-            return placeholders, [tf.identity(output) for output in outputs]
+            return [tf.identity(output) for output in outputs]
 
-    return private.build_function(build)
+    return private.build_function(build, [tf.TensorSpec(shape, dtype) for _, dtype, shape in traced.inputs])

@@ -92,14 +92,14 @@ def gpu_memory_limit_bytes() -> int:
     return max(int(device.memory_limit) for device in device_lib.list_local_devices() if device.device_type == "GPU")
 
 
-def build_function(build: Callable[[], tuple[Sequence[Any], Sequence[Any]]]) -> Any:
-    """Makes a concrete function from ``build() -> (input placeholders, outputs)`` without automatic control dependencies."""
-    ends: dict[str, Sequence[Any]] = {}
+def build_function(build: Callable[..., Sequence[Any]], signature: Sequence[Any]) -> Any:
+    """Makes a concrete function from ``build(*placeholders) -> outputs`` without automatic control dependencies.
 
-    def wrapped() -> None:
-        ends["inputs"], ends["outputs"] = build()
-
-    return tf.compat.v1.wrap_function(wrapped, []).prune(list(ends["inputs"]), list(ends["outputs"]))
+    Args:
+        build: called once, with one placeholder per entry of ``signature``.
+        signature: ``TensorSpec`` per input.
+    """
+    return tf.compat.v1.wrap_function(build, list(signature))
 
 
 def _verbatim_options() -> Any:

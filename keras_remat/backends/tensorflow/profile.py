@@ -11,6 +11,7 @@ import logging
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -148,7 +149,7 @@ def measured_profile(lowered: LoweredStep, planes: list[Any], resident_bytes: in
         planes: what :meth:`Recorder.stop` returned.
         resident_bytes: bytes in use on the device between steps.
     """
-    op_of = {name: op_id for name, op_id in zip(lowered.names, lowered.schedule.order, strict=True)}
+    op_of = dict(zip(lowered.names, lowered.schedule.order, strict=True))
     durations: dict[int, list[float]] = defaultdict(list)
     memory: list[tuple[int, str, dict[str, Any]]] = []
     for plane in planes:
@@ -186,7 +187,7 @@ def _events(plane: Any) -> Iterator[tuple[str, int, int, Callable[[], dict[str, 
     for line in plane.lines:
         for event in line.events:
             start = line.timestamp_ns * 1000 + event.offset_ps
-            yield names[event.metadata_id], start, event.duration_ps, lambda event=event: decode(event)
+            yield names[event.metadata_id], start, event.duration_ps, partial(decode, event)
 
 
 def _workspace(memory: list[tuple[int, str, dict[str, Any]]], op_of: dict[str, int]) -> dict[int, int]:
@@ -201,13 +202,13 @@ def _workspace(memory: list[tuple[int, str, dict[str, Any]]], op_of: dict[str, i
                 op_id, nbytes = owner.pop(address)
                 held[op_id] -= nbytes
             continue
-        op_id = _op_of_allocation(str(stats.get("tf_op", "")), op_of)
-        if op_id is None or stats.get("region_type") != "temp":
+        allocating = _op_of_allocation(str(stats.get("tf_op", "")), op_of)
+        if allocating is None or stats.get("region_type") != "temp":
             continue
         nbytes = int(stats.get("allocation_bytes", 0))
-        owner[address] = (op_id, nbytes)
-        held[op_id] += nbytes
-        most[op_id] = max(most[op_id], held[op_id])
+        owner[address] = (allocating, nbytes)
+        held[allocating] += nbytes
+        most[allocating] = max(most[allocating], held[allocating])
     return most
 
 

@@ -157,9 +157,8 @@ def _static_shapes(
     """Tensor name → (static shape or ``None``, dtype), by TensorFlow's own shape inference on the optimized graph."""
     found: dict[str, tuple[tuple[int, ...] | None, Any]] = {}
 
-    def build() -> tuple[list[Any], list[Any]]:
-        mapped = {f"{name}:0": tf.compat.v1.placeholder(dtype, shape) for name, dtype, shape in inputs}
-        placeholders = list(mapped.values())
+    def build(*placeholders: Any) -> list[Any]:
+        mapped = {f"{name}:0": tensor for (name, *_), tensor in zip(inputs, placeholders, strict=True)}
         mapped |= {f"{name}:0": private.capture(external) for name, external in captures.items()}
         document = tf.compat.v1.GraphDef(versions=graph_def.versions, library=graph_def.library)
         document.node.extend(nodes.values())
@@ -170,9 +169,9 @@ def _static_shapes(
                 found[tensor.name] = (shape, tensor.dtype)
         for name, tensor in mapped.items():
             found[name] = (tuple(tensor.shape) if tensor.shape.is_fully_defined() else None, tensor.dtype)
-        return placeholders, []
+        return []
 
-    private.build_function(build)
+    private.build_function(build, [tf.TensorSpec(shape, dtype) for _, dtype, shape in inputs])
     return found
 
 
@@ -191,7 +190,9 @@ class _Translation:
         self.order = order
         self.step_inputs = {name for name, *_ in inputs} | set(captures)
         self.copied_reads = {
-            name for name, node in nodes.items() if node.op == "ReadVariableOp" and self._nbytes(f"{name}:0") <= SMALL_VARIABLE_BYTES
+            name
+            for name, node in nodes.items()
+            if node.op == "ReadVariableOp" and self._nbytes(f"{name}:0") <= SMALL_VARIABLE_BYTES
         }
         self.folded = frozenset(name for name, node in nodes.items() if self._is_folded(node))
         self.views: dict[str, str] = {}
@@ -339,7 +340,9 @@ class _Translation:
         for name in reversed(order):
             if name in above:
                 above |= data[name]
-        return {n: BACKWARD if n in gradient or (n in below and n in above) else UPDATE if n in below else FORWARD for n in order}
+        return {
+            n: BACKWARD if n in gradient or (n in below and n in above) else UPDATE if n in below else FORWARD for n in order
+        }
 
     def step(self, outputs: tuple[str, ...], **rest: Any) -> TensorFlowStep:
         order, after = self._ordered()
