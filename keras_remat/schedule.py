@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from keras_remat.errors import InvalidScheduleError
 from keras_remat.graph import Graph
 
 
@@ -36,6 +37,7 @@ class Schedule:
 
     Raises:
         TypeError: something in ``order`` is no integer.
+        InvalidScheduleError: an id is negative (Python would count it from the end of the graph).
 
     >>> Schedule([0, 1, 2, 3, 0, 4]).order
     (0, 1, 2, 3, 0, 4)
@@ -52,6 +54,9 @@ class Schedule:
                         f"op id at position {position} must be an int, got {op_id!r} of type {type(op_id).__name__}"
                     )
             order = tuple(map(operator.index, order))
+        if order and (lowest := min(order)) < 0:
+            position = order.index(lowest)
+            raise InvalidScheduleError("S2", f"unknown op id {lowest} at position {position}", position=position)
         object.__setattr__(self, "order", order)
 
     def __len__(self) -> int:
@@ -87,6 +92,10 @@ class Solution:
     solve_time_s: float
     lower_bound_s: float | None = None
     usage: Usage | None = None
+
+    def __post_init__(self) -> None:
+        if self.status not in ("optimal", "feasible"):
+            raise ValueError(f'status must be "optimal" or "feasible", got {self.status!r}')
 
     @property
     def gap(self) -> float | None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from keras_remat.errors import InvalidScheduleError
 from keras_remat.graph import Graph, Op, chain_example
 from keras_remat.schedule import Schedule, Solution, Usage
 
@@ -19,6 +20,17 @@ def test_any_iterable_of_integers_becomes_a_tuple_of_int():
 def test_ids_are_integers(bad):
     with pytest.raises(TypeError, match="position 1 must be an int"):
         Schedule((0, bad))
+
+
+def test_ids_are_not_negative():
+    with pytest.raises(InvalidScheduleError, match="unknown op id -3 at position 2") as caught:
+        Schedule((0, -1, -3))
+    assert (caught.value.rule, caught.value.position) == ("S2", 2)
+
+
+def test_status_is_one_of_two():
+    with pytest.raises(ValueError, match="got 'best'"):
+        Solution(Schedule(()), "auto", "best", 0.0)
 
 
 def test_length_and_recomputed():
