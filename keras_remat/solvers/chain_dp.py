@@ -7,8 +7,9 @@ the next kept stage s' (C1). Optimal among schedules in which a kept value stays
 
 On a graph that is no chain the forward phase is cut at its articulation points into blocks, and each block is a stage: what crosses the cut after it
 is its output, its backward stage is every later op up to the first that reads a block before it. Bytes are counted in ``UNITS`` units, rounded
-upwards; the plans for all amounts of memory come from one table, and the fastest that really fits (by simulation) is returned, so what
-the model leaves out (values beside the chain, buffer reuse) costs optimality, never the budget. Other graphs are refused.
+upwards; the plans for many amounts of memory come from one table, and the fastest that really fits (by simulation) is returned, after
+recomputations there is room for were taken back (:mod:`keras_remat.solvers.trim`; the program drops a block's input even where the block
+before could use it). So what the model leaves out (values beside the chain, buffer reuse) costs optimality, never the budget. Other graphs are refused.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from keras_remat.schedule import Solution
 from keras_remat.solvers.demand import Walk, order_of
 from keras_remat.solvers.incumbent import Incumbent
 from keras_remat.solvers.linearize import Linearized
+from keras_remat.solvers.trim import trimmed
 
 UNITS = 400
 MAX_STAGES = 120
+MAX_PLANS = 60
 SPARE = 1.25  # the table reaches this far over the budget, because rounding up and buffer reuse leave room
 
 
@@ -240,7 +243,10 @@ class Table:
 
 
 def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
-    """The order a list of actions stands for; first runs happen in any case, and what is still missing is recomputed on demand."""
+    """The order a list of actions stands for. First runs happen in any case, and what is still missing is recomputed on demand.
+
+    As the program assumes, the input of a block is dropped after its backward stage unless the block before saved it.
+    """
     graph = stages.linear.problem.graph
     made = [[v for i in ops for v in graph.ops[i].outputs] for ops in stages.forward]
     crossing = [
@@ -250,12 +256,16 @@ def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
 
     def policy(walk: Walk) -> None:
         ran: set[int] = set()
+        saved: set[int] = set()  # blocks whose last run saved everything
         for action, s in actions:
             if action == "backward":
                 for op_id in stages.backward[s]:
                     walk.demand(op_id)
-                walk.drop(v for v in made[s] if v not in crossing[s])
+                walk.drop(made[s])
+                if s > 0 and s - 1 not in saved:
+                    walk.drop(crossing[s - 1])
                 continue
+            (saved.add if action == "all" else saved.discard)(s)
             for op_id in stages.forward[s]:
                 if op_id not in ran or not all(v in walk.alive for v in graph.ops[op_id].outputs):
                     walk.demand(op_id)
@@ -288,13 +298,14 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     table = Table(stages, unit, int(-(-room // unit) * SPARE))
     tried: set[tuple[tuple[str, int], ...]] = set()
     for units in sorted(range(table.units + 1), key=lambda u: abs(u - room // unit)):
-        if incumbent.out_of_time:
+        if incumbent.out_of_time or len(tried) == MAX_PLANS:
             break
-        cost = table.cost[0, -1, units]
-        if np.isinf(cost) or (incumbent.usage is not None and cost >= incumbent.usage.time_s):
+        if np.isinf(table.cost[0, -1, units]):
             continue
         actions = table.actions(units)
         if tuple(actions) not in tried:
             tried.add(tuple(actions))
-            incumbent.offer(action_order(stages, actions))
+            order = action_order(stages, actions)
+            if incumbent.fits(incumbent.offer(order)):
+                incumbent.offer(trimmed(problem, order, problem.budget_bytes))
     return incumbent.solution()
