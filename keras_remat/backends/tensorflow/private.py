@@ -1,7 +1,7 @@
 """The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
 
-Four things have no public way in: running Grappler on a graph by hand, capturing an eager tensor under a chosen name, calling a
-function with a session configuration of its own, and reading the profiler's raw trace.
+Five things have no public way in: running Grappler on a graph by hand, capturing an eager tensor under a chosen name, calling a
+function with a session configuration of its own, reading the profiler's raw trace, and building a model from a batch.
 """
 
 from __future__ import annotations
@@ -80,6 +80,16 @@ def is_stateful(kind: str) -> bool:
 def capture(external: Any) -> Any:
     """The symbolic tensor that stands for an eager tensor in the function graph being built."""
     return tf.compat.v1.get_default_graph().capture(external)
+
+
+def build_model(model: Any, batch: Any) -> None:
+    """Builds layers, optimizer, metrics and losses from one batch, as ``fit`` does before its first step."""
+    if not getattr(model, "compiled", False):
+        raise ValueError("The model is not compiled: call model.compile(...) first.")
+    model._symbolic_build(data_batch=batch)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
 
 
 def read_trace(serialized: bytes) -> Any:
