@@ -169,7 +169,7 @@ def plan_problem(
             break
         solution = solve(problem.with_budget(target), solver=solver, time_limit_s=time_limit_s, seed=seed)
         peak = backend.predicted_peak_bytes(problem, solution.schedule, target)
-        if peak <= budget_bytes - correction_bytes or not solution.schedule.recomputed and peak <= budget_bytes:
+        if peak <= budget_bytes - correction_bytes:
             assert solution.usage is not None
             predicted = Usage(solution.usage.time_s, peak)
             return Plan(
@@ -231,7 +231,8 @@ def make_plan(
 
 def measured_problem(backend: Backend, model: Any, traced: TracedStep, problem: Problem, plan: Plan, batch: Any) -> Problem:
     """``problem`` with a profile measured by running ``plan`` on ``batch``; the model's variables are put back."""
-    run = backend.lower(traced, problem, plan.solution.schedule, plan.budget_bytes)
+    schedule = plan.solution.schedule
+    run = backend.lower(traced, problem, schedule, simulate(problem, schedule).peak_bytes)
     with backend.preserved_state(model):
         run(batch)
         resident = backend.bytes_in_use()
@@ -249,7 +250,9 @@ def usable_bytes(limit_bytes: int, margin: float) -> int:
     return max(1, int(limit_bytes * (1 - margin)))
 
 
-def describe_limit_error(error: InfeasibleBudgetError | ScheduleNotFoundError, limit_bytes: int, batch_size: int, resident_bytes: int) -> str:
+def describe_limit_error(
+    error: InfeasibleBudgetError | ScheduleNotFoundError, limit_bytes: int, batch_size: int, resident_bytes: int
+) -> str:
     """What limit or batch would do, for a limit no schedule meets. Bytes above the resident ones grow with the batch."""
     need = error.floor_bytes if isinstance(error, InfeasibleBudgetError) else error.best_peak_bytes or error.floor_bytes
     room, demand = limit_bytes - resident_bytes, need - resident_bytes

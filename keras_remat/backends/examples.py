@@ -94,15 +94,13 @@ def _from_model(model: Any, size: int, rng: np.random.Generator) -> tuple[Any, A
         raise ValueError("the model's inputs do not follow from it (it is no functional model): give a batch (x, y)")
     x = keras.tree.map_structure(lambda t: _random((size, *t.shape[1:]), t.dtype, rng), inputs)
     loss = getattr(model, "loss", None)
-    losses: Any
-    if isinstance(loss, (list, tuple, dict)):
-        losses = loss
-    else:
-        losses = keras.tree.map_structure(lambda _: loss, outputs)
+    losses: Any = loss if isinstance(loss, (list, tuple, dict)) else keras.tree.map_structure(lambda _: loss, outputs)
     if isinstance(losses, dict) and not isinstance(outputs, dict):
         flat = keras.tree.flatten(outputs)
         losses = [losses.get(name) for name in model.output_names] if len(flat) == len(model.output_names) else [None]
-    targets = [_target(t, name, size, rng) for t, name in zip(keras.tree.flatten(outputs), keras.tree.flatten(losses), strict=True)]
+    targets = [
+        _target(t, name, size, rng) for t, name in zip(keras.tree.flatten(outputs), keras.tree.flatten(losses), strict=True)
+    ]
     return x, keras.tree.pack_sequence_as(outputs, targets)
 
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from keras_remat.backends.base import Installed, ProfileRecorder, RunStep
 from keras_remat.backends import examples
+from keras_remat.backends.base import Installed, ProfileRecorder, RunStep
 from keras_remat.backends.tensorflow import allocator, measure, private
 from keras_remat.backends.tensorflow import lower as lowering
 from keras_remat.backends.tensorflow import profile as profiling

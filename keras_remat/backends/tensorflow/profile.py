@@ -41,32 +41,23 @@ def device_name() -> str:
 def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None) -> Profile:
     """A profile from shapes alone: floating-point operations or bytes moved at fixed rates, whichever takes longer.
 
-    Workspace is estimated for convolutions only, as one more copy of their largest input or output.
+    Workspace is taken as none: how much a kernel wants depends on the device, and a guess that is too high would refuse what fits.
 
     Args:
         traced: the step.
         resident_bytes: bytes in use on the device between steps, if measured; never less than what the step's inputs need.
     """
-    times, workspaces = [], []
-    for op in traced.graph.ops:
-        seconds, workspace = _estimate(traced, op)
-        times.append(seconds)
-        workspaces.append(workspace)
+    ops = traced.graph.ops
     resident = max(traced.resident_bytes, resident_bytes or 0)
-    return Profile(tuple(times), tuple(workspaces), resident, "estimated", device_name(), "tensorflow")
+    return Profile(
+        tuple(_estimated_time_s(traced, op) for op in ops), (0,) * len(ops), resident, "estimated", device_name(), "tensorflow"
+    )
 
 
-def _estimate(traced: TensorFlowStep, op: Op) -> tuple[float, int]:
-    values = traced.graph.values
-    sizes = [values[v].nbytes for v in (*op.inputs, *op.outputs)]
-    moved = sum(sizes)
-    flops = 0.0
-    workspace = 0
-    if op.kind in kinds.CONVOLUTIONS or op.kind in kinds.MATMULS:
-        flops = _flops(traced, op)
-    if op.kind in kinds.CONVOLUTIONS:
-        workspace = max(sizes, default=0)
-    return max(_LAUNCH_S, flops / _FLOPS_PER_S, moved / _BYTES_PER_S), workspace
+def _estimated_time_s(traced: TensorFlowStep, op: Op) -> float:
+    moved = sum(traced.graph.values[v].nbytes for v in (*op.inputs, *op.outputs))
+    flops = _flops(traced, op) if op.kind in kinds.CONVOLUTIONS | kinds.MATMULS else 0.0
+    return max(_LAUNCH_S, flops / _FLOPS_PER_S, moved / _BYTES_PER_S)
 
 
 def _flops(traced: TensorFlowStep, op: Op) -> float:

@@ -27,10 +27,10 @@ class InstalledTrainFunction:
 
     def __init__(self, model: Any, run: Callable[[Any], Any], is_current: Callable[[], bool]):
         self._model, self._run, self._is_current = model, run, is_current
-        original = model.train_function
-        while isinstance(original, InstalledTrainFunction):  # left behind by a fit that ended without notice
-            original = original.original
-        self.original = original
+        current: Any = model.train_function
+        while isinstance(current, InstalledTrainFunction):  # left behind by a fit that ended without notice
+            current = current.original
+        self.original: Any = current
         model.train_function = self
 
     def __call__(self, iterator: Any) -> Any:
