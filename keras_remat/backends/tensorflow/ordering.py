@@ -6,8 +6,9 @@ early as long as what all early ops allocate fits into the slack under the budge
 
     live after p  +  Σ over p < j ≤ e(p) of (bytes op j allocates)  ≤  budget,
 
-where nothing that the early ops free is counted. The anchor a(j) is the first p whose window reaches j; op j waits for a *fence* that has
-waited for all ops up to a(j). Without memory pressure every window reaches the end and nothing is enforced.
+where nothing that the early ops free is counted, and no window holds more than a small share of the peak: ops that run far ahead allocate
+in another order every step, and the allocator's fragmentation then makes the measured peak jump from step to step. The anchor a(j) is the first p whose window reaches j; op j waits for a *fence* that has
+waited for all ops up to a(j). Without a budget nothing but recomputations is ordered.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
 from keras_remat.simulate import last_reads
 
+#: The most that ops running ahead of the order may allocate, as a share of the bytes above the resident ones.
+AHEAD_SHARE = 0.03
 #: An op that allocates less than this never waits, unless it is a recomputation.
 SMALL_OP_BYTES = 64 * 1024
 
@@ -49,7 +52,9 @@ def anchors(problem: Problem, schedule: Schedule, budget_bytes: int) -> np.ndarr
             delta[max(end, k)] -= values[value_id].nbytes
     after = problem.profile.resident_bytes + np.cumsum(delta[:n])  # bytes alive once position k has finished
     allocated = np.concatenate([[0], np.cumsum(allocated_bytes(problem, schedule))])
-    slack = np.maximum(0, budget_bytes - np.concatenate([[problem.profile.resident_bytes], after]))
+    resident = problem.profile.resident_bytes
+    slack = budget_bytes - np.concatenate([[resident], after])
+    slack = np.clip(slack, 0, int(AHEAD_SHARE * max(0, budget_bytes - resident)))
     # window of the state "p ops have finished": positions p .. reach[p]-1 may start; at least the next one
     reach = np.searchsorted(allocated, allocated[: n + 1] + slack, side="right") - 1
     reach = np.maximum.accumulate(np.maximum(reach, np.arange(1, n + 2)))
