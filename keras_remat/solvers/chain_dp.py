@@ -291,6 +291,8 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     cuts = linear.articulation_cuts
     if not cuts:
         return incumbent.solution(reason="the graph is no chain: its forward phase has no articulation point")
+    if not linear.comes_first:
+        return incumbent.solution(reason="the graph is no chain: a forward op must follow a backward one")
     stride = -(-len(cuts) // MAX_STAGES)
     stages = Stages(linear, cuts[::stride])
     room = problem.budget_bytes - problem.profile.resident_bytes

@@ -1,7 +1,8 @@
 """Checkmate's program: which ops run, and which values are kept, in each stage.
 
 Jain et al. 2020, *Checkmate: Breaking the memory wall with optimal tensor rematerialization*, arXiv 1910.02653, eq. 1 to 9 with the frontier-advancing
-stages of sec. 4.6. Stage t (from 0) runs op t of the default order for the first time, after whatever it recomputes, in ascending order.
+stages of sec. 4.6. Stage t (from 0) runs op t of the default order for the first time, after whatever it recomputes, in ascending order;
+one more stage at the end may recompute outputs.
 R[t, i] says that op i runs in stage t, S[t, v] that value v is kept from stage t − 1 into t, U[t, k] what is alive while op k of stage
 t runs, F[t, v, k] that v is freed after it. Written for values and not for ops, so that ops may have several outputs.
 
@@ -84,7 +85,7 @@ class Program:
 
     def order(self, x: np.ndarray) -> list[int]:
         """The order a solution stands for: per stage what it runs, ascending."""
-        stages: list[list[int]] = [[t] for t in range(len(self.ops))]
+        stages: list[list[int]] = [*([t] for t in range(len(self.ops))), []]
         for (t, i), column in self.run.items():
             if x[column] > 0.5:
                 stages[t].append(i)
@@ -108,18 +109,18 @@ def last_useful_stages(problem: Problem, ops: tuple[int, ...]) -> tuple[list[int
 
     Returns:
         Per position of the default order the last stage in which a run is allowed and useful (its own stage when only the first is); per value
-        the last stage in which it can be read, ``len(ops)`` for outputs, -1 for values nobody reads.
+        the last stage in which it can be read, ``len(ops) + 1`` for outputs (the end), -1 for values nobody reads.
     """
     graph = problem.graph
     n, position = len(ops), {op_id: t for t, op_id in enumerate(ops)}
-    deadline = [n - 1] * n
+    deadline = [n] * n
     for t, op_id in enumerate(ops):
         for earlier in graph.ops[op_id].after:
             if earlier in position:
                 deadline[position[earlier]] = min(deadline[position[earlier]], t)
     read_until = [-1] * len(graph.values)
     for v in graph.outputs:
-        read_until[v] = n
+        read_until[v] = n + 1
     run_until = list(range(n))
     for t in reversed(range(n)):
         op = graph.ops[ops[t]]
@@ -169,12 +170,12 @@ def build(problem: Problem, detailed: Collection[int] | None = None, *, budget_b
         integral.append(whole)
         return len(cost) - 1
 
-    for t in range(n):
+    for t in range(n + 1):
         for i in range(t):
             if t <= run_until[i]:
                 program.run[t, i] = column(profile.op_time_s[ops[i]] * cost_scale, 1.0, 1)
     for v, i in made_by.items():
-        for t in range(i + 1, min(read_until[v], n) + 1):
+        for t in range(i + 1, read_until[v] + 1):
             program.keep[t, v] = column(0.0, 1.0, 1)
     run, keep = program.run, program.keep
     rows = _Rows()
@@ -189,8 +190,12 @@ def build(problem: Problem, detailed: Collection[int] | None = None, *, budget_b
         """S[t, v] as terms."""
         return [(keep[t, v], 1.0)] if (t, v) in keep else []
 
-    for t in range(n):  # eq. 1b: an op runs only if its inputs are there
-        for j in [*(i for i in range(t) if (t, i) in run), t]:
+    def stage_ops(t: int) -> list[int]:
+        """What may run in stage t, ascending; the last stage has no op of its own."""
+        return [i for i in range(min(t + 1, n)) if i == t or (t, i) in run]
+
+    for t in range(n + 1):  # eq. 1b: an op runs only if its inputs are there
+        for j in stage_ops(t):
             terms, constant = running(t, j)
             for v in inputs[j]:
                 made, _ = running(t, made_by[v])
@@ -199,7 +204,7 @@ def build(problem: Problem, detailed: Collection[int] | None = None, *, budget_b
     for (t, v), c in keep.items():  # eq. 1c: what is kept was computed or kept before
         made, constant = running(t - 1, made_by[v])
         rows.add([(c, 1.0)] + [(d, -1.0) for d, _ in made + kept(t - 1, v)], -np.inf, constant)
-        if t == n:
+        if t == n + 1:
             rows.add([(c, 1.0)], 1.0, 1.0)
     for t in range(n):  # while the last op of a stage runs
         touched = set(inputs[t]) | set(outputs[t])
@@ -209,14 +214,14 @@ def build(problem: Problem, detailed: Collection[int] | None = None, *, budget_b
         held = [(keep[t + 1, v], size[v]) for v in made_by if v not in touched and (t + 1, v) in keep and size[v]]
         rows.add(held, -np.inf, 1.0 - fixed)
 
-    for t in range(n) if detailed is None else sorted(detailed):  # eq. 2 to 8
+    for t in range(n + 1) if detailed is None else sorted(detailed):  # eq. 2 to 8
         for v, i in made_by.items():
             if (t, v) in keep and (t, i) in run:
                 rows.add([(keep[t, v], 1.0), (run[t, i], 1.0)], -np.inf, 1.0)
         before = [(keep[t, v], size[v]) for v in made_by if (t, v) in keep]  # U[t, 0] without resident
         previous: list[tuple[int, float]] = before
         freed: list[tuple[int, float]] = []
-        for k in [*(i for i in range(t) if (t, i) in run), t]:
+        for k in stage_ops(t):
             runs, runs_constant = running(t, k)
             alive = column(0.0, np.inf, 0)
             made_bytes = sum(size[v] for v in outputs[k])

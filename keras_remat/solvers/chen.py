@@ -76,10 +76,8 @@ def greedy_cuts(linear: Linearized, candidates: Sequence[int]) -> Iterator[list[
 
 def spread(items: Sequence[int], center: int) -> list[int]:
     """At most ``MAX_TRIALS`` items, evenly chosen, the ones closest to the index ``center`` first."""
-    stride = -(-len(items) // MAX_TRIALS)
-    return [
-        items[i] for i in sorted(range(center % stride if stride else 0, len(items), stride), key=lambda i: abs(i - center))
-    ]
+    stride = max(1, -(-len(items) // MAX_TRIALS))
+    return [items[i] for i in sorted(range(center % stride, len(items), stride), key=lambda i: abs(i - center))]
 
 
 def _search(problem: Problem, name: str, forms: Sequence[str], greedy: bool, time_limit_s: float) -> Solution:

@@ -108,7 +108,10 @@ class _Run:
             if not self.alive[v]:
                 producer = self.graph.values[v].producer
                 assert producer is not None  # a step input is always alive
-                self._demand(producer)
+                if producer in self.barred:
+                    self.stuck.add(v)
+                else:
+                    self._demand(producer)
         return self.order
 
     def _demand(self, wanted: int) -> None:
@@ -231,6 +234,8 @@ def _never_and_ever_evicted(problem: Problem, order: Iterable[int], pinned: set[
     for value in graph.values:
         small.append(value.producer is not None and value.nbytes < threshold)
         last_reader = max((r for r in graph.readers[value.id] if r in graph.needed), default=-1)
+        if value.id in graph.outputs:  # wanted at the end
+            last_reader = len(graph.ops)
         allowed.append(
             value.producer is not None
             and value.nbytes >= threshold

@@ -82,7 +82,7 @@ def revolve_order(linear: Linearized, slots: int) -> list[int]:
             """Fills the free slots between a checkpoint at ``start`` and the position ``end`` that is asked for."""
             free = slots - len(checkpoints)
             while free > 0 and end - start >= 2:
-                start += binomial_split(end - start, free)
+                start += min(binomial_split(end - start + 1, free), end - start - 1)  # the start is one to reverse, too
                 checkpoints.append(start)
                 free -= 1
             checkpoints.sort()

@@ -81,6 +81,16 @@ class Linearized:
         return [int(c) for c in np.cumsum(delta[:-1])]
 
     @cached_property
+    def comes_first(self) -> bool:
+        """Whether the whole forward phase may run before every other op: nothing in it needs or must follow one of the others."""
+        graph = self.problem.graph
+        others = {i for i in self.default_order if i not in self.position}
+        return not any(
+            others.intersection(graph.ops[i].after) or any(graph.values[v].producer in others for v in graph.ops[i].inputs)
+            for i in self.forward
+        )
+
+    @cached_property
     def all_cuts(self) -> tuple[int, ...]:
         """Every forward position but the last."""
         return tuple(range(len(self.forward) - 1))

@@ -26,7 +26,7 @@ from keras_remat.solvers.incumbent import Incumbent
 from keras_remat.solvers.trim import trimmed
 
 THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9, 0.02, 0.98, 0.4, 0.6, 0.2, 0.8)
-EPSILONS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+EPSILONS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 RANDOM_ROUNDINGS = 20  # per ε
 
 
@@ -50,6 +50,11 @@ def repaired_order(program: Program, kept: dict[int, set[int]], *, recompute: bo
                         walk.demand(producer)
             walk.demand(op_id)
             walk.drop(walk.alive - keep)
+        if recompute:
+            for v in graph.outputs:
+                lost = graph.values[v].producer
+                if v not in walk.alive and lost is not None and (len(program.ops), lost) in again:
+                    walk.demand(lost)
 
     again = {(t, program.ops[i]) for t, i in program.run}
     return order_of(program.problem, policy)

@@ -96,9 +96,9 @@ def _cbc(program: Program, time_limit_s: float, relax: bool) -> Answer:
     cbc.allowableFractionGap = GAP
     cbc.solve()
     status = cbc.status
-    found = cbc.solutionCount > 0
+    found = status == "solution" or cbc.solutionCount > 0  # an integral relaxation is a solution that is not counted
     point = np.array(cbc.primalVariableSolution["x"]) if found else None
-    if status == "solution" and found:
+    if status == "solution":
         return Answer("optimal", point, float(cbc.bestPossibleObjValue))
     if "infeasible" in status:
         return Answer("infeasible", None, 0.0)
