@@ -36,7 +36,6 @@ from keras_remat.graph import reused_bytes
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
 
-
 COST_OF_STORE_ALL = 1000.0  # solvers have absolute tolerances, so costs are scaled to this
 
 

@@ -35,7 +35,7 @@ RECHECKS = 20
 MAX_RUNS_PER_OP = 40  # on average; a run that needs more is thrashing and given up
 BUDGET_PERCENTS = (0, 1, 2, -1, 3, -2, 4, -3, 5, 6, -5, 8, 10, -8, 13, 16, 20, 25)  # of the room, added to the budget of a run
 NOISE, NOISY_TRIALS = 0.3, 40
-MAX_OPS_RUN = 150_000  # by all runs together: a limit that does not depend on the machine
+MAX_OPS_RUN, OPS_RUN_PER_OP = 150_000, 500  # by all runs together: limits that do not depend on the machine
 
 
 class _Abandoned(Exception):
@@ -283,7 +283,7 @@ def _search(problem: Problem, score: str, time_limit_s: float, seed: int) -> Sol
     trials += [(BUDGET_PERCENTS[i % 9], seed + 1 + i, NOISE) for i in range(NOISY_TRIALS)]
     ops_run = 0
     for percent, trial_seed, noise in trials:
-        if incumbent.out_of_time or ops_run > MAX_OPS_RUN:
+        if incumbent.out_of_time or ops_run > min(MAX_OPS_RUN, OPS_RUN_PER_OP * len(problem.graph.needed)):
             break
         order = planned_order(problem, score, budget + room * percent // 100, trial_seed, incumbent.deadline, noise=noise)
         if order is None:
