@@ -1,27 +1,27 @@
 """Checkmate's program: which ops run, and which values are kept, in each stage.
 
-Jain et al. 2020, *Checkmate: Breaking the memory wall with optimal tensor rematerialization*, arXiv 1910.02653, eq. 1 to 9 with the frontier-advancing
-stages of sec. 4.6. Stage t (from 0) runs op t of the default order for the first time, after whatever it recomputes, in ascending order;
-one more stage at the end may recompute outputs.
-R[t, i] says that op i runs in stage t, S[t, v] that value v is kept from stage t − 1 into t, U[t, k] what is alive while op k of stage
-t runs, F[t, v, k] that v is freed after it. Written for values and not for ops, so that ops may have several outputs.
+Jain et al. 2020, *Checkmate: Breaking the memory wall with optimal tensor rematerialization*, arXiv 1910.02653, eq. 1 to 9 with
+the frontier-advancing stages of sec. 4.6. Stage t (from 0) runs op t of the default order for the first time, after whatever it
+recomputes, in ascending order; one more stage at the end may recompute outputs. R[t, i] says that op i runs in stage t, S[t, v]
+that value v is kept from stage t − 1 into t, U[t, k] what is alive while op k of stage t runs, F[t, v, k] that v is freed after
+it. Written for values and not for ops, so that ops may have several outputs.
 
 What differs from the letter of the paper, none of it changing the optimum:
 
-* Variables that cannot help are left out: runs of an op that must not run (again), and everything of a value after the last stage in which
-  it, or something recomputed from it, can still be read.
-* F enters through ``F ≤ R[t, k]``, ``F + S[t + 1, v] ≤ 1`` and ``F + R[t, j] ≤ 1`` for later readers j. With binary R and S that is
-  eq. 7 (``hazards ≤ κ (1 − F)``) without its κ, and a much tighter relaxation. ``1 − F ≤ hazards`` is not needed, because freeing
-  only helps; for the same reason F need not be declared binary.
+* Variables that cannot help are left out: runs of an op that must not run (again), and everything of a value after the last
+  stage in which it, or something recomputed from it, can still be read.
+* F enters through ``F ≤ R[t, k]``, ``F + S[t + 1, v] ≤ 1`` and ``F + R[t, j] ≤ 1`` for later readers j. With binary R and S
+  that is eq. 7 (``hazards ≤ κ (1 − F)``) without its κ, and a much tighter relaxation. ``1 − F ≤ hazards`` is not needed,
+  because freeing only helps; for the same reason F need not be declared binary.
 * Q[t, v, k] ≤ F[t, v, k] lets op k take over the buffer of v.
 * ``S[t, v] + R[t, producer of v] ≤ 1``: within a stage nothing reads v before its producer would have run.
 
-The rows of U are only there for the stages asked for (``detailed``). Every stage has one row for the moment its last op runs: its inputs,
-its outputs and what is kept into the next stage are alive together. **Scope**: without detailed stages the program is a relaxation of *every*
-legal schedule whose first runs are in default order, whatever the order inside a stage and however often something is recomputed in it, so its
-optimum and that of its linear relaxation bound all of them. With all stages detailed it is Checkmate's program, and schedules that run an op
-twice in a stage, or not in ascending order, are outside of it and may be faster near the floor. Neither says anything about schedules
-whose first runs are in another order.
+The rows of U are only there for the stages asked for (``detailed``). Every stage has one row for the moment its last op runs:
+its inputs, its outputs and what is kept into the next stage are alive together. **Scope**: without detailed stages the program
+is a relaxation of *every* legal schedule whose first runs are in default order, whatever the order inside a stage and however
+often something is recomputed in it, so its optimum and that of its linear relaxation bound all of them. With all stages
+detailed it is Checkmate's program, and schedules that run an op twice in a stage, or not in ascending order, are outside of it
+and may be faster near the floor. Neither says anything about schedules whose first runs are in another order.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def last_useful_stages(problem: Problem, ops: tuple[int, ...]) -> tuple[list[int
     """Until which stage a run of each op, and keeping each value, can help anything.
 
     Returns:
-        Per position of the default order the last stage in which a run is allowed and useful (its own stage when only the first is); per value
-        the last stage in which it can be read, ``len(ops) + 1`` for outputs (the end), -1 for values nobody reads.
+        Per position of the default order the last stage in which a run is allowed and useful (its own stage when only the first
+        is); per value the last stage in which it can be read, ``len(ops) + 1`` for outputs (the end), -1 for values nobody reads.
     """
     graph = problem.graph
     n, position = len(ops), {op_id: t for t, op_id in enumerate(ops)}
@@ -143,7 +143,7 @@ def build(problem: Problem, detailed: Collection[int] | None = None, *, budget_b
     if limit is None:
         raise ValueError("a budget is needed")
     ops = Schedule.store_all(graph).order
-    n, position = len(ops), {op_id: t for t, op_id in enumerate(ops)}
+    n = len(ops)
     inputs = [[v for v in dict.fromkeys(graph.ops[i].inputs) if graph.values[v].producer is not None] for i in ops]
     outputs = [graph.ops[i].outputs for i in ops]
     made_by = {v: t for t, made in enumerate(outputs) for v in made}

@@ -1,10 +1,12 @@
 """The linear relaxation of Checkmate's program: a lower bound in seconds of computation, and the kernel of rounding.
 
-Jain et al. 2020, sec. 5. Without within-stage memory rows (see :mod:`keras_remat.solvers.checkmate`) the relaxation has a quarter of the rows,
-costs a fiftieth of the time, loses next to nothing, and holds for every schedule whose first runs are in default order; that is the
-default. ``within_stages=True`` is the relaxation of Checkmate's own program. On Checkmate's ResNet50 (353 ops) the former takes about 20 s.
+Jain et al. 2020, sec. 5. Without within-stage memory rows (see :mod:`keras_remat.solvers.checkmate`) the relaxation has a
+quarter of the rows, costs a fiftieth of the time, loses next to nothing, and holds for every schedule whose first runs are in
+default order; that is the default. ``within_stages=True`` is the relaxation of Checkmate's own program. On Checkmate's ResNet50
+(353 ops) the former takes about 20 s.
 
-As a solver, ``checkmate_lp`` returns the best deterministic rounding of S (:mod:`keras_remat.solvers.lp_rounding`) with the bound attached.
+As a solver, ``checkmate_lp`` returns the best deterministic rounding of S (:mod:`keras_remat.solvers.lp_rounding`) with the
+bound attached.
 """
 
 from __future__ import annotations

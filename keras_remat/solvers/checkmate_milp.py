@@ -1,16 +1,17 @@
 """Checkmate's program solved to optimality, by HiGHS or by CBC.
 
-The program and its scope are in :mod:`keras_remat.solvers.checkmate` (Jain et al. 2020, eq. 1 to 9). Its within-stage memory rows are by far the most,
-and hardly any bind, so they are written lazily: solve without them, simulate the schedule, write them for the stages that went over, repeat.
-The loop ends with an optimum of Checkmate's whole program. The first round is also a relaxation of every schedule with its first
-runs in default order, so its bound holds for all of those.
+The program and its scope are in :mod:`keras_remat.solvers.checkmate` (Jain et al. 2020, eq. 1 to 9). Its within-stage memory
+rows are by far the most, and hardly any bind, so they are written lazily: solve without them, simulate the schedule, write them
+for the stages that went over, repeat. The loop ends with an optimum of Checkmate's whole program. The first round is also a
+relaxation of every schedule with its first runs in default order, so its bound holds for all of those.
 
-What is claimed: ``lower_bound_s`` is the first round's bound, and ``status`` is ``"optimal"`` when the schedule meets it: nothing faster
-exists *among schedules whose first runs are in default order*, whatever they do inside a stage. An optimum of the whole program that
-does not meet it (possible near the floor) is ``"feasible"``. Reordering first runs is outside of the model and of the bound.
+What is claimed: ``lower_bound_s`` is the first round's bound, and ``status`` is ``"optimal"`` when the schedule meets it:
+nothing faster exists *among schedules whose first runs are in default order*, whatever they do inside a stage. An optimum of
+the whole program that does not meet it (possible near the floor) is ``"feasible"``. Reordering first runs is outside of the
+model and of the bound.
 
-Neither solver takes a starting point through its Python interface here, so ``dtr`` provides the schedule that is returned (under
-its own name) when the time limit comes first. An infeasible program proves nothing about other orders, and raises
+Neither solver takes a starting point through its Python interface here, so ``dtr`` provides the schedule that is returned
+(under its own name) when the time limit comes first. An infeasible program proves nothing about other orders, and raises
 :class:`keras_remat.errors.ScheduleNotFoundError`.
 """
 

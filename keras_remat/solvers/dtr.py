@@ -1,19 +1,20 @@
 """Greedy eviction on demand: run the default order, and when memory is full evict the value that seems cheapest to lose.
 
-Kirisame et al. 2021, *Dynamic Tensor Rematerialization*, arXiv 2006.09616, used as a planner: the run happens on paper, the orders are what is kept.
-Values that no later op of the default order reads are evicted at once ("eager eviction", sec. 3.2); what is read again is recomputed with all it
-needs. Values under 1 % of the mean size are never evicted (appendix E.2). The scores are in
-:mod:`keras_remat.solvers.eviction_scores`.
+Kirisame et al. 2021, *Dynamic Tensor Rematerialization*, arXiv 2006.09616, used as a planner: the run happens on paper, the
+orders are what is kept. Values that no later op of the default order reads are evicted at once ("eager eviction", sec. 3.2);
+what is read again is recomputed with all it needs. Values under 1 % of the mean size are never evicted (appendix E.2). The
+scores are in :mod:`keras_remat.solvers.eviction_scores`.
 
-Known shape of the result: an N-op chain trains in O(N) op runs with a budget of 2⌈√N⌉ values (theorem 3.1). Liveness frees
-a value at its last read, DTR only when it needs room, so the true peak is below the run's; the budget of the run is therefore searched above the
-real one, recomputations there is room for are taken back (:mod:`keras_remat.solvers.trim`), and on graphs small enough for more runs some are
-made with the scores blurred at random. Where nothing is left to evict the run goes on over its budget, and simulation decides. An op that must not run again
-(see :mod:`keras_remat.solvers.demand`) pins its outputs, and the run starts over.
+Known shape of the result: an N-op chain trains in O(N) op runs with a budget of 2⌈√N⌉ values (theorem 3.1). Liveness frees a
+value at its last read, DTR only when it needs room, so the true peak is below the run's; the budget of the run is therefore
+searched above the real one, recomputations there is room for are taken back (:mod:`keras_remat.solvers.trim`), and on graphs
+small enough for more runs some are made with the scores blurred at random. Where nothing is left to evict the run goes on over
+its budget, and simulation decides. An op that must not run again (see :mod:`keras_remat.solvers.demand`) pins its outputs, and
+the run starts over.
 
-Speed: scores are one vectorized minimum over the candidates; up to ``EXACT_CANDIDATES`` of them all neighbourhoods are computed afresh for each
-eviction, beyond that only the winner's, again and again until it stays the winner (so a score may be out of date, not below its true value
-for long).
+Speed: scores are one vectorized minimum over the candidates; up to ``EXACT_CANDIDATES`` of them all neighbourhoods are computed
+afresh for each eviction, beyond that only the winner's, again and again until it stays the winner (so a score may be out of
+date, not below its true value for long).
 """
 
 from __future__ import annotations

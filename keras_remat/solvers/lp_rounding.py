@@ -1,13 +1,14 @@
 """Two-phase rounding of Checkmate's relaxation: round what is kept, then repair what runs.
 
-Jain et al. 2020, sec. 5 and algorithm 2. Rounding both R and S is never feasible. S alone is rounded (at a threshold, or at random with S as the
-probability); with S given, the cheapest R follows: per stage, from its last op backwards, an op runs if an op of this stage needs a value
-of it that is not kept (:meth:`keras_remat.solvers.demand.Walk.missing`). Values whose S was rounded up although they were neither kept nor computed before are computed for it, or
-let go, both are tried.
+Jain et al. 2020, sec. 5 and algorithm 2. Rounding both R and S is never feasible. S alone is rounded (at a threshold, or at
+random with S as the probability); with S given, the cheapest R follows: per stage, from its last op backwards, an op runs if an
+op of this stage needs a value of it that is not kept (:meth:`keras_remat.solvers.demand.Walk.missing`). Values whose S was
+rounded up although they were neither kept nor computed before are computed for it, or let go, both are tried.
 
-Rounding knows nothing of memory, so the paper solves the relaxation for (1 − ε) of the budget with ε = 0.1. Here ε is searched, every rounding is
-simulated under the real budget, and recomputations there is room for are taken back (:mod:`keras_remat.solvers.trim`). The bound attached is that of
-the relaxation under the full budget; its scope is told in :mod:`keras_remat.solvers.checkmate`.
+Rounding knows nothing of memory, so the paper solves the relaxation for (1 − ε) of the budget with ε = 0.1. Here ε is searched,
+every rounding is simulated under the real budget, and recomputations there is room for are taken back
+(:mod:`keras_remat.solvers.trim`). The bound attached is that of the relaxation under the full budget; its scope is told in
+:mod:`keras_remat.solvers.checkmate`.
 """
 
 from __future__ import annotations

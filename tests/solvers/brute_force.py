@@ -1,8 +1,8 @@
 """The fastest schedule by exhaustive search: the reference for exact solvers on small problems.
 
-Dijkstra over states (first runs done, values alive, last op run in this stage). First runs are in default order. With ``stages`` every stage
-runs each op at most once and in ascending order, which is exactly Checkmate's model; without it anything may be recomputed
-at any time.
+Dijkstra over states (first runs done, values alive, last op run in this stage). First runs are in default order. With
+``stages`` every stage runs each op at most once and in ascending order, which is exactly Checkmate's model; without it anything
+may be recomputed at any time.
 """
 
 from __future__ import annotations

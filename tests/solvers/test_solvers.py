@@ -36,13 +36,19 @@ def available(solver: str) -> str:
     return solver
 
 
+def check_not_found(problem: Problem, error: ScheduleNotFoundError) -> None:
+    """The numbers of the error belong to the problem."""
+    assert error.floor_bytes == problem.floor_bytes
+    assert problem.budget_bytes is not None
+    assert error.best_peak_bytes is None or error.best_peak_bytes > problem.budget_bytes
+
+
 def check(problem: Problem, solver: str, time_limit_s: float = 1.0) -> bool:
     """Solves, checks the promises every solution makes, and says whether there was one."""
     try:
         solution = solve(problem, solver=solver, time_limit_s=time_limit_s)
-    except ScheduleNotFoundError as error:
-        assert error.floor_bytes == problem.floor_bytes
-        assert error.best_peak_bytes is None or problem.budget_bytes is None or error.best_peak_bytes > problem.budget_bytes
+    except ScheduleNotFoundError as not_found:
+        check_not_found(problem, not_found)
         return False
     except InfeasibleBudgetError:
         assert fastest(problem) is None  # with_random_budget stays above the floor, so this must have been proved

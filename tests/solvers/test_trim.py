@@ -27,7 +27,8 @@ def test_random_orders_stay_legal_and_fit() -> None:
         problem = mixed_problem(seed, budget=False)
         rng = random.Random(seed)
 
-        def policy(walk: Walk, rng: random.Random = random.Random(seed), problem: Problem = problem) -> None:
+        def policy(walk: Walk, seed: int = seed, problem: Problem = problem) -> None:
+            rng = random.Random(seed)
             for op_id in Schedule.store_all(problem.graph).order:
                 walk.demand(op_id)
                 walk.drop([v for v in sorted(walk.alive) if rng.random() < 0.3])
