@@ -68,7 +68,7 @@ def check(problem: Problem, solver: str, time_limit_s: float = 1.0) -> bool:
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
 def test_random_problems(solver: str, shape: str) -> None:
     available(solver)
-    count = 3 if solver not in QUICK else 8 if solver.startswith("dtr_") else 30
+    count = 3 if solver not in QUICK else 4 if solver.startswith("dtr_") else 20
     solved = sum(check(mixed_problem(1000 + seed, shape), solver) for seed in range(count))
     assert solved > 0
 
@@ -95,7 +95,7 @@ def test_running_example(solver: str) -> None:
 def test_bounds_and_optimal_claims_against_exhaustive_search(solver: str) -> None:
     available(solver)
     seed = 0
-    for _ in range(12 if solver in QUICK else 4):
+    for _ in range(6 if solver in QUICK else 3):
         while True:
             seed += 1
             problem = mixed_problem(seed, ("random", "training", "chain")[seed % 3])
@@ -129,7 +129,7 @@ def test_same_seed_same_schedule(solver: str) -> None:
 
 @pytest.mark.parametrize("solver", ["chen_sqrt_n", "chen_greedy", "griewank", "dtr", "dtr_eq"])
 def test_larger_graphs_with_every_feature(solver: str) -> None:
-    for seed in range(3):
+    for seed in range(1 if solver.startswith("dtr") else 3):
         rng = random.Random(seed)
         check(with_random_budget(rng, training_problem(rng, 60, EVERYTHING)), solver, 2.0)
         check(with_random_budget(rng, layered_problem(rng, 25, 4, EVERYTHING)), solver, 2.0)
