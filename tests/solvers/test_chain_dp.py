@@ -69,7 +69,7 @@ def test_beaumont_2019_theorem_1_recursion(seed: int) -> None:
         return best
 
     for m in range(units + 1):
-        assert table.cost[0, -1, m] == pytest.approx(cost(0, 6, m)) or np.isinf(cost(0, 6, m)) == np.isinf(table.cost[0, -1, m])
+        assert table.cost[0, -1, m] == pytest.approx(cost(0, 6, m))  # both infinite when nothing fits
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -96,7 +96,7 @@ def test_reaches_the_floor_of_a_uniform_chain() -> None:
     assert usage.peak_bytes == 4
 
 
-def test_refuses_a_graph_without_articulation_points() -> None:
+def test_finds_nothing_when_branches_run_in_parallel() -> None:
     reads = [(), (), (0,), (1,), (2,), (3,), (4, 5), (6, 0, 1, 2, 3)]
     phases = ["forward"] * 7 + ["backward"]
     graph = Graph(

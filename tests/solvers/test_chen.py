@@ -50,7 +50,7 @@ def test_linear_form_recomputes_where_no_single_op_separates() -> None:
     assert solution.schedule.recomputed
 
 
-def test_ap_says_when_there_is_no_articulation_point() -> None:
+def test_ap_finds_nothing_when_branches_run_in_parallel() -> None:
     """Two parallel branches from the first op to the last: every cut is crossed by two values."""
     from keras_remat.graph import Graph, Op, Value
     from keras_remat.problem import Problem
