@@ -1,15 +1,17 @@
 """Exact dynamic program for chains of unequal stages: per stage save its input, all it computes, or nothing.
 
-Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, *Optimal checkpointing for heterogeneous chains: how to train deep neural networks with
-limited memory*, arXiv 1911.13214 ("rotor"), theorem 1. C(s, t, m) is the least time to run stages s to t forward and backward when the input of s
-is kept and m bytes are free beside it; the first forward run of stage s either saves everything (equation of C2) or only its input up to
-the next kept stage s' (C1). Optimal among schedules in which a kept value stays until its backward stage ("persistent").
+Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, *Optimal checkpointing for heterogeneous chains: how to train deep neural
+networks with limited memory*, arXiv 1911.13214 ("rotor"), theorem 1. C(s, t, m) is the least time to run stages s to t forward
+and backward when the input of s is kept and m bytes are free beside it; the first forward run of stage s either saves
+everything (equation of C2) or only its input up to the next kept stage s' (C1). Optimal among schedules in which a kept value
+stays until its backward stage ("persistent").
 
-On a graph that is no chain the forward phase is cut at its articulation points into blocks, and each block is a stage: what crosses the cut after it
-is its output, its backward stage is every later op up to the first that reads a block before it. Bytes are counted in ``UNITS`` units, rounded
-upwards; the plans for many amounts of memory come from one table, and the fastest that really fits (by simulation) is returned, after
-recomputations there is room for were taken back (:mod:`keras_remat.solvers.trim`; the program drops a block's input even where the block
-before could use it). So what the model leaves out (values beside the chain, buffer reuse) costs optimality, never the budget. Other graphs are refused.
+On a graph that is no chain the forward phase is cut at its articulation points into blocks, and each block is a stage: what
+crosses the cut after it is its output, its backward stage is every later op up to the first that reads a block before it. Bytes
+are counted in ``UNITS`` units, rounded upwards; the plans for many amounts of memory come from one table, and the fastest that
+really fits (by simulation) is returned, after recomputations there is room for were taken back
+(:mod:`keras_remat.solvers.trim`; the program drops a block's input even where the block before could use it). So what the model
+leaves out (values beside the chain, buffer reuse) costs optimality, never the budget. Other graphs are refused.
 """
 
 from __future__ import annotations
@@ -291,6 +293,8 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     cuts = linear.articulation_cuts
     if not cuts:
         return incumbent.solution(reason="the graph is no chain: its forward phase has no articulation point")
+    if not linear.comes_first:
+        return incumbent.solution(reason="the graph is no chain: a forward op must follow a backward one")
     stride = -(-len(cuts) // MAX_STAGES)
     stages = Stages(linear, cuts[::stride])
     room = problem.budget_bytes - problem.profile.resident_bytes

@@ -1,13 +1,13 @@
 """Segment checkpoints: keep what crosses a few cuts of the forward phase, recompute the rest once, segment by segment.
 
-Chen, Xu, Zhang, Guestrin 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv 1604.06174: algorithm 2 with a cut every k ops
-(sec. 4.2, k = √n gives O(√n) memory for one more forward pass) and algorithm 3 with a cut whenever the bytes since the last one exceed b
-(sec. 4.3, "greedy"). The generalisations are those of Checkmate (arXiv 1910.02653, sec. 6.1): ``ap`` cuts at articulation points
-only, ``linear`` at any position of the default order. On a chain the two are the same. The plain names use articulation points where there
-are any beside the linear form, and return the better.
+Chen, Xu, Zhang, Guestrin 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv 1604.06174: algorithm 2 with a cut every
+k ops (sec. 4.2, k = √n gives O(√n) memory for one more forward pass) and algorithm 3 with a cut whenever the bytes since the
+last one exceed b (sec. 4.3, "greedy"). The generalisations are those of Checkmate (arXiv 1910.02653, sec. 6.1): ``ap`` cuts at
+articulation points only, ``linear`` at any position of the default order. On a chain the two are the same. The plain names use
+articulation points where there are any beside the linear form, and return the better.
 
-The papers fix k = √n; here k and b are searched, and the fastest schedule within the budget wins. Limits: nothing is recomputed more than once
-unless a cut's own values need it, and what follows the last cut is kept whole.
+The papers fix k = √n; here k and b are searched, and the fastest schedule within the budget wins. Limits: nothing is recomputed
+more than once unless a cut's own values need it, and what follows the last cut is kept whole.
 """
 
 from __future__ import annotations
@@ -76,10 +76,8 @@ def greedy_cuts(linear: Linearized, candidates: Sequence[int]) -> Iterator[list[
 
 def spread(items: Sequence[int], center: int) -> list[int]:
     """At most ``MAX_TRIALS`` items, evenly chosen, the ones closest to the index ``center`` first."""
-    stride = -(-len(items) // MAX_TRIALS)
-    return [
-        items[i] for i in sorted(range(center % stride if stride else 0, len(items), stride), key=lambda i: abs(i - center))
-    ]
+    stride = max(1, -(-len(items) // MAX_TRIALS))
+    return [items[i] for i in sorted(range(center % stride, len(items), stride), key=lambda i: abs(i - center))]
 
 
 def _search(problem: Problem, name: str, forms: Sequence[str], greedy: bool, time_limit_s: float) -> Solution:

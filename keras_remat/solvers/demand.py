@@ -59,7 +59,11 @@ class Walk:
         self._barred.update(op.after)
 
     def demand(self, op_id: int) -> None:
-        """Recomputes what ``op_id`` is missing, then runs it."""
+        """Recomputes what ``op_id`` is missing, then runs it; when it may not run again, its missing outputs are stuck."""
+        if op_id in self._barred:
+            self.stuck.update(v for v in self.graph.ops[op_id].outputs if v not in self.alive)
+            self.alive.update(self.graph.ops[op_id].outputs)
+            return
         for earlier in self.missing(op_id):
             self.run(earlier)
         self.run(op_id)
@@ -85,4 +89,5 @@ def order_of(problem: Problem, policy: Callable[[Walk], None]) -> list[int]:
         policy(walk)
         if not walk.stuck:
             return walk.order
+        assert not walk.stuck <= pinned, "a policy must not run an op for the first time after one that must follow it"
         pinned |= walk.stuck

@@ -1,19 +1,20 @@
 """Greedy eviction on demand: run the default order, and when memory is full evict the value that seems cheapest to lose.
 
-Kirisame et al. 2021, *Dynamic Tensor Rematerialization*, arXiv 2006.09616, used as a planner: the run happens on paper, the orders are what is kept.
-Values that no later op of the default order reads are evicted at once ("eager eviction", sec. 3.2); what is read again is recomputed with all it
-needs. Values under 1 % of the mean size are never evicted (appendix E.2). The scores are in
-:mod:`keras_remat.solvers.eviction_scores`.
+Kirisame et al. 2021, *Dynamic Tensor Rematerialization*, arXiv 2006.09616, used as a planner: the run happens on paper, the
+orders are what is kept. Values that no later op of the default order reads are evicted at once ("eager eviction", sec. 3.2);
+what is read again is recomputed with all it needs. Values under 1 % of the mean size are never evicted (appendix E.2). The
+scores are in :mod:`keras_remat.solvers.eviction_scores`.
 
-Known shape of the result: an N-op chain trains in O(N) op runs with a budget of 2⌈√N⌉ values (theorem 3.1). Liveness frees
-a value at its last read, DTR only when it needs room, so the true peak is below the run's; the budget of the run is therefore searched above the
-real one, recomputations there is room for are taken back (:mod:`keras_remat.solvers.trim`), and on graphs small enough for more runs some are
-made with the scores blurred at random. Where nothing is left to evict the run goes on over its budget, and simulation decides. An op that must not run again
-(see :mod:`keras_remat.solvers.demand`) pins its outputs, and the run starts over.
+Known shape of the result: an N-op chain trains in O(N) op runs with a budget of 2⌈√N⌉ values (theorem 3.1). Liveness frees a
+value at its last read, DTR only when it needs room, so the true peak is below the run's; the budget of the run is therefore
+searched above the real one, recomputations there is room for are taken back (:mod:`keras_remat.solvers.trim`), and on graphs
+small enough for more runs some are made with the scores blurred at random. Where nothing is left to evict the run goes on over
+its budget, and simulation decides. An op that must not run again (see :mod:`keras_remat.solvers.demand`) pins its outputs, and
+the run starts over.
 
-Speed: scores are one vectorized minimum over the candidates; up to ``EXACT_CANDIDATES`` of them all neighbourhoods are computed afresh for each
-eviction, beyond that only the winner's, again and again until it stays the winner (so a score may be out of date, not below its true value
-for long).
+Speed: scores are one vectorized minimum over the candidates; up to ``EXACT_CANDIDATES`` of them all neighbourhoods are computed
+afresh for each eviction, beyond that only the winner's, again and again until it stays the winner (so a score may be out of
+date, not below its true value for long).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ RECHECKS = 20
 MAX_RUNS_PER_OP = 40  # on average; a run that needs more is thrashing and given up
 BUDGET_PERCENTS = (0, 1, 2, -1, 3, -2, 4, -3, 5, 6, -5, 8, 10, -8, 13, 16, 20, 25)  # of the room, added to the budget of a run
 NOISE, NOISY_TRIALS = 0.3, 40
-MAX_OPS_RUN = 150_000  # by all runs together: a limit that does not depend on the machine
+MAX_OPS_RUN, OPS_RUN_PER_OP = 150_000, 500  # by all runs together: limits that do not depend on the machine
 
 
 class _Abandoned(Exception):
@@ -108,7 +109,10 @@ class _Run:
             if not self.alive[v]:
                 producer = self.graph.values[v].producer
                 assert producer is not None  # a step input is always alive
-                self._demand(producer)
+                if producer in self.barred:
+                    self.stuck.add(v)
+                else:
+                    self._demand(producer)
         return self.order
 
     def _demand(self, wanted: int) -> None:
@@ -231,6 +235,8 @@ def _never_and_ever_evicted(problem: Problem, order: Iterable[int], pinned: set[
     for value in graph.values:
         small.append(value.producer is not None and value.nbytes < threshold)
         last_reader = max((r for r in graph.readers[value.id] if r in graph.needed), default=-1)
+        if value.id in graph.outputs:  # wanted at the end
+            last_reader = len(graph.ops)
         allowed.append(
             value.producer is not None
             and value.nbytes >= threshold
@@ -278,7 +284,7 @@ def _search(problem: Problem, score: str, time_limit_s: float, seed: int) -> Sol
     trials += [(BUDGET_PERCENTS[i % 9], seed + 1 + i, NOISE) for i in range(NOISY_TRIALS)]
     ops_run = 0
     for percent, trial_seed, noise in trials:
-        if incumbent.out_of_time or ops_run > MAX_OPS_RUN:
+        if incumbent.out_of_time or ops_run > min(MAX_OPS_RUN, OPS_RUN_PER_OP * len(problem.graph.needed)):
             break
         order = planned_order(problem, score, budget + room * percent // 100, trial_seed, incumbent.deadline, noise=noise)
         if order is None:

@@ -1,11 +1,12 @@
 """What an eviction costs: the seven scores of Dynamic Tensor Rematerialization, each as a numerator that is divided the same way.
 
-Kirisame et al. 2021, arXiv 2006.09616, sec. 4.1 and appendix D. With c the seconds of an op, m the bytes of a value, s the seconds since its last
-use and e* its evicted neighbourhood (evicted ancestors and descendants reachable through evicted values only), the value with the smallest
-score is evicted:
+Kirisame et al. 2021, arXiv 2006.09616, sec. 4.1 and appendix D. With c the seconds of an op, m the bytes of a value, s the
+seconds since its last use and e* its evicted neighbourhood (evicted ancestors and descendants reachable through evicted values
+only), the value with the smallest score is evicted:
 
-* ``h_DTR`` (c + c(e*)) / (m · s); ``h_DTR_eq`` the same with e* taken as the union of the neighbouring components of evicted ops, kept in
-  a union-find that only ever grows (an op that runs again leaves, its cost is subtracted); ``h_DTR_local`` c / (m · s);
+* ``h_DTR`` (c + c(e*)) / (m · s); ``h_DTR_eq`` the same with e* taken as the union of the neighbouring components of evicted
+  ops, kept in a union-find that only ever grows (an op that runs again leaves, its cost is subtracted); ``h_DTR_local`` c / (m
+  · s);
 * ``MSPS`` (c + c(evicted ancestors)) / m; ``LRU`` 1 / s; ``size`` 1 / m; ``random``.
 
 Exact neighbourhoods are cut off after ``MAX_NEIGHBOURS`` ops, which only matters on graphs of thousands of ops.

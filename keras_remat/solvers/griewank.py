@@ -1,15 +1,15 @@
 """Revolve: binomial checkpointing, the fastest way through a uniform chain with a given number of checkpoint slots.
 
 Griewank, Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). With s slots and at most r runs of every forward op a chain of
-β(s, r) = (s + r)! / (s! r!) ops can be reversed, so memory and work grow with log n. When the backward phase asks for a forward position that is not
-kept, the forward phase is run again from the nearest checkpoint below it, and the free slots are filled on the way at the positions the
-binomial rule names.
+β(s, r) = (s + r)! / (s! r!) ops can be reversed, so memory and work grow with log n. When the backward phase asks for a forward
+position that is not kept, the forward phase is run again from the nearest checkpoint below it, and the free slots are filled on
+the way at the positions the binomial rule names.
 
-Written as a policy of :mod:`keras_remat.solvers.demand` and not as revolve's action list, so that it works on every graph: a slot holds the
-values crossing one cut of the forward phase (:mod:`keras_remat.solvers.linearize`); in a chain that is one value, and the schedule is revolve's.
-The number of slots is searched: more slots are never slower on a chain, so the most that fit the budget win, but all numbers
-are tried where time allows because bytes differ along a real graph. Limits: slots are counted, not weighed, so on chains that are
-not uniform ``chain_dp`` is better.
+Written as a policy of :mod:`keras_remat.solvers.demand` and not as revolve's action list, so that it works on every graph: a
+slot holds the values crossing one cut of the forward phase (:mod:`keras_remat.solvers.linearize`); in a chain that is one
+value, and the schedule is revolve's. The number of slots is searched: more slots are never slower on a chain, so the most that
+fit the budget win, but all numbers are tried where time allows because bytes differ along a real graph. Limits: slots are
+counted, not weighed, so on chains that are not uniform ``chain_dp`` is better.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def revolve_order(linear: Linearized, slots: int) -> list[int]:
             """Fills the free slots between a checkpoint at ``start`` and the position ``end`` that is asked for."""
             free = slots - len(checkpoints)
             while free > 0 and end - start >= 2:
-                start += binomial_split(end - start, free)
+                start += min(binomial_split(end - start + 1, free), end - start - 1)  # the start is one to reverse, too
                 checkpoints.append(start)
                 free -= 1
             checkpoints.sort()

@@ -1,10 +1,10 @@
 """The forward phase of any graph seen as a chain of cuts: what the chain algorithms of the literature are told about it.
 
-A cut after forward position ``p`` separates positions up to ``p`` from the later ones; the values that cross it are all that later forward ops
-read. Keeping the crossing values of a few cuts therefore lets everything between two cuts be recomputed from the first of them,
-on any graph. A cut crossed by one value is an articulation point; in a chain every cut is one. Taking the crossing *set* is what
-makes the linearized form recompute correctly where a single op is no separator; keeping only the op before the cut would recompute
-arbitrarily far back.
+A cut after forward position ``p`` separates positions up to ``p`` from the later ones; the values that cross it are all that
+later forward ops read. Keeping the crossing values of a few cuts therefore lets everything between two cuts be recomputed from
+the first of them, on any graph. A cut crossed by one value is an articulation point; in a chain every cut is one. Taking the
+crossing *set* is what makes the linearized form recompute correctly where a single op is no separator; keeping only the op
+before the cut would recompute arbitrarily far back.
 
 In a problem without phases the forward phase is taken to end where the store-all schedule has its peak.
 """
@@ -79,6 +79,16 @@ class Linearized:
                 delta[self.position[producer]] += 1
                 delta[last] -= 1
         return [int(c) for c in np.cumsum(delta[:-1])]
+
+    @cached_property
+    def comes_first(self) -> bool:
+        """Whether the whole forward phase may run before every other op: nothing in it needs or must follow one of the others."""
+        graph = self.problem.graph
+        others = {i for i in self.default_order if i not in self.position}
+        return not any(
+            others.intersection(graph.ops[i].after) or any(graph.values[v].producer in others for v in graph.ops[i].inputs)
+            for i in self.forward
+        )
 
     @cached_property
     def all_cuts(self) -> tuple[int, ...]:

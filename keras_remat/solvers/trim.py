@@ -1,9 +1,9 @@
 """Takes back recomputations the budget has room for.
 
-A planner that decides while it runs (DTR) or by a rule (segments) recomputes values it could have kept. Removing one repeated run from an order
-leaves it legal, saves that run's time, and costs memory only between the last read of the instance before it and the removed position. Those with
-the most time saved per byte and position are tried first. The bytes alive are kept as an array and only ever overestimated between
-two simulations, so what is accepted fits; passes repeat until one removes nothing.
+A planner that decides while it runs (DTR) or by a rule (segments) recomputes values it could have kept. Removing one repeated
+run from an order leaves it legal, saves that run's time, and costs memory only between the last read of the instance before it
+and the removed position. Those with the most time saved per byte and position are tried first. The bytes alive are kept as an
+array and only ever overestimated between two simulations, so what is accepted fits; passes repeat until one removes nothing.
 
 O(passes · repeated runs · length of a gap) with vectorized gaps: fractions of a second for orders of thousands of ops.
 """
