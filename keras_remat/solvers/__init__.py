@@ -43,6 +43,7 @@ SOLVERS: Mapping[str, Solver] = _Registry(
     {
         "store_all": "store_all",
         "greedy": "greedy",
+        "intervals": "intervals",
         "auto": "auto",
     }
 )
