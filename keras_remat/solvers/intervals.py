@@ -222,7 +222,8 @@ class _Builder:
         for at, cell in enumerate(self.cells):
             op = self.graph.ops[cell.op_id]
             for value_id in dict.fromkeys((*op.inputs, *op.outputs)):
-                if self.graph.values[value_id].producer is not None:
+                value = self.graph.values[value_id]
+                if value.producer is not None and value.nbytes > 0:  # what takes no room is kept and needs no decision
                     self.events.setdefault(value_id, []).append(at)
         for value_id in self.graph.outputs:
             if value_id in self.events:
