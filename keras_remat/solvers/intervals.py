@@ -29,18 +29,25 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from keras_remat.errors import InvalidScheduleError, PeakExceededError, ScheduleNotFoundError
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution
-from keras_remat.simulate import simulate
+from keras_remat.simulate import live_bytes, simulate
 from keras_remat.solvers import cp_sat
 from keras_remat.validate import validate
 
 BYTE_STEPS = 2**22
 """The budget is divided into this many units; sizes are rounded up to whole units."""
+TIGHT_SHARE = 0.9
+"""A gap matters when more than this share of the budget is in use somewhere in it."""
+ROW_SLACK = 0.003
+"""Share of the capacity by which a row that stands for several cells may overstate each of them."""
 TIME_STEPS = 10**7
 """The store-all time is divided into this many units."""
 
@@ -165,8 +172,9 @@ def _recomputations(order: Sequence[int], base: Sequence[int]) -> Iterator[tuple
 def candidate_slots(problem: Problem, base: Sequence[int], depth: int) -> dict[int, set[int]]:
     """For every op the slots in which running it again may pay.
 
-    A slot is one where an output of the op is read after a gap; or where a reader of an output is a candidate itself, up to
-    ``depth`` readers away.
+    A slot is one where an output of the op is read after a gap in which the base order comes close to the budget; or where a
+    reader of an output is a candidate itself, up to ``depth`` readers away, unless the output is there anyway for a read much later.
+    In a long order, gaps shorter than 1/300 of it are left alone.
     """
     graph = problem.graph
     place = {op_id: at for at, op_id in enumerate(base)}
@@ -174,6 +182,10 @@ def candidate_slots(problem: Problem, base: Sequence[int], depth: int) -> dict[i
     for op_id in base:
         for earlier in graph.ops[op_id].after:
             last[earlier] = min(last[earlier], place[op_id])
+    live = live_bytes(problem, Schedule(tuple(base)))
+    tight = np.concatenate([[0], np.cumsum(live > TIGHT_SHARE * (problem.budget_bytes or 0))])
+    least_gap = max(1, len(base) // 300)
+    near = len(base) // 10 if len(base) > 500 else len(base)
     levels: dict[int, dict[int, int]] = {}
     for op_id in reversed(base):  # readers before the ops they read from
         op = graph.ops[op_id]
@@ -181,16 +193,20 @@ def candidate_slots(problem: Problem, base: Sequence[int], depth: int) -> dict[i
             continue
         found: dict[int, int] = {}
         for value_id in op.outputs:
+            if not graph.values[value_id].nbytes:
+                continue
             reads = sorted(place[reader] for reader in graph.readers[value_id] if reader in place)
             if value_id in graph.outputs:
                 reads.append(len(base))
             for previous, read in itertools.pairwise([place[op_id], *reads]):
-                if read - previous > 1:
+                if read - previous > least_gap and tight[read] > tight[previous + 1]:
                     found[read] = 0
             for reader in graph.readers[value_id]:
                 for slot, level in levels.get(reader, {}).items():
                     if level < depth and slot > place[op_id] + 1:
-                        found[slot] = min(found.get(slot, depth), level + 1)
+                        at = bisect_left(reads, slot)
+                        if at == len(reads) or reads[at] - slot <= near:
+                            found[slot] = min(found.get(slot, depth), level + 1)
         levels[op_id] = {slot: level for slot, level in found.items() if slot <= last[op_id]}
     return {op_id: set(found) for op_id, found in levels.items() if found}
 
@@ -266,6 +282,7 @@ class _Builder:
         """Writes (4) for every cell where the budget could be exceeded."""
         across: dict[int, int] = {}  # variable → units, of the values retained across the current cell
         kept = 0  # units retained whatever the variables say
+        merged = _MergedRows(self.program, self.capacity, self.capacity * ROW_SLACK if len(self.base) > 500 else 0)
         next_event = dict.fromkeys(self.events, 0)
         segment = dict.fromkeys(self.events, self.GONE)
         for cell in self.cells:
@@ -289,8 +306,9 @@ class _Builder:
                 elif new >= 0:
                     terms[new] = terms.get(new, 0) + self.units(nbytes)
             if constant + sum(terms.values()) > self.capacity:
-                used = [(index, units) for index, units in terms.items() if units]
-                self.program.rows.append(([i for i, _ in used], [u for _, u in used], self.capacity - constant))
+                merged.add(terms, constant)
+            else:
+                merged.flush()
             for value_id in touched:
                 units = self.units(self.graph.values[value_id].nbytes)
                 for old, sign in ((segment[value_id], -1), (later[value_id], 1)):
@@ -302,6 +320,7 @@ class _Builder:
                         across[old] = units
                 segment[value_id] = later[value_id]
                 next_event[value_id] += 1
+        merged.flush()
 
     def _new_buffer(self, cell: Cell, donors: list[int], any_donor: bool) -> int:
         """The variable that is 1 when an output of ``cell`` needs a buffer of its own; donors are their segments after the cell."""
@@ -335,6 +354,34 @@ class _Builder:
                 if wanted_later and self.segments[value_id][j - 1] >= 0:
                     ones.add(self.segments[value_id][j - 1])
         return sorted(ones)
+
+
+class _MergedRows:
+    """Adds ``constant + Σ units·x ≤ capacity`` for successive cells; cells that differ little share the row of their largest terms."""
+
+    def __init__(self, program: cp_sat.Program, capacity: int, slack: float):
+        self.program, self.capacity, self.slack = program, capacity, slack
+        self.terms: dict[int, int] = {}
+        self.constant, self.total, self.least = 0, 0, 0
+
+    def add(self, terms: dict[int, int], constant: int) -> None:
+        own = constant + sum(terms.values())
+        if self.terms:
+            extra = sum(max(0, units - self.terms.get(index, 0)) for index, units in terms.items())
+            total = self.total + extra + max(0, constant - self.constant)
+            if total - min(own, self.least) <= self.slack:
+                for index, units in terms.items():
+                    self.terms[index] = max(units, self.terms.get(index, 0))
+                self.constant, self.total, self.least = max(constant, self.constant), total, min(own, self.least)
+                return
+            self.flush()
+        self.terms, self.constant, self.total, self.least = dict(terms), constant, own, own
+
+    def flush(self) -> None:
+        used = [(index, units) for index, units in self.terms.items() if units]
+        if used:
+            self.program.rows.append(([i for i, _ in used], [u for _, u in used], self.capacity - self.constant))
+        self.terms = {}
 
 
 def build(problem: Problem, base: Sequence[int], slots: dict[int, set[int]], hint: Sequence[int] | None) -> Model:
