@@ -25,7 +25,9 @@ from typing import Any
 from keras_remat.errors import MissingPackageError, RematError
 
 MEMORY_LIMIT_BYTES = 4 * 2**30
-GRACE_S = 2.0
+GRACE_S = 1.0
+STARTUP_S = 0.8
+"""Seconds that starting the process and building the model take, off the solver's own limit."""
 
 
 @dataclass
@@ -67,14 +69,19 @@ class Incumbent:
     peak_bytes: int | None = None
 
 
+def available() -> bool:
+    """Whether OR-Tools is installed; does not import it."""
+    return importlib.util.find_spec("ortools") is not None
+
+
 def require_ortools() -> None:
-    """Raises :class:`MissingPackageError` unless OR-Tools is installed; does not import it."""
-    if importlib.util.find_spec("ortools") is None:
+    """Raises :class:`MissingPackageError` unless OR-Tools is installed."""
+    if not available():
         raise MissingPackageError("ortools", "Solving with CP-SAT", "solvers")
 
 
 def solve_program(
-    program: Program, *, time_limit_s: float, seed: int = 0, workers: int = 2, parameters: dict[str, Any] | None = None
+    program: Program, *, time_limit_s: float, seed: int = 0, workers: int = 8, parameters: dict[str, Any] | None = None
 ) -> Iterator[Incumbent]:
     """Yields incumbents as CP-SAT finds them and a last one with its status.
 
@@ -97,6 +104,7 @@ def solve_program(
         "parameters": parameters or {}, "memory_limit_bytes": MEMORY_LIMIT_BYTES,
     }  # fmt: skip
     deadline = time.monotonic() + time_limit_s + GRACE_S
+    message["time_limit_s"] = max(0.5, time_limit_s - STARTUP_S)
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "keras_remat.solvers._cp_sat_worker"],

@@ -30,7 +30,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,11 +39,18 @@ from keras_remat.errors import InvalidScheduleError, PeakExceededError, Schedule
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution
 from keras_remat.simulate import live_bytes, simulate
-from keras_remat.solvers import cp_sat
+from keras_remat.solvers import cp_sat, greedy
 from keras_remat.validate import validate
 
 BYTE_STEPS = 2**22
 """The budget is divided into this many units; sizes are rounded up to whole units."""
+DEPTHS = (2, 4, 8, 16)
+"""Successive depths of candidates; the next is tried when the program of the last was solved to its optimum."""
+LARGE_DEPTHS = (1, 2, 4)
+"""The same for coarsened op-level graphs."""
+WORKERS = 8
+MINIMUM_S = 1.0
+"""Starting the solver's process with less time left is not worth it."""
 TIGHT_SHARE = 0.9
 """A gap matters when more than this share of the budget is in use somewhere in it."""
 ROW_SLACK = 0.003
@@ -81,8 +88,6 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
         MissingPackageError: OR-Tools is not installed (the extra ``solvers``).
         ScheduleNotFoundError: none found in time.
     """
-    from keras_remat.solvers import greedy
-
     started = time.perf_counter()
     cp_sat.require_ortools()
     base = tuple(sorted(problem.graph.needed))
@@ -91,59 +96,68 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     if budget is None or usage.peak_bytes <= budget:
         spent = time.perf_counter() - started
         return Solution(Schedule(base), "intervals", "optimal", spent, problem.store_all_time_s, usage)
-    known = [s.order for s in greedy.candidates(problem, orders=[base], deadline_s=started + time_limit_s / 4)]
-    best: Schedule | None = None
-    for order in improve(problem, base, known, deadline_s=started + time_limit_s, seed=seed):
-        best = Schedule(order)
-    if best is None:
+    known = [s.order for s in greedy.candidates(problem, deadline_s=started + time_limit_s / 4, orders=[base])]
+    for depth in DEPTHS:
+        proved = yield_into(known, improve(problem, base, known, depth=depth, deadline_s=started + time_limit_s, seed=seed))
+        if not proved:
+            break
+    if not known:
         raise ScheduleNotFoundError(budget, problem.floor_bytes, solver="intervals")
-    usage = simulate(problem, best)
+    best = Schedule(min(known, key=lambda order: simulate(problem, Schedule(order)).time_s))
     spent = time.perf_counter() - started
-    return Solution(best, "intervals", "feasible", spent, problem.store_all_time_s, usage)
+    return Solution(best, "intervals", "feasible", spent, problem.store_all_time_s, simulate(problem, best))
+
+
+def yield_into(found: list[tuple[int, ...]], orders: Generator[tuple[int, ...], None, bool]) -> bool:
+    """Appends what ``orders`` yields to ``found`` and returns what it returns."""
+    while True:
+        try:
+            found.append(next(orders))
+        except StopIteration as end:
+            return bool(end.value)
 
 
 def improve(
     problem: Problem,
     base: Sequence[int],
-    known: Sequence[Sequence[int]],
+    known: Sequence[tuple[int, ...]],
     *,
     deadline_s: float,
+    depth: int,
     seed: int = 0,
-    depth: int = 6,
-    workers: int = 2,
-) -> Iterator[tuple[int, ...]]:
-    """Yields legal orders within the budget, each faster than the one before, the fastest of ``known`` first.
+    workers: int = WORKERS,
+) -> Generator[tuple[int, ...], None, bool]:
+    """Yields legal orders within the budget as CP-SAT finds them, each better in the program's terms than the one before.
 
     Args:
         problem: with a budget.
         base: the order of the first runs.
-        known: legal orders within the budget; their recomputations become candidates and the fastest is where the search starts.
+        known: legal orders with these first runs; their recomputations become candidates, and the search starts from the fastest.
         deadline_s: ``time.perf_counter()`` time to end at.
-        seed: of the search.
         depth: levels of recomputed readers whose slots a value's producer inherits.
-        workers: search threads.
+        seed: of the search.
+        workers: search threads; fewer than eight leave out the strategies that matter here, on two cores too.
+
+    Returns:
+        Whether the program was solved to its optimum, or shown to have no solution.
     """
-    best_s = float("inf")
-    known = sorted((order for order in known), key=lambda order: simulate(problem, Schedule(tuple(order))).time_s)
-    if known:
-        best_s = simulate(problem, Schedule(tuple(known[0]))).time_s
-        yield tuple(known[0])
     slots = candidate_slots(problem, base, depth)
     for order in known:
         for slot, op_id in _recomputations(order, base):
             slots.setdefault(op_id, set()).add(slot)
-    model = build(problem, base, slots, known[0] if known else None)
+    hint = min(known, key=lambda order: simulate(problem, Schedule(order)).time_s, default=None)
+    model = build(problem, base, slots, hint)
     left = deadline_s - time.perf_counter()
-    if left <= 0:
-        return
+    if left <= MINIMUM_S:
+        return False
+    proved = False
     for incumbent in cp_sat.solve_program(model.program, time_limit_s=left, seed=seed, workers=workers):
-        if incumbent.ones is None:
-            continue
-        order = model.order(incumbent.ones)
-        seconds = simulate(problem, Schedule(order)).time_s
-        if seconds < best_s and _fits(problem, order):
-            best_s = seconds
-            yield order
+        proved = incumbent.status in ("OPTIMAL", "INFEASIBLE")
+        if incumbent.ones is not None:
+            order = model.order(incumbent.ones)
+            if _fits(problem, order):
+                yield order
+    return proved
 
 
 def _fits(problem: Problem, order: tuple[int, ...]) -> bool:
