@@ -131,7 +131,7 @@ class _Search:
         base = first_runs(self.best) if self.best is not None else memory_aware_order(problem, base)
         known = [order for order in known if first_runs(order) == base]
         expand: Callable[[Sequence[int]], tuple[int, ...]] = tuple
-        depths = intervals.DEPTHS
+        depths: tuple[int, ...] = intervals.DEPTHS
         if len(base) > LARGE_OPS:
             coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
             problem, expand, depths = coarse.problem, coarse.expand, intervals.LARGE_DEPTHS

@@ -29,7 +29,9 @@ from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
 from keras_remat.simulate import live_bytes
 
-CUTS = 8
+CUTS = 6
+SAMPLE = 40
+"""Ops among which the cuts are chosen."""
 SAFETY = 1e-6
 """Relative; the solver's tolerance, taken off the bound."""
 
@@ -53,15 +55,28 @@ def lower_bound_s(problem: Problem, *, deadline_s: float) -> float:
 
 
 def promising_cuts(problem: Problem) -> list[int]:
-    """Ops around which store-all holds most, spread over the part of the default order that is over the budget."""
+    """Ops at whose first run most bytes must be alive or recomputed, most first."""
     order = Schedule.store_all(problem.graph).order
     live = live_bytes(problem, Schedule(order))
     over = np.flatnonzero(live > (problem.budget_bytes or 0))
     if not len(over):
         return []
-    spread = over[np.linspace(0, len(over) - 1, CUTS - 2).astype(int)]
-    picked = [int(np.argmax(live)), *(int(at) for at in spread)]
-    return [order[at] for at in dict.fromkeys(picked)]
+    sample = over[np.linspace(0, len(over) - 1, min(len(over), SAMPLE)).astype(int)]
+    picked = dict.fromkeys([int(np.argmax(live)), *(int(at) for at in sample)])
+    crossing = {order[at]: _crossing_bytes(problem, order[at]) for at in picked}
+    return sorted(crossing, key=lambda op_id: (-crossing[op_id], op_id))[:CUTS]
+
+
+def _crossing_bytes(problem: Problem, cut: int) -> int:
+    """Bytes of what ancestors of ``cut`` compute and it or its descendants read, and of its outputs."""
+    graph = problem.graph
+    later = _descendants(problem, cut) | {cut}
+    total = sum(graph.values[v].nbytes for v in graph.ops[cut].outputs)
+    for op_id in _ancestors(problem, cut):
+        for value_id in graph.ops[op_id].outputs:
+            if any(reader in later for reader in graph.readers[value_id]):
+                total += graph.values[value_id].nbytes
+    return total
 
 
 def cut_bound_s(problem: Problem, cut: int, *, limit_s: float = 10.0) -> float:
@@ -87,7 +102,10 @@ def cut_bound_s(problem: Problem, cut: int, *, limit_s: float = 10.0) -> float:
                 wanted.append(value_id)
             if value_id in inputs:
                 forced.add(value_id)
-    rows, columns, entries, limits = [], [], [], []
+    rows: list[int] = []
+    columns: list[int] = []
+    entries: list[float] = []
+    limits: list[float] = []
 
     def at_most(terms: Iterable[tuple[int, float]], limit: float) -> None:
         for column, entry in terms:
