@@ -62,12 +62,21 @@ SOLVERS: Mapping[str, Solver] = _Registry(
         "dtr_size": "dtr:solve_size",
         "dtr_random": "dtr:solve_random",
         "greedy": "greedy",
+        "intervals": "intervals",
+        "anneal": "anneal",
         "auto": "auto",
     }
 )
 
 
-def solve(problem: Problem, *, solver: str = "auto", time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+def solve(
+    problem: Problem,
+    *,
+    solver: str = "auto",
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Callable[[Solution], None] | None = None,
+) -> Solution:
     """Solves a problem with a named solver.
 
     Args:
@@ -75,6 +84,7 @@ def solve(problem: Problem, *, solver: str = "auto", time_limit_s: float = 30.0,
         solver: a name in ``SOLVERS``.
         time_limit_s: seconds the solver may take.
         seed: the same problem and seed give the same schedule.
+        progress: called with every better solution (and every better bound) while ``auto`` runs; other solvers call it once.
 
     Returns:
         A solution whose schedule is legal, within the budget, with ``usage`` filled in.
@@ -89,9 +99,13 @@ def solve(problem: Problem, *, solver: str = "auto", time_limit_s: float = 30.0,
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     check_floor(problem)
-    solution = SOLVERS[solver](problem, time_limit_s=time_limit_s, seed=seed)
+    watch = {"progress": progress} if solver == "auto" and progress is not None else {}
+    solution = SOLVERS[solver](problem, time_limit_s=time_limit_s, seed=seed, **watch)
     validate(problem, solution.schedule)
-    return replace(solution, usage=simulate(problem, solution.schedule))
+    solution = replace(solution, usage=simulate(problem, solution.schedule))
+    if progress is not None:
+        progress(solution)
+    return solution
 
 
 def check_floor(problem: Problem) -> None:

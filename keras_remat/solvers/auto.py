@@ -1,14 +1,170 @@
-"""The default solver."""
+"""The default solver: fast heuristics first, then improvement from the best schedule so far, until time is up.
+
+1. No budget, or an order without recomputation that fits (the default one or the memory-aware one): optimal, done.
+2. :mod:`keras_remat.solvers.greedy` gives a first schedule.
+3. :mod:`keras_remat.solvers.intervals` searches around it, with more candidates whenever its program was solved; on a coarse problem
+   (:mod:`keras_remat.solvers.coarsen`) for graphs of more than ``LARGE_OPS`` ops. Without OR-Tools this step is left out.
+4. :mod:`keras_remat.solvers.anneal` spends what is left of the time on the order itself.
+
+Every schedule is checked by :func:`keras_remat.validate.validate` before it counts. ``KeyboardInterrupt`` ends the search and keeps the
+best schedule; before there is one it passes through. The bound is that of :mod:`keras_remat.solvers.bound`, valid for every legal order.
+
+Known limits: CP-SAT's threads race, and the clock ends the search, so that the same seed gives the same schedule only as long as
+both give the same answer: always for the steps 1, 2 and 4 when they complete.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
 
+from keras_remat.errors import InvalidScheduleError, PeakExceededError, ScheduleNotFoundError
 from keras_remat.problem import Problem
-from keras_remat.schedule import Solution
-from keras_remat.solvers import greedy
+from keras_remat.schedule import Schedule, Solution
+from keras_remat.simulate import simulate
+from keras_remat.solvers import anneal, bound, coarsen, cp_sat, greedy, intervals
+from keras_remat.solvers.reorder import memory_aware_order
+from keras_remat.validate import validate
+
+LARGE_OPS = 700
+"""Graphs with more needed ops are coarsened."""
+GREEDY_SHARE, INTERVALS_SHARE = 0.3, 0.75
+"""The shares of the time limit by which the greedy and the interval search end."""
 
 
-def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """Returns the greedy schedule."""
-    return replace(greedy.solve(problem, time_limit_s=time_limit_s, seed=seed))
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Callable[[Solution], None] | None = None,
+) -> Solution:
+    """Returns the best schedule found within the time limit.
+
+    Args:
+        problem: with a budget or without.
+        time_limit_s: seconds; the search ends earlier when the schedule is proved optimal.
+        seed: of every random choice.
+        progress: called with every better solution.
+
+    Raises:
+        ScheduleNotFoundError: none found within the time.
+    """
+    search = _Search(problem, time_limit_s, seed, progress)
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+    if search.best is None:
+        raise ScheduleNotFoundError(problem.budget_bytes or 0, problem.floor_bytes, solver="auto")
+    return search.solution()
+
+
+class _Search:
+    """The best schedule and the best bound so far."""
+
+    def __init__(self, problem: Problem, time_limit_s: float, seed: int, progress: Callable[[Solution], None] | None):
+        self.problem, self.seed, self.progress = problem, seed, progress
+        self.started = time.perf_counter()
+        self.limit_s = time_limit_s
+        self.best: tuple[int, ...] | None = None
+        self.best_s = float("inf")
+        self.solver = "auto"
+        self.bound_s = problem.store_all_time_s
+
+    def at(self, share: float) -> float:
+        """The ``perf_counter`` time at which this share of the limit is spent."""
+        return self.started + share * self.limit_s
+
+    @property
+    def proved(self) -> bool:
+        return self.best is not None and self.best_s <= self.bound_s * (1 + 1e-9)
+
+    def solution(self) -> Solution:
+        if self.best is None:
+            raise ValueError("there is no schedule yet")
+        schedule = Schedule(self.best)
+        status: Literal["optimal", "feasible"] = "optimal" if self.proved else "feasible"
+        spent = time.perf_counter() - self.started
+        return Solution(schedule, self.solver, status, spent, self.bound_s, simulate(self.problem, schedule))
+
+    def offer(self, order: Sequence[int], solver: str) -> bool:
+        """Keeps ``order`` if it is legal, within the budget and faster than the best; returns whether it fits at all."""
+        schedule = Schedule(tuple(order))
+        try:
+            validate(self.problem, schedule)
+        except (InvalidScheduleError, PeakExceededError):
+            return False
+        seconds = simulate(self.problem, schedule).time_s
+        if seconds < self.best_s * (1 - 1e-12):
+            self.best, self.best_s, self.solver = schedule.order, seconds, f"auto:{solver}"
+            self._report()
+        return True
+
+    def _report(self) -> None:
+        if self.progress is not None and self.best is not None:
+            self.progress(self.solution())
+
+    def run(self) -> None:
+        known = []
+        for schedule in greedy.candidates(self.problem, deadline_s=self.at(GREEDY_SHARE)):
+            if self.offer(schedule.order, "greedy"):
+                known.append(schedule.order)
+        if self.proved:
+            return
+        self.bound_s = max(self.bound_s, bound.lower_bound_s(self.problem, deadline_s=self.at(GREEDY_SHARE + 0.1)))
+        self._report()
+        if self.proved:
+            return
+        if cp_sat.available():
+            self._intervals(known)
+        if not self.proved:
+            for order in anneal.improve(self.problem, self.best, deadline_s=self.at(1.0), seed=self.seed):
+                self.offer(order, "anneal")
+
+    def _intervals(self, known: list[tuple[int, ...]]) -> None:
+        """Interval search on the order of first runs of the best schedule, coarsened where that order is long."""
+        problem = self.problem
+        base = tuple(sorted(problem.graph.needed))
+        base = first_runs(self.best) if self.best is not None else memory_aware_order(problem, base)
+        known = [order for order in known if first_runs(order) == base]
+        expand: Callable[[Sequence[int]], tuple[int, ...]] = tuple
+        depths: tuple[int, ...] = intervals.DEPTHS
+        if len(base) > LARGE_OPS:
+            coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
+            problem, expand, depths = coarse.problem, coarse.expand, intervals.LARGE_DEPTHS
+            known = [coarse.project(order) for order in known]
+            base = tuple(range(len(coarse.ops)))
+            for schedule in greedy.candidates(problem, deadline_s=self.at(GREEDY_SHARE + 0.2), orders=[base]):
+                known.append(schedule.order)
+                self.offer(expand(schedule.order), "greedy")
+        for depth in depths:
+            budget = problem.budget_bytes or 0
+            if budget < problem.floor_bytes:
+                return
+            orders = intervals.improve(problem, base, known, depth=depth, deadline_s=self.at(INTERVALS_SHARE), seed=self.seed)
+            excess = 0
+            found: list[tuple[int, ...]] = []
+            solved = True
+            try:
+                while True:
+                    found.append(next(orders))
+                    full = expand(found[-1])
+                    if not self.offer(full, "intervals"):  # small values lived longer than was set aside for them
+                        excess = simulate(self.problem, Schedule(full)).peak_bytes - (self.problem.budget_bytes or 0)
+            except StopIteration as end:
+                solved = bool(end.value)
+            finally:
+                orders.close()
+            known += found[-3:]
+            if self.proved or not solved:
+                return
+            if excess > 0:
+                problem = problem.with_budget(budget - excess)
+
+
+def first_runs(order: Sequence[int]) -> tuple[int, ...]:
+    """The ops of an order in the order in which they run first."""
+    return tuple(dict.fromkeys(order))

@@ -75,18 +75,20 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     )
 
 
-def candidates(problem: Problem, *, deadline_s: float) -> Iterator[Schedule]:
+def candidates(problem: Problem, *, deadline_s: float, orders: Sequence[Sequence[int]] | None = None) -> Iterator[Schedule]:
     """Schedules within the budget, each faster than the one before.
 
     Args:
         problem: with a budget.
         deadline_s: no policy runs past this ``time.perf_counter()`` time.
+        orders: base orders; the memory-aware one and the default one when missing.
     """
-    default = tuple(sorted(problem.graph.needed))
-    orders = list(dict.fromkeys((memory_aware_order(problem, default), default)))
+    if orders is None:
+        default = tuple(sorted(problem.graph.needed))
+        orders = list(dict.fromkeys((memory_aware_order(problem, default), default)))
     for order in orders:
-        if problem.budget_bytes is None or simulate(problem, Schedule(order)).peak_bytes <= problem.budget_bytes:
-            yield Schedule(order)
+        if problem.budget_bytes is None or simulate(problem, Schedule(tuple(order))).peak_bytes <= problem.budget_bytes:
+            yield Schedule(tuple(order))
             return
     best_s = float("inf")
     for patience in (2, 30):  # most runs per op; a policy that thrashes is seldom worth waiting for
