@@ -5,6 +5,8 @@
 * oneDNN's layout pass, which runs when a function is instantiated, fuses ``Conv2D`` with ``BiasAdd``, ``Pad`` with ``Conv2D`` and
   ``Conv2DBackpropFilter`` with ``BiasAddGrad`` without looking at control edges: an order that puts something between the two becomes a
   cycle. An ``Identity`` between them keeps them apart.
+* ``AddN`` of three and more terms becomes a chain of ``AddV2``. Its kernel starts with whichever input's buffer it may take over
+  (``AddNOp::Compute``), so the order of a floating-point sum, and its last bit, would hang on the schedule; and it holds all terms at once.
 * Nodes nothing depends on are dropped (variable reads that only order things, dead gradients).
 """
 
@@ -23,7 +25,7 @@ def rewrite_for_memory(nodes: Mapping[str, Any], roots: Sequence[str]) -> dict[s
         nodes: name → ``NodeDef`` in topological order.
         roots: names of the nodes whose values or effects are wanted.
     """
-    result = _split_identity_n(nodes)
+    result = _split_add_n(_split_identity_n(nodes))
     return _reachable(_keep_apart(result), roots)
 
 
@@ -84,6 +86,25 @@ def _split_identity_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
             copy.input.extend(renamed.get(i, i) for i in node.input)
             node = copy
         result[name] = node
+    return result
+
+
+def _split_add_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, node in nodes.items():
+        terms = [i for i in node.input if not i.startswith("^")]
+        if node.op != "AddN" or len(terms) < 3 or node.attr["T"].type == tf.variant.as_datatype_enum:
+            result[name] = node
+            continue
+        controls = [i for i in node.input if i.startswith("^")]
+        total = terms[0]
+        for at, term in enumerate(terms[1:], start=1):
+            last = at == len(terms) - 1
+            part = tf.compat.v1.NodeDef(name=name if last else f"{name}/sum_{at}", op="AddV2", device=node.device)
+            part.input.extend([total, term, *controls])
+            part.attr["T"].CopyFrom(node.attr["T"])
+            result[part.name] = part
+            total = part.name
     return result
 
 
