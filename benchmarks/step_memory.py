@@ -50,7 +50,7 @@ class Bounds:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--models", type=_models, default=MODELS, metavar="A,B", help=f"of {','.join(MODELS)}")
+    result.add_argument("--models", type=_models, default=MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}")
     result.add_argument(
         "--budgets", type=_budgets, default=("0.7", "0.5", "smallest"), metavar="A,B", help='fractions, or "smallest"'
     )
