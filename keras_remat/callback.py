@@ -23,6 +23,7 @@ from tqdm import tqdm
 from keras_remat.backends.base import Backend, load_backend
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.plan import Plan, load_plan
+from keras_remat.problem import Problem
 from keras_remat.report import AutotuneReport, EpochUsage, Event
 from keras_remat.solvers import SOLVERS
 from keras_remat.tuner import StepTuner, TunerOptions
@@ -51,6 +52,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 
     Attributes:
         plan: the :class:`~keras_remat.plan.Plan` in force, or ``None``.
+        problem: the traced step with its costs, or ``None``.
         report: the :class:`~keras_remat.report.AutotuneReport`.
 
     Raises:
@@ -103,6 +105,11 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     def plan(self) -> Plan | None:
         """The plan in force, or ``None`` while the plain step runs."""
         return self._tuner.plan if self._tuner is not None else None
+
+    @property
+    def problem(self) -> Problem | None:
+        """The traced step with its costs, whose op ids the plan speaks of; ``None`` before the first batch."""
+        return self._tuner.problem if self._tuner is not None else None
 
     # ---------------------------------------------------------------- Keras's life cycle
 

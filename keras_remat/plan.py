@@ -7,6 +7,7 @@ predicted to take and, once it has run, what it took. :func:`make_plan` makes on
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from keras_remat.validate import check_rules
 
 FORMAT, VERSION = "keras_remat.plan", 1
 #: How often a plan is made again because the allocator needs more than the simulated peak.
-_MAX_CORRECTIONS = 4
+_MAX_CORRECTIONS = 6
 
 
 @dataclass(frozen=True)
@@ -146,14 +147,15 @@ def plan_problem(
 ) -> Plan:
     """Solves a traced problem so that the *allocator's* peak stays under the budget.
 
-    The allocator rounds and fragments, so a schedule is solved for a little less than the budget: what its replay needs above the simulated
-    peak is taken off and the problem is solved again, until it fits.
+    The allocator rounds and fragments, so a schedule is solved for a little less than the budget: what its replay needs above the budget
+    is taken off and the problem is solved again, until it fits; where that is more than a schedule can save, a target between is tried.
 
     Args:
         problem: graph and profile; its own budget plays no part.
         budget_bytes: what the device may have in use.
         backend: whose allocator decides.
-        solver, time_limit_s, seed: as in :func:`keras_remat.solvers.solve`.
+        solver, seed: as in :func:`keras_remat.solvers.solve`.
+        time_limit_s: seconds for all solves together; a late one gets a sixth of it at least.
         correction_bytes: taken off the budget from the start, e.g. because a measured peak was above the predicted one.
 
     Raises:
@@ -162,14 +164,23 @@ def plan_problem(
     check_floor(problem.with_budget(budget_bytes))
     store_all = Schedule.store_all(problem.graph)
     baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
-    target = budget_bytes - correction_bytes
+    wanted = budget_bytes - correction_bytes
+    target, found, unreachable = wanted, wanted, problem.floor_bytes
     over: int | None = None
+    deadline_s = time.perf_counter() + time_limit_s
     for _ in range(_MAX_CORRECTIONS):
         if target < problem.floor_bytes:
             break
-        solution = solve(problem.with_budget(target), solver=solver, time_limit_s=time_limit_s, seed=seed)
+        left_s = max(deadline_s - time.perf_counter(), time_limit_s / _MAX_CORRECTIONS)
+        try:
+            solution = solve(problem.with_budget(target), solver=solver, time_limit_s=left_s, seed=seed)
+        except ScheduleNotFoundError:
+            if over is None:
+                raise
+            unreachable, target = target, (target + found) // 2
+            continue
         peak = backend.predicted_peak_bytes(problem, solution.schedule, target)
-        if peak <= budget_bytes - correction_bytes:
+        if peak <= wanted:
             assert solution.usage is not None
             predicted = Usage(solution.usage.time_s, peak)
             return Plan(
@@ -177,7 +188,8 @@ def plan_problem(
                 profile_source=problem.profile.source, device=problem.profile.device, name=problem.name,
             )  # fmt: skip
         over = peak if over is None else min(over, peak)
-        target -= peak - (budget_bytes - correction_bytes)
+        found = target
+        target = max(target - (peak - wanted), (unreachable + target) // 2)
     raise ScheduleNotFoundError(budget_bytes, problem.floor_bytes, over, solver=solver)
 
 

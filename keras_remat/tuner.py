@@ -149,6 +149,11 @@ class StepTuner:
     # ---------------------------------------------------------------- decisions
 
     @property
+    def problem(self) -> Problem | None:
+        """The traced step of the main batch shape with its costs, measured ones once there are any."""
+        return self._main.problem if self._main is not None else None
+
+    @property
     def limit_bytes(self) -> int:
         if self._report.limit_bytes is None:
             total = self._backend.device_memory_bytes()
