@@ -58,14 +58,13 @@ class _Run:
         self._env: dict[int, Any] = dict(enumerate(given))
         self._written: dict[Any, tuple[tuple[Any, ...], list[Any]]] = {}
         self._ran: set[int] = set()
-        self._forward: set[int] = set()  # equations the forward phase has run
         batch = range(len(jax.tree.leaves(traced.state_specs)), traced.program.n_inputs)
         self._early = set(range(len(given))) - set(batch)  # numbers that need nothing of the batch
         self._since: list[int] = []  # ops that ran for the first time since the last trigger
         self._condition: Any = None
         self._guards: dict[int, tuple[Any, Any]] = {}
-        self._guarded: set[int] = set()  # ids of values that depend on the newest trigger
-        self._ever_guarded: set[int] = set()
+        self._current: set[int] = set()  # ids of values that depend on the newest trigger
+        self._late: set[int] = set()  # ids of values that depend on any trigger of the backward phase
         self._held: list[Any] = []  # values whose ids are in the sets above stay alive, so that no id is used twice
         self._condition_phase = FORWARD
         self._conditional_random = jax.default_backend() == "cpu"
@@ -87,8 +86,6 @@ class _Run:
                 self._early.add(number)
         if not again:
             self._ran.add(op_id)
-            if op.phase == FORWARD:
-                self._forward.update(self._handles[op_id])
             if op.phase != UPDATE and not early:
                 self._since.append(op_id)
 
@@ -99,15 +96,13 @@ class _Run:
         for at in self._handles[op_id]:
             equation = self._program.equations[at]
             inputs = self._inputs(equation, inner)
-            if again:
-                protect = not any(id(x) in self._guarded for x in inputs)
-            else:
-                protect = phase != FORWARD and at in self._forward and not any(id(x) in self._ever_guarded for x in inputs)
-            if protect and self._guardable(equation):
-                self._guard_cheapest(equation, inputs)
-            elif phase == BACKWARD:
-                self._guard_broadcasts(equation, inputs)
-            inner.update(zip(equation.outputs, self._run(at, equation, inputs), strict=True))
+            if self._guardable(equation):
+                if again and not any(id(x) in self._current for x in inputs):
+                    self._guard_cheapest(equation, inputs)
+                elif not again and phase == BACKWARD:
+                    self._keep_from_forward(equation, inputs)
+            outputs = self._run(at, equation, inputs)
+            inner.update(zip(equation.outputs, outputs, strict=True))
         return inner
 
     def _inputs(self, equation: Equation, inner: dict[int, Any]) -> list[Any]:
@@ -138,8 +133,9 @@ class _Run:
             return [lax.full_like(x, 0) for x in jax.eval_shape(draw, *given)]
 
         results = lax.cond(condition, nothing, draw, *operands)
-        self._guarded.update(map(id, results))
-        self._ever_guarded.update(map(id, results))
+        self._current.update(map(id, results))
+        if op.phase != FORWARD or op_id in self._ran:
+            self._late.update(map(id, results))
         self._held.extend(results)
         return dict(zip((self._numbers[v] for v in op.outputs), results, strict=True))
 
@@ -155,35 +151,29 @@ class _Run:
             with jax.named_scope(equation.scope):
                 self._written[key] = (tuple(inputs), private.bind(equation.source, inputs))
         outputs = self._written[key][1]
-        for known in (self._guarded, self._ever_guarded):
+        for known in (self._current, self._late):
             if any(id(x) in known for x in inputs):
                 known.update(map(id, outputs))
         return outputs
 
     def _guardable(self, equation: Equation) -> bool:
-        """Whether an equation is worth a guard, and a trigger for it exists."""
-        if equation.kind in VIEWS or not equation.reads:
-            return False
-        if sum(nbytes(self._program.avals[o]) for o in equation.outputs) < SMALL_RESULT_BYTES:
-            return False
-        if self._since:
-            self._new_trigger()
-        return self._condition is not None
+        """Whether it matters if an equation is merged with another or starts early."""
+        large = sum(nbytes(self._program.avals[o]) for o in equation.outputs) >= SMALL_RESULT_BYTES
+        return large and bool(equation.reads) and equation.kind not in VIEWS
 
-    def _guard_broadcasts(self, equation: Equation, inputs: list[Any]) -> None:
-        """Guards the small values an equation of the backward phase spreads over a large result.
+    def _keep_from_forward(self, equation: Equation, inputs: list[Any]) -> None:
+        """Makes an equation of the backward phase share nothing large with the forward phase.
 
-        A bias or scale is spread in the forward phase too; merged, the full-size copy would live from the one phase to the other.
+        One that reads forward values only is guarded. Of another, the small values it spreads over its result are: a bias or scale is
+        spread in the forward phase too, and merged, the full-size copy would live from the one phase to the other.
         """
-        large = sum(nbytes(self._program.avals[o]) for o in equation.outputs)
-        if equation.kind not in ELEMENTWISE | {"broadcast_in_dim"} or large < SMALL_RESULT_BYTES:
-            return
-        for at, atom in enumerate(equation.inputs):
-            if isinstance(atom, int) and atom in self._early and nbytes(self._program.avals[atom]) * 8 <= large:
-                if (self._condition is None or self._condition_phase == FORWARD or len(self._since) >= STALE_OPS) and self._since:
-                    self._new_trigger()
-                if self._condition is not None and id(inputs[at]) not in self._ever_guarded:
-                    self._guard_input(equation, inputs, at)
+        if not any(id(x) in self._late for x in inputs):
+            self._guard_cheapest(equation, inputs)
+        elif equation.kind in ELEMENTWISE:
+            size = nbytes(self._program.avals[equation.outputs[0]])
+            for at, atom in enumerate(equation.inputs):
+                if isinstance(atom, int) and nbytes(self._program.avals[atom]) * 8 <= size and id(inputs[at]) not in self._late:
+                    self._guard_input(equation, inputs, at, stale_ops=STALE_OPS)
 
     def _guard_cheapest(self, equation: Equation, inputs: list[Any]) -> None:
         """Replaces the cheapest input by its guarded self."""
@@ -198,8 +188,12 @@ class _Run:
         usable = [at for at, atom in enumerate(equation.inputs) if literals or isinstance(atom, int)]
         self._guard_input(equation, inputs, min(usable, key=cost))
 
-    def _guard_input(self, equation: Equation, inputs: list[Any], at: int) -> None:
-        """Replaces one input by its guarded self."""
+    def _guard_input(self, equation: Equation, inputs: list[Any], at: int, stale_ops: int = 1) -> None:
+        """Replaces one input by its guarded self; the trigger may be almost ``stale_ops`` ops old."""
+        if self._since and (self._condition is None or self._condition_phase == FORWARD or len(self._since) >= stale_ops):
+            self._new_trigger()
+        if self._condition is None:  # nothing has run yet: nothing to merge with, nothing to wait for
+            return
         atom = equation.inputs[at]
         if isinstance(atom, private.Literal):
             original, key = jnp.asarray(atom.val, atom.aval.dtype), id(atom)
@@ -210,8 +204,8 @@ class _Run:
             self._held.append(self._guards[key])
             self.n_guards += 1
         inputs[at] = self._guards[key][1]
-        self._guarded.add(id(inputs[at]))
-        self._ever_guarded.add(id(inputs[at]))
+        self._current.add(id(inputs[at]))
+        self._late.add(id(inputs[at]))
 
     def _new_trigger(self) -> None:
         """Makes the newest results that nothing has read yet the condition of the recomputations that follow."""
@@ -226,7 +220,7 @@ class _Run:
             self._condition = never(left[-MAX_TRIGGERS:])
             self._condition_phase = self._graph.ops[self._since[-1]].phase
             self.n_triggers += 1
-            self._guards, self._guarded = {}, set()
+            self._guards, self._current = {}, set()
         self._since = []
 
 
