@@ -23,7 +23,7 @@ from keras_remat.profile import Profile
 from keras_remat.schedule import Solution
 from keras_remat.simulate import simulate
 
-FIRST_RATIO = 1.25
+FIRST_RATIO = 1.15
 """Measured over predicted activation bytes before anything was compiled: what XLA:CPU's buffer packing wastes on the mixers,
 transformers and convolutional networks of ``benchmarks/compiled_step.py``."""
 

@@ -152,9 +152,7 @@ def _merge_equal(equations: list[Equation], outputs: list[Any]) -> tuple[list[Eq
 
 def _identity(equation: Equation) -> Any:
     """A key equal for equations that compute the same; ``None`` when a parameter cannot be hashed."""
-    inputs = tuple(
-        a if isinstance(a, int) else ("literal", str(a.aval), repr(a.val)) for a in equation.inputs
-    )
+    inputs = tuple(a if isinstance(a, int) else ("literal", str(a.aval), repr(a.val)) for a in equation.inputs)
     key = (equation.source.primitive, tuple(sorted(equation.source.params.items(), key=lambda item: item[0])), inputs)
     try:
         hash(key)
@@ -175,7 +173,12 @@ def _drop_dead(equations: list[Equation], outputs: list[Any]) -> list[Equation]:
 
 
 def _renumber(
-    equations: list[Equation], avals: list[Any], n_inputs: int, pending: list[tuple[int, Any]], outputs: list[Any], constants: list[Any]
+    equations: list[Equation],
+    avals: list[Any],
+    n_inputs: int,
+    pending: list[tuple[int, Any]],
+    outputs: list[Any],
+    constants: list[Any],
 ) -> FlatProgram:
     """Numbers inputs, then used constants, then results, without gaps."""
     used = {a for e in equations for a in e.reads} | {a for a in outputs if isinstance(a, int)}
@@ -194,5 +197,9 @@ def _renumber(
             new_avals.append(avals[old])
         renamed.append(Equation(equation.source, inputs, tuple(names[o] for o in equation.outputs), equation.scope))
     return FlatProgram(
-        tuple(renamed), tuple(new_avals), n_inputs, tuple(constants), tuple(names[a] if isinstance(a, int) else a for a in outputs)
+        tuple(renamed),
+        tuple(new_avals),
+        n_inputs,
+        tuple(constants),
+        tuple(names[a] if isinstance(a, int) else a for a in outputs),
     )

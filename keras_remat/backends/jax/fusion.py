@@ -25,7 +25,9 @@ from dataclasses import dataclass
 
 from keras_remat.backends.jax.flatten import Equation, FlatProgram, nbytes
 
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "copy", "copy_p", "transpose", "stop_gradient", "random_wrap", "random_unwrap"})
+VIEWS = frozenset(
+    {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "transpose", "stop_gradient", "random_wrap", "random_unwrap"}
+)
 """Equations whose result is the same bytes; a transposition is one to a matrix product, which reads either layout."""
 
 CHEAP = frozenset(

@@ -11,8 +11,11 @@ As few guards as that needs:
 * a view needs none, its reader gets it;
 * else the cheapest input is guarded: a scalar literal, a bias, a kernel, before an activation.
 
-A backward op whose chain was run in the forward phase too is protected in the same way: the graph says that the values inside a chain do not
-exist, and without a guard the compiler may well keep one of them from the one phase to the other.
+The backward phase is guarded in one more way, whatever the schedule: what it computes from forward values alone, and the small values
+it spreads over large ones, are kept apart from the forward phase. The graph says that a value inside a chain does not exist; merged
+with an equal one of the forward phase it would exist from there to here.
+
+On CPU an op that draws random numbers becomes the branch of a condition (:meth:`_Run._random` says why).
 
 Equal equations on equal inputs are written once, so a chain that stands in several clusters does not blow the program up.
 

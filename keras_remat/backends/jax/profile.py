@@ -1,9 +1,9 @@
 """What each op of a traced JAX step costs.
 
 Bytes of values are exact (from shapes). Times: nothing inside one XLA program can be timed from outside, so the *split* over ops
-is always estimated, by arithmetic and memory traffic, each cluster counted as the one kernel XLA makes of it: it pays for what it
-reads and writes, and nothing for the values inside it. With ``steps > 0`` the *sum* is measured: the whole step is compiled and run, and the
-estimates are scaled to its time. ``Profile.source`` is ``"measured"`` then, else ``"estimated"``.
+is always estimated, by arithmetic and memory traffic, each cluster counted as the one kernel XLA makes of it: it pays for what
+it reads and writes, and nothing for the values inside it. With ``steps > 0`` the *sum* is measured: the whole step is compiled and
+run, and the estimates are scaled to its time. ``Profile.source`` is ``"measured"`` then, else ``"estimated"``.
 """
 
 from __future__ import annotations
@@ -78,20 +78,26 @@ def _flops(equation: Equation, avals: Sequence[Any]) -> float:
     out = avals[equation.outputs[0]].shape
     if equation.kind == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return 2.0 * math.prod(out) * math.prod(shape[0][d] for d in contracted)
+        return float(2 * math.prod(out) * math.prod(shape[0][d] for d in contracted))
     if equation.kind == "conv_general_dilated":
         numbers = params["dimension_numbers"]
         kernel = shape[1]
         taps = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
         # a dilated input (the gradient of a strided convolution) is mostly zeros that are not multiplied
-        return 2.0 * math.prod(out) * taps / math.prod(params["lhs_dilation"])
+        return float(2 * math.prod(out) * taps / math.prod(params["lhs_dilation"]))
     bodies = private.inner_jaxprs(params)
     if bodies:
         repeat = params.get("length", 1)
         inner = (max if equation.kind == "cond" else math.fsum)(_body_flops(body) for body in bodies)
         return float(repeat) * inner
     elements = max([math.prod(out), *map(math.prod, shape)])
-    each = FLOPS_PER_RANDOM_ELEMENT if equation.kind in RANDOM else FLOPS_PER_EXPENSIVE_ELEMENT if equation.kind in EXPENSIVE else 1
+    each = (
+        FLOPS_PER_RANDOM_ELEMENT
+        if equation.kind in RANDOM
+        else FLOPS_PER_EXPENSIVE_ELEMENT
+        if equation.kind in EXPENSIVE
+        else 1
+    )
     return float(elements) * each
 
 
