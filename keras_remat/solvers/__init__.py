@@ -42,6 +42,21 @@ class _Registry(Mapping[str, Solver]):
 SOLVERS: Mapping[str, Solver] = _Registry(
     {
         "store_all": "store_all",
+        "chen_sqrt_n": "chen:sqrt_n",
+        "chen_sqrt_n_ap": "chen:sqrt_n_ap",
+        "chen_sqrt_n_linear": "chen:sqrt_n_linear",
+        "chen_greedy": "chen:greedy",
+        "chen_greedy_ap": "chen:greedy_ap",
+        "chen_greedy_linear": "chen:greedy_linear",
+        "griewank": "griewank",
+        "chain_dp": "chain_dp",
+        "dtr": "dtr",
+        "dtr_eq": "dtr:solve_eq",
+        "dtr_local": "dtr:solve_local",
+        "dtr_msps": "dtr:solve_msps",
+        "dtr_lru": "dtr:solve_lru",
+        "dtr_size": "dtr:solve_size",
+        "dtr_random": "dtr:solve_random",
         "greedy": "greedy",
         "auto": "auto",
     }

@@ -44,11 +44,7 @@ POLICIES = (Policy(1.0, 1.0), Policy(1.0, 0.5), Policy(1.0, 0.0), Policy(0.5, 1.
 
 
 class StuckError(Exception):
-    """The policy cannot go on under this budget; carries the bytes it would have needed."""
-
-    def __init__(self, needed_bytes: int):
-        super().__init__(f"needs {needed_bytes} bytes")
-        self.needed_bytes = needed_bytes
+    """The policy cannot go on within its limits."""
 
 
 def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
@@ -64,53 +60,58 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     if budget is None or usage.peak_bytes <= budget:
         return Solution(Schedule(base), "greedy", "optimal", time.perf_counter() - started, problem.store_all_time_s, usage)
     best: Schedule | None = None
-    best_time = float("inf")
-    least = usage.peak_bytes
     for schedule in candidates(problem, deadline_s=started + time_limit_s):
-        if isinstance(schedule, int):
-            least = min(least, schedule)
-            continue
-        seconds = simulate(problem, schedule).time_s
-        if seconds < best_time:
-            best, best_time = schedule, seconds
+        best = schedule
     if best is None:
-        raise ScheduleNotFoundError(budget, problem.floor_bytes, least, solver="greedy")
+        raise ScheduleNotFoundError(budget, problem.floor_bytes, solver="greedy")
     usage = simulate(problem, best)
-    optimal = len(best) == len(base)
     return Solution(
-        best, "greedy", "optimal" if optimal else "feasible", time.perf_counter() - started, problem.store_all_time_s, usage
+        best,
+        "greedy",
+        "optimal" if len(best) == len(base) else "feasible",
+        time.perf_counter() - started,
+        problem.store_all_time_s,
+        usage,
     )
 
 
-def candidates(problem: Problem, *, deadline_s: float) -> Iterator[Schedule | int]:
-    """Every schedule the policies find within the budget, best guesses first; for a policy that gets stuck the bytes it needed.
+def candidates(problem: Problem, *, deadline_s: float) -> Iterator[Schedule]:
+    """Schedules within the budget, each faster than the one before.
 
     Args:
         problem: with a budget.
         deadline_s: no policy runs past this ``time.perf_counter()`` time.
     """
     default = tuple(sorted(problem.graph.needed))
-    orders = [memory_aware_order(problem, default)]
-    if orders[0] != default:
-        orders.append(default)
-    if problem.budget_bytes is not None:
-        for order in orders:
-            peak = simulate(problem, Schedule(order)).peak_bytes
-            if peak <= problem.budget_bytes:
-                yield Schedule(order)
-                return
+    orders = list(dict.fromkeys((memory_aware_order(problem, default), default)))
     for order in orders:
+        if problem.budget_bytes is None or simulate(problem, Schedule(order)).peak_bytes <= problem.budget_bytes:
+            yield Schedule(order)
+            return
+    best_s = float("inf")
+    for patience in (2, 30):  # most runs per op; a policy that thrashes is seldom worth waiting for
         for policy in POLICIES:
-            if time.perf_counter() > deadline_s:
-                return
-            try:
-                yield Schedule(evict_greedily(problem, order, policy, deadline_s=deadline_s))
-            except StuckError as stuck:
-                yield stuck.needed_bytes
+            for order in orders:
+                try:
+                    found = evict_greedily(
+                        problem, order, policy, patience=patience, deadline_s=deadline_s, worse_than_s=best_s
+                    )
+                except StuckError:
+                    continue
+                best_s = simulate(problem, Schedule(found)).time_s
+                yield Schedule(found)
+        if best_s < float("inf"):
+            return
 
 
 def evict_greedily(
-    problem: Problem, base: Sequence[int], policy: Policy, *, deadline_s: float = float("inf")
+    problem: Problem,
+    base: Sequence[int],
+    policy: Policy,
+    *,
+    patience: int = 30,
+    deadline_s: float = float("inf"),
+    worse_than_s: float = float("inf"),
 ) -> tuple[int, ...]:
     """Runs ``base`` under the problem's budget.
 
@@ -118,21 +119,24 @@ def evict_greedily(
         problem: with a budget.
         base: a legal order without recomputation of at least the needed ops.
         policy: how to rate values for eviction.
+        patience: give up when the schedule has this many runs per op.
         deadline_s: give up after this ``time.perf_counter()`` time.
+        worse_than_s: give up when the schedule takes this many seconds.
 
     Returns:
         A legal order within the budget.
 
     Raises:
-        StuckError: a moment came when nothing could be evicted and the next op did not fit, the recomputations exploded, or time is up.
+        StuckError: a moment came when nothing could be evicted and the next op did not fit, the recomputations
+            exploded, or a limit was reached.
     """
-    return _Run(problem, base, policy, deadline_s).run()
+    return _Run(problem, base, policy, deadline_s, worse_than_s).run(patience * len(base) + 1000)
 
 
 class _Run:
     """State of one pass over the base order."""
 
-    def __init__(self, problem: Problem, base: Sequence[int], policy: Policy, deadline_s: float):
+    def __init__(self, problem: Problem, base: Sequence[int], policy: Policy, deadline_s: float, worse_than_s: float):
         graph = problem.graph
         if problem.budget_bytes is None:
             raise ValueError("evict_greedily needs a budget")
@@ -155,6 +159,9 @@ class _Run:
                 last_run[earlier] = position
         self.last_run = [last_run[op.id] if op.recomputable else -1 for op in self.ops]
         self.alive = [producer is None for producer in self.producer]
+        self.spare_s = worse_than_s - sum(problem.profile.op_time_s[i] for i in base)  # left for recomputations
+        self.ran = [False] * len(self.ops)
+        self.born = list(self.alive)  # computed at least once
         self.held = problem.profile.resident_bytes
         self.order: list[int] = []
         self.locks = [0] * count
@@ -171,8 +178,7 @@ class _Run:
         self.now = 0
         self.tick_s = max(sum(problem.profile.op_time_s[i] for i in base) / max(1, end), 1e-12)
 
-    def run(self) -> tuple[int, ...]:
-        limit = 30 * len(self.base) + 1000
+    def run(self, limit: int) -> tuple[int, ...]:
         for position, op_id in enumerate(self.base):
             self.now = position
             self._materialize(op_id, limit)
@@ -204,7 +210,7 @@ class _Run:
                     self._lock(value_id)
                     continue
                 if self.last_run[producer] < self.now or len(self.order) > limit:
-                    raise StuckError(self.held)
+                    raise StuckError("a value cannot be computed again, or the recomputations exploded")
                 # Ask again for this value once its producer has run.
                 stack[-1] = (op_id, _prepend(value_id, rest))
                 stack.append((producer, iter(self._inputs(producer))))
@@ -244,8 +250,13 @@ class _Run:
             if self.alive[value_id]:
                 self._unlock(value_id)
         self.order.append(op_id)
+        if self.ran[op_id]:
+            self.spare_s -= self.profile.op_time_s[op_id]
+            if self.spare_s <= 0:
+                raise StuckError("a faster schedule is known")
+        self.ran[op_id] = True
         for value_id in new:
-            self.alive[value_id] = True
+            self.alive[value_id] = self.born[value_id] = True
             self.held += self.nbytes[value_id]
             self._mark_children(value_id)
             self.stale[value_id] = None
@@ -279,7 +290,7 @@ class _Run:
                         seen.add(child)
                         if self.alive[child]:
                             self.stale[child] = None
-                        else:
+                        elif self.born[child]:
                             stack.append(child)
 
     def _needed(self, op: Op, new: list[int]) -> int:
@@ -295,11 +306,11 @@ class _Run:
         # An eviction can make an input of the op wanted again, whose buffer can then not be taken over: ask every time.
         while self.held + (needed := self._needed(op, new)) > self.budget:
             if time.perf_counter() > self.deadline_s:
-                raise StuckError(self.held + needed)
+                raise StuckError(f"{self.held + needed} bytes needed")
             self._refresh()
             ids = np.flatnonzero(self.open)
             if not len(ids):
-                raise StuckError(self.held + needed)
+                raise StuckError(f"{self.held + needed} bytes needed")
             rating = self.cost[ids] ** self.policy.cost / (
                 self.size[ids] * np.maximum(self.need[ids] - self.now, 0.5) ** self.policy.distance
             )
@@ -307,7 +318,7 @@ class _Run:
                 if self._evict(int(ids[at])):
                     break
             else:
-                raise StuckError(self.held + needed)
+                raise StuckError(f"{self.held + needed} bytes needed")
 
     def _refresh(self) -> None:
         for value_id in self.stale:
