@@ -10,7 +10,7 @@ The rule follows XLA's instruction fusion (``InstructionFusion::ShouldFuse``, ``
 
 * its equation is elementwise, a broadcast, or a view, and all its readers can take it into their loop (elementwise ones and reductions; a
   matrix product or convolution reads memory, except through a view), and
-* it has one reader, or it is cheap and comes from values that together are not larger than itself.
+* it has one reader, or it is cheap and comes from at most one value of about its own size.
 
 Why a rule and not the compiled module: a plan changes what is fused, so the module of the plain step does not tell; and reading it
 would cost one more compilation. What the rule gets wrong, the measured peak corrects (:mod:`keras_remat.backends.jax.fit_budget`).
@@ -51,10 +51,10 @@ EXPENSIVE = frozenset(
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"})
 """They take their input into their own loop, but their result exists."""
 
-RANDOM = frozenset({"random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"})
-"""On CPU a loop over several buffers of the result's size, so it takes no part in a chain."""
+RANDOM = frozenset({"random_bits", "threefry2x32"})
+"""Fusible like an expensive one. On CPU each is a loop over several buffers of the result's size."""
 
-FUSIBLE = CHEAP | EXPENSIVE | VIEWS
+FUSIBLE = CHEAP | EXPENSIVE | RANDOM | VIEWS
 ELEMENTWISE = (CHEAP | EXPENSIVE) - {"broadcast_in_dim", "iota", "pad", "rev", "slice"}
 MAX_COPIED_CHAIN = 48
 """Longest chain that is copied into several readers; XLA limits fusions by their operand count, this by length."""
@@ -143,7 +143,7 @@ def _reader_count(number: int, readers: dict[int, list[int]], program: FlatProgr
 
 def _chain_behind(at: int, equation: Equation, chains: dict[int, _Chain]) -> _Chain:
     """The equations that must run with this one because their values do not exist, and the values they start from."""
-    equations, leaves, expensive = {at}, set(), equation.kind in EXPENSIVE
+    equations, leaves, expensive = {at}, set(), equation.kind in EXPENSIVE | RANDOM
     for number in equation.reads:
         behind = chains.get(number)
         if behind is None:
@@ -157,8 +157,8 @@ def _chain_behind(at: int, equation: Equation, chains: dict[int, _Chain]) -> _Ch
 
 def _copied(chain: _Chain, out_bytes: int, size: list[int], producer: dict[int, int]) -> bool:
     """Whether XLA computes a value with several readers in each of them."""
-    large = [size[leaf] for leaf in chain.leaves if leaf in producer and size[leaf] * 8 >= out_bytes]
-    return not chain.expensive and sum(large) <= out_bytes and len(chain.equations) <= MAX_COPIED_CHAIN
+    large = [leaf for leaf in chain.leaves if leaf in producer and size[leaf] * 8 >= out_bytes]
+    return not chain.expensive and len(large) <= 1 and len(chain.equations) <= MAX_COPIED_CHAIN
 
 
 def _cluster(program: FlatProgram, root: Equation, chain: _Chain, producer: dict[int, int], size: list[int]) -> Cluster:

@@ -1,9 +1,9 @@
 """What each op of a traced JAX step costs.
 
 Bytes of values are exact (from shapes). Times: nothing inside one XLA program can be timed from outside, so the *split* over ops
-is always estimated, by arithmetic and memory traffic, each cluster counted as the one kernel XLA makes of it: it pays for what it
-reads and writes, and nothing for the values inside it. With ``steps > 0`` the *sum* is measured: the whole step is compiled and run, and the
-estimates are scaled to its time. ``Profile.source`` is ``"measured"`` then, else ``"estimated"``.
+is always estimated, by arithmetic and memory traffic, each cluster counted as the one kernel XLA makes of it: it pays for what
+it reads and writes, and nothing for the values inside it. With ``steps > 0`` the *sum* is measured: the whole step is compiled and
+run, and the estimates are scaled to its time. ``Profile.source`` is ``"measured"`` then, else ``"estimated"``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import Equation, nbytes
-from keras_remat.backends.jax.fusion import EXPENSIVE
+from keras_remat.backends.jax.fusion import EXPENSIVE, RANDOM
 from keras_remat.backends.jax.lower import lower_plain
 from keras_remat.backends.jax.measure import measure
 from keras_remat.backends.jax.trace import JaxTracedStep
@@ -26,7 +26,11 @@ SECONDS_PER_FLOP = {"cpu": 2e-11, "gpu": 2e-14}
 SECONDS_PER_BYTE = {"cpu": 1e-10, "gpu": 5e-13}
 SECONDS_PER_KERNEL = {"cpu": 2e-6, "gpu": 3e-6}
 FLOPS_PER_EXPENSIVE_ELEMENT = 8
+FLOPS_PER_RANDOM_ELEMENT = 100
 """Orders of magnitude of two cores and of one data-centre GPU; only their ratios matter once the sum is measured."""
+
+RANDOM_LOOP_BUFFERS = 4
+"""Buffers of the result's size in a random loop of XLA:CPU."""
 
 
 def profile(traced: JaxTracedStep, steps: int = 0, *, state: Any = None, batch: Any = None, compiled: Any = None) -> Profile:
@@ -44,9 +48,7 @@ def profile(traced: JaxTracedStep, steps: int = 0, *, state: Any = None, batch: 
     """
     platform = "gpu" if jax.default_backend() in ("gpu", "cuda", "rocm") else "cpu"
     times = [_seconds(traced, op.id, platform) for op in traced.graph.ops]
-    workspaces = [
-        max(_workspace_bytes(traced.program.equations[at]) for at in traced.handles[op.id]) for op in traced.graph.ops
-    ]
+    workspaces = [_workspace_bytes(traced, op.id, platform) for op in traced.graph.ops]
     resident = sum(v.nbytes for v in traced.graph.values if v.producer is None)
     if steps:
         if state is None or batch is None:
@@ -76,20 +78,27 @@ def _flops(equation: Equation, avals: Sequence[Any]) -> float:
     out = avals[equation.outputs[0]].shape
     if equation.kind == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return 2.0 * math.prod(out) * math.prod(shape[0][d] for d in contracted)
+        return float(2 * math.prod(out) * math.prod(shape[0][d] for d in contracted))
     if equation.kind == "conv_general_dilated":
         numbers = params["dimension_numbers"]
         kernel = shape[1]
         taps = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
         # a dilated input (the gradient of a strided convolution) is mostly zeros that are not multiplied
-        return 2.0 * math.prod(out) * taps / math.prod(params["lhs_dilation"])
+        return float(2 * math.prod(out) * taps / math.prod(params["lhs_dilation"]))
     bodies = private.inner_jaxprs(params)
     if bodies:
         repeat = params.get("length", 1)
         inner = (max if equation.kind == "cond" else math.fsum)(_body_flops(body) for body in bodies)
         return float(repeat) * inner
     elements = max([math.prod(out), *map(math.prod, shape)])
-    return float(elements) * (FLOPS_PER_EXPENSIVE_ELEMENT if equation.kind in EXPENSIVE else 1)
+    each = (
+        FLOPS_PER_RANDOM_ELEMENT
+        if equation.kind in RANDOM
+        else FLOPS_PER_EXPENSIVE_ELEMENT
+        if equation.kind in EXPENSIVE
+        else 1
+    )
+    return float(elements) * each
 
 
 def _body_flops(jaxpr: Any) -> float:
@@ -108,9 +117,16 @@ def _body_flops(jaxpr: Any) -> float:
     return total
 
 
-def _workspace_bytes(equation: Equation) -> int:
-    """Memory alive only inside one equation: the largest body of a loop or branch, everything in it alive at once."""
-    return max((_body_bytes(body) for body in private.inner_jaxprs(equation.source.params)), default=0)
+def _workspace_bytes(traced: JaxTracedStep, op_id: int, platform: str) -> int:
+    """Memory alive only inside one op: the body of a loop or branch with everything in it alive at once, and on a CPU the buffers of
+    a random loop."""
+    most = 0
+    for at in traced.handles[op_id]:
+        equation = traced.program.equations[at]
+        most = max(most, *(_body_bytes(body) for body in private.inner_jaxprs(equation.source.params)), 0)
+        if equation.kind in RANDOM and platform == "cpu":
+            most = max(most, RANDOM_LOOP_BUFFERS * nbytes(traced.program.avals[equation.outputs[0]]))
+    return most
 
 
 def _body_bytes(jaxpr: Any) -> int:
