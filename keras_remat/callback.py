@@ -21,6 +21,7 @@ import keras
 from tqdm import tqdm
 
 from keras_remat.backends.base import Backend, load_backend
+from keras_remat.batching import BatchTrainer
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.plan import Plan, load_plan
 from keras_remat.problem import Problem
@@ -38,7 +39,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     Args:
         memory_limit: every byte the device's allocator may have in use (weights, slots, data, activations, gradients, workspace):
             an int, ``"8GiB"``, ``"80%"`` of what the device has, or ``None`` for all it has.
-        batch_size: ``"keep"`` trains with the batches ``fit`` was given.
+        batch_size: ``"max"`` joins the batches ``fit`` was given into the largest that fits with at most one extra forward pass of
+            recomputation; an int is the most it may become; ``"keep"`` trains with the batches as they come.
         solver: a name in ``keras_remat.SOLVERS``.
         solver_time_limit_s: seconds for the solver.
         profile_steps: real training steps that are measured before the final plan is made.
@@ -81,7 +83,6 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     ):
         super().__init__()
         check_memory_limit(memory_limit)
-        self._batch_size = _checked_batch_size(batch_size)
         if solver not in SOLVERS:
             raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
         _check_number("solver_time_limit_s", solver_time_limit_s, above=0)
@@ -94,11 +95,22 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             raise ValueError(f'verbose must be "auto", 0, 1 or 2, got {verbose!r}')
         if plan is not None and not isinstance(plan, Plan):
             plan = load_plan(plan)
-        self._options = TunerOptions(memory_limit, solver, float(solver_time_limit_s), profile_steps, float(margin), seed, plan)
+        self._options = TunerOptions(
+            memory_limit,
+            _checked_batch_size(batch_size),
+            solver,
+            float(solver_time_limit_s),
+            profile_steps,
+            float(margin),
+            seed,
+            plan,
+        )
         self._learning_rate_scaling, self._cache_dir, self._report_path = learning_rate_scaling, cache_dir, report_path
         self._verbose = verbose
         self._tuner: StepTuner | None = None
-        self._announced = False
+        self._trainer: BatchTrainer | None = None
+        self._learning_rate_factor = 1.0
+        self._announced = self._last_call = False
         self.report = AutotuneReport()
 
     @property
@@ -129,23 +141,58 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         self._install(backend)
 
     def _install(self, backend: Backend) -> None:
-        tuner = StepTuner(self._model, backend, self._options, self.report, self._progress)
+        self._tuner = StepTuner(self._model, backend, self._options, self.report, self._progress)
+        self._trainer = BatchTrainer(
+            self._model, backend, self._tuner, self.report, self._options.batch_size, self._samples_per_epoch, self._batch_size_changed,
+            self._options.seed,
+        )  # fmt: skip
+        self._tuner.installed = backend.install(self._model, self)
 
-        def run(batch: Any) -> Any:
-            try:
-                return tuner.run(batch)
-            except UnsupportedModelError as error:
-                assert tuner.installed is not None
-                tuner.installed.restore()
-                self._unmodified(error)
-                return tuner.installed.run_plain(batch)
+    def _samples_per_epoch(self, loader_batch_size: int) -> int | None:
+        steps = (self.params or {}).get("steps")
+        return None if steps is None else steps * loader_batch_size
 
-        tuner.installed = backend.install(self._model, run, self._is_announced)
-        self._tuner = tuner
+    def _batch_size_changed(self, old: int, new: int) -> None:
+        """Scales the learning rate with the batch, where that was asked for."""
+        if self._learning_rate_scaling is None:
+            return
+        optimizer = self._model.optimizer
+        if not isinstance(optimizer.learning_rate, keras.Variable):
+            message = "The learning rate follows a schedule and was not scaled with the batch size."
+            warnings.warn(f"keras_remat: {message}", stacklevel=2)
+            self.report.events.append(Event(0, "learning-rate", message))
+            return
+        factor = new / old if self._learning_rate_scaling == "linear" else (new / old) ** 0.5
+        self._learning_rate_factor *= factor
+        optimizer.learning_rate = float(optimizer.learning_rate) * factor
 
-    def _is_announced(self) -> bool:
+    # ---------------------------------------------------------------- what the installed train function asks
+
+    def run(self, batch: Any) -> Any:
+        """Trains one loader batch; see :class:`~keras_remat.backends.base.StepRunner`."""
+        tuner = self._tuner
+        assert tuner is not None
+        assert self._trainer is not None
+        assert tuner.installed is not None
+        try:
+            return self._trainer.run(batch)
+        except UnsupportedModelError as error:
+            tuner.installed.restore()
+            self._unmodified(error)
+            return tuner.installed.run_plain(batch)
+
+    def finish(self) -> Any:
+        """Trains what was held back of this epoch."""
+        return self._trainer.finish() if self._trainer is not None else None
+
+    def is_current(self) -> bool:
+        """Whether Keras announced this call to this callback."""
         announced, self._announced = self._announced, False
         return announced
+
+    def is_last_call(self) -> bool:
+        """Whether the epoch's last step has begun, where Keras knows how many there are."""
+        return self._last_call
 
     def _unmodified(self, error: UnsupportedModelError) -> None:
         warnings.warn(f"keras_remat: training goes on unmodified. {error}", stacklevel=2)
@@ -153,6 +200,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._announced = True
+        steps = (self.params or {}).get("steps")
+        self._last_call = steps is not None and batch + self._model.steps_per_execution >= steps
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._tuner is not None:
@@ -183,6 +232,10 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             self._tuner.close()
             if self._tuner.installed is not None:
                 self._tuner.installed.restore()
+        if self._learning_rate_factor != 1.0:
+            optimizer = self._model.optimizer
+            optimizer.learning_rate = float(optimizer.learning_rate) / self._learning_rate_factor
+            self._learning_rate_factor = 1.0
         self._announced = False
 
     # ---------------------------------------------------------------- what a person sees

@@ -43,6 +43,7 @@ class TunerOptions:
     """The arguments of ``RematAutotune`` that decide about steps; see there."""
 
     memory_limit: int | str | None = None
+    batch_size: int | str = "max"
     solver: str = "auto"
     solver_time_limit_s: float = 30.0
     profile_steps: int = 3
@@ -119,7 +120,7 @@ class StepTuner:
             self._recorder = self._backend.recorder()
             if not self._recorder.start():
                 self._recorder = None
-                self._event("profile", "A profiler session is running already; the plan stays with estimated op times.")
+                self.event("profile", "A profiler session is running already; the plan stays with estimated op times.")
                 candidate.enter("verify")
         result, usage = self._backend.measure(lambda: candidate.run(batch))
         self._count(candidate, usage)
@@ -127,6 +128,37 @@ class StepTuner:
         candidate.steps_in_phase += 1
         self._advance(candidate)
         return result
+
+    @property
+    def settled(self) -> bool:
+        """Whether the main batch shape's step is final."""
+        return self._main is not None and self._main.phase == "settled"
+
+    @property
+    def settled_peak_bytes(self) -> int | None:
+        """The measured peak of the main step's plan, once it is final."""
+        if not self.settled or self._main is None or self._main.plan is None or self._main.plan.measured is None:
+            return None
+        return self._main.plan.measured.peak_bytes
+
+    def measured_main(self) -> tuple[TracedStep, Problem]:
+        """The main shape's trace and costs; after plain steps the estimated op times are scaled to the measured step."""
+        main = self._main
+        assert main is not None
+        assert main.traced is not None
+        assert main.problem is not None
+        profile = main.problem.profile
+        baseline = self._report.baseline
+        if profile.source == "measured" or baseline is None or main.problem.store_all_time_s <= 0:
+            return main.traced, main.problem
+        ratio = baseline.time_s / main.problem.store_all_time_s
+        return main.traced, replace(
+            main.problem, profile=replace(profile, op_time_s=tuple(t * ratio for t in profile.op_time_s))
+        )
+
+    def forget_main(self) -> None:
+        """The next batch's shape becomes the main one."""
+        self._main = None
 
     def close(self) -> None:
         """Stops a recording that is under way."""
@@ -185,7 +217,7 @@ class StepTuner:
         candidate = _Candidate(size, self._run_plain, "plain", traced, problem)
         if peak <= self.usable_bytes:
             return candidate
-        self._event(
+        self.event(
             "risk",
             f"The plain step of {size} samples is predicted to need {format_bytes(peak)}, over {format_bytes(self.usable_bytes)} "
             f"(limit {format_bytes(self.limit_bytes)} less {self._options.margin:.0%} margin): it will not be run.",
@@ -247,10 +279,10 @@ class StepTuner:
     def _after_plain(self, candidate: _Candidate) -> None:
         steps = candidate.measured[1:]  # the first one compiles
         usage = Usage(median(u.time_s for u in steps), max(u.peak_bytes for u in candidate.measured))
-        if candidate is self._main:
+        if candidate is self._main and self._report.baseline is None:
             self._baseline(usage, candidate.batch_size, "measured")
         if usage.peak_bytes <= self.limit_bytes:
-            self._event(
+            self.event(
                 "fits",
                 f"The plain step of {candidate.batch_size} samples takes {format_bytes(usage.peak_bytes)} measured, within "
                 f"{format_bytes(self.limit_bytes)}: nothing is changed.",
@@ -259,7 +291,7 @@ class StepTuner:
             return
         assert candidate.problem is not None
         predicted = self._backend.predicted_peak_bytes(candidate.problem, Schedule.store_all(candidate.problem.graph))
-        self._event(
+        self.event(
             "exceeded",
             f"The plain step takes {format_bytes(usage.peak_bytes)} measured ({format_bytes(predicted)} predicted), over "
             f"{format_bytes(self.limit_bytes)}: planning.",
@@ -280,7 +312,7 @@ class StepTuner:
         with self._progress("reading the profile"):
             profile = recorder.stop(candidate.run, self._backend.bytes_in_use())
         if profile is None:
-            self._event("profile", "The profiler saw too few ops; the plan stays with estimated op times.")
+            self.event("profile", "The profiler saw too few ops; the plan stays with estimated op times.")
             candidate.enter("verify")
             return
         candidate.problem = replace(candidate.problem, profile=profile)
@@ -297,7 +329,7 @@ class StepTuner:
                     time_limit_s=self._options.solver_time_limit_s, correction_bytes=correction_bytes,
                 )  # fmt: skip
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-            self._event("kept", f"The plan that is running stays: {error}")
+            self.event("kept", f"The plan that is running stays: {error}")
             candidate.enter("settled")
             return
         running = simulate(candidate.problem, candidate.plan.solution.schedule)
@@ -311,7 +343,7 @@ class StepTuner:
             candidate.enter("verify")
             return
         self._with_plan(candidate, plan, "verify")
-        self._event("swap", f"Swapped in. {plan}")
+        self.event("swap", f"Swapped in. {plan}")
 
     def _verify(self, candidate: _Candidate) -> None:
         assert candidate.plan is not None
@@ -319,7 +351,7 @@ class StepTuner:
         if peak > self.limit_bytes and candidate.tightenings < _MAX_TIGHTENINGS:
             candidate.tightenings += 1
             over = peak - self.usable_bytes
-            self._event(
+            self.event(
                 "tighten",
                 f"Measured peak {format_bytes(peak)} is over the limit of {format_bytes(self.limit_bytes)} "
                 f"({format_bytes(candidate.plan.predicted.peak_bytes)} predicted): planning again for {format_bytes(over)} less.",
@@ -335,7 +367,7 @@ class StepTuner:
             self.plan = candidate.plan
             self._predicted_baseline(candidate, usage)
         verdict = "within" if peak <= self.limit_bytes else "STILL OVER"
-        self._event(
+        self.event(
             "measured",
             f"Step of {candidate.batch_size} samples: {format_bytes(peak)} measured ({format_bytes(candidate.plan.predicted.peak_bytes)} "
             f"predicted), {verdict} the limit of {format_bytes(self.limit_bytes)}; {format_seconds(usage.time_s)} measured.",
@@ -364,7 +396,14 @@ class StepTuner:
         finally:
             self.counter.planning_time_s += time.perf_counter() - started
 
-    def _event(self, kind: str, message: str) -> None:
+    @contextmanager
+    def long_task(self, text: str) -> Iterator[None]:
+        """Something that takes long and is no training: counted apart, with a progress bar."""
+        with self._planning(), self._progress(text):
+            yield
+
+    def event(self, kind: str, message: str) -> None:
+        """Notes what happened, for the report and the log."""
         self._report.events.append(Event(self._step, kind, message))
         logger.info("keras_remat: %s", message)
 

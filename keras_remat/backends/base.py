@@ -39,6 +39,22 @@ class TracedStep:
     backend: str
 
 
+class StepRunner(Protocol):
+    """What an installed train function asks, in Keras's loop."""
+
+    def run(self, batch: Any) -> Any:
+        """Trains a batch and returns logs. What it raises passes through, after the original train function is back."""
+
+    def finish(self) -> Any:
+        """The epoch's data is over: trains what was held back and returns logs, or ``None`` when nothing was."""
+
+    def is_current(self) -> bool:
+        """Asked once before every call: ``False`` when the ``fit`` this was installed for is over; the original then takes the call."""
+
+    def is_last_call(self) -> bool:
+        """Whether Keras makes no further call in this epoch."""
+
+
 class Installed(Protocol):
     """A train function that has taken the place of Keras's own; see :meth:`Backend.install`."""
 
@@ -70,6 +86,13 @@ class Backend(Protocol):
     def example_batch(self, model: Any, batch: Any) -> Any:
         """``batch`` (arrays, specs or a batch size) as what ``train_step`` gets; builds the model if it is not built."""
 
+    def resized_spec(self, batch: Any, size: int) -> Any:
+        """What :meth:`trace` needs to know of a batch like ``batch`` with ``size`` samples; nothing is allocated.
+
+        Raises:
+            UnsupportedModelError: an array whose first dimension is not the batch's.
+        """
+
     def trace(self, model: Any, batch: Any) -> TracedStep:
         """The model's train step for batches of this shape; pure."""
 
@@ -97,15 +120,8 @@ class Backend(Protocol):
     def preserved_state(self, model: Any) -> Any:
         """A context manager after which the model's and the optimizer's variables are what they were before."""
 
-    def install(self, model: Any, run: RunStep, is_current: Callable[[], bool]) -> Installed:
-        """Makes Keras's train loop call ``run`` for every batch.
-
-        Args:
-            model: inside ``fit``.
-            run: gets each batch; what it raises passes through, after the original train function is back.
-            is_current: asked before every call; when it says ``False`` the ``fit`` this was installed for is over, and the
-                original comes back and takes the call.
-        """
+    def install(self, model: Any, runner: StepRunner) -> Installed:
+        """Makes Keras's train loop ask ``runner`` for every batch; ``model`` is inside ``fit``."""
 
 
 def load_backend() -> Backend:

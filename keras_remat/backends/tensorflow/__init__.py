@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from keras_remat.backends import examples
-from keras_remat.backends.base import Installed, ProfileRecorder, RunStep
+from keras_remat.backends.base import Installed, ProfileRecorder, RunStep, StepRunner
 from keras_remat.backends.tensorflow import allocator, measure, private
 from keras_remat.backends.tensorflow import lower as lowering
 from keras_remat.backends.tensorflow import profile as profiling
@@ -61,6 +61,20 @@ class TensorFlowBackend:
         private.build_model(model, tensors)
         return tensors
 
+    def resized_spec(self, batch: Any, size: int) -> Any:
+        samples = examples.batch_size_of(batch)
+
+        def resize(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            if len(leaf.shape) == 0 or leaf.shape[0] != samples:
+                raise UnsupportedModelError(
+                    f"An array of shape {tuple(leaf.shape)} does not have the {samples} samples of its batch."
+                )
+            return tf.TensorSpec((size, *leaf.shape[1:]), leaf.dtype)
+
+        return tf.nest.map_structure(resize, batch)
+
     def trace(self, model: Any, batch: Any) -> tracing.TensorFlowStep:
         return tracing.trace(model, batch)
 
@@ -98,8 +112,8 @@ class TensorFlowBackend:
             for variable, value in zip(distinct, saved, strict=True):
                 variable.assign(value)
 
-    def install(self, model: Any, run: RunStep, is_current: Callable[[], bool]) -> Installed:
-        return InstalledTrainFunction(model, run, is_current)
+    def install(self, model: Any, runner: StepRunner) -> Installed:
+        return InstalledTrainFunction(model, runner)
 
 
 def backend() -> TensorFlowBackend:

@@ -6,9 +6,9 @@ early as long as what all early ops allocate fits into the slack under the budge
 
     live after p  +  Σ over p < j ≤ e(p) of (bytes op j allocates)  ≤  budget,
 
-where nothing that the early ops free is counted, and no window holds more than a small share of the peak: ops that run far ahead allocate
-in another order every step, and the allocator's fragmentation then makes the measured peak jump from step to step. The anchor a(j) is the first p whose window reaches j; op j waits for a *fence* that has
-waited for all ops up to a(j). Without a budget nothing but recomputations is ordered.
+where nothing that the early ops free is counted, and no window holds more than a small share of the peak: ops that run far ahead allocate in
+another order every step, and the allocator's fragmentation then makes the measured peak jump from step to step. The anchor a(j) is the first
+p whose window reaches j; op j waits for a *fence* that has waited for all ops up to a(j). Without a budget only recomputations are ordered.
 """
 
 from __future__ import annotations

@@ -6,27 +6,25 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-logger = logging.getLogger(__name__)
+from keras_remat.backends.base import StepRunner
 
 
 class InstalledTrainFunction:
-    """The train function of one ``fit``; calls ``run`` for every batch.
+    """The train function of one ``fit``; asks ``runner`` for every batch.
 
     Args:
         model: whose ``train_function`` Keras has made.
-        run: batch → logs.
-        is_current: ``False`` when the ``fit`` this was made for has ended without notice (an exception, Ctrl-C); the original train
-            function then comes back and takes the call.
+        runner: when it is no longer current, the ``fit`` this was made for has ended without notice (an exception, Ctrl-C): the original
+            train function then comes back and takes the call.
     """
 
-    def __init__(self, model: Any, run: Callable[[Any], Any], is_current: Callable[[], bool]):
-        self._model, self._run, self._is_current = model, run, is_current
+    def __init__(self, model: Any, runner: StepRunner):
+        self._model, self._runner = model, runner
         current: Any = model.train_function
         while isinstance(current, InstalledTrainFunction):  # left behind by a fit that ended without notice
             current = current.original
@@ -34,7 +32,7 @@ class InstalledTrainFunction:
         model.train_function = self
 
     def __call__(self, iterator: Any) -> Any:
-        if not self._is_current():
+        if not self._runner.is_current():
             self.restore()
             return self.original(iterator)
         try:
@@ -51,10 +49,14 @@ class InstalledTrainFunction:
             try:
                 batch = next(iterator)
             except StopIteration:
+                rest = self._runner.finish()
                 if at == 0:
                     raise
-                break
-            logs = self._run(_without_optionals(batch))
+                return logs if rest is None else rest
+            logs = self._runner.run(_without_optionals(batch))
+        if self._runner.is_last_call():
+            rest = self._runner.finish()
+            return logs if rest is None else rest
         return logs
 
     def run_plain(self, batch: Any) -> Any:

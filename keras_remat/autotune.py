@@ -1,0 +1,341 @@
+"""The largest batch that fits, by searching over schedules.
+
+A train step's graph is the same at every batch size; only the shapes change. Tracing it at two sizes gives every dimension as an affine
+function of the batch, exact for any size in between or beyond, without running anything. A schedule found at one size is an order of the
+same ops at another, so it is tried there before anything is solved again. The search doubles, then bisects; a schedule that was found is
+never given up because a solver failed at a smaller size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from keras_remat.backends.base import Backend, TracedStep, load_backend
+from keras_remat.backends.examples import batch_size_of
+from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError, UnsupportedModelError
+from keras_remat.graph import FORWARD, Graph, Value
+from keras_remat.plan import Plan, measured_problem, plan_problem, usable_bytes
+from keras_remat.problem import Problem
+from keras_remat.schedule import Schedule, Solution, Usage
+from keras_remat.simulate import simulate
+from keras_remat.units import format_bytes, parse_bytes
+
+#: The search stops when the bracket is this share of the batch.
+_RESOLUTION = 0.01
+_MAX_DOUBLINGS = 20
+
+
+class BatchScaling:
+    """One train step's problem at any batch size.
+
+    Args:
+        small, small_size: the graph traced at the smaller batch size.
+        large, large_size: the same step traced at another, larger size.
+        problem: graph and profile at ``small_size``.
+
+    Raises:
+        UnsupportedModelError: the two graphs do not have the same ops, so nothing can be said about other sizes.
+    """
+
+    def __init__(self, small: Graph, small_size: int, large: Graph, large_size: int, problem: Problem):
+        same = len(small.ops) == len(large.ops) and all(
+            a.kind == b.kind and a.inputs == b.inputs and a.outputs == b.outputs
+            for a, b in zip(small.ops, large.ops, strict=True)
+        )
+        if not same or len(small.values) != len(large.values):
+            raise UnsupportedModelError(
+                f"The train step has {len(small.ops)} ops at batch {small_size} and {len(large.ops)} at batch {large_size}, or other ones: "
+                "its memory at another batch cannot be told from these two."
+            )
+        self._small, self._size, self._large, self._large_size, self._problem = small, small_size, large, large_size, problem
+
+    def _value(self, value: Value, other: Value, size: int) -> Value:
+        if value.nbytes == other.nbytes and value.shape == other.shape:
+            return value
+        span = self._large_size - self._size
+        if value.shape is None or other.shape is None or len(value.shape) != len(other.shape):
+            return replace(
+                value, nbytes=max(0, round(value.nbytes + (other.nbytes - value.nbytes) * (size - self._size) / span))
+            )
+        shape = tuple(a + (b - a) * (size - self._size) // span for a, b in zip(value.shape, other.shape, strict=True))
+        # bytes are rounded up to the allocator's unit; the elements of the traced size tell the bytes of one
+        elements, traced = _volume(shape), _volume(value.shape)
+        return replace(value, shape=shape, nbytes=-(-value.nbytes * elements // traced) if traced else value.nbytes)
+
+    def at(self, size: int) -> Problem:
+        """The problem at batch size ``size``: exact bytes, times in proportion to the bytes an op reads and writes."""
+        values = tuple(self._value(a, b, size) for a, b in zip(self._small.values, self._large.values, strict=True))
+        graph = Graph(self._small.ops, values, self._small.outputs)
+        profile = self._problem.profile
+        times, workspaces = [], []
+        for op in graph.ops:
+            before = sum(self._small.values[v].nbytes for v in (*op.inputs, *op.outputs))
+            now = sum(values[v].nbytes for v in (*op.inputs, *op.outputs))
+            ratio = now / before if before else 1.0
+            times.append(profile.op_time_s[op.id] * ratio)
+            workspaces.append(round(profile.op_workspace_bytes[op.id] * ratio))
+        inputs = sum(v.nbytes - self._small.values[v.id].nbytes for v in values if v.producer is None)
+        resident = max(0, profile.resident_bytes + inputs)
+        return Problem(
+            graph, replace(profile, op_time_s=tuple(times), op_workspace_bytes=tuple(workspaces), resident_bytes=resident),
+            name=self._problem.name,
+        )  # fmt: skip
+
+
+def _volume(shape: tuple[int, ...]) -> int:
+    volume = 1
+    for dim in shape:
+        volume *= dim
+    return volume
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One batch size that was tried.
+
+    Args:
+        batch_size: samples.
+        plan: what would run; ``None`` when no schedule was found.
+        samples_per_s: predicted; 0 without a plan.
+        reason: why not, or ``""``.
+    """
+
+    batch_size: int
+    plan: Plan | None
+    samples_per_s: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class BatchSearch:
+    """What a search over batch sizes found; all numbers are predicted.
+
+    Args:
+        limit_bytes: the memory limit.
+        max_batch_size: the largest batch with a schedule under the limit and the overhead bound.
+        fastest_batch_size: the tried batch with the most predicted samples per second.
+        plain_batch_size: the largest batch that fits without recomputation.
+        probes: every size that was tried, in order.
+        search_time_s: seconds the search took.
+    """
+
+    limit_bytes: int
+    max_batch_size: int
+    fastest_batch_size: int
+    plain_batch_size: int
+    probes: tuple[Probe, ...]
+    search_time_s: float
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of ``max_batch_size``."""
+        return next(p.plan for p in self.probes if p.plan is not None and p.batch_size == self.max_batch_size)
+
+    def __str__(self) -> str:
+        return (
+            f"Largest batch {self.max_batch_size} under {format_bytes(self.limit_bytes)} ({format_bytes(self.plan.predicted.peak_bytes)} "
+            f"predicted, overhead {self.plan.overhead:.1%}); without recomputation {self.plain_batch_size}; "
+            f"most samples per second predicted at {self.fastest_batch_size}; {len(self.probes)} sizes tried in {self.search_time_s:.1f} s"
+        )
+
+
+def forward_overhead(problem: Problem) -> float:
+    """One extra forward pass over the time of a step, a ratio: the overhead the Checkmate paper allows (section 6.4)."""
+    times = problem.profile.op_time_s
+    forward = sum(times[op.id] for op in problem.graph.ops if op.phase == FORWARD)
+    return forward / problem.store_all_time_s if problem.store_all_time_s > 0 else 0.0
+
+
+def search_batch_size(
+    scaling: BatchScaling,
+    start: int,
+    limit_bytes: int,
+    budget_bytes: int,
+    backend: Backend,
+    *,
+    max_overhead: float | Literal["forward"] | None = "forward",
+    at_most: int | None = None,
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    progress: Callable[[Probe], None] | None = None,
+) -> BatchSearch:
+    """Searches the largest batch for which some schedule fits.
+
+    Args:
+        scaling: the problem at any size.
+        start: where the search begins.
+        limit_bytes, budget_bytes: the limit, and what of it may be used.
+        backend: whose allocator decides.
+        max_overhead: bound on (time − store-all time) / store-all time; ``"forward"`` is one extra forward pass; ``None`` is no bound.
+        at_most: no size above this is tried.
+        time_limit_s: after this no new size is tried.
+        seed: for the solver.
+        progress: called with every probe.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
+    """
+    started = time.perf_counter()
+    probes: dict[int, Probe] = {}
+    orders: list[Schedule] = []
+    failure: RematError | None = None
+
+    def bound(problem: Problem) -> float | None:
+        return forward_overhead(problem) if max_overhead == "forward" else max_overhead
+
+    def known(problem: Problem) -> Plan | None:
+        """The fastest known order that fits here; an order found at one size is legal at all."""
+        fitting = []
+        for schedule in [Schedule.store_all(problem.graph), *orders]:
+            usage = simulate(problem, schedule)
+            if usage.peak_bytes > budget_bytes:
+                continue
+            peak = backend.predicted_peak_bytes(problem, schedule)
+            if peak <= budget_bytes:
+                fitting.append((usage.time_s, peak, schedule))
+        if not fitting:
+            return None
+        seconds, peak, schedule = min(fitting, key=lambda entry: entry[0])
+        store_all = Schedule.store_all(problem.graph)
+        baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
+        solution = Solution(schedule, "reused", "feasible", 0.0, None, simulate(problem, schedule))
+        return Plan(
+            problem.graph.fingerprint, budget_bytes, solution, baseline, Usage(seconds, peak),
+            profile_source=problem.profile.source, device=problem.profile.device, name=problem.name,
+        )  # fmt: skip
+
+    def probe(size: int) -> bool:
+        nonlocal failure
+        if size in probes:
+            return probes[size].plan is not None
+        problem = scaling.at(size)
+        reason, plan = "", known(problem)
+        if plan is None or (plan.overhead > (bound(problem) or float("inf"))):
+            try:
+                left = max(2.0, time_limit_s - (time.perf_counter() - started))
+                plan = plan_problem(
+                    problem, budget_bytes, backend, solver="greedy", time_limit_s=min(left, time_limit_s / 6), seed=seed
+                )
+                orders.append(plan.solution.schedule)
+            except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+                reason, failure, plan = str(error), error, None
+        limit = bound(problem)
+        if plan is not None and limit is not None and plan.overhead > limit:
+            reason, plan = f"overhead {plan.overhead:.1%} is over the bound of {limit:.1%}", None
+        rate = size / plan.predicted.time_s if plan is not None and plan.predicted.time_s > 0 else 0.0
+        probes[size] = Probe(size, plan, rate, reason)
+        if progress is not None:
+            progress(probes[size])
+        return plan is not None
+
+    good, bad = _bracket(probe, start, at_most)
+    if good == 0:
+        assert failure is not None or probes
+        raise failure or ScheduleNotFoundError(budget_bytes, scaling.at(1).floor_bytes, solver="batch search")
+    while bad is not None and bad - good > max(1, int(good * _RESOLUTION)) and time.perf_counter() - started < time_limit_s:
+        middle = (good + bad) // 2
+        if probe(middle):
+            good = middle
+        else:
+            bad = middle
+    found = [p for p in probes.values() if p.plan is not None]
+    plain = _largest_plain(scaling, budget_bytes, backend, good)
+    return BatchSearch(
+        limit_bytes, good, max(found, key=lambda p: p.samples_per_s).batch_size, plain, tuple(probes.values()),
+        time.perf_counter() - started,
+    )  # fmt: skip
+
+
+def _bracket(probe: Callable[[int], bool], start: int, at_most: int | None) -> tuple[int, int | None]:
+    """The largest size known to fit (0 for none) and the smallest known not to (``None`` when ``at_most`` fits)."""
+    size = start if at_most is None else min(start, at_most)
+    if probe(size):
+        good = size
+        for _ in range(_MAX_DOUBLINGS):
+            if good == at_most:
+                return good, None
+            size = good * 2 if at_most is None else min(good * 2, at_most)
+            if not probe(size):
+                return good, size
+            good = size
+        return good, None
+    bad = size
+    while bad > 1:
+        size = bad // 2
+        if probe(size):
+            return size, bad
+        bad = size
+    return 0, bad
+
+
+def _largest_plain(scaling: BatchScaling, budget_bytes: int, backend: Backend, at_most: int) -> int:
+    """The largest batch up to ``at_most`` that fits without recomputation (0 for none); its peak grows with the batch, so bisection is exact."""
+    low, high = 0, at_most
+    while low < high:
+        middle = (low + high + 1) // 2
+        problem = scaling.at(middle)
+        if backend.predicted_peak_bytes(problem, Schedule.store_all(problem.graph)) <= budget_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def batch_scaling(backend: Backend, model: Any, traced: TracedStep, problem: Problem, batch: Any) -> BatchScaling:
+    """Traces the step at twice the batch and returns the problem at any size."""
+    size = batch_size_of(batch)
+    larger = backend.trace(model, backend.resized_spec(batch, 2 * size))
+    return BatchScaling(traced.graph, size, larger.graph, 2 * size, problem)
+
+
+def find_max_batch_size(
+    model: Any,
+    batch: Any,
+    memory_limit: int | str,
+    *,
+    max_overhead: float | Literal["forward"] | None = "forward",
+    profile: Literal["measured", "estimated"] = "measured",
+    margin: float = 0.05,
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+) -> BatchSearch:
+    """Finds the largest batch a model can train with, without training; the model comes back as it was.
+
+    Args:
+        model: a compiled Keras model.
+        batch: a batch to begin with: ``(x, y[, sample_weight])``, or an int where inputs and targets follow from the model.
+        memory_limit: every byte the device's allocator may have in use.
+        max_overhead: bound on the slowdown per sample, (time − store-all time) / store-all time; ``"forward"``, the default, is one extra
+            forward pass, the rule of the Checkmate paper; ``None`` lifts it.
+        profile: ``"measured"`` runs a few steps at the given batch; ``"estimated"`` runs nothing.
+        margin: share of the limit that is kept free.
+        time_limit_s: after this no further size is tried.
+        seed: for the solver.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
+        UnsupportedModelError: the model cannot be rematerialized, or its graph changes with the batch size.
+        ValueError, TypeError: wrong arguments.
+    """
+    if profile not in ("measured", "estimated"):
+        raise ValueError(f'profile must be "measured" or "estimated", got {profile!r}')
+    if max_overhead is not None and max_overhead != "forward" and not float(max_overhead) >= 0:
+        raise ValueError(f'max_overhead must be at least 0, None or "forward", got {max_overhead!r}')
+    backend = load_backend()
+    backend.check(model)
+    limit = parse_bytes(memory_limit, total_bytes=backend.device_memory_bytes())
+    budget = usable_bytes(limit, margin)
+    arrays = backend.example_batch(model, batch)
+    traced = backend.trace(model, arrays)
+    problem = Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()), name=model.name)
+    if profile == "measured":
+        first = plan_problem(problem, budget, backend, solver="greedy", time_limit_s=10.0, seed=seed)
+        problem = measured_problem(backend, model, traced, problem, first, arrays)
+    scaling = batch_scaling(backend, model, traced, problem, arrays)
+    return search_batch_size(
+        scaling, batch_size_of(arrays), limit, budget, backend, max_overhead=max_overhead, time_limit_s=time_limit_s, seed=seed
+    )
