@@ -6,11 +6,25 @@ negative limit) raises the built-in ``ValueError`` or ``TypeError`` instead.
 
 from __future__ import annotations
 
-from keras_remat.units import format_bytes
+from typing import Any
+
+from keras_remat.units import format_bytes, format_unequal_bytes
 
 
 class RematError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    Errors cross process borders (a solver may run in a process of its own), so they pickle with message and attributes.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[RematError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RematError:
+    error = kind.__new__(kind, *args)  # __init__ would want the numbers again, under other names for every class
+    error.__dict__.update(attributes)
+    return error
 
 
 class InvalidScheduleError(RematError, ValueError):
@@ -58,10 +72,8 @@ class InfeasibleBudgetError(RematError):
 
     def __init__(self, budget_bytes: int, floor_bytes: int, op_name: str | None = None, *, advice: str = ""):
         need = f"op {op_name!r} alone needs" if op_name else "every schedule needs"
-        message = (
-            f"No schedule fits {format_bytes(budget_bytes)}: {need} {format_bytes(floor_bytes)} "
-            f"with its inputs, outputs, workspace and the resident bytes. "
-        )
+        budget, floor = format_unequal_bytes(budget_bytes, floor_bytes)
+        message = f"No schedule fits {budget}: {need} {floor} with its inputs, outputs, workspace and the resident bytes. "
         super().__init__(message + (advice or "Raise the memory limit to at least that, or use a smaller batch."))
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
@@ -78,9 +90,12 @@ class ScheduleNotFoundError(RematError):
     """
 
     def __init__(self, budget_bytes: int, floor_bytes: int, best_peak_bytes: int | None = None, *, solver: str = ""):
-        best = f"the best found needs {format_bytes(best_peak_bytes)}" if best_peak_bytes is not None else "none found"
+        budget, best = format_bytes(budget_bytes), "none found"
+        if best_peak_bytes is not None:
+            budget, peak = format_unequal_bytes(budget_bytes, best_peak_bytes)
+            best = f"the best found needs {peak}"
         super().__init__(
-            f"{solver + ': ' if solver else ''}no schedule found under {format_bytes(budget_bytes)} ({best}; the floor is "
+            f"{solver + ': ' if solver else ''}no schedule found under {budget} ({best}; the floor is "
             f"{format_bytes(floor_bytes)}). Raise the memory limit, allow more solver time, or use a smaller batch."
         )
         self.budget_bytes = budget_bytes
@@ -114,10 +129,8 @@ class PeakExceededError(RematError):
     """
 
     def __init__(self, peak_bytes: int, budget_bytes: int, *, what: str = "The schedule"):
-        super().__init__(
-            f"{what} needs {format_bytes(peak_bytes)}, over the budget of {format_bytes(budget_bytes)}. "
-            "Raise the memory limit or use a smaller batch."
-        )
+        peak, budget = format_unequal_bytes(peak_bytes, budget_bytes)
+        super().__init__(f"{what} needs {peak}, over the budget of {budget}. Raise the memory limit or use a smaller batch.")
         self.peak_bytes = peak_bytes
         self.budget_bytes = budget_bytes
 

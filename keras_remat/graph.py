@@ -26,6 +26,11 @@ from functools import cached_property
 from keras_remat.errors import InvalidProblemError
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+PHASES = (FORWARD, BACKWARD, UPDATE)
+
+
+def _is_int(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,10 @@ class Value:
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
     producer: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.shape is not None:
+            object.__setattr__(self, "shape", tuple(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,10 @@ class Op:
     recomputable: bool = True
     after: tuple[int, ...] = ()
     may_reuse: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("inputs", "outputs", "after", "may_reuse"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
 
 
 @dataclass(frozen=True)
@@ -103,25 +116,39 @@ class Graph:
             self._check_value_id(value_id, f"outputs[{at}]")
 
     def _check_value_id(self, value_id: int, field: str) -> None:
-        if not isinstance(value_id, int) or isinstance(value_id, bool) or not 0 <= value_id < len(self.values):
+        if not _is_int(value_id) or not 0 <= value_id < len(self.values):
             raise InvalidProblemError(
-                f"unknown value id {value_id!r}; there are {len(self.values)} values", field=field, value=value_id
-            )
+                f"unknown value id {value_id!r}; an id is an int from 0, and there are {len(self.values)} values",
+                field=field, value=value_id,
+            )  # fmt: skip
 
     def _check_values(self) -> None:
         for at, value in enumerate(self.values):
-            if value.id != at:
-                raise InvalidProblemError(f"id {value.id} at position {at}", field=f"values[{at}].id", value=value.id)
-            if not isinstance(value.nbytes, int) or isinstance(value.nbytes, bool) or value.nbytes < 0:
+            if not _is_int(value.id) or value.id != at:
+                raise InvalidProblemError(f"id {value.id!r} at position {at}", field=f"values[{at}].id", value=value.id)
+            if not _is_int(value.nbytes) or value.nbytes < 0:
                 raise InvalidProblemError(
                     f"bytes must be an int of at least 0, got {value.nbytes!r}", field=f"values[{at}].bytes", value=value.nbytes
                 )
+            if value.shape is not None and not all(_is_int(size) and size >= 0 for size in value.shape):
+                raise InvalidProblemError(
+                    f"dimensions must be ints of at least 0, got {value.shape!r}; an unknown shape is None",
+                    field=f"values[{at}].shape", value=value.shape,
+                )  # fmt: skip
 
     def _check_ops(self) -> None:
         produced: dict[int, int] = {}
         for at, op in enumerate(self.ops):
-            if op.id != at:
-                raise InvalidProblemError(f"id {op.id} at position {at}", field=f"ops[{at}].id", value=op.id)
+            if not _is_int(op.id) or op.id != at:
+                raise InvalidProblemError(f"id {op.id!r} at position {at}", field=f"ops[{at}].id", value=op.id)
+            if op.phase not in PHASES:
+                raise InvalidProblemError(
+                    f"phase must be one of {', '.join(PHASES)}, got {op.phase!r}", field=f"ops[{at}].phase", value=op.phase
+                )
+            if not isinstance(op.recomputable, bool):
+                raise InvalidProblemError(
+                    f"must be True or False, got {op.recomputable!r}", field=f"ops[{at}].recomputable", value=op.recomputable
+                )
             for value_id in op.inputs:
                 self._check_value_id(value_id, f"ops[{at}].inputs")
                 producer = self.values[value_id].producer
@@ -144,7 +171,7 @@ class Graph:
                     )  # fmt: skip
                 produced[value_id] = at
             for earlier in op.after:
-                if not isinstance(earlier, int) or not 0 <= earlier < at:
+                if not _is_int(earlier) or not 0 <= earlier < at:
                     raise InvalidProblemError(
                         f"G1: op {at} cannot come after op {earlier!r}", field=f"ops[{at}].after", value=earlier
                     )

@@ -44,12 +44,19 @@ class Problem:
 
     def op_floor_bytes(self, op_id: int) -> int:
         """Bytes that must be alive while ``op_id`` runs, whatever the schedule: resident, inputs, outputs not reusing an input
-        (a graph output is never overwritten), and workspace."""
+        (a graph output that cannot be computed again is never overwritten), and workspace."""
         graph, op = self.graph, self.graph.ops[op_id]
-        kept = set(graph.outputs)
         alive = {v for v in op.inputs if graph.values[v].producer is not None}
         total = sum(graph.values[v].nbytes for v in alive | set(op.outputs)) + self.profile.op_workspace_bytes[op_id]
-        return self.profile.resident_bytes + total - reused_bytes(op, graph.values, alive - kept)
+        return self.profile.resident_bytes + total - reused_bytes(op, graph.values, alive - self._irreplaceable)
+
+    @cached_property
+    def _irreplaceable(self) -> frozenset[int]:
+        """Ids of the graph outputs whose first instance must survive to the end, because their op may run only once."""
+        graph = self.graph
+        return frozenset(
+            v for v in graph.outputs if (p := graph.values[v].producer) is not None and not graph.ops[p].recomputable
+        )
 
     @cached_property
     def floor_op(self) -> int | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
 from keras_remat.errors import InvalidProblemError
+
+MAX_SECONDS = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,15 @@ class Profile:
         object.__setattr__(self, "op_workspace_bytes", tuple(self.op_workspace_bytes))
         if len(self.op_time_s) != len(self.op_workspace_bytes):
             raise InvalidProblemError(
-                f"{len(self.op_time_s)} times but {len(self.op_workspace_bytes)} workspaces", field="op_time_s"
-            )
+                f"{len(self.op_time_s)} times but {len(self.op_workspace_bytes)} workspaces", field="op_time_s",
+                value=len(self.op_time_s),
+            )  # fmt: skip
         for at, seconds in enumerate(self.op_time_s):
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds < 0:
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= MAX_SECONDS:
                 raise InvalidProblemError(
                     f"time must be finite and at least 0, got {seconds!r}", field=f"ops[{at}].time_s", value=seconds
                 )
+        object.__setattr__(self, "op_time_s", tuple(map(float, self.op_time_s)))
         for at, nbytes in enumerate(self.op_workspace_bytes):
             if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:
                 raise InvalidProblemError(
@@ -53,4 +57,6 @@ class Profile:
         if not isinstance(resident, int) or isinstance(resident, bool) or resident < 0:
             raise InvalidProblemError(f"must be an int of at least 0, got {resident!r}", field="resident_bytes", value=resident)
         if self.source not in ("measured", "estimated"):
-            raise InvalidProblemError('must be "measured" or "estimated"', field="source", value=self.source)
+            raise InvalidProblemError(
+                f'must be "measured" or "estimated", got {self.source!r}', field="source", value=self.source
+            )

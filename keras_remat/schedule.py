@@ -11,10 +11,12 @@ after free or a leak cannot be written down. A schedule is legal for a graph whe
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from keras_remat.errors import InvalidScheduleError
 from keras_remat.graph import Graph
 
 
@@ -30,6 +32,13 @@ class Usage:
 class Schedule:
     """The order in which ops run; an id that repeats is recomputed.
 
+    Args:
+        order: op ids; NumPy integers become ``int``, so that equal schedules are equal and can be written as JSON.
+
+    Raises:
+        TypeError: something in ``order`` is no integer.
+        InvalidScheduleError: an id is negative (Python would count it from the end of the graph).
+
     >>> Schedule([0, 1, 2, 3, 0, 4]).order
     (0, 1, 2, 3, 0, 4)
     """
@@ -37,7 +46,18 @@ class Schedule:
     order: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "order", tuple(self.order))
+        order = tuple(self.order)
+        if not set(map(type, order)) <= {int}:
+            for position, op_id in enumerate(order):
+                if isinstance(op_id, bool) or not hasattr(op_id, "__index__"):
+                    raise TypeError(
+                        f"op id at position {position} must be an int, got {op_id!r} of type {type(op_id).__name__}"
+                    )
+            order = tuple(map(operator.index, order))
+        if order and (lowest := min(order)) < 0:
+            position = order.index(lowest)
+            raise InvalidScheduleError("S2", f"unknown op id {lowest} at position {position}", position=position)
+        object.__setattr__(self, "order", order)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -72,6 +92,10 @@ class Solution:
     solve_time_s: float
     lower_bound_s: float | None = None
     usage: Usage | None = None
+
+    def __post_init__(self) -> None:
+        if self.status not in ("optimal", "feasible"):
+            raise ValueError(f'status must be "optimal" or "feasible", got {self.status!r}')
 
     @property
     def gap(self) -> float | None:

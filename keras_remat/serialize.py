@@ -25,11 +25,16 @@ _REQUIRED = object()
 
 
 def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes ``document`` to ``path`` in one step: a reader sees the old file or the new one, never half of it."""
+    """Writes ``document`` to ``path`` in one step: a reader sees the old file or the new one, never half of it.
+
+    Raises:
+        ValueError: a number is NaN or infinite, which JSON cannot say.
+        OSError: the file cannot be written.
+    """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -45,7 +50,7 @@ def read_json(path: str | os.PathLike[str], expected_format: str, version: int) 
     source = os.fspath(path)
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, or an integer of thousands of digits
         raise InvalidProblemError(f"not a JSON file: {error}", source=source) from error
     if not isinstance(document, dict):
         raise InvalidProblemError(f"expected a JSON object, got {type(document).__name__}", source=source)
@@ -56,7 +61,7 @@ def read_json(path: str | os.PathLike[str], expected_format: str, version: int) 
             field="format",
             value=document.get("format"),
         )
-    if document.get("version") != version:
+    if document.get("version") != version or type(document["version"]) is not int:
         raise InvalidProblemError(
             f"this release reads version {version}, got {document.get('version')!r}",
             source=source, field="version", value=document.get("version"),
@@ -164,7 +169,7 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
     try:
         graph = Graph(tuple(ops), tuple(values), top.ids("outputs"))
         profile = Profile(
-            tuple(float(fields.get("time_s", (int, float))) for fields in op_fields),
+            tuple(fields.get("time_s", (int, float)) for fields in op_fields),
             tuple(fields.get("workspace_bytes", int, 0) for fields in op_fields),
             top.get("resident_bytes", int, 0),
             source=top.get("source", str, "measured"), device=top.get("device", str, ""), backend=top.get("backend", str, ""),

@@ -9,7 +9,10 @@ O(len(order) + reads). No solver reports its own peak: it is always this functio
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
+import numpy.typing as npt
 
 from keras_remat.graph import reused_bytes
 from keras_remat.problem import Problem
@@ -38,7 +41,7 @@ def last_reads(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
     return born
 
 
-def live_bytes(problem: Problem, schedule: Schedule) -> np.ndarray:
+def live_bytes(problem: Problem, schedule: Schedule) -> npt.NDArray[np.int64]:
     """Bytes alive at every position of the order.
 
     Returns:
@@ -50,19 +53,25 @@ def live_bytes(problem: Problem, schedule: Schedule) -> np.ndarray:
     >>> live_bytes(p, Schedule((0, 1, 2, 3, 0, 4))).tolist(), live_bytes(p, Schedule((0, 1, 2, 3, 4))).tolist()
     ([4, 5, 7, 7, 5, 7], [4, 5, 11, 11, 7])
     """
+    return np.asarray(_live(problem, schedule), dtype=np.int64)
+
+
+def _live(problem: Problem, schedule: Schedule) -> list[int]:
+    """:func:`live_bytes` as Python integers, which cannot overflow."""
     graph, values = problem.graph, problem.graph.values
     born = last_reads(problem, schedule)
     n = len(schedule.order)
     dying: list[set[int]] = [set() for _ in range(n)]
     kept = set(graph.outputs)
     delta = [0] * (n + 1)
+    delta[0] = problem.profile.resident_bytes
     for k, instances in enumerate(born):
         for value_id, end in instances.items():
             delta[k] += values[value_id].nbytes
             delta[end + 1] -= values[value_id].nbytes
             if end > k:
                 dying[end].add(value_id)
-    live = np.cumsum(np.asarray(delta[:n], dtype=np.int64)) + problem.profile.resident_bytes
+    live = list(accumulate(delta[:n]))
     for k, op_id in enumerate(schedule.order):
         live[k] += problem.profile.op_workspace_bytes[op_id]
         op = graph.ops[op_id]
@@ -89,5 +98,4 @@ def simulate(problem: Problem, schedule: Schedule) -> Usage:
     (Usage(time_s=5.0, peak_bytes=11), Usage(time_s=6.0, peak_bytes=7))
     """
     time_s = float(sum(problem.profile.op_time_s[op_id] for op_id in schedule.order))
-    live = live_bytes(problem, schedule)
-    return Usage(time_s, int(live.max()) if len(live) else problem.profile.resident_bytes)
+    return Usage(time_s, max(_live(problem, schedule), default=problem.profile.resident_bytes))

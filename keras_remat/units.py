@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+from fractions import Fraction
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
@@ -35,13 +36,27 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def format_unequal_bytes(first: int, second: int) -> tuple[str, str]:
+    """Returns both numbers for people, with the exact bytes added where rounding would make unequal numbers look equal.
+
+    >>> format_unequal_bytes(3 * 2**30, 2**30), format_unequal_bytes(2**30 + 1, 2**30)
+    (('3 GiB', '1 GiB'), ('1 GiB (1073741825 B)', '1 GiB (1073741824 B)'))
+    """
+    texts = format_bytes(first), format_bytes(second)
+    if first == second or texts[0] != texts[1]:
+        return texts
+    return f"{texts[0]} ({first} B)", f"{texts[1]} ({second} B)"
+
+
 def format_seconds(seconds: float) -> str:
     """Returns a duration for people.
 
-    >>> format_seconds(0.00125), format_seconds(2.5), format_seconds(75)
-    ('1.25 ms', '2.5 s', '1 min 15 s')
+    >>> format_seconds(0.00000125), format_seconds(0.00125), format_seconds(2.5), format_seconds(75)
+    ('1.25 µs', '1.25 ms', '2.5 s', '1 min 15 s')
     """
-    if seconds < 1:
+    if 0 < seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    if 0 < seconds < 0.9995:  # above that three digits read 1e+03
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
@@ -76,7 +91,7 @@ def parse_bytes(limit: int | str, *, total_bytes: int | None = None, what: str =
     match = _SIZE.fullmatch(limit)
     if match is None:
         raise ValueError(f"{what}={limit!r} is not a size; accepted: {ACCEPTED}")
-    number, unit = float(match[1]), match[2]
+    number, unit = Fraction(match[1]), match[2]  # exact: a float drops bytes above 2**53
     if unit == "%":
         if not 0 < number <= 100:
             raise ValueError(f"{what}={limit!r} must be above 0% and at most 100%")

@@ -1,0 +1,280 @@
+"""Compiled train steps of Keras on JAX, side by side: peak bytes, step time, compile time.
+
+Cases, each in a process of its own, same model, weights, seeds and batches:
+
+* ``plain``: Keras's own compiled step;
+* ``RematScope``: the model built under ``keras.RematScope(mode="full")``;
+* ``dots_saveable``, ``nothing_saveable``: every block of the model under ``jax.checkpoint`` with that policy;
+* ``ours@X``: this package with the measured peak of X as budget, for each of the above that saves anything, and at half of plain's
+  temporary memory;
+* ``ours@min``: this package at the smallest peak it can plan.
+
+``temp`` is the compiled step's temporary memory, ``peak`` adds arguments and outputs (``memory_analysis``); ``time`` is the median wall time
+of a step, ``cpu`` the least processor time of one (steadier on a busy machine; on a GPU it means little). ``loss`` is the largest relative
+difference to plain's losses over the first steps.
+
+    KERAS_BACKEND=jax python benchmarks/compiled_step.py --models mixer transformer
+    KERAS_BACKEND=jax python benchmarks/compiled_step.py --scale 16          # 16 times the batch: for a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ["KERAS_BACKEND"] = "jax"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+PEERS = ("RematScope", "dots_saveable", "nothing_saveable")
+MODELS = ("mixer", "transformer", "mobilenet", "resnet")
+LOSS_STEPS = 3
+
+
+def blocks_of(name):
+    """Returns input shape, batch size, and a list of block builders ``x → y`` of a model."""
+    from keras import layers
+
+    def mixer_block(x):
+        tokens, dim = x.shape[1:]
+        h = layers.Permute((2, 1))(layers.LayerNormalization()(x))
+        h = layers.Dropout(0.1)(layers.Dense(2 * tokens, activation="gelu")(h))
+        x = layers.Add()([x, layers.Permute((2, 1))(layers.Dense(tokens)(h))])
+        h = layers.Dropout(0.1)(layers.Dense(4 * dim, activation="gelu")(layers.LayerNormalization()(x)))
+        return layers.Add()([x, layers.Dense(dim)(h)])
+
+    def transformer_block(x):
+        dim = x.shape[-1]
+        h = layers.LayerNormalization()(x)
+        x = layers.Add()([x, layers.Dropout(0.1)(layers.MultiHeadAttention(4, dim // 4)(h, h))])
+        h = layers.Dense(4 * dim, activation="gelu")(layers.LayerNormalization()(x))
+        return layers.Add()([x, layers.Dropout(0.1)(layers.Dense(dim)(h))])
+
+    def conv(x, filters, kernel, stride=1, activation=None):
+        x = layers.Conv2D(filters, kernel, stride, padding="same", use_bias=False)(x)
+        x = layers.BatchNormalization()(x)
+        return activation(x) if activation else x
+
+    def inverted_residual(filters, stride=1):
+        def build(x):
+            h = conv(x, 6 * x.shape[-1], 1, activation=layers.ReLU(6.0))
+            h = layers.DepthwiseConv2D(3, stride, padding="same", use_bias=False)(h)
+            h = conv(layers.ReLU(6.0)(layers.BatchNormalization()(h)), filters, 1)
+            return layers.Add()([x, h]) if h.shape == x.shape else h
+
+        return build
+
+    def bottleneck(filters, stride=1):
+        def build(x):
+            h = conv(x, filters, 1, stride, layers.ReLU())
+            h = conv(conv(h, filters, 3, activation=layers.ReLU()), 4 * filters, 1)
+            shortcut = x if h.shape == x.shape else conv(x, 4 * filters, 1, stride)
+            return layers.ReLU()(layers.Add()([h, shortcut]))
+
+        return build
+
+    def stem(filters, stride=1):
+        return lambda x: conv(x, filters, 3, stride, layers.ReLU())
+
+    if name == "mixer":
+        return (64, 128), 64, [mixer_block] * 6
+    if name == "transformer":
+        return (128, 128), 16, [transformer_block] * 6
+    if name == "mobilenet":
+        widths = [(16, 1), (16, 1), (24, 2), (24, 1), (24, 1), (32, 2), (32, 1), (32, 1)]
+        return (32, 32, 3), 16, [stem(16), *(inverted_residual(f, s) for f, s in widths)]
+    widths = [(16, 1), (16, 1), (16, 1), (32, 2), (32, 1), (32, 1), (64, 2), (64, 1)]
+    return (32, 32, 3), 16, [stem(32), *(bottleneck(f, s) for f, s in widths)]
+
+
+def build(name, case, scale):
+    """Returns the compiled model of a case and one batch."""
+    import contextlib
+
+    import jax
+    import keras
+    import numpy as np
+
+    class Checkpointed(keras.layers.Layer):
+        """A block under ``jax.checkpoint``; its seeds and moving averages go in and out as values."""
+
+        def __init__(self, block, policy):
+            super().__init__()
+            self.block, self.policy = block, policy
+
+        def call(self, x, training=None):
+            def run(trainable, other, x):
+                return self.block.stateless_call(trainable, other, x, training=training)
+
+            trainable = [v.value for v in self.block.trainable_variables]
+            other = [v.value for v in self.block.non_trainable_variables]
+            y, updated = jax.checkpoint(run, policy=self.policy)(trainable, other, x)
+            for variable, value in zip(self.block.non_trainable_variables, updated, strict=True):
+                variable.assign(value)
+            return y
+
+    keras.utils.set_random_seed(0)
+    shape, batch, blocks = blocks_of(name)
+    batch *= scale
+    policy = getattr(jax.checkpoint_policies, case) if case.endswith("_saveable") else None
+    with keras.RematScope(mode="full") if case == "RematScope" else contextlib.nullcontext():
+        x = inputs = keras.Input(shape)
+        for make in blocks:
+            block_input = keras.Input(x.shape[1:])
+            block = keras.Model(block_input, make(block_input))
+            x = Checkpointed(block, policy)(x) if policy else block(x)
+        pool = keras.layers.GlobalAveragePooling1D() if len(shape) == 2 else keras.layers.GlobalAveragePooling2D()
+        model = keras.Model(inputs, keras.layers.Dense(10)(pool(x)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(1e-2, momentum=0.9), loss)
+    rng = np.random.default_rng(0)
+    return model, (rng.normal(size=(batch, *shape)).astype("float32"), rng.integers(0, 10, batch).astype("int32"))
+
+
+def compile_ours(traced, budget, smallest):
+    """Returns the compiled plan for a budget, or for the smallest peak that can be planned."""
+    from keras_remat.backends.jax.fit_budget import CompiledPlan, compile_within
+    from keras_remat.backends.jax.profile import profile
+    from keras_remat.errors import RematError
+    from keras_remat.problem import Problem
+    from keras_remat.solvers import solve
+
+    costs = profile(traced)
+
+    def solver(problem):
+        return solve(problem, solver="auto", time_limit_s=10.0)
+
+    if not smallest:
+        return compile_within(traced, costs, budget, solver)
+    problem = Problem(traced.graph, costs)
+    best: CompiledPlan | None = None
+    for ratio in (1.02, 1.1, 1.2, 1.35, 1.6):
+        planned = costs.resident_bytes + int(ratio * (problem.floor_bytes - costs.resident_bytes))
+        try:
+            found = solver(problem.with_budget(planned))
+        except RematError:
+            continue
+        plan = compile_within(traced, costs, 2**62, lambda problem, found=found: found)
+        if best is not None and plan.memory.peak_bytes >= best.memory.peak_bytes:
+            break
+        best = plan
+    if best is None:
+        raise SystemExit("no plan near the floor")
+    return best
+
+
+def run_case(name, case, scale, budget, steps):
+    """Compiles and times one case in this process; returns a dictionary of numbers."""
+    import jax
+
+    from keras_remat.backends.jax.lower import lower_plain
+    from keras_remat.backends.jax.measure import copy_state, device_peak_bytes, memory
+    from keras_remat.backends.jax.private import state_values
+    from keras_remat.backends.jax.trace import trace
+
+    model, batch = build(name, case, scale)
+    started, result = time.perf_counter(), {}
+    traced = trace(model, batch)
+    if case.startswith("ours"):
+        plan = compile_ours(traced, budget, case == "ours@min")
+        compiled = plan.compiled
+        result["tries"] = [(a.predicted_bytes, a.measured_bytes, a.solve_time_s, a.compile_time_s) for a in plan.attempts]
+        result["recomputed"] = sum(plan.solution.schedule.recomputed.values())
+    else:
+        compiled = lower_plain(traced)
+    result["compile_s"] = time.perf_counter() - started
+    used = memory(compiled)
+    state, losses, wall, cpu = copy_state(state_values(model)), [], [], []
+    batch = jax.device_put(batch)
+    for _ in range(steps):
+        t, c = time.perf_counter(), time.process_time()
+        logs, state = compiled(state, batch)
+        jax.block_until_ready((logs, state))
+        wall.append(time.perf_counter() - t)
+        cpu.append(time.process_time() - c)
+        losses.append(float(logs["loss"]))
+    return {
+        **result,
+        "temp": used.temp_bytes,
+        "peak": used.peak_bytes,
+        "time_s": statistics.median(wall[1:]),
+        "cpu_s": min(cpu[1:]),
+        "losses": losses[:LOSS_STEPS],
+        "device_peak": device_peak_bytes(),
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+def in_process(name, case, scale, steps, budget=0):
+    """Runs one case in a process of its own; returns its numbers, or ``{"error": …}``."""
+    command = [sys.executable, __file__, "--run", case, "--models", name, "--scale", str(scale), "--budget", str(budget)]
+    done = subprocess.run([*command, "--steps", str(steps)], capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        said = [line.strip() for line in done.stderr.splitlines() if "Error" in line] or [f"exit status {done.returncode}"]
+        return {"error": said[-1][:150]}
+    return json.loads(lines[-1])
+
+
+def print_row(name, case, numbers, plain):
+    """Prints one line of the table."""
+    if "error" in numbers:
+        print(f"{name:12} {case:22} {numbers['error']}", flush=True)
+        return
+    mib = 2**20
+    loss = max(abs(a - b) / abs(b) for a, b in zip(numbers["losses"], plain["losses"], strict=True))
+    print(
+        f"{name:12} {case:22} {numbers['temp'] / mib:9.1f} {numbers['temp'] / plain['temp']:6.2f} {numbers['peak'] / mib:9.1f} "
+        f"{numbers['time_s'] * 1e3:9.1f} {numbers['time_s'] / plain['time_s']:6.2f} {numbers['cpu_s'] / plain['cpu_s']:6.2f} "
+        f"{numbers['compile_s']:8.1f} {numbers['compile_s'] / plain['compile_s']:6.2f} {loss:8.1e}"
+        + (f"   {len(numbers['tries'])} compilations, {numbers['recomputed']} recomputed" if "tries" in numbers else ""),
+        flush=True,
+    )
+
+
+def main():
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--scale", type=int, default=1, help="times the batch")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--json", type=Path, help="file for all numbers")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        print(json.dumps(run_case(arguments.models[0], arguments.run, arguments.scale, arguments.budget, arguments.steps)))
+        return
+    print(f"{'model':12} {'case':22} {'temp MiB':>9} {'ratio':>6} {'peak MiB':>9} {'step ms':>9} {'ratio':>6} {'cpu':>6} "
+          f"{'compile s':>8} {'ratio':>5} {'loss':>8}", flush=True)  # fmt: skip
+    everything = {}
+    for name in arguments.models:
+        cases = everything[name] = {}
+
+        def measure(case, budget=0, name=name, cases=cases):
+            cases[case] = in_process(name, case, arguments.scale, arguments.steps, budget)
+            print_row(name, case, cases[case], cases["plain"])
+
+        measure("plain")
+        plain = cases["plain"]
+        if "error" in plain:
+            continue
+        for peer in PEERS:
+            measure(peer)
+        measure("ours@half", plain["peak"] - plain["temp"] // 2)
+        for peer in PEERS:
+            if "error" not in cases[peer] and cases[peer]["temp"] < 0.95 * plain["temp"]:
+                measure(f"ours@{peer}", cases[peer]["peak"])
+        measure("ours@min")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(everything, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""One model of the step memory benchmark, measured in a process of its own.
+
+``python step_case.py OPTIONS.json RESULT.json``; :mod:`step_memory` writes the options and reads the result. The order matters for what is
+measured: plain ``fit`` first, then the search for the smallest limit, then one ``fit`` per limit with ``RematAutotune``, each from the same
+initial weights, and last the comparison, in which plain, store-all and rematerialized steps take turns so that the machine's moods hit
+all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import models
+import numpy as np
+
+import keras_remat
+from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
+
+#: Steps each variant runs before the next one takes its turn; the first of them is not timed.
+_TURN_STEPS = 5
+#: Probes of the search for the smallest limit; the last interval is the range divided by two to this power.
+_PROBES = 6
+
+
+class Probe(keras.callbacks.Callback):
+    """Peak bytes and time of every step of a ``fit``, measured from outside of what is being measured.
+
+    Args:
+        backend: whose allocator is asked.
+        callback: the ``RematAutotune`` of this ``fit``; listed after it, so that its plan can be looked at.
+    """
+
+    def __init__(self, backend: Backend, callback: Any = None):
+        super().__init__()
+        self._backend, self._remat = backend, callback
+        self.peaks: list[int] = []
+        self.resident_bytes = 0
+        self.started_s = self.swapped_after_s = 0.0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.started_s = self.started_s or time.perf_counter()
+        _reset_peak()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.peaks.append(_peak_bytes())
+        self.resident_bytes = self._backend.bytes_in_use()
+        plan = self._remat.plan if self._remat is not None else None
+        if plan is not None and plan.profile_source == "measured" and not self.swapped_after_s:
+            self.swapped_after_s = time.perf_counter() - self.started_s
+
+
+def _reset_peak() -> None:
+    import tensorflow as tf
+
+    tf.config.experimental.reset_memory_stats("GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0")
+
+
+def _peak_bytes() -> int:
+    import tensorflow as tf
+
+    return int(tf.config.experimental.get_memory_info("GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0")["peak"])
+
+
+class State:
+    """The variables of a model and its optimizer, to take and to put back."""
+
+    def __init__(self, model: keras.Model):
+        variables = [*model.variables, *model.optimizer.variables, *(v for m in model.metrics for v in m.variables)]
+        self._variables = list({id(v): v for v in variables}.values())
+
+    def take(self) -> list[np.ndarray]:
+        return [np.array(keras.ops.convert_to_numpy(v)) for v in self._variables]
+
+    def put_back(self, values: list[np.ndarray]) -> None:
+        for variable, value in zip(self._variables, values, strict=True):
+            variable.assign(value)
+
+
+def same_bits(left: list[np.ndarray], right: list[np.ndarray]) -> bool:
+    """Whether two states are equal bit for bit (a NaN equals itself)."""
+    return all(a.tobytes() == b.tobytes() for a, b in zip(left, right, strict=True))
+
+
+@dataclass
+class Variant:
+    """A way to run the step, with what it has run so far."""
+
+    name: str
+    run: RunStep
+    state: list[np.ndarray]
+    losses: list[float] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+
+
+def take_turns(
+    model: keras.Model, state: State, variants: list[Variant], batches: list[Any], steps: int, backend: Backend
+) -> None:
+    """Every variant trains ``steps`` steps on the same batches from its own state, a few at a time."""
+    for start in range(0, steps, _TURN_STEPS):
+        for variant in variants:
+            state.put_back(variant.state)
+            for step in range(start, min(start + _TURN_STEPS, steps)):
+                model.reset_metrics()  # so that the loss that comes back is this batch's
+                batch = batches[step % len(batches)]
+                logs, usage = backend.measure(lambda run=variant.run, batch=batch: run(batch))
+                variant.losses.append(float(keras.ops.convert_to_numpy(logs["loss"])))
+                if step > start or steps == 1:
+                    variant.times_s.append(usage.time_s)
+            variant.state = state.take()
+
+
+def smallest_budget(problem: keras_remat.Problem, backend: Backend, time_limit_s: float) -> tuple[int, int]:
+    """The least allocator peak and simulated peak that greedy schedules reach, by bisection between floor and store-all."""
+    store_all = keras_remat.Schedule.store_all(problem.graph)
+    high = keras_remat.simulate(problem, store_all).peak_bytes
+    best = (backend.predicted_peak_bytes(problem, store_all), high)
+    low = problem.floor_bytes
+    for _ in range(_PROBES):
+        probe = (low + high) // 2
+        try:
+            found = keras_remat.solve(problem.with_budget(probe), solver="greedy", time_limit_s=time_limit_s)
+        except keras_remat.ScheduleNotFoundError:
+            low = probe
+            continue
+        peak = backend.predicted_peak_bytes(problem, found.schedule)
+        high = keras_remat.simulate(problem, found.schedule).peak_bytes
+        best = min(best, (peak, high))
+    return best
+
+
+def _memory_high_water(reset: bool = False) -> int:
+    """The process's resident set at its highest, in bytes; ``reset`` starts counting again from what it is now."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def _fit(model: keras.Model, data: Any, batch_size: int, callbacks: list[Any], epochs: int) -> None:
+    """Always with the same data: on a CPU the whole data set is in the allocator's bytes."""
+    model.fit(**data, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+
+
+class Measurement:
+    """Everything that is measured on one case."""
+
+    def __init__(self, options: dict[str, Any]):
+        self.options = options
+        self.model, self.case = models.make(options["model"])
+        self.backend = load_backend()
+        self.result: dict[str, Any] = {"model": self.case.name, "is_cnn": self.case.is_cnn, "rows": []}
+
+    def run(self) -> dict[str, Any]:
+        options, model, backend = self.options, self.model, self.backend
+        data = self.case.steps(4)
+        batch = models.batches(data, self.case.batch_size)[0]
+        backend.example_batch(model, batch)  # builds the model
+        self.state = State(model)
+        initial = self.state.take()
+        probe = Probe(backend)
+        _fit(model, data, self.case.batch_size, [probe], epochs=2)
+        plain_peak, resident = max(probe.peaks[1:]), probe.resident_bytes
+        self.result |= {"plain_peak_bytes": plain_peak, "resident_bytes": resident}
+        self.state.put_back(initial)
+
+        traced, problem, store_all = self._plan(batch)
+        variants = [Variant("plain", _plain_step(model), initial), Variant("store-all", store_all, initial)]
+        for budget in options["budgets"]:
+            row: dict[str, Any] = {"budget": budget}
+            self.result["rows"].append(row)
+            try:
+                plan = self._train_within(budget, row, initial)
+            except keras_remat.RematError as error:
+                row["error"] = f"{type(error).__name__}: {error}"
+                continue
+            if plan is not None:
+                schedule = plan.solution.schedule
+                peak = keras_remat.simulate(problem, schedule).peak_bytes
+                variants.append(Variant(budget, backend.lower(traced, problem, schedule, peak), initial))
+        take_turns(model, self.state, variants, models.batches(data, self.case.batch_size), options["steps"], backend)
+        self._compare(variants)
+        children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        self.result["planner_rss_bytes"] = max(self.result["planner_rss_bytes"], children)
+        return self.result
+
+    def _plan(self, batch: Any) -> tuple[TracedStep, keras_remat.Problem, RunStep]:
+        """Traces, profiles store-all steps and searches for the smallest limit; what that takes is part of the result."""
+        model, backend, options = self.model, self.backend, self.options
+        before = _memory_high_water(reset=True)
+        started = time.perf_counter()
+        traced = backend.trace(model, batch)
+        trace_s = time.perf_counter() - started
+        problem = keras_remat.Problem(
+            traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()), name=self.case.name
+        )
+        growth = _memory_high_water() - before
+        schedule = keras_remat.Schedule.store_all(traced.graph)
+        started = time.perf_counter()
+        store_all = backend.lower(traced, problem, schedule, keras_remat.simulate(problem, schedule).peak_bytes)
+        lower_s = time.perf_counter() - started
+        with backend.preserved_state(model):
+            store_all(batch)
+            resident = backend.bytes_in_use()
+            recorder = backend.recorder()
+            if not recorder.start():
+                raise RuntimeError("another profiler session is running")
+            for _ in range(3):
+                store_all(batch)
+            profile = recorder.stop(store_all, resident)
+        if profile is None:
+            raise RuntimeError("the profiler saw too few ops")
+        problem = keras_remat.Problem(traced.graph, profile, name=self.case.name)
+        before = _memory_high_water(reset=True)
+        smallest, _ = smallest_budget(problem, backend, options["probe_time_limit_s"])
+        growth = max(growth, _memory_high_water() - before)
+        self.result |= {
+            "ops": len(traced.graph.ops), "values": len(traced.graph.values), "floor_bytes": problem.floor_bytes,
+            "smallest_bytes": smallest, "planner_rss_bytes": growth, "trace_s": trace_s, "lower_s": lower_s,
+            "store_all_predicted_bytes": backend.predicted_peak_bytes(problem, schedule),
+        }  # fmt: skip
+        return traced, problem, store_all
+
+    def _limit_bytes(self, budget: str) -> tuple[int, bool]:
+        """The limit of a budget, never below what the smallest schedule needs; and whether it had to be raised for that."""
+        smallest, resident = self.result["smallest_bytes"], self.result["resident_bytes"]
+        reachable = int(smallest / (1 - self.options["margin"])) + 1
+        if budget == "smallest":
+            return reachable, False
+        wanted = resident + int(float(budget) * (self.result["plain_peak_bytes"] - resident))
+        least = max(int(1.1 * smallest), reachable)
+        return max(wanted, least), wanted < least
+
+    def _train_within(self, budget: str, row: dict[str, Any], initial: list[np.ndarray]) -> keras_remat.Plan | None:
+        """One ``fit`` with ``RematAutotune`` under the limit; fills in the row."""
+        options = self.options
+        limit, raised = self._limit_bytes(budget)
+        row |= {"limit_bytes": limit, "raised": raised}
+        self.state.put_back(initial)
+        remat = keras_remat.RematAutotune(
+            memory_limit=limit, batch_size="keep", solver=options["solver"], margin=options["margin"],
+            solver_time_limit_s=options["solver_time_limit_s"], seed=options["seed"], verbose=0,
+        )  # fmt: skip
+        probe = Probe(self.backend, remat)
+        try:
+            _fit(self.model, self.case.steps(4), self.case.batch_size, [remat, probe], epochs=3)
+        finally:
+            row["events"] = [event.message for event in remat.report.events]
+        plan = remat.plan
+        if plan is None:
+            row |= {"predicted_bytes": self.result["store_all_predicted_bytes"], "measured_bytes": max(probe.peaks[-3:])}
+            row |= {"fit_peak_bytes": max(probe.peaks[1:]), "overhead": 0.0, "recomputed": 0, "to_swap_s": None}
+            return None
+        row |= {
+            "predicted_bytes": plan.predicted.peak_bytes, "measured_bytes": max(probe.peaks[-3:]),
+            "fit_peak_bytes": max(probe.peaks), "overhead": plan.overhead, "recomputed": len(plan.solution.schedule.recomputed),
+            "to_swap_s": probe.swapped_after_s, "solver": plan.solution.solver,
+        }  # fmt: skip
+        return plan
+
+    def _compare(self, variants: list[Variant]) -> None:
+        """Times, weights and losses of the variants against plain and store-all."""
+        plain, store_all, *rest = variants
+        plain_s = median(plain.times_s)
+        self.result |= {"plain_time_s": plain_s, "store_all_time_ratio": median(store_all.times_s) / plain_s}
+        for row in self.result["rows"]:
+            for variant in rest:
+                if variant.name == row["budget"]:
+                    row["time_ratio"] = median(variant.times_s) / plain_s
+                    row["equal_weights"] = same_bits(variant.state, store_all.state)
+                    row["loss_difference"] = max(
+                        abs(a - b) / max(abs(b), 1e-12) for a, b in zip(variant.losses, plain.losses, strict=True)
+                    )
+
+
+def _plain_step(model: keras.Model) -> RunStep:
+    """Keras's own train function, one batch at a time."""
+    function = model.make_train_function() or model.train_function
+    return lambda batch: function(iter([batch]))
+
+
+def main(options_path: str, result_path: str) -> None:
+    """Measures the case that the options file names."""
+    options = json.loads(Path(options_path).read_text())
+    result = Measurement(options).run()
+    Path(result_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

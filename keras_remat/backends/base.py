@@ -1,0 +1,123 @@
+"""What every backend hands to the layers above it: one traced step, and the verbs that work on it.
+
+Nothing here imports a framework. A backend is a module (``keras_remat.backends.tensorflow``, ``keras_remat.backends.jax``) with a function
+``backend() -> Backend``; :func:`load_backend` picks the one Keras runs on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from keras_remat.errors import UnsupportedModelError
+from keras_remat.graph import Graph
+from keras_remat.problem import Problem
+from keras_remat.profile import Profile
+from keras_remat.schedule import Schedule, Usage
+
+Result = TypeVar("Result")
+#: Runs one training step on a batch and returns what ``train_step`` returns.
+RunStep = Callable[[Any], Any]
+
+BACKENDS = ("tensorflow", "jax")
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One train step as a graph, with the framework's objects beside it.
+
+    Args:
+        graph: what the step computes.
+        handles: op id → what the backend needs to run that op; nothing outside the backend looks inside.
+        backend: ``"tensorflow"`` or ``"jax"``.
+    """
+
+    graph: Graph
+    handles: Mapping[int, Any]
+    backend: str
+
+
+class Installed(Protocol):
+    """A train function that has taken the place of Keras's own; see :meth:`Backend.install`."""
+
+    def run_plain(self, batch: Any) -> Any:
+        """Runs Keras's own step on a batch."""
+
+    def restore(self) -> None:
+        """Puts Keras's own train function back; does nothing the second time."""
+
+
+class ProfileRecorder(Protocol):
+    """Measures a profile over real training steps."""
+
+    def start(self) -> bool:
+        """Starts; ``False`` when it cannot, because the user's own profiler session is running."""
+
+    def stop(self, lowered: RunStep, resident_bytes: int) -> Profile | None:
+        """Stops and returns the profile of ``lowered``'s ops, or ``None`` when too few were seen."""
+
+
+class Backend(Protocol):
+    """The five verbs (trace, profile, lower, measure, restore) and what they need to know about the device."""
+
+    name: str
+
+    def check(self, model: Any) -> str | None:
+        """Raises :class:`UnsupportedModelError` for a model that cannot be rematerialized; returns a remark for the log or ``None``."""
+
+    def example_batch(self, model: Any, batch: Any) -> Any:
+        """``batch`` (arrays, specs or a batch size) as what ``train_step`` gets; builds the model if it is not built."""
+
+    def trace(self, model: Any, batch: Any) -> TracedStep:
+        """The model's train step for batches of this shape; pure."""
+
+    def estimated_profile(self, traced: TracedStep, resident_bytes: int | None = None) -> Profile:
+        """Costs from shapes alone."""
+
+    def recorder(self) -> ProfileRecorder:
+        """A recorder for a measured profile."""
+
+    def lower(self, traced: TracedStep, problem: Problem, schedule: Schedule, budget_bytes: int) -> RunStep:
+        """A step that runs ``schedule``; parallelism may use memory up to ``budget_bytes``."""
+
+    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> int:
+        """The peak the device's allocator will show for ``schedule`` lowered under ``budget_bytes``."""
+
+    def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
+        """Runs once, waits for it, and returns its result with its time and the allocator's peak."""
+
+    def bytes_in_use(self) -> int:
+        """Bytes the device's allocator has handed out now."""
+
+    def device_memory_bytes(self) -> int:
+        """All the memory this process may use on the device."""
+
+    def preserved_state(self, model: Any) -> Any:
+        """A context manager after which the model's and the optimizer's variables are what they were before."""
+
+    def install(self, model: Any, run: RunStep, is_current: Callable[[], bool]) -> Installed:
+        """Makes Keras's train loop call ``run`` for every batch.
+
+        Args:
+            model: inside ``fit``.
+            run: gets each batch; what it raises passes through, after the original train function is back.
+            is_current: asked before every call; when it says ``False`` the ``fit`` this was installed for is over, and the
+                original comes back and takes the call.
+        """
+
+
+def load_backend() -> Backend:
+    """The backend of the framework Keras runs on.
+
+    Raises:
+        UnsupportedModelError: Keras runs on a framework without one.
+    """
+    import keras
+
+    name = keras.backend.backend()
+    if name not in BACKENDS:
+        raise UnsupportedModelError(f"Keras runs on {name!r}; rematerialization is there for {' and '.join(BACKENDS)}.")
+    loaded: Backend = importlib.import_module(f"keras_remat.backends.{name}").backend()
+    return loaded

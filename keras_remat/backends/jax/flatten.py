@@ -1,0 +1,205 @@
+"""A jaxpr as one flat list of equations over numbered values.
+
+Keras's train step comes as a few hundred calls (``jit``, ``custom_jvp_call``, ``remat`` …) of small jaxprs. A planner must see through
+them, so calls are inlined; control flow (``while``, ``scan``, ``cond``) is one equation each and carried whole. A ``remat`` the
+user wrote is inlined too: what it recomputes is the planner's decision now.
+
+Dead equations are dropped and equal ones merged. XLA would do both, and a graph with equations that will not exist plans for memory that
+will not be used.
+
+Limits: an equation with an effect (a callback, a debug print) is kept once, in its place. Sharding constraints of inlined calls are
+lost, which is one reason why a distributed model is refused before it comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_remat.backends.jax import private
+
+Atom = int | private.Literal
+"""A value's number, or a literal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """One operation of the flat program.
+
+    Args:
+        source: the JAX equation with primitive, parameters and context; its variables are not used any more.
+        inputs: value numbers or literals.
+        outputs: value numbers.
+        scope: the scopes it was traced under, outermost first.
+    """
+
+    source: Any
+    inputs: tuple[Any, ...]
+    outputs: tuple[int, ...]
+    scope: str
+
+    @property
+    def kind(self) -> str:
+        """Name of the primitive."""
+        name: str = self.source.primitive.name
+        return name
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether it does more than compute its outputs."""
+        return bool(self.source.effects)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The numbered inputs, literals left out."""
+        return tuple(a for a in self.inputs if isinstance(a, int))
+
+
+@dataclass(frozen=True)
+class FlatProgram:
+    """A jaxpr without calls.
+
+    Args:
+        equations: in program order.
+        avals: abstract value of every number: first the inputs, then the constants, then what equations compute.
+        n_inputs: how many numbers are inputs.
+        constants: arrays the program closes over; number ``n_inputs + i`` is ``constants[i]``.
+        outputs: value numbers or literals.
+    """
+
+    equations: tuple[Equation, ...]
+    avals: tuple[Any, ...]
+    n_inputs: int
+    constants: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+
+def nbytes(aval: Any) -> int:
+    """Returns the bytes of one value (key arrays included)."""
+    size = 1
+    for dimension in aval.shape:
+        size *= int(dimension)
+    return size * int(aval.dtype.itemsize)
+
+
+def flatten(closed: Any) -> FlatProgram:
+    """Returns a closed jaxpr without calls, dead and duplicate equations."""
+    avals: list[Any] = [v.aval for v in closed.jaxpr.invars]
+    n_inputs = len(avals)
+    constants: list[Any] = []
+    constant_numbers: dict[int, int] = {}
+    pending_constants: list[tuple[int, Any]] = []
+    equations: list[Equation] = []
+
+    def number(aval: Any) -> int:
+        avals.append(aval)
+        return len(avals) - 1
+
+    def constant(value: Any, aval: Any) -> int:
+        if id(value) not in constant_numbers:
+            constant_numbers[id(value)] = number(aval)
+            pending_constants.append((constant_numbers[id(value)], value))
+        return constant_numbers[id(value)]
+
+    def walk(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], scope: str) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
+        env.update((v, constant(c, v.aval)) for v, c in zip(jaxpr.constvars, consts, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, private.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            stack = private.name_stack(eqn)
+            inner_scope = f"{scope}/{stack}" if scope and stack else scope or stack
+            inputs = [read(a) for a in eqn.invars]
+            called = private.called_jaxpr(eqn)
+            if called is not None:
+                env.update(zip(eqn.outvars, walk(*called, inputs, inner_scope), strict=True))
+                continue
+            outputs = tuple(number(v.aval) for v in eqn.outvars)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+            equations.append(Equation(eqn, tuple(inputs), outputs, inner_scope))
+        return [read(a) for a in jaxpr.outvars]
+
+    outputs = walk(closed.jaxpr, closed.consts, range(n_inputs), "")
+    equations, outputs = _merge_equal(equations, outputs)
+    equations = _drop_dead(equations, outputs)
+    return _renumber(equations, avals, n_inputs, pending_constants, outputs, constants)
+
+
+def _merge_equal(equations: list[Equation], outputs: list[Any]) -> tuple[list[Equation], list[Any]]:
+    """Drops equations that compute what an earlier one has."""
+    same: dict[int, int] = {}
+    seen: dict[Any, tuple[int, ...]] = {}
+    kept: list[Equation] = []
+
+    def current(atom: Any) -> Any:
+        return same.get(atom, atom) if isinstance(atom, int) else atom
+
+    for equation in equations:
+        inputs = tuple(current(a) for a in equation.inputs)
+        equation = Equation(equation.source, inputs, equation.outputs, equation.scope)
+        key = None if equation.has_effect else _identity(equation)
+        if key is not None and key in seen:
+            same.update(zip(equation.outputs, seen[key], strict=True))
+            continue
+        if key is not None:
+            seen[key] = equation.outputs
+        kept.append(equation)
+    return kept, [current(a) for a in outputs]
+
+
+def _identity(equation: Equation) -> Any:
+    """A key equal for equations that compute the same; ``None`` when a parameter cannot be hashed."""
+    inputs = tuple(a if isinstance(a, int) else ("literal", str(a.aval), repr(a.val)) for a in equation.inputs)
+    key = (equation.source.primitive, tuple(sorted(equation.source.params.items(), key=lambda item: item[0])), inputs)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _drop_dead(equations: list[Equation], outputs: list[Any]) -> list[Equation]:
+    """Drops equations without effect that no output needs."""
+    wanted = {a for a in outputs if isinstance(a, int)}
+    kept: list[Equation] = []
+    for equation in reversed(equations):
+        if equation.has_effect or not wanted.isdisjoint(equation.outputs):
+            wanted.update(equation.reads)
+            kept.append(equation)
+    return kept[::-1]
+
+
+def _renumber(
+    equations: list[Equation],
+    avals: list[Any],
+    n_inputs: int,
+    pending: list[tuple[int, Any]],
+    outputs: list[Any],
+    constants: list[Any],
+) -> FlatProgram:
+    """Numbers inputs, then used constants, then results, without gaps."""
+    used = {a for e in equations for a in e.reads} | {a for a in outputs if isinstance(a, int)}
+    new_avals = avals[:n_inputs]
+    names: dict[int, int] = {i: i for i in range(n_inputs)}
+    for old, value in pending:
+        if old in used:
+            names[old] = len(new_avals)
+            new_avals.append(avals[old])
+            constants.append(value)
+    renamed: list[Equation] = []
+    for equation in equations:
+        inputs = tuple(names[a] if isinstance(a, int) else a for a in equation.inputs)
+        for old in equation.outputs:
+            names[old] = len(new_avals)
+            new_avals.append(avals[old])
+        renamed.append(Equation(equation.source, inputs, tuple(names[o] for o in equation.outputs), equation.scope))
+    return FlatProgram(
+        tuple(renamed),
+        tuple(new_avals),
+        n_inputs,
+        tuple(constants),
+        tuple(names[a] if isinstance(a, int) else a for a in outputs),
+    )

@@ -1,0 +1,104 @@
+"""The only module that touches what JAX and Keras do not promise to keep.
+
+Everything here was read in, and is tested with, the versions in ``TESTED``. From JAX: the fields of an equation (``primitive``,
+``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``; from Keras: ``_symbolic_build``, ``_make_function`` and
+the four lists of variables the JAX trainer carries as state, in its order. When a new version moves one of these, this is the file
+to mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+from jax.extend import core
+
+TESTED = {"jax": "0.10.2", "keras": "3.15.1"}
+
+Literal = core.Literal
+State = tuple[list[Any], list[Any], list[Any], list[Any]]
+
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+"""Primitives that only call a jaxpr, with the parameter that holds it."""
+
+
+def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Returns the jaxpr an equation merely calls and its constants, or ``None`` when the equation is an operation."""
+    parameter = CALLS.get(eqn.primitive.name)
+    inner = None if parameter is None else eqn.params.get(parameter)
+    if inner is None:
+        return None
+    if isinstance(inner, core.ClosedJaxpr):
+        return inner.jaxpr, inner.consts
+    return inner, ()
+
+
+def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
+    """Returns the bodies an equation carries in its parameters (``scan``, ``while``, ``cond``)."""
+    return list(core.jaxprs_in_params(params))
+
+
+def name_stack(eqn: Any) -> str:
+    """Returns the scopes an equation was traced under, e.g. ``transpose(jvp(dense))/add``."""
+    return str(eqn.source_info.name_stack)
+
+
+def bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Runs one equation on concrete arrays or tracers and returns its outputs."""
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def state_variables(model: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """Returns trainable, non-trainable, optimizer and metrics variables: the state of the Keras JAX trainer, in its order."""
+    return (
+        list(model.trainable_variables),
+        list(model.non_trainable_variables),
+        list(model.optimizer.variables),
+        list(model.metrics_variables),
+    )
+
+
+def state_specs(model: Any) -> State:
+    """Returns shapes and dtypes of the trainer's state; works while ``fit`` has taken the values off the variables."""
+    trainable, non_trainable, optimizer, metrics = (
+        [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in group] for group in state_variables(model)
+    )
+    return trainable, non_trainable, optimizer, metrics
+
+
+def state_values(model: Any) -> State:
+    """Returns the arrays of the trainer's state (not copies)."""
+    trainable, non_trainable, optimizer, metrics = ([v.value for v in group] for group in state_variables(model))
+    return trainable, non_trainable, optimizer, metrics
+
+
+def build(model: Any, batch: Any) -> None:
+    """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does before its first step."""
+    model._symbolic_build(data_batch=batch)
+
+
+def make_function(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``step(state, data)`` as Keras does: ``(state, iterator) → (logs, state)``, ``steps_per_execution`` calls each."""
+    function: Callable[..., Any] = model._make_function(step)
+    return function
+
+
+def distribution() -> Any:
+    """Returns the active ``keras.distribution`` setting or ``None``."""
+    return keras.distribution.distribution()

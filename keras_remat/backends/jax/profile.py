@@ -1,0 +1,134 @@
+"""What each op of a traced JAX step costs.
+
+Bytes of values are exact (from shapes). Times: nothing inside one XLA program can be timed from outside, so the *split* over ops
+is always estimated, by arithmetic and memory traffic, each cluster counted as the one kernel XLA makes of it: it pays for what
+it reads and writes, and nothing for the values inside it. With ``steps > 0`` the *sum* is measured: the whole step is compiled and
+run, and the estimates are scaled to its time. ``Profile.source`` is ``"measured"`` then, else ``"estimated"``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from keras_remat.backends.jax import private
+from keras_remat.backends.jax.flatten import Equation, nbytes
+from keras_remat.backends.jax.fusion import EXPENSIVE, RANDOM
+from keras_remat.backends.jax.lower import lower_plain
+from keras_remat.backends.jax.measure import measure
+from keras_remat.backends.jax.trace import JaxTracedStep
+from keras_remat.profile import Profile
+
+SECONDS_PER_FLOP = {"cpu": 2e-11, "gpu": 2e-14}
+SECONDS_PER_BYTE = {"cpu": 1e-10, "gpu": 5e-13}
+SECONDS_PER_KERNEL = {"cpu": 2e-6, "gpu": 3e-6}
+FLOPS_PER_EXPENSIVE_ELEMENT = 8
+FLOPS_PER_RANDOM_ELEMENT = 100
+"""Orders of magnitude of two cores and of one data-centre GPU; only their ratios matter once the sum is measured."""
+
+RANDOM_LOOP_BUFFERS = 4
+"""Buffers of the result's size in a random loop of XLA:CPU."""
+
+
+def profile(traced: JaxTracedStep, steps: int = 0, *, state: Any = None, batch: Any = None, compiled: Any = None) -> Profile:
+    """Returns the costs of a traced step.
+
+    Args:
+        traced: from :func:`~keras_remat.backends.jax.trace.trace`.
+        steps: runs of the plain step to measure; 0 estimates from shapes and runs nothing.
+        state: the trainer's state, copied before it is used; needed when ``steps > 0``.
+        batch: a batch of the traced shapes; needed when ``steps > 0``.
+        compiled: the plain step if it is compiled already.
+
+    Raises:
+        ValueError: ``steps > 0`` without state and batch.
+    """
+    platform = "gpu" if jax.default_backend() in ("gpu", "cuda", "rocm") else "cpu"
+    times = [_seconds(traced, op.id, platform) for op in traced.graph.ops]
+    workspaces = [_workspace_bytes(traced, op.id, platform) for op in traced.graph.ops]
+    resident = sum(v.nbytes for v in traced.graph.values if v.producer is None)
+    if steps:
+        if state is None or batch is None:
+            raise ValueError("measuring needs the state and a batch")
+        measured = measure(lower_plain(traced) if compiled is None else compiled, state, batch, steps=steps).time_s
+        scale = measured / math.fsum(times)
+        times = [t * scale for t in times]
+    device = jax.devices()[0]
+    return Profile(
+        tuple(times), tuple(workspaces), resident,
+        source="measured" if steps else "estimated", device=f"{device.platform}:{device.id} {device.device_kind}", backend="jax",
+    )  # fmt: skip
+
+
+def _seconds(traced: JaxTracedStep, op_id: int, platform: str) -> float:
+    """Time of one cluster: the slower of its arithmetic and its traffic, and a launch."""
+    avals, op = traced.program.avals, traced.graph.ops[op_id]
+    flops = math.fsum(_flops(traced.program.equations[at], avals) for at in traced.handles[op_id])
+    traffic = sum(nbytes(avals[traced.numbers[v]]) for v in (*op.inputs, *op.outputs))
+    return SECONDS_PER_KERNEL[platform] + max(flops * SECONDS_PER_FLOP[platform], traffic * SECONDS_PER_BYTE[platform])
+
+
+def _flops(equation: Equation, avals: Sequence[Any]) -> float:
+    """Arithmetic of one equation, multiplications and additions counted apart."""
+    params = equation.source.params
+    shape = [a.aval.shape if isinstance(a, private.Literal) else avals[a].shape for a in equation.inputs]
+    out = avals[equation.outputs[0]].shape
+    if equation.kind == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return float(2 * math.prod(out) * math.prod(shape[0][d] for d in contracted))
+    if equation.kind == "conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        kernel = shape[1]
+        taps = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
+        # a dilated input (the gradient of a strided convolution) is mostly zeros that are not multiplied
+        return float(2 * math.prod(out) * taps / math.prod(params["lhs_dilation"]))
+    bodies = private.inner_jaxprs(params)
+    if bodies:
+        repeat = params.get("length", 1)
+        inner = (max if equation.kind == "cond" else math.fsum)(_body_flops(body) for body in bodies)
+        return float(repeat) * inner
+    elements = max([math.prod(out), *map(math.prod, shape)])
+    each = (
+        FLOPS_PER_RANDOM_ELEMENT
+        if equation.kind in RANDOM
+        else FLOPS_PER_EXPENSIVE_ELEMENT
+        if equation.kind in EXPENSIVE
+        else 1
+    )
+    return float(elements) * each
+
+
+def _body_flops(jaxpr: Any) -> float:
+    """Arithmetic of a carried body, by what it writes."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        inner = private.inner_jaxprs(eqn.params)
+        if inner:
+            total += math.fsum(_body_flops(body) for body in inner) * eqn.params.get("length", 1)
+        elif eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            width = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+            total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * width
+        else:
+            total += math.fsum(math.prod(v.aval.shape) for v in eqn.outvars)
+    return total
+
+
+def _workspace_bytes(traced: JaxTracedStep, op_id: int, platform: str) -> int:
+    """Memory alive only inside one op: the body of a loop or branch with everything in it alive at once, and on a CPU the buffers of
+    a random loop."""
+    most = 0
+    for at in traced.handles[op_id]:
+        equation = traced.program.equations[at]
+        most = max(most, *(_body_bytes(body) for body in private.inner_jaxprs(equation.source.params)), 0)
+        if equation.kind in RANDOM and platform == "cpu":
+            most = max(most, RANDOM_LOOP_BUFFERS * nbytes(traced.program.avals[equation.outputs[0]]))
+    return most
+
+
+def _body_bytes(jaxpr: Any) -> int:
+    own = sum(nbytes(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars)
+    return own + max((_body_bytes(body) for eqn in jaxpr.eqns for body in private.inner_jaxprs(eqn.params)), default=0)

@@ -1,0 +1,46 @@
+"""What TensorFlow's operation types do with memory and state; tables, no logic.
+
+Read off the kernels of TensorFlow 2.18 to 2.21 (``forward_input_or_allocate_output``, ``context->set_output(0, context->input(0))``).
+A type missing here is treated safely: as an op that allocates its outputs and, when its OpDef says it is stateful, runs exactly once.
+"""
+
+from __future__ import annotations
+
+#: The output shares the buffer of input 0 (per output for ``IdentityN``).
+VIEWS = frozenset(
+    {"Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient", "EnsureShape", "Snapshot",
+     "Bitcast", "PlaceholderWithDefault", "CheckNumerics", "CheckNumericsV2"}
+)  # fmt: skip
+
+#: Reads a variable through its resource handle and changes nothing.
+VARIABLE_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"})
+
+#: Stateful by OpDef, yet pure: the same inputs give the same outputs and nothing else happens.
+PURE_STATEFUL = frozenset({"TensorListReserve", "EmptyTensorList", "StatelessWhile", "StatelessIf", "StatelessCase"})
+
+#: Takes over the buffer of a dying input of the same size.
+REUSES_INPUT = frozenset(
+    # binary
+    {"Add", "AddV2", "Sub", "Mul", "MulNoNan", "Div", "RealDiv", "DivNoNan", "Xdivy", "Xlogy", "Xlog1py", "Maximum", "Minimum",
+     "Pow", "SquaredDifference", "Atan2", "FloorDiv", "FloorMod", "Mod", "AddN",
+     # unary
+     "Abs", "Neg", "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Square", "Reciprocal", "Inv", "Sigmoid", "Tanh", "Sin", "Cos",
+     "Tan", "Sinh", "Cosh", "Erf", "Erfc", "Sign", "Floor", "Ceil", "Round", "Rint", "Lgamma", "Digamma",
+     # activations and their gradients
+     "Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Softplus", "Softsign", "ReluGrad", "Relu6Grad", "LeakyReluGrad", "EluGrad", "SeluGrad",
+     "SoftplusGrad", "SoftsignGrad", "SigmoidGrad", "TanhGrad", "SqrtGrad", "RsqrtGrad", "InvGrad", "ReciprocalGrad",
+     # others
+     "BiasAdd", "Softmax", "LogSoftmax", "ClipByValue", "LogicalNot", "LogicalAnd", "LogicalOr"}
+)  # fmt: skip
+
+#: Elementwise types that cost about one pass over their data; for estimated profiles.
+CONVOLUTIONS = frozenset(
+    {"Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter", "DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropInput",
+     "DepthwiseConv2dNativeBackpropFilter", "Conv3D", "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", "_FusedConv2D"}
+)  # fmt: skip
+MATMULS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "_FusedMatMul", "Einsum"})
+
+#: Types this backend cannot carry: control flow of TensorFlow 1, queues and host callbacks whose effects cannot be ordered.
+UNSUPPORTED = frozenset(
+    {"Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond", "RefSwitch", "RefMerge", "Assign", "VariableV2"}
+)

@@ -1,0 +1,182 @@
+"""Turn an order of ops into a TensorFlow function that runs it.
+
+The optimized graph is written once more, node by node in the order of the schedule; an op that repeats becomes a copy under another
+name, and a reader reads the newest copy before it. Views are copied with the instance they look at. Control edges carry what no tensor
+does: assignments after the reads they follow (S4), and *fences* where memory needs an op to wait (:mod:`.ordering`). The function runs
+verbatim: neither Grappler nor a common-subexpression pass sees it, by a configuration that travels with the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow import ordering, private
+from keras_remat.backends.tensorflow.trace import TensorFlowStep, split_input, tensor_key
+from keras_remat.problem import Problem
+from keras_remat.schedule import Schedule
+
+
+class LoweredStep:
+    """A train step that runs one schedule; call it with a batch of the traced shape.
+
+    Attributes:
+        problem: the problem the schedule was made for.
+        schedule: the order it runs.
+    """
+
+    def __init__(self, traced: TensorFlowStep, problem: Problem, schedule: Schedule, budget_bytes: int | None):
+        self.traced, self.problem, self.schedule = traced, problem, schedule
+        writer = _Writer(traced, schedule)
+        fences = {} if budget_bytes is None else ordering.fences(problem, schedule, budget_bytes)
+        self._function = _build(traced, writer, writer.write(fences))
+        self.names = writer.names
+
+    def __call__(self, batch: Any) -> Any:
+        """Runs one step; returns what ``train_step`` returns."""
+        leaves = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(batch) if not _is_none(leaf)]
+        outputs = iter(private.call_verbatim(self._function, leaves))
+        structure = self.traced.output_structure
+        flat = [next(outputs) if isinstance(leaf, tf.Tensor) else leaf for leaf in tf.nest.flatten(structure)]
+        return tf.nest.pack_sequence_as(structure, flat)
+
+
+def lower(traced: TensorFlowStep, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> LoweredStep:
+    """Returns a step that runs ``schedule``.
+
+    Args:
+        traced: the step the problem's graph came from.
+        problem: its graph and costs.
+        schedule: a legal order.
+        budget_bytes: parallelism may use memory up to this; ``None`` enforces data dependencies only (recomputations are always ordered).
+    """
+    return LoweredStep(traced, problem, schedule, budget_bytes)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, tf.experimental.Optional)
+
+
+class _Writer:
+    """Writes the nodes of one schedule."""
+
+    def __init__(self, traced: TensorFlowStep, schedule: Schedule):
+        self.traced, self.schedule = traced, schedule
+        self.names: list[str] = []  # node name at every position
+        self._nodes: list[Any] = []
+        self._newest: dict[str, str] = {}  # op name → name of its newest copy
+        self._copies: dict[str, list[str]] = {}  # op name → names of all its copies so far
+        self._views: dict[tuple[str, tuple[str, ...]], str] = {}
+        self._placed: set[str] = set()
+        self.used_placeholders: set[str] = set()
+        self.ends: list[str] = []  # what the step returns, as tensor names
+
+    def write(self, waits: dict[int, int]) -> Any:
+        """Returns the GraphDef; ``waits`` maps a position to the position whose fence it waits for."""
+        graph = self.traced.graph
+        fence_at = sorted(set(waits.values()))
+        fence_name: dict[int, str] = {}
+        next_fence, fenced_to, last_fence = 0, 0, None
+        for k, op_id in enumerate(self.schedule.order):
+            name = self._emit(graph.ops[op_id].name, fence_name.get(waits.get(k, -1)))
+            self.names.append(name)
+            while next_fence < len(fence_at) and fence_at[next_fence] == k:
+                fence = tf.compat.v1.NodeDef(name=f"remat_fence_{k}", op="NoOp")
+                fence.input.extend(f"^{n}" for n in ([last_fence] if last_fence else []) + self.names[fenced_to : k + 1])
+                self._nodes.append(fence)
+                fence_name[k] = last_fence = fence.name
+                fenced_to, next_fence = k + 1, next_fence + 1
+        self.ends = [self._tensor(tensor) for tensor in self.traced.output_tensors]
+        self._finish()
+        document = tf.compat.v1.GraphDef(versions=self.traced.versions, library=self.traced.library)
+        document.node.extend(self._nodes)
+        return document
+
+    def _finish(self) -> None:
+        done = tf.compat.v1.NodeDef(name="remat_done", op="NoOp")
+        graph = self.traced.graph
+        done.input.extend(f"^{self.names[k]}" for k, i in enumerate(self.schedule.order) if not graph.ops[i].recomputable)
+        self._nodes.append(done)
+
+    def _emit(self, op_name: str, fence: str | None) -> str:
+        node = self.traced.nodes[op_name]
+        copies = self._copies.setdefault(op_name, [])
+        name = op_name if not copies else f"{op_name}/remat_{len(copies)}"
+        inputs = [self._tensor(tensor_key(i)) for i in node.input if not i.startswith("^")]
+        controls = self._controls(node)
+        if fence is not None:
+            controls.append(fence)
+        self._append(node, name, inputs, controls)
+        copies.append(name)
+        self._newest[op_name] = name
+        return name
+
+    def _append(self, node: Any, name: str, inputs: Sequence[str], controls: Sequence[str]) -> None:
+        copy = tf.compat.v1.NodeDef()
+        copy.CopyFrom(node)
+        copy.name = name
+        del copy.input[:]
+        copy.input.extend([*inputs, *(f"^{c}" for c in dict.fromkeys(controls))])
+        for attribute in ("_output_shapes", "_class"):
+            if attribute in copy.attr:
+                del copy.attr[attribute]
+        self._nodes.append(copy)
+
+    def _controls(self, node: Any) -> list[str]:
+        """What the node waits for beyond its data: every copy so far of the ops behind its control edges."""
+        graph, op_id = self.traced.graph, self.traced.op_id.get(node.name)
+        if op_id is not None:
+            return [copy for earlier in graph.ops[op_id].after for copy in self._copies.get(graph.ops[earlier].name, ())]
+        copies: list[str] = []
+        stack = [i[1:] for i in node.input if i.startswith("^")]
+        seen: set[str] = set()
+        while stack:
+            current = stack.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            if current in self.traced.folded:
+                stack += [split_input(i)[0] for i in self.traced.nodes[current].input]
+            else:
+                copies += self._copies.get(current, [])
+        return copies
+
+    def _tensor(self, tensor: str) -> str:
+        """The tensor's newest instance, views written on demand."""
+        name, index = split_input(tensor)
+        if name not in self.traced.folded:
+            return _reference(self._newest[name], index)
+        node = self.traced.nodes[name]
+        if node.op == "Placeholder":
+            self.used_placeholders.add(name)
+            return _reference(name, index)
+        inputs = tuple(self._tensor(tensor_key(i)) for i in node.input if not i.startswith("^"))
+        key = (name, inputs)
+        if key not in self._views:
+            written = name if name not in self._placed else f"{name}/remat_{len(self._views)}"
+            self._placed.add(name)
+            self._append(node, written, inputs, self._controls(node))
+            self._views[key] = written
+        return _reference(self._views[key], index)
+
+
+def _reference(name: str, index: int) -> str:
+    return name if index == 0 else f"{name}:{index}"
+
+
+def _build(traced: TensorFlowStep, writer: _Writer, document: Any) -> Any:
+    """The concrete function of a written GraphDef: batch in, ``train_step``'s tensors out, every effect done."""
+
+    def build(*placeholders: Any) -> list[Any]:
+        mapped = {name: tensor for (name, *_), tensor in zip(traced.inputs, placeholders, strict=True)}
+        mapped |= {name: private.capture(external) for name, external in traced.captures.items()}
+        used = {f"{name}:0": tensor for name, tensor in mapped.items() if name in writer.used_placeholders}
+        *outputs, done = tf.graph_util.import_graph_def(
+            document, input_map=used, return_elements=[*map(tensor_key, writer.ends), "remat_done"], name=""
+        )
+        with tf.control_dependencies([done]):
+            return [tf.identity(output) for output in outputs]
+
+    return private.build_function(build, [tf.TensorSpec(shape, dtype) for _, dtype, shape in traced.inputs])

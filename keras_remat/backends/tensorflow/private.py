@@ -1,0 +1,135 @@
+"""The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
+
+Five things have no public way in: running Grappler on a graph by hand, capturing an eager tensor under a chosen name, calling a
+function with a session configuration of its own, reading the profiler's raw trace, and building a model from a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
+from tensorflow.python.client import device_lib
+from tensorflow.python.eager import context
+from tensorflow.python.framework import op_def_registry
+from tensorflow.python.grappler import tf_optimizer
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+TESTED_VERSIONS = ("2.21",)
+
+
+def optimize_graph(graph_def: Any, fetches: Sequence[str]) -> Any:
+    """Returns the GraphDef after TensorFlow's default graph optimizations.
+
+    Args:
+        graph_def: inlined or not; function calls are inlined here.
+        fetches: names of nodes or tensors that must survive.
+    """
+    config = config_pb2.ConfigProto()
+    rewrite = config.graph_options.rewrite_options
+    rewrite.min_graph_nodes = -1
+    rewrite.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+    meta_graph = meta_graph_pb2.MetaGraphDef()
+    meta_graph.graph_def.CopyFrom(graph_def)
+    keep_control_flow_functional(meta_graph.graph_def)
+    meta_graph.collection_def["train_op"].node_list.value.extend(fetches)
+    optimized = tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False)
+    rename_functions(optimized)
+    return optimized
+
+
+def rename_functions(graph_def: Any) -> None:
+    """Gives the library's functions names of their own, in place: TensorFlow refuses two definitions under one name, and Grappler
+    has changed definitions that the process already knows. The suffix is a hash of the library, so equal libraries stay equal."""
+    functions = graph_def.library.function
+    if not functions:
+        return
+    suffix = hashlib.sha256(graph_def.library.SerializeToString(deterministic=True)).hexdigest()[:16]
+    renamed = {function.signature.name: f"{function.signature.name}_{suffix}" for function in functions}
+    nodes = [*graph_def.node, *(node for function in functions for node in function.node_def)]
+    for node in nodes:
+        node.op = renamed.get(node.op, node.op)
+        for attribute in node.attr.values():
+            if attribute.WhichOneof("value") == "func":
+                attribute.func.name = renamed.get(attribute.func.name, attribute.func.name)
+            for reference in attribute.list.func:
+                reference.name = renamed.get(reference.name, reference.name)
+    for function in functions:
+        function.signature.name = renamed[function.signature.name]
+    for gradient in graph_def.library.gradient:
+        gradient.function_name = renamed.get(gradient.function_name, gradient.function_name)
+        gradient.gradient_func = renamed.get(gradient.gradient_func, gradient.gradient_func)
+
+
+def keep_control_flow_functional(graph_def: Any) -> None:
+    """Makes ``While`` and ``If`` stay single ops, in place: without the mark nobody lowers them to ``Switch`` and ``Merge``."""
+    for node in (*graph_def.node, *(n for function in graph_def.library.function for n in function.node_def)):
+        if "_lower_using_switch_merge" in node.attr:
+            del node.attr["_lower_using_switch_merge"]
+
+
+def is_stateful(kind: str) -> bool:
+    """Whether the OpDef of an operation type says it has state or an effect; unknown types count as stateful."""
+    op_def = op_def_registry.get(kind)
+    return True if op_def is None else bool(op_def.is_stateful)
+
+
+def capture(external: Any) -> Any:
+    """The symbolic tensor that stands for an eager tensor in the function graph being built."""
+    return tf.compat.v1.get_default_graph().capture(external)
+
+
+def build_model(model: Any, batch: Any) -> None:
+    """Builds layers, optimizer, metrics and losses from one batch, as ``fit`` does before its first step."""
+    if not getattr(model, "compiled", False):
+        raise ValueError("The model is not compiled: call model.compile(...) first.")
+    model._symbolic_build(data_batch=batch)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+
+
+def read_trace(serialized: bytes) -> Any:
+    """The profiler's trace (``XSpace``) from the bytes of an ``*.xplane.pb`` file."""
+    return xplane_pb2.XSpace.FromString(serialized)
+
+
+def gpu_memory_limit_bytes() -> int:
+    """What the allocator of the first GPU may take."""
+    return max(int(device.memory_limit) for device in device_lib.list_local_devices() if device.device_type == "GPU")
+
+
+def build_function(build: Callable[..., Sequence[Any]], signature: Sequence[Any]) -> Any:
+    """Makes a concrete function from ``build(*placeholders) -> outputs`` without automatic control dependencies.
+
+    Args:
+        build: called once, with one placeholder per entry of ``signature``.
+        signature: ``TensorSpec`` per input.
+    """
+    return tf.compat.v1.wrap_function(build, list(signature))
+
+
+def _verbatim_options() -> Any:
+    config = config_pb2.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    config.graph_options.optimizer_options.opt_level = config_pb2.OptimizerOptions.L0
+    return context.FunctionCallOptions(config_proto=config)
+
+
+def call_verbatim(function: Any, args: Sequence[Any]) -> list[Any]:
+    """Runs a function made by :func:`build_function` exactly as it was built: no Grappler, no common-subexpression pass.
+
+    The options are those of this thread and this call; they are put back before it returns. (A ``StatefulPartitionedCall`` op, which takes
+    a configuration as an attribute, runs its body on the calling thread without the executor's trace events.)
+    """
+    eager = context.context()
+    options = eager.function_call_options
+    eager.function_call_options = _verbatim_options()
+    try:
+        outputs = function(*args)
+    finally:
+        eager.function_call_options = options
+    return list(tf.nest.flatten(outputs))

@@ -1,0 +1,212 @@
+"""Profiles of a traced step: estimated from shapes before anything has run, measured from real training steps afterwards.
+
+The measured profile reads TensorFlow's own profiler, which records two things this package needs: how long every kernel ran (events
+``"<node>:<type>"``) and every allocation with the op that made it (``MemoryAllocation`` with ``region_type`` output or temp), so workspace is
+measured too. Training goes on while it records. A profiler session that the user runs already is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow import kinds, private
+from keras_remat.backends.tensorflow.lower import LoweredStep
+from keras_remat.backends.tensorflow.trace import TensorFlowStep, tensor_key
+from keras_remat.graph import Op
+from keras_remat.profile import Profile
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+# Rates for estimates; only their ratio decides what is cheap to recompute.
+_FLOPS_PER_S = 5e10
+_BYTES_PER_S = 5e9
+_LAUNCH_S = 2e-6
+
+
+def device_name() -> str:
+    """The device whose memory counts: the first visible GPU, else the CPU."""
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None) -> Profile:
+    """A profile from shapes alone: floating-point operations or bytes moved at fixed rates, whichever takes longer.
+
+    Workspace is taken as none: how much a kernel wants depends on the device, and a guess that is too high would refuse what fits.
+
+    Args:
+        traced: the step.
+        resident_bytes: bytes in use on the device between steps, if measured; never less than what the step's inputs need.
+    """
+    ops = traced.graph.ops
+    resident = max(traced.resident_bytes, resident_bytes or 0)
+    return Profile(
+        tuple(_estimated_time_s(traced, op) for op in ops), (0,) * len(ops), resident, "estimated", device_name(), "tensorflow"
+    )
+
+
+def _estimated_time_s(traced: TensorFlowStep, op: Op) -> float:
+    moved = sum(traced.graph.values[v].nbytes for v in (*op.inputs, *op.outputs))
+    flops = _flops(traced, op) if op.kind in kinds.CONVOLUTIONS | kinds.MATMULS else 0.0
+    return max(_LAUNCH_S, flops / _FLOPS_PER_S, moved / _BYTES_PER_S)
+
+
+def _flops(traced: TensorFlowStep, op: Op) -> float:
+    """Twice the multiply-adds: elements of the largest operand times the contracted size, from the op's own operands."""
+    node = traced.handles[op.id]
+    shapes = [traced.tensor_shapes.get(tensor_key(i)) for i in node.input if not i.startswith("^")]
+    shapes.append(traced.tensor_shapes.get(f"{node.name}:0"))
+    known = [s for s in shapes if s]
+    volumes = []
+    for shape in known:
+        volume = 1
+        for dim in shape:
+            volume *= dim
+        volumes.append(volume)
+    if len(volumes) < 2:
+        return 0.0
+    if op.kind in kinds.MATMULS:
+        # (m·k)(k·n)(m·n) = (m·n·k)², batch dimensions aside
+        product = 1.0
+        for volume in volumes[-3:]:
+            product *= volume
+        return float(2.0 * product**0.5)
+    kernels = [s for s in known if len(s) == 4]
+    kernel = min(kernels, key=lambda s: s[0] * s[1], default=None)
+    if kernel is None:
+        return 0.0
+    image = max(volumes)
+    per_element = kernel[0] * kernel[1] * (1 if "Depthwise" in op.kind else kernel[2])
+    return float(2 * image * per_element)
+
+
+class Recorder:
+    """Measures a profile over real training steps.
+
+    ``with``-free on purpose: training steps happen between :meth:`start` and :meth:`stop`, in Keras's loop.
+    """
+
+    def __init__(self) -> None:
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def recording(self) -> bool:
+        return self._directory is not None
+
+    def start(self) -> bool:
+        """Starts recording; returns ``False`` when the user's own profiler session is running, which is then left alone."""
+        directory = tempfile.TemporaryDirectory(prefix="keras_remat_profile_")
+        options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3, python_tracer_level=0, device_tracer_level=1)
+        try:
+            tf.profiler.experimental.start(directory.name, options)
+        except tf.errors.AlreadyExistsError:
+            directory.cleanup()
+            return False
+        self._directory = directory
+        return True
+
+    def stop(self) -> list[Any]:
+        """Stops recording and returns the trace's planes; empty when nothing was recorded."""
+        if self._directory is None:
+            return []
+        directory, self._directory = self._directory, None
+        try:
+            tf.profiler.experimental.stop()
+            files = sorted(Path(directory.name).rglob("*.xplane.pb"))
+            return [plane for file in files for plane in private.read_trace(file.read_bytes()).planes]
+        except tf.errors.UnavailableError as error:  # the user's own code has stopped the session
+            logger.warning("The profiler session ended early (%s); the estimated profile stays.", error.message)
+            return []
+        finally:
+            directory.cleanup()
+
+
+def measured_profile(lowered: LoweredStep, planes: list[Any], resident_bytes: int) -> Profile | None:
+    """The profile that a recording of ``lowered``'s steps shows, or ``None`` when it shows too few of its ops.
+
+    Ops without an event (never seen to run for 98 % of the time they are expected to) keep the estimate.
+
+    Args:
+        lowered: the step that ran while recording.
+        planes: what :meth:`Recorder.stop` returned.
+        resident_bytes: bytes in use on the device between steps.
+    """
+    op_of = dict(zip(lowered.names, lowered.schedule.order, strict=True))
+    durations: dict[int, list[float]] = defaultdict(list)
+    memory: list[tuple[int, str, dict[str, Any]]] = []
+    for plane in planes:
+        for name, start_ps, duration_ps, stats in _events(plane):
+            if name in ("MemoryAllocation", "MemoryDeallocation"):
+                memory.append((start_ps, name, stats()))
+                continue
+            node, separator, _ = name.rpartition(":")
+            op_id = op_of.get(node) if separator else None
+            if op_id is not None:
+                durations[op_id].append(duration_ps * 1e-12)
+    graph = lowered.traced.graph
+    if len(durations) < len(graph.needed) // 2:
+        return None
+    base = estimated_profile(lowered.traced, resident_bytes)
+    workspace = _workspace(memory, op_of)
+    times = [median(durations[op.id]) if op.id in durations else base.op_time_s[op.id] for op in graph.ops]
+    workspaces = [workspace.get(op.id, 0) if op.id in durations else base.op_workspace_bytes[op.id] for op in graph.ops]
+    return Profile(tuple(times), tuple(workspaces), base.resident_bytes, "measured", device_name(), "tensorflow")
+
+
+def _events(plane: Any) -> Iterator[tuple[str, int, int, Callable[[], dict[str, Any]]]]:
+    """Every event of a plane: name, absolute start and duration in picoseconds, and a function that decodes its statistics."""
+    names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
+    stat_names = {key: metadata.name for key, metadata in plane.stat_metadata.items()}
+
+    def decode(event: Any) -> dict[str, Any]:
+        decoded: dict[str, Any] = {}
+        for stat in event.stats:
+            which = stat.WhichOneof("value")
+            value = getattr(stat, which) if which else None
+            decoded[stat_names[stat.metadata_id]] = stat_names.get(value) if which == "ref_value" else value
+        return decoded
+
+    for line in plane.lines:
+        for event in line.events:
+            start = line.timestamp_ns * 1000 + event.offset_ps
+            yield names[event.metadata_id], start, event.duration_ps, partial(decode, event)
+
+
+def _workspace(memory: list[tuple[int, str, dict[str, Any]]], op_of: dict[str, int]) -> dict[int, int]:
+    """Op id → the most temporary bytes it held at once."""
+    held: dict[int, int] = defaultdict(int)
+    most: dict[int, int] = defaultdict(int)
+    owner: dict[int, tuple[int, int]] = {}
+    for _, name, stats in sorted(memory, key=lambda event: event[0]):
+        address = stats.get("addr", 0)
+        if name == "MemoryDeallocation":
+            if address in owner:
+                op_id, nbytes = owner.pop(address)
+                held[op_id] -= nbytes
+            continue
+        allocating = _op_of_allocation(str(stats.get("tf_op", "")), op_of)
+        if allocating is None or stats.get("region_type") != "temp":
+            continue
+        nbytes = int(stats.get("allocation_bytes", 0))
+        owner[address] = (allocating, nbytes)
+        held[allocating] += nbytes
+        most[allocating] = max(most[allocating], held[allocating])
+    return most
+
+
+def _op_of_allocation(name: str, op_of: dict[str, int]) -> int | None:
+    """An allocation's op, under its own name or behind the name of the function call it ran in."""
+    while name:
+        if name in op_of:
+            return op_of[name]
+        _, _, name = name.partition("/")
+    return None

@@ -1,0 +1,119 @@
+"""Rewrites of the optimized graph that cost nothing and let a schedule go lower.
+
+* ``IdentityN`` is a view per output, but as one node it waits for all of its inputs: the one in a Keras optimizer's ``apply`` joins all
+  weight gradients before the first update. It is split into single ``Identity`` nodes.
+* oneDNN's layout pass, which runs when a function is instantiated, fuses ``Conv2D`` with ``BiasAdd``, ``Pad`` with ``Conv2D`` and
+  ``Conv2DBackpropFilter`` with ``BiasAddGrad`` without looking at control edges: an order that puts something between the two becomes a
+  cycle. An ``Identity`` between them keeps them apart.
+* ``AddN`` of three and more terms becomes a chain of ``AddV2``. Its kernel starts with whichever input's buffer it may take over
+  (``AddNOp::Compute``), so the order of a floating-point sum, and its last bit, would hang on the schedule; and it holds all terms at once.
+* Nodes nothing depends on are dropped (variable reads that only order things, dead gradients).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def rewrite_for_memory(nodes: Mapping[str, Any], roots: Sequence[str]) -> dict[str, Any]:
+    """Returns the nodes of an equivalent graph.
+
+    Args:
+        nodes: name → ``NodeDef`` in topological order.
+        roots: names of the nodes whose values or effects are wanted.
+    """
+    result = _split_add_n(_split_identity_n(nodes))
+    return _reachable(_keep_apart(result), roots)
+
+
+#: Reader type → the types of the producer of its input 0 it would be fused with; an empty set means any.
+_FUSED_BY_ONEDNN: Mapping[str, frozenset[str]] = {
+    "BiasAdd": frozenset({"Conv2D", "DepthwiseConv2dNative", "Conv3D", "MatMul"}),
+    "Conv2D": frozenset({"Pad"}),
+    "Conv3D": frozenset({"Pad"}),
+    "BiasAddGrad": frozenset(),
+}
+
+
+def _keep_apart(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, node in nodes.items():
+        partners = _FUSED_BY_ONEDNN.get(node.op)
+        source = node.input[0] if node.input else ""
+        producer = nodes.get(source.partition(":")[0])
+        if partners is not None and producer is not None and (not partners or producer.op in partners):
+            apart = tf.compat.v1.NodeDef(name=f"{name}/apart", op="Identity", device=node.device)
+            apart.input.append(source)
+            apart.attr["T"].CopyFrom(node.attr["T"])
+            result[apart.name] = apart
+            copy = tf.compat.v1.NodeDef()
+            copy.CopyFrom(node)
+            copy.input[0] = apart.name
+            node = copy
+        result[name] = node
+    return result
+
+
+def _split_identity_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    split: dict[str, Any] = {}
+    renamed: dict[str, str] = {}
+    for name, node in nodes.items():
+        if node.op != "IdentityN":
+            split[name] = node
+            continue
+        controls = [i for i in node.input if i.startswith("^")]
+        for at, source in enumerate(i for i in node.input if not i.startswith("^")):
+            part = tf.compat.v1.NodeDef(name=f"{name}/part_{at}", op="Identity", device=node.device)
+            part.input.extend([source, *controls])
+            part.attr["T"].type = node.attr["T"].list.type[at]
+            split[part.name] = part
+            renamed[f"{name}:{at}" if at else name] = part.name
+        # whoever waits for the node by a control edge still waits for all of it
+        join = tf.compat.v1.NodeDef(name=name, op="NoOp", device=node.device)
+        join.input.extend(f"^{name}/part_{at}" for at in range(len(node.attr["T"].list.type)))
+        split[name] = join
+    if not renamed:
+        return split
+    result: dict[str, Any] = {}
+    for name, node in split.items():
+        if any(i in renamed for i in node.input):
+            copy = tf.compat.v1.NodeDef()
+            copy.CopyFrom(node)
+            del copy.input[:]
+            copy.input.extend(renamed.get(i, i) for i in node.input)
+            node = copy
+        result[name] = node
+    return result
+
+
+def _split_add_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, node in nodes.items():
+        terms = [i for i in node.input if not i.startswith("^")]
+        if node.op != "AddN" or len(terms) < 3 or node.attr["T"].type == tf.variant.as_datatype_enum:
+            result[name] = node
+            continue
+        controls = [i for i in node.input if i.startswith("^")]
+        total = terms[0]
+        for at, term in enumerate(terms[1:], start=1):
+            last = at == len(terms) - 1
+            part = tf.compat.v1.NodeDef(name=name if last else f"{name}/sum_{at}", op="AddV2", device=node.device)
+            part.input.extend([total, term, *controls])
+            part.attr["T"].CopyFrom(node.attr["T"])
+            result[part.name] = part
+            total = part.name
+    return result
+
+
+def _reachable(nodes: Mapping[str, Any], roots: Sequence[str]) -> dict[str, Any]:
+    stack, seen = list(roots), set()
+    while stack:
+        name = stack.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        stack += [i.lstrip("^").partition(":")[0] for i in nodes[name].input]
+    return {name: node for name, node in nodes.items() if name in seen}

@@ -1,0 +1,229 @@
+"""``RematAutotune``: the Keras life cycle around :class:`~keras_remat.tuner.StepTuner`.
+
+Keras makes the train function before ``on_train_begin``, looks it up at every step, and does not call ``on_train_end`` after an
+exception. So the replacement happens in ``on_train_begin``; the original comes back in ``on_train_end``, when a step raises, and, for a
+``fit`` that ended without notice (Ctrl-C, another callback's exception), at the next call that no ``on_train_batch_begin`` of this callback
+announced.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+from tqdm import tqdm
+
+from keras_remat.backends.base import Backend, load_backend
+from keras_remat.errors import UnsupportedModelError
+from keras_remat.plan import Plan, load_plan
+from keras_remat.problem import Problem
+from keras_remat.report import AutotuneReport, EpochUsage, Event
+from keras_remat.solvers import SOLVERS
+from keras_remat.tuner import StepTuner, TunerOptions
+from keras_remat.units import check_memory_limit
+
+logger = logging.getLogger(__name__)
+
+
+class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
+    """Trains within a memory limit by recomputing what is cheap instead of keeping it.
+
+    Args:
+        memory_limit: every byte the device's allocator may have in use (weights, slots, data, activations, gradients, workspace):
+            an int, ``"8GiB"``, ``"80%"`` of what the device has, or ``None`` for all it has.
+        batch_size: ``"keep"`` trains with the batches ``fit`` was given.
+        solver: a name in ``keras_remat.SOLVERS``.
+        solver_time_limit_s: seconds for the solver.
+        profile_steps: real training steps that are measured before the final plan is made.
+        margin: share of the limit that is kept free.
+        learning_rate_scaling: ``None``, ``"linear"`` or ``"sqrt"``: how the learning rate follows a changed batch size.
+        plan: a :class:`~keras_remat.plan.Plan` or the path of one, to use instead of planning.
+        cache_dir: where plans are kept and found again by the graph's fingerprint.
+        report_path: where the report is written when training ends.
+        seed: for the solver.
+        verbose: 0 is silent, 1 prints a closing table and a bar for what takes more than a second, ``"auto"`` follows ``fit``.
+
+    Attributes:
+        plan: the :class:`~keras_remat.plan.Plan` in force, or ``None``.
+        problem: the traced step with its costs, or ``None``.
+        report: the :class:`~keras_remat.report.AutotuneReport`.
+
+    Raises:
+        ValueError, TypeError: a wrong argument; the message has the accepted forms.
+        InfeasibleBudgetError: from ``fit``, at the first batch, before anything was trained: no schedule can meet the limit.
+
+    Example:
+        ``model.fit(x, y, callbacks=[RematAutotune(memory_limit="2GiB", batch_size="keep")])``
+    """
+
+    def __init__(
+        self,
+        memory_limit: int | str | None = None,
+        batch_size: int | str = "max",
+        *,
+        solver: str = "auto",
+        solver_time_limit_s: float = 30.0,
+        profile_steps: int = 3,
+        margin: float = 0.05,
+        learning_rate_scaling: str | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        report_path: str | os.PathLike[str] | None = None,
+        seed: int = 0,
+        verbose: int | str = "auto",
+    ):
+        super().__init__()
+        check_memory_limit(memory_limit)
+        self._batch_size = _checked_batch_size(batch_size)
+        if solver not in SOLVERS:
+            raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
+        _check_number("solver_time_limit_s", solver_time_limit_s, above=0)
+        _check_int("profile_steps", profile_steps, least=1)
+        _check_number("margin", margin, least=0, below=1)
+        _check_int("seed", seed, least=0)
+        if learning_rate_scaling not in (None, "linear", "sqrt"):
+            raise ValueError(f'learning_rate_scaling must be None, "linear" or "sqrt", got {learning_rate_scaling!r}')
+        if verbose not in ("auto", 0, 1, 2):
+            raise ValueError(f'verbose must be "auto", 0, 1 or 2, got {verbose!r}')
+        if plan is not None and not isinstance(plan, Plan):
+            plan = load_plan(plan)
+        self._options = TunerOptions(memory_limit, solver, float(solver_time_limit_s), profile_steps, float(margin), seed, plan)
+        self._learning_rate_scaling, self._cache_dir, self._report_path = learning_rate_scaling, cache_dir, report_path
+        self._verbose = verbose
+        self._tuner: StepTuner | None = None
+        self._announced = False
+        self.report = AutotuneReport()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, or ``None`` while the plain step runs."""
+        return self._tuner.plan if self._tuner is not None else None
+
+    @property
+    def problem(self) -> Problem | None:
+        """The traced step with its costs, whose op ids the plan speaks of; ``None`` before the first batch."""
+        return self._tuner.problem if self._tuner is not None else None
+
+    # ---------------------------------------------------------------- Keras's life cycle
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._restore()
+        self.report = AutotuneReport()
+        self._tuner = None
+        try:
+            backend = load_backend()
+            remark = backend.check(self._model)
+        except UnsupportedModelError as error:
+            self._unmodified(error)
+            return
+        if remark:
+            self.report.events.append(Event(0, "remark", remark))
+            logger.warning("keras_remat: %s", remark)
+        self._install(backend)
+
+    def _install(self, backend: Backend) -> None:
+        tuner = StepTuner(self._model, backend, self._options, self.report, self._progress)
+
+        def run(batch: Any) -> Any:
+            try:
+                return tuner.run(batch)
+            except UnsupportedModelError as error:
+                assert tuner.installed is not None
+                tuner.installed.restore()
+                self._unmodified(error)
+                return tuner.installed.run_plain(batch)
+
+        tuner.installed = backend.install(self._model, run, self._is_announced)
+        self._tuner = tuner
+
+    def _is_announced(self) -> bool:
+        announced, self._announced = self._announced, False
+        return announced
+
+    def _unmodified(self, error: UnsupportedModelError) -> None:
+        warnings.warn(f"keras_remat: training goes on unmodified. {error}", stacklevel=2)
+        self.report.events.append(Event(0, "unmodified", str(error)))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._announced = True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._tuner is not None:
+            self._tuner.take_counter()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._tuner is None:
+            usage = EpochUsage(epoch, 0, 0, 0.0, 0.0, 0, 0)
+        else:
+            counter = self._tuner.take_counter()
+            usage = EpochUsage(
+                epoch, counter.samples, counter.steps, counter.step_time_s, counter.planning_time_s, counter.peak_bytes,
+                self.report.batch_size or 0,
+            )  # fmt: skip
+        self.report.epochs.append(usage)
+        if logs is not None:
+            logs.update(self.report.epoch_logs(usage))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._restore()
+        if self._report_path is not None:
+            self.report.save(self._report_path)
+        if self._shows() and self._tuner is not None:
+            print(f"\nkeras_remat\n{self.report}", file=sys.stderr)
+
+    def _restore(self) -> None:
+        if self._tuner is not None:
+            self._tuner.close()
+            if self._tuner.installed is not None:
+                self._tuner.installed.restore()
+        self._announced = False
+
+    # ---------------------------------------------------------------- what a person sees
+
+    def _shows(self) -> bool:
+        if self._verbose == "auto":
+            return bool((self.params or {}).get("verbose", 0))
+        return bool(self._verbose)
+
+    @contextmanager
+    def _progress(self, text: str) -> Iterator[None]:
+        started = time.perf_counter()
+        with tqdm(
+            total=1, desc=f"keras_remat: {text}", leave=False, delay=1, disable=not self._shows(), bar_format="{desc} {elapsed}"
+        ) as bar:
+            yield
+            bar.update()
+        logger.info("keras_remat: %s took %.2f s", text, time.perf_counter() - started)
+
+
+def _checked_batch_size(batch_size: int | str) -> int | str:
+    if isinstance(batch_size, str):
+        if batch_size not in ("max", "keep"):
+            raise ValueError(f'batch_size must be "max", "keep" or a positive int, got {batch_size!r}')
+        return batch_size
+    _check_int("batch_size", batch_size, least=1)
+    return int(batch_size)
+
+
+def _check_int(name: str, value: Any, *, least: int) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int of at least {least}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_number(
+    name: str, value: Any, *, least: float | None = None, above: float | None = None, below: float | None = None
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    ok = (least is None or value >= least) and (above is None or value > above) and (below is None or value < below)
+    if not ok or value != value:
+        raise ValueError(f"{name}={value!r} is out of range")

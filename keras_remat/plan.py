@@ -1,0 +1,274 @@
+"""From a model to a plan: trace → profile → solve → validate.
+
+A :class:`Plan` is the contract that gets installed: a schedule for one graph (told by its fingerprint) under one budget, with what it was
+predicted to take and, once it has run, what it took. :func:`make_plan` makes one without training.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from keras_remat.backends.base import Backend, TracedStep, load_backend
+from keras_remat.errors import InfeasibleBudgetError, InvalidProblemError, PlanMismatchError, ScheduleNotFoundError
+from keras_remat.problem import Problem
+from keras_remat.schedule import Schedule, Solution, Usage
+from keras_remat.serialize import read_json, write_json
+from keras_remat.simulate import simulate
+from keras_remat.solvers import check_floor, solve
+from keras_remat.units import format_bytes, format_seconds, parse_bytes
+from keras_remat.validate import check_rules
+
+FORMAT, VERSION = "keras_remat.plan", 1
+#: How often a plan is made again because the allocator needs more than the simulated peak.
+_MAX_CORRECTIONS = 6
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule for one graph under one budget.
+
+    Args:
+        fingerprint: of the graph it applies to.
+        budget_bytes: what the device may have in use at the peak.
+        solution: the schedule and how it was found.
+        store_all: time and peak predicted without recomputation.
+        predicted: time and peak predicted for the schedule, allocator overhead included.
+        measured: time and peak of the swapped step on the device; ``None`` until it has run.
+        profile_source: ``"measured"`` or ``"estimated"``: where the op times came from.
+        device: e.g. ``"CPU:0"``.
+        name: for people.
+    """
+
+    fingerprint: str
+    budget_bytes: int
+    solution: Solution
+    store_all: Usage
+    predicted: Usage
+    measured: Usage | None = None
+    profile_source: Literal["measured", "estimated"] = "measured"
+    device: str = ""
+    name: str = ""
+
+    @property
+    def overhead(self) -> float:
+        """(predicted time − store-all time) / store-all time, a ratio."""
+        return (self.predicted.time_s - self.store_all.time_s) / self.store_all.time_s if self.store_all.time_s > 0 else 0.0
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any op runs more than once."""
+        return bool(self.solution.schedule.recomputed)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; :func:`load_plan` gives back an equal plan."""
+        write_json(plan_to_dict(self), path)
+
+    def check(self, problem: Problem) -> None:
+        """Raises unless the plan applies to ``problem``'s graph.
+
+        Raises:
+            PlanMismatchError: it was made for another graph.
+            InvalidScheduleError: its order is not legal there.
+        """
+        if self.fingerprint != problem.graph.fingerprint:
+            raise PlanMismatchError(self.fingerprint, problem.graph.fingerprint)
+        check_rules(problem, self.solution.schedule)
+
+    def __str__(self) -> str:
+        measured = "not measured yet" if self.measured is None else f"{format_bytes(self.measured.peak_bytes)} measured"
+        return (
+            f"Plan: peak {format_bytes(self.predicted.peak_bytes)} predicted, {measured}, budget {format_bytes(self.budget_bytes)} "
+            f"(store-all {format_bytes(self.store_all.peak_bytes)}); overhead {self.overhead:.1%} by {self.profile_source} op times; "
+            f"{len(self.solution.schedule.recomputed)} ops recomputed; {self.solution.solver}, {self.solution.status}, "
+            f"{format_seconds(self.solution.solve_time_s)}"
+        )
+
+
+def _usage_to_dict(usage: Usage | None) -> dict[str, Any] | None:
+    return None if usage is None else {"time_s": usage.time_s, "peak_bytes": usage.peak_bytes}
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as the JSON object of a plan file."""
+    solution = plan.solution
+    return {
+        "format": FORMAT, "version": VERSION, "name": plan.name, "fingerprint": plan.fingerprint, "budget_bytes": plan.budget_bytes,
+        "profile_source": plan.profile_source, "device": plan.device,
+        "store_all": _usage_to_dict(plan.store_all), "predicted": _usage_to_dict(plan.predicted), "measured": _usage_to_dict(plan.measured),
+        "solution": {
+            "solver": solution.solver, "status": solution.status, "solve_time_s": solution.solve_time_s,
+            "lower_bound_s": solution.lower_bound_s, "usage": _usage_to_dict(solution.usage), "order": list(solution.schedule.order),
+        },
+    }  # fmt: skip
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Reads a plan file.
+
+    Raises:
+        InvalidProblemError: malformed; the message names the file and the field.
+        OSError: the file cannot be read.
+    """
+    document = read_json(path, FORMAT, VERSION)
+
+    def usage(raw: dict[str, Any] | None) -> Usage | None:
+        return None if raw is None else Usage(float(raw["time_s"]), int(raw["peak_bytes"]))
+
+    def required(raw: dict[str, Any]) -> Usage:
+        return Usage(float(raw["time_s"]), int(raw["peak_bytes"]))
+
+    try:
+        raw = document["solution"]
+        lower_bound = raw["lower_bound_s"]
+        solution = Solution(
+            Schedule(tuple(raw["order"])), raw["solver"], raw["status"], float(raw["solve_time_s"]),
+            None if lower_bound is None else float(lower_bound), usage(raw["usage"]),
+        )  # fmt: skip
+        return Plan(
+            document["fingerprint"], int(document["budget_bytes"]), solution, required(document["store_all"]),
+            required(document["predicted"]), usage(document["measured"]), document["profile_source"], document["device"], document["name"],
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidProblemError(f"malformed plan: {error!r}", source=os.fspath(path)) from error
+
+
+def plan_problem(
+    problem: Problem,
+    budget_bytes: int,
+    backend: Backend,
+    *,
+    solver: str = "auto",
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    correction_bytes: int = 0,
+) -> Plan:
+    """Solves a traced problem so that the *allocator's* peak stays under the budget.
+
+    The allocator rounds and fragments, so a schedule is solved for a little less than the budget: what its replay needs above the budget
+    is taken off and the problem is solved again, until it fits; where that is more than a schedule can save, a target between is tried.
+
+    Args:
+        problem: graph and profile; its own budget plays no part.
+        budget_bytes: what the device may have in use.
+        backend: whose allocator decides.
+        solver, seed: as in :func:`keras_remat.solvers.solve`.
+        time_limit_s: seconds for all solves together; a late one gets a sixth of it at least.
+        correction_bytes: taken off the budget from the start, e.g. because a measured peak was above the predicted one.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
+    """
+    check_floor(problem.with_budget(budget_bytes))
+    store_all = Schedule.store_all(problem.graph)
+    baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
+    wanted = budget_bytes - correction_bytes
+    target, found, unreachable = wanted, wanted, problem.floor_bytes
+    over: int | None = None
+    deadline_s = time.perf_counter() + time_limit_s
+    for _ in range(_MAX_CORRECTIONS):
+        if target < problem.floor_bytes:
+            break
+        left_s = max(deadline_s - time.perf_counter(), time_limit_s / _MAX_CORRECTIONS)
+        try:
+            solution = solve(problem.with_budget(target), solver=solver, time_limit_s=left_s, seed=seed)
+        except ScheduleNotFoundError:
+            if over is None:
+                raise
+            unreachable, target = target, (target + found) // 2
+            continue
+        peak = backend.predicted_peak_bytes(problem, solution.schedule, target)
+        if peak <= wanted:
+            assert solution.usage is not None
+            predicted = Usage(solution.usage.time_s, peak)
+            return Plan(
+                problem.graph.fingerprint, budget_bytes, solution, baseline, predicted,
+                profile_source=problem.profile.source, device=problem.profile.device, name=problem.name,
+            )  # fmt: skip
+        over = peak if over is None else min(over, peak)
+        found = target
+        target = max(target - (peak - wanted), (unreachable + target) // 2)
+    raise ScheduleNotFoundError(budget_bytes, problem.floor_bytes, over, solver=solver)
+
+
+def make_plan(
+    model: Any,
+    batch: Any,
+    memory_limit: int | str,
+    *,
+    solver: str = "auto",
+    solver_time_limit_s: float = 30.0,
+    profile: Literal["measured", "estimated"] = "measured",
+    margin: float = 0.05,
+    seed: int = 0,
+) -> Plan:
+    """Plans a model's train step without training; the model comes back as it was.
+
+    Args:
+        model: a compiled Keras model.
+        batch: ``(x, y[, sample_weight])`` as arrays or specs, or an int batch size where inputs and targets follow from the model.
+        memory_limit: every byte the device's allocator may have in use: ``8 * 2**30``, ``"8GiB"`` or ``"80%"`` of the device.
+        solver: a name in ``SOLVERS``.
+        solver_time_limit_s: seconds for the solver.
+        profile: ``"measured"`` runs a few steps (under an estimated plan) on the device and puts every variable back;
+            ``"estimated"`` runs nothing.
+        margin: share of the limit that is kept free.
+        seed: the same model and seed give the same plan, up to measured times.
+
+    Raises:
+        InfeasibleBudgetError: the limit is below what one op alone needs.
+        ScheduleNotFoundError: no schedule was found under it.
+        UnsupportedModelError: the model cannot be rematerialized.
+        ValueError, TypeError: wrong arguments.
+    """
+    if profile not in ("measured", "estimated"):
+        raise ValueError(f'profile must be "measured" or "estimated", got {profile!r}')
+    backend = load_backend()
+    backend.check(model)
+    limit = parse_bytes(memory_limit, total_bytes=backend.device_memory_bytes())
+    budget = usable_bytes(limit, margin)
+    arrays = backend.example_batch(model, batch)
+    traced = backend.trace(model, arrays)
+    problem = Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()), name=model.name)
+    quick = {"solver": "greedy", "time_limit_s": min(10.0, solver_time_limit_s), "seed": seed}
+    options = {"solver": solver, "time_limit_s": solver_time_limit_s, "seed": seed}
+    if profile == "estimated":
+        return plan_problem(problem, budget, backend, **options)  # type: ignore[arg-type]
+    first = plan_problem(problem, budget, backend, **quick)  # type: ignore[arg-type]
+    problem = measured_problem(backend, model, traced, problem, first, arrays)
+    return plan_problem(problem, budget, backend, **options)  # type: ignore[arg-type]
+
+
+def measured_problem(backend: Backend, model: Any, traced: TracedStep, problem: Problem, plan: Plan, batch: Any) -> Problem:
+    """``problem`` with a profile measured by running ``plan`` on ``batch``; the model's variables are put back."""
+    schedule = plan.solution.schedule
+    run = backend.lower(traced, problem, schedule, simulate(problem, schedule).peak_bytes)
+    with backend.preserved_state(model):
+        run(batch)
+        resident = backend.bytes_in_use()
+        recorder = backend.recorder()
+        if not recorder.start():
+            return problem
+        for _ in range(3):
+            run(batch)
+        profile = recorder.stop(run, resident)
+    return problem if profile is None else replace(problem, profile=profile)
+
+
+def usable_bytes(limit_bytes: int, margin: float) -> int:
+    """The limit less the share ``margin`` that is kept free of it."""
+    return max(1, int(limit_bytes * (1 - margin)))
+
+
+def describe_limit_error(
+    error: InfeasibleBudgetError | ScheduleNotFoundError, limit_bytes: int, batch_size: int, resident_bytes: int
+) -> str:
+    """What limit or batch would do, for a limit no schedule meets. Bytes above the resident ones grow with the batch."""
+    need = error.floor_bytes if isinstance(error, InfeasibleBudgetError) else error.best_peak_bytes or error.floor_bytes
+    room, demand = limit_bytes - resident_bytes, need - resident_bytes
+    if room <= 0:
+        return f"The weights, slots and data alone take {format_bytes(resident_bytes)} of {format_bytes(limit_bytes)}."
+    batch = max(1, int(batch_size * room / demand)) if demand > 0 else batch_size
+    return f"A limit of {format_bytes(need)}, or a batch of about {batch} instead of {batch_size}, would do."

@@ -1,0 +1,87 @@
+"""Small models with what rematerialization gets wrong elsewhere: dropout, batch normalization, shared weights, control flow."""
+
+import keras
+import numpy as np
+from keras import layers
+
+from keras_remat.schedule import Schedule
+
+
+def mixer(blocks=2, tokens=32, dim=64, dropout=0.1, optimizer="sgd"):
+    """Blocks of dense layers with normalization, dropout and skip connections."""
+    inputs = x = layers.Input((tokens, dim))
+    for _ in range(blocks):
+        h = layers.LayerNormalization()(x)
+        h = layers.Dense(4 * dim, activation="gelu")(h)
+        h = layers.Dropout(dropout)(h) if dropout else h
+        x = layers.Add()([x, layers.Dense(dim)(h)])
+    return compiled(keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x))), optimizer)
+
+
+def convnet(blocks=1, size=16, filters=8):
+    """Convolutions with batch normalization, ReLU and skip connections."""
+    inputs = layers.Input((size, size, 3))
+    x = layers.Conv2D(filters, 3, padding="same")(inputs)
+    for _ in range(blocks):
+        h = layers.Conv2D(4 * filters, 1)(x)
+        h = layers.ReLU()(layers.BatchNormalization()(h))
+        h = layers.DepthwiseConv2D(3, padding="same")(h)
+        h = layers.ReLU()(layers.BatchNormalization()(h))
+        x = layers.Add()([x, layers.BatchNormalization()(layers.Conv2D(filters, 1)(h))])
+    return compiled(keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x))))
+
+
+def small():
+    """The least with dropout, batch normalization and products."""
+    inputs = layers.Input((16,))
+    x = layers.BatchNormalization()(layers.Dense(64)(inputs))
+    return compiled(keras.Model(inputs, layers.Dense(10)(layers.Dropout(0.3)(layers.ReLU()(x)))))
+
+
+def recurrent(units=16, steps=12):
+    """A recurrent layer: its time loop is one op."""
+    inputs = layers.Input((steps, 8))
+    x = layers.Dropout(0.2)(layers.Dense(32, activation="tanh")(inputs))
+    return compiled(keras.Model(inputs, layers.Dense(10)(layers.LSTM(units)(x))))
+
+
+def compiled(model, optimizer="sgd"):
+    """Compiles a classifier of ten classes."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    return model
+
+
+def batch(model, size=32, seed=0):
+    """Returns random samples and labels for a model."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(size, *model.input_shape[1:])).astype("float32")
+    return x, rng.integers(0, 10, size).astype("int32")
+
+
+def forget(graph, keep=()):
+    """A schedule that drops every recomputable forward value at the first backward op, except those of ops in ``keep``, and
+    recomputes what is read after that, once."""
+    order, have, dropped = [], set(), False
+
+    def run(op_id):
+        stack = [op_id]
+        while stack:
+            at = stack[-1]
+            producers = (graph.values[v].producer for v in graph.ops[at].inputs)
+            missing = [p for p in producers if p is not None and p not in have]
+            if missing:
+                stack.extend(missing)
+                continue
+            stack.pop()
+            if at not in have:
+                order.append(at)
+                have.add(at)
+
+    for op in graph.ops:
+        if op.phase != "forward" and not dropped:
+            dropped = True
+            have = {i for i in have if i in keep or not graph.ops[i].recomputable}
+        if op.id in graph.needed and op.id not in have:
+            run(op.id)
+    return Schedule(order)

@@ -1,0 +1,86 @@
+from functools import partial
+
+import jax
+import models
+import numpy as np
+import pytest
+
+from keras_remat.backends.jax.lower import lower, lower_plain, step_function
+from keras_remat.backends.jax.measure import copy_state, memory
+from keras_remat.backends.jax.private import state_values
+from keras_remat.backends.jax.profile import profile
+from keras_remat.backends.jax.trace import trace
+from keras_remat.problem import Problem
+from keras_remat.schedule import Schedule
+from keras_remat.validate import check_rules
+
+MODELS = {"mixer": partial(models.mixer, optimizer="adam"), "convnet": models.convnet, "recurrent": models.recurrent}
+
+
+def train(compiled, state, batches):
+    losses, state = [], copy_state(state)
+    for batch in batches:
+        logs, state = compiled(state, batch)
+        losses.append(float(logs["loss"]))
+    return losses, state
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_are_those_of_the_plain_step(name):
+    """Five steps, everything recomputed: losses, weights, slots, metrics, seeds and moving averages."""
+    model = MODELS[name]()
+    batches = [models.batch(model, seed=s) for s in range(5)]
+    traced = trace(model, batches[0])
+    state = state_values(model)
+    schedule = models.forget(traced.graph)
+    check_rules(Problem(traced.graph, profile(traced)), schedule)
+    assert schedule.recomputed
+    expected, plain_state = train(lower_plain(traced), state, batches)
+    losses, remat_state = train(lower(traced, schedule), state, batches)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for group, (a, b) in enumerate(zip(remat_state, plain_state, strict=True)):
+        for one, other in zip(a, b, strict=True):
+            if np.issubdtype(one.dtype, np.integer):
+                np.testing.assert_array_equal(one, other)
+            else:
+                np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4, err_msg=f"state group {group}")
+
+
+def test_memory_is_saved_and_needs_the_guards(monkeypatch):
+    model = models.mixer(blocks=6, dropout=0)
+    traced = trace(model, models.batch(model, 64))
+    blocks = {op.id for op in traced.graph.ops if op.phase == "forward" and op.name.split("/")[0].startswith("jvp(add")}
+    schedule = models.forget(traced.graph, keep=blocks)
+    plain = memory(lower_plain(traced)).temp_bytes
+    assert memory(lower(traced, schedule)).temp_bytes <= 0.5 * plain
+    monkeypatch.setattr("keras_remat.backends.jax.lower.guard", lambda x, condition: x)
+    assert memory(lower(traced, schedule)).temp_bytes > 0.9 * plain
+
+
+def test_store_all_takes_no_more_than_plain():
+    model = models.mixer(dropout=0)
+    traced = trace(model, models.batch(model))
+    assert memory(lower(traced, Schedule.store_all(traced.graph))).temp_bytes <= memory(lower_plain(traced)).temp_bytes
+
+
+def test_a_nan_gradient_poisons_nothing_it_did_not_poison_before():
+    """An infinite target makes the newest gradients NaN; what the plain step keeps finite must stay finite."""
+    model = models.small()
+    model.compile("sgd", "mse")
+    x, _ = models.batch(model)
+    y = np.zeros((32, 10), "float32")
+    y[:, 3] = np.inf
+    traced = trace(model, (x, y))
+    state = state_values(model)
+    _, plain = train(lower_plain(traced), state, [(x, y)])
+    _, remat = train(lower(traced, models.forget(traced.graph)), state, [(x, y)])
+    finite = [bool(np.isfinite(a).all()) for a in jax.tree.leaves(plain)]
+    assert not all(finite)
+    assert [bool(np.isfinite(a).all()) for a in jax.tree.leaves(remat)] == finite
+
+
+def test_another_structure_is_refused():
+    model = models.mixer(1)
+    traced = trace(model, models.batch(model))
+    with pytest.raises(TypeError, match="traced for"):
+        step_function(traced, Schedule.store_all(traced.graph))(state_values(model), (np.zeros((32, 32, 64)),))

@@ -1,0 +1,37 @@
+"""Random legal schedules: any topological order, ops nobody needs, and recomputations wherever the rules allow them."""
+
+from __future__ import annotations
+
+import random
+
+from keras_remat.graph import Graph
+from keras_remat.schedule import Schedule
+
+
+def random_schedule(rng: random.Random, graph: Graph, *, recompute: float = 0.15) -> Schedule:
+    """Returns an order that obeys S1 to S4; before every op each recomputable op repeats with probability ``recompute``."""
+    chosen = set(graph.needed)
+    for op in reversed(graph.ops):  # with some ops nobody needs, and what they read
+        if op.id not in chosen and rng.random() < 0.3:
+            stack = [op.id]
+            while stack:
+                op_id = stack.pop()
+                if op_id not in chosen:
+                    chosen.add(op_id)
+                    stack += [p for v in graph.ops[op_id].inputs if (p := graph.values[v].producer) is not None]
+    before = {
+        i: ({p for v in graph.ops[i].inputs if (p := graph.values[v].producer) is not None} | set(graph.ops[i].after)) & chosen
+        for i in chosen
+    }
+    followers = {i: [op.id for op in graph.ops if i in op.after] for i in chosen}
+    order: list[int] = []
+    done: set[int] = set()
+    while len(done) < len(chosen):
+        for op_id in sorted(done):
+            frozen = any(later in done for later in followers[op_id])
+            if graph.ops[op_id].recomputable and not frozen and rng.random() < recompute:
+                order.append(op_id)
+        op_id = rng.choice(sorted(i for i in chosen - done if before[i] <= done))
+        order.append(op_id)
+        done.add(op_id)
+    return Schedule(order)

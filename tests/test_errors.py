@@ -1,0 +1,90 @@
+"""Every error carries its numbers, says both, and survives a process border."""
+
+import copy
+import pickle
+
+import pytest
+
+from keras_remat import errors
+
+EXAMPLES = {
+    "InvalidScheduleError": errors.InvalidScheduleError("S1", "op 3 reads too early", position=2, op_id=3),
+    "InvalidProblemError": errors.InvalidProblemError("unknown id 9", source="p.json", field="ops[3].inputs", value=9),
+    "InfeasibleBudgetError": errors.InfeasibleBudgetError(5, 7, "conv"),
+    "ScheduleNotFoundError": errors.ScheduleNotFoundError(8, 7, 9, solver="dtr"),
+    "PlanMismatchError": errors.PlanMismatchError("a" * 64, "b" * 64),
+    "PeakExceededError": errors.PeakExceededError(9, 7),
+    "UnsupportedModelError": errors.UnsupportedModelError("run_eagerly=True cannot be traced"),
+    "MissingPackageError": errors.MissingPackageError("ortools", "The solver 'intervals'", "solvers"),
+}
+
+
+def test_there_is_an_example_of_every_error():
+    defined = {n for n, o in vars(errors).items() if isinstance(o, type) and issubclass(o, errors.RematError)}
+    assert set(EXAMPLES) == defined - {"RematError"}
+
+
+@pytest.mark.parametrize("error", EXAMPLES.values(), ids=EXAMPLES)
+def test_errors_survive_pickling_and_copying(error):
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(twin) is type(error)
+        assert str(twin) == str(error)
+        assert vars(twin) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes"),
+    [
+        ("InvalidScheduleError", {"rule": "S1", "position": 2, "op_id": 3}),
+        ("InvalidProblemError", {"source": "p.json", "field": "ops[3].inputs", "value": 9, "message": "unknown id 9"}),
+        ("InfeasibleBudgetError", {"budget_bytes": 5, "floor_bytes": 7, "op_name": "conv"}),
+        ("ScheduleNotFoundError", {"budget_bytes": 8, "floor_bytes": 7, "best_peak_bytes": 9}),
+        ("PlanMismatchError", {"plan_fingerprint": "a" * 64, "graph_fingerprint": "b" * 64}),
+        ("PeakExceededError", {"peak_bytes": 9, "budget_bytes": 7}),
+        ("MissingPackageError", {"package": "ortools", "extra": "solvers"}),
+    ],
+)
+def test_attributes(name, attributes):
+    assert {k: v for k, v in vars(EXAMPLES[name]).items() if k in attributes} == attributes
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("InvalidScheduleError", ["S1: ", "too early"]),
+        ("InvalidProblemError", ["p.json: ops[3].inputs: unknown id 9"]),
+        ("InfeasibleBudgetError", ["5 B", "7 B", "'conv'", "Raise the memory limit"]),
+        ("ScheduleNotFoundError", ["dtr: ", "8 B", "9 B", "7 B", "more solver time"]),
+        ("PlanMismatchError", ["a" * 12, "b" * 12, "make_plan"]),
+        ("PeakExceededError", ["9 B", "7 B", "Raise the memory limit"]),
+        ("MissingPackageError", ["'ortools'", "pip install 'keras-remat[solvers]'"]),
+    ],
+)
+def test_messages_say_the_numbers_and_what_to_do(name, parts):
+    for part in parts:
+        assert part in str(EXAMPLES[name])
+
+
+def test_advice_replaces_the_default():
+    message = str(errors.InfeasibleBudgetError(5, 7, None, advice="Use batch 4."))
+    assert message.endswith("Use batch 4.")
+    assert "every schedule needs 7 B" in message
+
+
+def test_numbers_that_round_alike_are_told_exactly():
+    limit = 8 * 2**30
+    messages = [
+        errors.PeakExceededError(limit + 1, limit),
+        errors.InfeasibleBudgetError(limit, limit + 1),
+        errors.ScheduleNotFoundError(limit, 7, limit + 1),
+    ]
+    for error in messages:
+        assert str(limit) in str(error)
+        assert str(limit + 1) in str(error)
+
+
+def test_builtin_bases():
+    assert isinstance(EXAMPLES["InvalidScheduleError"], ValueError)
+    assert isinstance(EXAMPLES["InvalidProblemError"], ValueError)
+    assert isinstance(EXAMPLES["MissingPackageError"], ImportError)
+    assert "pip install cylp" in str(errors.MissingPackageError("cylp", "CBC"))

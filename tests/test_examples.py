@@ -1,0 +1,129 @@
+"""The examples run as a reader would run them; the benchmark reads its command line and reports what it was given."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(not (ROOT / "examples").exists(), reason="an installed package has no examples beside it")
+
+
+def run(script, *arguments, timeout_s=900):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
+    command = [sys.executable, str(ROOT / script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.fixture
+def step_memory(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("step_memory")
+
+
+@pytest.mark.slow
+def test_quickstart_keeps_its_limit_and_says_what_it_recomputed():
+    done = run("examples/quickstart.py", "--pixels", "96", "--seconds", "5")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Recomputed:" in done.stdout
+    assert ": kept" in done.stdout
+
+
+@pytest.mark.slow
+def test_custom_train_step_trains_within_its_limit():
+    done = run("examples/custom_train_step.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "same losses" in done.stdout
+
+
+@pytest.mark.slow
+def test_planning_without_training_writes_a_plan(tmp_path):
+    done = run("examples/plan_without_training.py", str(tmp_path / "plan.json"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "plan.json").stat().st_size > 0
+
+
+def test_benchmark_help_names_every_model(step_memory):
+    done = run("benchmarks/step_memory.py", "--help", timeout_s=60)
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in step_memory.MODELS)
+
+
+def test_benchmark_defaults(step_memory):
+    arguments = step_memory.parser().parse_args([])
+    assert arguments.models == step_memory.MODELS
+    assert arguments.budgets == ("0.7", "0.5", "smallest")
+    assert arguments.steps == 20
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--models", "AlexNet"], ["--budgets", "half"], ["--budgets", "0"], ["--budgets", "1.5"], ["--steps", "0"]]
+)
+def test_benchmark_refuses(step_memory, arguments, capsys):
+    with pytest.raises(SystemExit) as refusal:
+        step_memory.parser().parse_args(arguments)
+    assert refusal.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def row(**changes):
+    return {
+        "budget": "0.5", "raised": False, "limit_bytes": 1000, "predicted_bytes": 900, "measured_bytes": 890, "fit_peak_bytes": 900,
+        "overhead": 0.02, "time_ratio": 1.05, "equal_weights": True, "loss_difference": 1e-6, "to_swap_s": 9.0, "recomputed": 3,
+    } | changes  # fmt: skip
+
+
+def result(*rows, **changes):
+    return {
+        "model": "unet", "is_cnn": True, "rows": list(rows), "plain_peak_bytes": 2000, "resident_bytes": 100, "floor_bytes": 300,
+        "store_all_time_ratio": 1.0, "planner_rss_bytes": 5 * 2**20,
+    } | changes  # fmt: skip
+
+
+def test_benchmark_accepts_what_holds(step_memory):
+    assert step_memory.failed_bounds([result(row())]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"measured_bytes": 1001, "predicted_bytes": 1000}, "over the limit"),
+        ({"predicted_bytes": 990}, "more than 5%"),
+        ({"equal_weights": False}, "weights differ"),
+        ({"loss_difference": 1e-3}, "loss differs"),
+        ({"time_ratio": 1.3}, "CNNs at 0.5: 1.300"),
+        ({"error": "ScheduleNotFoundError: none"}, "ScheduleNotFoundError"),
+    ],
+)
+def test_benchmark_names_the_bound_that_fails(step_memory, changes, said):
+    assert any(said in failure for failure in step_memory.failed_bounds([result(row(**changes))]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"store_all_time_ratio": 1.2}, "store-all: 1.200"),
+        ({"planner_rss_bytes": 3 * 2**30}, "planner took"),
+        ({"model": "ResNet50", "rows": [row(to_swap_s=31.0)]}, "more than 30"),
+    ],
+)
+def test_benchmark_names_the_bound_a_model_fails(step_memory, changes, said):
+    assert any(said in failure for failure in step_memory.failed_bounds([result(row()) | changes]))
+
+
+def test_a_failed_model_is_a_row_and_hides_no_other(step_memory):
+    results = [{"model": "vae", "error": "exit status -9: killed | by the kernel"}, result(row())]
+    lines = step_memory.table(results).splitlines()
+    assert "killed" in lines[2]
+    assert "unet" in lines[3]
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    assert any("vae" in failure for failure in step_memory.failed_bounds(results))
+
+
+def test_a_crashing_child_comes_back_as_an_error(step_memory):
+    outcome = step_memory.run_case("no such model", {}, 300.0)
+    assert outcome["model"] == "no such model"
+    assert "KeyError" in outcome["error"]

@@ -1,0 +1,115 @@
+"""The public names: resolved on first use, never hidden by a submodule, no framework loaded."""
+
+import ast
+import importlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import keras_remat
+
+PACKAGE = Path(keras_remat.__file__)
+EXPECTED = {
+    "RematAutotune", "make_plan", "Plan", "load_plan", "find_max_batch_size", "BatchSearch", "AutotuneReport", "solve", "SOLVERS",
+    "load_problem", "save_problem", "simulate", "validate", "Graph", "Op", "Value", "Profile", "Problem", "Schedule", "Solution", "Usage",
+    "RematError", "InvalidScheduleError", "InvalidProblemError", "InfeasibleBudgetError", "ScheduleNotFoundError",
+    "PlanMismatchError", "PeakExceededError", "UnsupportedModelError", "MissingPackageError", "__version__",
+}  # fmt: skip
+
+
+WRITTEN = all(importlib.util.find_spec(f"keras_remat.{module}") for module in ("autotune", "callback", "plan", "report"))
+
+
+def run(code):
+    """Runs ``code`` in a fresh interpreter and returns what it prints."""
+    path = str(PACKAGE.parent.parent)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path, "PATH": ""})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_all_is_the_fixed_list():
+    assert set(keras_remat.__all__) == EXPECTED
+    assert len(keras_remat.__all__) == len(EXPECTED)
+    assert set(dir(keras_remat)) >= EXPECTED
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED - {"__version__"}))
+def test_every_name_resolves_to_its_module(name):
+    module_name = f"keras_remat.{keras_remat._MODULE_OF[name]}"
+    if not WRITTEN and importlib.util.find_spec(module_name) is None:
+        pytest.skip(f"{module_name} is not written yet")
+    resolved = getattr(keras_remat, name)
+    assert resolved is getattr(importlib.import_module(module_name), name)
+    assert getattr(resolved, "__module__", module_name) == module_name
+    assert getattr(keras_remat, name) is resolved
+
+
+def test_type_checkers_see_the_same_names_from_the_same_modules():
+    seen = {}
+    for node in ast.walk(ast.parse(PACKAGE.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keras_remat."):
+            seen |= {alias.name: node.module.removeprefix("keras_remat.") for alias in node.names}
+    assert seen == keras_remat._MODULE_OF
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = keras_remat.nothing
+    with pytest.raises(ImportError):
+        exec("from keras_remat import nothing")
+
+
+def test_import_loads_no_framework_and_no_numpy():
+    heavy = ["tensorflow", "jax", "keras", "torch", "scipy", "numpy", "ortools", "tqdm", "matplotlib"]
+    assert run(f"import sys, keras_remat; print([m for m in {heavy} if m in sys.modules])") == "[]"
+
+
+def test_import_loads_none_of_its_modules():
+    assert run("import sys, keras_remat; print([m for m in sys.modules if m.startswith('keras_remat.')])") == "[]"
+
+
+def test_the_core_loads_no_framework():
+    code = "import sys, keras_remat as k; k.solve, k.SOLVERS, k.simulate, k.validate, k.load_problem, k.RematError; " \
+           "print([m for m in ['tensorflow', 'jax', 'keras', 'torch', 'scipy'] if m in sys.modules])"  # fmt: skip
+    assert run(code) == "[]"
+
+
+USE = """
+from keras_remat.graph import chain_example
+problem = keras_remat.Problem(chain_example(), keras_remat.Profile((1.0,) * 5, (0,) * 5, 0), 7)
+schedule = keras_remat.Schedule((0, 1, 2, 3, 0, 4))
+assert keras_remat.validate(problem, schedule) is None
+print(keras_remat.simulate(problem, schedule).peak_bytes)
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "pass", "import keras_remat.simulate, keras_remat.validate", "from keras_remat.simulate import simulate",
+        "from keras_remat.validate import validate", "from keras_remat.simulate import live_bytes", "import keras_remat.solvers",
+        "keras_remat.simulate", "keras_remat.validate; from keras_remat.validate import check_rules",
+        "keras_remat.simulate; import keras_remat.simulate", "from keras_remat import simulate; from keras_remat import validate",
+        "import importlib; assert importlib.import_module('keras_remat.simulate').live_bytes",
+        *(["from keras_remat import *"] if WRITTEN else []), "import keras_remat.simulate; from keras_remat.simulate import last_reads",
+        "import importlib; importlib.reload(keras_remat)", "import keras_remat.simulate, importlib; importlib.reload(keras_remat)",
+    ],
+)  # fmt: skip
+def test_functions_are_never_hidden_by_their_modules(first):
+    assert run(f"import keras_remat\n{first}\n{USE}") == "7"
+
+
+def test_import_as_gives_the_function():
+    assert run("import keras_remat.simulate as s; print(type(s).__name__)") == "function"
+
+
+def test_version_is_a_release_number():
+    assert [part.isdigit() for part in keras_remat.__version__.split(".")] == [True] * 3
+
+
+def test_the_package_is_marked_as_typed():
+    assert (PACKAGE.parent / "py.typed").exists()
