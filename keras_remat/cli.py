@@ -1,8 +1,8 @@
 """The command line ``keras-remat``: ``solve``, ``plan``, ``max-batch`` and ``show``.
 
-Every subcommand is a pair of small functions: one declares its arguments, the other, which imports what it needs, does the work, so that
-``keras-remat solve`` loads no framework. Results go to stdout, progress and errors to stderr. Exit status: 0 done, 2 wrong use or unreadable file,
-3 proved infeasible, 4 none found within the time.
+Every subcommand is a pair of small functions: one declares its arguments, the other, which imports what it needs, does the
+work, so that ``keras-remat solve`` loads no framework. Results go to stdout, progress and errors to stderr. Exit status: 0 done,
+2 wrong use or unreadable file, 3 proved infeasible, 4 none found within the time.
 """
 
 from __future__ import annotations
