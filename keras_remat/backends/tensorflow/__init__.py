@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import keras
 import tensorflow as tf
 
 from keras_remat.backends import examples
@@ -102,7 +103,11 @@ class TensorFlowBackend:
 
     @contextmanager
     def preserved_state(self, model: Any) -> Iterator[None]:
-        optimizers = [o for o in [getattr(model, "optimizer", None)] if o is not None]
+        held = [
+            *tf.nest.flatten([v for v in vars(model).values() if isinstance(v, (list, tuple, dict))]),
+            *vars(model).values(),
+        ]
+        optimizers = [o for o in held if isinstance(o, keras.optimizers.Optimizer)]
         variables = [*model.variables, *(v for o in optimizers for v in o.variables)]
         distinct = list({id(v): v for v in variables}.values())
         saved = [v.numpy() for v in distinct]
@@ -114,6 +119,13 @@ class TensorFlowBackend:
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         return InstalledTrainFunction(model, runner)
+
+
+def _optimizers(model: Any) -> Iterator[Any]:
+    """The optimizers a model holds as attributes, or in lists or dictionaries among them (a GAN has two)."""
+    for held in vars(model).values():
+        items = held if isinstance(held, (list, tuple)) else held.values() if isinstance(held, dict) else (held,)
+        yield from (item for item in items if isinstance(item, keras.optimizers.Optimizer))
 
 
 def backend() -> TensorFlowBackend:

@@ -33,6 +33,9 @@ REUSES_INPUT = frozenset(
      "BiasAdd", "Softmax", "LogSoftmax", "ClipByValue", "LogicalNot", "LogicalAnd", "LogicalOr"}
 )  # fmt: skip
 
+#: Types whose inputs Grappler puts in order by name.
+COMMUTATIVE = frozenset({"Add", "AddV2", "AddN", "Mul", "Maximum", "Minimum", "SquaredDifference", "LogicalAnd", "LogicalOr"})
+
 #: Elementwise types that cost about one pass over their data; for estimated profiles.
 CONVOLUTIONS = frozenset(
     {"Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter", "DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropInput",

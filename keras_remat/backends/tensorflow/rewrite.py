@@ -7,25 +7,28 @@
   cycle. An ``Identity`` between them keeps them apart.
 * ``AddN`` of three and more terms becomes a chain of ``AddV2``. Its kernel starts with whichever input's buffer it may take over
   (``AddNOp::Compute``), so the order of a floating-point sum, and its last bit, would hang on the schedule; and it holds all terms at once.
+  The terms are added as they are traced, because Grappler has sorted them by name.
 * Nodes nothing depends on are dropped (variable reads that only order things, dead gradients).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from graphlib import TopologicalSorter
 from typing import Any
 
 import tensorflow as tf
 
 
-def rewrite_for_memory(nodes: Mapping[str, Any], roots: Sequence[str]) -> dict[str, Any]:
+def rewrite_for_memory(nodes: Mapping[str, Any], roots: Sequence[str], order: Mapping[str, int]) -> dict[str, Any]:
     """Returns the nodes of an equivalent graph.
 
     Args:
         nodes: name → ``NodeDef`` in topological order.
         roots: names of the nodes whose values or effects are wanted.
+        order: node name → its place in the traced order; nodes that Grappler made are missing.
     """
-    result = _split_add_n(_split_identity_n(nodes))
+    result = _split_add_n(_split_identity_n(nodes), order)
     return _reachable(_keep_apart(result), roots)
 
 
@@ -89,13 +92,24 @@ def _split_identity_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _split_add_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
+def _traced_places(nodes: Mapping[str, Any], order: Mapping[str, int]) -> dict[str, int]:
+    """The traced place of every node; one that was made later stands where its last input does."""
+    inputs = {name: [i.lstrip("^").partition(":")[0] for i in node.input] for name, node in nodes.items()}
+    places: dict[str, int] = {}
+    for name in TopologicalSorter(inputs).static_order():
+        places[name] = order[name] if name in order else max((places[i] for i in inputs[name]), default=0)
+    return places
+
+
+def _split_add_n(nodes: Mapping[str, Any], order: Mapping[str, int]) -> dict[str, Any]:
+    places = _traced_places(nodes, order)
     result: dict[str, Any] = {}
     for name, node in nodes.items():
         terms = [i for i in node.input if not i.startswith("^")]
         if node.op != "AddN" or len(terms) < 3 or node.attr["T"].type == tf.variant.as_datatype_enum:
             result[name] = node
             continue
+        terms.sort(key=lambda term: places[term.partition(":")[0]])
         controls = [i for i in node.input if i.startswith("^")]
         total = terms[0]
         for at, term in enumerate(terms[1:], start=1):

@@ -22,6 +22,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from graphlib import TopologicalSorter
 from typing import Any
 
 import tensorflow as tf
@@ -129,7 +130,7 @@ def trace(model: Any, batch: Any) -> TensorFlowStep:
     graph_def = private.optimize_graph(graph.as_graph_def(), fetches)
     nodes = {node.name: node for node in graph_def.node}
     outputs = tuple(tensor_key(tensor.name) for tensor in graph.outputs)
-    nodes = rewrite_for_memory(nodes, roots=[*(split_input(t)[0] for t in outputs), *effects])
+    nodes = rewrite_for_memory(nodes, roots=[*(split_input(t)[0] for t in outputs), *effects], order=order)
     unsupported = sorted({node.op for node in nodes.values()} & kinds.UNSUPPORTED)
     if unsupported:
         raise UnsupportedModelError(f"The train step contains ops that cannot be scheduled: {', '.join(unsupported)}.")
@@ -274,7 +275,42 @@ class _Translation:
                     if target in readers_of_read and holder == name:
                         after[name] |= readers_of_read[target] - {name}
                     after[name] |= set(self._ops_behind_control(target)) - {name}
+            for read in self._reads_before_write.get(name, ()):
+                after[name] |= (readers_of_read.get(read, set()) if read in self.folded else {read}) - {name}
         return data, after
+
+    @cached_property
+    def _reads_before_write(self) -> dict[str, list[str]]:
+        """For every node that may change a variable, the reads of that variable it follows, by whatever path.
+
+        Grappler drops a control edge from a read to a write where a longer path leads there; a copy of the read would not be on it.
+        """
+        inputs = {name: [split_input(i)[0] for i in node.input] for name, node in self.nodes.items()}
+        resources = {name: [h for i in inputs[name] if (h := self._resource(i))] for name in self.nodes}
+        bit: dict[str, int] = {}
+        reads: dict[str, list[str]] = {}
+        result: dict[str, list[str]] = {}
+        passed: dict[str, int] = {}  # bit set of the reads among a node's ancestors
+        for name in TopologicalSorter(inputs).static_order():
+            before = 0
+            for source in inputs[name]:
+                before |= passed[source]
+            for handle in resources[name]:
+                if self.nodes[name].op not in kinds.VARIABLE_READS:
+                    result.setdefault(name, []).extend(r for r in reads.get(handle, ()) if before & bit[r])
+                else:
+                    bit[name] = 1 << len(bit)
+                    before |= bit[name]
+                    reads.setdefault(handle, []).append(name)
+            passed[name] = before
+        return result
+
+    def _resource(self, name: str) -> str | None:
+        """The captured variable a node hands on, or ``None``."""
+        while self.nodes[name].op == "Identity":
+            name = split_input(self.nodes[name].input[0])[0]
+        external = self.captures.get(name)
+        return name if external is not None and external.dtype == tf.resource else None
 
     def _topological(self, data: Mapping[str, set[str]], after: Mapping[str, set[str]]) -> tuple[list[str], set[str]]:
         """Op names in topological order, earliest traced first, and those left over in a cycle."""
@@ -286,16 +322,21 @@ class _Translation:
             for earlier in before:
                 successors[earlier].append(name)
         rank = self._ranks(data)
-        ready = [(rank[name], name) for name, count in missing.items() if count == 0]
+
+        def key(name: str) -> tuple[int, str, list[int], str]:
+            """Names decide last: they differ between two builds of one model."""
+            return rank[name], self.nodes[name].op, sorted(rank[i] for i in data[name]), name
+
+        ready = [key(name) for name, count in missing.items() if count == 0]
         heapq.heapify(ready)
         result: list[str] = []
         while ready:
-            _, name = heapq.heappop(ready)
+            name = heapq.heappop(ready)[-1]
             result.append(name)
             for later in successors[name]:
                 missing[later] -= 1
                 if missing[later] == 0:
-                    heapq.heappush(ready, (rank[later], later))
+                    heapq.heappush(ready, key(later))
         return result, set(data) - set(result)
 
     def _ranks(self, data: Mapping[str, set[str]]) -> dict[str, int]:
@@ -364,6 +405,8 @@ class _Translation:
         for name in order:
             node = self.nodes[name]
             owners = [self.owner(tensor_key(i)) for i in node.input if not i.startswith("^")]
+            if node.op in kinds.COMMUTATIVE:  # Grappler sorts these by name; the fingerprint must not see names
+                owners.sort(key=lambda owner: (ids.get(split_input(owner)[0], -1), self.order.get(split_input(owner)[0], -1)))
             reads = tuple(dict.fromkeys(value(o, ids.get(split_input(o)[0])) for o in owners))
             count = sum(1 for t in _outputs_of(name, self.shapes))
             writes = tuple(value(f"{name}:{i}", ids[name]) for i in range(count))
