@@ -54,7 +54,7 @@ class Probe(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.peaks.append(_peak_bytes())
-        self.resident_bytes = self._backend.bytes_in_use()
+        self.resident_bytes = max(self.resident_bytes, self._backend.bytes_in_use())
         plan = self._remat.plan if self._remat is not None else None
         if plan is not None and plan.profile_source == "measured" and not self.swapped_after_s:
             self.swapped_after_s = time.perf_counter() - self.started_s
@@ -120,12 +120,11 @@ def take_turns(
             variant.state = state.take()
 
 
-def smallest_budget(problem: keras_remat.Problem, backend: Backend, time_limit_s: float) -> tuple[int, int]:
-    """The least allocator peak and simulated peak that greedy schedules reach, by bisection between floor and store-all."""
+def smallest_budget(problem: keras_remat.Problem, backend: Backend, time_limit_s: float) -> int:
+    """The least allocator peak that greedy schedules reach, by bisection of the simulated peak between floor and store-all."""
     store_all = keras_remat.Schedule.store_all(problem.graph)
-    high = keras_remat.simulate(problem, store_all).peak_bytes
-    best = (backend.predicted_peak_bytes(problem, store_all), high)
-    low = problem.floor_bytes
+    low, high = problem.floor_bytes, keras_remat.simulate(problem, store_all).peak_bytes
+    best = backend.predicted_peak_bytes(problem, store_all)
     for _ in range(_PROBES):
         probe = (low + high) // 2
         try:
@@ -133,9 +132,8 @@ def smallest_budget(problem: keras_remat.Problem, backend: Backend, time_limit_s
         except keras_remat.ScheduleNotFoundError:
             low = probe
             continue
-        peak = backend.predicted_peak_bytes(problem, found.schedule)
         high = keras_remat.simulate(problem, found.schedule).peak_bytes
-        best = min(best, (peak, high))
+        best = min(best, backend.predicted_peak_bytes(problem, found.schedule))
     return best
 
 
@@ -211,18 +209,18 @@ class Measurement:
         lower_s = time.perf_counter() - started
         with backend.preserved_state(model):
             store_all(batch)
-            resident = backend.bytes_in_use()
             recorder = backend.recorder()
             if not recorder.start():
                 raise RuntimeError("another profiler session is running")
             for _ in range(3):
                 store_all(batch)
-            profile = recorder.stop(store_all, resident)
+            # what is resident in ``fit``, where the input pipeline holds data and batches too
+            profile = recorder.stop(store_all, self.result["resident_bytes"])
         if profile is None:
             raise RuntimeError("the profiler saw too few ops")
         problem = keras_remat.Problem(traced.graph, profile, name=self.case.name)
         before = _memory_high_water(reset=True)
-        smallest, _ = smallest_budget(problem, backend, options["probe_time_limit_s"])
+        smallest = smallest_budget(problem, backend, options["probe_time_limit_s"])
         growth = max(growth, _memory_high_water() - before)
         self.result |= {
             "ops": len(traced.graph.ops), "values": len(traced.graph.values), "floor_bytes": problem.floor_bytes,
