@@ -85,7 +85,8 @@ def test_a_failing_guarded_step_goes_on_from_the_same_state():
     plain, expected = fit([])
     callback = Swap(tuple(a[:32] for a in data(plain)), broken=out_of_memory)
     model, history = fit([callback])
-    assert len(callback.failures) == 1 and callback.function.steps == 0
+    assert len(callback.failures) == 1
+    assert callback.function.steps == 0
     np.testing.assert_array_equal(history.history["loss"], expected.history["loss"])
     for a, b in zip(model.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
