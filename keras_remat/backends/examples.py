@@ -102,7 +102,9 @@ def _from_model(model: Any, size: int, rng: np.random.Generator) -> tuple[Any, A
     if isinstance(losses, dict) and not isinstance(outputs, dict):
         flat = keras.tree.flatten(outputs)
         losses = [losses.get(name) for name in model.output_names] if len(flat) == len(model.output_names) else [None]
-    targets = [_target(t, name, size, rng) for t, name in zip(keras.tree.flatten(outputs), keras.tree.flatten(losses), strict=True)]
+    targets = [
+        _target(t, name, size, rng) for t, name in zip(keras.tree.flatten(outputs), keras.tree.flatten(losses), strict=True)
+    ]
     return x, keras.tree.pack_sequence_as(outputs, targets)
 
 
