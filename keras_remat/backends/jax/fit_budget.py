@@ -87,7 +87,8 @@ def compile_within(
         first_ratio: measured over predicted activation bytes to start from.
 
     Raises:
-        InfeasibleBudgetError: the budget is below the floor.
+        InfeasibleBudgetError: the budget is below the floor of the graph as :mod:`~keras_remat.backends.jax.fusion` cuts it; a proof as
+            far as that model of the compiler is right.
         PeakExceededError: no try came under the budget; carries the smallest measured peak.
         ScheduleNotFoundError: the solver found nothing before anything was compiled.
     """

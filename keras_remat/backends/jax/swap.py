@@ -32,6 +32,8 @@ class RematTrainFunction:
         original: the train function to fall back to and to restore.
         guarded_steps: calls of the compiled step that are guarded.
         on_failure: called with the error when a guarded step failed; the original step has taken over for good then.
+        is_current: asked before every call; when it says ``False``, the ``fit`` this was made for has ended without notice (an
+            exception, Ctrl-C), the original train function comes back and takes the call.
     """
 
     def __init__(
@@ -43,7 +45,10 @@ class RematTrainFunction:
         *,
         guarded_steps: int = 1,
         on_failure: Callable[[Exception], None] | None = None,
+        is_current: Callable[[], bool] = lambda: True,
     ):
+        self._model = model
+        self._is_current = is_current
         self.traced = traced
         self.compiled = compiled
         self.original = original
@@ -55,12 +60,30 @@ class RematTrainFunction:
         self._function = private.make_function(model, self._step)
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
-        return self._function(state, iterator)
+        if not self._is_current():
+            self.restore()
+            return self.original(state, iterator)
+        try:
+            return self._function(state, iterator)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.restore()
+            raise
+
+    def run_plain(self, state: Any, batch: Any) -> Any:
+        """Runs Keras's own step on one batch."""
+        return self.original(state, iter([batch]))
+
+    def restore(self) -> None:
+        """Puts the original train function back, unless somebody else has replaced this one meanwhile."""
+        if self._model.train_function is self:
+            self._model.train_function = self.original
 
     def _step(self, state: Any, batch: Any) -> Any:
         specs = as_specs(batch)
         if self.failure is not None or (jax.tree.structure(specs), jax.tree.leaves(specs)) != self._specs:
-            return self.original(state, iter([batch]))
+            return self.run_plain(state, batch)
         batch = jax.tree.map(jnp.asarray, batch)
         if self.steps >= self._guarded_steps:
             self.steps += 1
@@ -72,7 +95,7 @@ class RematTrainFunction:
             self.failure = error
             if self._on_failure is not None:
                 self._on_failure(error)
-            return self.original(jax.tree.map(jnp.asarray, kept), iter([batch]))
+            return self.run_plain(jax.tree.map(jnp.asarray, kept), batch)
         self.steps += 1
         return result
 
@@ -89,7 +112,7 @@ def swap(model: Any, traced: JaxTracedStep, compiled: Any, **options: Any) -> Re
         model: the traced model.
         traced: its traced step.
         compiled: from :func:`~keras_remat.backends.jax.fit_budget.compile_within` or :func:`~keras_remat.backends.jax.lower.lower`.
-        options: ``guarded_steps`` and ``on_failure`` of :class:`RematTrainFunction`.
+        options: ``guarded_steps``, ``on_failure`` and ``is_current`` of :class:`RematTrainFunction`.
     """
     restore(model)
     model.make_train_function()

@@ -83,6 +83,8 @@ def check_supported(model: Any) -> None:
         )
     if not getattr(model, "compiled", False):
         raise UnsupportedModelError("The model is not compiled: call model.compile(...) first.")
+    if model.optimizer is None:
+        raise UnsupportedModelError("The model has no optimizer: there is no train step to plan for.")
     if model.run_eagerly or not model.jit_compile:
         raise UnsupportedModelError(
             "The model runs without compilation (run_eagerly=True or jit_compile=False); there is no compiled step to plan for."

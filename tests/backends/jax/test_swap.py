@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_remat.backends.jax.lower import lower
+from keras_remat.backends.jax.private import state_values
 from keras_remat.backends.jax.swap import RematTrainFunction, restore, swap
 from keras_remat.backends.jax.trace import trace
 
@@ -85,15 +86,28 @@ def test_a_failing_guarded_step_goes_on_from_the_same_state():
     plain, expected = fit([])
     callback = Swap(tuple(a[:32] for a in data(plain)), broken=out_of_memory)
     model, history = fit([callback])
-    assert len(callback.failures) == 1 and callback.function.steps == 0
+    assert len(callback.failures) == 1
+    assert callback.function.steps == 0
     np.testing.assert_array_equal(history.history["loss"], expected.history["loss"])
     for a, b in zip(model.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_other_errors_are_not_swallowed():
+def test_other_errors_pass_through_and_restore():
     def broken(state, batch):
         raise ZeroDivisionError
 
+    callback = Swap(tuple(a[:32] for a in data(models.small())), broken=broken)
     with pytest.raises(ZeroDivisionError):
-        fit([Swap(tuple(a[:32] for a in data(models.small())), broken=broken)])
+        fit([callback])
+    assert callback._model.train_function is callback.function.original
+
+
+def test_the_original_takes_over_when_its_fit_is_gone():
+    model = models.small()
+    batch = models.batch(model)
+    traced = trace(model, batch)
+    function = swap(model, traced, None, is_current=lambda: False)
+    logs, _ = model.train_function(state_values(model), iter([batch]))
+    assert np.isfinite(float(logs["loss"]))
+    assert model.train_function is function.original
