@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from keras_remat.errors import InfeasibleBudgetError, InvalidProblemError, MissingPackageError, ScheduleNotFoundError
+from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 
 if TYPE_CHECKING:
     from keras_remat.problem import Problem
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, INFEASIBLE)
     except ScheduleNotFoundError as error:
         return _fail(error, NOT_FOUND)
-    except (InvalidProblemError, MissingPackageError, OSError, ValueError, TypeError) as error:
+    except (RematError, OSError, ValueError, TypeError) as error:
         return _fail(error, WRONG_USE)
 
 
@@ -50,7 +50,8 @@ def _fail(error: Exception, status: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="keras-remat", description="Rematerialization plans for Keras models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_solve(commands)
+    for add in (_add_solve, _add_plan, _add_max_batch, _add_show):
+        add(commands)
     return parser
 
 
@@ -86,6 +87,117 @@ def _run_solve(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _model_arguments(command: Any) -> None:
+    command.add_argument("model", metavar="MODEL.keras", help="a compiled model saved by model.save")
+    command.add_argument(
+        "--batch-size", type=int, default=32, metavar="N", help="samples of the batch that is traced (default: 32)"
+    )
+    command.add_argument(
+        "--memory-limit", required=True, metavar="LIMIT", help='"8GiB", a number of bytes, or "80%%" of the device'
+    )
+    command.add_argument(
+        "--profile", choices=("measured", "estimated"), default="measured", help="measured runs a few steps (default)"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
+
+
+def _loaded_model(path: str) -> Any:
+    import keras
+
+    return keras.saving.load_model(path)
+
+
+def _limit(text: str) -> int | str:
+    return int(text) if text.strip().lstrip("+-").isdigit() else text
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="plan a saved model's train step for a memory limit")
+    _model_arguments(plan)
+    plan.add_argument("--solver", default="auto", help="name of the solver (default: auto)")
+    plan.add_argument("--time-limit", type=float, default=30.0, metavar="SECONDS", help="seconds to search (default: 30)")
+    plan.add_argument("--output", metavar="PLAN.json", help="where to write the plan")
+    plan.set_defaults(run=_run_plan)
+
+
+def _run_plan(options: argparse.Namespace) -> int:
+    from keras_remat.plan import make_plan
+    from keras_remat.units import check_memory_limit
+
+    limit = _limit(options.memory_limit)
+    check_memory_limit(limit)
+    plan = make_plan(
+        _loaded_model(options.model), options.batch_size, limit,
+        solver=options.solver, solver_time_limit_s=options.time_limit, profile=options.profile, seed=options.seed,
+    )  # fmt: skip
+    if options.output is not None:
+        plan.save(options.output)
+    print(plan)
+    return DONE
+
+
+def _add_max_batch(commands: Any) -> None:
+    search = commands.add_parser("max-batch", help="find the largest batch a saved model can train with under a memory limit")
+    _model_arguments(search)
+    search.add_argument(
+        "--max-overhead", type=float, metavar="RATIO", help="bound on the slowdown per sample (default: one extra forward pass)"
+    )
+    search.set_defaults(run=_run_max_batch)
+
+
+def _run_max_batch(options: argparse.Namespace) -> int:
+    from keras_remat.autotune import find_max_batch_size
+    from keras_remat.units import check_memory_limit
+
+    limit = _limit(options.memory_limit)
+    check_memory_limit(limit)
+    search = find_max_batch_size(
+        _loaded_model(options.model), options.batch_size, limit,
+        max_overhead="forward" if options.max_overhead is None else options.max_overhead, profile=options.profile, seed=options.seed,
+    )  # fmt: skip
+    print(search)
+    return DONE
+
+
+def _add_show(commands: Any) -> None:
+    show = commands.add_parser("show", help="print what a plan or a problem file holds")
+    show.add_argument("file", metavar="PLAN.json|PROBLEM.json")
+    show.add_argument("--html", metavar="FILE", help="write a page with the memory curve (problem files)")
+    show.set_defaults(run=_run_show)
+
+
+def _run_show(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from keras_remat import serialize, show
+    from keras_remat.plan import FORMAT, load_plan
+    from keras_remat.schedule import Schedule
+
+    document = serialize.read_json(options.file, (serialize.FORMAT, FORMAT), 1)
+    schedules = {}
+    if document["format"] == FORMAT:
+        plan = load_plan(options.file)
+        problem = plan.problem
+        schedules["plan"] = plan.solution.schedule
+        print(show.plan_text(
+            plan.solution, budget_bytes=plan.budget_bytes, store_all=plan.store_all, predicted=plan.predicted,
+            measured=plan.measured, problem=problem,
+        ))  # fmt: skip
+        if problem is not None:
+            problem = problem.with_budget(plan.budget_bytes)
+    else:
+        problem = serialize.load_problem(options.file)
+        print(show.problem_text(problem))
+    if options.html is not None:
+        if problem is None:
+            raise ValueError("the plan was saved without its problem, so there is no graph to draw")
+        schedules = {"store-all": Schedule.store_all(problem.graph), **schedules}
+        Path(options.html).write_text(
+            show.schedule_html(problem, schedules, title=problem.name or options.file), encoding="utf-8"
+        )
+    return DONE
+
+
 def _budget_bytes(given: str | None, in_file: int | None, store_all_peak_bytes: int) -> int:
     from keras_remat.units import parse_bytes
 
@@ -93,8 +205,7 @@ def _budget_bytes(given: str | None, in_file: int | None, store_all_peak_bytes: 
         if in_file is None:
             raise ValueError("the problem file has no budget_bytes: give --budget, such as 8GiB or 50%")
         return in_file
-    limit = int(given) if given.strip().lstrip("+-").isdigit() else given
-    return parse_bytes(limit, total_bytes=store_all_peak_bytes, what="--budget")
+    return parse_bytes(_limit(given), total_bytes=store_all_peak_bytes, what="--budget")
 
 
 def solution_to_dict(solution: Solution) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from keras_remat.backends.base import Backend, TracedStep, load_backend
 from keras_remat.errors import InfeasibleBudgetError, InvalidProblemError, PlanMismatchError, ScheduleNotFoundError
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution, Usage
-from keras_remat.serialize import read_json, write_json
+from keras_remat.serialize import problem_from_dict, problem_to_dict, read_json, write_json
 from keras_remat.simulate import simulate
 from keras_remat.solvers import check_floor, solve
 from keras_remat.units import format_bytes, format_seconds, parse_bytes
@@ -40,6 +40,7 @@ class Plan:
         profile_source: ``"measured"`` or ``"estimated"``: where the op times came from.
         device: e.g. ``"CPU:0"``.
         name: for people.
+        problem: the graph with the costs the plan was made from, so that a saved plan can be shown; ``None`` when left out.
     """
 
     fingerprint: str
@@ -51,6 +52,7 @@ class Plan:
     profile_source: Literal["measured", "estimated"] = "measured"
     device: str = ""
     name: str = ""
+    problem: Problem | None = field(default=None, repr=False)
 
     @property
     def overhead(self) -> float:
@@ -102,6 +104,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             "solver": solution.solver, "status": solution.status, "solve_time_s": solution.solve_time_s,
             "lower_bound_s": solution.lower_bound_s, "usage": _usage_to_dict(solution.usage), "order": list(solution.schedule.order),
         },
+        "problem": None if plan.problem is None else problem_to_dict(plan.problem),
     }  # fmt: skip
 
 
@@ -122,7 +125,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
     try:
         raw = document["solution"]
-        lower_bound = raw["lower_bound_s"]
+        lower_bound, problem = raw["lower_bound_s"], document.get("problem")
         solution = Solution(
             Schedule(tuple(raw["order"])), raw["solver"], raw["status"], float(raw["solve_time_s"]),
             None if lower_bound is None else float(lower_bound), usage(raw["usage"]),
@@ -130,6 +133,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         return Plan(
             document["fingerprint"], int(document["budget_bytes"]), solution, required(document["store_all"]),
             required(document["predicted"]), usage(document["measured"]), document["profile_source"], document["device"], document["name"],
+            None if problem is None else problem_from_dict(problem, source=os.fspath(path)),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidProblemError(f"malformed plan: {error!r}", source=os.fspath(path)) from error
@@ -185,7 +189,7 @@ def plan_problem(
             predicted = Usage(solution.usage.time_s, peak)
             return Plan(
                 problem.graph.fingerprint, budget_bytes, solution, baseline, predicted,
-                profile_source=problem.profile.source, device=problem.profile.device, name=problem.name,
+                profile_source=problem.profile.source, device=problem.profile.device, name=problem.name, problem=problem,
             )  # fmt: skip
         over = peak if over is None else min(over, peak)
         found = target

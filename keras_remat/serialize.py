@@ -40,8 +40,8 @@ def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
         temporary.unlink(missing_ok=True)
 
 
-def read_json(path: str | os.PathLike[str], expected_format: str, version: int) -> dict[str, Any]:
-    """Reads a JSON object of the given format and version.
+def read_json(path: str | os.PathLike[str], expected_format: str | tuple[str, ...], version: int) -> dict[str, Any]:
+    """Reads a JSON object of the given format, or of one of several, and version.
 
     Raises:
         InvalidProblemError: no JSON, no object, another format or a newer version.
@@ -54,9 +54,10 @@ def read_json(path: str | os.PathLike[str], expected_format: str, version: int) 
         raise InvalidProblemError(f"not a JSON file: {error}", source=source) from error
     if not isinstance(document, dict):
         raise InvalidProblemError(f"expected a JSON object, got {type(document).__name__}", source=source)
-    if document.get("format") != expected_format:
+    formats = (expected_format,) if isinstance(expected_format, str) else expected_format
+    if document.get("format") not in formats:
         raise InvalidProblemError(
-            f"expected {expected_format!r}, got {document.get('format')!r}",
+            f"expected {' or '.join(map(repr, formats))}, got {document.get('format')!r}",
             source=source,
             field="format",
             value=document.get("format"),

@@ -21,7 +21,8 @@ Result = TypeVar("Result")
 #: Runs one training step on a batch and returns what ``train_step`` returns.
 RunStep = Callable[[Any], Any]
 
-BACKENDS = ("tensorflow", "jax")
+#: Frameworks whose steps can be swapped inside ``fit``. (JAX has the verbs, but no train function for the callback yet.)
+BACKENDS = ("tensorflow",)
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,6 @@ def load_backend() -> Backend:
 
     name = keras.backend.backend()
     if name not in BACKENDS:
-        raise UnsupportedModelError(f"Keras runs on {name!r}; rematerialization is there for {' and '.join(BACKENDS)}.")
+        raise UnsupportedModelError(f"Keras runs on {name!r}; inside fit, rematerialization works on {' and '.join(BACKENDS)}.")
     loaded: Backend = importlib.import_module(f"keras_remat.backends.{name}").backend()
     return loaded

@@ -103,12 +103,7 @@ class TensorFlowBackend:
 
     @contextmanager
     def preserved_state(self, model: Any) -> Iterator[None]:
-        held = [
-            *tf.nest.flatten([v for v in vars(model).values() if isinstance(v, (list, tuple, dict))]),
-            *vars(model).values(),
-        ]
-        optimizers = [o for o in held if isinstance(o, keras.optimizers.Optimizer)]
-        variables = [*model.variables, *(v for o in optimizers for v in o.variables)]
+        variables = [*model.variables, *(v for optimizer in _optimizers(model) for v in optimizer.variables)]
         distinct = list({id(v): v for v in variables}.values())
         saved = [v.numpy() for v in distinct]
         try:
