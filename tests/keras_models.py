@@ -208,7 +208,7 @@ def variables_of(model):
 
 
 def state_of(model):
-    return [np.array(v) for v in variables_of(model)]
+    return [np.asarray(v.numpy()) for v in variables_of(model)]
 
 
 def assert_same_bits(first, second):

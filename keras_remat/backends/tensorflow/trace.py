@@ -371,12 +371,15 @@ class _Translation:
             self.folded = self.folded - reads
             self.views.clear()
 
-    def _phases(self, order: list[str], data: Mapping[str, set[str]]) -> dict[str, str]:
-        """Backward: traced by the gradient tape, or between two such ops; update: what else depends on those; forward: the rest."""
+    def _phases(self, order: list[str], data: Mapping[str, set[str]], after: Mapping[str, set[str]]) -> dict[str, str]:
+        """Backward: traced by the gradient tape, or between two such ops; update: what else depends on those; forward: the rest.
+
+        A weight's update may depend on its gradient only through a slot that is assigned and read again, hence ``after``.
+        """
         gradient = {name for name in order if "gradient_tape/" in name}
         below, above = set(gradient), set(gradient)
         for name in order:
-            if data[name] & below:
+            if (data[name] | after[name]) & below:
                 below.add(name)
         for name in reversed(order):
             if name in above:
@@ -388,7 +391,7 @@ class _Translation:
     def step(self, outputs: tuple[str, ...], **rest: Any) -> TensorFlowStep:
         order, after = self._ordered()
         data, _ = self._edges()
-        phases = self._phases(order, data)
+        phases = self._phases(order, data, after)
         ids = {name: at for at, name in enumerate(order)}
         values: list[Value] = []
         value_of: dict[str, int] = {}

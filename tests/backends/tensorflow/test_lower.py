@@ -1,0 +1,165 @@
+"""A lowered schedule computes what the step computes, bit for bit, in any legal order, and takes the memory it says."""
+
+import functools
+import random
+
+import keras
+import keras_models
+import numpy as np
+import pytest
+import tensorflow as tf
+from random_schedules import random_schedule
+from tensorflow.python.eager import context
+
+from keras_remat.backends.tensorflow import backend, kinds
+from keras_remat.backends.tensorflow.lower import lower
+from keras_remat.problem import Problem
+from keras_remat.schedule import Schedule
+from keras_remat.simulate import simulate
+from keras_remat.solvers import solve
+from keras_remat.units import MIB
+from keras_remat.validate import check_rules
+
+BACKEND = backend()
+STEPS = 3
+
+
+class Bench:
+    """A model that can be put back to its first state and trained under any schedule."""
+
+    def __init__(self, make):
+        self.model, batch = make()
+        self.data = BACKEND.example_batch(self.model, batch)
+        self.traced = BACKEND.trace(self.model, self.data)
+        self.problem = Problem(self.traced.graph, BACKEND.estimated_profile(self.traced))
+        self.variables = keras_models.variables_of(self.model)
+        self.first_state = keras_models.state_of(self.model)
+        self.store_all = Schedule.store_all(self.traced.graph)
+
+    def train(self, schedule, steps=STEPS, budget_bytes="peak"):
+        """State and logs after ``steps`` steps from the first state."""
+        check_rules(self.problem, schedule)
+        if budget_bytes == "peak":
+            budget_bytes = simulate(self.problem, schedule).peak_bytes
+        run = lower(self.traced, self.problem, schedule, budget_bytes)
+        return self.train_with(run, steps)
+
+    def train_with(self, run, steps=STEPS):
+        for variable, value in zip(self.variables, self.first_state, strict=True):
+            variable.assign(value)
+        logs = [{k: float(v) for k, v in run(self.data).items()} for _ in range(steps)]
+        return keras_models.state_of(self.model), logs
+
+    @functools.cached_property
+    def reference(self):
+        return self.train(self.store_all)
+
+
+@functools.cache
+def bench(name):
+    return Bench(keras_models.MODELS[name])
+
+
+@pytest.mark.parametrize("name", keras_models.MODELS)
+@pytest.mark.parametrize("seed", range(3))
+def test_any_legal_order_gives_the_same_bits(name, seed):
+    """The order of ops is random, and so is what is computed again: dropout masks, reads of variables, losses, sums."""
+    b = bench(name)
+    schedule = random_schedule(random.Random(seed), b.traced.graph, recompute=0.003)
+    assert schedule.recomputed
+    state, logs = b.train(schedule)
+    keras_models.assert_same_bits(state, b.reference[0])
+    assert logs == b.reference[1]
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "gan"])
+def test_data_dependencies_alone_are_enough_for_the_same_bits(name):
+    """Without a budget nothing waits for memory; only S4 keeps reads and writes of variables apart."""
+    b = bench(name)
+    schedule = random_schedule(random.Random(11), b.traced.graph, recompute=0.003)
+    for _ in range(3):
+        keras_models.assert_same_bits(b.train(schedule, budget_bytes=None)[0], b.reference[0])
+
+
+@pytest.mark.parametrize("name", keras_models.MODELS)
+def test_store_all_agrees_with_the_plain_step(name):
+    b = bench(name)
+    plain = tf.function(b.model.train_step, autograph=False)
+    _, logs = b.train_with(lambda data: plain(data))
+    for ours, theirs in zip(b.reference[1], logs, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_every_variable_is_accessed_in_one_order():
+    """In the written graph a path joins every write of a variable with every other access; else the executor may run both at once."""
+    b = bench("gan")
+    for seed in range(3):
+        schedule = random_schedule(random.Random(seed), b.traced.graph, recompute=0.003)
+        graph = lower(b.traced, b.problem, schedule, None)._function.graph
+        ancestors, accesses = {}, {}
+        for op in graph.get_operations():
+            direct = [*(t.op for t in op.inputs), *op.control_inputs]
+            ancestors[op] = set(direct).union(*(ancestors[d] for d in direct))
+            for tensor in op.inputs:
+                if tensor.dtype == tf.resource:
+                    accesses.setdefault(tensor.name, []).append(op)
+        writes = 0
+        for ops in accesses.values():
+            for write in (op for op in ops if op.type not in kinds.VARIABLE_READS):
+                writes += 1
+                assert all(o in ancestors[write] or write in ancestors[o] for o in ops if o is not write), write.name
+        assert writes > 10
+
+
+def test_no_option_leaks():
+    b = bench("mlp")
+    before = tf.config.optimizer.get_experimental_options(), context.context().function_call_options
+    b.train(b.store_all, 1)
+    assert (tf.config.optimizer.get_experimental_options(), context.context().function_call_options) == before
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        lower(b.traced, b.problem, b.store_all)((tf.ones((3, 3)), tf.ones((3, 1))))
+    assert context.context().function_call_options is before[1]
+
+
+def test_logs_keep_their_structure():
+    b = bench("two_by_two")
+    expected = {"loss", "p_loss", "q_loss", "p_mae"}
+    assert set(b.reference[1][0]) == expected
+
+
+@pytest.fixture(scope="module")
+def wide():
+    return Bench(keras_models.wide_mlp)
+
+
+def measured_peak(b, schedule):
+    run = lower(b.traced, b.problem, schedule, simulate(b.problem, schedule).peak_bytes)
+    b.train_with(run, 1)
+    return max(BACKEND.measure(lambda: run(b.data))[1].peak_bytes for _ in range(3))
+
+
+def test_recomputing_lowers_the_measured_peak_by_what_is_predicted(wide):
+    wide.train(wide.store_all, 1)
+    wide.problem = Problem(wide.traced.graph, BACKEND.estimated_profile(wide.traced, BACKEND.bytes_in_use()))
+    peak = simulate(wide.problem, wide.store_all).peak_bytes
+    resident = wide.problem.profile.resident_bytes
+    budget = resident + (peak - resident) // 2
+    schedule = solve(wide.problem.with_budget(budget), solver="greedy").schedule
+    assert schedule.recomputed
+    saved = measured_peak(wide, wide.store_all) - measured_peak(wide, schedule)
+    predicted = BACKEND.predicted_peak_bytes(wide.problem, wide.store_all) - BACKEND.predicted_peak_bytes(
+        wide.problem, schedule
+    )
+    assert predicted > 20 * MIB
+    assert saved == pytest.approx(predicted, rel=0.25)
+    assert measured_peak(wide, schedule) <= 1.1 * budget
+    keras_models.assert_same_bits(wide.train(schedule)[0], wide.train(wide.store_all)[0])
+
+
+def test_lowered_step_survives_saving_the_model(tmp_path):
+    b = Bench(lambda: keras_models.mlp(batch=4, width=8))
+    b.train(b.store_all, 1)
+    b.model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded.get_weights()[0], b.model.get_weights()[0])
