@@ -26,6 +26,7 @@ import numpy as np
 
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
+from keras_remat.plan import plan_problem
 
 #: Steps each variant runs before the next one takes its turn; the first of them is not timed.
 _TURN_STEPS = 5
@@ -121,19 +122,18 @@ def take_turns(
 
 
 def smallest_budget(problem: keras_remat.Problem, backend: Backend, time_limit_s: float) -> int:
-    """The least allocator peak that greedy schedules reach, by bisection of the simulated peak between floor and store-all."""
-    store_all = keras_remat.Schedule.store_all(problem.graph)
-    low, high = problem.floor_bytes, keras_remat.simulate(problem, store_all).peak_bytes
-    best = backend.predicted_peak_bytes(problem, store_all)
+    """The least allocator peak of a greedy plan, by bisection of the budget between floor and store-all."""
+    low = problem.floor_bytes
+    best = backend.predicted_peak_bytes(problem, keras_remat.Schedule.store_all(problem.graph))
     for _ in range(_PROBES):
-        probe = (low + high) // 2
+        probe = (low + best) // 2
         try:
-            found = keras_remat.solve(problem.with_budget(probe), solver="greedy", time_limit_s=time_limit_s)
-        except keras_remat.ScheduleNotFoundError:
+            plan = plan_problem(problem, probe, backend, solver="greedy", time_limit_s=time_limit_s)
+        except keras_remat.ScheduleNotFoundError as error:
             low = probe
-            continue
-        high = keras_remat.simulate(problem, found.schedule).peak_bytes
-        best = min(best, backend.predicted_peak_bytes(problem, found.schedule))
+            best = min(best, error.best_peak_bytes or best)
+        else:
+            best = min(best, plan.predicted.peak_bytes)
     return best
 
 
