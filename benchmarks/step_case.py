@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,8 +30,8 @@ from keras_remat.plan import plan_problem
 
 #: Steps each variant runs before the next one takes its turn; the first of them is not timed.
 _TURN_STEPS = 5
-#: Probes of the search for the smallest limit; the last interval is the range divided by two to this power.
-_PROBES = 6
+#: Probes of the search for the smallest limit; the last interval is at most the range divided by two to this power.
+_PROBES = 4
 
 
 class Probe(keras.callbacks.Callback):
@@ -218,9 +218,13 @@ class Measurement:
             profile = recorder.stop(store_all, self.result["resident_bytes"])
         if profile is None:
             raise RuntimeError("the profiler saw too few ops")
+        estimated = backend.estimated_profile(traced, self.result["resident_bytes"])
         problem = keras_remat.Problem(traced.graph, profile, name=self.case.name)
         before = _memory_high_water(reset=True)
-        smallest = smallest_budget(problem, backend, options["probe_time_limit_s"])
+        # RematAutotune plans first from estimated, then from measured op times: both have to succeed
+        smallest = max(
+            smallest_budget(replace(problem, profile=p), backend, options["probe_time_limit_s"]) for p in (estimated, profile)
+        )
         growth = max(growth, _memory_high_water() - before)
         self.result |= {
             "ops": len(traced.graph.ops), "values": len(traced.graph.values), "floor_bytes": problem.floor_bytes,
