@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,11 +26,12 @@ import numpy as np
 
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
+from keras_remat.plan import plan_problem
 
 #: Steps each variant runs before the next one takes its turn; the first of them is not timed.
 _TURN_STEPS = 5
-#: Probes of the search for the smallest limit; the last interval is the range divided by two to this power.
-_PROBES = 6
+#: Probes of the search for the smallest limit; the last interval is at most the range divided by two to this power.
+_PROBES = 4
 
 
 class Probe(keras.callbacks.Callback):
@@ -121,19 +122,18 @@ def take_turns(
 
 
 def smallest_budget(problem: keras_remat.Problem, backend: Backend, time_limit_s: float) -> int:
-    """The least allocator peak that greedy schedules reach, by bisection of the simulated peak between floor and store-all."""
-    store_all = keras_remat.Schedule.store_all(problem.graph)
-    low, high = problem.floor_bytes, keras_remat.simulate(problem, store_all).peak_bytes
-    best = backend.predicted_peak_bytes(problem, store_all)
+    """The least allocator peak of a greedy plan, by bisection of the budget between floor and store-all."""
+    low = problem.floor_bytes
+    best = backend.predicted_peak_bytes(problem, keras_remat.Schedule.store_all(problem.graph))
     for _ in range(_PROBES):
-        probe = (low + high) // 2
+        probe = (low + best) // 2
         try:
-            found = keras_remat.solve(problem.with_budget(probe), solver="greedy", time_limit_s=time_limit_s)
-        except keras_remat.ScheduleNotFoundError:
+            plan = plan_problem(problem, probe, backend, solver="greedy", time_limit_s=time_limit_s)
+        except keras_remat.ScheduleNotFoundError as error:
             low = probe
-            continue
-        high = keras_remat.simulate(problem, found.schedule).peak_bytes
-        best = min(best, backend.predicted_peak_bytes(problem, found.schedule))
+            best = min(best, error.best_peak_bytes or best)
+        else:
+            best = min(best, plan.predicted.peak_bytes)
     return best
 
 
@@ -218,9 +218,13 @@ class Measurement:
             profile = recorder.stop(store_all, self.result["resident_bytes"])
         if profile is None:
             raise RuntimeError("the profiler saw too few ops")
+        estimated = backend.estimated_profile(traced, self.result["resident_bytes"])
         problem = keras_remat.Problem(traced.graph, profile, name=self.case.name)
         before = _memory_high_water(reset=True)
-        smallest = smallest_budget(problem, backend, options["probe_time_limit_s"])
+        # RematAutotune plans first from estimated, then from measured op times: both have to succeed
+        smallest = max(
+            smallest_budget(replace(problem, profile=p), backend, options["probe_time_limit_s"]) for p in (estimated, profile)
+        )
         growth = max(growth, _memory_high_water() - before)
         self.result |= {
             "ops": len(traced.graph.ops), "values": len(traced.graph.values), "floor_bytes": problem.floor_bytes,

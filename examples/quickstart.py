@@ -1,4 +1,4 @@
-"""MobileNetV2 trains with half the memory its plain training step takes; about a minute on two CPU cores, no downloads.
+"""A U-Net trains with half the memory its plain training step takes; under a minute on two CPU cores, no downloads.
 
     pip install -e '.[tensorflow-cpu]' && python examples/quickstart.py
 
@@ -17,25 +17,44 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import numpy as np
+from keras import layers
 
 import keras_remat
 
-CLASSES, MIB = 10, 2**20
+MIB = 2**20
 
 
-def build(pixels: int) -> keras.Model:
-    """A compiled MobileNetV2, the same weights every time."""
+def block(x, filters: int, name: str):
+    """Twice convolution, batch normalization, ReLU."""
+    for at in "ab":
+        x = layers.Conv2D(filters, 3, padding="same", use_bias=False, name=f"{name}_conv_{at}")(x)
+        x = layers.ReLU(name=f"{name}_relu_{at}")(layers.BatchNormalization(name=f"{name}_norm_{at}")(x))
+    return x
+
+
+def build(pixels: int, filters: int = 16, depth: int = 4) -> keras.Model:
+    """A compiled U-Net for segmentation (Ronneberger et al. 2015), the same weights every time."""
     keras.utils.set_random_seed(0)
-    model = keras.applications.MobileNetV2(weights=None, input_shape=(pixels, pixels, 3), classes=CLASSES)
-    model.compile("adam", "sparse_categorical_crossentropy", jit_compile=False)
+    inputs = x = keras.Input((pixels, pixels, 3))
+    skips = []
+    for level in range(depth):
+        skips.append(block(x, filters * 2**level, f"down_{level}"))
+        x = layers.MaxPooling2D()(skips[-1])
+    x = block(x, filters * 2**depth, "bottom")
+    for level in reversed(range(depth)):
+        x = layers.Conv2DTranspose(filters * 2**level, 2, strides=2, name=f"up_{level}")(x)
+        x = block(layers.Concatenate()([x, skips[level]]), filters * 2**level, f"up_{level}")
+    model = keras.Model(inputs, layers.Conv2D(1, 1, activation="sigmoid", name="mask")(x), name="unet")
+    model.compile("adam", "binary_crossentropy", jit_compile=False)
     return model
 
 
 def layer_of(op_name: str) -> str:
-    """The Keras layer in an op's name: ``gradient_tape/mobilenetv2_1.00_128_1/Conv1_1/…`` → ``Conv1``."""
+    """The Keras layer in an op's name: ``gradient_tape/unet_1/down_0_norm_a_1/…`` → ``down_0_norm_a``."""
     scopes = [part for part in op_name.split("/")[:-1] if part != "gradient_tape"]
-    layer = scopes[1] if len(scopes) > 1 else scopes[0] if scopes else op_name
-    return layer.rsplit("_", 1)[0] if layer.rsplit("_", 1)[-1].isdigit() else layer
+    layer = scopes[1] if len(scopes) > 1 else op_name.split("/")[0]
+    name, _, number = layer.rpartition("_")
+    return name if number.isdigit() else layer
 
 
 def print_recomputed(problem: keras_remat.Problem, plan: keras_remat.Plan, top: int = 8) -> None:
@@ -55,13 +74,13 @@ def main(argv: list[str] | None = None) -> int:
     """Returns 0 when the measured peak kept the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pixels", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0, help="for the solver (default 10)")
     arguments = parser.parse_args(argv)
     pixels, batch_size = arguments.pixels, arguments.batch_size
     generator = np.random.default_rng(0)
     x = generator.random((4 * batch_size, pixels, pixels, 3), dtype=np.float32)
-    y = generator.integers(0, CLASSES, (len(x), 1))
+    y = generator.integers(0, 2, (len(x), pixels, pixels, 1)).astype(np.float32)
 
     watching = keras_remat.RematAutotune(batch_size="keep")
     build(pixels).fit(x, y, batch_size=batch_size, epochs=2, verbose=0, shuffle=False, callbacks=[watching])

@@ -23,7 +23,7 @@ from keras_remat.validate import check_rules
 
 FORMAT, VERSION = "keras_remat.plan", 1
 #: How often a plan is made again because the allocator needs more than the simulated peak.
-_MAX_CORRECTIONS = 6
+_MAX_CORRECTIONS = 10
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def plan_problem(
         budget_bytes: what the device may have in use.
         backend: whose allocator decides.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
-        time_limit_s: seconds for all solves together; a late one gets a sixth of it at least.
+        time_limit_s: seconds for all solves together; a late one gets a tenth of it at least.
         correction_bytes: taken off the budget from the start, e.g. because a measured peak was above the predicted one.
 
     Raises:

@@ -223,10 +223,18 @@ class StepTuner:
             f"(limit {format_bytes(self.limit_bytes)} less {self._options.margin:.0%} margin): it will not be run.",
         )
         with self._progress("first plan, from estimated op times"):
-            plan = self._solve(
-                candidate, problem, solver="greedy", time_limit_s=min(_QUICK_SOLVE_S, self._options.solver_time_limit_s)
-            )
+            plan = self._first_plan(candidate, problem)
         return self._with_plan(candidate, plan, "warm-up")
+
+    def _first_plan(self, candidate: _Candidate, problem: Problem) -> Plan:
+        """A quick plan to train under while profiling; where the quick solver finds none, the chosen one gets its full time."""
+        limit_s = self._options.solver_time_limit_s
+        try:
+            return self._solve(candidate, problem, solver="greedy", time_limit_s=min(_QUICK_SOLVE_S, limit_s))
+        except ScheduleNotFoundError:
+            if self._options.solver == "greedy":
+                raise
+            return self._solve(candidate, problem, solver=self._options.solver, time_limit_s=limit_s)
 
     def _fits_in_proportion(self, size: int) -> bool:
         """Whether a batch smaller than the main one fits plainly, its bytes above the resident ones taken as proportional."""
