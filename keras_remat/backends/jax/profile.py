@@ -29,8 +29,8 @@ FLOPS_PER_EXPENSIVE_ELEMENT = 8
 FLOPS_PER_RANDOM_ELEMENT = 100
 """Orders of magnitude of two cores and of one data-centre GPU; only their ratios matter once the sum is measured."""
 
-RANDOM_LOOP_BUFFERS = 4
-"""Buffers of the result's size in a random loop of XLA:CPU."""
+CPU_BUFFERS = {"random_bits": 4, "threefry2x32": 2, "erfc": 3}
+"""Primitives XLA:CPU expands into loops or pieces that need buffers of the result's size, and how many (read in buffer assignments)."""
 
 
 def profile(traced: JaxTracedStep, steps: int = 0, *, state: Any = None, batch: Any = None, compiled: Any = None) -> Profile:
@@ -118,14 +118,14 @@ def _body_flops(jaxpr: Any) -> float:
 
 
 def _workspace_bytes(traced: JaxTracedStep, op_id: int, platform: str) -> int:
-    """Memory alive only inside one op: the body of a loop or branch with everything in it alive at once, and on a CPU the buffers of
-    a random loop."""
+    """Memory alive only inside one op: the body of a loop or branch with everything in it alive at once, and on a CPU the buffers
+    of an expanded primitive."""
     most = 0
     for at in traced.handles[op_id]:
         equation = traced.program.equations[at]
         most = max(most, *(_body_bytes(body) for body in private.inner_jaxprs(equation.source.params)), 0)
-        if equation.kind in RANDOM and platform == "cpu":
-            most = max(most, RANDOM_LOOP_BUFFERS * nbytes(traced.program.avals[equation.outputs[0]]))
+        if platform == "cpu":
+            most = max(most, CPU_BUFFERS.get(equation.kind, 0) * nbytes(traced.program.avals[equation.outputs[0]]))
     return most
 
 

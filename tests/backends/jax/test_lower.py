@@ -47,12 +47,12 @@ def test_numbers_are_those_of_the_plain_step(name):
 
 
 def test_memory_is_saved_and_needs_the_guards(monkeypatch):
-    model = models.mixer(blocks=6, dropout=0)
+    model = models.mixer(blocks=4, dropout=0)
     traced = trace(model, models.batch(model, 64))
     blocks = {op.id for op in traced.graph.ops if op.phase == "forward" and op.name.split("/")[0].startswith("jvp(add")}
     schedule = models.forget(traced.graph, keep=blocks)
     plain = memory(lower_plain(traced)).temp_bytes
-    assert memory(lower(traced, schedule)).temp_bytes <= 0.5 * plain
+    assert memory(lower(traced, schedule)).temp_bytes <= 0.65 * plain
     monkeypatch.setattr("keras_remat.backends.jax.lower.guard", lambda x, condition: x)
     assert memory(lower(traced, schedule)).temp_bytes > 0.9 * plain
 
