@@ -104,8 +104,9 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             float(margin),
             seed,
             plan,
+            cache_dir,
         )
-        self._learning_rate_scaling, self._cache_dir, self._report_path = learning_rate_scaling, cache_dir, report_path
+        self._learning_rate_scaling, self._report_path = learning_rate_scaling, report_path
         self._verbose = verbose
         self._tuner: StepTuner | None = None
         self._trainer: BatchTrainer | None = None

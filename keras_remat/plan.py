@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from keras_remat.backends.base import Backend, TracedStep, load_backend
-from keras_remat.errors import InfeasibleBudgetError, InvalidProblemError, PlanMismatchError, ScheduleNotFoundError
+from keras_remat.errors import InfeasibleBudgetError, InvalidProblemError, PlanMismatchError, RematError, ScheduleNotFoundError
+from keras_remat.graph import Graph
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution, Usage
 from keras_remat.serialize import problem_from_dict, problem_to_dict, read_json, write_json
@@ -137,6 +139,28 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidProblemError(f"malformed plan: {error!r}", source=os.fspath(path)) from error
+
+
+def cache_path(cache_dir: str | os.PathLike[str], graph: Graph, budget_bytes: int) -> Path:
+    """Where a cache keeps the plan of a graph under a budget."""
+    return Path(cache_dir) / f"{graph.fingerprint[:32]}_{budget_bytes}.plan.json"
+
+
+def cached_plan(cache_dir: str | os.PathLike[str], problem: Problem, budget_bytes: int) -> Plan | None:
+    """The measured plan a cache holds for this graph and budget, or ``None``.
+
+    Raises:
+        InvalidProblemError: the cached file is no plan for this graph.
+    """
+    path = cache_path(cache_dir, problem.graph, budget_bytes)
+    if not path.exists():
+        return None
+    plan = load_plan(path)
+    try:
+        plan.check(problem)
+    except RematError as error:
+        raise InvalidProblemError(str(error), source=os.fspath(path)) from error
+    return plan
 
 
 def plan_problem(

@@ -13,6 +13,7 @@ A state machine over the batches of one ``fit``, without Keras's life cycle (tha
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +23,9 @@ from typing import Any
 
 from keras_remat.backends.base import Backend, Installed, ProfileRecorder, RunStep, TracedStep
 from keras_remat.backends.examples import batch_size_of
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
-from keras_remat.plan import Plan, describe_limit_error, plan_problem, usable_bytes
+from keras_remat.errors import InfeasibleBudgetError, InvalidProblemError, ScheduleNotFoundError
+from keras_remat.graph import Graph
+from keras_remat.plan import Plan, cache_path, cached_plan, describe_limit_error, plan_problem, usable_bytes
 from keras_remat.problem import Problem
 from keras_remat.report import AutotuneReport, Event
 from keras_remat.schedule import Schedule, Usage
@@ -50,6 +52,7 @@ class TunerOptions:
     margin: float = 0.05
     seed: int = 0
     plan: Plan | None = None
+    cache_dir: str | os.PathLike[str] | None = None
 
 
 @dataclass
@@ -222,9 +225,30 @@ class StepTuner:
             f"The plain step of {size} samples is predicted to need {format_bytes(peak)}, over {format_bytes(self.usable_bytes)} "
             f"(limit {format_bytes(self.limit_bytes)} less {self._options.margin:.0%} margin): it will not be run.",
         )
+        cached = self._cached(problem)
+        if cached is not None:
+            self.event("cache", f"A plan for this graph and limit was cached. {cached}")
+            return self._with_plan(candidate, cached, "verify")
         with self._progress("first plan, from estimated op times"):
             plan = self._first_plan(candidate, problem)
         return self._with_plan(candidate, plan, "warm-up")
+
+    def _cached(self, problem: Problem) -> Plan | None:
+        if self._options.cache_dir is None:
+            return None
+        try:
+            return cached_plan(self._options.cache_dir, problem, self.usable_bytes)
+        except InvalidProblemError as error:
+            self.event("cache", f"A cached plan cannot be used and is made again: {error}")
+            return None
+
+    def _cache(self, plan: Plan, graph: Graph) -> None:
+        """Keeps a measured plan that held its limit."""
+        if self._options.cache_dir is None or plan.measured is None or plan.measured.peak_bytes > self.limit_bytes:
+            return
+        path = cache_path(self._options.cache_dir, graph, self.usable_bytes)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plan.save(path)
 
     def _first_plan(self, candidate: _Candidate, problem: Problem) -> Plan:
         """A quick plan to train under while profiling; where the quick solver finds none, the chosen one gets its full time."""
@@ -371,6 +395,8 @@ class StepTuner:
             return
         usage = Usage(median(u.time_s for u in candidate.measured[1:] or candidate.measured), peak)
         candidate.plan = replace(candidate.plan, measured=usage)
+        assert candidate.problem is not None
+        self._cache(candidate.plan, candidate.problem.graph)
         if candidate is self._main:
             self.plan = candidate.plan
             self._predicted_baseline(candidate, usage)
