@@ -388,14 +388,14 @@ class _MergedRows:
                     self.terms[index] = max(units, self.terms.get(index, 0))
                 self.constant, self.total, self.least = max(constant, self.constant), total, min(own, self.least)
                 return
-            self.flush()
+        self.flush()
         self.terms, self.constant, self.total, self.least = dict(terms), constant, own, own
 
     def flush(self) -> None:
         used = [(index, units) for index, units in self.terms.items() if units]
-        if used:
+        if used or self.constant > self.capacity:  # without variables, a program without solutions
             self.program.rows.append(([i for i, _ in used], [u for _, u in used], self.capacity - self.constant))
-        self.terms = {}
+        self.terms, self.constant = {}, 0
 
 
 def build(problem: Problem, base: Sequence[int], slots: dict[int, set[int]], hint: Sequence[int] | None) -> Model:

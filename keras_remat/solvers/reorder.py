@@ -40,12 +40,13 @@ class _Hoist:
         graph = problem.graph
         self.ops, self.base = graph.ops, base
         self.nbytes = [value.nbytes for value in graph.values]
+        self.readers = graph.readers
         self.producer = [value.producer for value in graph.values]
         included = set(base)
         self.unread = [0] * len(graph.values)  # reads that are still to come; the end of the step reads the outputs
         for value_id in graph.outputs:
             self.unread[value_id] += 1
-        self.waiting = [0] * len(self.ops)  # ops that must run before
+        self.waiting = [1] * len(self.ops)  # ops that must run before; what is not in base waits for ever
         self.followers: list[list[int]] = [[] for _ in self.ops]
         for op_id in base:
             op = self.ops[op_id]
@@ -59,15 +60,20 @@ class _Hoist:
         self.order: list[int] = []
 
     def run(self) -> list[int]:
-        for op_id in self.base:
+        for at, op_id in enumerate(self.base):
             if self.done[op_id]:
                 continue
+            following = self.base[at + 1] if at + 1 < len(self.base) else -1
             fresh = self._commit(op_id)
             while fresh:
-                candidate = fresh.pop(0)
-                if self.done[candidate] or self.waiting[candidate]:
-                    continue
-                cluster = self._shrinking_cluster(candidate)
+                fresh = [candidate for candidate in dict.fromkeys(fresh) if not self.done[candidate]]
+                for longest in (1, CLUSTER_OPS):  # what shrinks memory by itself goes before longer runs
+                    clusters = (self._shrinking_cluster(c, longest) for c in fresh if longest == 1 or c != following)
+                    cluster = next(filter(None, clusters), None)
+                    if cluster is not None:
+                        break
+                if cluster is None:
+                    break
                 for member in cluster:
                     fresh += self._commit(member)
         return self.order
@@ -80,6 +86,8 @@ class _Hoist:
         touched: list[int] = []
         for value_id in dict.fromkeys(op.inputs):
             self.unread[value_id] -= 1
+            if self.unread[value_id] == 1:  # whoever reads it last now frees it
+                touched += [reader for reader in self.readers[value_id] if not self.done[reader] and not self.waiting[reader]]
         for follower in self.followers[op_id]:
             self.waiting[follower] -= 1
             if not self.waiting[follower]:
@@ -97,14 +105,14 @@ class _Hoist:
                 delta -= self.nbytes[value_id]
         return delta
 
-    def _shrinking_cluster(self, first: int) -> list[int]:
+    def _shrinking_cluster(self, first: int, longest: int) -> list[int]:
         """The shortest run of ready ops from ``first`` downwards after which less (or, without outputs, no more) is alive."""
         unread: dict[int, int] = {}
         waiting: dict[int, int] = {}
         run: list[int] = []
         total = 0
         ready = [first]
-        while ready and len(run) < CLUSTER_OPS:
+        while ready and len(run) < longest:
             op_id = ready.pop(0)
             total += self._delta(op_id, unread)
             run.append(op_id)

@@ -1,0 +1,131 @@
+"""The default solver: valid, no worse than greedy, honest bounds, anytime, and fine without OR-Tools."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from random_problems import chain_problem, mixed_problem, random_problem, training_problem, with_budget_fraction
+
+from keras_remat.errors import RematError, ScheduleNotFoundError
+from keras_remat.problem import Problem
+from keras_remat.schedule import Schedule, Solution
+from keras_remat.simulate import simulate
+from keras_remat.solvers import auto, bound, cp_sat, greedy, solve
+from keras_remat.validate import validate
+
+
+def cheapest_of_any_order(problem: Problem, max_runs: int) -> float | None:
+    """Brute force over every legal order of at most ``max_runs`` runs, within the budget."""
+    ops, needed = problem.graph.ops, problem.graph.needed
+    best: float | None = None
+
+    def extend(order: tuple[int, ...], seconds: float) -> None:
+        nonlocal best
+        if best is not None and seconds >= best:
+            return
+        if needed <= set(order):
+            try:
+                validate(problem, Schedule(order))
+            except (RematError, ValueError):
+                pass
+            else:
+                best = seconds
+                return
+        if len(order) < max_runs:
+            ran = set(order)
+            for op in ops:
+                ready = all(p is None or p in ran for p in (problem.graph.values[v].producer for v in op.inputs))
+                if op.id in needed and ready and (op.recomputable or op.id not in ran) and order[-1:] != (op.id,):
+                    extend((*order, op.id), seconds + problem.profile.op_time_s[op.id])
+
+    extend((), 0.0)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bound_never_exceeds_the_optimum_over_all_orders(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = with_budget_fraction(random_problem(rng, 4), 0.75)
+    best = cheapest_of_any_order(problem, 7)
+    lower = bound.lower_bound_s(problem, deadline_s=float("inf"))
+    assert lower >= problem.store_all_time_s
+    if best is not None:
+        assert lower <= best * (1 + 1e-9)
+
+
+def test_bound_sees_what_a_cut_enforces() -> None:
+    """At the loss of a chain of 6 under 7 bytes, some of the 6 activations are gone and must be computed again."""
+    problem = chain_problem(6).with_budget(5)
+    assert bound.lower_bound_s(problem, deadline_s=float("inf")) > problem.store_all_time_s + 0.5
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_valid_and_no_worse_than_greedy(seed: int) -> None:
+    problem = mixed_problem(seed)
+    try:
+        first = simulate(problem, greedy.solve(problem).schedule).time_s
+    except ScheduleNotFoundError:
+        first = float("inf")
+    try:
+        solution = solve(problem, time_limit_s=4)
+    except ScheduleNotFoundError:
+        assert first == float("inf")
+        return
+    assert solution.usage is not None
+    assert solution.lower_bound_s is not None
+    assert solution.lower_bound_s <= solution.usage.time_s * (1 + 1e-9)
+    assert solution.usage.time_s <= first
+
+
+def test_without_a_budget_store_all_is_optimal() -> None:
+    solution = solve(chain_problem(5))
+    assert solution.status == "optimal"
+    assert solution.schedule == Schedule.store_all(chain_problem(5).graph)
+
+
+def test_goes_on_without_ortools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cp_sat, "available", lambda: False)
+    problem = chain_problem(12).with_budget(9)
+    assert solve(problem, time_limit_s=2).usage is not None
+
+
+def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(auto.bound, "lower_bound_s", interrupted)
+    problem = chain_problem(12).with_budget(9)
+    solution = solve(problem, time_limit_s=5)
+    assert solution.solver == "auto:greedy"
+    monkeypatch.setattr(auto.greedy, "candidates", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        solve(problem, time_limit_s=5)
+
+
+def test_progress_gets_better_solutions() -> None:
+    seen: list[Solution] = []
+    problem = chain_problem(14).with_budget(10)
+    final = solve(problem, time_limit_s=3, progress=seen.append)
+    times = [s.usage.time_s for s in seen if s.usage is not None]
+    assert times == sorted(times, reverse=True)
+    assert final.usage is not None
+    assert times[-1] == final.usage.time_s
+
+
+def test_large_graphs_are_coarsened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "LARGE_OPS", 10)
+    problem = training_problem(random.Random(1), 20)
+    problem = with_budget_fraction(problem, 0.8)
+    assert solve(problem, time_limit_s=4).usage is not None
+
+
+@pytest.mark.slow
+def test_five_thousand_random_problems_stay_within_their_budgets() -> None:
+    """``solve`` validates; here it must never have to refuse."""
+    for seed in range(5000):
+        problem = mixed_problem(seed)
+        try:
+            solve(problem, time_limit_s=0.3)
+        except ScheduleNotFoundError:
+            continue

@@ -1,0 +1,69 @@
+"""The greedy solver: legal and within the budget on everything, and what its lookahead is for."""
+
+from __future__ import annotations
+
+import pytest
+from random_problems import chain_problem, mixed_problem
+
+from keras_remat.errors import ScheduleNotFoundError
+from keras_remat.graph import Graph, Op, Value, chain_example
+from keras_remat.problem import Problem
+from keras_remat.profile import Profile
+from keras_remat.schedule import Schedule
+from keras_remat.simulate import simulate
+from keras_remat.solvers import greedy
+from keras_remat.solvers.reorder import memory_aware_order
+from keras_remat.validate import check_rules, validate
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_every_candidate_is_valid(seed: int) -> None:
+    problem = mixed_problem(seed)
+    for schedule in greedy.candidates(problem, deadline_s=float("inf")):
+        validate(problem, schedule)
+
+
+def test_running_example_recomputes_a() -> None:
+    problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)
+    assert greedy.solve(problem).schedule.order == (0, 1, 2, 3, 0, 4)
+
+
+def test_stuck_is_not_found() -> None:
+    problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=6)
+    with pytest.raises(ScheduleNotFoundError) as caught:
+        greedy.solve(problem)
+    assert caught.value.budget_bytes == 6
+
+
+def test_candidates_get_faster() -> None:
+    problem = chain_problem(40)
+    problem = problem.with_budget(20)
+    times = [simulate(problem, s).time_s for s in greedy.candidates(problem, deadline_s=float("inf"))]
+    assert times
+    assert times == sorted(times, reverse=True)
+
+
+def updates_at_the_end(layers: int) -> Problem:
+    """Gradients 0..layers-1, each 10 bytes and read by its own update (no output), all updates at the end."""
+    gradients = [Op(i, f"g{i}", "Grad", (i - 1,) if i else (), (i,)) for i in range(layers)]
+    updates = [Op(layers + i, f"u{i}", "Assign", (i,), (), recomputable=False, after=(i,)) for i in range(layers)]
+    values = tuple(Value(i, f"g{i}", 10, producer=i) for i in range(layers))
+    return Problem(Graph((*gradients, *updates), values, ()), Profile((1.0,) * 2 * layers, (0,) * 2 * layers, 0))
+
+
+def test_updates_follow_their_gradients() -> None:
+    problem = updates_at_the_end(8)
+    order = memory_aware_order(problem, sorted(problem.graph.needed))
+    check_rules(problem, Schedule(order))
+    assert simulate(problem, Schedule.store_all(problem.graph)).peak_bytes == 80
+    assert simulate(problem, Schedule(order)).peak_bytes == 20
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_memory_aware_order_is_legal_and_no_worse(seed: int) -> None:
+    problem = mixed_problem(seed, budget=False)
+    base = Schedule.store_all(problem.graph)
+    order = Schedule(memory_aware_order(problem, base.order))
+    check_rules(problem, order)
+    assert sorted(order.order) == list(base.order)
+    assert simulate(problem, order).peak_bytes <= simulate(problem, base).peak_bytes
