@@ -83,6 +83,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     ):
         super().__init__()
         check_memory_limit(memory_limit)
+        if not isinstance(solver, str):
+            raise TypeError(f"solver must be one of the names {', '.join(SOLVERS)}; got {solver!r}")
         if solver not in SOLVERS:
             raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
         _check_number("solver_time_limit_s", solver_time_limit_s, above=0)
@@ -93,6 +95,9 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             raise ValueError(f'learning_rate_scaling must be None, "linear" or "sqrt", got {learning_rate_scaling!r}')
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f'verbose must be "auto", 0, 1 or 2, got {verbose!r}')
+        for name, path in (("plan", plan), ("cache_dir", cache_dir), ("report_path", report_path)):
+            if path is not None and not isinstance(path, (str, os.PathLike, Plan)):
+                raise TypeError(f"{name} must be a path{' or a Plan' if name == 'plan' else ''}, got {path!r}")
         if plan is not None and not isinstance(plan, Plan):
             plan = load_plan(plan)
         self._options = TunerOptions(

@@ -203,7 +203,7 @@ def variables_of(model):
     """Every variable a train step may write: weights, seeds, metrics, and those of all optimizers."""
     optimizers = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
     optimizers += [model.optimizer] if getattr(model, "optimizer", None) is not None else []
-    distinct = {id(v): v for v in [*model.variables, *(v for o in optimizers for v in o.variables)]}
+    distinct = {id(v): v for v in [*model.variables, *model.metrics_variables, *(v for o in optimizers for v in o.variables)]}
     return list(distinct.values())
 
 

@@ -103,7 +103,8 @@ class TensorFlowBackend:
 
     @contextmanager
     def preserved_state(self, model: Any) -> Iterator[None]:
-        variables = [*model.variables, *(v for optimizer in _optimizers(model) for v in optimizer.variables)]
+        of_optimizers = (v for optimizer in _optimizers(model) for v in optimizer.variables)
+        variables = [*model.variables, *model.metrics_variables, *of_optimizers]
         distinct = list({id(v): v for v in variables}.values())
         saved = [v.numpy() for v in distinct]
         try:

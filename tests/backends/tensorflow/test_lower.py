@@ -61,11 +61,11 @@ def bench(name):
 
 
 @pytest.mark.parametrize("name", keras_models.MODELS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_legal_order_gives_the_same_bits(name, seed):
     """The order of ops is random, and so is what is computed again: dropout masks, reads of variables, losses, sums."""
     b = bench(name)
-    schedule = random_schedule(random.Random(seed), b.traced.graph, recompute=0.003)
+    schedule = random_schedule(random.Random(seed), b.traced.graph, recompute=0.002)
     assert schedule.recomputed
     state, logs = b.train(schedule)
     keras_models.assert_same_bits(state, b.reference[0])
