@@ -30,6 +30,8 @@ from keras_remat.plan import plan_problem
 
 #: Steps each variant runs before the next one takes its turn; the first of them is not timed.
 _TURN_STEPS = 5
+#: Seconds the input pipeline gets after a step to fill its buffers again, before what is resident is read.
+_REFILL_S = 0.05
 #: Probes of the search for the smallest limit; the last interval is at most the range divided by two to this power.
 _PROBES = 4
 
@@ -55,6 +57,7 @@ class Probe(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.peaks.append(_peak_bytes())
+        time.sleep(_REFILL_S)
         self.resident_bytes = max(self.resident_bytes, self._backend.bytes_in_use())
         plan = self._remat.plan if self._remat is not None else None
         if plan is not None and plan.profile_source == "measured" and not self.swapped_after_s:

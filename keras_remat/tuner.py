@@ -306,7 +306,8 @@ class StepTuner:
                 )  # fmt: skip
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self._event("kept", f"The plan that is running stays: {error}")
-            candidate.enter("settled")
+            candidate.tightenings = _MAX_TIGHTENINGS  # there is nothing tighter; what the running plan takes is still measured
+            candidate.enter("verify")
             return
         running = simulate(candidate.problem, candidate.plan.solution.schedule)
         fits = self._backend.predicted_peak_bytes(candidate.problem, candidate.plan.solution.schedule) <= self.usable_bytes
@@ -343,6 +344,11 @@ class StepTuner:
             self.plan = candidate.plan
             self._predicted_baseline(candidate, usage)
         verdict = "within" if peak <= self.limit_bytes else "STILL OVER"
+        if peak > self.limit_bytes:
+            logger.warning(
+                "keras_remat: the step takes %s measured, over the limit of %s; no schedule that takes less was found.",
+                format_bytes(peak), format_bytes(self.limit_bytes),
+            )  # fmt: skip
         self._event(
             "measured",
             f"Step of {candidate.batch_size} samples: {format_bytes(peak)} measured ({format_bytes(candidate.plan.predicted.peak_bytes)} "
