@@ -307,20 +307,29 @@ class StepTuner:
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self._event("kept", f"The plan that is running stays: {error}")
             candidate.tightenings = _MAX_TIGHTENINGS  # there is nothing tighter; what the running plan takes is still measured
-            candidate.enter("verify")
+            self._keep_running(candidate)
             return
-        running = simulate(candidate.problem, candidate.plan.solution.schedule)
-        fits = self._backend.predicted_peak_bytes(candidate.problem, candidate.plan.solution.schedule) <= self.usable_bytes
-        if not correction_bytes and fits and plan.predicted.time_s >= running.time_s:
-            predicted = Usage(
-                running.time_s, self._backend.predicted_peak_bytes(candidate.problem, candidate.plan.solution.schedule)
-            )
-            candidate.plan = replace(candidate.plan, predicted=predicted, store_all=plan.store_all, profile_source="measured")
-            self.plan = candidate.plan if candidate is self._main else self.plan
-            candidate.enter("verify")
+        running = self._predict(candidate.problem, candidate.plan.solution.schedule)
+        if not correction_bytes and running.peak_bytes <= self.usable_bytes and plan.predicted.time_s >= running.time_s:
+            self._keep_running(candidate)
             return
         self._with_plan(candidate, plan, "verify")
         self._event("swap", f"Swapped in. {plan}")
+
+    def _predict(self, problem: Problem, schedule: Schedule) -> Usage:
+        return Usage(simulate(problem, schedule).time_s, self._backend.predicted_peak_bytes(problem, schedule))
+
+    def _keep_running(self, candidate: _Candidate) -> None:
+        """The running plan stays; what it predicts follows the newest profile."""
+        problem, plan = candidate.problem, candidate.plan
+        assert problem is not None
+        assert plan is not None
+        predicted = self._predict(problem, plan.solution.schedule)
+        store_all = self._predict(problem, Schedule.store_all(problem.graph))
+        candidate.plan = replace(plan, predicted=predicted, store_all=store_all, profile_source=problem.profile.source)
+        if candidate is self._main:
+            self.plan = candidate.plan
+        candidate.enter("verify")
 
     def _verify(self, candidate: _Candidate) -> None:
         assert candidate.plan is not None
