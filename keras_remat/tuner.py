@@ -324,8 +324,7 @@ class StepTuner:
         problem, plan = candidate.problem, candidate.plan
         assert problem is not None
         assert plan is not None
-        predicted = self._predict(problem, plan.solution.schedule)
-        store_all = self._predict(problem, Schedule.store_all(problem.graph))
+        predicted, store_all = (self._predict(problem, s) for s in (plan.solution.schedule, Schedule.store_all(problem.graph)))
         candidate.plan = replace(plan, predicted=predicted, store_all=store_all, profile_source=problem.profile.source)
         if candidate is self._main:
             self.plan = candidate.plan
