@@ -8,6 +8,7 @@ all of them.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -150,6 +151,7 @@ def _memory_high_water(reset: bool = False) -> int:
 
 def _fit(model: keras.Model, data: Any, batch_size: int, callbacks: list[Any], epochs: int) -> None:
     """Always with the same data: on a CPU the whole data set is in the allocator's bytes."""
+    gc.collect()  # the data of the fit before is held by reference cycles
     model.fit(**data, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
 
 

@@ -1,4 +1,4 @@
-"""A U-Net trains with 60 % of the memory its plain training step takes; under a minute on two CPU cores, no downloads.
+"""A U-Net trains with 60 % of the memory its plain training step takes; about a minute on two CPU cores, no downloads.
 
     pip install -e '.[tensorflow-cpu]' && python examples/quickstart.py
 
