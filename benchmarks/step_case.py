@@ -8,6 +8,7 @@ all of them.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -30,6 +31,8 @@ from keras_remat.plan import plan_problem
 
 #: Steps each variant runs before the next one takes its turn; the first of them is not timed.
 _TURN_STEPS = 5
+#: Seconds the input pipeline gets after a step to fill its buffers again, before what is resident is read.
+_REFILL_S = 0.05
 #: Probes of the search for the smallest limit; the last interval is at most the range divided by two to this power.
 _PROBES = 4
 
@@ -55,6 +58,7 @@ class Probe(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.peaks.append(_peak_bytes())
+        time.sleep(_REFILL_S)
         self.resident_bytes = max(self.resident_bytes, self._backend.bytes_in_use())
         plan = self._remat.plan if self._remat is not None else None
         if plan is not None and plan.profile_source == "measured" and not self.swapped_after_s:
@@ -147,6 +151,7 @@ def _memory_high_water(reset: bool = False) -> int:
 
 def _fit(model: keras.Model, data: Any, batch_size: int, callbacks: list[Any], epochs: int) -> None:
     """Always with the same data: on a CPU the whole data set is in the allocator's bytes."""
+    gc.collect()  # the data of the fit before is held by reference cycles
     model.fit(**data, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
 
 
@@ -166,9 +171,11 @@ class Measurement:
         backend.example_batch(model, batch)  # builds the model
         self.state = State(model)
         initial = self.state.take()
-        probe = Probe(backend)
-        _fit(model, data, self.case.batch_size, [probe], epochs=2)
-        plain_peak, resident = max(probe.peaks[1:]), probe.resident_bytes
+        # without a limit that bites the callback leaves the step alone, and tells what is resident when it comes to plan
+        watching, probe = keras_remat.RematAutotune(batch_size="keep", verbose=0), Probe(backend)
+        _fit(model, data, self.case.batch_size, [watching, probe], epochs=2)
+        plain_peak = max(probe.peaks[1:])
+        resident = max(probe.resident_bytes, watching.problem.profile.resident_bytes)
         self.result |= {"plain_peak_bytes": plain_peak, "resident_bytes": resident}
         self.state.put_back(initial)
 

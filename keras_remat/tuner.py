@@ -362,20 +362,29 @@ class StepTuner:
                 )  # fmt: skip
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self.event("kept", f"The plan that is running stays: {error}")
-            candidate.enter("settled")
+            candidate.tightenings = _MAX_TIGHTENINGS  # there is nothing tighter; what the running plan takes is still measured
+            self._keep_running(candidate)
             return
-        running = simulate(candidate.problem, candidate.plan.solution.schedule)
-        fits = self._backend.predicted_peak_bytes(candidate.problem, candidate.plan.solution.schedule) <= self.usable_bytes
-        if not correction_bytes and fits and plan.predicted.time_s >= running.time_s:
-            predicted = Usage(
-                running.time_s, self._backend.predicted_peak_bytes(candidate.problem, candidate.plan.solution.schedule)
-            )
-            candidate.plan = replace(candidate.plan, predicted=predicted, store_all=plan.store_all, profile_source="measured")
-            self.plan = candidate.plan if candidate is self._main else self.plan
-            candidate.enter("verify")
+        running = self._predict(candidate.problem, candidate.plan.solution.schedule)
+        if not correction_bytes and running.peak_bytes <= self.usable_bytes and plan.predicted.time_s >= running.time_s:
+            self._keep_running(candidate)
             return
         self._with_plan(candidate, plan, "verify")
         self.event("swap", f"Swapped in. {plan}")
+
+    def _predict(self, problem: Problem, schedule: Schedule) -> Usage:
+        return Usage(simulate(problem, schedule).time_s, self._backend.predicted_peak_bytes(problem, schedule))
+
+    def _keep_running(self, candidate: _Candidate) -> None:
+        """The running plan stays; what it predicts follows the newest profile."""
+        problem, plan = candidate.problem, candidate.plan
+        assert problem is not None
+        assert plan is not None
+        predicted, store_all = (self._predict(problem, s) for s in (plan.solution.schedule, Schedule.store_all(problem.graph)))
+        candidate.plan = replace(plan, predicted=predicted, store_all=store_all, profile_source=problem.profile.source)
+        if candidate is self._main:
+            self.plan = candidate.plan
+        candidate.enter("verify")
 
     def _verify(self, candidate: _Candidate) -> None:
         assert candidate.plan is not None
@@ -401,6 +410,11 @@ class StepTuner:
             self.plan = candidate.plan
             self._predicted_baseline(candidate, usage)
         verdict = "within" if peak <= self.limit_bytes else "STILL OVER"
+        if peak > self.limit_bytes:
+            logger.warning(
+                "keras_remat: the step takes %s measured, over the limit of %s; no schedule that takes less was found.",
+                format_bytes(peak), format_bytes(self.limit_bytes),
+            )  # fmt: skip
         self.event(
             "measured",
             f"Step of {candidate.batch_size} samples: {format_bytes(peak)} measured ({format_bytes(candidate.plan.predicted.peak_bytes)} "
