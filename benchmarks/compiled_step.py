@@ -246,6 +246,7 @@ def main():
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--scale", type=int, default=1, help="times the batch")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--json", type=Path, help="file for all numbers")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
@@ -267,10 +268,10 @@ def main():
         plain = cases["plain"]
         if "error" in plain:
             continue
-        for peer in PEERS:
+        for peer in arguments.peers:
             measure(peer)
         measure("ours@half", plain["peak"] - plain["temp"] // 2)
-        for peer in PEERS:
+        for peer in arguments.peers:
             if "error" not in cases[peer] and cases[peer]["temp"] < 0.95 * plain["temp"]:
                 measure(f"ours@{peer}", cases[peer]["peak"])
         measure("ours@min")
