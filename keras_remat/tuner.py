@@ -8,6 +8,8 @@ A state machine over the batches of one ``fit``, without Keras's life cycle (tha
 2. Otherwise the plain step never runs. A first plan comes from an estimated profile; under it training starts.
 3. The next steps are recorded by the profiler; the plan is made again from what was measured, and swapped in.
 4. The measured peak decides: over the limit, the plan is tightened by what was too much, a bounded number of times.
+
+Over 400 lines because the states are only understood side by side: each method is one transition.
 """
 
 from __future__ import annotations
