@@ -152,7 +152,10 @@ class _Search:
     def _window_bound(self, cuts: Sequence[int], deadline_s: float) -> None:
         limit_s = deadline_s - time.perf_counter()
         if limit_s > 0:
-            self.bound_s = max(self.bound_s, window_bound.lower_bound_s(self.problem, cuts, limit_s=limit_s))
+            self.bound_s = max(
+                self.bound_s,
+                window_bound.lower_bound_s(self.problem, cuts, limit_s=limit_s, known_s=self.best_s if self.best else None),
+            )
             self._report()
 
     def _intervals(self, known: list[tuple[int, ...]]) -> None:

@@ -51,7 +51,9 @@ def longest_chain(problem: Problem) -> list[int]:
     return chain[::-1]
 
 
-def lower_bound_s(problem: Problem, cuts: Sequence[int], *, limit_s: float, integer: bool = True) -> float:
+def lower_bound_s(
+    problem: Problem, cuts: Sequence[int], *, limit_s: float, integer: bool = True, known_s: float | None = None
+) -> float:
     """Returns seconds that no legal schedule within the budget beats; at least the store-all time.
 
     Args:
@@ -59,12 +61,16 @@ def lower_bound_s(problem: Problem, cuts: Sequence[int], *, limit_s: float, inte
         cuts: needed ops, each depending on the one before.
         limit_s: for the solver.
         integer: solve the integer program, not its relaxation.
+        known_s: seconds of a schedule within the budget, which lets the solver discard what costs more.
     """
     total = problem.store_all_time_s
     if problem.budget_bytes is None or not cuts:
         return total
     program = _Program(problem, cuts)
     cost, unit = program.cost(), max(total, 1e-12)
+    if known_s is not None:
+        costly = [(at, float(c) / unit) for at, c in enumerate(cost) if c]
+        program.at_most(costly, known_s / unit * (1 + SAFETY))
     result = milp(
         cost / unit,
         constraints=program.constraint(),
@@ -106,7 +112,7 @@ class _Program:
             for w in range(first[i], ends):
                 self.runs[i, w] = self._variable(problem.profile.op_time_s[i], 1.0 if position.get(i) == w and w else 0.0)
             inside = [(self.runs[i, w], -1.0) for w in range(first[i], due[i]) if (i, w) in self.runs]
-            self._at_most(inside, -1.0)
+            self.at_most(inside, -1.0)
         self.alive: dict[tuple[int, int], int] = {}
         outputs = set(self.graph.outputs)
         for i in needed:
@@ -117,11 +123,11 @@ class _Program:
                     terms = [(self.alive[v, w], 1.0)]
                     terms += [(self.alive[v, w - 1], -1.0)] if (v, w - 1) in self.alive else []
                     terms += [(self.runs[i, w - 1], -1.0)] if (i, w - 1) in self.runs else []
-                    self._at_most(terms, 0.0)
+                    self.at_most(terms, 0.0)
                 if v in outputs:
                     terms = [(self.alive[v, self.last], -1.0)] if (v, self.last) in self.alive else []
                     terms += [(self.runs[i, self.last], -1.0)] if (i, self.last) in self.runs else []
-                    self._at_most(terms, -1.0)
+                    self.at_most(terms, -1.0)
         for (i, w), run in self.runs.items():
             for v in dict.fromkeys(self.graph.ops[i].inputs):
                 producer = self.graph.values[v].producer
@@ -129,7 +135,7 @@ class _Program:
                     terms = [(run, 1.0)]
                     terms += [(self.alive[v, w], -1.0)] if (v, w) in self.alive else []
                     terms += [(self.runs[producer, w], -1.0)] if (producer, w) in self.runs else []
-                    self._at_most(terms, 0.0)
+                    self.at_most(terms, 0.0)
         for w, cut in enumerate(cuts, start=1):
             self._room(w, cut, outputs)
 
@@ -141,7 +147,7 @@ class _Program:
         room = (self.problem.budget_bytes or 0) - self.problem.profile.resident_bytes - own
         scale = max(1, abs(room))
         terms = [(column, self.graph.values[v].nbytes / scale) for (v, w), column in self.alive.items() if w == window]
-        self._at_most(terms, room / scale)
+        self.at_most(terms, room / scale)
 
     def _variable(self, cost: float, lower: float) -> int:
         self.costs.append(cost)
@@ -149,7 +155,7 @@ class _Program:
         self.upper.append(1.0)
         return len(self.costs) - 1
 
-    def _at_most(self, terms: list[tuple[int, float]], limit: float) -> None:
+    def at_most(self, terms: list[tuple[int, float]], limit: float) -> None:
         for column, entry in terms:
             self.rows.append(len(self.limits))
             self.columns.append(column)
