@@ -1,16 +1,19 @@
 """The default solver: fast heuristics first, then improvement from the best schedule so far, until time is up.
 
 1. No budget, or an order without recomputation that fits (the default one or the memory-aware one): optimal, done.
-2. :mod:`keras_remat.solvers.greedy` gives a first schedule.
+2. :mod:`keras_remat.solvers.greedy` gives a first schedule, :mod:`keras_remat.solvers.dtr` another
+   one where the graph is not large.
 3. :mod:`keras_remat.solvers.intervals` searches around it, with more candidates whenever its program was solved; on a coarse problem
    (:mod:`keras_remat.solvers.coarsen`) for graphs of more than ``LARGE_OPS`` ops. Without OR-Tools this step is left out.
-4. :mod:`keras_remat.solvers.anneal` spends what is left of the time on the order itself.
+4. :mod:`keras_remat.solvers.window_bound` tries to prove the best schedule of a small graph optimal.
+5. :mod:`keras_remat.solvers.anneal` spends what is left of the time on the order itself.
 
 Every schedule is checked by :func:`keras_remat.validate.validate` before it counts. ``KeyboardInterrupt`` ends the search and keeps the
-best schedule; before there is one it passes through. The bound is that of :mod:`keras_remat.solvers.bound`, valid for every legal order.
+best schedule; before there is one it passes through. The bound is that of :mod:`keras_remat.solvers.bound` or
+of step 4; both hold for every legal order.
 
 Known limits: CP-SAT's threads race, and the clock ends the search, so that the same seed gives the same schedule only as long as
-both give the same answer: always for the steps 1, 2 and 4 when they complete.
+both give the same answer: always for the steps 1, 2 and 5 when they complete.
 """
 
 from __future__ import annotations
@@ -23,14 +26,22 @@ from keras_remat.errors import InvalidScheduleError, PeakExceededError, Schedule
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution
 from keras_remat.simulate import simulate
-from keras_remat.solvers import anneal, bound, coarsen, cp_sat, greedy, intervals
+from keras_remat.solvers import anneal, bound, coarsen, cp_sat, dtr, greedy, intervals, window_bound
 from keras_remat.solvers.reorder import memory_aware_order
 from keras_remat.validate import validate
 
 LARGE_OPS = 700
 """Graphs with more needed ops are coarsened."""
-GREEDY_SHARE, INTERVALS_SHARE = 0.3, 0.75
-"""The shares of the time limit by which the greedy and the interval search end."""
+FEW_CUTS = 3
+"""Cuts of the window bound that is tried before the interval search, on every graph that is not coarsened."""
+PROOF_TOLERANCE = 3e-6
+"""Relative; the bounds give away a millionth for their solver's tolerances, so that meeting them exactly is not possible."""
+LONG_INTERVALS_SHARE = 0.75
+"""The share by which the interval search ends for graphs too large for a proof."""
+PROVABLE_OPS = 150
+"""Graphs up to this size are worth the integer program of :mod:`keras_remat.solvers.window_bound`."""
+GREEDY_SHARE, INTERVALS_SHARE, BOUND_SHARE = 0.3, 0.4, 0.95
+"""The shares of the time limit by which the greedy search, the interval search and the window bound end."""
 
 
 def solve(
@@ -80,7 +91,7 @@ class _Search:
 
     @property
     def proved(self) -> bool:
-        return self.best is not None and self.best_s <= self.bound_s * (1 + 1e-9)
+        return self.best is not None and self.best_s <= self.bound_s * (1 + PROOF_TOLERANCE)
 
     def solution(self) -> Solution:
         if self.best is None:
@@ -114,15 +125,38 @@ class _Search:
                 known.append(schedule.order)
         if self.proved:
             return
+        if len(self.problem.graph.needed) <= LARGE_OPS:
+            try:
+                other = dtr.solve(self.problem, time_limit_s=max(0.1, 0.15 * self.limit_s), seed=self.seed).schedule.order
+            except ScheduleNotFoundError:
+                pass  # one heuristic less to start from
+            else:
+                if self.offer(other, "dtr"):
+                    known.append(other)
         self.bound_s = max(self.bound_s, bound.lower_bound_s(self.problem, deadline_s=self.at(GREEDY_SHARE + 0.1)))
         self._report()
+        if len(self.problem.graph.needed) <= LARGE_OPS:
+            chain = window_bound.longest_chain(self.problem)
+            widest = sorted(chain, key=lambda op_id: -bound.crossing_bytes(self.problem, op_id))[:FEW_CUTS]
+            self._window_bound(sorted(widest), self.at(GREEDY_SHARE + 0.1))
         if self.proved:
             return
         if cp_sat.available():
             self._intervals(known)
+        if not self.proved and len(self.problem.graph.needed) <= PROVABLE_OPS:
+            self._window_bound(window_bound.longest_chain(self.problem), self.at(BOUND_SHARE))
         if not self.proved:
             for order in anneal.improve(self.problem, self.best, deadline_s=self.at(1.0), seed=self.seed):
                 self.offer(order, "anneal")
+
+    def _window_bound(self, cuts: Sequence[int], deadline_s: float) -> None:
+        limit_s = deadline_s - time.perf_counter()
+        if limit_s > 0:
+            self.bound_s = max(
+                self.bound_s,
+                window_bound.lower_bound_s(self.problem, cuts, limit_s=limit_s, known_s=self.best_s if self.best else None),
+            )
+            self._report()
 
     def _intervals(self, known: list[tuple[int, ...]]) -> None:
         """Interval search on the order of first runs of the best schedule, coarsened where that order is long."""
@@ -132,6 +166,7 @@ class _Search:
         known = [order for order in known if first_runs(order) == base]
         expand: Callable[[Sequence[int]], tuple[int, ...]] = tuple
         depths: tuple[int, ...] = intervals.DEPTHS
+        share = INTERVALS_SHARE if len(base) <= PROVABLE_OPS else LONG_INTERVALS_SHARE
         if len(base) > LARGE_OPS:
             coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
             problem, expand, depths = coarse.problem, coarse.expand, intervals.LARGE_DEPTHS
@@ -144,7 +179,7 @@ class _Search:
             budget = problem.budget_bytes or 0
             if budget < problem.floor_bytes:
                 return
-            orders = intervals.improve(problem, base, known, depth=depth, deadline_s=self.at(INTERVALS_SHARE), seed=self.seed)
+            orders = intervals.improve(problem, base, known, depth=depth, deadline_s=self.at(share), seed=self.seed)
             excess = 0
             found: list[tuple[int, ...]] = []
             solved = True
@@ -154,6 +189,8 @@ class _Search:
                     full = expand(found[-1])
                     if not self.offer(full, "intervals"):  # small values lived longer than was set aside for them
                         excess = simulate(self.problem, Schedule(full)).peak_bytes - (self.problem.budget_bytes or 0)
+                    if self.proved:
+                        return
             except StopIteration as end:
                 solved = bool(end.value)
             finally:

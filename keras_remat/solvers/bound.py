@@ -63,11 +63,11 @@ def promising_cuts(problem: Problem) -> list[int]:
         return []
     sample = over[np.linspace(0, len(over) - 1, min(len(over), SAMPLE)).astype(int)]
     picked = dict.fromkeys([int(np.argmax(live)), *(int(at) for at in sample)])
-    crossing = {order[at]: _crossing_bytes(problem, order[at]) for at in picked}
+    crossing = {order[at]: crossing_bytes(problem, order[at]) for at in picked}
     return sorted(crossing, key=lambda op_id: (-crossing[op_id], op_id))[:CUTS]
 
 
-def _crossing_bytes(problem: Problem, cut: int) -> int:
+def crossing_bytes(problem: Problem, cut: int) -> int:
     """Bytes of what ancestors of ``cut`` compute and it or its descendants read, and of its outputs."""
     graph = problem.graph
     later = _descendants(problem, cut) | {cut}

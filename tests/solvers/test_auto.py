@@ -11,7 +11,7 @@ from keras_remat.errors import RematError, ScheduleNotFoundError
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution
 from keras_remat.simulate import simulate
-from keras_remat.solvers import auto, bound, cp_sat, greedy, solve
+from keras_remat.solvers import auto, bound, cp_sat, greedy, solve, window_bound
 from keras_remat.validate import validate
 
 
@@ -50,8 +50,11 @@ def test_bound_never_exceeds_the_optimum_over_all_orders(seed: int) -> None:
     best = cheapest_of_any_order(problem, 7)
     lower = bound.lower_bound_s(problem, deadline_s=float("inf"))
     assert lower >= problem.store_all_time_s
+    chain = window_bound.longest_chain(problem)
+    tighter = window_bound.lower_bound_s(problem, chain, limit_s=20)
     if best is not None:
         assert lower <= best * (1 + 1e-9)
+        assert tighter <= best * (1 + 1e-9)
 
 
 def test_bound_sees_what_a_cut_enforces() -> None:
@@ -76,6 +79,12 @@ def test_valid_and_no_worse_than_greedy(seed: int) -> None:
     assert solution.lower_bound_s is not None
     assert solution.lower_bound_s <= solution.usage.time_s * (1 + 1e-9)
     assert solution.usage.time_s <= first
+
+
+def test_a_chain_is_proved_optimal() -> None:
+    """The window bound meets the schedule found: six ops each way under five bytes."""
+    solution = solve(chain_problem(6).with_budget(6), time_limit_s=20)
+    assert solution.status == "optimal"
 
 
 def test_without_a_budget_store_all_is_optimal() -> None:
