@@ -41,7 +41,7 @@ def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:
     rng = np.random.default_rng(seed)
     if isinstance(batch, bool):
         raise TypeError("batch must be (x, y[, sample_weight]) or an int, got a bool")
-    if hasattr(batch, "__index__") and not hasattr(batch, "shape"):
+    if hasattr(batch, "__index__") and tuple(getattr(batch, "shape", ())) == ():  # NumPy's integers have a shape
         size = operator.index(batch)
         if size <= 0:
             raise ValueError(f"batch must be positive, got {size}")
@@ -69,8 +69,11 @@ def batch_size_of(batch: Any) -> int:
 def _array(leaf: Any, rng: np.random.Generator) -> Any:
     if leaf is None or isinstance(leaf, np.ndarray):
         return leaf
+    import keras
+
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if shape is not None and dtype is not None and not hasattr(leaf, "__array__"):
+    symbolic = isinstance(leaf, keras.KerasTensor) or not hasattr(leaf, "__array__")
+    if shape is not None and dtype is not None and symbolic:
         return _random(tuple(shape), getattr(dtype, "name", str(dtype)), rng)
     return np.asarray(leaf)
 
