@@ -155,7 +155,7 @@ def compile_ours(traced, budget, smallest):
         return compile_within(traced, costs, budget, solver)
     problem = Problem(traced.graph, costs)
     best: CompiledPlan | None = None
-    for ratio in (1.02, 1.1, 1.2, 1.35, 1.6):
+    for ratio in (1.02, 1.1, 1.2, 1.35, 1.6, 2.0, 2.5, 3.2):
         planned = costs.resident_bytes + int(ratio * (problem.floor_bytes - costs.resident_bytes))
         try:
             found = solver(problem.with_budget(planned))
