@@ -313,7 +313,7 @@ def test_models_that_cannot_be_traced_get_one_warning_and_train():
 
     class Densify(keras.layers.Layer):
         def call(self, a):
-            return tf.sparse.to_dense(a) if isinstance(a, tf.SparseTensor) else a
+            return tf.ensure_shape(tf.sparse.to_dense(a) if isinstance(a, tf.SparseTensor) else a, (None, 16))
 
     inputs = keras.layers.Input((16,), sparse=True)
     model = keras.Model(inputs, keras.layers.Dense(1)(Densify()(inputs)))
