@@ -20,7 +20,7 @@ from keras_remat.schedule import Schedule
 from keras_remat.simulate import last_reads
 
 #: The most that ops running ahead of the order may allocate, as a share of the bytes above the resident ones.
-AHEAD_SHARE = 0.03
+AHEAD_SHARE = 0.1
 #: An op that allocates less than this never waits, unless it is a recomputation.
 SMALL_OP_BYTES = 64 * 1024
 
