@@ -223,7 +223,7 @@ class StepTuner:
         profile = self._backend.estimated_profile(traced, self._backend.bytes_in_use())
         problem = Problem(traced.graph, profile, name=self._model.name)
         peak = self._backend.predicted_peak_bytes(problem, Schedule.store_all(traced.graph))
-        if self._options.plan is not None and self._main is None:
+        if self._options.plan is not None and not self._candidates:  # it is for the shape that training begins with
             self._options.plan.check(problem)
             return self._with_plan(_Candidate(size, self._run_plain, "plain", traced, problem), self._options.plan, "verify")
         candidate = _Candidate(size, self._run_plain, "plain", traced, problem)

@@ -260,6 +260,15 @@ def test_users_plan_runs_from_the_first_batch_and_is_measured():
     assert "risk" not in event_kinds(report)
 
 
+def test_users_plan_is_for_the_first_shape_only():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options(limit=PLAIN, plan=plan_for(SIZE)))
+    train(tuner, 4)
+    tuner.forget_main()
+    tuner.run(batch_of(0, SIZE // 2))
+    assert backend.ran[-1][0] == "plain"
+
+
 def test_users_plan_for_another_graph_is_refused():
     backend = FakeBackend()
     tuner, _ = tuner_on(backend, options(plan=plan_for(SIZE + 1, PLAIN)))
