@@ -84,10 +84,12 @@ class BatchTrainer:
                 self._logs = self._steps.run(batch)
             except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
                 self._group.put_back(batch)
+                if self._size == 1:
+                    raise
                 self._step_down(int(self._size * _STEP_DOWN), str(error))
                 continue
             peak = self._steps.settled_peak_bytes
-            if peak is not None and peak > self._steps.limit_bytes:
+            if peak is not None and peak > self._steps.limit_bytes and self._size > 1:
                 self._step_down(int(self._size * self._steps.usable_bytes / peak), "its measured peak is over the limit")
 
     def _step_down(self, size: int, reason: str) -> None:
@@ -103,7 +105,8 @@ class BatchTrainer:
         bounds = [b for b in (total, self._wanted if isinstance(self._wanted, int) else None) if b is not None]
         at_most = min(bounds, default=None)
         if isinstance(self._wanted, int) and self._wanted <= loader:
-            self._change(loader, self._wanted)
+            if self._wanted < loader:
+                self._change(loader, self._wanted)
             return
         try:
             with self._steps.long_task("searching the largest batch that fits"):

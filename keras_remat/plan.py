@@ -56,6 +56,10 @@ class Plan:
     name: str = ""
     problem: Problem | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.profile_source not in ("measured", "estimated"):
+            raise ValueError(f'profile_source must be "measured" or "estimated", got {self.profile_source!r}')
+
     @property
     def overhead(self) -> float:
         """(predicted time − store-all time) / store-all time, a ratio."""
@@ -125,6 +129,11 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     def required(raw: dict[str, Any]) -> Usage:
         return Usage(float(raw["time_s"]), int(raw["peak_bytes"]))
 
+    def text(key: str) -> str:
+        if not isinstance(document[key], str):
+            raise TypeError(f"{key} must be a string, got {document[key]!r}")
+        return str(document[key])
+
     try:
         raw = document["solution"]
         lower_bound, problem = raw["lower_bound_s"], document.get("problem")
@@ -133,11 +142,11 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
             None if lower_bound is None else float(lower_bound), usage(raw["usage"]),
         )  # fmt: skip
         return Plan(
-            document["fingerprint"], int(document["budget_bytes"]), solution, required(document["store_all"]),
-            required(document["predicted"]), usage(document["measured"]), document["profile_source"], document["device"], document["name"],
+            text("fingerprint"), int(document["budget_bytes"]), solution, required(document["store_all"]),
+            required(document["predicted"]), usage(document["measured"]), document["profile_source"], text("device"), text("name"),
             None if problem is None else problem_from_dict(problem, source=os.fspath(path)),
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:  # OverflowError: an infinite number of bytes
         raise InvalidProblemError(f"malformed plan: {error!r}", source=os.fspath(path)) from error
 
 
@@ -286,7 +295,13 @@ def measured_problem(backend: Backend, model: Any, traced: TracedStep, problem: 
 
 
 def usable_bytes(limit_bytes: int, margin: float) -> int:
-    """The limit less the share ``margin`` that is kept free of it."""
+    """The limit less the share ``margin`` that is kept free of it.
+
+    Raises:
+        ValueError: ``margin`` is not at least 0 and below 1.
+    """
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin must be at least 0 and below 1, got {margin!r}")
     return max(1, int(limit_bytes * (1 - margin)))
 
 

@@ -70,6 +70,7 @@ class _Candidate:
     steps_in_phase: int = 0
     tightenings: int = 0
     measured: list[Usage] = field(default_factory=list)
+    failure: InfeasibleBudgetError | ScheduleNotFoundError | None = None  # why no further batch can be trained
 
     def enter(self, phase: str) -> None:
         self.phase, self.steps_in_phase = phase, 0
@@ -114,13 +115,19 @@ class StepTuner:
     # ---------------------------------------------------------------- one batch
 
     def run(self, batch: Any) -> Any:
-        """Trains one batch and returns its logs."""
+        """Trains one batch and returns its logs.
+
+        Raises:
+            InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit; this batch was not trained.
+        """
         key = _signature(batch)
         candidate = self._candidates.get(key)
         if candidate is None:
             with self._planning():
                 candidate = self._candidates[key] = self._prepare(batch)
-                self._main = self._main or candidate
+        self._main = self._main or candidate
+        if candidate.failure is not None:
+            raise candidate.failure
         if candidate.phase == "record" and candidate.steps_in_phase == 0:
             self._recorder = self._backend.recorder()
             if not self._recorder.start():
@@ -216,7 +223,7 @@ class StepTuner:
         profile = self._backend.estimated_profile(traced, self._backend.bytes_in_use())
         problem = Problem(traced.graph, profile, name=self._model.name)
         peak = self._backend.predicted_peak_bytes(problem, Schedule.store_all(traced.graph))
-        if self._options.plan is not None and self._main is None:
+        if self._options.plan is not None and not self._candidates:  # it is for the shape that training begins with
             self._options.plan.check(problem)
             return self._with_plan(_Candidate(size, self._run_plain, "plain", traced, problem), self._options.plan, "verify")
         candidate = _Candidate(size, self._run_plain, "plain", traced, problem)
@@ -331,11 +338,15 @@ class StepTuner:
             f"{format_bytes(self.limit_bytes)}: planning.",
         )
         with self._planning():
-            with self._progress("first plan, from estimated op times"):
-                plan = self._solve(
-                    candidate, candidate.problem, solver="greedy", time_limit_s=_QUICK_SOLVE_S,
-                    correction_bytes=max(0, usage.peak_bytes - predicted),
-                )  # fmt: skip
+            try:
+                with self._progress("first plan, from estimated op times"):
+                    plan = self._solve(
+                        candidate, candidate.problem, solver="greedy", time_limit_s=_QUICK_SOLVE_S,
+                        correction_bytes=max(0, usage.peak_bytes - predicted),
+                    )  # fmt: skip
+            except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+                candidate.failure = error  # this batch is trained already; the next one is refused
+                return
             self._with_plan(candidate, plan, "warm-up")
 
     def _after_recording(self, candidate: _Candidate) -> None:

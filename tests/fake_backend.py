@@ -1,0 +1,166 @@
+"""A backend without a framework: its train step is a chain whose values grow with the batch, its allocator is the simulation.
+
+What a real device does differently can be dialled in: an allocator that needs more than the simulated peak, measured peaks above the
+predicted ones, a profiler that is busy or sees nothing.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+
+from keras_remat.backends.base import TracedStep
+from keras_remat.graph import BACKWARD, FORWARD, Graph, Op, Value
+from keras_remat.problem import Problem
+from keras_remat.profile import Profile
+from keras_remat.report import AutotuneReport
+from keras_remat.schedule import Schedule, Usage
+from keras_remat.simulate import simulate
+from keras_remat.tuner import StepTuner
+
+#: Bytes of one sample in every value of the chain.
+SAMPLE_BYTES = 1024
+RESIDENT_BYTES = 10_000
+
+
+def chain_graph(batch_size, layers=8):
+    """``layers`` forward ops and as many backward ops; backward op i reads the gradient before it and forward values i and i−1."""
+    n = layers
+    reads = [(i - 1,) if i else () for i in range(n)]
+    for i in range(n):
+        layer = n - 1 - i
+        reads.append(tuple(([n + i - 1] if i else []) + ([layer - 1] if layer else []) + [layer]))
+    phases = [FORWARD] * n + [BACKWARD] * n
+    ops = tuple(Op(i, f"op{i}", phases[i], reads[i], (i,), phases[i]) for i in range(2 * n))
+    values = tuple(Value(i, f"v{i}", batch_size * SAMPLE_BYTES, (batch_size, 256), "float32", i) for i in range(2 * n))
+    return Graph(ops, values, (2 * n - 1,))
+
+
+def chain_problem(batch_size, layers=8, source="estimated"):
+    graph = chain_graph(batch_size, layers)
+    return Problem(graph, profile_of(graph, source), name="chain")
+
+
+def profile_of(graph, source):
+    return Profile((1.0,) * len(graph.ops), (0,) * len(graph.ops), RESIDENT_BYTES, source, "FAKE:0", "fake")
+
+
+def store_all_peak(batch_size, layers=8):
+    problem = chain_problem(batch_size, layers)
+    return simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
+
+
+def batch_of(first, size):
+    """Samples numbered from ``first``, and no targets."""
+    return (np.arange(first, first + size), None)
+
+
+class FakeBackend:
+    """Records what was asked of it.
+
+    Args:
+        memory_bytes: of the device.
+        allocator_bytes: what the allocator needs above the simulated peak, from (problem, schedule).
+        surplus_bytes: what a step measures above its predicted peak, from ("plain" or the schedule, batch size).
+        profiler: ``"free"``, ``"busy"`` (the user's session runs) or ``"blind"`` (too few ops are seen).
+
+    Attributes:
+        ran: per step what ran (``"plain"`` or the schedule) and the numbers of its samples.
+        traced: batch sizes, in order.
+        recording: whether a recorder is running.
+    """
+
+    name = "fake"
+
+    def __init__(self, memory_bytes=2**40, *, allocator_bytes=None, surplus_bytes=None, profiler="free", layers=8):
+        self.memory_bytes, self.profiler, self.layers = memory_bytes, profiler, layers
+        self.allocator_bytes = allocator_bytes or (lambda problem, schedule: 0)
+        self.surplus_bytes = surplus_bytes or (lambda what, size: 0)
+        self.ran, self.traced = [], []
+        self.recording = False
+
+    def check(self, model):
+        return None
+
+    def resized_spec(self, batch, size):
+        return batch_of(0, size)
+
+    def trace(self, model, batch):
+        size = len(batch[0])
+        self.traced.append(size)
+        return TracedStep(chain_graph(size, self.layers), {}, "fake")
+
+    def estimated_profile(self, traced, resident_bytes=None):
+        return profile_of(traced.graph, "estimated")
+
+    def predicted_peak_bytes(self, problem, schedule, budget_bytes=None):
+        return simulate(problem, schedule).peak_bytes + self.allocator_bytes(problem, schedule)
+
+    def recorder(self):
+        return SimpleNamespace(start=self._start_recording, stop=self._stop_recording)
+
+    def _start_recording(self):
+        self.recording = self.profiler != "busy"
+        return self.recording
+
+    def _stop_recording(self, lowered, resident_bytes):
+        assert self.recording
+        self.recording = False
+        return profile_of(lowered.problem.graph, "measured") if self.profiler == "free" else None
+
+    def lower(self, traced, problem, schedule, budget_bytes):
+        assert budget_bytes >= simulate(problem, schedule).peak_bytes
+
+        def run(batch):
+            assert len(batch[0]) == traced.graph.values[0].shape[0], "a lowered step runs batches of its own shape only"
+            return self._step(schedule, batch)
+
+        run.problem = problem
+        return run
+
+    def run_plain(self, batch):
+        return self._step("plain", batch)
+
+    def _step(self, what, batch):
+        self.ran.append((what, np.asarray(batch[0]).tolist()))
+        return {"loss": float(len(self.ran))}
+
+    def measure(self, run):
+        result = run()
+        what, samples = self.ran[-1]
+        problem = chain_problem(len(samples), self.layers)
+        schedule = Schedule.store_all(problem.graph) if what == "plain" else what
+        usage = simulate(problem, schedule)
+        peak = self.predicted_peak_bytes(problem, schedule) + self.surplus_bytes(what, len(samples))
+        return result, Usage(usage.time_s, peak)
+
+    def bytes_in_use(self):
+        return RESIDENT_BYTES
+
+    def device_memory_bytes(self):
+        return self.memory_bytes
+
+    def preserved_state(self, model):
+        return nullcontext()
+
+    @property
+    def kinds(self):
+        """What ran, step by step: ``"plain"`` or ``"remat"``."""
+        return ["plain" if what == "plain" else "remat" for what, _ in self.ran]
+
+    @property
+    def samples(self):
+        """The numbers of all trained samples, in the order of training."""
+        return [number for _, numbers in self.ran for number in numbers]
+
+
+def tuner_on(backend, options):
+    """A tuner whose plain step is the backend's, and its report."""
+    report = AutotuneReport()
+    tuner = StepTuner(SimpleNamespace(name="fake"), backend, options, report, lambda text: nullcontext())
+    tuner.installed = SimpleNamespace(run_plain=backend.run_plain, restore=lambda: None)
+    return tuner, report
+
+
+def event_kinds(report):
+    return [event.kind for event in report.events]

@@ -1,0 +1,264 @@
+"""Plans: files, the correction for what the allocator needs, the cache, and planning a Keras model without training it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from fake_backend import FakeBackend, chain_problem, store_all_peak
+
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    InvalidProblemError,
+    InvalidScheduleError,
+    PlanMismatchError,
+    ScheduleNotFoundError,
+)
+from keras_remat.plan import (
+    Plan,
+    cache_path,
+    cached_plan,
+    describe_limit_error,
+    load_plan,
+    plan_problem,
+    plan_to_dict,
+    usable_bytes,
+)
+from keras_remat.schedule import Schedule, Solution, Usage
+from keras_remat.simulate import simulate
+
+SIZE = 64
+PROBLEM = chain_problem(SIZE)
+PLAIN = store_all_peak(SIZE)
+BUDGET = int(PLAIN * 0.7)
+
+
+def quick(problem=PROBLEM, budget=BUDGET, backend=None, **options):
+    return plan_problem(problem, budget, backend or FakeBackend(), **{"solver": "greedy", "time_limit_s": 5.0, **options})
+
+
+# ------------------------------------------------------------------ files
+
+PLANS = {
+    "as planned": quick(),
+    "measured, no problem": replace(quick(), measured=Usage(0.1 + 0.2, 2**53 + 1), problem=None),
+    "bound": Plan(
+        "f" * 64, 2**60, Solution(Schedule((0, 1, 0)), "auto", "optimal", 1e-9, 1 / 3, Usage(2 / 3, 7)), Usage(0.1, 3), Usage(2 / 3, 7),
+        None, "measured", "GPU:0", "a model",
+    ),
+    "no usage, empty": Plan("", 1, Solution(Schedule(()), "x", "feasible", 0.0), Usage(0.0, 0), Usage(0.0, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_saved_plan_comes_back_as_it_was(name, tmp_path):
+    plan = PLANS[name]
+    plan.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.problem == plan.problem
+    assert plan_to_dict(loaded) == plan_to_dict(plan)
+
+
+def edited(**changes):
+    """The JSON object of a plan with fields replaced; ``solution__order`` means ``["solution"]["order"]``, ``...`` takes away."""
+    document = json.loads(json.dumps(plan_to_dict(PLANS["as planned"])))
+    for path, value in changes.items():
+        *outer, key = path.split("__")
+        target = document
+        for part in outer:
+            target = target[part]
+        if value is ...:
+            del target[key]
+        else:
+            target[key] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "keras_remat.problem"},
+        {"version": 2},
+        {"version": "1"},
+        {"solution": ...},
+        {"solution": []},
+        {"solution": None},
+        {"solution__order": ...},
+        {"solution__order": 3},
+        {"solution__order": [0, "1"]},
+        {"solution__order": [0, -1]},
+        {"solution__order": [0.5]},
+        {"solution__status": "guessed"},
+        {"solution__lower_bound_s": "soon"},
+        {"solution__usage": 5},
+        {"fingerprint": ...},
+        {"fingerprint": 12},
+        {"budget_bytes": "8GiB"},
+        {"budget_bytes": None},
+        {"budget_bytes": float("inf")},
+        {"store_all": None},
+        {"predicted": {"time_s": 1.0}},
+        {"predicted": {"time_s": 1.0, "peak_bytes": float("inf")}},
+        {"measured": "yes"},
+        {"profile_source": "guessed"},
+        {"device": 0},
+        {"name": None},
+        {"problem": 3},
+        {"problem__ops": None},
+        {"problem__outputs": [10**6]},
+    ],
+    ids=str,
+)
+def test_malformed_plan_file_is_refused_by_name(changes, tmp_path):
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(edited(**changes)))
+    with pytest.raises(InvalidProblemError, match=r"broken\.json"):
+        load_plan(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "\x00"])
+def test_what_is_no_json_object_is_refused(text, tmp_path):
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(InvalidProblemError, match=r"broken\.json"):
+        load_plan(path)
+
+
+def test_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_plan(tmp_path / "nowhere.json")
+
+
+# ------------------------------------------------------------------ a plan and its graph
+
+
+def test_plan_fits_its_own_graph_only():
+    plan = quick()
+    plan.check(PROBLEM)
+    with pytest.raises(PlanMismatchError) as caught:
+        plan.check(chain_problem(SIZE + 1))
+    assert caught.value.plan_fingerprint == PROBLEM.graph.fingerprint
+    assert caught.value.graph_fingerprint == chain_problem(SIZE + 1).graph.fingerprint
+
+
+def test_order_that_is_not_legal_is_refused_under_the_right_fingerprint():
+    plan = quick()
+    broken = replace(plan, solution=replace(plan.solution, schedule=Schedule(tuple(reversed(range(16))))))
+    with pytest.raises(InvalidScheduleError, match="S1"):
+        broken.check(PROBLEM)
+
+
+def test_text_has_the_numbers_and_where_they_are_from():
+    plan = quick()
+    assert "not measured yet" in str(plan)
+    assert "estimated" in str(plan)
+    assert plan.recomputes
+    assert plan.overhead == pytest.approx(plan.predicted.time_s / 16 - 1)
+    assert "1 KiB measured" in str(replace(plan, measured=Usage(1.0, 1024)))
+
+
+# ------------------------------------------------------------------ plan_problem
+
+
+def test_allocators_overhead_is_made_up_for():
+    """The allocator needs one value more than simulated, so schedules are solved for less until that fits."""
+    extra = SIZE * 1024
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: extra)
+    plan = quick(backend=backend)
+    simulated = simulate(PROBLEM, plan.solution.schedule).peak_bytes
+    assert plan.predicted.peak_bytes == simulated + extra <= BUDGET
+    assert plan.budget_bytes == BUDGET
+    assert plan.store_all == Usage(16.0, PLAIN + extra)
+    assert quick().predicted.time_s <= plan.predicted.time_s
+
+
+def test_correction_is_taken_off_the_budget():
+    plan = quick(correction_bytes=2 * SIZE * 1024)
+    assert plan.predicted.peak_bytes <= BUDGET - 2 * SIZE * 1024
+    assert plan.budget_bytes == BUDGET
+
+
+def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkeypatch):
+    """The allocator needs more for the first order only; a solver that finds nothing at the lower target is asked in between."""
+    asked = []
+    from keras_remat import plan as module
+
+    real = module.solve
+
+    def solve(problem, **options):
+        asked.append(problem.budget_bytes)
+        if len(asked) == 2:
+            raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
+        return real(problem, **options)
+
+    monkeypatch.setattr(module, "solve", solve)
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) == 1 else 0)
+    plan = quick(backend=backend)
+    assert asked[0] == BUDGET > asked[2] > asked[1]
+    assert len(asked) == 3
+    assert plan.predicted.peak_bytes <= BUDGET
+
+
+def test_budget_below_the_floor_is_refused_before_solving(monkeypatch):
+    monkeypatch.setattr("keras_remat.plan.solve", lambda *args, **options: pytest.fail("solved"))
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        quick(budget=PROBLEM.floor_bytes - 1)
+    assert (caught.value.budget_bytes, caught.value.floor_bytes) == (PROBLEM.floor_bytes - 1, PROBLEM.floor_bytes)
+
+
+def test_allocator_that_always_needs_more_ends_in_not_found():
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: PLAIN)
+    with pytest.raises(ScheduleNotFoundError) as caught:
+        quick(backend=backend)
+    assert caught.value.budget_bytes == BUDGET
+    assert caught.value.best_peak_bytes > PLAIN
+    assert caught.value.floor_bytes == PROBLEM.floor_bytes
+
+
+def test_solver_that_finds_nothing_at_all_is_not_asked_again(monkeypatch):
+    asked = []
+
+    def solve(problem, **options):
+        asked.append(problem.budget_bytes)
+        raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
+
+    monkeypatch.setattr("keras_remat.plan.solve", solve)
+    with pytest.raises(ScheduleNotFoundError):
+        quick()
+    assert asked == [BUDGET]
+
+
+def test_limit_error_says_what_would_do():
+    error = InfeasibleBudgetError(100, 300, "conv")
+    assert "batch of about 4 instead of 8" in describe_limit_error(error, 200, 8, 100)
+    assert "weights, slots and data alone" in describe_limit_error(error, 100, 8, 100)
+    assert "batch of about 4" in describe_limit_error(ScheduleNotFoundError(100, 150, 300), 200, 8, 100)
+
+
+@pytest.mark.parametrize("margin", [-0.1, 1, 2.0, float("nan")])
+def test_margin_is_a_share(margin):
+    assert usable_bytes(1000, 0.25) == 750
+    assert usable_bytes(1000, 0) == 1000
+    with pytest.raises(ValueError, match="margin"):
+        usable_bytes(1000, margin)
+
+
+# ------------------------------------------------------------------ the cache
+
+
+def test_cache_finds_a_plan_by_graph_and_budget(tmp_path):
+    assert cached_plan(tmp_path / "missing", PROBLEM, BUDGET) is None
+    plan = quick()
+    path = cache_path(tmp_path, PROBLEM.graph, BUDGET)
+    plan.save(path)
+    assert cached_plan(tmp_path, PROBLEM, BUDGET) == plan
+    assert cached_plan(tmp_path, PROBLEM, BUDGET + 1) is None
+    assert cached_plan(tmp_path, chain_problem(SIZE + 1), BUDGET) is None
+
+
+def test_cached_plan_of_another_graph_is_refused_by_name(tmp_path):
+    other = chain_problem(SIZE + 1)
+    path = cache_path(tmp_path, PROBLEM.graph, BUDGET)
+    quick(other).save(path)
+    with pytest.raises(InvalidProblemError, match=path.name):
+        cached_plan(tmp_path, PROBLEM, BUDGET)

@@ -1,0 +1,314 @@
+"""Which step runs for which batch: every transition of the state machine, on a backend without a framework."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_backend import RESIDENT_BYTES, FakeBackend, batch_of, chain_problem, event_kinds, store_all_peak, tuner_on
+
+from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError
+from keras_remat.plan import cache_path, load_plan, plan_problem
+from keras_remat.schedule import Schedule
+from keras_remat.tuner import TunerOptions
+
+SIZE = 100
+PLAIN = store_all_peak(SIZE)
+#: Below the plain step's peak, with room for schedules below itself.
+TIGHT = int(PLAIN * 0.7)
+
+
+def options(limit=TIGHT, **more):
+    return TunerOptions(**{"memory_limit": limit, "solver": "greedy", "margin": 0.0, "profile_steps": 2, **more})
+
+
+def train(tuner, steps, size=SIZE):
+    for step in range(steps):
+        tuner.run(batch_of(step * size, size))
+
+
+def test_plain_step_that_fits_is_left_alone():
+    backend = FakeBackend()
+    tuner, report = tuner_on(backend, options(limit=PLAIN))
+    assert tuner.run(batch_of(0, SIZE)) == {"loss": 1.0}
+    assert not tuner.settled
+    train(tuner, 5)
+    assert backend.kinds == ["plain"] * 6
+    assert event_kinds(report) == ["fits"]
+    assert tuner.settled
+    assert tuner.plan is None
+    assert tuner.settled_peak_bytes is None
+    assert (report.baseline.peak_bytes, report.baseline_source, report.baseline_batch_size) == (PLAIN, "measured", SIZE)
+    assert backend.traced == [SIZE]
+
+
+def test_without_a_limit_the_devices_memory_is_it():
+    tuner, report = tuner_on(FakeBackend(memory_bytes=PLAIN * 2), options(limit=None, margin=0.25))
+    assert tuner.limit_bytes == report.limit_bytes == PLAIN * 2
+    assert tuner.usable_bytes == int(PLAIN * 1.5)
+
+
+def test_risky_step_is_planned_recorded_planned_again_verified_and_settled():
+    backend = FakeBackend()
+    tuner, report = tuner_on(backend, options())
+    tuner.run(batch_of(0, SIZE))
+    assert tuner.plan.profile_source == "estimated"
+    train(tuner, 2)
+    assert tuner.plan.profile_source == "measured"
+    assert tuner.plan.measured is None
+    assert not tuner.settled
+    train(tuner, 7)
+    assert backend.kinds == ["remat"] * 10, "the plain step must never run"
+    assert not backend.recording
+    assert tuner.settled
+    assert tuner.plan.measured.peak_bytes == tuner.settled_peak_bytes <= TIGHT
+    assert event_kinds(report)[0] == "risk"
+    assert event_kinds(report)[-1] == "measured"
+    assert report.baseline_source == "predicted"
+    assert report.baseline.peak_bytes == PLAIN
+    assert report.baseline.time_s == 16.0
+    assert tuner.problem.profile.source == "measured"
+
+
+def test_counter_has_every_sample_and_starts_again():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options())
+    train(tuner, 3)
+    counter = tuner.take_counter()
+    assert (counter.steps, counter.samples) == (3, 3 * SIZE)
+    assert counter.step_time_s >= 3 * 16.0
+    assert RESIDENT_BYTES < counter.peak_bytes <= TIGHT
+    assert tuner.take_counter().samples == 0
+
+
+def test_limit_no_schedule_meets_is_refused_before_anything_is_trained():
+    backend = FakeBackend()
+    floor = chain_problem(SIZE).floor_bytes
+    tuner, _ = tuner_on(backend, options(limit=floor - 1))
+    with pytest.raises(InfeasibleBudgetError, match="batch of about") as caught:
+        tuner.run(batch_of(0, SIZE))
+    assert caught.value.floor_bytes == floor
+    assert backend.ran == []
+
+
+# ------------------------------------------------------------------ the measured peak decides
+
+
+def test_measured_peak_over_the_limit_tightens_until_it_holds():
+    surplus = 2 * SIZE * 1024
+    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 20)
+    assert 1 <= event_kinds(report).count("tighten") <= 3
+    assert tuner.settled
+    assert tuner.plan.measured.peak_bytes <= TIGHT
+    assert tuner.plan.predicted.peak_bytes <= TIGHT - surplus
+    assert "within" in report.events[-1].message
+
+
+def test_tightening_ends_after_three_times(caplog):
+    """The device always takes a little more than the limit, whatever is planned."""
+    backend = FakeBackend()
+    backend.surplus_bytes = lambda what, size: TIGHT + 1 - backend.predicted_peak_bytes(chain_problem(size), what)
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 30)
+    assert event_kinds(report).count("tighten") == 3
+    assert tuner.settled
+    assert tuner.plan.measured.peak_bytes == TIGHT + 1
+    assert "STILL OVER" in report.events[-1].message
+    assert "over the limit" in caplog.text
+
+
+def test_plan_that_cannot_be_tightened_stays_and_is_measured():
+    backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 12)
+    assert event_kinds(report).count("kept") == 1
+    assert tuner.settled
+    assert tuner.plan.measured.peak_bytes > TIGHT
+
+
+def test_plain_step_over_its_prediction_is_planned_with_what_was_too_much():
+    surplus = SIZE * 1024
+    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
+    tuner, report = tuner_on(backend, options(limit=PLAIN))
+    train(tuner, 3)
+    assert backend.kinds == ["plain"] * 3
+    assert event_kinds(report) == ["exceeded"]
+    train(tuner, 10)
+    assert backend.kinds[3:] == ["remat"] * 10
+    assert tuner.settled
+    assert tuner.plan.measured.peak_bytes <= PLAIN
+    assert report.baseline_source == "measured"
+
+
+def test_plain_step_over_a_limit_no_schedule_meets_is_refused_before_the_next_batch():
+    """What has been trained has been trained: the error must not look as if the last batch had not been."""
+    backend = FakeBackend(surplus_bytes=lambda what, size: 10 * PLAIN)
+    tuner, _ = tuner_on(backend, options(limit=PLAIN))
+    train(tuner, 3)
+    assert len(backend.ran) == 3
+    for _ in range(2):
+        with pytest.raises(Exception, match="no schedule found"):
+            tuner.run(batch_of(0, SIZE))
+    assert len(backend.ran) == 3
+
+
+# ------------------------------------------------------------------ the profiler
+
+
+def test_busy_profiler_leaves_the_estimated_plan():
+    backend = FakeBackend(profiler="busy")
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 8)
+    assert "profile" in event_kinds(report)
+    assert tuner.plan.profile_source == "estimated"
+    assert tuner.settled
+    assert not backend.recording
+
+
+def test_profile_that_saw_too_little_leaves_the_estimated_plan():
+    tuner, report = tuner_on(FakeBackend(profiler="blind"), options())
+    train(tuner, 8)
+    assert "profile" in event_kinds(report)
+    assert tuner.plan.profile_source == "estimated"
+    assert tuner.settled
+
+
+def test_close_ends_a_recording():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options())
+    train(tuner, 2)
+    assert backend.recording
+    tuner.close()
+    assert not backend.recording
+    tuner.close()
+
+
+# ------------------------------------------------------------------ other batch shapes
+
+
+def test_smaller_batch_runs_plainly_when_it_fits_in_proportion():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options())
+    train(tuner, 3)
+    tuner.run(batch_of(0, SIZE // 4))
+    assert backend.ran[-1] == ("plain", list(range(SIZE // 4)))
+    assert backend.traced == [SIZE], "it is not traced"
+
+
+def test_smaller_batch_that_does_not_fit_gets_a_plan_of_its_own():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options())
+    train(tuner, 10)
+    main = tuner.plan
+    for _ in range(10):
+        tuner.run(batch_of(0, SIZE - 5))
+    assert backend.traced == [SIZE, SIZE - 5]
+    assert backend.kinds == ["remat"] * 20
+    assert tuner.plan is main, "the plan that is shown stays the main shape's"
+    assert tuner.settled
+
+
+def test_signature_is_shape_and_dtype():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options(limit=PLAIN))
+    tuner.run((np.zeros(SIZE, "int64"), None))
+    tuner.run((np.zeros(SIZE, "int64"), None))
+    assert backend.traced == [SIZE]
+    tuner.run((np.zeros(SIZE, "int32"), None))
+    assert [len(numbers) for _, numbers in backend.ran] == [SIZE] * 3
+    assert len(tuner._candidates) == 2
+
+
+def test_after_forgetting_the_main_shape_the_next_batch_is_it_even_when_it_was_seen():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options())
+    train(tuner, 10)
+    tuner.forget_main()
+    assert not tuner.settled
+    tuner.run(batch_of(0, SIZE))
+    assert tuner.settled
+    assert tuner.settled_peak_bytes <= TIGHT
+    assert backend.traced == [SIZE]
+
+
+def test_measured_main_scales_estimated_times_to_the_measured_step():
+    backend = FakeBackend()
+    tuner, report = tuner_on(backend, options(limit=PLAIN))
+    train(tuner, 4)
+    report.baseline = replace(report.baseline, time_s=4.0)
+    _, problem = tuner.measured_main()
+    assert problem.store_all_time_s == pytest.approx(4.0)
+    assert problem.profile.op_workspace_bytes == tuner.problem.profile.op_workspace_bytes
+
+
+# ------------------------------------------------------------------ plans from elsewhere
+
+
+def plan_for(size, budget=TIGHT, backend=None):
+    return plan_problem(chain_problem(size), budget, backend or FakeBackend(), solver="greedy", time_limit_s=5.0)
+
+
+def test_users_plan_runs_from_the_first_batch_and_is_measured():
+    plan = plan_for(SIZE)
+    backend = FakeBackend()
+    tuner, report = tuner_on(backend, options(plan=plan))
+    train(tuner, 4)
+    assert [what for what, _ in backend.ran] == [plan.solution.schedule] * 4
+    assert tuner.settled
+    assert tuner.plan.measured is not None
+    assert "risk" not in event_kinds(report)
+
+
+def test_users_plan_is_for_the_first_shape_only():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options(limit=PLAIN, plan=plan_for(SIZE)))
+    train(tuner, 4)
+    tuner.forget_main()
+    tuner.run(batch_of(0, SIZE // 2))
+    assert backend.ran[-1][0] == "plain"
+
+
+def test_users_plan_for_another_graph_is_refused():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options(plan=plan_for(SIZE + 1, PLAIN)))
+    with pytest.raises(PlanMismatchError):
+        tuner.run(batch_of(0, SIZE))
+    assert backend.ran == []
+
+
+def test_measured_plan_is_cached_and_found_again(tmp_path):
+    cache = tmp_path / "plans"
+    tuner, _ = tuner_on(FakeBackend(), options(cache_dir=cache))
+    train(tuner, 10)
+    path = cache_path(cache, chain_problem(SIZE).graph, TIGHT)
+    assert load_plan(path).measured == tuner.plan.measured
+    backend = FakeBackend()
+    again, report = tuner_on(backend, options(cache_dir=cache, solver="none may be asked"))
+    train(again, 5)
+    assert event_kinds(report)[:2] == ["risk", "cache"]
+    assert {what for what, _ in backend.ran} == {tuner.plan.solution.schedule}
+    assert again.settled
+
+
+def test_plan_that_did_not_hold_its_limit_is_not_cached(tmp_path):
+    tuner, _ = tuner_on(FakeBackend(surplus_bytes=lambda what, size: TIGHT), options(cache_dir=tmp_path))
+    train(tuner, 12)
+    assert tuner.settled
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_broken_cache_file_is_planned_anew_and_replaced(tmp_path):
+    path = cache_path(tmp_path, chain_problem(SIZE).graph, TIGHT)
+    path.write_text("{")
+    tuner, report = tuner_on(FakeBackend(), options(cache_dir=tmp_path))
+    train(tuner, 10)
+    assert "cannot be used" in next(event.message for event in report.events if event.kind == "cache")
+    assert tuner.settled
+    assert load_plan(path).solution.schedule == tuner.plan.solution.schedule
+
+
+def test_chain_of_the_fake_backend_can_be_rematerialized():
+    problem = chain_problem(SIZE)
+    assert plan_for(SIZE).solution.schedule != Schedule.store_all(problem.graph)
+    assert problem.floor_bytes < TIGHT < PLAIN
