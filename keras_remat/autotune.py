@@ -8,6 +8,8 @@ never given up because a solver failed at a smaller size.
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -52,6 +54,10 @@ class BatchScaling:
                 "its memory at another batch cannot be told from these two."
             )
         self._small, self._size, self._large, self._large_size, self._problem = small, small_size, large, large_size, problem
+        self._granule_bytes = _granule_bytes((*small.values, *large.values))
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._granule_bytes) * self._granule_bytes
 
     def _value(self, value: Value, other: Value, size: int) -> Value:
         if value.nbytes == other.nbytes and value.shape == other.shape:
@@ -62,9 +68,12 @@ class BatchScaling:
                 value, nbytes=max(0, round(value.nbytes + (other.nbytes - value.nbytes) * (size - self._size) / span))
             )
         shape = tuple(a + (b - a) * (size - self._size) // span for a, b in zip(value.shape, other.shape, strict=True))
-        # bytes are rounded up to the allocator's unit; the elements of the traced size tell the bytes of one
-        elements, traced = _volume(shape), _volume(value.shape)
-        return replace(value, shape=shape, nbytes=-(-value.nbytes * elements // traced) if traced else value.nbytes)
+        elements, traced, one = _volume(shape), _volume(value.shape), _element_bytes(value)
+        if one is not None and value.nbytes == self._rounded(traced * one):
+            nbytes = self._rounded(elements * one)
+        else:
+            nbytes = self._rounded(-(-value.nbytes * elements // traced)) if traced else value.nbytes
+        return replace(value, shape=shape, nbytes=nbytes)
 
     def at(self, size: int) -> Problem:
         """The problem at batch size ``size``: exact bytes, times in proportion to the bytes an op reads and writes."""
@@ -91,6 +100,24 @@ def _volume(shape: tuple[int, ...]) -> int:
     for dim in shape:
         volume *= dim
     return volume
+
+
+def _element_bytes(value: Value) -> int | None:
+    """Bytes of one element, from the number of bits in the dtype's name; ``None`` for a dtype without one."""
+    if value.dtype == "bool":
+        return 1
+    bits = re.search(r"[0-9]+", value.dtype or "")
+    return None if bits is None or int(bits[0]) % 8 else int(bits[0]) // 8
+
+
+def _granule_bytes(values: tuple[Value, ...]) -> int:
+    """What a backend rounds bytes up to; 1 when they are the elements' own. Where it rounds, every size is a multiple of it, and a
+    scalar's size is it."""
+    for value in values:
+        one = _element_bytes(value)
+        if value.shape is not None and one is not None and value.nbytes > _volume(value.shape) * one:
+            return max(1, math.gcd(*(v.nbytes for v in values)))
+    return 1
 
 
 @dataclass(frozen=True)
@@ -323,8 +350,11 @@ def find_max_batch_size(
     """
     if profile not in ("measured", "estimated"):
         raise ValueError(f'profile must be "measured" or "estimated", got {profile!r}')
-    if max_overhead is not None and max_overhead != "forward" and not float(max_overhead) >= 0:
+    number = isinstance(max_overhead, (int, float)) and max_overhead >= 0
+    if not number and max_overhead is not None and max_overhead != "forward":
         raise ValueError(f'max_overhead must be at least 0, None or "forward", got {max_overhead!r}')
+    if not time_limit_s > 0:
+        raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     backend = load_backend()
     backend.check(model)
     limit = parse_bytes(memory_limit, total_bytes=backend.device_memory_bytes())

@@ -12,6 +12,7 @@ from keras_remat.errors import (
     InvalidScheduleError,
     PlanMismatchError,
     ScheduleNotFoundError,
+    UnsupportedModelError,
 )
 from keras_remat.plan import (
     Plan,
@@ -19,6 +20,7 @@ from keras_remat.plan import (
     cached_plan,
     describe_limit_error,
     load_plan,
+    make_plan,
     plan_problem,
     plan_to_dict,
     usable_bytes,
@@ -262,3 +264,115 @@ def test_cached_plan_of_another_graph_is_refused_by_name(tmp_path):
     quick(other).save(path)
     with pytest.raises(InvalidProblemError, match=path.name):
         cached_plan(tmp_path, PROBLEM, BUDGET)
+
+
+# ------------------------------------------------------------------ make_plan
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Small Keras models; skips where Keras does not run on TensorFlow."""
+    pytest.importorskip("tensorflow")
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("needs Keras on TensorFlow")
+    import keras_models
+
+    return keras_models
+
+
+ROOMY = {"memory_limit": "8GiB", "solver": "greedy", "solver_time_limit_s": 5.0}
+
+
+def planning_limit(model, batch, share):
+    """A limit that leaves ``share`` of what the plain step takes above the resident bytes."""
+    store_all = make_plan(model, batch, profile="estimated", margin=0.0, **ROOMY)
+    resident = store_all.problem.profile.resident_bytes
+    return int(resident + (store_all.store_all.peak_bytes - resident) * share)
+
+
+@pytest.mark.parametrize("profile", ["measured", "estimated"])
+def test_planning_leaves_the_model_as_it_was(models, profile):
+    model, batch = models.convnet()
+    model.fit(*batch, batch_size=8, verbose=0)  # optimizer slots, metrics and seeds are no longer at their start
+    before = models.state_of(model)
+    plan = make_plan(model, batch, profile=profile, **ROOMY)
+    models.assert_same_bits(models.state_of(model), before)
+    assert plan.profile_source == plan.problem.profile.source == profile
+    assert plan.measured is None
+    assert plan.device == "CPU:0" or plan.device.startswith("GPU")
+    assert plan.predicted.peak_bytes <= plan.budget_bytes == int(8 * 2**30 * 0.95)
+    assert not plan.recomputes
+
+
+def test_unbuilt_optimizer_is_built_and_at_its_start(models):
+    model, batch = models.mlp(8, width=8)
+    weights = model.get_weights()
+    make_plan(model, batch, **ROOMY)
+    models.assert_same_bits(model.get_weights(), weights)
+    assert int(model.optimizer.iterations.numpy()) == 0
+    assert all(
+        float(abs(v.numpy()).max()) == 0.0 for v in model.optimizer.variables if "momentum" in v.path or "velocity" in v.path
+    )
+
+
+def test_int_specs_and_arrays_give_the_same_graph(models):
+    import keras
+
+    model, (x, y) = models.mlp(8, width=8)
+    specs = (keras.KerasTensor(x.shape, "float32"), keras.KerasTensor(y.shape, "float32"))
+    fingerprints = {make_plan(model, batch, profile="estimated", **ROOMY).fingerprint for batch in (8, specs, (x, y))}
+    assert len(fingerprints) == 1
+    assert make_plan(model, 9, profile="estimated", **ROOMY).fingerprint not in fingerprints
+
+
+def test_plan_under_a_tight_limit_recomputes_and_is_legal(models):
+    model, batch = models.mlp(512, width=512, blocks=4)
+    limit = planning_limit(model, batch, 0.7)
+    plan = make_plan(model, batch, limit, solver="greedy", profile="estimated", margin=0.0)
+    assert plan.recomputes
+    assert plan.predicted.peak_bytes <= limit < plan.store_all.peak_bytes
+    plan.check(plan.problem)
+    again = make_plan(model, batch, limit, solver="greedy", profile="estimated", margin=0.0)
+    assert again.fingerprint == plan.fingerprint
+
+
+def test_limit_below_the_floor_is_proved_infeasible(models):
+    model, batch = models.mlp(512, width=512, blocks=1)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        make_plan(model, batch, 1, profile="estimated")
+    assert caught.value.floor_bytes > caught.value.budget_bytes == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"memory_limit": "8Gb"}, ValueError, "GiB"),
+        ({"memory_limit": 0}, ValueError, "positive"),
+        ({"memory_limit": None}, TypeError, "memory_limit"),
+        ({"profile": "guessed"}, ValueError, "estimated"),
+        ({"solver": "magic"}, ValueError, "greedy"),
+        ({"solver_time_limit_s": 0}, ValueError, "time_limit_s"),
+        ({"margin": 1.5}, ValueError, "margin"),
+        ({"batch": 0}, ValueError, "positive"),
+        ({"batch": "8"}, TypeError, "batch"),
+        ({"batch": None}, TypeError, "batch"),
+    ],
+)
+def test_wrong_arguments_say_what_is_accepted(models, arguments, error, says):
+    model, batch = models.mlp(4, width=4, blocks=1)
+    with pytest.raises(error, match=says):
+        make_plan(model, **{"batch": batch, "memory_limit": "8GiB", "profile": "estimated", **arguments})
+
+
+def test_models_that_cannot_be_planned_say_why(models):
+    import keras
+
+    model, batch = models.mlp(4, width=4, blocks=1)
+    model.run_eagerly = True
+    with pytest.raises(UnsupportedModelError, match="eagerly"):
+        make_plan(model, batch, "8GiB")
+    uncompiled = keras.Sequential([keras.layers.Input((16,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="compile"):
+        make_plan(uncompiled, batch, "8GiB")

@@ -1,0 +1,159 @@
+"""Rewrites of the optimized graph: the same numbers, with less held at once."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow.rewrite import rewrite_for_memory
+
+
+def node(name, op, *inputs, dtype=tf.float32, **types):
+    """A NodeDef with the type attribute ``T``; ``types`` makes ``T`` a list."""
+    made = tf.compat.v1.NodeDef(name=name, op=op)
+    made.input.extend(inputs)
+    if op == "IdentityN":
+        made.attr["T"].list.type.extend(t.as_datatype_enum for t in types["T"])
+    elif op == "Placeholder":
+        made.attr["dtype"].type = dtype.as_datatype_enum
+    elif op != "NoOp":
+        made.attr["T"].type = dtype.as_datatype_enum
+    return made
+
+
+def rewritten(nodes, *roots, order=None):
+    return rewrite_for_memory(
+        {n.name: n for n in nodes}, roots, {n.name: at for at, n in enumerate(nodes)} if order is None else order
+    )
+
+
+def inputs_of(nodes):
+    return {name: list(n.input) for name, n in nodes.items()}
+
+
+def run(nodes, outputs, feeds):
+    """Runs a graph of NodeDefs."""
+    graph_def = tf.compat.v1.GraphDef()
+    graph_def.node.extend(nodes)
+    with tf.Graph().as_default():
+        fetches = tf.graph_util.import_graph_def(graph_def, return_elements=outputs, name="")
+        with tf.compat.v1.Session() as session:
+            return session.run(fetches, {f"{name}:0": value for name, value in feeds.items()})
+
+
+# ------------------------------------------------------------------ IdentityN
+
+
+def test_identity_n_becomes_one_identity_per_output():
+    nodes = [
+        node("a", "Placeholder"), node("b", "Placeholder", dtype=tf.int32), node("c", "NoOp"),
+        node("join", "IdentityN", "a", "b:0", "^c", T=(tf.float32, tf.int32)),
+        node("first", "Neg", "join"), node("second", "Neg", "join:1", dtype=tf.int32), node("later", "Neg", "a", "^join"),
+    ]  # fmt: skip
+    result = rewritten(nodes, "first", "second", "later")
+    inputs = inputs_of(result)
+    assert inputs["first"] == ["join/part_0"]
+    assert inputs["second"] == ["join/part_1"]
+    assert inputs["join/part_0"] == ["a", "^c"]
+    assert inputs["join/part_1"] == ["b:0", "^c"]
+    assert "IdentityN" not in {n.op for n in result.values()}
+    assert result["join/part_1"].attr["T"].type == tf.int32.as_datatype_enum
+    assert inputs["later"] == ["a", "^join"], "who waits for the node waits for all of it"
+    assert inputs["join"] == ["^join/part_0", "^join/part_1"]
+    feeds = {"a": np.float32(3), "b": np.int32(4)}
+    assert run(result.values(), ["first:0", "second:0", "later:0"], feeds) == [-3.0, -4, -3.0]
+
+
+def test_reader_of_one_output_no_longer_waits_for_the_others():
+    nodes = [
+        node("a", "Placeholder"), node("b", "Placeholder"),
+        node("join", "IdentityN", "a", "b", T=(tf.float32, tf.float32)), node("first", "Neg", "join"),
+    ]  # fmt: skip
+    assert set(rewritten(nodes, "first")) == {"a", "join/part_0", "first"}
+
+
+# ------------------------------------------------------------------ AddN
+
+
+def test_add_n_becomes_a_chain_in_traced_order():
+    terms = [node(name, "Placeholder") for name in "dacb"]
+    total = node("sum", "AddN", "a", "b", "c", "d")  # by name, as Grappler sorts
+    result = rewritten([*terms, total, node("out", "Neg", "sum")], "out")
+    inputs = inputs_of(result)
+    assert inputs["sum/sum_1"] == ["d", "a"]
+    assert inputs["sum/sum_2"] == ["sum/sum_1", "c"]
+    assert inputs["sum"] == ["sum/sum_2", "b"]
+    assert {result[name].op for name in ("sum/sum_1", "sum/sum_2", "sum")} == {"AddV2"}
+    feeds = {name: np.float32(value) for name, value in zip("abcd", (1e8, 1.0, -1e8, 2.0), strict=True)}
+    expected = ((np.float32(2.0) + np.float32(1e8)) + np.float32(-1e8)) + np.float32(1.0)
+    assert run(result.values(), ["out:0"], feeds) == [-expected]
+
+
+def test_term_that_grappler_made_stands_where_its_last_input_does():
+    a, b, c = (node(name, "Placeholder") for name in "abc")
+    made, total = node("made", "Neg", "b"), node("sum", "AddN", "c", "made", "a")
+    result = rewritten([a, b, c, made, total], "sum", order={"a": 0, "b": 1, "c": 2})
+    assert inputs_of(result)["sum/sum_1"] == ["a", "made"]
+    assert inputs_of(result)["sum"] == ["sum/sum_1", "c"]
+
+
+def test_control_edges_stay_on_every_part_of_the_sum():
+    terms = [node(name, "Placeholder") for name in "abc"]
+    result = rewritten([*terms, node("wait", "NoOp"), node("sum", "AddN", "a", "b", "c", "^wait")], "sum")
+    assert inputs_of(result)["sum/sum_1"] == ["a", "b", "^wait"]
+    assert inputs_of(result)["sum"] == ["sum/sum_1", "c", "^wait"]
+
+
+@pytest.mark.parametrize("terms", ["a", "ab"])
+def test_sums_of_one_and_two_stay(terms):
+    nodes = [*(node(name, "Placeholder") for name in terms), node("sum", "AddN", *terms)]
+    assert rewritten(nodes, "sum")["sum"] == nodes[-1]
+
+
+def test_sums_of_variants_stay():
+    nodes = [*(node(name, "Placeholder", dtype=tf.variant) for name in "abc"), node("sum", "AddN", *"abc", dtype=tf.variant)]
+    assert rewritten(nodes, "sum")["sum"].op == "AddN"
+
+
+# ------------------------------------------------------------------ what oneDNN would fuse
+
+
+@pytest.mark.parametrize(
+    ("reader", "producer", "apart"),
+    [
+        ("BiasAdd", "Conv2D", True),
+        ("BiasAdd", "MatMul", True),
+        ("BiasAdd", "Neg", False),
+        ("Conv2D", "Pad", True),
+        ("Conv2D", "Neg", False),
+        ("BiasAddGrad", "Neg", True),
+        ("Neg", "Conv2D", False),
+    ],
+)
+def test_an_identity_stands_between_what_would_be_fused(reader, producer, apart):
+    nodes = [
+        node("x", "Placeholder"),
+        node("w", "Placeholder"),
+        node("first", producer, "x", "w"),
+        node("second", reader, "first:0", "w"),
+    ]
+    result = rewritten(nodes, "second")
+    if not apart:
+        assert result == {n.name: n for n in nodes}
+        return
+    assert list(result["second"].input) == ["second/apart", "w"]
+    assert result["second/apart"].op == "Identity"
+    assert list(result["second/apart"].input) == ["first:0"]
+    assert result["second/apart"].attr["T"].type == tf.float32.as_datatype_enum
+    assert list(nodes[-1].input) == ["first:0", "w"], "the node that was given is not changed"
+
+
+# ------------------------------------------------------------------ what nobody needs
+
+
+def test_what_no_root_depends_on_is_dropped():
+    nodes = [
+        node("a", "Placeholder"), node("dead", "Neg", "a"), node("deader", "Neg", "dead"),
+        node("effect", "NoOp", "^b"), node("b", "Neg", "a"), node("out", "Neg", "a:0"),
+    ]  # fmt: skip
+    assert set(rewritten(nodes, "out", "effect")) == {"a", "b", "out", "effect"}
+    assert set(rewritten(nodes, "out")) == {"a", "out"}
