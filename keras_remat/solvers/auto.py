@@ -110,7 +110,7 @@ class _Search:
             return False
         seconds = simulate(self.problem, schedule).time_s
         if seconds < self.best_s * (1 - 1e-12):
-            self.best, self.best_s, self.solver = schedule.order, seconds, f"auto:{solver}"
+            self.best, self.best_s, self.solver = schedule.order, seconds, solver
             self._report()
         return True
 

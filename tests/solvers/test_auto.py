@@ -106,7 +106,7 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(auto.bound, "lower_bound_s", interrupted)
     problem = chain_problem(12).with_budget(9)
     solution = solve(problem, time_limit_s=5)
-    assert solution.solver == "auto:greedy"
+    assert solution.solver == "greedy"
     monkeypatch.setattr(auto.greedy, "candidates", interrupted)
     with pytest.raises(KeyboardInterrupt):
         solve(problem, time_limit_s=5)
