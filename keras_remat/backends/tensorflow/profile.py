@@ -12,6 +12,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -61,32 +62,20 @@ def _estimated_time_s(traced: TensorFlowStep, op: Op) -> float:
 
 
 def _flops(traced: TensorFlowStep, op: Op) -> float:
-    """Twice the multiply-adds: elements of the largest operand times the contracted size, from the op's own operands."""
+    """Twice the multiply-adds, from the shapes of the op's own operands; 0 where one is unknown."""
     node = traced.handles[op.id]
-    shapes = [traced.tensor_shapes.get(tensor_key(i)) for i in node.input if not i.startswith("^")]
-    shapes.append(traced.tensor_shapes.get(f"{node.name}:0"))
-    known = [s for s in shapes if s]
-    volumes = []
-    for shape in known:
-        volume = 1
-        for dim in shape:
-            volume *= dim
-        volumes.append(volume)
-    if len(volumes) < 2:
+    operands = [traced.tensor_shapes.get(tensor_key(i)) for i in node.input if not i.startswith("^")]
+    shapes = [shape for shape in (*operands, traced.tensor_shapes.get(f"{node.name}:0")) if shape is not None]
+    if len(shapes) <= len(operands) or len(shapes) < 3:
         return 0.0
     if op.kind in kinds.MATMULS:
         # (m·k)(k·n)(m·n) = (m·n·k)², batch dimensions aside
-        product = 1.0
-        for volume in volumes[-3:]:
-            product *= volume
-        return float(2.0 * product**0.5)
-    kernels = [s for s in known if len(s) == 4]
-    kernel = min(kernels, key=lambda s: s[0] * s[1], default=None)
-    if kernel is None:
-        return 0.0
-    image = max(volumes)
-    per_element = kernel[0] * kernel[1] * (1 if "Depthwise" in op.kind else kernel[2])
-    return float(2 * image * per_element)
+        return 2.0 * prod(float(prod(shape)) for shape in (*shapes[:2], shapes[-1])) ** 0.5
+    # Every element of the kernel meets every position of the smaller image, which a stride leaves; a gradient's sizes come as a vector.
+    at = len(shapes) - 1 if "BackpropFilter" in op.kind else 1
+    kernel, channels = shapes[at], 1 if node.attr["data_format"].s.startswith(b"NC") else -1
+    images = [shape for i, shape in enumerate(shapes) if i != at and len(shape) == len(kernel)]
+    return 2.0 * prod(kernel) * min((prod(image) // max(1, image[channels]) for image in images), default=0)
 
 
 class Recorder:
