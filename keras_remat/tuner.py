@@ -260,13 +260,11 @@ class StepTuner:
         plan.save(path)
 
     def _first_plan(self, candidate: _Candidate, problem: Problem) -> Plan:
-        """A quick plan to train under while profiling; where the quick solver finds none, the chosen one gets its full time."""
+        """A plan to train under while profiling: a quick one, or, where none is found quickly, one by the chosen solver in its full time."""
         limit_s = self._options.solver_time_limit_s
         try:
             return self._solve(candidate, problem, solver="greedy", time_limit_s=min(_QUICK_SOLVE_S, limit_s))
         except ScheduleNotFoundError:
-            if self._options.solver == "greedy":
-                raise
             return self._solve(candidate, problem, solver=self._options.solver, time_limit_s=limit_s)
 
     def _fits_in_proportion(self, size: int) -> bool:
