@@ -1,4 +1,4 @@
-import models
+import jax_models as models
 import pytest
 
 from keras_remat.backends.jax.fit_budget import compile_within

@@ -1,7 +1,7 @@
 from functools import partial
 
 import jax
-import models
+import jax_models as models
 import numpy as np
 import pytest
 

@@ -1,6 +1,6 @@
 import jax
+import jax_models as models
 import keras
-import models
 import numpy as np
 import pytest
 
