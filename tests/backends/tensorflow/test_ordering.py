@@ -76,7 +76,8 @@ def test_plenty_of_memory_leaves_nothing_to_wait_for():
     assert fences(problem, schedule, 10**9) == {}
 
 
-def test_no_slack_is_a_strict_chain():
+def test_no_slack_is_a_strict_chain(monkeypatch):
+    monkeypatch.setattr(ordering, "AHEAD_SHARE", 0.0)
     problem = training_problem(random.Random(3), 9, PLAIN)
     schedule = Schedule.store_all(problem.graph)
     budget = simulate(problem, schedule).peak_bytes
