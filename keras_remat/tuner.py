@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: How often a plan is tightened because its measured peak is over the limit.
 _MAX_TIGHTENINGS = 3
+#: Shares of a tightening that are tried when all of it is out of reach.
+_PARTIAL_CORRECTIONS = (0.85, 0.7, 0.5, 0.25)
 #: Seconds the first, estimated plan may take to solve.
 _QUICK_SOLVE_S = 8.0
 
@@ -69,6 +71,7 @@ class _Candidate:
     plan: Plan | None = None
     steps_in_phase: int = 0
     tightenings: int = 0
+    resident_bytes: int = 0  # the most in use between two of its steps
     measured: list[Usage] = field(default_factory=list)
     failure: InfeasibleBudgetError | ScheduleNotFoundError | None = None  # why no further batch can be trained
 
@@ -137,6 +140,8 @@ class StepTuner:
         result, usage = self._backend.measure(lambda: candidate.run(batch))
         self._count(candidate, usage)
         candidate.measured.append(usage)
+        # the input pipeline holds more batches at some steps than at others
+        candidate.resident_bytes = max(candidate.resident_bytes, self._backend.bytes_in_use())
         candidate.steps_in_phase += 1
         self._advance(candidate)
         return result
@@ -353,7 +358,7 @@ class StepTuner:
         assert candidate.plan is not None
         recorder, self._recorder = self._recorder, None
         with self._progress("reading the profile"):
-            profile = recorder.stop(candidate.run, self._backend.bytes_in_use())
+            profile = recorder.stop(candidate.run, candidate.resident_bytes)
         if profile is None:
             self.event("profile", "The profiler saw too few ops; the plan stays with estimated op times.")
             candidate.enter("verify")
@@ -367,10 +372,7 @@ class StepTuner:
         assert candidate.plan is not None
         try:
             with self._progress("solving for the schedule"):
-                plan = self._solve(
-                    candidate, candidate.problem, solver=self._options.solver,
-                    time_limit_s=self._options.solver_time_limit_s, correction_bytes=correction_bytes,
-                )  # fmt: skip
+                plan = self._tightened(candidate, candidate.problem, correction_bytes)
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self.event("kept", f"The plan that is running stays: {error}")
             candidate.tightenings = _MAX_TIGHTENINGS  # there is nothing tighter; what the running plan takes is still measured
@@ -382,6 +384,31 @@ class StepTuner:
             return
         self._with_plan(candidate, plan, "verify")
         self.event("swap", f"Swapped in. {plan}")
+
+    def _tightened(self, candidate: _Candidate, problem: Problem, correction_bytes: int) -> Plan:
+        """A plan for ``correction_bytes`` less than the limit, or, where there is none, for as much of that as a quick solver reaches."""
+        options = self._options
+        try:
+            return self._solve(
+                candidate,
+                problem,
+                solver=options.solver,
+                time_limit_s=options.solver_time_limit_s,
+                correction_bytes=correction_bytes,
+            )
+        except (InfeasibleBudgetError, ScheduleNotFoundError):
+            for share in _PARTIAL_CORRECTIONS if correction_bytes else ():
+                try:
+                    return self._solve(
+                        candidate,
+                        problem,
+                        solver="greedy",
+                        time_limit_s=_QUICK_SOLVE_S,
+                        correction_bytes=int(share * correction_bytes),
+                    )
+                except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+                    logger.debug("keras_remat: %s", error)
+            raise
 
     def _predict(self, problem: Problem, schedule: Schedule) -> Usage:
         return Usage(simulate(problem, schedule).time_s, self._backend.predicted_peak_bytes(problem, schedule))
