@@ -288,9 +288,11 @@ def measured_problem(backend: Backend, model: Any, traced: TracedStep, problem: 
         recorder = backend.recorder()
         if not recorder.start():
             return problem
-        for _ in range(3):
-            run(batch)
-        profile = recorder.stop(run, resident)
+        try:
+            for _ in range(3):
+                run(batch)
+        finally:  # a profiler session must not outlive a step that raised
+            profile = recorder.stop(run, resident)
     return problem if profile is None else replace(problem, profile=profile)
 
 
