@@ -30,7 +30,7 @@ REUSES_INPUT = frozenset(
      "Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Softplus", "Softsign", "ReluGrad", "Relu6Grad", "LeakyReluGrad", "EluGrad", "SeluGrad",
      "SoftplusGrad", "SoftsignGrad", "SigmoidGrad", "TanhGrad", "SqrtGrad", "RsqrtGrad", "InvGrad", "ReciprocalGrad",
      # others
-     "BiasAdd", "Softmax", "LogSoftmax", "ClipByValue", "LogicalNot", "LogicalAnd", "LogicalOr"}
+     "BiasAdd", "Softmax", "LogSoftmax", "ClipByValue", "LogicalNot", "LogicalAnd", "LogicalOr", "_UnaryOpsComposition"}
 )  # fmt: skip
 
 #: Types whose inputs Grappler puts in order by name.
@@ -39,9 +39,10 @@ COMMUTATIVE = frozenset({"Add", "AddV2", "AddN", "Mul", "Maximum", "Minimum", "S
 #: Elementwise types that cost about one pass over their data; for estimated profiles.
 CONVOLUTIONS = frozenset(
     {"Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter", "DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropInput",
-     "DepthwiseConv2dNativeBackpropFilter", "Conv3D", "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", "_FusedConv2D"}
+     "DepthwiseConv2dNativeBackpropFilter", "Conv3D", "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", "_FusedConv2D", "_FusedDepthwiseConv2dNative",
+     "_FusedConv3D"}
 )  # fmt: skip
-MATMULS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "_FusedMatMul", "Einsum"})
+MATMULS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "_FusedMatMul", "_FusedBatchMatMulV2", "Einsum"})
 
 #: Types this backend cannot carry: control flow of TensorFlow 1, queues and host callbacks whose effects cannot be ordered.
 UNSUPPORTED = frozenset(

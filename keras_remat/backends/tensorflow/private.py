@@ -1,28 +1,34 @@
 """The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
 
-Five things have no public way in: running Grappler on a graph by hand, capturing an eager tensor under a chosen name, calling a
-function with a session configuration of its own, reading the profiler's raw trace, and building a model from a batch.
+Six things have no public way in: running Grappler on a graph by hand, asking which devices have a kernel for an op, capturing an eager
+tensor under a chosen name, calling a function with a session configuration of its own, reading the profiler's raw trace, and building a
+model from a batch.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context
-from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework import kernels, op_def_registry
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 TESTED_VERSIONS = ("2.21",)
+_CPU, _GPU = (f"/job:localhost/replica:0/task:0/device:{kind}:0" for kind in ("CPU", "GPU"))
 
 
 def optimize_graph(graph_def: Any, fetches: Sequence[str]) -> Any:
     """Returns the GraphDef after TensorFlow's default graph optimizations.
+
+    Grappler fuses and changes layouts only where it knows the device, which a traced graph does not say yet: nodes get the device that the
+    placer would give them, for the time of the call.
 
     Args:
         graph_def: inlined or not; function calls are inlined here.
@@ -35,10 +41,20 @@ def optimize_graph(graph_def: Any, fetches: Sequence[str]) -> Any:
     meta_graph = meta_graph_pb2.MetaGraphDef()
     meta_graph.graph_def.CopyFrom(graph_def)
     keep_control_flow_functional(meta_graph.graph_def)
+    on_gpu = bool(tf.config.list_logical_devices("GPU"))
+    for node in meta_graph.graph_def.node:
+        node.device = node.device or (_GPU if on_gpu and _has_gpu_kernel(node.op) else _CPU)
     meta_graph.collection_def["train_op"].node_list.value.extend(fetches)
     optimized = tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False)
+    for node in optimized.node:
+        node.device = "" if node.device in (_CPU, _GPU) else node.device
     rename_functions(optimized)
     return optimized
+
+
+@cache
+def _has_gpu_kernel(kind: str) -> bool:
+    return any(kernel.device_type == "GPU" for kernel in kernels.get_registered_kernels_for_op(kind).kernel)
 
 
 def rename_functions(graph_def: Any) -> None:

@@ -36,7 +36,9 @@ def rewrite_for_memory(nodes: Mapping[str, Any], roots: Sequence[str], order: Ma
 _FUSED_BY_ONEDNN: Mapping[str, frozenset[str]] = {
     "BiasAdd": frozenset({"Conv2D", "DepthwiseConv2dNative", "Conv3D", "MatMul"}),
     "Conv2D": frozenset({"Pad"}),
+    "_FusedConv2D": frozenset({"Pad"}),
     "Conv3D": frozenset({"Pad"}),
+    "_FusedConv3D": frozenset({"Pad"}),
     "BiasAddGrad": frozenset(),
 }
 
