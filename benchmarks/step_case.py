@@ -26,7 +26,7 @@ import models
 import numpy as np
 
 import keras_remat
-from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
+from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend, preserved_state
 from keras_remat.plan import plan_problem
 
 #: Steps each variant runs before the next one takes its turn; the first of them is not timed.
@@ -214,7 +214,7 @@ class Measurement:
         started = time.perf_counter()
         store_all = backend.lower(traced, problem, schedule, keras_remat.simulate(problem, schedule).peak_bytes)
         lower_s = time.perf_counter() - started
-        with backend.preserved_state(model):
+        with preserved_state(backend, model):
             store_all(batch)
             recorder = backend.recorder()
             if not recorder.start():

@@ -59,10 +59,11 @@ class BatchTrainer:
     def run(self, batch: Any) -> Any:
         """Takes one loader batch; returns the newest logs, or the metrics so far when nothing was trained yet."""
         if self._size is None:
-            self._logs = self._steps.run(batch)
+            self._logs = self._steps.run(batch, may_split=self._wanted != "keep")
             if self._searching and self._steps.settled:
                 self._searching = False
-                self._search(batch)
+                if self._steps.micro_batches == 1:
+                    self._search(batch)
             return self._logs
         self._group.add(batch)
         self._train_full_groups()

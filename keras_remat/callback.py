@@ -24,10 +24,11 @@ from keras_remat.backends.base import Backend, load_backend
 from keras_remat.batching import BatchTrainer
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.plan import Plan, load_plan
+from keras_remat.planner import TunerOptions
 from keras_remat.problem import Problem
 from keras_remat.report import AutotuneReport, EpochUsage, Event
 from keras_remat.solvers import SOLVERS
-from keras_remat.tuner import StepTuner, TunerOptions
+from keras_remat.tuner import StepTuner
 from keras_remat.units import check_memory_limit
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,6 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             plan = load_plan(plan)
         self._options = TunerOptions(
             memory_limit,
-            _checked_batch_size(batch_size),
             solver,
             float(solver_time_limit_s),
             profile_steps,
@@ -111,6 +111,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             plan,
             cache_dir,
         )
+        self._batch_size = _checked_batch_size(batch_size)
         self._learning_rate_scaling, self._report_path = learning_rate_scaling, report_path
         self._verbose = verbose
         self._tuner: StepTuner | None = None
@@ -149,7 +150,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     def _install(self, backend: Backend) -> None:
         self._tuner = StepTuner(self._model, backend, self._options, self.report, self._progress)
         self._trainer = BatchTrainer(
-            self._model, backend, self._tuner, self.report, self._options.batch_size, self._samples_per_epoch, self._batch_size_changed,
+            self._model, backend, self._tuner, self.report, self._batch_size, self._samples_per_epoch, self._batch_size_changed,
             self._options.seed,
         )  # fmt: skip
         self._tuner.installed = backend.install(self._model, self)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from keras_remat.backends.base import Backend, TracedStep, load_backend
+from keras_remat.backends.base import Backend, TracedStep, load_backend, preserved_state
 from keras_remat.errors import InfeasibleBudgetError, InvalidProblemError, PlanMismatchError, RematError, ScheduleNotFoundError
 from keras_remat.graph import Graph
 from keras_remat.problem import Problem
@@ -180,7 +180,6 @@ def plan_problem(
     solver: str = "auto",
     time_limit_s: float = 30.0,
     seed: int = 0,
-    correction_bytes: int = 0,
 ) -> Plan:
     """Solves a traced problem so that the *allocator's* peak stays under the budget.
 
@@ -193,7 +192,6 @@ def plan_problem(
         backend: whose allocator decides.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
         time_limit_s: seconds for all solves together; a late one gets a tenth of it at least.
-        correction_bytes: taken off the budget from the start, e.g. because a measured peak was above the predicted one.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
@@ -201,8 +199,7 @@ def plan_problem(
     check_floor(problem.with_budget(budget_bytes))
     store_all = Schedule.store_all(problem.graph)
     baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
-    wanted = budget_bytes - correction_bytes
-    target, found, unreachable = wanted, wanted, problem.floor_bytes
+    target, found, unreachable = budget_bytes, budget_bytes, problem.floor_bytes
     over: int | None = None
     deadline_s = time.perf_counter() + time_limit_s
     for _ in range(_MAX_CORRECTIONS):
@@ -217,7 +214,7 @@ def plan_problem(
             unreachable, target = target, (target + found) // 2
             continue
         peak = backend.predicted_peak_bytes(problem, solution.schedule, target)
-        if peak <= wanted:
+        if peak <= budget_bytes:
             assert solution.usage is not None
             predicted = Usage(solution.usage.time_s, peak)
             return Plan(
@@ -226,7 +223,7 @@ def plan_problem(
             )  # fmt: skip
         over = peak if over is None else min(over, peak)
         found = target
-        target = max(target - (peak - wanted), (unreachable + target) // 2)
+        target = max(target - (peak - budget_bytes), (unreachable + target) // 2)
     raise ScheduleNotFoundError(budget_bytes, problem.floor_bytes, over, solver=solver)
 
 
@@ -282,7 +279,7 @@ def measured_problem(backend: Backend, model: Any, traced: TracedStep, problem: 
     """``problem`` with a profile measured by running ``plan`` on ``batch``; the model's variables are put back."""
     schedule = plan.solution.schedule
     run = backend.lower(traced, problem, schedule, simulate(problem, schedule).peak_bytes)
-    with backend.preserved_state(model):
+    with preserved_state(backend, model):
         run(batch)
         resident = backend.bytes_in_use()
         recorder = backend.recorder()

@@ -1,22 +1,29 @@
 """Which step runs for which batch: plain, under an estimated plan, recorded, under a measured plan.
 
-A state machine over the batches of one ``fit``, without Keras's life cycle (that is :mod:`keras_remat.callback`) and without a framework
-(that is :mod:`keras_remat.backends`). Every batch that comes in is trained exactly once, by one of these steps:
+A state machine over the batches of one ``fit``, without Keras's life cycle (that is :mod:`keras_remat.callback`), without a framework (that
+is :mod:`keras_remat.backends`) and without solving (that is :mod:`keras_remat.planner`). Every batch that comes in is trained exactly once,
+by one of these steps:
 
 1. The step is traced and its plain peak predicted. If that fits under the limit with the margin, plain steps run and are measured;
    if they keep within the limit, nothing is changed.
-2. Otherwise the plain step never runs. A first plan comes from an estimated profile; under it training starts.
-3. The next steps are recorded by the profiler; the plan is made again from what was measured, and swapped in.
-4. The measured peak decides: over the limit, the plan is tightened by what was too much, a bounded number of times.
+2. Otherwise the plain step does not run. A first plan comes from an estimated profile; under it training starts. Where no schedule keeps to
+   the limit and the batch may be cut, it is trained in micro-batches.
+3. The next steps are recorded by the profiler, and the prediction is calibrated by their measured peak. If the plain step fits by that, it
+   takes over; else the plan is made again from what was measured, and swapped in.
+4. The measured peak decides: over the limit, the plan is made again for what was too much, a bounded number of times, and the one
+   that measured least stays.
+
+A step that runs out of memory all the same is undone (:mod:`keras_remat.guard`) and its batch trained under a plan for what the device had.
 
 Over 400 lines because the states are only understood side by side: each method is one transition.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
-import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,38 +32,24 @@ from typing import Any
 
 from keras_remat.backends.base import Backend, Installed, ProfileRecorder, RunStep, TracedStep
 from keras_remat.backends.examples import batch_size_of
-from keras_remat.errors import InfeasibleBudgetError, InvalidProblemError, ScheduleNotFoundError
-from keras_remat.graph import Graph
-from keras_remat.plan import Plan, cache_path, cached_plan, describe_limit_error, plan_problem, usable_bytes
+from keras_remat.errors import InfeasibleBudgetError, InvalidProblemError, ScheduleNotFoundError, UnsupportedModelError
+from keras_remat.guard import StepGuard, StepOutOfMemoryError
+from keras_remat.plan import Plan
+from keras_remat.planner import StepPlanner, TunerOptions
 from keras_remat.problem import Problem
 from keras_remat.report import AutotuneReport, Event
 from keras_remat.schedule import Schedule, Usage
 from keras_remat.simulate import simulate
-from keras_remat.units import format_bytes, format_seconds, parse_bytes
+from keras_remat.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
-#: How often a plan is tightened because its measured peak is over the limit.
+#: How often a plan is made again because its measured peak is over the limit.
 _MAX_TIGHTENINGS = 3
-#: Shares of a tightening that are tried when all of it is out of reach.
-_PARTIAL_CORRECTIONS = (0.85, 0.7, 0.5, 0.25)
-#: Seconds the first, estimated plan may take to solve.
-_QUICK_SOLVE_S = 8.0
-
-
-@dataclass(frozen=True)
-class TunerOptions:
-    """The arguments of ``RematAutotune`` that decide about steps; see there."""
-
-    memory_limit: int | str | None = None
-    batch_size: int | str = "max"
-    solver: str = "auto"
-    solver_time_limit_s: float = 30.0
-    profile_steps: int = 3
-    margin: float = 0.05
-    seed: int = 0
-    plan: Plan | None = None
-    cache_dir: str | os.PathLike[str] | None = None
+#: How often a batch shape may run out of memory before its error is the user's.
+_MAX_OUT_OF_MEMORY = 4
+#: Numbers of micro-batches that are tried for a batch that fits under no schedule.
+_MICRO_BATCHES = (2, 4, 8)
 
 
 @dataclass
@@ -68,21 +61,30 @@ class _Candidate:
     phase: str  # "plain", "warm-up", "record", "verify", "settled"
     traced: TracedStep | None = None
     problem: Problem | None = None
-    plan: Plan | None = None
+    plan: Plan | None = None  # None while the plain step runs
+    micro_batches: int = 1
     steps_in_phase: int = 0
-    tightenings: int = 0
     resident_bytes: int = 0  # the most in use between two of its steps
     measured: list[Usage] = field(default_factory=list)
+    tried: list[tuple[Usage, Plan, RunStep]] = field(default_factory=list)  # plans that measured over the limit
+    plain_exceeded: bool = False  # the plain step was measured, or ran out of memory, over the limit
+    out_of_memory: int = 0
     failure: InfeasibleBudgetError | ScheduleNotFoundError | None = None  # why no further batch can be trained
 
     def enter(self, phase: str) -> None:
         self.phase, self.steps_in_phase = phase, 0
         self.measured.clear()
 
+    @property
+    def schedule(self) -> Schedule:
+        """What runs, as a schedule."""
+        assert self.problem is not None
+        return Schedule.store_all(self.problem.graph) if self.plan is None else self.plan.solution.schedule
+
 
 @dataclass
 class StepCounter:
-    """What the steps since the last :meth:`take` came to."""
+    """What the steps since the last :meth:`StepTuner.take_counter` came to."""
 
     samples: int = 0
     steps: int = 0
@@ -97,7 +99,7 @@ class StepTuner:
     Args:
         model: compiled and built, inside ``fit``.
         backend: of the framework Keras runs on.
-        options: see :class:`TunerOptions`.
+        options: see :class:`~keras_remat.planner.TunerOptions`.
         report: gets the events and the baseline.
         progress: ``progress(text)`` as a context manager around everything that takes long.
     """
@@ -107,6 +109,8 @@ class StepTuner:
     ):
         self._model, self._backend, self._options, self._report = model, backend, options, report
         self._progress = progress
+        self._planner = StepPlanner(backend, options)
+        self._guard = StepGuard(model, backend)
         self._candidates: dict[Any, _Candidate] = {}
         self._main: _Candidate | None = None
         self._recorder: ProfileRecorder | None = None
@@ -117,8 +121,12 @@ class StepTuner:
 
     # ---------------------------------------------------------------- one batch
 
-    def run(self, batch: Any) -> Any:
+    def run(self, batch: Any, *, may_split: bool = False) -> Any:
         """Trains one batch and returns its logs.
+
+        Args:
+            batch: what ``train_step`` gets.
+            may_split: whether a batch that fits under no schedule may be trained in micro-batches.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit; this batch was not trained.
@@ -127,17 +135,25 @@ class StepTuner:
         candidate = self._candidates.get(key)
         if candidate is None:
             with self._planning():
-                candidate = self._candidates[key] = self._prepare(batch)
+                candidate = self._candidates[key] = self._prepare(batch, may_split)
         self._main = self._main or candidate
-        if candidate.failure is not None:
-            raise candidate.failure
+        while True:
+            if candidate.failure is not None:
+                raise candidate.failure
+            try:
+                return self._train(candidate, batch)
+            except StepOutOfMemoryError as error:
+                with self._planning():
+                    self._after_out_of_memory(candidate, batch, error)
+
+    def _train(self, candidate: _Candidate, batch: Any) -> Any:
         if candidate.phase == "record" and candidate.steps_in_phase == 0:
             self._recorder = self._backend.recorder()
             if not self._recorder.start():
                 self._recorder = None
                 self.event("profile", "A profiler session is running already; the plan stays with estimated op times.")
                 candidate.enter("verify")
-        result, usage = self._backend.measure(lambda: candidate.run(batch))
+        result, usage = self._guard.run(lambda: candidate.run(batch), guarded=candidate.phase != "settled")
         self._count(candidate, usage)
         candidate.measured.append(usage)
         # the input pipeline holds more batches at some steps than at others
@@ -157,6 +173,11 @@ class StepTuner:
         if not self.settled or self._main is None or self._main.plan is None or self._main.plan.measured is None:
             return None
         return self._main.plan.measured.peak_bytes
+
+    @property
+    def micro_batches(self) -> int:
+        """How many pieces the main step trains its batch in."""
+        return self._main.micro_batches if self._main is not None else 1
 
     def measured_main(self) -> tuple[TracedStep, Problem]:
         """The main shape's trace and costs; after plain steps the estimated op times are scaled to the measured step."""
@@ -204,34 +225,31 @@ class StepTuner:
 
     @property
     def limit_bytes(self) -> int:
-        if self._report.limit_bytes is None:
-            total = self._backend.device_memory_bytes()
-            limit = self._options.memory_limit
-            self._report.limit_bytes = total if limit is None else parse_bytes(limit, total_bytes=total)
-        return self._report.limit_bytes
+        """The memory limit in force."""
+        self._report.limit_bytes = self._planner.limit_bytes
+        return self._planner.limit_bytes
 
     @property
     def usable_bytes(self) -> int:
-        return usable_bytes(self.limit_bytes, self._options.margin)
+        """The limit less the margin."""
+        return self._planner.usable_bytes
 
     def _run_plain(self, batch: Any) -> Any:
         assert self.installed is not None
         return self.installed.run_plain(batch)
 
-    def _prepare(self, batch: Any) -> _Candidate:
+    def _prepare(self, batch: Any, may_split: bool) -> _Candidate:
         size = batch_size_of(batch)
         self._report.batch_size = self._report.batch_size or size
+        candidate = _Candidate(size, self._run_plain, "plain")
         if self._main is not None and self._fits_in_proportion(size):
-            return _Candidate(size, self._run_plain, "settled")
-        with self._progress("tracing the train step"):
-            traced = self._backend.trace(self._model, batch)
-        profile = self._backend.estimated_profile(traced, self._backend.bytes_in_use())
-        problem = Problem(traced.graph, profile, name=self._model.name)
-        peak = self._backend.predicted_peak_bytes(problem, Schedule.store_all(traced.graph))
+            candidate.enter("settled")
+            return candidate
+        problem = self._trace(candidate, batch)
+        peak = self._backend.predicted_peak_bytes(problem, Schedule.store_all(problem.graph))
         if self._options.plan is not None and not self._candidates:  # it is for the shape that training begins with
             self._options.plan.check(problem)
-            return self._with_plan(_Candidate(size, self._run_plain, "plain", traced, problem), self._options.plan, "verify")
-        candidate = _Candidate(size, self._run_plain, "plain", traced, problem)
+            return self._with_plan(candidate, self._options.plan, "verify")
         if peak <= self.usable_bytes:
             return candidate
         self.event(
@@ -243,56 +261,64 @@ class StepTuner:
         if cached is not None:
             self.event("cache", f"A plan for this graph and limit was cached. {cached}")
             return self._with_plan(candidate, cached, "verify")
-        with self._progress("first plan, from estimated op times"):
-            plan = self._first_plan(candidate, problem)
+        try:
+            with self._progress("first plan, from estimated op times"):
+                plan = self._planner.quick(problem, size)
+        except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+            if not may_split:
+                raise
+            plan = self._micro_batched(candidate, batch, error)
         return self._with_plan(candidate, plan, "warm-up")
 
+    def _trace(self, candidate: _Candidate, batch: Any, micro_batches: int = 1) -> Problem:
+        with self._progress("tracing the train step"):
+            gc.collect()  # what an earlier fit left in reference cycles is not resident
+            candidate.traced = self._backend.trace(self._model, batch, micro_batches)
+        profile = self._backend.estimated_profile(candidate.traced, self._backend.bytes_in_use())
+        candidate.problem = Problem(candidate.traced.graph, profile, name=self._model.name)
+        candidate.micro_batches = micro_batches
+        return candidate.problem
+
+    def _micro_batched(self, candidate: _Candidate, batch: Any, error: InfeasibleBudgetError | ScheduleNotFoundError) -> Plan:
+        """A plan that trains the batch in pieces and sums their gradients; raises ``error`` where that does not help either."""
+        for count in _MICRO_BATCHES:
+            if count > candidate.batch_size:
+                break
+            try:
+                problem = self._trace(candidate, batch, count)
+            except UnsupportedModelError as reason:
+                raise error from reason
+            try:
+                with self._progress(f"plan for {count} micro-batches"):
+                    plan = self._planner.quick(problem, candidate.batch_size)
+            except (InfeasibleBudgetError, ScheduleNotFoundError) as failed:
+                logger.debug("keras_remat: %d micro-batches: %s", count, failed)
+                continue
+            message = (
+                f"No schedule trains {candidate.batch_size} samples at once within {format_bytes(self.limit_bytes)}: each step trains them in "
+                f"{count} micro-batches and adds up their gradients. Batch normalization sees one micro-batch at a time."
+            )
+            warnings.warn(f"keras_remat: {message}", stacklevel=2)
+            self.event("micro-batches", message)
+            return plan
+        raise error
+
     def _cached(self, problem: Problem) -> Plan | None:
-        if self._options.cache_dir is None:
-            return None
         try:
-            return cached_plan(self._options.cache_dir, problem, self.usable_bytes)
+            return self._planner.cached(problem)
         except InvalidProblemError as error:
             self.event("cache", f"A cached plan cannot be used and is made again: {error}")
             return None
-
-    def _cache(self, plan: Plan, graph: Graph) -> None:
-        """Keeps a measured plan that held its limit."""
-        if self._options.cache_dir is None or plan.measured is None or plan.measured.peak_bytes > self.limit_bytes:
-            return
-        path = cache_path(self._options.cache_dir, graph, self.usable_bytes)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        plan.save(path)
-
-    def _first_plan(self, candidate: _Candidate, problem: Problem) -> Plan:
-        """A plan to train under while profiling: a quick one, or, where none is found quickly, one by the chosen solver in its full time."""
-        limit_s = self._options.solver_time_limit_s
-        try:
-            return self._solve(candidate, problem, solver="greedy", time_limit_s=min(_QUICK_SOLVE_S, limit_s))
-        except ScheduleNotFoundError:
-            return self._solve(candidate, problem, solver=self._options.solver, time_limit_s=limit_s)
 
     def _fits_in_proportion(self, size: int) -> bool:
         """Whether a batch smaller than the main one fits plainly, its bytes above the resident ones taken as proportional."""
         main = self._main
         assert main is not None
-        if main.problem is None or size > main.batch_size:
+        if main.problem is None or size > main.batch_size or main.micro_batches > 1:
             return False
         resident = main.problem.profile.resident_bytes
         peak = self._backend.predicted_peak_bytes(main.problem, Schedule.store_all(main.problem.graph))
         return resident + (peak - resident) * size / main.batch_size <= self.usable_bytes
-
-    def _solve(
-        self, candidate: _Candidate, problem: Problem, *, solver: str, time_limit_s: float, correction_bytes: int = 0
-    ) -> Plan:
-        try:
-            return plan_problem(
-                problem, self.usable_bytes, self._backend,
-                solver=solver, time_limit_s=time_limit_s, seed=self._options.seed, correction_bytes=correction_bytes,
-            )  # fmt: skip
-        except InfeasibleBudgetError as error:
-            advice = describe_limit_error(error, self.limit_bytes, candidate.batch_size, problem.profile.resident_bytes)
-            raise InfeasibleBudgetError(error.budget_bytes, error.floor_bytes, error.op_name, advice=advice) from error
 
     def _with_plan(self, candidate: _Candidate, plan: Plan, phase: str) -> _Candidate:
         assert candidate.traced is not None
@@ -302,11 +328,14 @@ class StepTuner:
             # parallelism may use what the schedule itself needs at its peak, not what the allocator loses above that
             peak = simulate(candidate.problem, schedule).peak_bytes
             candidate.run = self._backend.lower(candidate.traced, candidate.problem, schedule, peak)
+        self._set_plan(candidate, plan)
+        candidate.enter(phase)
+        return candidate
+
+    def _set_plan(self, candidate: _Candidate, plan: Plan | None) -> None:
         candidate.plan = plan
         if self._main is None or candidate is self._main:
             self.plan = plan
-        candidate.enter(phase)
-        return candidate
 
     def _advance(self, candidate: _Candidate) -> None:
         """What follows from the steps measured so far."""
@@ -334,23 +363,23 @@ class StepTuner:
             candidate.enter("settled")
             return
         assert candidate.problem is not None
-        predicted = self._backend.predicted_peak_bytes(candidate.problem, Schedule.store_all(candidate.problem.graph))
+        predicted = self._backend.predicted_peak_bytes(candidate.problem, candidate.schedule)
         self.event(
             "exceeded",
             f"The plain step takes {format_bytes(usage.peak_bytes)} measured ({format_bytes(predicted)} predicted), over "
             f"{format_bytes(self.limit_bytes)}: planning.",
         )
+        candidate.plain_exceeded = True
+        candidate.problem = self._planner.calibrated(candidate.problem, candidate.schedule, usage.peak_bytes)
+        profiled = candidate.problem.profile.source == "measured"
         with self._planning():
             try:
-                with self._progress("first plan, from estimated op times"):
-                    plan = self._solve(
-                        candidate, candidate.problem, solver="greedy", time_limit_s=_QUICK_SOLVE_S,
-                        correction_bytes=max(0, usage.peak_bytes - predicted),
-                    )  # fmt: skip
+                with self._progress("planning"):
+                    plan = (self._planner.best if profiled else self._planner.quick)(candidate.problem, candidate.batch_size)
             except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
                 candidate.failure = error  # this batch is trained already; the next one is refused
                 return
-            self._with_plan(candidate, plan, "warm-up")
+            self._with_plan(candidate, plan, "verify" if profiled else "warm-up")
 
     def _after_recording(self, candidate: _Candidate) -> None:
         assert self._recorder is not None
@@ -363,102 +392,130 @@ class StepTuner:
             self.event("profile", "The profiler saw too few ops; the plan stays with estimated op times.")
             candidate.enter("verify")
             return
-        candidate.problem = replace(candidate.problem, profile=profile)
-        self._replan(candidate, 0)
+        problem = replace(candidate.problem, profile=profile)
+        peak = max(u.peak_bytes for u in candidate.measured)
+        candidate.problem = problem = self._planner.calibrated(problem, candidate.schedule, peak)
+        plain = self._backend.predicted_peak_bytes(problem, Schedule.store_all(problem.graph))
+        if plain <= self.usable_bytes and candidate.micro_batches == 1 and not candidate.plain_exceeded:
+            self.event(
+                "plain",
+                f"By what was measured the plain step needs {format_bytes(plain)}, within {format_bytes(self.usable_bytes)}: it comes back.",
+            )
+            self._set_plan(candidate, None)
+            candidate.run = self._run_plain
+            candidate.enter("plain")
+            return
+        self._replan(candidate)
 
-    def _replan(self, candidate: _Candidate, correction_bytes: int) -> None:
-        """Plans again from ``candidate.problem``; keeps the plan that runs when no better one is found."""
-        assert candidate.problem is not None
-        assert candidate.plan is not None
+    def _replan(self, candidate: _Candidate, saving_bytes: int = 0) -> None:
+        """Plans again from ``candidate.problem``, to save ``saving_bytes`` against what runs or as much of it as can be; what runs stays when
+        nothing better is found."""
+        problem, running = candidate.problem, candidate.plan
+        assert problem is not None
+        assert running is not None
         try:
             with self._progress("solving for the schedule"):
-                plan = self._tightened(candidate, candidate.problem, correction_bytes)
+                plan = self._planner.nearest(problem, candidate.batch_size, saving_bytes)
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self.event("kept", f"The plan that is running stays: {error}")
-            candidate.tightenings = _MAX_TIGHTENINGS  # there is nothing tighter; what the running plan takes is still measured
             self._keep_running(candidate)
             return
-        running = self._predict(candidate.problem, candidate.plan.solution.schedule)
-        if not correction_bytes and running.peak_bytes <= self.usable_bytes and plan.predicted.time_s >= running.time_s:
+        now = self._planner.predict(problem, running.solution.schedule)
+        if not saving_bytes and now.peak_bytes <= self.usable_bytes and plan.predicted.time_s >= now.time_s:
             self._keep_running(candidate)
             return
         self._with_plan(candidate, plan, "verify")
         self.event("swap", f"Swapped in. {plan}")
-
-    def _tightened(self, candidate: _Candidate, problem: Problem, correction_bytes: int) -> Plan:
-        """A plan for ``correction_bytes`` less than the limit, or, where there is none, for as much of that as a quick solver reaches."""
-        options = self._options
-        try:
-            return self._solve(
-                candidate,
-                problem,
-                solver=options.solver,
-                time_limit_s=options.solver_time_limit_s,
-                correction_bytes=correction_bytes,
-            )
-        except (InfeasibleBudgetError, ScheduleNotFoundError):
-            for share in _PARTIAL_CORRECTIONS if correction_bytes else ():
-                try:
-                    return self._solve(
-                        candidate,
-                        problem,
-                        solver="greedy",
-                        time_limit_s=_QUICK_SOLVE_S,
-                        correction_bytes=int(share * correction_bytes),
-                    )
-                except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-                    logger.debug("keras_remat: %s", error)
-            raise
-
-    def _predict(self, problem: Problem, schedule: Schedule) -> Usage:
-        return Usage(simulate(problem, schedule).time_s, self._backend.predicted_peak_bytes(problem, schedule))
 
     def _keep_running(self, candidate: _Candidate) -> None:
         """The running plan stays; what it predicts follows the newest profile."""
         problem, plan = candidate.problem, candidate.plan
         assert problem is not None
         assert plan is not None
-        predicted, store_all = (self._predict(problem, s) for s in (plan.solution.schedule, Schedule.store_all(problem.graph)))
-        candidate.plan = replace(plan, predicted=predicted, store_all=store_all, profile_source=problem.profile.source)
-        if candidate is self._main:
-            self.plan = candidate.plan
+        predicted, store_all = (
+            self._planner.predict(problem, s) for s in (plan.solution.schedule, Schedule.store_all(problem.graph))
+        )
+        plan = replace(plan, predicted=predicted, store_all=store_all, profile_source=problem.profile.source)
+        self._set_plan(candidate, plan)
         candidate.enter("verify")
 
     def _verify(self, candidate: _Candidate) -> None:
-        assert candidate.plan is not None
-        peak = max(u.peak_bytes for u in candidate.measured)
-        if peak > self.limit_bytes and candidate.tightenings < _MAX_TIGHTENINGS:
-            candidate.tightenings += 1
-            over = peak - self.usable_bytes
-            self.event(
-                "tighten",
-                f"Measured peak {format_bytes(peak)} is over the limit of {format_bytes(self.limit_bytes)} "
-                f"({format_bytes(candidate.plan.predicted.peak_bytes)} predicted): planning again for {format_bytes(over)} less.",
-            )
-            with self._planning():
-                self._replan(candidate, over)
-            return
-        if candidate.steps_in_phase <= self._options.profile_steps and peak <= self.limit_bytes:
-            return
-        usage = Usage(median(u.time_s for u in candidate.measured[1:] or candidate.measured), peak)
-        candidate.plan = replace(candidate.plan, measured=usage)
-        assert candidate.problem is not None
-        self._cache(candidate.plan, candidate.problem.graph)
-        if candidate is self._main:
-            self.plan = candidate.plan
-            self._predicted_baseline(candidate, usage)
-        verdict = "within" if peak <= self.limit_bytes else "STILL OVER"
-        if peak > self.limit_bytes:
+        problem, plan = candidate.problem, candidate.plan
+        assert problem is not None
+        assert plan is not None
+        usage = Usage(
+            median(u.time_s for u in candidate.measured[1:] or candidate.measured),
+            max(u.peak_bytes for u in candidate.measured),
+        )
+        if usage.peak_bytes > self.limit_bytes:
+            over = usage.peak_bytes - self.usable_bytes
+            candidate.tried.append((usage, plan, candidate.run))
+            nothing_tighter = plan.solution.schedule in [tried.solution.schedule for _, tried, _ in candidate.tried[:-1]]
+            if len(candidate.tried) <= _MAX_TIGHTENINGS and not nothing_tighter:
+                self.event(
+                    "tighten",
+                    f"Measured peak {format_bytes(usage.peak_bytes)} is over the limit of {format_bytes(self.limit_bytes)} "
+                    f"({format_bytes(plan.predicted.peak_bytes)} predicted): planning again for {format_bytes(over)} less.",
+                )
+                candidate.problem = self._planner.calibrated(problem, plan.solution.schedule, usage.peak_bytes)
+                with self._planning():
+                    self._replan(candidate, over)
+                return
+            usage, plan, candidate.run = min(candidate.tried, key=lambda tried: tried[0].peak_bytes)
             logger.warning(
                 "keras_remat: the step takes %s measured, over the limit of %s; no schedule that takes less was found.",
-                format_bytes(peak), format_bytes(self.limit_bytes),
+                format_bytes(usage.peak_bytes), format_bytes(self.limit_bytes),
             )  # fmt: skip
+        elif candidate.steps_in_phase <= self._options.profile_steps:
+            return
+        self._settle(candidate, replace(plan, measured=usage), usage)
+
+    def _settle(self, candidate: _Candidate, plan: Plan, usage: Usage) -> None:
+        """``plan`` is what training goes on with; ``usage`` is what it measured."""
+        assert candidate.problem is not None
+        self._set_plan(candidate, plan)
+        self._planner.keep(plan, candidate.problem.graph)
+        if candidate is self._main:
+            self._predicted_baseline(candidate, usage)
         self.event(
             "measured",
-            f"Step of {candidate.batch_size} samples: {format_bytes(peak)} measured ({format_bytes(candidate.plan.predicted.peak_bytes)} "
-            f"predicted), {verdict} the limit of {format_bytes(self.limit_bytes)}; {format_seconds(usage.time_s)} measured.",
+            f"Step of {candidate.batch_size} samples: {format_bytes(usage.peak_bytes)} measured "
+            f"({format_bytes(plan.predicted.peak_bytes)} predicted), "
+            f"{'within' if usage.peak_bytes <= self.limit_bytes else 'STILL OVER'} the limit of {format_bytes(self.limit_bytes)}; "
+            f"{format_seconds(usage.time_s)} measured.",
         )
         candidate.enter("settled")
+
+    def _after_out_of_memory(self, candidate: _Candidate, batch: Any, error: StepOutOfMemoryError) -> None:
+        """The step was undone: plans for what the device had when it failed, so that the same batch can be trained.
+
+        Raises:
+            InfeasibleBudgetError, ScheduleNotFoundError: from the framework's error; no schedule takes that much less.
+        """
+        self.close()
+        candidate.out_of_memory += 1
+        problem = candidate.problem or self._trace(candidate, batch)
+        cause, before = error.__cause__, self.limit_bytes
+        predicted = self._backend.predicted_peak_bytes(problem, candidate.schedule)
+        self.event(
+            "out-of-memory",
+            f"The step of {candidate.batch_size} samples ({format_bytes(predicted)} predicted) ran out of memory with "
+            f"{format_bytes(error.peak_bytes)} in use; what it had changed was put back, and its batch is trained again under a tighter plan.",
+        )
+        if candidate.out_of_memory > _MAX_OUT_OF_MEMORY:
+            raise ScheduleNotFoundError(before, problem.floor_bytes, predicted, solver=self._options.solver) from cause
+        candidate.plain_exceeded |= candidate.plan is None
+        self._planner.limit_bytes = max(1, min(before, predicted - 1, error.peak_bytes))
+        try:
+            plan = self._planner.nearest(problem, candidate.batch_size, predicted - self.usable_bytes)
+        except (InfeasibleBudgetError, ScheduleNotFoundError) as failure:
+            self._planner.limit_bytes = before
+            raise failure from cause
+        # nearer the old limit where the device's word could not be kept
+        lowered = max(self._planner.limit_bytes, int(plan.predicted.peak_bytes / (1 - self._options.margin)) + 1)
+        self._planner.limit_bytes = min(before, lowered)
+        self._with_plan(candidate, plan, "warm-up" if problem.profile.source == "estimated" else "verify")
+        self.event("swap", f"The limit is {format_bytes(self.limit_bytes)} from here on. {plan}")
 
     def _predicted_baseline(self, candidate: _Candidate, usage: Usage) -> None:
         """The plain step never ran: its time is predicted from the measured one, by the ratio of op times."""

@@ -5,11 +5,13 @@ predicted ones, a profiler that is busy or sees nothing.
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 
 from keras_remat.backends.base import TracedStep
+from keras_remat.errors import UnsupportedModelError
 from keras_remat.graph import BACKWARD, FORWARD, Graph, Op, Value
 from keras_remat.problem import Problem
 from keras_remat.profile import Profile
@@ -55,6 +57,10 @@ def batch_of(first, size):
     return (np.arange(first, first + size), None)
 
 
+class FakeOutOfMemoryError(Exception):
+    """What the fake framework raises."""
+
+
 class FakeBackend:
     """Records what was asked of it.
 
@@ -68,6 +74,9 @@ class FakeBackend:
         ran: per step what ran (``"plain"`` or the schedule) and the numbers of its samples.
         traced: batch sizes, in order.
         recording: whether a recorder is running.
+        fails_at: numbers of the calls of a step, from 1, that run out of memory after they have changed the state.
+        has_bytes: steps that need more run out of memory, whatever was promised.
+        can_be_cut: whether the train step can be traced in micro-batches.
     """
 
     name = "fake"
@@ -78,6 +87,8 @@ class FakeBackend:
         self.surplus_bytes = surplus_bytes or (lambda what, size: 0)
         self.ran, self.traced = [], []
         self.recording = False
+        self.calls, self.peak_at_failure = 0, 0
+        self.fails_at, self.has_bytes, self.can_be_cut = set(), 2**60, True
 
     def check(self, model):
         return None
@@ -85,10 +96,12 @@ class FakeBackend:
     def resized_spec(self, batch, size):
         return batch_of(0, size)
 
-    def trace(self, model, batch):
+    def trace(self, model, batch, micro_batches=1):
         size = len(batch[0])
-        self.traced.append(size)
-        return TracedStep(chain_graph(size, self.layers), {}, "fake")
+        if micro_batches > 1 and not self.can_be_cut:
+            raise UnsupportedModelError("a train_step of its own")
+        self.traced.append(size if micro_batches == 1 else (size, micro_batches))
+        return TracedStep(chain_graph(-(-size // micro_batches), self.layers), {"samples": size}, "fake")
 
     def estimated_profile(self, traced, resident_bytes=None):
         return profile_of(traced.graph, "estimated")
@@ -112,23 +125,30 @@ class FakeBackend:
         assert budget_bytes >= simulate(problem, schedule).peak_bytes
 
         def run(batch):
-            assert len(batch[0]) == traced.graph.values[0].shape[0], "a lowered step runs batches of its own shape only"
-            return self._step(schedule, batch)
+            assert len(batch[0]) == traced.handles["samples"], "a lowered step runs batches of its own shape only"
+            return self._step(schedule, batch, problem)
 
         run.problem = problem
         return run
 
     def run_plain(self, batch):
-        return self._step("plain", batch)
+        return self._step("plain", batch, chain_problem(len(batch[0]), self.layers))
 
-    def _step(self, what, batch):
+    def _step(self, what, batch, problem):
         self.ran.append((what, np.asarray(batch[0]).tolist()))
+        self.calls += 1
+        self._ran_problem = problem
+        schedule = Schedule.store_all(problem.graph) if what == "plain" else what
+        peak = self.predicted_peak_bytes(replace(problem, profile=profile_of(problem.graph, "estimated")), schedule)
+        if self.calls in self.fails_at or peak > self.has_bytes:
+            self.peak_at_failure = min(peak, self.has_bytes)
+            raise FakeOutOfMemoryError
         return {"loss": float(len(self.ran))}
 
     def measure(self, run):
         result = run()
         what, samples = self.ran[-1]
-        problem = chain_problem(len(samples), self.layers)
+        problem = replace(self._ran_problem, profile=profile_of(self._ran_problem.graph, "estimated"))
         schedule = Schedule.store_all(problem.graph) if what == "plain" else what
         usage = simulate(problem, schedule)
         peak = self.predicted_peak_bytes(problem, schedule) + self.surplus_bytes(what, len(samples))
@@ -140,8 +160,19 @@ class FakeBackend:
     def device_memory_bytes(self):
         return self.memory_bytes
 
-    def preserved_state(self, model):
-        return nullcontext()
+    def peak_bytes(self):
+        return self.peak_at_failure
+
+    def is_out_of_memory(self, error):
+        return isinstance(error, FakeOutOfMemoryError)
+
+    def snapshot(self, model):
+        before = len(self.ran)
+
+        def put_back():
+            del self.ran[before:]
+
+        return put_back
 
     @property
     def kinds(self):

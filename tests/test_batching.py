@@ -7,7 +7,7 @@ from fake_backend import FakeBackend, batch_of, event_kinds, store_all_peak, tun
 
 from keras_remat.batching import BatchTrainer
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
-from keras_remat.tuner import TunerOptions
+from keras_remat.planner import TunerOptions
 
 LOADER = 10
 
@@ -28,7 +28,9 @@ class FakeSteps:
         self.trained, self.events, self.forgotten = [], [], 0
         self._of_shape = 0
 
-    def run(self, batch):
+    micro_batches = 1
+
+    def run(self, batch, *, may_split=False):
         size = len(batch[0])
         if size > self.fits:
             raise ScheduleNotFoundError(self.limit_bytes, 1)
@@ -171,7 +173,7 @@ def test_one_sample_over_the_limit_is_not_stepped_down_for_ever():
 
 
 def on_tuner(backend, batch_size, limit, *, samples=None):
-    options = TunerOptions(limit, batch_size, "greedy", 5.0, 2, 0.0)
+    options = TunerOptions(limit, "greedy", 5.0, 2, 0.0)
     tuner, report = tuner_on(backend, options)
     changes = []
     trainer = BatchTrainer(

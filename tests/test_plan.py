@@ -174,13 +174,6 @@ def test_allocators_overhead_is_made_up_for():
     assert quick().predicted.time_s <= plan.predicted.time_s
 
 
-def test_correction_is_taken_off_the_budget():
-    backend = FakeBackend(allocator_bytes=lambda problem, schedule: SIZE * 1024 // 2)
-    plan = quick(backend=backend, correction_bytes=SIZE * 1024)
-    assert plan.predicted.peak_bytes <= BUDGET - SIZE * 1024
-    assert plan.budget_bytes == BUDGET
-
-
 def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkeypatch):
     """The allocator needs more for the first order only; a solver that finds nothing at the lower target is asked in between."""
     asked = []

@@ -7,7 +7,8 @@ Nothing here imports a framework. A backend is a module (``keras_remat.backends.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -94,8 +95,12 @@ class Backend(Protocol):
             UnsupportedModelError: an array whose first dimension is not the batch's.
         """
 
-    def trace(self, model: Any, batch: Any) -> TracedStep:
-        """The model's train step for batches of this shape; pure."""
+    def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TracedStep:
+        """The model's train step for batches of this shape, or one that trains the batch in pieces and adds up their gradients; pure.
+
+        Raises:
+            UnsupportedModelError: the step cannot be carried, or not be cut.
+        """
 
     def estimated_profile(self, traced: TracedStep, resident_bytes: int | None = None) -> Profile:
         """Costs from shapes alone."""
@@ -118,11 +123,27 @@ class Backend(Protocol):
     def device_memory_bytes(self) -> int:
         """All the memory this process may use on the device."""
 
-    def preserved_state(self, model: Any) -> Any:
-        """A context manager after which the model's and the optimizer's variables are what they were before."""
+    def peak_bytes(self) -> int:
+        """The most the allocator has had in use since :meth:`measure` began, also when what it ran has failed."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether the framework raised ``error`` because the device had no memory left."""
+
+    def snapshot(self, model: Any) -> Callable[[], None]:
+        """Copies the model's, the optimizers' and the metrics' variables to the host; what it returns puts them back."""
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         """Makes Keras's train loop ask ``runner`` for every batch; ``model`` is inside ``fit``."""
+
+
+@contextmanager
+def preserved_state(backend: Backend, model: Any) -> Iterator[None]:
+    """Afterwards the model's, the optimizers' and the metrics' variables are what they were before."""
+    put_back = backend.snapshot(model)
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def load_backend() -> Backend:

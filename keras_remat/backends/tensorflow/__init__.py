@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import keras
@@ -76,8 +75,8 @@ class TensorFlowBackend:
 
         return tf.nest.map_structure(resize, batch)
 
-    def trace(self, model: Any, batch: Any) -> tracing.TensorFlowStep:
-        return tracing.trace(model, batch)
+    def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> tracing.TensorFlowStep:
+        return tracing.trace(model, batch, micro_batches)
 
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
         return profiling.estimated_profile(traced, resident_bytes)
@@ -101,17 +100,23 @@ class TensorFlowBackend:
     def device_memory_bytes(self) -> int:
         return measure.device_memory_bytes()
 
-    @contextmanager
-    def preserved_state(self, model: Any) -> Iterator[None]:
+    def peak_bytes(self) -> int:
+        return measure.peak_bytes()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, tf.errors.ResourceExhaustedError)
+
+    def snapshot(self, model: Any) -> Callable[[], None]:
         of_optimizers = (v for optimizer in _optimizers(model) for v in optimizer.variables)
         variables = [*model.variables, *model.metrics_variables, *of_optimizers]
         distinct = list({id(v): v for v in variables}.values())
         saved = [v.numpy() for v in distinct]
-        try:
-            yield
-        finally:
+
+        def put_back() -> None:
             for variable, value in zip(distinct, saved, strict=True):
                 variable.assign(value)
+
+        return put_back
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         return InstalledTrainFunction(model, runner)

@@ -42,7 +42,9 @@ CONVOLUTIONS = frozenset(
      "DepthwiseConv2dNativeBackpropFilter", "Conv3D", "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", "_FusedConv2D", "_FusedDepthwiseConv2dNative",
      "_FusedConv3D"}
 )  # fmt: skip
-MATMULS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "_FusedMatMul", "_FusedBatchMatMulV2", "Einsum"})
+MATMULS = frozenset(
+    {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "_FusedMatMul", "_FusedBatchMatMulV2", "Einsum"}
+)
 
 #: Types this backend cannot carry: control flow of TensorFlow 1, queues and host callbacks whose effects cannot be ordered.
 UNSUPPORTED = frozenset(

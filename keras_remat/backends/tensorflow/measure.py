@@ -26,6 +26,11 @@ def bytes_in_use() -> int:
     return int(_memory_info()["current"])
 
 
+def peak_bytes() -> int:
+    """The most bytes the allocator has had in use since :func:`measure` began."""
+    return int(_memory_info()["peak"])
+
+
 def _memory_info() -> dict[str, int]:
     try:
         info: dict[str, int] = tf.config.experimental.get_memory_info(device_name())
@@ -48,7 +53,7 @@ def measure(step: Callable[[], Any]) -> tuple[Any, Usage]:
     result = step()
     synchronize(result)
     elapsed = time.perf_counter() - started
-    return result, Usage(elapsed, int(_memory_info()["peak"]))
+    return result, Usage(elapsed, peak_bytes())
 
 
 def synchronize(result: Any) -> None:

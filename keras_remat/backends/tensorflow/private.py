@@ -1,8 +1,8 @@
 """The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
 
-Six things have no public way in: running Grappler on a graph by hand, asking which devices have a kernel for an op, capturing an eager
-tensor under a chosen name, calling a function with a session configuration of its own, reading the profiler's raw trace, and building a
-model from a batch.
+Seven things have no public way in: running Grappler on a graph by hand, asking which devices have a kernel for an op, capturing an eager
+tensor under a chosen name, calling a function with a session configuration of its own, reading the profiler's raw trace, building a model
+from a batch, and what Keras's own ``train_step`` does with the loss tracker.
 """
 
 from __future__ import annotations
@@ -106,6 +106,16 @@ def build_model(model: Any, batch: Any) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
+
+
+def call_for_training(model: Any, x: Any) -> Any:
+    """The model's output in training mode, as Keras's ``train_step`` asks for it."""
+    return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def track_loss(model: Any, loss: Any, samples: int) -> None:
+    """Adds a batch's loss to what the ``loss`` metric is the mean of."""
+    model._loss_tracker.update_state(loss, sample_weight=samples)
 
 
 def read_trace(serialized: bytes) -> Any:

@@ -29,6 +29,7 @@ import tensorflow as tf
 
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.tensorflow import kinds, private
+from keras_remat.backends.tensorflow.accumulate import accumulated_train_step
 from keras_remat.backends.tensorflow.rewrite import rewrite_for_memory
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
@@ -109,18 +110,20 @@ def data_spec(batch: Any) -> Any:
     return tf.nest.map_structure(spec, batch)
 
 
-def trace(model: Any, batch: Any) -> TensorFlowStep:
+def trace(model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
     """Traces ``model.train_step`` for batches of this shape; the model is not changed.
 
     Args:
         model: a compiled and built Keras model.
         batch: what ``train_step`` gets: ``(x, y[, sample_weight])`` as tensors, arrays or ``tf.TensorSpec``.
+        micro_batches: more than 1 trains the batch in pieces, see :mod:`.accumulate`.
 
     Raises:
         UnsupportedModelError: the step cannot be carried; the message says which op or type, and why.
     """
     structure = data_spec(batch)
-    concrete = tf.function(model.train_step, autograph=False).get_concrete_function(structure)
+    train_step = model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
+    concrete = tf.function(train_step, autograph=False).get_concrete_function(structure)
     graph = concrete.graph
     effects = [op.name for op in graph.control_outputs if _has_effect(op.type)]
     fetches = [*dict.fromkeys(tensor.name for tensor in graph.outputs), *effects]

@@ -1,0 +1,70 @@
+"""One optimizer step from a batch that is trained in pieces: the gradients of micro-batches, added up.
+
+The pieces' gradients are weighted by their share of the samples, so for losses that are means over the batch (Keras's default reduction) the
+sum is the gradient of the whole batch, up to the order of floating-point additions. What looks at a whole batch does not get to see one:
+batch normalization normalizes over a micro-batch, and its moving averages move once per micro-batch.
+
+The step is written out micro-batch after micro-batch and traced like any other, so schedules, measuring and swapping need to know nothing
+of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_remat.backends.examples import batch_size_of
+from keras_remat.backends.tensorflow import private
+from keras_remat.errors import UnsupportedModelError
+
+
+def accumulated_train_step(model: Any, count: int) -> Callable[[Any], Any]:
+    """A train step for ``model`` that trains a batch in ``count`` micro-batches.
+
+    Raises:
+        UnsupportedModelError: the model has a ``train_step`` of its own, or a loss that is no mean over the batch.
+    """
+    if type(model).train_step is not keras.Model.train_step or "train_step" in vars(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has a train_step of its own, which cannot be cut into micro-batches."
+        )
+    for loss in keras.tree.flatten(model.loss):
+        if getattr(loss, "reduction", "sum_over_batch_size") not in ("sum_over_batch_size", "mean"):
+            raise UnsupportedModelError(
+                f"The loss {loss.name!r} reduces by {loss.reduction!r}; only means over the batch can be cut into micro-batches."
+            )
+
+    def train_step(data: Any) -> Any:
+        total = batch_size_of(data)
+        edges = [total * i // count for i in range(count + 1)]
+        gradients: list[Any] = [None] * len(model.trainable_weights)
+        logs: Any = None
+        for start, stop in pairwise(edges):
+            piece = keras.tree.map_structure(lambda leaf, rows=slice(start, stop): None if leaf is None else leaf[rows], data)
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(piece)
+            with tf.GradientTape() as tape:
+                predicted = private.call_for_training(model, x)
+                loss = model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True)
+                private.track_loss(model, loss, stop - start)
+                scaled = model.optimizer.scale_loss(loss * ((stop - start) / total))
+            new = tape.gradient(scaled, model.trainable_weights)
+            gradients = [_sum(a, b) for a, b in zip(gradients, new, strict=True)]
+            logs = model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+        return logs
+
+    return train_step
+
+
+def _sum(left: Any, right: Any) -> Any:
+    """The sum of two gradients; ``None`` is zero, and the rows of an embedding stay rows."""
+    if left is None or right is None:
+        return right if left is None else left
+    if isinstance(left, tf.IndexedSlices) and isinstance(right, tf.IndexedSlices):
+        values, rows = tf.concat([left.values, right.values], 0), tf.concat([left.indices, right.indices], 0)
+        return tf.IndexedSlices(values, rows, left.dense_shape)
+    return tf.convert_to_tensor(left) + tf.convert_to_tensor(right)
