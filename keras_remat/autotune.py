@@ -20,10 +20,9 @@ from keras_remat.backends.base import Backend, TracedStep, load_backend
 from keras_remat.backends.examples import batch_size_of
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.graph import FORWARD, Graph, Value
-from keras_remat.plan import Plan, measured_problem, plan_problem, usable_bytes
+from keras_remat.plan import Plan, measured_problem, plan_problem, reused_plan, usable_bytes
 from keras_remat.problem import Problem
-from keras_remat.schedule import Schedule, Solution, Usage
-from keras_remat.simulate import simulate
+from keras_remat.schedule import Schedule
 from keras_remat.units import format_bytes, parse_bytes
 
 #: The search stops when the bracket is this share of the batch.
@@ -44,11 +43,7 @@ class BatchScaling:
     """
 
     def __init__(self, small: Graph, small_size: int, large: Graph, large_size: int, problem: Problem):
-        same = len(small.ops) == len(large.ops) and all(
-            a.kind == b.kind and a.inputs == b.inputs and a.outputs == b.outputs
-            for a, b in zip(small.ops, large.ops, strict=True)
-        )
-        if not same or len(small.values) != len(large.values):
+        if not small.has_ops_of(large) or len(small.values) != len(large.values):
             raise UnsupportedModelError(
                 f"The train step has {len(small.ops)} ops at batch {small_size} and {len(large.ops)} at batch {large_size}, or other ones: "
                 "its memory at another batch cannot be told from these two."
@@ -216,24 +211,8 @@ def search_batch_size(
 
     def known(problem: Problem) -> Plan | None:
         """The fastest known order that fits here; an order found at one size is legal at all."""
-        fitting = []
-        for schedule in [Schedule.store_all(problem.graph), *orders]:
-            usage = simulate(problem, schedule)
-            if usage.peak_bytes > budget_bytes:
-                continue
-            peak = backend.predicted_peak_bytes(problem, schedule)
-            if peak <= budget_bytes:
-                fitting.append((usage.time_s, peak, schedule))
-        if not fitting:
-            return None
-        seconds, peak, schedule = min(fitting, key=lambda entry: entry[0])
-        store_all = Schedule.store_all(problem.graph)
-        baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
-        solution = Solution(schedule, "reused", "feasible", 0.0, None, simulate(problem, schedule))
-        return Plan(
-            problem.graph.fingerprint, budget_bytes, solution, baseline, Usage(seconds, peak),
-            profile_source=problem.profile.source, device=problem.profile.device, name=problem.name,
-        )  # fmt: skip
+        candidates = (reused_plan(problem, s, budget_bytes, backend) for s in [Schedule.store_all(problem.graph), *orders])
+        return min((plan for plan in candidates if plan is not None), key=lambda plan: plan.predicted.time_s, default=None)
 
     def probe(size: int) -> bool:
         nonlocal failure
@@ -241,7 +220,8 @@ def search_batch_size(
             return probes[size].plan is not None
         problem = scaling.at(size)
         reason, plan = "", known(problem)
-        if plan is None or (plan.overhead > (bound(problem) or float("inf"))):
+        limit = bound(problem)
+        if plan is None or (limit is not None and plan.overhead > limit):
             try:
                 left = max(2.0, time_limit_s - (time.perf_counter() - started))
                 plan = plan_problem(
@@ -250,7 +230,6 @@ def search_batch_size(
                 orders.append(plan.solution.schedule)
             except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
                 reason, failure, plan = str(error), error, None
-        limit = bound(problem)
         if plan is not None and limit is not None and plan.overhead > limit:
             reason, plan = f"overhead {plan.overhead:.1%} is over the bound of {limit:.1%}", None
         rate = size / plan.predicted.time_s if plan is not None and plan.predicted.time_s > 0 else 0.0

@@ -188,6 +188,13 @@ class Graph:
                     field=f"values[{value.id}].producer", value=value.producer,
                 )  # fmt: skip
 
+    def has_ops_of(self, other: Graph) -> bool:
+        """Whether both graphs have the same ops on the same values, whatever the values' sizes: an order of one is one of the other."""
+        return len(self.ops) == len(other.ops) and all(
+            (a.kind, a.inputs, a.outputs, a.after, a.recomputable) == (b.kind, b.inputs, b.outputs, b.after, b.recomputable)
+            for a, b in zip(self.ops, other.ops, strict=True)
+        )
+
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """For every value the ids of the ops that read it, ascending, each once."""

@@ -26,6 +26,8 @@ from keras_remat.validate import check_rules
 FORMAT, VERSION = "keras_remat.plan", 1
 #: How often a plan is made again because the allocator needs more than the simulated peak.
 _MAX_CORRECTIONS = 10
+#: The least a correction takes off, as a share of what is above the floor.
+_LEAST_STEP = 0.05
 
 
 @dataclass(frozen=True)
@@ -223,8 +225,32 @@ def plan_problem(
             )  # fmt: skip
         over = peak if over is None else min(over, peak)
         found = target
-        target = max(target - (peak - budget_bytes), (unreachable + target) // 2)
+        less = max(peak - budget_bytes, int(_LEAST_STEP * (target - unreachable)))  # a few bytes less give the same schedule
+        target = max(target - less, (unreachable + target) // 2)
     raise ScheduleNotFoundError(budget_bytes, problem.floor_bytes, over, solver=solver)
+
+
+def reused_plan(problem: Problem, schedule: Schedule, budget_bytes: int, backend: Backend) -> Plan | None:
+    """A plan that runs a known order of the same ops, found for another batch size; ``None`` where it needs more than the budget.
+
+    Args:
+        problem: graph and profile at the size that is wanted.
+        schedule: an order of ops with the same ids, inputs and outputs, which is therefore legal here.
+        budget_bytes, backend: as in :func:`plan_problem`.
+    """
+    usage = simulate(problem, schedule)
+    if usage.peak_bytes > budget_bytes:
+        return None
+    peak = backend.predicted_peak_bytes(problem, schedule)
+    if peak > budget_bytes:
+        return None
+    store_all = Schedule.store_all(problem.graph)
+    baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
+    return Plan(
+        problem.graph.fingerprint, budget_bytes, Solution(schedule, "reused", "feasible", 0.0, None, usage), baseline,
+        Usage(usage.time_s, peak), profile_source=problem.profile.source, device=problem.profile.device, name=problem.name,
+        problem=problem,
+    )  # fmt: skip
 
 
 def make_plan(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from keras_remat.backends.base import Backend
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.graph import Graph
-from keras_remat.plan import Plan, cache_path, cached_plan, describe_limit_error, plan_problem, usable_bytes
+from keras_remat.plan import Plan, cache_path, cached_plan, describe_limit_error, plan_problem, reused_plan, usable_bytes
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Usage
 from keras_remat.simulate import simulate
@@ -127,6 +127,12 @@ class StepPlanner:
         except InfeasibleBudgetError as error:
             advice = describe_limit_error(error, self.limit_bytes, batch_size, problem.profile.resident_bytes)
             raise InfeasibleBudgetError(error.budget_bytes, error.floor_bytes, error.op_name, advice=advice) from error
+
+    def reused(self, problem: Problem, plan: Plan, graph: Graph) -> Plan | None:
+        """The order of ``plan``, made for ``graph``, at another batch size of the same step; ``None`` where that does not fit or is not legal."""
+        if not graph.has_ops_of(problem.graph):
+            return None
+        return reused_plan(problem, plan.solution.schedule, self.usable_bytes, self._backend)
 
     def cached(self, problem: Problem) -> Plan | None:
         """The plan that an earlier ``fit`` measured for this graph and limit, if plans are kept.

@@ -261,6 +261,11 @@ class StepTuner:
         if cached is not None:
             self.event("cache", f"A plan for this graph and limit was cached. {cached}")
             return self._with_plan(candidate, cached, "verify")
+        main = self._main
+        if main is not None and main.plan is not None and main.problem is not None:
+            plan = self._planner.reused(problem, main.plan, main.problem.graph)
+            if plan is not None:
+                return self._with_plan(candidate, plan, "verify")
         try:
             with self._progress("first plan, from estimated op times"):
                 plan = self._planner.quick(problem, size)

@@ -1,0 +1,234 @@
+"""Faults injected into a running ``fit``: out of memory at every stage, exceptions, Ctrl-C.
+
+Where training goes on, weights, optimizer slots, metrics and the order of the data must be those of an undisturbed run; where it ends, the
+state must be that of an undisturbed run up to there, and the model must have its own train function back.
+"""
+
+import gc
+from itertools import count
+
+import keras
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
+
+import keras_models  # noqa: E402
+
+import keras_remat  # noqa: E402
+import keras_remat.backends.tensorflow as tensorflow_backend  # noqa: E402
+from keras_remat.backends.tensorflow.lower import LoweredStep  # noqa: E402
+from keras_remat.backends.tensorflow.swap import InstalledTrainFunction  # noqa: E402
+
+BATCH, BATCHES, ODD, EPOCHS = 1024, 4, 1000, 2
+STEPS = EPOCHS * (BATCHES + 1)
+
+
+def out_of_memory():
+    return tf.errors.ResourceExhaustedError(None, None, "injected")
+
+
+class Seen(keras.callbacks.Callback):
+    """Losses as they are shown, and whatever goes wrong at a batch."""
+
+    def __init__(self, fails_at=None, error=None):
+        super().__init__()
+        self.losses, self.fails_at, self.error = [], fails_at, error
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(logs["loss"])
+        if len(self.losses) == self.fails_at:
+            raise self.error
+
+
+def bytes_in_use():
+    gc.collect()
+    return tensorflow_backend.backend().bytes_in_use()
+
+
+def train(room, seen, epochs=EPOCHS, validation=False):
+    """One ``fit`` of a model made anew with ``room`` bytes above what TensorFlow still holds of earlier ones; returns the model, the
+    callback, and what was raised."""
+    limit = bytes_in_use() + room
+    model, data = keras_models.mlp(BATCHES * BATCH + ODD, width=512, blocks=4)
+    remat = keras_remat.RematAutotune(
+        memory_limit=limit,
+        batch_size="keep",
+        solver="greedy",
+        profile_steps=1,
+        solver_time_limit_s=5.0,
+        margin=0.0,
+        verbose=0,
+    )
+    try:
+        model.fit(
+            *data, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=[remat, seen],
+            validation_data=tuple(part[:BATCH] for part in data) if validation else None,
+        )  # fmt: skip
+    except BaseException as error:
+        return model, remat, error
+    return model, remat, None
+
+
+def state(model):
+    variables = [*model.variables, *model.optimizer.variables, *(v for m in model.metrics for v in m.variables)]
+    return [v.numpy() for v in {id(v): v for v in variables}.values()]
+
+
+@pytest.fixture(scope="module")
+def limits():
+    """Room that only rematerialization keeps to, and room that plain steps keep to."""
+    before = bytes_in_use()
+    model, data = keras_models.mlp(BATCHES * BATCH + ODD, width=512, blocks=4)
+    backend = tensorflow_backend.backend()
+    batch = backend.example_batch(model, tuple(part[:BATCH] for part in data))
+    traced = backend.trace(model, batch)
+    problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()))
+    resident, store_all = problem.profile.resident_bytes, keras_remat.Schedule.store_all(traced.graph)
+    peak = backend.predicted_peak_bytes(problem, store_all)
+    return {"tight": int(resident - before + 0.75 * (peak - resident)), "plain": 2**33}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(limits):
+    """By name of the limit: state, losses and plan of a run in which nothing goes wrong; nothing of it stays on the device."""
+    runs = {}
+    for name, limit in limits.items():
+        seen = Seen()
+        model, remat, error = train(limit, seen)
+        assert error is None
+        runs[name] = state(model), seen.losses, remat.plan
+    assert runs["tight"][2].recomputes
+    assert runs["plain"][2] is None
+    return runs
+
+
+def inject(monkeypatch, owner, name, call, *, before):
+    """The ``call``-th call of a method raises out of memory, before or after it has done its work."""
+    calls, original = count(1), getattr(owner, name)
+
+    def method(self, batch):
+        fails = next(calls) == call
+        if fails and before:
+            raise out_of_memory()
+        result = original(self, batch)
+        if fails:
+            raise out_of_memory()
+        return result
+
+    monkeypatch.setattr(owner, name, method)
+
+
+#: The first step, a recorded one, the swapped one, the odd last batch, and a settled one; the others take longer than they tell.
+TELLING = {1, 2, 3, BATCHES + 1, STEPS - 2}
+
+
+@pytest.fixture
+def every_step_guarded(monkeypatch):
+    """The copy before a step of milliseconds is never cheap; in these tests it counts as such."""
+    monkeypatch.setattr("keras_remat.guard.CHEAP_SHARE", 1e9)
+
+
+@pytest.mark.usefixtures("every_step_guarded")
+@pytest.mark.parametrize(
+    ("call", "when"),
+    [
+        pytest.param(
+            call, when, id=f"step {call}, {when}", marks=() if when == "after" and call in TELLING else pytest.mark.slow
+        )
+        for call in range(1, STEPS + 1)
+        for when in ("before", "after")
+    ],
+)
+def test_rematerialized_step_that_runs_out_of_memory(limits, undisturbed, monkeypatch, call, when):
+    inject(monkeypatch, LoweredStep, "__call__", call, before=when == "before")
+    seen = Seen()
+    model, remat, error = train(limits["tight"], seen)
+    assert error is None
+    expected, losses, _ = undisturbed["tight"]
+    assert seen.losses == losses
+    assert [a.tobytes() for a in state(model)] == [a.tobytes() for a in expected]
+    assert [event.kind for event in remat.report.events].count("out-of-memory") == 1
+    assert sum(epoch.samples for epoch in remat.report.epochs) == EPOCHS * (BATCHES * BATCH + ODD)
+
+
+@pytest.mark.usefixtures("every_step_guarded")
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
+@pytest.mark.parametrize("call", [1, BATCHES + 1, BATCHES + 2], ids="step {}".format)
+def test_plain_step_that_runs_out_of_memory(limits, undisturbed, monkeypatch, call, when):
+    inject(monkeypatch, InstalledTrainFunction, "run_plain", call, before=when == "before")
+    seen = Seen()
+    model, remat, error = train(limits["plain"], seen)
+    assert error is None
+    expected, losses, _ = undisturbed["plain"]
+    assert seen.losses == pytest.approx(losses, rel=1e-5)
+    for mine, theirs in zip(state(model), expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+    assert "out-of-memory" in [event.kind for event in remat.report.events]
+    assert sum(epoch.samples for epoch in remat.report.epochs) == EPOCHS * (BATCHES * BATCH + ODD)
+
+
+@pytest.mark.parametrize("error", [ValueError("a user's callback"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"])
+@pytest.mark.parametrize("step", [1, pytest.param(3, marks=pytest.mark.slow), BATCHES + 3], ids="step {}".format)
+def test_fit_that_another_callback_ends(limits, undisturbed, error, step):
+    seen = Seen(step, error)
+    model, _, raised = train(limits["tight"], seen)
+    assert raised is error
+    assert seen.losses == undisturbed["tight"][1][:step]
+    assert int(model.optimizer.iterations) == step
+    history = model.fit(*keras_models.mlp(BATCH)[1], batch_size=BATCH, verbose=0)
+    assert np.isfinite(history.history["loss"][0])
+    assert not isinstance(model.train_function, InstalledTrainFunction)
+
+
+def test_settled_step_whose_copy_is_dear_raises_what_the_framework_raises(limits, monkeypatch):
+    monkeypatch.setattr("keras_remat.guard.CHEAP_SHARE", 0.0)
+    inject(monkeypatch, LoweredStep, "__call__", STEPS - 2, before=True)
+    model, _, raised = train(limits["tight"], Seen())
+    assert isinstance(raised, tf.errors.ResourceExhaustedError)
+    assert int(model.optimizer.iterations) == STEPS - 3
+    assert not isinstance(model.train_function, InstalledTrainFunction)
+
+
+def test_interrupt_inside_a_step(limits, monkeypatch):
+    calls, original = count(1), LoweredStep.__call__
+
+    def method(self, batch):
+        if next(calls) == 6:
+            raise KeyboardInterrupt
+        return original(self, batch)
+
+    monkeypatch.setattr(LoweredStep, "__call__", method)
+    model, _, raised = train(limits["tight"], Seen())
+    assert isinstance(raised, KeyboardInterrupt)
+    assert int(model.optimizer.iterations) == 5
+    assert not isinstance(model.train_function, InstalledTrainFunction)
+
+
+def test_out_of_memory_in_validation_is_the_users_to_see(limits, undisturbed, monkeypatch):
+    def test_step(self, data):
+        raise out_of_memory()
+
+    monkeypatch.setattr(keras.Model, "test_step", test_step)
+    seen = Seen()
+    model, _, raised = train(limits["tight"], seen, validation=True)
+    assert isinstance(raised, tf.errors.ResourceExhaustedError)
+    assert seen.losses == undisturbed["tight"][1][: BATCHES + 1]
+    assert int(model.optimizer.iterations) == BATCHES + 1
+    monkeypatch.undo()
+    model.fit(*keras_models.mlp(BATCH)[1], batch_size=BATCH, verbose=0)
+    assert not isinstance(model.train_function, InstalledTrainFunction)
+
+
+def test_memory_that_never_suffices_ends_with_the_frameworks_error_as_cause(limits, monkeypatch):
+    def method(self, batch):
+        raise out_of_memory()
+
+    monkeypatch.setattr(LoweredStep, "__call__", method)
+    model, _, raised = train(int(1.2 * limits["tight"]), Seen())
+    assert isinstance(raised, keras_remat.RematError)
+    assert isinstance(raised.__cause__, tf.errors.ResourceExhaustedError)
+    assert int(model.optimizer.iterations) == 0
+    assert not isinstance(model.train_function, InstalledTrainFunction)
