@@ -36,8 +36,8 @@ def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]
         problem: the graph, its sizes, and the budget to stay within.
         base: a legal order without recomputation.
     """
-    hoisted = _Hoist(problem, base).run()
-    return tuple(min(base, hoisted, key=lambda order: _over_budget(problem, order)))
+    orders = (tuple(base), tuple(_Hoist(problem, base).run()))
+    return min(orders, key=lambda order: _over_budget(problem, order))
 
 
 def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[int, int]:
