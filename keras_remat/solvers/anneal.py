@@ -79,7 +79,8 @@ def improve(
 
     Args:
         problem: with a budget.
-        start: a legal order within the budget; ``None`` to look for one from the memory-aware store-all order.
+        start: a legal order; one over the budget is where the search for one within it begins. The memory-aware store-all order when
+            missing.
         deadline_s: ``time.perf_counter()`` time to end at.
         seed: of every choice.
         max_rounds: end after this many rounds; until the deadline when missing.
@@ -87,9 +88,9 @@ def improve(
     if problem.budget_bytes is None:
         return
     rng = random.Random(seed)
-    current = tuple(start) if start is not None else memory_aware_order(problem, sorted(problem.graph.needed))
-    best_s = simulate(problem, Schedule(current)).time_s if start is not None else float("inf")
-    best = current
+    best = tuple(start) if start is not None else memory_aware_order(problem, sorted(problem.graph.needed))
+    usage = simulate(problem, Schedule(best))
+    best_s = usage.time_s if usage.peak_bytes <= problem.budget_bytes else float("inf")
     rounds = 0
     while time.perf_counter() < deadline_s and (max_rounds is None or rounds < max_rounds):
         if best_s <= problem.store_all_time_s:

@@ -9,6 +9,8 @@
    with all of them, on small graphs, last.
 5. :mod:`keras_remat.solvers.anneal` works on the order itself.
 
+Where step 2 finds nothing, the steps 3 and 5 start from a schedule for a somewhat larger budget.
+
 Every schedule is checked by :func:`keras_remat.validate.validate` before it counts. ``KeyboardInterrupt`` ends the search and keeps the
 best schedule; before there is one it passes through. The bound is that of :mod:`keras_remat.solvers.bound` or
 of step 4; both hold for every legal order.
@@ -41,11 +43,15 @@ PROOF_TOLERANCE = 3e-6
 """Relative; the bounds give away a millionth for their solver's tolerances, so that meeting them exactly is not possible."""
 PROVABLE_OPS = 150
 """Graphs up to this size are worth the integer program of :mod:`keras_remat.solvers.window_bound`."""
-GREEDY_SHARE, INTERVALS_SHARE, ANNEAL_SHARE = 0.15, 0.5, 0.3
+GREEDY_SHARE, INTERVALS_SHARE, ANNEAL_SHARE = 0.15, 0.5, 0.2
 """The work of the steps, as shares of the time limit."""
 DTR_OPS_PER_S = 3_000
 """Ops that DTR runs per second of the whole time limit; a tenth of the ops it can run in a second."""
-BOUND_SHARE, LAST_SHARE = 0.4, 0.95
+NEARLY = (1.02, 1.05, 1.1, 1.2, 1.4)
+"""Budgets, in budgets, tried where no schedule within the budget was found."""
+LATE_ANNEAL_SHARE = 0.5
+"""The work of annealing where there is no schedule yet."""
+BOUND_SHARE, LAST_SHARE = 0.3, 0.95
 """The shares of the time limit by which the quick bounds and the last one end."""
 
 
@@ -152,13 +158,14 @@ class _Search:
             self._window_bound(sorted(widest), self.at(BOUND_SHARE))
         if self.proved:
             return
+        near = self._nearly() if self.best is None else None
         if cp_sat.available():
-            self._intervals(known)
+            self._intervals(known, near)
         if not self.proved:
-            rounds = anneal.rounds_limit(self.problem, ANNEAL_SHARE * self.limit_s)
-            for order in anneal.improve(
-                self.problem, self.best, deadline_s=self.at(LAST_SHARE), seed=self.seed, max_rounds=rounds
-            ):
+            share = ANNEAL_SHARE if self.best is not None else LATE_ANNEAL_SHARE
+            rounds = anneal.rounds_limit(self.problem, share * self.limit_s)
+            start = near if self.best is None else self.best
+            for order in anneal.improve(self.problem, start, deadline_s=self.at(LAST_SHARE), seed=self.seed, max_rounds=rounds):
                 self.offer(order, "anneal")
         if not self.proved and len(self.problem.graph.needed) <= PROVABLE_OPS:
             self._window_bound(window_bound.longest_chain(self.problem), self.at(LAST_SHARE))
@@ -172,11 +179,26 @@ class _Search:
             )
             self._report()
 
-    def _intervals(self, known: list[tuple[int, ...]]) -> None:
-        """Interval search on the order of first runs of the best schedule, coarsened where that order is long."""
+    def _nearly(self) -> tuple[int, ...]:
+        """An order to start from where none fits yet: greedy's for the least larger budget at which it finds one."""
+        steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s / len(NEARLY))
+        for factor in NEARLY:
+            larger = self.problem.with_budget(int((self.problem.budget_bytes or 0) * factor))
+            for schedule in greedy.candidates(larger, deadline_s=self.at(BOUND_SHARE), max_steps=steps):
+                return schedule.order
+        return memory_aware_order(self.problem, sorted(self.problem.graph.needed))
+
+    def _intervals(self, known: list[tuple[int, ...]], near: tuple[int, ...] | None) -> None:
+        """Interval search on the order of first runs of the best schedule, coarsened where that order is long.
+
+        Args:
+            known: schedules to start from and to take candidates from.
+            near: one over the budget that takes their place while there is none.
+        """
         problem = self.problem
-        base = tuple(sorted(problem.graph.needed))
-        base = first_runs(self.best) if self.best is not None else memory_aware_order(problem, base)
+        if near is not None:
+            known = [near]
+        base = first_runs(near or self.best or tuple(sorted(problem.graph.needed)))
         known = [order for order in known if first_runs(order) == base]
         expand: Callable[[Sequence[int]], tuple[int, ...]] = tuple
         depths: tuple[int, ...] = intervals.DEPTHS
