@@ -91,6 +91,8 @@ def improve(
     best = tuple(start) if start is not None else memory_aware_order(problem, sorted(problem.graph.needed))
     usage = simulate(problem, Schedule(best))
     best_s = usage.time_s if usage.peak_bytes <= problem.budget_bytes else float("inf")
+    if start is None and best_s < float("inf"):
+        yield best
     rounds = 0
     while time.perf_counter() < deadline_s and (max_rounds is None or rounds < max_rounds):
         if best_s <= problem.store_all_time_s:
