@@ -1,12 +1,16 @@
 """Overhead against budget, one line per solver: the plot everyone knows from the Checkmate paper, and the numbers behind it.
 
     python benchmarks/solvers.py run --graphs DIR [--solvers auto,dtr] [--budgets 0.9,0.5,floor] [--time-limit 30] [--output DIR]
+    python benchmarks/solvers.py coarse --graphs DIR [--budgets 0.7,0.5] [--time-limit 60]
     python benchmarks/solvers.py export MODEL.keras --batch-size 16 --output PROBLEM.json
 
 ``run`` takes every problem file of the folder (or of the environment variable ``KERAS_REMAT_GRAPHS``), every budget as a share of the
 store-all peak (``floor`` means the floor × 1.02), and every solver, each in a fresh process, and reports overhead, bound, gap, seconds
-and the peak memory of the solver's processes. Schedules are validated on the way out of the solver. It writes ``solvers.md``,
-``solvers.json`` and one ``NAME.png`` per graph. ``export`` traces a Keras model's train step into a problem file with estimated costs.
+and the peak memory of the solver's processes. Schedules are validated on the way out of the solver. Every row is printed and added to
+``solvers.jsonl`` as soon as it is there, and rows that file already has are not solved again, so that a run can be stopped and
+continued; at the end it writes ``solvers.md`` and one ``NAME.png`` per graph. ``coarse`` states what coarsening loses: the interval
+search's overhead on the full graph and through its coarse problem, with their proved bounds. ``export`` traces a Keras model's train step
+into a problem file with estimated costs.
 """
 
 from __future__ import annotations
@@ -24,8 +28,12 @@ from typing import Any
 
 from keras_remat import serialize, solvers
 from keras_remat.errors import InfeasibleBudgetError, MissingPackageError, ScheduleNotFoundError
+from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
 from keras_remat.simulate import simulate
+from keras_remat.solvers import greedy, intervals
+from keras_remat.solvers.coarsen import Coarse, small_value_threshold
+from keras_remat.solvers.reorder import memory_aware_order
 
 BUDGETS = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,floor"
 FLOOR_FACTOR = 1.02
@@ -43,7 +51,7 @@ def solve_once(path: str, budget: str, solver: str, time_limit_s: float, seed: i
     problem = problem.with_budget(budget_bytes(budget, store_all.peak_bytes, problem.floor_bytes))
     row: dict[str, Any] = {
         "graph": Path(path).stem, "ops": len(problem.graph.ops), "budget": budget, "budget_bytes": problem.budget_bytes,
-        "share": (problem.budget_bytes or 0) / store_all.peak_bytes, "solver": solver,
+        "share": (problem.budget_bytes or 0) / store_all.peak_bytes, "solver": solver, "time_limit_s": time_limit_s, "seed": seed,
     }  # fmt: skip
     started = time.perf_counter()
     try:
@@ -62,28 +70,69 @@ def solve_once(path: str, budget: str, solver: str, time_limit_s: float, seed: i
     return row | {"seconds": time.perf_counter() - started, "memory_bytes": own, "child_memory_bytes": children}
 
 
+REFUSES_OVER_OPS = {
+    "checkmate_milp": 150,
+    "checkmate_milp_cbc": 150,
+    "checkmate_lp": 150,
+    "lp_rounding": 150,
+    "dtr_random": 1000,
+}
+"""Solvers left out on larger graphs, where their programs of ops × ops variables (or their thrashing) take the whole limit for nothing."""
+KILLED_AFTER = 3.0
+"""Time limits after which a solver that does not keep its own is killed; its row says so."""
+
+
 def run(options: argparse.Namespace) -> None:
-    """Solves everything and writes table, rows and plots."""
+    """Solves everything and writes table, rows and plots; rows found in ``solvers.jsonl`` are not solved again."""
     folder = options.graphs or os.environ.get("KERAS_REMAT_GRAPHS")
     if folder is None:
         raise SystemExit("give --graphs DIR or set KERAS_REMAT_GRAPHS")
     paths = sorted(Path(folder).glob("*.json"))
+    if not paths:
+        raise SystemExit(f"no problem files (*.json) in {folder}")
     names = options.solvers.split(",") if options.solvers else list(solvers.SOLVERS)
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
-    rows = []
+    log = output / "solvers.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    done = {key_of(row) for row in rows}
+    print(*TABLE_HEAD, sep="\n", flush=True)
     for path in paths:
         for budget in options.budgets.split(","):
             for name in names:
-                arguments = [str(path), budget, name, str(options.time_limit), str(options.seed)]
-                command = [sys.executable, __file__, "one", *arguments]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                rows.append(json.loads(done.stdout.splitlines()[-1]))
+                if (path.stem, budget, name, options.time_limit, options.seed) in done:
+                    continue
+                rows.append(solve_in_process(path, budget, name, options.time_limit, options.seed))
+                with log.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
                 print(table_line(rows[-1]), flush=True)
-    (output / "solvers.json").write_text(json.dumps(rows, indent=1) + "\n")
+    rows = [row for row in rows if row["graph"] in {path.stem for path in paths}]
     (output / "solvers.md").write_text("\n".join([*TABLE_HEAD, *map(table_line, rows)]) + "\n")
     for name in dict.fromkeys(row["graph"] for row in rows):
         plot([row for row in rows if row["graph"] == name], output / f"{name}.png")
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, str, str, float, int]:
+    """What makes a row the same row."""
+    return row["graph"], row["budget"], row["solver"], row["time_limit_s"], row["seed"]
+
+
+def solve_in_process(path: Path, budget: str, solver: str, time_limit_s: float, seed: int) -> dict[str, Any]:
+    """One row, solved in a process of its own, which is killed when it does not end."""
+    command = [sys.executable, __file__, "one", str(path), budget, solver, str(time_limit_s), str(seed)]
+    row = {"graph": path.stem, "budget": budget, "solver": solver, "time_limit_s": time_limit_s, "seed": seed}
+    problem = serialize.load_problem(path)
+    ops = len(problem.graph.ops)
+    if ops > REFUSES_OVER_OPS.get(solver, ops):
+        return row | {"ops": ops, "result": f"left out over {REFUSES_OVER_OPS[solver]} ops"}
+    started = time.perf_counter()
+    try:
+        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=KILLED_AFTER * time_limit_s + 20)
+    except subprocess.TimeoutExpired:
+        return row | {"ops": ops, "result": "killed", "seconds": time.perf_counter() - started}
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"{' '.join(command)} ended with status {error.returncode}:\n{error.stderr}") from error
+    return row | json.loads(answer.stdout.splitlines()[-1])
 
 
 TABLE_HEAD = (
@@ -95,10 +144,14 @@ TABLE_HEAD = (
 def table_line(row: dict[str, Any]) -> str:
     """A row in Markdown."""
     overhead, bound, gap = ("–" if row.get(key) is None else f"{100 * row[key]:.3f} %" for key in ("overhead", "bound", "gap"))
-    memory = max(row["memory_bytes"], row["child_memory_bytes"]) / 2**20
+    seconds = f"{row['seconds']:.1f}" if "seconds" in row else "–"
+    memory = "–"
+    if "memory_bytes" in row:  # the solver's own process may wait for another one that holds as much
+        memory = f"{(row['memory_bytes'] + row['child_memory_bytes']) / 2**20:.0f} MiB"
+    solver = row["solver"] if row.get("by", row["solver"]) == row["solver"] else f"{row['solver']} ({row['by']})"
     return (
-        f"| {row['graph']} ({row['ops']}) | {row['budget']} | {row.get('by', row['solver'])} | {row['result']} | {overhead} | {bound} "
-        f"| {gap} | {row['seconds']:.1f} | {memory:.0f} MiB |"
+        f"| {row['graph']} ({row['ops']}) | {row['budget']} | {solver} | {row['result']} | {overhead} | {bound} "
+        f"| {gap} | {seconds} | {memory} |"
     )
 
 
@@ -126,12 +179,48 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
+def coarse(options: argparse.Namespace) -> None:
+    """Prints the interval search's overhead on the whole graph and on its coarse problem, expanded; all on the same base order."""
+    print("| graph (ops) | budget | big ops | whole | coarse | loss |", "|---|---|---|---|---|---|", sep="\n")
+    for path in sorted(Path(options.graphs or os.environ["KERAS_REMAT_GRAPHS"]).glob("*.json")):
+        for budget in options.budgets.split(","):
+            problem = serialize.load_problem(path)
+            store_all = simulate(problem, Schedule.store_all(problem.graph))
+            problem = problem.with_budget(budget_bytes(budget, store_all.peak_bytes, problem.floor_bytes))
+            base = memory_aware_order(problem, sorted(problem.graph.needed))
+            if simulate(problem, Schedule(base)).peak_bytes <= (problem.budget_bytes or 0):
+                continue
+            small = Coarse(problem, base, small_value_threshold(problem, base))
+            whole, solved = best_by_intervals(problem, base, options.time_limit)
+            part, part_solved = best_by_intervals(small.problem, tuple(range(len(small.ops))), options.time_limit, small)
+            cells = [
+                "–" if best is None else f"{100 * (best / store_all.time_s - 1):.3f} %{' (optimal)' if end else ''}"
+                for best, end in ((whole, solved), (part, part_solved))
+            ]
+            loss = "–" if whole is None or part is None else f"{100 * (part - whole) / store_all.time_s:+.3f} points"
+            ops = len(problem.graph.needed)
+            print(f"| {path.stem} ({ops}) | {budget} | {len(small.ops)} | {' | '.join(cells)} | {loss} |", flush=True)
+
+
+def best_by_intervals(
+    problem: Problem, base: Sequence[int], time_limit_s: float, through: Coarse | None = None
+) -> tuple[float | None, bool]:
+    """Seconds of the interval search's best schedule, expanded if coarse, and whether its program was solved."""
+    full = problem if through is None else through.full
+    deadline_s = time.perf_counter() + time_limit_s
+    known = [s.order for s in greedy.candidates(problem, deadline_s=time.perf_counter() + time_limit_s / 4, orders=[base])]
+    search = intervals.improve(problem, base, known, deadline_s=deadline_s, work=float("inf"), depth=intervals.DEPTHS[0])
+    end = intervals.yield_into(known, search)
+    usages = [simulate(full, Schedule(order if through is None else through.expand(order))) for order in known]
+    fitting = [usage.time_s for usage in usages if usage.peak_bytes <= (full.budget_bytes or 0)]
+    return min(fitting, default=None), end.solved
+
+
 def export(options: argparse.Namespace) -> None:
     """Writes the problem file of a saved Keras model's train step."""
     import keras
 
     from keras_remat.backends.base import load_backend
-    from keras_remat.problem import Problem
 
     model = keras.saving.load_model(options.model)
     backend = load_backend()
@@ -153,6 +242,11 @@ def main() -> None:
     bench.add_argument("--seed", type=int, default=0)
     bench.add_argument("--output", default="solver_benchmark")
     bench.set_defaults(run=run)
+    loss = commands.add_parser("coarse")
+    loss.add_argument("--graphs")
+    loss.add_argument("--budgets", default="0.7,0.5,0.4")
+    loss.add_argument("--time-limit", type=float, default=60.0)
+    loss.set_defaults(run=coarse)
     exporting = commands.add_parser("export")
     exporting.add_argument("model")
     exporting.add_argument("--batch-size", type=int, required=True)

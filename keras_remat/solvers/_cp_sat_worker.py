@@ -66,7 +66,6 @@ def main() -> None:
     model, variables = build(program)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = program["time_limit_s"]
-    solver.parameters.num_workers = program["workers"]
     solver.parameters.random_seed = program["seed"]
     for name, value in program["parameters"].items():
         setattr(solver.parameters, name, value)
@@ -74,6 +73,7 @@ def main() -> None:
     message: dict[str, Any] = {"status": solver.status_name(status)}
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         message["bound"] = int(solver.best_objective_bound)
+    message["work"] = solver.response_proto.deterministic_time
     message["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     _send(message)
 

@@ -29,11 +29,14 @@ from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution
 from keras_remat.simulate import simulate
 from keras_remat.solvers import greedy
+from keras_remat.solvers.effort import effort_s
 from keras_remat.solvers.reorder import memory_aware_order
 from keras_remat.solvers.timeline import Timeline
 
 ROUND_STEPS = 4000
 PENALTY = 400.0
+STEP_S, STEP_S_PER_OP = 6e-5, 2.4e-7
+"""Seconds of a step that work limits are computed with; more than it takes."""
 
 
 def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
@@ -44,9 +47,11 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     """
     started = time.perf_counter()
     best: tuple[int, ...] | None = None
-    for schedule in greedy.candidates(problem, deadline_s=started + time_limit_s / 3):
+    deadline_s = started + time_limit_s
+    for schedule in greedy.candidates(problem, deadline_s=deadline_s, max_steps=greedy.steps_limit(time_limit_s / 3)):
         best = schedule.order
-    for order in improve(problem, best, deadline_s=started + time_limit_s, seed=seed):
+    rounds = rounds_limit(problem, time_limit_s * 2 / 3)
+    for order in improve(problem, best, deadline_s=deadline_s, seed=seed, max_rounds=rounds):
         best = order
     if best is None:
         raise ScheduleNotFoundError(problem.budget_bytes or 0, problem.floor_bytes, solver="anneal")
@@ -54,6 +59,12 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     optimal = usage.time_s <= problem.store_all_time_s
     spent = time.perf_counter() - started
     return Solution(Schedule(best), "anneal", "optimal" if optimal else "feasible", spent, problem.store_all_time_s, usage)
+
+
+def rounds_limit(problem: Problem, time_limit_s: float) -> int:
+    """Rounds within a time limit, at least one; steps take time with the length of the order."""
+    step_s = STEP_S + STEP_S_PER_OP * len(problem.graph.needed)
+    return max(1, int(effort_s(time_limit_s) / (ROUND_STEPS * step_s)))
 
 
 def improve(
@@ -68,7 +79,8 @@ def improve(
 
     Args:
         problem: with a budget.
-        start: a legal order within the budget; ``None`` to look for one from the memory-aware store-all order.
+        start: a legal order; one over the budget is where the search for one within it begins. The memory-aware store-all order when
+            missing.
         deadline_s: ``time.perf_counter()`` time to end at.
         seed: of every choice.
         max_rounds: end after this many rounds; until the deadline when missing.
@@ -76,9 +88,11 @@ def improve(
     if problem.budget_bytes is None:
         return
     rng = random.Random(seed)
-    current = tuple(start) if start is not None else memory_aware_order(problem, sorted(problem.graph.needed))
-    best_s = simulate(problem, Schedule(current)).time_s if start is not None else float("inf")
-    best = current
+    best = tuple(start) if start is not None else memory_aware_order(problem, sorted(problem.graph.needed))
+    usage = simulate(problem, Schedule(best))
+    best_s = usage.time_s if usage.peak_bytes <= problem.budget_bytes else float("inf")
+    if start is None and best_s < float("inf"):
+        yield best
     rounds = 0
     while time.perf_counter() < deadline_s and (max_rounds is None or rounds < max_rounds):
         if best_s <= problem.store_all_time_s:

@@ -5,15 +5,19 @@
    one where the graph is not large.
 3. :mod:`keras_remat.solvers.intervals` searches around it, with more candidates whenever its program was solved; on a coarse problem
    (:mod:`keras_remat.solvers.coarsen`) for graphs of more than ``LARGE_OPS`` ops. Without OR-Tools this step is left out.
-4. :mod:`keras_remat.solvers.window_bound` tries to prove the best schedule of a small graph optimal.
-5. :mod:`keras_remat.solvers.anneal` spends what is left of the time on the order itself.
+4. :mod:`keras_remat.solvers.window_bound` tries to prove the best schedule optimal: with a few cuts before step 3,
+   with all of them, on small graphs, last.
+5. :mod:`keras_remat.solvers.anneal` works on the order itself.
+
+Where step 2 finds nothing, the steps 3 and 5 start from a schedule for a somewhat larger budget.
 
 Every schedule is checked by :func:`keras_remat.validate.validate` before it counts. ``KeyboardInterrupt`` ends the search and keeps the
 best schedule; before there is one it passes through. The bound is that of :mod:`keras_remat.solvers.bound` or
 of step 4; both hold for every legal order.
 
-Known limits: CP-SAT's threads race, and the clock ends the search, so that the same seed gives the same schedule only as long as
-both give the same answer: always for the steps 1, 2 and 5 when they complete.
+The steps 2, 3 and 5 end by counted work (:mod:`keras_remat.solvers.effort`), and a schedule replaces another only if it is faster by
+more than the tolerance of the proofs. So the same seed gives the same schedule, unless the clock ends one of these steps after all:
+on a machine that is very busy or very slow. How far the *bound* gets depends on the clock.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution
 from keras_remat.simulate import simulate
 from keras_remat.solvers import anneal, bound, coarsen, cp_sat, dtr, greedy, intervals, window_bound
+from keras_remat.solvers.effort import effort_s
 from keras_remat.solvers.reorder import memory_aware_order
 from keras_remat.validate import validate
 
@@ -36,12 +41,18 @@ FEW_CUTS = 3
 """Cuts of the window bound that is tried before the interval search, on every graph that is not coarsened."""
 PROOF_TOLERANCE = 3e-6
 """Relative; the bounds give away a millionth for their solver's tolerances, so that meeting them exactly is not possible."""
-LONG_INTERVALS_SHARE = 0.75
-"""The share by which the interval search ends for graphs too large for a proof."""
 PROVABLE_OPS = 150
 """Graphs up to this size are worth the integer program of :mod:`keras_remat.solvers.window_bound`."""
-GREEDY_SHARE, INTERVALS_SHARE, BOUND_SHARE = 0.3, 0.4, 0.95
-"""The shares of the time limit by which the greedy search, the interval search and the window bound end."""
+GREEDY_SHARE, INTERVALS_SHARE, ANNEAL_SHARE = 0.15, 0.5, 0.2
+"""The work of the steps, as shares of the time limit."""
+DTR_OPS_PER_S = 3_000
+"""Ops that DTR runs per second of the whole time limit; a tenth of the ops it can run in a second."""
+NEARLY = (1.02, 1.05, 1.1, 1.2, 1.4)
+"""Budgets, in budgets, tried where no schedule within the budget was found."""
+LATE_ANNEAL_SHARE = 0.5
+"""The work of annealing where there is no schedule yet."""
+BOUND_SHARE, LAST_SHARE = 0.3, 0.95
+"""The shares of the time limit by which the quick bounds and the last one end."""
 
 
 def solve(
@@ -109,7 +120,7 @@ class _Search:
         except (InvalidScheduleError, PeakExceededError):
             return False
         seconds = simulate(self.problem, schedule).time_s
-        if seconds < self.best_s * (1 - 1e-12):
+        if seconds < self.best_s * (1 - PROOF_TOLERANCE):
             self.best, self.best_s, self.solver = schedule.order, seconds, solver
             self._report()
         return True
@@ -120,34 +131,44 @@ class _Search:
 
     def run(self) -> None:
         known = []
-        for schedule in greedy.candidates(self.problem, deadline_s=self.at(GREEDY_SHARE)):
+        steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s)
+        for schedule in greedy.candidates(self.problem, deadline_s=self.at(LAST_SHARE), max_steps=steps):
             if self.offer(schedule.order, "greedy"):
                 known.append(schedule.order)
         if self.proved:
             return
         if len(self.problem.graph.needed) <= LARGE_OPS:
             try:
-                other = dtr.solve(self.problem, time_limit_s=max(0.1, 0.15 * self.limit_s), seed=self.seed).schedule.order
+                other = dtr.solve(
+                    self.problem,
+                    time_limit_s=max(0.1, self.at(BOUND_SHARE) - time.perf_counter()),
+                    seed=self.seed,
+                    max_ops_run=int(DTR_OPS_PER_S * effort_s(self.limit_s)),
+                ).schedule.order
             except ScheduleNotFoundError:
                 pass  # one heuristic less to start from
             else:
                 if self.offer(other, "dtr"):
                     known.append(other)
-        self.bound_s = max(self.bound_s, bound.lower_bound_s(self.problem, deadline_s=self.at(GREEDY_SHARE + 0.1)))
+        self.bound_s = max(self.bound_s, bound.lower_bound_s(self.problem, deadline_s=self.at(BOUND_SHARE)))
         self._report()
         if len(self.problem.graph.needed) <= LARGE_OPS:
             chain = window_bound.longest_chain(self.problem)
             widest = sorted(chain, key=lambda op_id: -bound.crossing_bytes(self.problem, op_id))[:FEW_CUTS]
-            self._window_bound(sorted(widest), self.at(GREEDY_SHARE + 0.1))
+            self._window_bound(sorted(widest), self.at(BOUND_SHARE))
         if self.proved:
             return
+        near = self._nearly() if self.best is None else None
         if cp_sat.available():
-            self._intervals(known)
-        if not self.proved and len(self.problem.graph.needed) <= PROVABLE_OPS:
-            self._window_bound(window_bound.longest_chain(self.problem), self.at(BOUND_SHARE))
+            self._intervals(known, near)
         if not self.proved:
-            for order in anneal.improve(self.problem, self.best, deadline_s=self.at(1.0), seed=self.seed):
+            share = ANNEAL_SHARE if self.best is not None else LATE_ANNEAL_SHARE
+            rounds = anneal.rounds_limit(self.problem, share * self.limit_s)
+            start = near if self.best is None else self.best
+            for order in anneal.improve(self.problem, start, deadline_s=self.at(LAST_SHARE), seed=self.seed, max_rounds=rounds):
                 self.offer(order, "anneal")
+        if not self.proved and len(self.problem.graph.needed) <= PROVABLE_OPS:
+            self._window_bound(window_bound.longest_chain(self.problem), self.at(LAST_SHARE))
 
     def _window_bound(self, cuts: Sequence[int], deadline_s: float) -> None:
         limit_s = deadline_s - time.perf_counter()
@@ -158,28 +179,46 @@ class _Search:
             )
             self._report()
 
-    def _intervals(self, known: list[tuple[int, ...]]) -> None:
-        """Interval search on the order of first runs of the best schedule, coarsened where that order is long."""
+    def _nearly(self) -> tuple[int, ...]:
+        """An order to start from where none fits yet: greedy's for the least larger budget at which it finds one."""
+        steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s / len(NEARLY))
+        for factor in NEARLY:
+            larger = self.problem.with_budget(int((self.problem.budget_bytes or 0) * factor))
+            for schedule in greedy.candidates(larger, deadline_s=self.at(BOUND_SHARE), max_steps=steps):
+                return schedule.order
+        return memory_aware_order(self.problem, sorted(self.problem.graph.needed))
+
+    def _intervals(self, known: list[tuple[int, ...]], near: tuple[int, ...] | None) -> None:
+        """Interval search on the order of first runs of the best schedule, coarsened where that order is long.
+
+        Args:
+            known: schedules to start from and to take candidates from.
+            near: one over the budget that takes their place while there is none.
+        """
         problem = self.problem
-        base = tuple(sorted(problem.graph.needed))
-        base = first_runs(self.best) if self.best is not None else memory_aware_order(problem, base)
+        if near is not None:
+            known = [near]
+        base = first_runs(near or self.best or tuple(sorted(problem.graph.needed)))
         known = [order for order in known if first_runs(order) == base]
         expand: Callable[[Sequence[int]], tuple[int, ...]] = tuple
         depths: tuple[int, ...] = intervals.DEPTHS
-        share = INTERVALS_SHARE if len(base) <= PROVABLE_OPS else LONG_INTERVALS_SHARE
+        work = intervals.work_limit(INTERVALS_SHARE * self.limit_s)
         if len(base) > LARGE_OPS:
             coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
             problem, expand, depths = coarse.problem, coarse.expand, intervals.LARGE_DEPTHS
             known = [coarse.project(order) for order in known]
             base = tuple(range(len(coarse.ops)))
-            for schedule in greedy.candidates(problem, deadline_s=self.at(GREEDY_SHARE + 0.2), orders=[base]):
+            steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s)
+            for schedule in greedy.candidates(problem, deadline_s=self.at(LAST_SHARE), max_steps=steps, orders=[base]):
                 known.append(schedule.order)
                 self.offer(expand(schedule.order), "greedy")
         for depth in depths:
             budget = problem.budget_bytes or 0
             if budget < problem.floor_bytes:
                 return
-            orders = intervals.improve(problem, base, known, depth=depth, deadline_s=self.at(share), seed=self.seed)
+            orders = intervals.improve(
+                problem, base, known, depth=depth, deadline_s=self.at(LAST_SHARE), work=work, seed=self.seed
+            )
             excess = 0
             found: list[tuple[int, ...]] = []
             solved = True
@@ -192,7 +231,8 @@ class _Search:
                     if self.proved:
                         return
             except StopIteration as end:
-                solved = bool(end.value)
+                solved = end.value.solved
+                work -= end.value.work
             finally:
                 orders.close()
             known += found[-3:]

@@ -274,7 +274,7 @@ def planned_order(
         pinned |= run.stuck
 
 
-def _search(problem: Problem, score: str, time_limit_s: float, seed: int) -> Solution:
+def _search(problem: Problem, score: str, time_limit_s: float, seed: int, max_ops_run: int = MAX_OPS_RUN) -> Solution:
     """Runs DTR under several budgets around the real one, then with noise, and keeps the fastest order that really fits."""
     incumbent = Incumbent(problem, "dtr" if score == "dtr" else f"dtr_{score}", time_limit_s)
     if incumbent.offer_store_all() or problem.budget_bytes is None:
@@ -284,7 +284,7 @@ def _search(problem: Problem, score: str, time_limit_s: float, seed: int) -> Sol
     trials += [(BUDGET_PERCENTS[i % 9], seed + 1 + i, NOISE) for i in range(NOISY_TRIALS)]
     ops_run = 0
     for percent, trial_seed, noise in trials:
-        if incumbent.out_of_time or ops_run > min(MAX_OPS_RUN, OPS_RUN_PER_OP * len(problem.graph.needed)):
+        if incumbent.out_of_time or ops_run > min(max_ops_run, OPS_RUN_PER_OP * len(problem.graph.needed)):
             break
         order = planned_order(problem, score, budget + room * percent // 100, trial_seed, incumbent.deadline, noise=noise)
         if order is None:
@@ -296,13 +296,13 @@ def _search(problem: Problem, score: str, time_limit_s: float, seed: int) -> Sol
     return incumbent.solution()
 
 
-def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """DTR with the score h_DTR.
+def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0, max_ops_run: int = MAX_OPS_RUN) -> Solution:
+    """DTR with the score h_DTR; no run is started after ``max_ops_run`` ops.
 
     Raises:
         ScheduleNotFoundError: no run fits the budget, all thrash, or time is over.
     """
-    return _search(problem, "dtr", time_limit_s, seed)
+    return _search(problem, "dtr", time_limit_s, seed, max_ops_run)
 
 
 def solve_eq(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:

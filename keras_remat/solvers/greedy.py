@@ -27,6 +27,7 @@ from keras_remat.graph import Op, reused_bytes
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution
 from keras_remat.simulate import simulate
+from keras_remat.solvers.effort import effort_s
 from keras_remat.solvers.reorder import memory_aware_order
 
 NEVER = np.iinfo(np.int64).max
@@ -41,6 +42,12 @@ class Policy:
 
 
 POLICIES = (Policy(1.0, 1.0), Policy(1.0, 0.5), Policy(1.0, 0.0), Policy(0.5, 1.0), Policy(0.5, 0.5), Policy(0.0, 1.0))
+
+
+STEPS_PER_S = 15_000
+"""Steps per second of a time limit; fewer than there are in a second."""
+OPS_PER_STEP = 10
+"""Running an op is a step, and so is looking at this many missing ones to see what a value costs."""
 
 
 class StuckError(Exception):
@@ -60,7 +67,7 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     if budget is None or usage.peak_bytes <= budget:
         return Solution(Schedule(base), "greedy", "optimal", time.perf_counter() - started, problem.store_all_time_s, usage)
     best: Schedule | None = None
-    for schedule in candidates(problem, deadline_s=started + time_limit_s):
+    for schedule in candidates(problem, deadline_s=started + time_limit_s, max_steps=steps_limit(time_limit_s)):
         best = schedule
     if best is None:
         raise ScheduleNotFoundError(budget, problem.floor_bytes, solver="greedy")
@@ -75,12 +82,20 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     )
 
 
-def candidates(problem: Problem, *, deadline_s: float, orders: Sequence[Sequence[int]] | None = None) -> Iterator[Schedule]:
+def steps_limit(time_limit_s: float) -> int:
+    """Steps of all policies together within a time limit."""
+    return int(STEPS_PER_S * effort_s(time_limit_s))
+
+
+def candidates(
+    problem: Problem, *, deadline_s: float, max_steps: int | None = None, orders: Sequence[Sequence[int]] | None = None
+) -> Iterator[Schedule]:
     """Schedules within the budget, each faster than the one before.
 
     Args:
         problem: with a budget.
         deadline_s: no policy runs past this ``time.perf_counter()`` time.
+        max_steps: steps of all policies together (:func:`steps_limit`).
         orders: base orders; the memory-aware one and the default one when missing.
     """
     if orders is None:
@@ -91,57 +106,36 @@ def candidates(problem: Problem, *, deadline_s: float, orders: Sequence[Sequence
             yield Schedule(tuple(order))
             return
     best_s = float("inf")
+    left = NEVER if max_steps is None else max_steps
     for patience in (2, 30):  # most runs per op; a policy that thrashes is seldom worth waiting for
         for policy in POLICIES:
             for order in orders:
+                if left <= 0:
+                    return
+                run = _Run(problem, order, policy, deadline_s, best_s)
                 try:
-                    found = evict_greedily(
-                        problem, order, policy, patience=patience, deadline_s=deadline_s, worse_than_s=best_s
-                    )
+                    found = run.run(min(left, patience * len(order) + 1000))
                 except StuckError:
                     continue
+                finally:
+                    left -= run.steps
                 best_s = simulate(problem, Schedule(found)).time_s
                 yield Schedule(found)
         if best_s < float("inf"):
             return
 
 
-def evict_greedily(
-    problem: Problem,
-    base: Sequence[int],
-    policy: Policy,
-    *,
-    patience: int = 30,
-    deadline_s: float = float("inf"),
-    worse_than_s: float = float("inf"),
-) -> tuple[int, ...]:
-    """Runs ``base`` under the problem's budget.
-
-    Args:
-        problem: with a budget.
-        base: a legal order without recomputation of at least the needed ops.
-        policy: how to rate values for eviction.
-        patience: give up when the schedule has this many runs per op.
-        deadline_s: give up after this ``time.perf_counter()`` time.
-        worse_than_s: give up when the schedule takes this many seconds.
-
-    Returns:
-        A legal order within the budget.
-
-    Raises:
-        StuckError: a moment came when nothing could be evicted and the next op did not fit, the recomputations
-            exploded, or a limit was reached.
-    """
-    return _Run(problem, base, policy, deadline_s, worse_than_s).run(patience * len(base) + 1000)
-
-
 class _Run:
-    """State of one pass over the base order."""
+    """State of one pass over the base order, a legal order without recomputation of at least the needed ops.
+
+    :meth:`run` raises :class:`StuckError` when nothing can be evicted and the next op does not fit, when the recomputations explode,
+    when a schedule faster than ``worse_than_s`` is out of reach, or at ``deadline_s``.
+    """
 
     def __init__(self, problem: Problem, base: Sequence[int], policy: Policy, deadline_s: float, worse_than_s: float):
         graph = problem.graph
         if problem.budget_bytes is None:
-            raise ValueError("evict_greedily needs a budget")
+            raise ValueError("greedy eviction needs a budget")
         self.graph, self.profile, self.policy, self.deadline_s = graph, problem.profile, policy, deadline_s
         self.ops, self.base, self.budget = graph.ops, base, problem.budget_bytes
         self.nbytes = [value.nbytes for value in graph.values]
@@ -166,6 +160,7 @@ class _Run:
         self.born = list(self.alive)  # computed at least once
         self.held = problem.profile.resident_bytes
         self.order: list[int] = []
+        self.steps = 0
         self.locks = [0] * count
         # An op is pending when one of its outputs was evicted and will be asked for again; its inputs know it.
         self.pending_readers: list[dict[int, None]] = [{} for _ in range(count)]
@@ -211,7 +206,7 @@ class _Run:
                 if self.alive[value_id]:
                     self._lock(value_id)
                     continue
-                if self.last_run[producer] < self.now or len(self.order) > limit:
+                if self.last_run[producer] < self.now or self.steps > limit:
                     raise StuckError("a value cannot be computed again, or the recomputations exploded")
                 # Ask again for this value once its producer has run.
                 stack[-1] = (op_id, _prepend(value_id, rest))
@@ -252,6 +247,7 @@ class _Run:
             if self.alive[value_id]:
                 self._unlock(value_id)
         self.order.append(op_id)
+        self.steps += 1
         if self.ran[op_id]:
             self.spare_s -= self.profile.op_time_s[op_id]
             if self.spare_s <= 0:
@@ -349,6 +345,7 @@ class _Run:
                 if producer is not None and not self.alive[value_id] and producer not in found:
                     found[producer] = None
                     stack.append(producer)
+        self.steps += len(found) // OPS_PER_STEP
         return list(found)
 
     def _evict(self, value_id: int) -> bool:

@@ -40,6 +40,7 @@ from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution
 from keras_remat.simulate import live_bytes, simulate
 from keras_remat.solvers import cp_sat, greedy
+from keras_remat.solvers.effort import effort_s
 from keras_remat.validate import validate
 
 BYTE_STEPS = 2**22
@@ -48,7 +49,8 @@ DEPTHS = (2, 4, 8, 16)
 """Successive depths of candidates; the next is tried when the program of the last was solved to its optimum."""
 LARGE_DEPTHS = (1, 2, 4)
 """The same for coarsened op-level graphs."""
-WORKERS = 8
+WORK_PER_S = 0.08
+"""Units of CP-SAT's deterministic time per second of a time limit: fewer than it does in a second, so that they run out first."""
 MINIMUM_S = 1.0
 """Starting the solver's process with less time left is not worth it."""
 TIGHT_SHARE = 0.9
@@ -96,10 +98,14 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     if budget is None or usage.peak_bytes <= budget:
         spent = time.perf_counter() - started
         return Solution(Schedule(base), "intervals", "optimal", spent, problem.store_all_time_s, usage)
-    known = [s.order for s in greedy.candidates(problem, deadline_s=started + time_limit_s / 4, orders=[base])]
+    steps = greedy.steps_limit(time_limit_s / 4)
+    known = [s.order for s in greedy.candidates(problem, deadline_s=started + time_limit_s, max_steps=steps, orders=[base])]
+    work = work_limit(0.75 * time_limit_s)
     for depth in DEPTHS:
-        proved = yield_into(known, improve(problem, base, known, depth=depth, deadline_s=started + time_limit_s, seed=seed))
-        if not proved:
+        search = improve(problem, base, known, depth=depth, deadline_s=started + time_limit_s, work=work, seed=seed)
+        end = yield_into(known, search)
+        work -= end.work
+        if not end.solved:
             break
     if not known:
         raise ScheduleNotFoundError(budget, problem.floor_bytes, solver="intervals")
@@ -108,13 +114,27 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     return Solution(best, "intervals", "feasible", spent, problem.store_all_time_s, simulate(problem, best))
 
 
-def yield_into(found: list[tuple[int, ...]], orders: Generator[tuple[int, ...], None, bool]) -> bool:
+def work_limit(time_limit_s: float) -> float:
+    """Units of CP-SAT's deterministic time for a time limit."""
+    return WORK_PER_S * effort_s(time_limit_s)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a search ended: whether the program was solved (or has no solution), and the work done."""
+
+    solved: bool
+    work: float
+
+
+def yield_into(found: list[tuple[int, ...]], orders: Generator[tuple[int, ...], None, End]) -> End:
     """Appends what ``orders`` yields to ``found`` and returns what it returns."""
     while True:
         try:
             found.append(next(orders))
-        except StopIteration as end:
-            return bool(end.value)
+        except StopIteration as stop:
+            end: End = stop.value
+            return end
 
 
 def improve(
@@ -123,10 +143,10 @@ def improve(
     known: Sequence[tuple[int, ...]],
     *,
     deadline_s: float,
+    work: float,
     depth: int,
     seed: int = 0,
-    workers: int = WORKERS,
-) -> Generator[tuple[int, ...], None, bool]:
+) -> Generator[tuple[int, ...], None, End]:
     """Yields legal orders within the budget as CP-SAT finds them, each better in the program's terms than the one before.
 
     Args:
@@ -134,13 +154,15 @@ def improve(
         base: the order of the first runs.
         known: legal orders with these first runs; their recomputations become candidates, and the search starts from the fastest.
         deadline_s: ``time.perf_counter()`` time to end at.
+        work: deterministic limit (:func:`work_limit`).
         depth: levels of recomputed readers whose slots a value's producer inherits.
         seed: of the search.
-        workers: search threads; fewer than eight leave out the strategies that matter here, on two cores too.
 
     Returns:
-        Whether the program was solved to its optimum, or shown to have no solution.
+        Whether the program was solved to its optimum or shown to have no solution, and the work that took.
     """
+    if work <= 0:
+        return End(False, 0.0)
     slots = candidate_slots(problem, base, depth)
     for order in known:
         for slot, op_id in _recomputations(order, base):
@@ -149,15 +171,16 @@ def improve(
     model = build(problem, base, slots, hint)
     left = deadline_s - time.perf_counter()
     if left <= MINIMUM_S:
-        return False
-    proved = False
-    for incumbent in cp_sat.solve_program(model.program, time_limit_s=left, seed=seed, workers=workers):
-        proved = incumbent.status in ("OPTIMAL", "INFEASIBLE")
+        return End(False, 0.0)
+    end = End(False, work)
+    for incumbent in cp_sat.solve_program(model.program, time_limit_s=left, work_limit=work, seed=seed):
+        if incumbent.status:
+            end = End(incumbent.status in ("OPTIMAL", "INFEASIBLE"), work if incumbent.work is None else incumbent.work)
         if incumbent.ones is not None:
             order = model.order(incumbent.ones)
             if _fits(problem, order):
                 yield order
-    return proved
+    return end
 
 
 def _fits(problem: Problem, order: tuple[int, ...]) -> bool:

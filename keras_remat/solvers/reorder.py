@@ -2,11 +2,13 @@
 
 Frameworks list ops in the order in which they were traced: all weight gradients stay alive until the optimizer runs at the end of the
 step, although an update may run as soon as its gradient is there and the last reader of its variable has run. No
-rematerialization paper uses that freedom; it lowers the peak at no cost in time.
+rematerialization paper uses that freedom; it lowers the bytes alive at no cost in time, at the peak or below it: a budget of half
+the peak is out of reach of every recomputation while all weight gradients wait for the end.
 
 List scheduling over the default order: before the next op of the default order runs, every op that is ready and leads, alone or
 followed by its own descendants, to less memory than before is moved ahead of it. Looking at descendants is what moves an optimizer with
-slots (several ops per weight, which first take memory) and not only plain SGD.
+slots (several ops per weight, which first take memory) and not only plain SGD. An op that waits only for a few small values nobody has
+computed yet (the learning rate, read once per weight) takes their producers along.
 
 Known limits: the forward and backward ops keep their relative order unless they shrink memory; the order is a heuristic.
 """
@@ -17,22 +19,32 @@ from collections.abc import Sequence
 
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
-from keras_remat.simulate import simulate
+from keras_remat.simulate import live_bytes
 
 CLUSTER_OPS = 48
 """Longest run of ops moved ahead as one."""
+PULLED_OPS = 8
+"""Most ops that are run early because another op waits for their small outputs."""
 
 
 def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
-    """Returns a legal order of the ops of ``base`` whose peak is not above that of ``base``.
+    """Returns a legal order of the ops of ``base`` that is no further over the budget than ``base``.
+
+    Without a budget, and where both orders fit, its peak is not above that of ``base``.
 
     Args:
-        problem: the graph and its sizes; the budget plays no part.
+        problem: the graph, its sizes, and the budget to stay within.
         base: a legal order without recomputation.
     """
-    hoisted = _Hoist(problem, base).run()
-    before, after = (simulate(problem, Schedule(tuple(order))).peak_bytes for order in (base, hoisted))
-    return tuple(hoisted) if after < before else tuple(base)
+    orders = (tuple(base), tuple(_Hoist(problem, base).run()))
+    return min(orders, key=lambda order: _over_budget(problem, order))
+
+
+def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[int, int]:
+    """Bytes over the budget, summed over the order, and the peak."""
+    live = live_bytes(problem, Schedule(tuple(order)))
+    over = live - problem.budget_bytes if problem.budget_bytes is not None else live[:0]
+    return int(over[over > 0].sum()), int(live.max(initial=0))
 
 
 class _Hoist:
@@ -43,6 +55,8 @@ class _Hoist:
         self.readers = graph.readers
         self.producer = [value.producer for value in graph.values]
         included = set(base)
+        self.included = [op.id in included for op in self.ops]
+        self.place = {op_id: at for at, op_id in enumerate(base)}
         self.unread = [0] * len(graph.values)  # reads that are still to come; the end of the step reads the outputs
         for value_id in graph.outputs:
             self.unread[value_id] += 1
@@ -90,9 +104,27 @@ class _Hoist:
                 touched += [reader for reader in self.readers[value_id] if not self.done[reader] and not self.waiting[reader]]
         for follower in self.followers[op_id]:
             self.waiting[follower] -= 1
-            if not self.waiting[follower]:
+            if self.waiting[follower] <= PULLED_OPS:
                 touched.append(follower)
         return touched
+
+    def _pulled(self, op_id: int) -> list[int] | None:
+        """Ops to run before ``op_id`` can; ``None`` when they are many or compute more than an eighth of what it reads."""
+        missing: dict[int, None] = {}
+        stack = [op_id]
+        room = max((self.nbytes[v] for v in self.ops[op_id].inputs), default=0) // 8
+        while stack:
+            op = self.ops[stack.pop()]
+            before = [*(p for v in op.inputs if (p := self.producer[v]) is not None), *op.after]
+            for earlier in before:
+                if self.done[earlier] or earlier in missing or not self.included[earlier]:
+                    continue
+                room -= sum(self.nbytes[v] for v in self.ops[earlier].outputs)
+                if room < 0 or len(missing) == PULLED_OPS:
+                    return None
+                missing[earlier] = None
+                stack.append(earlier)
+        return sorted(missing, key=self.place.__getitem__)
 
     def _delta(self, op_id: int, unread: dict[int, int]) -> int:
         """Bytes alive after ``op_id`` minus bytes alive before it."""
@@ -112,6 +144,12 @@ class _Hoist:
         run: list[int] = []
         total = 0
         ready = [first]
+        if self.waiting[first]:
+            pulled = self._pulled(first) if longest > 1 else None
+            if pulled is None:
+                return []
+            ready = [*pulled, first]
+            waiting.update(dict.fromkeys(ready, 0))
         while ready and len(run) < longest:
             op_id = ready.pop(0)
             total += self._delta(op_id, unread)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from random_problems import chain_problem, mixed_problem, random_problem, training_problem, with_budget_fraction
@@ -11,7 +12,7 @@ from keras_remat.errors import RematError, ScheduleNotFoundError
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution
 from keras_remat.simulate import simulate
-from keras_remat.solvers import auto, bound, cp_sat, greedy, solve, window_bound
+from keras_remat.solvers import anneal, auto, bound, cp_sat, greedy, intervals, solve, window_bound
 from keras_remat.validate import validate
 
 
@@ -138,3 +139,31 @@ def test_five_thousand_random_problems_stay_within_their_budgets() -> None:
             solve(problem, time_limit_s=0.3)
         except ScheduleNotFoundError:
             continue
+
+
+@pytest.mark.parametrize("name", ["auto", "intervals", "anneal", "greedy"])
+@pytest.mark.parametrize("seed", [4, 11])
+def test_the_same_seed_gives_the_same_schedule(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little work under a long time limit, so that the clock cannot strike."""
+    monkeypatch.setattr(intervals, "WORK_PER_S", 0.002)
+    monkeypatch.setattr(anneal, "STEP_S", 1e-3)
+    problem = with_budget_fraction(training_problem(random.Random(seed), 12), 0.7)
+    first, second = (solve(problem, solver=name, time_limit_s=30, seed=1).schedule for _ in range(2))
+    assert len(first) > len(problem.graph.needed)
+    assert first == second
+
+
+@pytest.mark.skipif(not cp_sat.available(), reason="ortools is not installed")
+def test_an_unfinished_search_is_repeatable_too() -> None:
+    """The work limit strikes long before the program is solved, and the clock does not."""
+    problem = with_budget_fraction(training_problem(random.Random(5), 40), 0.6)
+    base = tuple(sorted(problem.graph.needed))
+    known = [s.order for s in greedy.candidates(problem, deadline_s=float("inf"), max_steps=2000, orders=[base])]
+    runs = []
+    for _ in range(2):
+        found: list[tuple[int, ...]] = []
+        search = intervals.improve(problem, base, known, deadline_s=time.perf_counter() + 60, work=0.05, depth=4)
+        end = intervals.yield_into(found, search)
+        runs.append((found, end))
+    assert runs[0] == runs[1]
+    assert not runs[0][1].solved

@@ -67,3 +67,32 @@ def test_memory_aware_order_is_legal_and_no_worse(seed: int) -> None:
     check_rules(problem, order)
     assert sorted(order.order) == list(base.order)
     assert simulate(problem, order).peak_bytes <= simulate(problem, base).peak_bytes
+
+
+def test_updates_run_early_though_they_read_a_small_value_computed_late() -> None:
+    """The learning rate is read once per weight, after everything; each update takes its read along."""
+    weights = 4
+    ops: list[Op] = []
+    values: list[Value] = []
+
+    def add(name: str, nbytes: int, inputs: tuple[int, ...], **options: object) -> int:
+        at = len(values)
+        values.append(Value(at, name, nbytes, producer=len(ops)))
+        ops.append(Op(len(ops), name, name, inputs, (at,), **options))  # type: ignore[arg-type]
+        return at
+
+    chain = add("x", 10, ())
+    gradients = []
+    for _ in range(weights):
+        chain = add("backward", 10, (chain,))
+        gradients.append(add("gradient", 100, (chain,)))
+    for gradient in gradients:
+        rate = add("rate", 1, ())
+        scaled = add("scaled", 100, (gradient, rate), may_reuse=(gradient,))
+        add("assign", 0, (scaled,), recomputable=False)
+    graph = Graph(tuple(ops), tuple(values), (chain,))
+    problem = Problem(graph, Profile((1.0,) * len(ops), (0,) * len(ops), 0))
+    before = simulate(problem, Schedule.store_all(graph)).peak_bytes
+    after = simulate(problem, Schedule(memory_aware_order(problem, range(len(ops))))).peak_bytes
+    assert before > 400
+    assert after < 250
