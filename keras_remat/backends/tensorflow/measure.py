@@ -15,6 +15,10 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.profile import device_name
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.schedule import Usage
+from keras_remat.units import MIB
+
+#: Address space kept out of an ``RLIMIT_AS``, beside a tenth of what is left: a process that cannot start a thread aborts.
+_RESERVED_ADDRESS_BYTES = 96 * MIB
 
 
 def bytes_in_use() -> int:
@@ -66,8 +70,8 @@ def synchronize(result: Any) -> None:
 def device_memory_bytes() -> int:
     """All the memory this process may use on the device.
 
-    On a GPU the allocator's limit; on the CPU the least of the machine's memory, the container's limit (cgroup) and the address space
-    limit (``RLIMIT_AS``) less what is mapped already.
+    On a GPU the allocator's limit; on the CPU the least of the machine's memory, the container's limit (cgroup) and what the address space
+    limit (``RLIMIT_AS``) leaves. Threads' stacks, Python and the planner take from the same address space, which is left out for them.
     """
     if device_name().startswith("GPU"):
         return private.gpu_memory_limit_bytes()
@@ -79,5 +83,6 @@ def device_memory_bytes() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        limits.append(max(0, soft - mapped) + bytes_in_use())
+        room = max(0, soft - mapped)
+        limits.append(max(0, room - room // 10 - _RESERVED_ADDRESS_BYTES) + bytes_in_use())
     return min(limits)
