@@ -89,6 +89,8 @@ class StepPlanner:
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
+        if not self._backend.measures_op_times:  # it is the last one, too
+            return self.best(problem, batch_size)
         try:
             return self._solve(problem, batch_size, "greedy", min(_QUICK_SOLVE_S, self._options.solver_time_limit_s))
         except ScheduleNotFoundError:
