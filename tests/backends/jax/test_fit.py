@@ -29,7 +29,7 @@ def small():
     return model, models.batch(model, 3 * BATCH)
 
 
-def large(blocks=2, samples=3 * BATCH):
+def large(blocks=3, samples=3 * BATCH):
     keras.utils.set_random_seed(0)
     model = models.mixer(blocks=blocks, optimizer="adam")
     return model, models.batch(model, samples)
@@ -84,7 +84,7 @@ def tight_run():
     plain, data = large()
     expected = fit(plain, data, epochs=2)
     model, data = large()
-    limit = tight_limit(model, data, 0.6)
+    limit = tight_limit(model, data, 0.75)
     remat = callback(limit)
     return expected, fit(model, data, remat, epochs=2), remat, limit, plain, model
 
@@ -203,8 +203,11 @@ def test_after_another_callback_broke_the_fit_training_goes_on_plainly(error, ov
     assert int(model.optimizer.iterations) == 5
 
 
-@pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: injected", "INTERNAL: injected"])
-def test_a_first_run_that_fails_leaves_the_state_as_it_was(message, over_any_limit, monkeypatch):
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [("RESOURCE_EXHAUSTED: injected", keras_remat.RematError), ("INTERNAL: injected", jax.errors.JaxRuntimeError)],
+)
+def test_a_first_run_that_fails_leaves_the_state_as_it_was(message, error, over_any_limit, monkeypatch):
     """The compiled step consumes its donated state, then fails."""
 
     def broken(state, batch):
@@ -216,11 +219,11 @@ def test_a_first_run_that_fails_leaves_the_state_as_it_was(message, over_any_lim
     before = [v.numpy() for v in model.variables]
     run = Device.run
     monkeypatch.setattr(Device, "run", lambda self, model, step, batch, used: run(self, model, broken, batch, used))
-    with pytest.raises((jax.errors.JaxRuntimeError, keras_remat.RematError)) as caught:
-        fit(model, data, callback())
-    error = caught.value if message.startswith("INTERNAL") else caught.value.__cause__
-    assert message in str(error)
-    assert load_backend().is_out_of_memory(error) == message.startswith("RESOURCE")
+    remat = callback()
+    with pytest.raises(error):
+        fit(model, data, remat)
+    assert load_backend().is_out_of_memory(jax.errors.JaxRuntimeError(message)) == (error is keras_remat.RematError)
+    assert ("out-of-memory" in [event.kind for event in remat.report.events]) == (error is keras_remat.RematError)
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
     assert int(model.optimizer.iterations) == 0
@@ -394,7 +397,7 @@ def test_csv_logger_keeps_its_columns(tmp_path, over_any_limit):
 
 def test_plan_without_training_leaves_the_model_alone_and_its_file_is_used(tmp_path):
     model, data = large()
-    limit = tight_limit(model, data, 0.6)
+    limit = tight_limit(model, data, 0.75)
     before = [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
     plan = keras_remat.make_plan(model, tuple(part[:BATCH] for part in data), limit, solver="greedy")
     for variable, value in zip((*model.variables, *model.optimizer.variables), before, strict=True):
