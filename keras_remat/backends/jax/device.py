@@ -41,7 +41,7 @@ class Device:
         self.times_s: list[float] | None = None  # of the steps run while a recording is under way
         self._plain: dict[Any, CompiledMemory] = {}  # of Keras's own step that ran, by the shapes of its batch
         self._kept: Any = None  # a copy of the state on the host, for the next step
-        self._expected_peak_bytes = 0
+        self._expected_peak_bytes, self._compile_s = 0, 0.0
 
     # ---------------------------------------------------------------- steps
 
@@ -88,7 +88,9 @@ class Device:
         specs = as_specs(batch)
         key = (jax.tree.structure(specs), *jax.tree.leaves(specs))
         if key not in self._plain:  # JAX compiles a program once: this is the executable that the train function will find
+            started = time.perf_counter()
             self._plain[key] = memory(compile_step(model.train_step, private.state_specs(model), specs))
+            self._compile_s += time.perf_counter() - started
         return self.run(model, lambda state, data: train_function(state, iter([data])), batch, self._plain[key])
 
     def recorded_time_s(self) -> float | None:
@@ -99,8 +101,8 @@ class Device:
     # ---------------------------------------------------------------- memory
 
     def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
-        """Runs once, waits for it, and returns its result with its time and the peak."""
-        self._expected_peak_bytes = self.bytes_in_use()
+        """Runs once, waits for it, and returns its result with its time (compiling left out) and the peak."""
+        self._expected_peak_bytes, self._compile_s = self.bytes_in_use(), 0.0
         before = device_statistic("peak_bytes_in_use")
         started = time.perf_counter()
         result = run()
@@ -110,7 +112,7 @@ class Device:
         peak = self._expected_peak_bytes
         if after is not None:
             peak = after if after != before else min(after, peak)
-        return result, Usage(elapsed_s, peak)
+        return result, Usage(elapsed_s - self._compile_s, peak)
 
     def peak_bytes(self) -> int:
         """What the steps since :meth:`measure` began need, also when they failed, but no more than there is."""
