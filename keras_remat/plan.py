@@ -232,7 +232,8 @@ def plan_problem(
             )  # fmt: skip
         over = peak if over is None else min(over, peak)
         found = target
-        less = max(step * (peak - budget_bytes), int(_LEAST_STEP * (target - unreachable)))  # a few bytes less give the same schedule
+        # a few bytes less give the same schedule
+        less = max(step * (peak - budget_bytes), int(_LEAST_STEP * (target - unreachable)))
         target = max(target - less, (unreachable + target) // 2)
     raise ScheduleNotFoundError(budget_bytes, problem.floor_bytes, over, solver=solver)
 
