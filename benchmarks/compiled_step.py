@@ -138,36 +138,38 @@ def build(name, case, scale):
     return model, (rng.normal(size=(batch, *shape)).astype("float32"), rng.integers(0, 10, batch).astype("int32"))
 
 
-def compile_ours(traced, budget, smallest):
-    """Returns the compiled plan for a budget, or for the smallest peak that can be planned."""
-    from keras_remat.backends.jax.fit_budget import CompiledPlan, compile_within
-    from keras_remat.backends.jax.profile import profile
+def compile_ours(model, batch, budget, smallest):
+    """Returns the compiled step for a budget, or for the smallest peak that can be planned, and its numbers."""
+    from keras_remat.backends.jax import backend
     from keras_remat.errors import RematError
+    from keras_remat.plan import plan_problem
     from keras_remat.problem import Problem
-    from keras_remat.solvers import solve
 
-    costs = profile(traced)
+    device, compilations = backend(), []
+    batch = device.example_batch(model, batch)
+    traced = device.trace(model, batch)
+    problem = Problem(traced.graph, device.estimated_profile(traced))
+    lowered_peak_bytes = device.lowered_peak_bytes
 
-    def solver(problem):
-        return solve(problem, solver="auto", time_limit_s=10.0)
+    def noted(problem, schedule):
+        compilations.append(lowered_peak_bytes(problem, schedule))
+        return compilations[-1]
 
-    if not smallest:
-        return compile_within(traced, costs, budget, solver)
-    problem = Problem(traced.graph, costs)
-    best: CompiledPlan | None = None
-    for ratio in (1.02, 1.1, 1.2, 1.35, 1.6, 2.0, 2.5, 3.2):
-        planned = costs.resident_bytes + int(ratio * (problem.floor_bytes - costs.resident_bytes))
+    device.lowered_peak_bytes = noted
+
+    def plan(limit):
+        return plan_problem(problem, limit, device, solver="auto", time_limit_s=10.0)
+
+    best = plan(budget) if not smallest else None
+    while smallest:
         try:
-            found = solver(problem.with_budget(planned))
+            best = plan(budget if best is None else int(0.95 * best.predicted.peak_bytes))
         except RematError:
-            continue
-        plan = compile_within(traced, costs, 2**62, lambda problem, found=found: found)
-        if best is not None and plan.memory.peak_bytes >= best.memory.peak_bytes:
             break
-        best = plan
     if best is None:
         raise SystemExit("no plan near the floor")
-    return best
+    run = device.lower(traced, problem, best.solution.schedule, best.budget_bytes)
+    return run.compiled, {"tries": len(compilations), "recomputed": sum(best.solution.schedule.recomputed.values())}
 
 
 def run_case(name, case, scale, budget, steps):
@@ -175,20 +177,16 @@ def run_case(name, case, scale, budget, steps):
     import jax
 
     from keras_remat.backends.jax.lower import lower_plain
-    from keras_remat.backends.jax.measure import copy_state, device_peak_bytes, memory
+    from keras_remat.backends.jax.measure import copy_state, device_statistic, memory
     from keras_remat.backends.jax.private import state_values
     from keras_remat.backends.jax.trace import trace
 
     model, batch = build(name, case, scale)
     started, started_cpu, result = time.perf_counter(), time.process_time(), {}
-    traced = trace(model, batch)
     if case.startswith("ours"):
-        plan = compile_ours(traced, budget, case == "ours@min")
-        compiled = plan.compiled
-        result["tries"] = [(a.predicted_bytes, a.measured_bytes, a.solve_time_s, a.compile_time_s) for a in plan.attempts]
-        result["recomputed"] = sum(plan.solution.schedule.recomputed.values())
+        compiled, result = compile_ours(model, batch, budget, case == "ours@min")
     else:
-        compiled = lower_plain(traced)
+        compiled = lower_plain(trace(model, batch))
     result["compile_s"] = time.perf_counter() - started
     result["compile_cpu_s"] = time.process_time() - started_cpu
     used = memory(compiled)
@@ -208,7 +206,7 @@ def run_case(name, case, scale, budget, steps):
         "time_s": statistics.median(wall[1:]),
         "cpu_s": min(cpu[1:]),
         "losses": losses[:LOSS_STEPS],
-        "device_peak": device_peak_bytes(),
+        "device_peak": device_statistic("peak_bytes_in_use"),
         "device": jax.devices()[0].device_kind,
     }
 
@@ -235,7 +233,7 @@ def print_row(name, case, numbers, plain):
         f"{name:12} {case:22} {numbers['temp'] / mib:9.1f} {numbers['temp'] / plain['temp']:6.2f} {numbers['peak'] / mib:9.1f} "
         f"{numbers['time_s'] * 1e3:9.1f} {numbers['time_s'] / plain['time_s']:6.2f} {numbers['cpu_s'] / plain['cpu_s']:6.2f} "
         f"{numbers['compile_s']:8.1f} {numbers['compile_cpu_s'] / plain['compile_cpu_s']:6.2f} {loss:8.1e}"
-        + (f"   {len(numbers['tries'])} compilations, {numbers['recomputed']} recomputed" if "tries" in numbers else ""),
+        + (f"   {numbers['tries']} compilations, {numbers['recomputed']} recomputed" if "tries" in numbers else ""),
         flush=True,
     )
 
@@ -274,7 +272,7 @@ def main():
         for peer in arguments.peers:
             if "error" not in cases[peer] and cases[peer]["temp"] < 0.95 * plain["temp"]:
                 measure(f"ours@{peer}", cases[peer]["peak"])
-        measure("ours@min")
+        measure("ours@min", plain["peak"] - plain["temp"] // 2)
     if arguments.json:
         arguments.json.write_text(json.dumps(everything, indent=1))
 

@@ -164,6 +164,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         if self._learning_rate_scaling is None:
             return
         optimizer = self._model.optimizer
+        assert self._tuner is not None
+        assert self._tuner.installed is not None
         if not isinstance(optimizer.learning_rate, keras.Variable):
             message = "The learning rate follows a schedule and was not scaled with the batch size."
             warnings.warn(f"keras_remat: {message}", stacklevel=2)
@@ -171,7 +173,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             return
         factor = new / old if self._learning_rate_scaling == "linear" else (new / old) ** 0.5
         self._learning_rate_factor *= factor
-        optimizer.learning_rate = float(optimizer.learning_rate) * factor
+        with self._tuner.installed.variables():
+            optimizer.learning_rate = float(optimizer.learning_rate) * factor
 
     # ---------------------------------------------------------------- what the installed train function asks
 

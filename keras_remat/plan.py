@@ -203,6 +203,7 @@ def plan_problem(
     baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
     target, found, unreachable = budget_bytes, budget_bytes, problem.floor_bytes
     over: int | None = None
+    misses = 0
     deadline_s = time.perf_counter() + time_limit_s
     for _ in range(_MAX_CORRECTIONS):
         if target < problem.floor_bytes:
@@ -216,6 +217,12 @@ def plan_problem(
             unreachable, target = target, (target + found) // 2
             continue
         peak = backend.predicted_peak_bytes(problem, solution.schedule, target)
+        step = 1
+        if peak <= budget_bytes:
+            # where lowering tells the peak, that decides; it takes long, so every miss is followed by a longer step
+            peak = backend.lowered_peak_bytes(problem, solution.schedule) or peak
+            misses += peak > budget_bytes
+            step = 2 ** max(0, misses - 1)
         if peak <= budget_bytes:
             assert solution.usage is not None
             predicted = Usage(solution.usage.time_s, peak)
@@ -225,7 +232,8 @@ def plan_problem(
             )  # fmt: skip
         over = peak if over is None else min(over, peak)
         found = target
-        less = max(peak - budget_bytes, int(_LEAST_STEP * (target - unreachable)))  # a few bytes less give the same schedule
+        # a few bytes less give the same schedule
+        less = max(step * (peak - budget_bytes), int(_LEAST_STEP * (target - unreachable)))
         target = max(target - less, (unreachable + target) // 2)
     raise ScheduleNotFoundError(budget_bytes, problem.floor_bytes, over, solver=solver)
 

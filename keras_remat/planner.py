@@ -89,6 +89,8 @@ class StepPlanner:
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
+        if not self._backend.measures_op_times:  # it is the last one, too
+            return self.best(problem, batch_size)
         try:
             return self._solve(problem, batch_size, "greedy", min(_QUICK_SOLVE_S, self._options.solver_time_limit_s))
         except ScheduleNotFoundError:
@@ -132,7 +134,9 @@ class StepPlanner:
         """The order of ``plan``, made for ``graph``, at another batch size of the same step; ``None`` where that does not fit or is not legal."""
         if not graph.has_ops_of(problem.graph):
             return None
-        return reused_plan(problem, plan.solution.schedule, self.usable_bytes, self._backend)
+        reused = reused_plan(problem, plan.solution.schedule, self.usable_bytes, self._backend)
+        lowered = None if reused is None else self._backend.lowered_peak_bytes(problem, plan.solution.schedule)
+        return None if lowered is not None and lowered > self.usable_bytes else reused
 
     def cached(self, problem: Problem) -> Plan | None:
         """The plan that an earlier ``fit`` measured for this graph and limit, if plans are kept.

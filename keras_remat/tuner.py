@@ -334,7 +334,8 @@ class StepTuner:
             peak = simulate(candidate.problem, schedule).peak_bytes
             candidate.run = self._backend.lower(candidate.traced, candidate.problem, schedule, peak)
         self._set_plan(candidate, plan)
-        candidate.enter(phase)
+        recording_helps = phase != "warm-up" or self._backend.measures_op_times
+        candidate.enter(phase if recording_helps else "verify")
         return candidate
 
     def _set_plan(self, candidate: _Candidate, plan: Plan | None) -> None:

@@ -80,6 +80,7 @@ class FakeBackend:
     """
 
     name = "fake"
+    measures_op_times = True
 
     def __init__(self, memory_bytes=2**40, *, allocator_bytes=None, surplus_bytes=None, profiler="free", layers=8):
         self.memory_bytes, self.profiler, self.layers = memory_bytes, profiler, layers
@@ -108,6 +109,9 @@ class FakeBackend:
 
     def predicted_peak_bytes(self, problem, schedule, budget_bytes=None):
         return simulate(problem, schedule).peak_bytes + self.allocator_bytes(problem, schedule)
+
+    def lowered_peak_bytes(self, problem, schedule):
+        return None
 
     def recorder(self):
         return SimpleNamespace(start=self._start_recording, stop=self._stop_recording)

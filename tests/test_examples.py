@@ -1,6 +1,7 @@
 """The examples run as a reader would run them; the benchmark reads its command line and reports what it was given."""
 
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -37,6 +38,14 @@ def test_custom_train_step_trains_within_its_limit():
     done = run("examples/custom_train_step.py")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "same losses" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")
+def test_jax_fit_trains_within_its_limit():
+    done = run("examples/jax_fit.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rematerialized" in done.stdout
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -22,8 +22,8 @@ Result = TypeVar("Result")
 #: Runs one training step on a batch and returns what ``train_step`` returns.
 RunStep = Callable[[Any], Any]
 
-#: Frameworks whose steps can be swapped inside ``fit``. (JAX has the verbs, but no train function for the callback yet.)
-BACKENDS = ("tensorflow",)
+#: Frameworks whose steps can be swapped inside ``fit``.
+BACKENDS = ("tensorflow", "jax")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,9 @@ class Installed(Protocol):
     def run_plain(self, batch: Any) -> Any:
         """Runs Keras's own step on a batch."""
 
+    def variables(self) -> AbstractContextManager[None]:
+        """A context in which the model's variables have their values, and what is assigned to them counts for the next step."""
+
     def restore(self) -> None:
         """Puts Keras's own train function back; does nothing the second time."""
 
@@ -74,13 +77,16 @@ class ProfileRecorder(Protocol):
         """Starts; ``False`` when it cannot, because the user's own profiler session is running."""
 
     def stop(self, lowered: RunStep, resident_bytes: int) -> Profile | None:
-        """Stops and returns the profile of ``lowered``'s ops, or ``None`` when too few were seen."""
+        """Stops and returns the profile of ``lowered``'s ops, or ``None`` when too few were seen. Its ``source`` says whether the op times
+        were measured; where they cannot be, they are estimates in proportion to the measured step."""
 
 
 class Backend(Protocol):
     """The five verbs (trace, profile, lower, measure, restore) and what they need to know about the device."""
 
     name: str
+    measures_op_times: bool
+    """Whether a recorder tells op times; where it does not, recording steps cannot make a plan better."""
 
     def check(self, model: Any) -> str | None:
         """Raises :class:`UnsupportedModelError` for a model that cannot be rematerialized; returns a remark for the log or ``None``."""
@@ -113,6 +119,9 @@ class Backend(Protocol):
 
     def predicted_peak_bytes(self, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> int:
         """The peak the device's allocator will show for ``schedule`` lowered under ``budget_bytes``."""
+
+    def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
+        """The peak of ``schedule`` where lowering it tells, before it runs; ``None`` where only a run tells."""
 
     def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
         """Runs once, waits for it, and returns its result with its time and the allocator's peak."""

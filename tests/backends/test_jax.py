@@ -15,7 +15,11 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason=
 
 
 def on_jax(*arguments):
-    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return on_backend("jax", *arguments)
+
+
+def on_backend(name, *arguments):
+    environment = {**os.environ, "KERAS_BACKEND": name, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -32,3 +36,38 @@ def test_no_tensorflow_and_no_solver_is_imported():
     )
     done = on_jax("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+_BLOCKED = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import keras
+import numpy as np
+import keras_remat
+
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, activation="gelu"), keras.layers.Dropout(0.1), keras.layers.Dense(1)])
+model.compile("adam", "mse")
+x, y = np.ones((32, 8), "float32"), np.ones((32, 1), "float32")
+remat = keras_remat.RematAutotune("8GiB", verbose=0)
+model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[remat])
+assert remat.report.batch_size == 32, remat.report
+assert keras_remat.make_plan(model, (x, y), "8GiB", solver="greedy").predicted.peak_bytes > 0
+assert not set(sys.modules) & set({blocked})
+"""
+
+
+def test_jax_users_need_no_tensorflow():
+    done = on_jax("-c", _BLOCKED.format(blocked=["tensorflow", "torch"]))
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_tensorflow_users_need_no_jax():
+    done = on_backend("tensorflow", "-c", _BLOCKED.format(blocked=["jax", "jaxlib", "torch"]))
+    assert done.returncode == 0, done.stderr[-3000:]

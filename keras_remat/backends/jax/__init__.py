@@ -1,6 +1,188 @@
 """Keras on JAX: trace the trainer's step, plan what XLA will put into memory, run the plan as one compiled step.
 
-The five verbs are ``trace.trace``, ``profile.profile``, ``lower.lower``, ``measure.measure`` and ``swap.restore``;
-``fit_budget.compile_within`` joins them to a solver, and ``swap.swap`` puts the result into ``fit``. Imports JAX and Keras, never
-TensorFlow, and no solver.
+Imports JAX and Keras, never TensorFlow, and no solver. Two things differ from a framework that runs op by op. What a schedule takes is known
+once it is compiled, before it runs (:meth:`JaxBackend.lowered_peak_bytes`), so a plan that the compiler breaks is never installed. And single
+ops cannot be timed, so op times stay estimates.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from keras_remat.backends import examples
+from keras_remat.backends.base import Installed, RunStep, StepRunner
+from keras_remat.backends.jax import lower as lowering
+from keras_remat.backends.jax import private
+from keras_remat.backends.jax import profile as profiling
+from keras_remat.backends.jax import trace as tracing
+from keras_remat.backends.jax.calibrate import Calibration
+from keras_remat.backends.jax.device import Device
+from keras_remat.backends.jax.measure import memory
+from keras_remat.backends.jax.swap import InstalledTrainFunction
+from keras_remat.backends.jax.trace import JaxTracedStep
+from keras_remat.errors import UnsupportedModelError
+from keras_remat.problem import Problem
+from keras_remat.profile import Profile
+from keras_remat.schedule import Schedule, Usage
+from keras_remat.simulate import simulate
+
+Result = TypeVar("Result")
+
+
+class LoweredStep:
+    """A compiled schedule that trains one batch of the traced shapes."""
+
+    def __init__(self, traced: JaxTracedStep, schedule: Schedule, compiled: Any, device: Device):
+        self.traced, self.schedule, self.compiled = traced, schedule, compiled
+        self._used, self._device = memory(compiled), device
+
+    def __call__(self, batch: Any) -> Any:
+        return self._device.run(self.traced.model, self.compiled, batch, self._used)
+
+
+class _Recorder:
+    """Measures the whole step; see :mod:`keras_remat.backends.jax.profile`."""
+
+    def __init__(self, device: Device):
+        self._device = device
+
+    def start(self) -> bool:
+        self._device.times_s = []
+        return True
+
+    def stop(self, lowered: RunStep, resident_bytes: int) -> Profile | None:
+        step_time_s = self._device.recorded_time_s()
+        if step_time_s is None:
+            return None
+        assert isinstance(lowered, LoweredStep)
+        return profiling.scaled(profiling.estimated_profile(lowered.traced), lowered.schedule, step_time_s, resident_bytes)
+
+
+class JaxBackend:
+    """The verbs of :class:`keras_remat.backends.base.Backend`, for one model: an instance remembers what was compiled."""
+
+    name = "jax"
+    measures_op_times = False
+
+    def __init__(self) -> None:
+        self._device = Device()
+        self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint
+        self._added_bytes: dict[
+            tuple[str, tuple[int, ...] | None], int
+        ] = {}  # by fingerprint and order; None is Keras's own step
+        self._newest: tuple[tuple[str, tuple[int, ...] | None], Any] | None = None
+        self._plain, self._lowered = Calibration(), Calibration()
+
+    def check(self, model: Any) -> str | None:
+        tracing.check_supported(model)
+        return None
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+    def example_batch(self, model: Any, batch: Any) -> Any:
+        arrays = jax.tree.map(jnp.asarray, examples.example_batch(model, batch))
+        private.build(model, tracing.as_specs(arrays))
+        return arrays
+
+    def resized_spec(self, batch: Any, size: int) -> Any:
+        samples = examples.batch_size_of(batch)
+
+        def resize(leaf: Any) -> Any:
+            if len(leaf.shape) == 0 or leaf.shape[0] != samples:
+                raise UnsupportedModelError(
+                    f"An array of shape {tuple(leaf.shape)} does not have the {samples} samples of its batch."
+                )
+            return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype)
+
+        return jax.tree.map(resize, batch)
+
+    def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> JaxTracedStep:
+        if micro_batches > 1:
+            raise UnsupportedModelError("Steps in micro-batches are not implemented for JAX.")
+        if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):  # it is not going to run
+            return tracing.trace(model, batch, next(reversed(self._traced.values()), None))
+        traced = tracing.trace(model, batch)
+        self._traced[traced.graph.fingerprint] = traced
+        return traced
+
+    def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
+        return profiling.estimated_profile(traced, resident_bytes or 0)
+
+    def recorder(self) -> _Recorder:
+        return _Recorder(self._device)
+
+    # ---------------------------------------------------------------- what schedules take
+
+    def lower(self, traced: Any, problem: Problem, schedule: Schedule, budget_bytes: int) -> RunStep:
+        return LoweredStep(traced, schedule, self._compiled(traced, problem, schedule), self._device)
+
+    def _compiled(self, traced: JaxTracedStep, problem: Problem, schedule: Schedule | None) -> Any:
+        """The step that runs a schedule, or Keras's own; what it takes is remembered, and the newest itself."""
+        key = (problem.graph.fingerprint, None if schedule is None else schedule.order)
+        if self._newest is None or self._newest[0] != key:
+            compiled = lowering.lower_plain(traced) if schedule is None else lowering.lower(traced, schedule)
+            self._newest = (key, compiled)
+            self._added_bytes[key] = memory(compiled).added_bytes
+            calibration = self._plain if schedule is None else self._lowered
+            calibration.learn(*_simulated(problem, schedule), self._added_bytes[key])
+        return self._newest[1]
+
+    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> int:
+        fingerprint, resident = problem.graph.fingerprint, problem.profile.resident_bytes
+        order = None if schedule == Schedule.store_all(problem.graph) else schedule.order
+        if order is None and fingerprint in self._traced:
+            self._compiled_once(problem, None)
+        known = self._added_bytes.get((fingerprint, order))
+        if known is None:
+            calibration = self._plain if order is None else self._lowered
+            known = calibration.predict(*_simulated(problem, schedule))
+        return resident + known
+
+    def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
+        if problem.graph.fingerprint not in self._traced:
+            return None
+        return problem.profile.resident_bytes + self._compiled_once(problem, schedule)
+
+    def _compiled_once(self, problem: Problem, schedule: Schedule | None) -> int:
+        """What the step adds to the resident bytes; compiled unless that is known."""
+        key = (problem.graph.fingerprint, None if schedule is None else schedule.order)
+        if key not in self._added_bytes:
+            self._compiled(self._traced[key[0]], problem, schedule)
+        return self._added_bytes[key]
+
+    # ---------------------------------------------------------------- the device
+
+    def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
+        return self._device.measure(run)
+
+    def bytes_in_use(self) -> int:
+        return self._device.bytes_in_use()
+
+    def device_memory_bytes(self) -> int:
+        return self._device.memory_bytes()
+
+    def peak_bytes(self) -> int:
+        return self._device.peak_bytes()
+
+    def snapshot(self, model: Any) -> Callable[[], None]:
+        return self._device.snapshot(model)
+
+    def install(self, model: Any, runner: StepRunner) -> Installed:
+        return InstalledTrainFunction(model, runner, self._device)
+
+
+def _simulated(problem: Problem, schedule: Schedule | None) -> tuple[int, int]:
+    """Activation bytes of a schedule (``None``: store-all) and of store-all, by the model of the compiler."""
+    resident, store_all = problem.profile.resident_bytes, Schedule.store_all(problem.graph)
+    most = simulate(problem, store_all).peak_bytes - resident
+    return (most if schedule is None else simulate(problem, schedule).peak_bytes - resident), most
+
+
+def backend() -> JaxBackend:
+    """A backend for one model."""
+    return JaxBackend()

@@ -13,7 +13,7 @@ The rule follows XLA's instruction fusion (``InstructionFusion::ShouldFuse``, ``
 * it has one reader, or it is cheap and comes from at most one value of about its own size.
 
 Why a rule and not the compiled module: a plan changes what is fused, so the module of the plain step does not tell; and reading it
-would cost one more compilation. What the rule gets wrong, the measured peak corrects (:mod:`keras_remat.backends.jax.fit_budget`).
+would cost one more compilation. What the rule gets wrong, the compiled peak corrects (:mod:`keras_remat.backends.jax.calibrate`).
 
 Known limits: XLA:GPU also copies some expensive chains, and emits several outputs from one kernel; neither is modelled.
 """
@@ -86,15 +86,20 @@ class _Chain:
     expensive: bool
 
 
-def clusters(program: FlatProgram) -> list[Cluster]:
-    """Returns the clusters of a program, in the order of their last equations; together they compute every output."""
+def clusters(program: FlatProgram, sizes: list[int] | None = None) -> list[Cluster]:
+    """Returns the clusters of a program, in the order of their last equations; together they compute every output.
+
+    Args:
+        program: the equations.
+        sizes: bytes of every number to decide by, if not the program's own: those of the same program for another batch size.
+    """
     producer = {out: at for at, equation in enumerate(program.equations) for out in equation.outputs}
     readers: dict[int, list[int]] = defaultdict(list)
     for at, equation in enumerate(program.equations):
         for number in dict.fromkeys(equation.reads):
             readers[number].append(at)
     kept = {a for a in program.outputs if isinstance(a, int)}
-    size = [nbytes(aval) for aval in program.avals]
+    size = [nbytes(aval) for aval in program.avals] if sizes is None else sizes
     in_memory = _read_from_memory(program, readers, kept)
 
     chains: dict[int, _Chain] = {}

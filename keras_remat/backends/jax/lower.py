@@ -253,10 +253,14 @@ def lower(traced: JaxTracedStep, schedule: Schedule) -> Any:
     Returns:
         A ``jax.stages.Compiled`` of ``(state, batch) → (logs, state)`` for the traced shapes; the state is donated.
     """
-    jitted = jax.jit(step_function(traced, schedule), donate_argnums=0)
-    return jitted.lower(traced.state_specs, traced.batch_specs).compile()
+    return compile_step(step_function(traced, schedule), traced.state_specs, traced.batch_specs)
 
 
 def lower_plain(traced: JaxTracedStep) -> Any:
     """Compiles the model's own train step for the traced shapes, as Keras would: the baseline."""
-    return jax.jit(traced.step, donate_argnums=0).lower(traced.state_specs, traced.batch_specs).compile()
+    return compile_step(traced.model.train_step, traced.state_specs, traced.batch_specs)
+
+
+def compile_step(step: Callable[[Any, Any], Any], state_specs: Any, batch_specs: Any) -> Any:
+    """Compiles ``(state, batch) → (logs, state)`` with the state donated, as Keras does."""
+    return jax.jit(step, donate_argnums=0).lower(state_specs, batch_specs).compile()

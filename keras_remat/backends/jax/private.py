@@ -1,14 +1,14 @@
 """The only module that touches what JAX and Keras do not promise to keep.
 
 Everything here was read in, and is tested with, the versions in ``TESTED``. From JAX: the fields of an equation (``primitive``,
-``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``; from Keras: ``_symbolic_build``, ``_make_function`` and
-the four lists of variables the JAX trainer carries as state, in its order. When a new version moves one of these, this is the file
+``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``; from Keras: ``_symbolic_build``, ``_purge_model_variables``,
+``_jax_state``, and the four lists of variables the JAX trainer carries as state, in its order. When a new version moves one of these, this is the file
 to mend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -88,15 +88,30 @@ def state_values(model: Any) -> State:
     return trainable, non_trainable, optimizer, metrics
 
 
+def assign_state(model: Any, state: State) -> None:
+    """Gives the model's variables the arrays of a state."""
+    for variables, values in zip(state_variables(model), state, strict=True):
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+
+def purge_state(model: Any) -> None:
+    """Takes the arrays off the model's variables, as ``fit`` does before a step that donates them."""
+    model._purge_model_variables(
+        trainable_variables=True, non_trainable_variables=True, optimizer_variables=True, metrics_variables=True
+    )
+
+
+def publish_state(model: Any, state: State) -> None:
+    """Tells ``fit`` which state is the current one when its step raises: it writes that one back to the variables, and no older one."""
+    groups = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+    model._jax_state = dict(zip(groups, state, strict=True))
+    model._jax_state_synced = False
+
+
 def build(model: Any, batch: Any) -> None:
     """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does before its first step."""
     model._symbolic_build(data_batch=batch)
-
-
-def make_function(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``step(state, data)`` as Keras does: ``(state, iterator) → (logs, state)``, ``steps_per_execution`` calls each."""
-    function: Callable[..., Any] = model._make_function(step)
-    return function
 
 
 def distribution() -> Any:

@@ -2,14 +2,15 @@
 
 Bytes of values are exact (from shapes). Times: nothing inside one XLA program can be timed from outside, so the *split* over ops
 is always estimated, by arithmetic and memory traffic, each cluster counted as the one kernel XLA makes of it: it pays for what
-it reads and writes, and nothing for the values inside it. With ``steps > 0`` the *sum* is measured: the whole step is compiled and
-run, and the estimates are scaled to its time. ``Profile.source`` is ``"measured"`` then, else ``"estimated"``.
+it reads and writes, and nothing for the values inside it. Only the *sum* can be measured, and the estimates scaled to it.
+``Profile.source`` is ``"estimated"`` in both cases, because op times decide about a plan by their ratios.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,10 +18,9 @@ import jax
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import Equation, nbytes
 from keras_remat.backends.jax.fusion import EXPENSIVE, RANDOM
-from keras_remat.backends.jax.lower import lower_plain
-from keras_remat.backends.jax.measure import measure
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.profile import Profile
+from keras_remat.schedule import Schedule
 
 SECONDS_PER_FLOP = {"cpu": 2e-11, "gpu": 2e-14}
 SECONDS_PER_BYTE = {"cpu": 1e-10, "gpu": 5e-13}
@@ -30,40 +30,33 @@ RANDOM_FLOPS = {"cpu": 1350, "gpu": 100}
 GROUPED_FACTOR = {"cpu": 250, "gpu": 10}
 """CPU: XLA:CPU of JAX 0.10.2 on two x86-64 cores, measured: a product of 4096 × 512 × 512, additions, exponentials and random bits of 2 million
 elements, in flops of that product per element, and a depthwise convolution against a dense one per flop. GPU: guesses of the order of
-magnitude, not measured. Only the ratios matter once the sum is measured."""
+magnitude, not measured. Only the ratios decide about a plan."""
 
 CPU_BUFFERS = {"random_bits": 4, "threefry2x32": 2, "erfc": 3}
 """Primitives XLA:CPU expands into loops or pieces that need buffers of the result's size, and how many (read in buffer assignments)."""
 
 
-def profile(traced: JaxTracedStep, steps: int = 0, *, state: Any = None, batch: Any = None, compiled: Any = None) -> Profile:
-    """Returns the costs of a traced step.
+def estimated_profile(traced: JaxTracedStep, resident_bytes: int = 0) -> Profile:
+    """Returns the costs of a traced step from its shapes.
 
     Args:
         traced: from :func:`~keras_remat.backends.jax.trace.trace`.
-        steps: runs of the plain step to measure; 0 estimates from shapes and runs nothing.
-        state: the trainer's state, copied before it is used; needed when ``steps > 0``.
-        batch: a batch of the traced shapes; needed when ``steps > 0``.
-        compiled: the plain step if it is compiled already.
-
-    Raises:
-        ValueError: ``steps > 0`` without state and batch.
+        resident_bytes: bytes in use on the device between steps, if known; never less than what the step's inputs need.
     """
     platform = "gpu" if jax.default_backend() in ("gpu", "cuda", "rocm") else "cpu"
-    times = [_seconds(traced, op.id, platform) for op in traced.graph.ops]
-    workspaces = [_workspace_bytes(traced, op.id, platform) for op in traced.graph.ops]
-    resident = sum(v.nbytes for v in traced.graph.values if v.producer is None)
-    if steps:
-        if state is None or batch is None:
-            raise ValueError("measuring needs the state and a batch")
-        measured = measure(lower_plain(traced) if compiled is None else compiled, state, batch, steps=steps).time_s
-        scale = measured / math.fsum(times)
-        times = [t * scale for t in times]
     device = jax.devices()[0]
     return Profile(
-        tuple(times), tuple(workspaces), resident,
-        source="measured" if steps else "estimated", device=f"{device.platform}:{device.id} {device.device_kind}", backend="jax",
+        tuple(_seconds(traced, op.id, platform) for op in traced.graph.ops),
+        tuple(_workspace_bytes(traced, op.id, platform) for op in traced.graph.ops),
+        max(resident_bytes, sum(v.nbytes for v in traced.graph.values if v.producer is None)),
+        source="estimated", device=f"{device.platform}:{device.id} {device.device_kind}", backend="jax",
     )  # fmt: skip
+
+
+def scaled(profile: Profile, schedule: Schedule, step_time_s: float, resident_bytes: int) -> Profile:
+    """Returns a profile whose times over a schedule sum to a step's measured time; their split over the ops stays an estimate."""
+    factor = step_time_s / math.fsum(profile.op_time_s[i] for i in schedule.order)
+    return replace(profile, op_time_s=tuple(t * factor for t in profile.op_time_s), resident_bytes=resident_bytes)
 
 
 def _seconds(traced: JaxTracedStep, op_id: int, platform: str) -> float:

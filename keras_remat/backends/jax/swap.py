@@ -1,127 +1,102 @@
-"""The compiled step inside ``fit``: installed as the model's train function, guarded, taken out again.
+"""Take the place of Keras's train function while ``fit`` runs, and give it back.
 
-Keras looks ``model.train_function`` up at every step, so replacing it takes effect on the next one. It is called with the trainer's whole
-state (weights, seeds and moving averages, optimizer slots, metrics) and returns the new one, so swapping loses nothing.
+Keras looks ``model.train_function`` up at every step, so replacing the attribute takes effect with the next one. On JAX it is called with
+the trainer's whole state (weights, seeds and moving averages, optimizer slots, metrics) and returns the new one: ``(state, iterator) →
+(logs, state)``. Between these two the state is with the :class:`~keras_remat.backends.jax.device.Device`, where every step takes it and
+leaves the new one, so that a call may run no step, one, or several, of whichever function.
 
-The state is donated: when a step fails, its input is gone. The first calls are therefore *guarded*: the state is copied to the
-host, the result is waited for (JAX reports out of memory asynchronously, and ``fit(verbose=0)`` might never look), and on failure the same
-batch is given to the model's own step with the state as it was. Batches of another shape (an odd last batch) always go to the
-model's own step.
+The state is donated, so what Keras holds after a step that raised is gone. It is told which state is current before the error passes
+through: weights and slots are then those of the last batch that was trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from keras_remat.backends.base import StepRunner
 from keras_remat.backends.jax import private
-from keras_remat.backends.jax.trace import JaxTracedStep, as_specs
+from keras_remat.backends.jax.device import Device
 
 
-class RematTrainFunction:
-    """What ``model.train_function`` is while a plan is installed: ``(state, iterator) → (logs, state)``.
+class InstalledTrainFunction:
+    """The train function of one ``fit``; asks ``runner`` for every batch.
 
     Args:
-        model: the model whose step was traced.
-        traced: its traced step.
-        compiled: a compiled schedule of it.
-        original: the train function to fall back to and to restore.
-        guarded_steps: calls of the compiled step that are guarded.
-        on_failure: called with the error when a guarded step failed; the original step has taken over for good then.
-        is_current: asked before every call; when it says ``False``, the ``fit`` this was made for has ended without notice (an
-            exception, Ctrl-C), the original train function comes back and takes the call.
+        model: whose ``train_function`` Keras has made.
+        runner: when it is no longer current, the ``fit`` this was made for has ended without notice (an exception, Ctrl-C): the original
+            train function then comes back and takes the call.
+        device: holds the state while a call runs.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        traced: JaxTracedStep,
-        compiled: Any,
-        original: Callable[..., Any],
-        *,
-        guarded_steps: int = 1,
-        on_failure: Callable[[Exception], None] | None = None,
-        is_current: Callable[[], bool] = lambda: True,
-    ):
-        self._model = model
-        self._is_current = is_current
-        self.traced = traced
-        self.compiled = compiled
-        self.original = original
-        self.failure: Exception | None = None
-        self.steps = 0
-        self._specs = (jax.tree.structure(traced.batch_specs), jax.tree.leaves(traced.batch_specs))
-        self._guarded_steps = guarded_steps
-        self._on_failure = on_failure
-        self._function = private.make_function(model, self._step)
+    def __init__(self, model: Any, runner: StepRunner, device: Device):
+        self._model, self._runner, self._device = model, runner, device
+        current: Any = model.train_function
+        while isinstance(current, InstalledTrainFunction):  # left behind by a fit that ended without notice
+            current = current.original
+        self.original: Callable[..., Any] = current
+        model.train_function = self
 
-    def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
-        if not self._is_current():
+    def __call__(self, state: private.State, iterator: Any) -> tuple[Any, private.State]:
+        if not self._runner.is_current():
             self.restore()
-            return self.original(state, iterator)
+            result: tuple[Any, private.State] = self.original(state, iterator)
+            return result
+        device = self._device
+        device.state = state
         try:
-            return self._function(state, iterator)
-        except StopIteration:
+            logs = self._steps(iter(iterator))
+            return logs, device.state
+        except StopIteration:  # before anything of this call was trained
             raise
         except BaseException:
             self.restore()
+            private.publish_state(self._model, device.state)
             raise
+        finally:
+            device.state = None
 
-    def run_plain(self, state: Any, batch: Any) -> Any:
+    def _steps(self, iterator: Iterator[Any]) -> Any:
+        logs = None
+        for at in range(self._model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                rest = self._runner.finish()
+                if rest is not None:  # its state has to be returned; the iterator ends once more at Keras's next call
+                    return rest
+                if at == 0:
+                    raise
+                return logs
+            logs = self._runner.run(jax.tree.map(jnp.asarray, batch))
+        if self._runner.is_last_call():
+            rest = self._runner.finish()
+            return logs if rest is None else rest
+        return logs
+
+    def run_plain(self, batch: Any) -> Any:
         """Runs Keras's own step on one batch."""
-        return self.original(state, iter([batch]))
+        return self._device.run_plain(self._model, self.original, batch)
+
+    @contextmanager
+    def variables(self) -> Iterator[None]:
+        """Inside, the model's variables have their values, and what is assigned to them counts for the next step."""
+        device = self._device
+        if device.state is None:
+            yield
+            return
+        private.assign_state(self._model, device.state)
+        try:
+            yield
+        finally:
+            device.state = private.state_values(self._model)
+            private.purge_state(self._model)
 
     def restore(self) -> None:
         """Puts the original train function back, unless somebody else has replaced this one meanwhile."""
         if self._model.train_function is self:
             self._model.train_function = self.original
-
-    def _step(self, state: Any, batch: Any) -> Any:
-        specs = as_specs(batch)
-        if self.failure is not None or (jax.tree.structure(specs), jax.tree.leaves(specs)) != self._specs:
-            return self.run_plain(state, batch)
-        batch = jax.tree.map(jnp.asarray, batch)
-        if self.steps >= self._guarded_steps:
-            self.steps += 1
-            return self.compiled(state, batch)
-        kept = host_copy(state)
-        try:
-            result = jax.block_until_ready(self.compiled(state, batch))
-        except jax.errors.JaxRuntimeError as error:
-            self.failure = error
-            if self._on_failure is not None:
-                self._on_failure(error)
-            return self.run_plain(jax.tree.map(jnp.asarray, kept), batch)
-        self.steps += 1
-        return result
-
-
-def host_copy(state: Any) -> Any:
-    """Returns the state as NumPy arrays that share no memory with the device's."""
-    return jax.tree.map(lambda x: np.array(x, copy=True), state)
-
-
-def swap(model: Any, traced: JaxTracedStep, compiled: Any, **options: Any) -> RematTrainFunction:
-    """Installs a compiled step as the model's train function and returns it; one installed before is replaced.
-
-    Args:
-        model: the traced model.
-        traced: its traced step.
-        compiled: from :func:`~keras_remat.backends.jax.fit_budget.compile_within` or :func:`~keras_remat.backends.jax.lower.lower`.
-        options: ``guarded_steps``, ``on_failure`` and ``is_current`` of :class:`RematTrainFunction`.
-    """
-    restore(model)
-    model.make_train_function()
-    function = RematTrainFunction(model, traced, compiled, model.train_function, **options)
-    model.train_function = function
-    return function
-
-
-def restore(model: Any) -> None:
-    """Gives the model its own train function back; does nothing when none is installed."""
-    while isinstance(model.train_function, RematTrainFunction):
-        model.train_function = model.train_function.original

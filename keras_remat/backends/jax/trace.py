@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 from keras_remat.backends.base import TracedStep
@@ -51,7 +52,7 @@ class JaxTracedStep(TracedStep):
         batch_specs: shapes and dtypes of the batch.
         in_tree: structure of ``(state, batch)``.
         out_tree: structure of ``(logs, state)``.
-        step: the model's own ``train_step``.
+        model: whose ``train_step`` it is.
     """
 
     program: FlatProgram
@@ -60,7 +61,7 @@ class JaxTracedStep(TracedStep):
     batch_specs: Any
     in_tree: Any
     out_tree: Any
-    step: Any
+    model: Any
 
 
 def as_specs(batch: Any) -> Any:
@@ -76,6 +77,8 @@ def as_specs(batch: Any) -> Any:
 
 def check_supported(model: Any) -> None:
     """Raises :class:`UnsupportedModelError` with the reason when the model's JAX step cannot be rematerialized."""
+    if keras.config.is_nnx_enabled():
+        raise UnsupportedModelError("Keras's NNX mode is on: its variables are no plain state of the train step.")
     if private.distribution() is not None:
         raise UnsupportedModelError(
             "A keras.distribution is active: the step would lose its sharding constraints. Train on one device, or without "
@@ -91,12 +94,14 @@ def check_supported(model: Any) -> None:
         )
 
 
-def trace(model: Any, batch: Any) -> JaxTracedStep:
+def trace(model: Any, batch: Any, like: JaxTracedStep | None = None) -> JaxTracedStep:
     """Traces ``model.train_step`` for one batch shape, without running or allocating anything.
 
     Args:
         model: a compiled Keras model on the JAX backend. Unbuilt parts (model, optimizer, metrics) are built as ``fit`` would.
         batch: ``(x, y[, sample_weight])`` of arrays or ``jax.ShapeDtypeStruct``.
+        like: the same step for another batch size, if its ops are wanted: which values exist depends on how sizes compare, and so differs a
+            little from one batch size to another.
 
     Raises:
         UnsupportedModelError: not compiled, eager, or under a ``keras.distribution``.
@@ -109,17 +114,21 @@ def trace(model: Any, batch: Any) -> JaxTracedStep:
     program = flatten(closed)
     n_state = len(jax.tree.leaves(state_specs))
     n_logs = len(jax.tree.leaves(out_shape[0]))
-    graph, numbers, handles = _graph(program, n_state, n_logs)
+    same = like is not None and [e.kind for e in like.program.equations] == [e.kind for e in program.equations]
+    sizes = [nbytes(aval) for aval in (like.program if like is not None and same else program).avals]
+    graph, numbers, handles = _graph(program, n_state, n_logs, sizes)
     return JaxTracedStep(
         graph, handles, "jax",
         program=program, numbers=numbers, state_specs=state_specs, batch_specs=batch_specs,
-        in_tree=jax.tree.structure((state_specs, batch_specs)), out_tree=jax.tree.structure(out_shape), step=model.train_step,
+        in_tree=jax.tree.structure((state_specs, batch_specs)), out_tree=jax.tree.structure(out_shape), model=model,
     )  # fmt: skip
 
 
-def _graph(program: FlatProgram, n_state: int, n_logs: int) -> tuple[Graph, tuple[int, ...], dict[int, tuple[int, ...]]]:
+def _graph(
+    program: FlatProgram, n_state: int, n_logs: int, sizes: list[int]
+) -> tuple[Graph, tuple[int, ...], dict[int, tuple[int, ...]]]:
     """Returns the graph of a program, the program's number of every value, and the equations of every op."""
-    parts = clusters(program)
+    parts = clusters(program, sizes)
     makers = {number: at for at, part in enumerate(parts) for number in part.outputs}
     phases = _phases(program, parts, makers)
     overwritten = _overwritten(program, parts, makers, n_state, n_logs)

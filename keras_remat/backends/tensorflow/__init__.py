@@ -42,6 +42,7 @@ class TensorFlowBackend:
     """The verbs of :class:`keras_remat.backends.base.Backend`."""
 
     name = "tensorflow"
+    measures_op_times = True
 
     def check(self, model: Any) -> str | None:
         if model.run_eagerly:
@@ -90,6 +91,9 @@ class TensorFlowBackend:
     def predicted_peak_bytes(self, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> int:
         on_gpu = profiling.device_name().startswith("GPU")
         return allocator.replayed_peak_bytes(problem, schedule, smallest_bytes=0 if on_gpu else allocator.CPU_SMALL_BYTES)
+
+    def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
+        return None
 
     def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
         return measure.measure(run)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
+from keras_remat.backends.host import host_memory_bytes
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.profile import device_name
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.schedule import Usage
-from keras_remat.units import MIB
-
-#: Address space kept out of an ``RLIMIT_AS``, beside a tenth of what is left: a process that cannot start a thread aborts.
-_RESERVED_ADDRESS_BYTES = 96 * MIB
 
 
 def bytes_in_use() -> int:
@@ -68,21 +62,5 @@ def synchronize(result: Any) -> None:
 
 
 def device_memory_bytes() -> int:
-    """All the memory this process may use on the device.
-
-    On a GPU the allocator's limit; on the CPU the least of the machine's memory, the container's limit (cgroup) and what the address space
-    limit (``RLIMIT_AS``) leaves. Threads' stacks, Python and the planner take from the same address space, which is left out for them.
-    """
-    if device_name().startswith("GPU"):
-        return private.gpu_memory_limit_bytes()
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        path = Path(file)
-        if path.exists() and (text := path.read_text().strip()).isdigit():
-            limits.append(int(text))
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        room = max(0, soft - mapped)
-        limits.append(max(0, room - room // 10 - _RESERVED_ADDRESS_BYTES) + bytes_in_use())
-    return min(limits)
+    """All the memory this process may use on the device: on a GPU the allocator's limit, on the CPU what the machine gives."""
+    return private.gpu_memory_limit_bytes() if device_name().startswith("GPU") else host_memory_bytes(bytes_in_use())

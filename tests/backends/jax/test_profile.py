@@ -3,8 +3,7 @@ import pytest
 
 from keras_remat.backends.jax.lower import lower
 from keras_remat.backends.jax.measure import memory
-from keras_remat.backends.jax.private import state_values
-from keras_remat.backends.jax.profile import profile
+from keras_remat.backends.jax.profile import estimated_profile, scaled
 from keras_remat.backends.jax.trace import trace
 from keras_remat.problem import Problem
 from keras_remat.simulate import simulate
@@ -14,41 +13,44 @@ from keras_remat.simulate import simulate
 def setting():
     model = models.mixer(blocks=4)
     batch = models.batch(model, 64)
-    return model, batch, trace(model, batch)
+    return trace(model, batch)
 
 
-def test_estimated_and_measured_say_so(setting):
-    model, batch, traced = setting
-    estimated = profile(traced)
-    measured = profile(traced, 1, state=state_values(model), batch=batch)
-    assert (estimated.source, measured.source) == ("estimated", "measured")
-    assert estimated.resident_bytes == measured.resident_bytes
-    ratio = [m / e for m, e in zip(measured.op_time_s, estimated.op_time_s, strict=True)]
-    assert max(ratio) == pytest.approx(min(ratio))  # only the sum is measured
+def test_scaling_keeps_the_split_and_calls_it_an_estimate(setting):
+    traced = setting
+    schedule = models.forget(traced.graph)
+    estimated = estimated_profile(traced)
+    profile = scaled(estimated, schedule, 2.5, 10**9)
+    assert profile.source == estimated.source == "estimated"
+    assert profile.resident_bytes == 10**9
+    assert sum(profile.op_time_s[i] for i in schedule.order) == pytest.approx(2.5)
+    ratio = [m / e for m, e in zip(profile.op_time_s, estimated.op_time_s, strict=True)]
+    assert max(ratio) == pytest.approx(min(ratio))
 
 
-def test_measuring_needs_state_and_batch(setting):
-    with pytest.raises(ValueError, match="state"):
-        profile(setting[2], 1)
+def test_resident_bytes_are_never_less_than_the_inputs(setting):
+    own = estimated_profile(setting).resident_bytes
+    assert estimated_profile(setting, 1).resident_bytes == own
+    assert estimated_profile(setting, own + 7).resident_bytes == own + 7
 
 
 def test_products_dominate(setting):
-    traced = setting[2]
-    times = profile(traced).op_time_s
+    traced = setting
+    times = estimated_profile(traced).op_time_s
     products = sum(times[op.id] for op in traced.graph.ops if op.kind == "dot_general")
     assert 0.3 * sum(times) < products < sum(times)
 
 
 def test_resident_bytes_are_the_arguments_of_the_compiled_step(setting):
-    traced = setting[2]
+    traced = setting
     used = memory(lower(traced, models.forget(traced.graph)))
     constants = sum(c.nbytes for c in traced.program.constants)
-    assert profile(traced).resident_bytes == used.argument_bytes + constants
+    assert estimated_profile(traced).resident_bytes == used.argument_bytes + constants
 
 
 def test_the_prediction_is_near_what_the_compiler_needs(setting):
-    traced = setting[2]
-    problem = Problem(traced.graph, profile(traced))
+    traced = setting
+    problem = Problem(traced.graph, estimated_profile(traced))
     schedule = models.forget(
         traced.graph, {op.id for op in traced.graph.ops if op.phase == "forward" and op.kind in ("add", "lt")}
     )
@@ -59,5 +61,5 @@ def test_the_prediction_is_near_what_the_compiler_needs(setting):
 def test_a_loop_has_workspace():
     model = models.recurrent()
     traced = trace(model, models.batch(model))
-    workspaces = profile(traced).op_workspace_bytes
+    workspaces = estimated_profile(traced).op_workspace_bytes
     assert any(workspaces[op.id] > 0 for op in traced.graph.ops if op.kind in ("scan", "while"))

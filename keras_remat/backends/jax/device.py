@@ -1,0 +1,133 @@
+"""Where the trainer's state is, what a step does to it, and what the device had in use meanwhile.
+
+A compiled step takes the state, donates it, and gives a new one. Whoever runs a step does so through :class:`Device`, which knows the current
+state: inside ``fit`` the one Keras handed to the train function, else the one in the model's variables.
+
+*Guard.* A step that fails has consumed its state. A step that runs right after :meth:`Device.snapshot` gives the copy back as the state,
+whatever it failed of, and is waited for, because JAX reports out of memory asynchronously. XLA allocates all that a step needs when it starts,
+so one that ran once will run again.
+
+*Peak.* On a CPU, where JAX keeps no statistics: bytes of all live arrays, plus what buffer assignment says the step allocates beside its
+arguments, exact for what JAX allocates. On a GPU the allocator's peak, where it rose during the step. It cannot be reset, so where it did
+not rise the step took at most that, and the figure is made as on a CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_remat.backends.host import host_memory_bytes
+from keras_remat.backends.jax import private
+from keras_remat.backends.jax.lower import compile_step
+from keras_remat.backends.jax.measure import CompiledMemory, device_statistic, memory
+from keras_remat.backends.jax.trace import as_specs
+from keras_remat.schedule import Usage
+
+Result = TypeVar("Result")
+
+
+class Device:
+    """The first device, and the state of the one model that trains on it."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+        self.times_s: list[float] | None = None  # of the steps run while a recording is under way
+        self._plain: dict[Any, CompiledMemory] = {}  # of Keras's own step that ran, by the shapes of its batch
+        self._kept: Any = None  # a copy of the state on the host, for the next step
+        self._expected_peak_bytes, self._compile_s = 0, 0.0
+
+    # ---------------------------------------------------------------- steps
+
+    def run(self, model: Any, step: Callable[[Any, Any], Any], batch: Any, used: CompiledMemory) -> Any:
+        """Runs ``step(state, batch) → (logs, state)`` on the current state and returns its logs."""
+        kept, self._kept = self._kept, None
+        state = self._current(model)
+        self._expected_peak_bytes = max(self._expected_peak_bytes, self.bytes_in_use() + used.added_bytes)
+        started = time.perf_counter()
+        try:
+            logs, new_state = step(state, batch)
+            if kept is not None or self.times_s is not None:
+                jax.block_until_ready((logs, new_state))
+        except BaseException:
+            if kept is not None:
+                self._keep(model, jax.tree.map(jnp.array, kept))
+            raise
+        if self.times_s is not None:
+            self.times_s.append(time.perf_counter() - started)
+        self._keep(model, new_state)
+        return logs
+
+    def snapshot(self, model: Any) -> Callable[[], None]:
+        """Copies the state to the host; what it returns puts it back."""
+        kept = self._kept = jax.tree.map(lambda x: np.array(x, copy=True), self._current(model))
+
+        def put_back() -> None:
+            self._kept = None
+            self._keep(model, jax.tree.map(jnp.array, kept))
+
+        return put_back
+
+    def _current(self, model: Any) -> Any:
+        return private.state_values(model) if self.state is None else self.state
+
+    def _keep(self, model: Any, state: Any) -> None:
+        if self.state is None:
+            private.assign_state(model, state)
+        else:
+            self.state = state
+
+    def run_plain(self, model: Any, train_function: Callable[..., Any], batch: Any) -> Any:
+        """Runs Keras's own train function on one batch and returns its logs."""
+        specs = as_specs(batch)
+        key = (jax.tree.structure(specs), *jax.tree.leaves(specs))
+        if key not in self._plain:  # JAX compiles a program once: this is the executable that the train function will find
+            started = time.perf_counter()
+            self._plain[key] = memory(compile_step(model.train_step, private.state_specs(model), specs))
+            self._compile_s += time.perf_counter() - started
+        return self.run(model, lambda state, data: train_function(state, iter([data])), batch, self._plain[key])
+
+    def recorded_time_s(self) -> float | None:
+        """Ends a recording and returns the median time of its steps; ``None`` when none ran."""
+        times, self.times_s = self.times_s, None
+        return median(times) if times else None
+
+    # ---------------------------------------------------------------- memory
+
+    def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
+        """Runs once, waits for it, and returns its result with its time (compiling left out) and the peak."""
+        self._expected_peak_bytes, self._compile_s = self.bytes_in_use(), 0.0
+        before = device_statistic("peak_bytes_in_use")
+        started = time.perf_counter()
+        result = run()
+        jax.block_until_ready((result, self.state))
+        elapsed_s = time.perf_counter() - started
+        after = device_statistic("peak_bytes_in_use")
+        peak = self._expected_peak_bytes
+        if after is not None:
+            peak = after if after != before else min(after, peak)
+        return result, Usage(elapsed_s - self._compile_s, peak)
+
+    def peak_bytes(self) -> int:
+        """What the steps since :meth:`measure` began need, also when they failed, but no more than there is."""
+        limit = device_statistic("bytes_limit")
+        return self._expected_peak_bytes if limit is None else min(limit, self._expected_peak_bytes)
+
+    def bytes_in_use(self) -> int:
+        """Bytes of all arrays on the device, or what its allocator says."""
+        counted = device_statistic("bytes_in_use")
+        if counted is not None:
+            return counted
+        here = jax.devices()[0]
+        return sum(int(array.nbytes) for array in jax.live_arrays() if here in array.devices())
+
+    def memory_bytes(self) -> int:
+        """All the memory this process may use on the device."""
+        limit = device_statistic("bytes_limit")
+        return host_memory_bytes(self.bytes_in_use()) if limit is None else limit

@@ -1,0 +1,101 @@
+"""Steps on the current state, guarded, and what they take."""
+
+import jax
+import jax.numpy as jnp
+import jax_models as models
+import numpy as np
+import pytest
+
+from keras_remat.backends.jax.device import Device
+from keras_remat.backends.jax.lower import lower_plain
+from keras_remat.backends.jax.measure import CompiledMemory, memory
+from keras_remat.backends.jax.trace import trace
+from keras_remat.units import GIB, MIB
+
+NOTHING = CompiledMemory(0, 0, 0, 0)
+
+
+def failing(state, batch):
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+
+def test_a_guarded_step_that_fails_leaves_the_state_as_it_was():
+    device = Device()
+    device.state = ([jnp.arange(3.0)], [jnp.uint32(7)])
+    device.snapshot(None)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        device.run(None, failing, None, NOTHING)
+    np.testing.assert_array_equal(device.state[0][0], [0, 1, 2])
+    assert int(device.state[1][0]) == 7
+
+
+def test_a_snapshot_guards_one_step_and_can_be_put_back_later():
+    device = Device()
+    device.state = ([jnp.zeros(2)],)
+    put_back = device.snapshot(None)
+    for _ in range(2):
+        device.run(None, lambda state, batch: (None, ([state[0][0] + batch],)), 1.0, NOTHING)
+    np.testing.assert_array_equal(device.state[0][0], [2, 2])
+    put_back()
+    np.testing.assert_array_equal(device.state[0][0], [0, 0])
+
+
+def test_outside_fit_the_state_is_in_the_models_variables():
+    model = models.small()
+    batch = tuple(jnp.asarray(part) for part in models.batch(model))
+    trace(model, batch)
+    model.make_train_function()
+    before = model.get_weights()
+    logs = Device().run_plain(model, model.train_function, batch)
+    assert np.isfinite(float(logs["loss"]))
+    assert int(model.optimizer.iterations) == 1
+    assert any((a != b).any() for a, b in zip(model.get_weights(), before, strict=True))
+
+
+def test_peak_is_what_is_in_use_and_what_the_compiled_step_adds():
+    model = models.mixer(blocks=1)
+    batch = tuple(jnp.asarray(part) for part in models.batch(model))
+    traced = trace(model, batch)
+    model.make_train_function()
+    device = Device()
+    other = jnp.ones((8, MIB // 4))
+    in_use = device.bytes_in_use()
+    _, usage = device.measure(lambda: device.run_plain(model, model.train_function, batch))
+    assert usage.peak_bytes == in_use + memory(lower_plain(traced)).added_bytes
+    assert usage.time_s > 0
+    assert in_use >= other.nbytes
+
+
+def test_bytes_in_use_count_a_held_array():
+    device = Device()
+    before = device.bytes_in_use()
+    held = jnp.ones((8, MIB // 4))
+    assert device.bytes_in_use() - before == 8 * MIB
+    del held
+    assert device.bytes_in_use() == before
+
+
+def test_nothing_run_is_the_bytes_in_use():
+    device = Device()
+    result, usage = device.measure(lambda: {"loss": 2.0, "none": None})
+    assert result == {"loss": 2.0, "none": None}
+    assert usage.peak_bytes == device.bytes_in_use()
+
+
+def test_recording_gives_the_median_of_its_steps():
+    device = Device()
+    device.state = ()
+    assert device.recorded_time_s() is None
+    device.times_s = []
+    for _ in range(3):
+        device.run(None, lambda state, batch: (None, state), None, NOTHING)
+    assert device.recorded_time_s() > 0
+    assert device.times_s is None
+
+
+def test_memory_is_at_most_the_machines():
+    with open("/proc/meminfo") as file:
+        total_kib = int(file.readline().split()[1])
+    assert GIB // 4 < Device().memory_bytes() <= total_kib * 1024

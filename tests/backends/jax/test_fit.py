@@ -1,0 +1,423 @@
+"""``RematAutotune`` inside ``fit`` on JAX: what it changes, what it leaves alone, and that it always gives the train function back."""
+
+import csv
+import warnings
+
+import jax
+import jax_models as models
+import keras
+import numpy as np
+import pytest
+
+import keras_remat
+from keras_remat.backends.base import load_backend
+from keras_remat.backends.jax.device import Device
+from keras_remat.backends.jax.swap import InstalledTrainFunction
+from keras_remat.report import LOG_KEYS
+
+BATCH = 32
+
+
+def callback(limit="8GiB", batch_size="keep", **options):
+    options = {"solver": "greedy", "profile_steps": 1, "solver_time_limit_s": 5.0, "verbose": 0, **options}
+    return keras_remat.RematAutotune(limit, batch_size, **options)
+
+
+def small():
+    keras.utils.set_random_seed(0)
+    model = models.small()
+    return model, models.batch(model, 3 * BATCH)
+
+
+def large(blocks=3, samples=3 * BATCH):
+    keras.utils.set_random_seed(0)
+    model = models.mixer(blocks=blocks, optimizer="adam")
+    return model, models.batch(model, samples)
+
+
+def fit(model, data, *callbacks, **options):
+    options = {"batch_size": BATCH, "verbose": 0, "shuffle": False, **options}
+    return model.fit(*data, callbacks=list(callbacks), **options).history
+
+
+def tight_limit(model, data, share, batch=BATCH):
+    """Resident bytes plus a share of what the plain step adds to them."""
+    backend = load_backend()
+    arrays = backend.example_batch(model, tuple(part[:batch] for part in data))
+    traced = backend.trace(model, arrays)
+    problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()))
+    peak = backend.predicted_peak_bytes(problem, keras_remat.Schedule.store_all(traced.graph))
+    return int(problem.profile.resident_bytes + share * (peak - problem.profile.resident_bytes))
+
+
+def assert_given_back(model):
+    assert model.train_function is not None
+    assert not isinstance(model.train_function, InstalledTrainFunction)
+
+
+def assert_same_state(model, other, **tolerance):
+    """Weights, seeds, moving averages, optimizer slots."""
+    for variables in ("weights", "non_trainable_variables"):
+        for a, b in zip(getattr(model, variables), getattr(other, variables), strict=True):
+            np.testing.assert_allclose(a.numpy(), b.numpy(), err_msg=a.path, **tolerance)
+    for a, b in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), err_msg=a.path, **tolerance)
+
+
+@pytest.fixture
+def over_any_limit(monkeypatch):
+    """The plain peak is over the limit, every schedule's under it: each batch shape is trained by a lowered step."""
+    asked = []
+
+    def bytes_for(tuner):
+        asked.append(tuner)
+        return 1 if len(asked) == 1 else 2**40
+
+    monkeypatch.setattr("keras_remat.tuner.StepTuner.usable_bytes", property(bytes_for))
+
+
+# ------------------------------------------------------------------ training under a limit
+
+
+@pytest.fixture(scope="module")
+def tight_run():
+    plain, data = large()
+    expected = fit(plain, data, epochs=2)
+    model, data = large()
+    limit = tight_limit(model, data, 0.75)
+    remat = callback(limit)
+    return expected, fit(model, data, remat, epochs=2), remat, limit, plain, model
+
+
+def test_numbers_are_those_of_the_plain_fit(tight_run):
+    expected, history, _, _, plain, model = tight_run
+    for key, values in expected.items():
+        assert history[key] == pytest.approx(values, rel=1e-5), key
+    assert_same_state(model, plain, rtol=1e-3, atol=2e-5)
+
+
+def test_recomputes_keeps_to_the_limit_and_says_how_it_knows(tight_run):
+    _, history, remat, limit, _, model = tight_run
+    assert remat.plan.recomputes
+    assert remat.plan.profile_source == "estimated"
+    assert remat.plan.measured.peak_bytes <= limit < remat.plan.store_all.peak_bytes
+    assert remat.plan.predicted.peak_bytes == pytest.approx(remat.plan.measured.peak_bytes, rel=0.02)
+    assert [event.kind for event in remat.report.events] == ["risk", "measured"]
+    assert remat.report.baseline_source == "predicted"
+    assert [epoch.samples for epoch in remat.report.epochs] == [3 * BATCH] * 2
+    assert all(len(history[key]) == 2 for key in LOG_KEYS)
+    assert_given_back(model)
+
+
+def test_limit_below_the_floor_is_refused_before_anything_was_trained():
+    model, data = large(blocks=1)
+    limit = tight_limit(model, data, 0.02)
+    before = model.get_weights()
+    with pytest.raises(keras_remat.InfeasibleBudgetError, match="limit of"):
+        fit(model, data, callback(limit))
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert_given_back(model)
+    fit(model, data)
+
+
+def test_plain_fits_and_nothing_is_changed():
+    plain, data = small()
+    expected = fit(plain, data, epochs=2)
+    model, data = small()
+    remat = callback()
+    history = fit(model, data, remat, epochs=2)
+    assert remat.plan is None
+    assert [event.kind for event in remat.report.events] == ["fits"]
+    assert {key: history[key] for key in expected} == expected
+    assert_same_state(model, plain, rtol=0, atol=0)
+    assert remat.report.baseline_source == "measured"
+    assert remat.report.baseline.peak_bytes > 0
+
+
+# ------------------------------------------------------------------ the batch size
+
+
+def test_max_joins_batches_and_trains_every_sample(monkeypatch):
+    model, data = small()
+    remat = callback("4GiB", "max", learning_rate_scaling="linear")
+    rate = float(model.optimizer.learning_rate)
+    rates = []
+    watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: rates.append(float(model.optimizer.learning_rate)))
+    fit(model, data, remat, watch, epochs=3, batch_size=8)
+    assert remat.report.max_batch_size == remat.report.batch_size == 3 * BATCH
+    assert [epoch.samples for epoch in remat.report.epochs] == [3 * BATCH] * 3
+    assert remat.report.epochs[-1].steps == 1
+    assert rates[-1] == pytest.approx(rate * 3 * BATCH / 8)
+    assert float(model.optimizer.learning_rate) == pytest.approx(rate)
+
+
+def test_an_int_splits_loader_batches():
+    model, data = small()
+    remat = callback("4GiB", 8)
+    fit(model, data, remat, epochs=2)
+    assert remat.report.epochs[-1].steps == 12
+    assert remat.report.batch_size == 8
+
+
+def test_rest_of_an_epoch_of_unknown_length_is_in_the_state():
+    """The last samples are trained when the iterator ends; Keras must get the state that came of it."""
+
+    def batches(x, y):
+        for at in range(0, len(x), 8):
+            yield x[at : at + 8], y[at : at + 8]
+
+    model, data = small()
+    remat = callback("4GiB", 40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.fit(batches(*data), verbose=0, callbacks=[remat])
+    assert remat.report.epochs[0].samples == 3 * BATCH
+    assert int(model.optimizer.iterations) == remat.report.epochs[0].steps
+    assert np.isfinite(model.get_weights()[0]).all()
+
+
+# ------------------------------------------------------------------ the train function comes back
+
+
+class Breaks(keras.callbacks.Callback):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt()])
+def test_after_another_callback_broke_the_fit_training_goes_on_plainly(error, over_any_limit):
+    model, data = small()
+    remat = callback()
+    with pytest.raises(type(error)):
+        fit(model, data, remat, Breaks(error))
+    assert int(model.optimizer.iterations) == 2
+    fit(model, data)  # without the callback: what was left behind gives way at the first call
+    assert_given_back(model)
+    assert sum(epoch.steps for epoch in remat.report.epochs) == 0
+    assert int(model.optimizer.iterations) == 5
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [("RESOURCE_EXHAUSTED: injected", keras_remat.RematError), ("INTERNAL: injected", jax.errors.JaxRuntimeError)],
+)
+def test_a_first_run_that_fails_leaves_the_state_as_it_was(message, error, over_any_limit, monkeypatch):
+    """The compiled step consumes its donated state, then fails."""
+
+    def broken(state, batch):
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        raise jax.errors.JaxRuntimeError(message)
+
+    model, data = small()
+    before = [v.numpy() for v in model.variables]
+    run = Device.run
+    monkeypatch.setattr(Device, "run", lambda self, model, step, batch, used: run(self, model, broken, batch, used))
+    remat = callback()
+    with pytest.raises(error):
+        fit(model, data, remat)
+    assert load_backend().is_out_of_memory(jax.errors.JaxRuntimeError(message)) == (error is keras_remat.RematError)
+    assert ("out-of-memory" in [event.kind for event in remat.report.events]) == (error is keras_remat.RematError)
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert int(model.optimizer.iterations) == 0
+    assert_given_back(model)
+    monkeypatch.undo()
+    fit(model, data)
+
+
+def test_compile_between_two_fits_and_saving_after(tmp_path, over_any_limit):
+    model, data = small()
+    remat = callback()
+    fit(model, data, remat)
+    assert remat.plan is not None
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    history = fit(model, data, remat, epochs=2)
+    assert len(history["remat_speedup"]) == len(remat.report.epochs) == 2
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded.predict(data[0], verbose=0), model.predict(data[0], verbose=0))
+
+
+# ------------------------------------------------------------------ every way to give data
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, at):
+        return self.x[BATCH * at : BATCH * (at + 1)], self.y[BATCH * at : BATCH * (at + 1)]
+
+
+def forever(x, y):
+    while True:
+        for at in range(3):
+            yield x[BATCH * at : BATCH * (at + 1)], y[BATCH * at : BATCH * (at + 1)]
+
+
+DATA = {
+    "arrays": lambda x, y: {"x": x, "y": y, "batch_size": BATCH},
+    "odd last batch": lambda x, y: {"x": x[:75], "y": y[:75], "batch_size": BATCH},
+    "PyDataset": lambda x, y: {"x": Batches(x, y)},
+    "generator": lambda x, y: {"x": forever(x, y), "steps_per_epoch": 3},
+    "class weights": lambda x, y: {"x": x, "y": y, "batch_size": BATCH, "class_weight": {i: 1.0 + i for i in range(10)}},
+    "sample weights": lambda x, y: {"x": x, "y": y, "sample_weight": np.linspace(0, 1, len(y)), "batch_size": BATCH},
+    "validation": lambda x, y: {"x": x, "y": y, "batch_size": BATCH, "validation_data": (x, y)},
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "steps_per_execution"), [*((form, 1) for form in DATA), ("odd last batch", 2), ("generator", 2)]
+)
+def test_data_in_every_form_trains_as_without_the_callback(form, steps_per_execution, over_any_limit):
+    def train(*callbacks):
+        model, (x, y) = small()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, metrics=["accuracy"], steps_per_execution=steps_per_execution)
+        history = model.fit(**DATA[form](x, y), epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks)).history
+        assert_given_back(model)
+        return model, history
+
+    plain, expected = train()
+    remat = callback()
+    model, history = train(remat)
+    assert remat.plan is not None
+    for key, values in expected.items():
+        assert history[key] == pytest.approx(values, rel=1e-4), key
+    assert_same_state(model, plain, rtol=1e-3, atol=2e-5)
+
+
+def test_inputs_and_outputs_in_dictionaries(over_any_limit):
+    def train(*callbacks):
+        keras.utils.set_random_seed(0)
+        a, b = keras.Input((6,), name="a"), keras.Input((4,), name="b")
+        h = keras.layers.Dropout(0.2)(keras.layers.Concatenate()([keras.layers.Dense(8, activation="tanh")(a), b]))
+        model = keras.Model(
+            {"a": a, "b": b}, {"p": keras.layers.Dense(1, name="p")(h), "q": keras.layers.Dense(3, name="q")(h)}
+        )
+        model.compile("sgd", loss={"p": "mse", "q": "mse"}, loss_weights={"p": 0.3, "q": 1.0})
+        rng = np.random.default_rng(0)
+        x = {"a": rng.random((64, 6), "float32"), "b": rng.random((64, 4), "float32")}
+        y = {"p": rng.random((64, 1), "float32"), "q": rng.random((64, 3), "float32")}
+        return model.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks)).history
+
+    expected, remat = train(), callback()
+    history = train(remat)
+    assert remat.plan is not None
+    for key, values in expected.items():
+        assert history[key] == pytest.approx(values, rel=1e-4), key
+
+
+class OwnStep(keras.Model):
+    """A ``train_step`` of its own, in Keras's stateless form."""
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y = data
+
+        def loss_of(trainable, non_trainable):
+            y_pred, updated = self.stateless_call(trainable, non_trainable, x, training=True)
+            return keras.ops.mean(keras.ops.square(y_pred - y)), updated
+
+        (loss, non_trainable), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable, non_trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return {"own": loss}, (trainable, non_trainable, optimizer, metrics)
+
+
+def test_own_train_step_is_traced(over_any_limit):
+    def train(*callbacks):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((16,))
+        h = keras.layers.Dropout(0.3)(keras.layers.Dense(32, activation="relu")(inputs))
+        model = OwnStep(inputs, keras.layers.Dense(1)(h))
+        model.compile("adam")
+        rng = np.random.default_rng(0)
+        return fit(model, (rng.random((96, 16), "float32"), rng.random((96, 1), "float32")), *callbacks, epochs=2)
+
+    expected, remat = train(), callback()
+    history = train(remat)
+    assert remat.plan is not None
+    assert history["own"] == pytest.approx(expected["own"], rel=1e-5)
+
+
+# ------------------------------------------------------------------ compile options and devices
+
+
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"jit_compile": False}])
+def test_uncompiled_models_get_one_warning_and_train(options):
+    model, data = small()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+    remat = callback()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = fit(model, tuple(part[:BATCH] for part in data), remat, epochs=2)
+    ours = [str(w.message) for w in caught if "keras_remat" in str(w.message)]
+    assert len(ours) == 1
+    assert "jit_compile" in ours[0]
+    assert np.isfinite(history["loss"]).all()
+    assert set(LOG_KEYS) <= set(history)
+    assert [event.kind for event in remat.report.events] == ["unmodified"]
+
+
+def test_a_distribution_is_refused_with_the_reason():
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=jax.devices()))
+    try:
+        model, data = small()
+        with pytest.warns(UserWarning, match=r"unmodified.*sharding"):
+            history = fit(model, data, callback())
+        assert np.isfinite(history["loss"]).all()
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def test_csv_logger_keeps_its_columns(tmp_path, over_any_limit):
+    model, data = small()
+    logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    fit(model, data, callback(report_path=tmp_path / "report.json"), logger, epochs=2)
+    with (tmp_path / "log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2
+    assert set(LOG_KEYS) <= set(rows[0])
+    assert (tmp_path / "report.json").stat().st_size > 0
+
+
+# ------------------------------------------------------------------ without training
+
+
+def test_plan_without_training_leaves_the_model_alone_and_its_file_is_used(tmp_path):
+    model, data = large()
+    limit = tight_limit(model, data, 0.75)
+    before = [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+    plan = keras_remat.make_plan(model, tuple(part[:BATCH] for part in data), limit, solver="greedy")
+    for variable, value in zip((*model.variables, *model.optimizer.variables), before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert plan.predicted.peak_bytes <= 0.95 * limit < plan.store_all.peak_bytes
+    assert plan.profile_source == "estimated"
+    plan.save(tmp_path / "plan.json")
+    remat = callback(limit, plan=tmp_path / "plan.json")
+    fit(model, data, remat)
+    assert remat.plan.solution.schedule == plan.solution.schedule
+    assert remat.plan.measured.peak_bytes <= limit
+    other, data = small()
+    with pytest.raises(keras_remat.PlanMismatchError):
+        fit(other, data, callback(limit, plan=plan))
+    assert_given_back(other)
+
+
+def test_the_largest_batch_is_larger_with_recomputation():
+    model, data = large()
+    batch = tuple(part[:BATCH] for part in data)
+    limit = tight_limit(model, data, 1.5)
+    search = keras_remat.find_max_batch_size(model, batch, limit, profile="estimated")
+    assert BATCH < search.plain_batch_size < search.max_batch_size
