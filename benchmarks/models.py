@@ -263,9 +263,9 @@ CASES = {
     case.name: case
     for case in (
         Case("VGG16", _application("VGG16", _momentum), _images(128), 8, is_cnn=True),
-        Case("ResNet50", _application("ResNet50", _momentum), _images(128), 16, is_cnn=True),
-        Case("MobileNetV2", _application("MobileNetV2", _adam), _images(128), 16, is_cnn=True),
-        Case("EfficientNetB0", _application("EfficientNetB0", _adam), _images(128), 16, is_cnn=True),
+        Case("ResNet50", _application("ResNet50", _momentum), _images(128), 8, is_cnn=True),
+        Case("MobileNetV2", _application("MobileNetV2", _adam), _images(128), 8, is_cnn=True),
+        Case("EfficientNetB0", _application("EfficientNetB0", _adam), _images(128), 8, is_cnn=True),
         Case("DenseNet121", _application("DenseNet121", _momentum), _images(128), 8, is_cnn=True),
         Case("unet", build_unet, _masks, 8, is_cnn=True),
         Case("transformer", build_transformer, _sentences(256), 8),

@@ -1,9 +1,9 @@
 """One model of the step memory benchmark, measured in a process of its own.
 
 ``python step_case.py OPTIONS.json RESULT.json``; :mod:`step_memory` writes the options and reads the result. The order matters for what is
-measured: plain ``fit`` first, then the search for the smallest limit, then one ``fit`` per limit with ``RematAutotune``, each from the same
-initial weights, and last the comparison, in which plain, store-all and rematerialized steps take turns so that the machine's moods hit
-all of them.
+measured: plain ``fit`` first, then ``fit`` with ``RematAutotune`` under the smallest limit it keeps, then one ``fit`` per other limit, each
+from the same initial weights, and last the comparison, in which plain, store-all and rematerialized steps take turns so that the machine's
+moods hit all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import resource
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,8 +33,10 @@ from keras_remat.plan import plan_problem
 _TURN_STEPS = 5
 #: Seconds the input pipeline gets after a step to fill its buffers again, before what is resident is read.
 _REFILL_S = 0.05
-#: Probes of the search for the smallest limit; the last interval is at most the range divided by two to this power.
+#: Probes of the search for the least predicted peak; the last interval is at most the range divided by two to this power.
 _PROBES = 4
+#: Limits that are tried, each above the one before, until ``fit`` keeps one.
+_LIMITS = 4
 
 
 class Probe(keras.callbacks.Callback):
@@ -180,12 +182,25 @@ class Measurement:
         self.state.put_back(initial)
 
         traced, problem, store_all = self._plan(batch)
-        variants = [Variant("plain", _plain_step(model), initial), Variant("store-all", store_all, initial)]
-        for budget in options["budgets"]:
+        plain = _plain_step(model)
+        variants = [
+            Variant("plain", plain, initial),
+            Variant("plain again", plain, initial),
+            Variant("store-all", store_all, initial),
+        ]
+        self.result["smallest_bytes"] = (
+            int(self.result["least_predicted_bytes"] / (1 - options["margin"])) + 1
+        )  # until it is measured
+        for budget in sorted(options["budgets"], key=lambda budget: budget != "smallest"):  # fractions are held against it
             row: dict[str, Any] = {"budget": budget}
             self.result["rows"].append(row)
             try:
-                plan = self._train_within(budget, row, initial)
+                if budget == "smallest":
+                    plan = self._smallest(row, initial)
+                else:
+                    limit, raised = self._limit_bytes(budget)
+                    row |= {"limit_bytes": limit, "raised": raised}
+                    plan = self._train_within(limit, row, initial)
             except keras_remat.RematError as error:
                 row["error"] = f"{type(error).__name__}: {error}"
                 continue
@@ -225,36 +240,46 @@ class Measurement:
             profile = recorder.stop(store_all, self.result["resident_bytes"])
         if profile is None:
             raise RuntimeError("the profiler saw too few ops")
-        estimated = backend.estimated_profile(traced, self.result["resident_bytes"])
         problem = keras_remat.Problem(traced.graph, profile, name=self.case.name)
+        store_all = backend.lower(traced, problem, schedule, keras_remat.simulate(problem, schedule).peak_bytes)
         before = _memory_high_water(reset=True)
-        # RematAutotune plans first from estimated, then from measured op times: both have to succeed
-        smallest = max(
-            smallest_budget(replace(problem, profile=p), backend, options["probe_time_limit_s"]) for p in (estimated, profile)
-        )
+        least = smallest_budget(problem, backend, options["probe_time_limit_s"])
         growth = max(growth, _memory_high_water() - before)
         self.result |= {
             "ops": len(traced.graph.ops), "values": len(traced.graph.values), "floor_bytes": problem.floor_bytes,
-            "smallest_bytes": smallest, "planner_rss_bytes": growth, "trace_s": trace_s, "lower_s": lower_s,
+            "least_predicted_bytes": least, "planner_rss_bytes": growth, "trace_s": trace_s, "lower_s": lower_s,
             "store_all_predicted_bytes": backend.predicted_peak_bytes(problem, schedule),
         }  # fmt: skip
         return traced, problem, store_all
 
     def _limit_bytes(self, budget: str) -> tuple[int, bool]:
-        """The limit of a budget, never below what the smallest schedule needs; and whether it had to be raised for that."""
-        smallest, resident = self.result["smallest_bytes"], self.result["resident_bytes"]
-        reachable = int(smallest / (1 - self.options["margin"])) + 1
-        if budget == "smallest":
-            return reachable, False
+        """The limit of a fraction, never below 1.1 × the smallest measured peak; and whether it had to be raised for that."""
+        resident = self.result["resident_bytes"]
         wanted = resident + int(float(budget) * (self.result["plain_peak_bytes"] - resident))
-        least = max(int(1.1 * smallest), reachable)
+        least = int(1.1 * self.result["smallest_bytes"])
         return max(wanted, least), wanted < least
 
-    def _train_within(self, budget: str, row: dict[str, Any], initial: list[np.ndarray]) -> keras_remat.Plan | None:
+    def _smallest(self, row: dict[str, Any], initial: list[np.ndarray]) -> keras_remat.Plan | None:
+        """``fit`` under the smallest limit that it keeps: from the least predicted peak up, until one holds."""
+        limit = int(self.result["least_predicted_bytes"] / (1 - self.options["margin"])) + 1
+        for attempt in range(1, _LIMITS + 1):
+            row |= {"limit_bytes": limit, "raised": False, "attempts": attempt}
+            try:
+                plan = self._train_within(limit, row, initial)
+            except keras_remat.RematError:
+                if attempt == _LIMITS:
+                    raise
+                limit = int(1.07 * limit)
+                continue
+            self.result["smallest_bytes"] = row["measured_bytes"]
+            if row["measured_bytes"] <= limit or attempt == _LIMITS:
+                return plan
+            limit = max(int(1.03 * limit), row["measured_bytes"])
+        raise AssertionError("the loop returns or raises")
+
+    def _train_within(self, limit: int, row: dict[str, Any], initial: list[np.ndarray]) -> keras_remat.Plan | None:
         """One ``fit`` with ``RematAutotune`` under the limit; fills in the row."""
         options = self.options
-        limit, raised = self._limit_bytes(budget)
-        row |= {"limit_bytes": limit, "raised": raised}
         self.state.put_back(initial)
         remat = keras_remat.RematAutotune(
             memory_limit=limit, batch_size="keep", solver=options["solver"], margin=options["margin"],
@@ -278,18 +303,24 @@ class Measurement:
         return plan
 
     def _compare(self, variants: list[Variant]) -> None:
-        """Times, weights and losses of the variants against plain and store-all."""
-        plain, store_all, *rest = variants
-        plain_s = median(plain.times_s)
-        self.result |= {"plain_time_s": plain_s, "store_all_time_ratio": median(store_all.times_s) / plain_s}
+        """Times, weights and losses of the variants against plain and store-all; how far two runs of the plain step part is the measure."""
+        plain, again, store_all, *rest = variants
+        plain_s = median([*plain.times_s, *again.times_s])
+        self.result |= {
+            "plain_time_s": plain_s, "store_all_time_ratio": median(store_all.times_s) / plain_s,
+            "plain_again_difference": _loss_difference(again, plain),
+        }  # fmt: skip
         for row in self.result["rows"]:
             for variant in rest:
                 if variant.name == row["budget"]:
                     row["time_ratio"] = median(variant.times_s) / plain_s
                     row["equal_weights"] = same_bits(variant.state, store_all.state)
-                    row["loss_difference"] = max(
-                        abs(a - b) / max(abs(b), 1e-12) for a, b in zip(variant.losses, plain.losses, strict=True)
-                    )
+                    row["loss_difference"] = _loss_difference(variant, plain)
+
+
+def _loss_difference(variant: Variant, reference: Variant) -> float:
+    """The largest relative difference of two loss curves."""
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(variant.losses, reference.losses, strict=True))
 
 
 def _plain_step(model: keras.Model) -> RunStep:

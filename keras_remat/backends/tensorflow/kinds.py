@@ -36,7 +36,7 @@ REUSES_INPUT = frozenset(
 #: Types whose inputs Grappler puts in order by name.
 COMMUTATIVE = frozenset({"Add", "AddV2", "AddN", "Mul", "Maximum", "Minimum", "SquaredDifference", "LogicalAnd", "LogicalOr"})
 
-#: Elementwise types that cost about one pass over their data; for estimated profiles.
+#: Types whose floating-point operations are counted for estimated profiles; all others cost about one pass over their data.
 CONVOLUTIONS = frozenset(
     {"Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter", "DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropInput",
      "DepthwiseConv2dNativeBackpropFilter", "Conv3D", "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", "_FusedConv2D", "_FusedDepthwiseConv2dNative",
@@ -45,6 +45,9 @@ CONVOLUTIONS = frozenset(
 MATMULS = frozenset(
     {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "_FusedMatMul", "_FusedBatchMatMulV2", "Einsum"}
 )
+
+#: Loops and branches whose bodies are functions.
+CONTROL_FLOW = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"})
 
 #: Types this backend cannot carry: control flow of TensorFlow 1, queues and host callbacks whose effects cannot be ordered.
 UNSUPPORTED = frozenset(
