@@ -11,8 +11,8 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,6 +143,42 @@ def smallest_budget(problem: keras_remat.Problem, backend: Backend, time_limit_s
     return best
 
 
+class ChildrenMemory:
+    """The most resident memory that processes started from this one took together, sampled while the ``with`` block runs.
+
+    (``RUSAGE_CHILDREN`` counts what a child shares with its parent between ``fork`` and ``exec``, which is all the parent has.)
+
+    Attributes:
+        peak_bytes: the most so far.
+    """
+
+    def __init__(self, period_s: float = 0.1):
+        self._period_s, self.peak_bytes = period_s, 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def _sample(self) -> None:
+        own = (Path("/proc/self/cmdline")).read_bytes()
+        while not self._stop.wait(self._period_s):
+            total = 0
+            for thread in Path("/proc/self/task").iterdir():
+                try:
+                    for child in (thread / "children").read_text().split():
+                        if Path(f"/proc/{child}/cmdline").read_bytes() != own:  # it has come to run its own program
+                            total += int(Path(f"/proc/{child}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                    continue
+            self.peak_bytes = max(self.peak_bytes, total)
+
+    def __enter__(self) -> ChildrenMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
 def _memory_high_water(reset: bool = False) -> int:
     """The process's resident set at its highest, in bytes; ``reset`` starts counting again from what it is now."""
     if reset:
@@ -167,6 +203,12 @@ class Measurement:
         self.result: dict[str, Any] = {"model": self.case.name, "is_cnn": self.case.is_cnn, "rows": []}
 
     def run(self) -> dict[str, Any]:
+        with ChildrenMemory() as children:
+            self._run()
+        self.result["planner_rss_bytes"] += children.peak_bytes
+        return self.result
+
+    def _run(self) -> None:
         options, model, backend = self.options, self.model, self.backend
         data = self.case.steps(4)
         batch = models.batches(data, self.case.batch_size)[0]
@@ -210,9 +252,6 @@ class Measurement:
                 variants.append(Variant(budget, backend.lower(traced, problem, schedule, peak), initial))
         take_turns(model, self.state, variants, models.batches(data, self.case.batch_size), options["steps"], backend)
         self._compare(variants)
-        children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        self.result["planner_rss_bytes"] = max(self.result["planner_rss_bytes"], children)
-        return self.result
 
     def _plan(self, batch: Any) -> tuple[TracedStep, keras_remat.Problem, RunStep]:
         """Traces, profiles store-all steps and searches for the smallest limit; what that takes is part of the result."""

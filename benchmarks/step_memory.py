@@ -6,8 +6,9 @@ Each model runs in a process of its own (:mod:`step_case`), one after the other;
 between what is resident and the plain step's peak, both measured in the same process: limit = resident + budget · (plain peak − resident),
 every byte of the device's allocator counted. The smallest limit is the first that ``fit`` keeps, going up from the least predicted peak; a
 limit below 1.1 × the peak measured there is raised to that, and marked ↑. "plain twice" is the largest relative difference between the losses of
-two runs of Keras's own step, the measure for "loss difference", which is ours against plain. A model is trained by ``model.fit`` with :class:`keras_remat.RematAutotune`; peaks are read by a callback beside it. ``--check`` holds the results
-against the bounds below and exits with 1 when one fails.
+two runs of Keras's own step, the measure for "loss difference", which is ours against plain. A model is trained by ``model.fit`` with
+:class:`keras_remat.RematAutotune`; peaks are read by a callback beside it. ``--check`` holds the results against the bounds below and exits
+with 1 when one fails.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@
   cycle. An ``Identity`` between them keeps them apart.
 * ``AddN`` of three and more terms becomes a chain of ``AddV2``. Its kernel starts with whichever input's buffer it may take over
   (``AddNOp::Compute``), so the order of a floating-point sum, and its last bit, would hang on the schedule; and it holds all terms at once.
-  The terms are added as they are traced, because Grappler has sorted them by name.
+  The terms of a gradient are added as they are traced, because Grappler has sorted them by name and the first would wait for the last; a sum
+  that Grappler made of nested additions (residual connections) keeps its order, which is the one that plain ``fit`` adds in.
 * Nodes nothing depends on are dropped (variable reads that only order things, dead gradients).
 """
 
@@ -111,7 +112,8 @@ def _split_add_n(nodes: Mapping[str, Any], order: Mapping[str, int]) -> dict[str
         if node.op != "AddN" or len(terms) < 3 or node.attr["T"].type == tf.variant.as_datatype_enum:
             result[name] = node
             continue
-        terms.sort(key=lambda term: places[term.partition(":")[0]])
+        if name in order:
+            terms.sort(key=lambda term: places[term.partition(":")[0]])
         controls = [i for i in node.input if i.startswith("^")]
         total = terms[0]
         for at, term in enumerate(terms[1:], start=1):
