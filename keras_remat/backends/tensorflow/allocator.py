@@ -110,7 +110,13 @@ class BestFitAllocator:
 
 
 def replayed_peak_bytes(
-    problem: Problem, schedule: Schedule, *, smallest_bytes: int = 0, pool_bytes: int = 0, reserved_bytes: int = 0, steps: int = 2
+    problem: Problem,
+    schedule: Schedule,
+    *,
+    smallest_bytes: int = 0,
+    pool_bytes: int = 0,
+    reserved_bytes: int = 0,
+    steps: int = 2,
 ) -> int:
     """The allocator's peak over ``steps`` runs of a schedule, resident bytes included.
 
