@@ -118,9 +118,9 @@ class Measurement:
         problem = measured_problem(self.backend, self.model, traced, problem, first, batch)
         self.scaling = batch_scaling(self.backend, self.model, traced, problem, batch)
 
-    def _search(self, name: str) -> BatchSearch:
+    def _search(self, name: str, less_bytes: int = 0) -> BatchSearch:
         options, limit = self.options, self.limit_bytes
-        budget = int(limit * (1 - options["margin"]))
+        budget = int(limit * (1 - options["margin"])) - less_bytes
         late = {"late_solver": "auto", "late_time_limit_s": options["late_s"]} if name == "auto" and options["late_s"] else {}
         return search_batch_size(
             self.scaling, self.paper.plain_batch, limit, budget, self.backend, solver="greedy" if name == "auto" else name,
@@ -150,6 +150,11 @@ class Measurement:
         searched, steps_down = size, 0
         schedule = plan.solution.schedule
         peak, seconds = self.train(size, schedule)
+        if peak > self.limit_bytes:  # search once more, with the measured error taken off what may be used
+            again = self._search(name, max(0, peak - search.plan.predicted.peak_bytes))
+            search_s, steps_down, plan, size = time.perf_counter() - started, 1, again.plan, again.max_batch_size
+            schedule = plan.solution.schedule
+            peak, seconds = self.train(size, schedule)
         while peak > self.limit_bytes and size > 1:
             steps_down += 1
             size = min(size - 1, int(size * self.limit_bytes / peak))

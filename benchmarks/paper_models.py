@@ -1,10 +1,10 @@
 """The six models of the Checkmate paper's maximum batch size experiment, at resolutions that two CPU cores can train.
 
-Jain et al. 2020, arXiv 1910.02653, section 6.4 and figure 6: VGG19, MobileNet, U-Net, ResNet50, FCN8 and SegNet. The first, second and fourth
-are those of ``keras.applications``; the others are built here from their papers. All are float32 and trained by plain SGD, so that what is
-resident is the weights; the paper counts no slots either. Departures: ten classes in place of 1,000 (21 for FCN8, 11 for SegNet, as in their
-papers), 'same' padding in the U-Net, half its width, and nearest-neighbour unpooling in SegNet where its authors remember the indices of the maxima (the
-variant their table 1 calls "SegNet-Basic-EncoderAddition"-free; the public Checkmate code builds it this way too).
+Jain et al. 2020, arXiv 1910.02653, section 6.4: VGG19, MobileNet, U-Net, ResNet50, FCN8 and SegNet. The first, second and fourth are
+those of ``keras.applications``; the others are built here from their papers. All are float32 and trained by plain SGD, so that what is
+resident is the weights and the batch. Departures from the models' papers: ten classes in place of 1,000; 'same' padding in the U-Net and half its
+width; a quarter of the width of the two convolutions in FCN8 that were dense layers; nearest-neighbour unpooling in SegNet, which does
+not remember where the maxima were.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PaperModel:
         name: on the command line and in tables.
         build: returns the compiled model for square images of ``pixels``.
         pixels: resolution.
-        outputs: elements of one sample's target, as a shape; class ids.
+        is_dense: the target has a class id for every pixel, not one for the image.
         classes: of the target.
         plain_batch: plain Keras's batch whose measured peak becomes the memory limit.
     """

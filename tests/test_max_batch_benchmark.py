@@ -31,7 +31,7 @@ def prediction_row(**changes):
 def test_models_and_solvers_exist(max_batch):
     models = importlib.import_module("paper_models")
     solvers = importlib.import_module("keras_remat.solvers")
-    assert max_batch.MODELS == tuple(models.PAPER_MODELS)
+    assert tuple(models.PAPER_MODELS) == max_batch.MODELS
     assert set(max_batch.SOLVERS) <= set(solvers.SOLVERS)
     assert max_batch.parser().parse_args([]).models == max_batch.MODELS
 
