@@ -28,6 +28,9 @@ from keras_remat.units import format_bytes, parse_bytes
 #: The search stops when the bracket is this share of the batch.
 _RESOLUTION = 0.01
 _MAX_DOUBLINGS = 20
+#: The thorough solver's first step above the quick one's largest size, a share of it, and how many times it is asked about.
+_FIRST_CLIMB = 0.08
+_LATE_SOLVES = 5
 
 
 class BatchScaling:
@@ -181,7 +184,10 @@ def search_batch_size(
     *,
     max_overhead: float | Literal["forward"] | None = "forward",
     at_most: int | None = None,
+    solver: str = "greedy",
     time_limit_s: float = 60.0,
+    late_solver: str | None = None,
+    late_time_limit_s: float = 60.0,
     seed: int = 0,
     progress: Callable[[Probe], None] | None = None,
 ) -> BatchSearch:
@@ -194,8 +200,11 @@ def search_batch_size(
         backend: whose allocator decides.
         max_overhead: bound on (time − store-all time) / store-all time; ``"forward"`` is one extra forward pass; ``None`` is no bound.
         at_most: no size above this is tried.
+        solver: a quick one, asked at many sizes.
         time_limit_s: after this no new size is tried.
-        seed: for the solver.
+        late_solver: a thorough one, asked at sizes above the largest that ``solver`` reached; ``None`` for none.
+        late_time_limit_s: seconds for that, beside the others.
+        seed: for the solvers.
         progress: called with every probe.
 
     Raises:
@@ -214,9 +223,9 @@ def search_batch_size(
         candidates = (reused_plan(problem, s, budget_bytes, backend) for s in [Schedule.store_all(problem.graph), *orders])
         return min((plan for plan in candidates if plan is not None), key=lambda plan: plan.predicted.time_s, default=None)
 
-    def probe(size: int) -> bool:
+    def probe(size: int, solver: str = solver, solve_s: float | None = None) -> bool:
         nonlocal failure
-        if size in probes:
+        if solve_s is None and size in probes:
             return probes[size].plan is not None
         problem = scaling.at(size)
         reason, plan = "", known(problem)
@@ -224,9 +233,8 @@ def search_batch_size(
         if plan is None or (limit is not None and plan.overhead > limit):
             try:
                 left = max(2.0, time_limit_s - (time.perf_counter() - started))
-                plan = plan_problem(
-                    problem, budget_bytes, backend, solver="greedy", time_limit_s=min(left, time_limit_s / 6), seed=seed
-                )
+                solve_s = solve_s or min(left, time_limit_s / 6)
+                plan = plan_problem(problem, budget_bytes, backend, solver=solver, time_limit_s=solve_s, seed=seed)
                 orders.append(plan.solution.schedule)
             except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
                 reason, failure, plan = str(error), error, None
@@ -248,6 +256,9 @@ def search_batch_size(
             good = middle
         else:
             bad = middle
+    if late_solver is not None:
+        late_s, deadline_s = late_time_limit_s / _LATE_SOLVES, time.perf_counter() + late_time_limit_s
+        good = _climb(lambda size: probe(size, late_solver, late_s), good, at_most, deadline_s)
     found = [p for p in probes.values() if p.plan is not None]
     plain = _largest_plain(scaling, budget_bytes, backend, good)
     return BatchSearch(
@@ -276,6 +287,22 @@ def _bracket(probe: Callable[[int], bool], start: int, at_most: int | None) -> t
             return size, bad
         bad = size
     return 0, bad
+
+
+def _climb(probe: Callable[[int], bool], good: int, at_most: int | None, deadline_s: float) -> int:
+    """The largest size found to fit by steps upwards from one that does, longer after a success and half as long after a failure."""
+    step = max(1, int(good * _FIRST_CLIMB))
+    while time.perf_counter() < deadline_s:
+        size = good + step if at_most is None else min(good + step, at_most)
+        if size == good:
+            break
+        if probe(size):
+            good, step = size, 2 * step
+        elif step <= max(1, int(good * _RESOLUTION)):
+            break
+        else:
+            step //= 2
+    return good
 
 
 def _largest_plain(scaling: BatchScaling, budget_bytes: int, backend: Backend, at_most: int) -> int:

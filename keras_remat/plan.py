@@ -209,14 +209,15 @@ def plan_problem(
         if target < problem.floor_bytes:
             break
         left_s = max(deadline_s - time.perf_counter(), time_limit_s / _MAX_CORRECTIONS)
+        seen: list[Solution] = []
         try:
-            solution = solve(problem.with_budget(target), solver=solver, time_limit_s=left_s, seed=seed)
+            solve(problem.with_budget(target), solver=solver, time_limit_s=left_s, seed=seed, progress=seen.append)
         except ScheduleNotFoundError:
             if over is None:
                 raise
             unreachable, target = target, (target + found) // 2
             continue
-        peak = backend.predicted_peak_bytes(problem, solution.schedule, target)
+        solution, peak = _replayed(problem, seen, budget_bytes, target, backend)
         step = 1
         if peak <= budget_bytes:
             # where lowering tells the peak, that decides; it takes long, so every miss is followed by a longer step
@@ -236,6 +237,26 @@ def plan_problem(
         less = max(step * (peak - budget_bytes), int(_LEAST_STEP * (target - unreachable)))
         target = max(target - less, (unreachable + target) // 2)
     raise ScheduleNotFoundError(budget_bytes, problem.floor_bytes, over, solver=solver)
+
+
+def _replayed(
+    problem: Problem, solutions: list[Solution], budget_bytes: int, target: int, backend: Backend
+) -> tuple[Solution, int]:
+    """The fastest of a solver's solutions whose allocator peak keeps to the budget, or the one with the least peak; with that peak.
+
+    Args:
+        solutions: as they were found, the fastest last.
+    """
+    best: tuple[Solution, int] | None = None
+    for schedule in dict.fromkeys(solution.schedule for solution in reversed(solutions)):
+        solution = next(s for s in reversed(solutions) if s.schedule == schedule)
+        peak = backend.predicted_peak_bytes(problem, schedule, target)
+        if best is None or peak < best[1]:
+            best = replace(solution, usage=simulate(problem, schedule)), peak
+        if peak <= budget_bytes:
+            break
+    assert best is not None
+    return best
 
 
 def reused_plan(problem: Problem, schedule: Schedule, budget_bytes: int, backend: Backend) -> Plan | None:

@@ -84,7 +84,7 @@ def solve(
         solver: a name in ``SOLVERS``.
         time_limit_s: seconds the solver may take.
         seed: the same problem and seed give the same schedule.
-        progress: called with every better solution (and every better bound) while ``auto`` runs; other solvers call it once.
+        progress: called with every better solution (and every better bound) while ``auto`` or ``greedy`` runs; other solvers call it once.
 
     Returns:
         A solution whose schedule is legal, within the budget, with ``usage`` filled in.
@@ -99,7 +99,7 @@ def solve(
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     check_floor(problem)
-    watch = {"progress": progress} if solver == "auto" and progress is not None else {}
+    watch = {"progress": progress} if solver in ("auto", "greedy") and progress is not None else {}
     solution = SOLVERS[solver](problem, time_limit_s=time_limit_s, seed=seed, **watch)
     validate(problem, solution.schedule)
     solution = replace(solution, usage=simulate(problem, solution.schedule))

@@ -17,7 +17,7 @@ Known limits: decisions are not revised (:mod:`keras_remat.solvers.anneal` does 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,8 +54,14 @@ class StuckError(Exception):
     """The policy cannot go on within its limits."""
 
 
-def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+def solve(
+    problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0, progress: Callable[[Solution], None] | None = None
+) -> Solution:
     """Returns the fastest schedule that any policy finds on the default or the memory-aware base order.
+
+    Args:
+        problem, time_limit_s, seed: as in :func:`keras_remat.solvers.solve`; there is nothing random here.
+        progress: called with every schedule that was the fastest when it was found.
 
     Raises:
         ScheduleNotFoundError: every policy got stuck.
@@ -69,6 +75,9 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     best: Schedule | None = None
     for schedule in candidates(problem, deadline_s=started + time_limit_s, max_steps=steps_limit(time_limit_s)):
         best = schedule
+        if progress is not None:
+            found_s = time.perf_counter() - started
+            progress(Solution(best, "greedy", "feasible", found_s, problem.store_all_time_s, simulate(problem, best)))
     if best is None:
         raise ScheduleNotFoundError(budget, problem.floor_bytes, solver="greedy")
     usage = simulate(problem, best)

@@ -90,7 +90,10 @@ class TensorFlowBackend:
 
     def predicted_peak_bytes(self, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> int:
         on_gpu = profiling.device_name().startswith("GPU")
-        return allocator.replayed_peak_bytes(problem, schedule, smallest_bytes=0 if on_gpu else allocator.CPU_SMALL_BYTES)
+        smallest = 0 if on_gpu else allocator.CPU_SMALL_BYTES
+        return allocator.replayed_peak_bytes(
+            problem, schedule, smallest_bytes=smallest, reserved_bytes=measure.reserved_bytes()
+        )
 
     def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         return None

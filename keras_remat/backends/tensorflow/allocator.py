@@ -38,7 +38,7 @@ class BestFitAllocator:
 
     Args:
         smallest_bytes: requests below this are not served here (they return ``None`` and count nothing).
-        pool_bytes: size of one region taken at the start, as on a GPU; 0 grows by doubling, as on the CPU.
+        pool_bytes: size of one region taken at the start, as on a GPU; where it is used up, or 0, regions grow by doubling, as on the CPU.
 
     Attributes:
         bytes_in_use, peak_bytes: whole chunks handed out now, and the most so far.
@@ -110,7 +110,13 @@ class BestFitAllocator:
 
 
 def replayed_peak_bytes(
-    problem: Problem, schedule: Schedule, *, smallest_bytes: int = 0, pool_bytes: int = 0, steps: int = 2
+    problem: Problem,
+    schedule: Schedule,
+    *,
+    smallest_bytes: int = 0,
+    pool_bytes: int = 0,
+    reserved_bytes: int = 0,
+    steps: int = 2,
 ) -> int:
     """The allocator's peak over ``steps`` runs of a schedule, resident bytes included.
 
@@ -118,10 +124,11 @@ def replayed_peak_bytes(
         problem: the graph and its costs.
         schedule: a legal order.
         smallest_bytes: requests below this do not count (:data:`CPU_SMALL_BYTES` on the CPU).
-        pool_bytes: as in :class:`BestFitAllocator`.
+        pool_bytes: as in :class:`BestFitAllocator`; the resident bytes are taken from it.
+        reserved_bytes: as ``pool_bytes``, for what is allocated beside the resident bytes (:func:`.measure.reserve`).
         steps: the first step shapes the pool, the last ones are typical.
     """
-    allocator = BestFitAllocator(smallest_bytes=smallest_bytes, pool_bytes=pool_bytes)
+    allocator = BestFitAllocator(smallest_bytes=smallest_bytes, pool_bytes=pool_bytes or reserved_bytes)
     graph, values = problem.graph, problem.graph.values
     resident = allocator.allocate(problem.profile.resident_bytes) if pool_bytes else None
     base = 0 if pool_bytes else problem.profile.resident_bytes

@@ -1,0 +1,227 @@
+"""The largest batch under a fixed memory limit: plain Keras, Chen's segment checkpoints, and the search over schedules.
+
+    python benchmarks/max_batch.py --output table.md --json results.json --check
+
+The models are those of the Checkmate paper's section 6.4 (:mod:`paper_models`, which states resolutions and departures). Each runs in a
+process of its own (:mod:`max_batch_case`). The limit is the allocator's measured peak of plain Keras at a batch of about ten, unless
+``--limit`` gives one; every byte of the device's allocator counts. At most one extra forward pass of overhead per sample is allowed, by
+measured op times. Every batch in the table was trained: from the size the search found, sizes go down while the measured peak is over the limit,
+then up by 3 % with the same order until it is. Rows are printed, and written to the JSON file, as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from step_memory import HERE, MIB, geometric_mean, machine
+
+MODELS = ("VGG19", "MobileNet", "UNet", "ResNet50", "FCN8", "SegNet")
+SOLVERS = ("chen_sqrt_n", "chen_greedy", "auto")
+#: What ``--check`` demands of ``auto`` over plain Keras: on one model at least, and as geometric mean; and of every prediction.
+BEST_RATIO, MEAN_RATIO, PREDICTION = 5.1, 3.0, 0.05
+#: Room for the models' largest limits, in one region of the allocator.
+RESERVE_BYTES = 2 * 2**30
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--models", type=_one_of(MODELS), default=MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}")
+    result.add_argument("--solvers", type=_one_of(SOLVERS), default=SOLVERS, metavar="A,B", help=f"of {', '.join(SOLVERS)}")
+    result.add_argument(
+        "--limit", type=float, metavar="MIB", help="memory limit; by default what plain Keras needs at the model's batch"
+    )
+    result.add_argument("--steps", type=int, default=2, help="timed steps per batch, after a first one (default 2)")
+    result.add_argument("--margin", type=float, default=0.0, help="share of the limit that the search leaves free (default 0)")
+    result.add_argument(
+        "--search-time", type=float, default=20.0, metavar="S", help="for the quick search of one solver (default 20)"
+    )
+    result.add_argument(
+        "--late-time", type=float, default=40.0, metavar="S", help="for auto above what the quick search reached (default 40)"
+    )
+    result.add_argument("--seed", type=int, default=0)
+    result.add_argument("--timeout", type=float, default=900.0, metavar="S", help="for one model (default 900)")
+    result.add_argument("--output", type=Path, metavar="FILE.md", help="where the tables are written beside standard output")
+    result.add_argument("--json", type=Path, metavar="FILE.json", help="where every number is written, after every row")
+    result.add_argument("--check", action="store_true", help="exit with 1 when a bound fails")
+    return result
+
+
+def _one_of(known: tuple[str, ...]) -> Any:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"unknown name {name!r}; there are {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a child is told beside its model."""
+    return {
+        "limit_bytes": None if arguments.limit is None else int(arguments.limit * MIB), "steps": arguments.steps,
+        "solvers": arguments.solvers, "margin": arguments.margin, "search_s": arguments.search_time, "late_s": arguments.late_time,
+        "seed": arguments.seed, "reserve_bytes": RESERVE_BYTES,
+    }  # fmt: skip
+
+
+def rows_of(name: str, options: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
+    """The rows of one model, as its process writes them; a process that fails adds a row with its error."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    with tempfile.TemporaryDirectory(prefix="max_batch_") as directory:
+        request, noise = Path(directory) / "options.json", Path(directory) / "stderr"
+        request.write_text(json.dumps(options | {"model": name}))
+        with noise.open("w") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "max_batch_case.py"), str(request)], env=environment, stdout=subprocess.PIPE,
+                stderr=stderr, text=True,
+            )  # fmt: skip
+        late = threading.Event()
+        timer = threading.Timer(timeout_s, lambda: (late.set(), process.kill()))
+        timer.start()
+        try:
+            assert process.stdout is not None
+            yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+            process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+        if late.is_set():
+            yield {"model": name, "row": "batch", "solver": "", "error": f"not done after {timeout_s:.0f} s"}
+        elif process.returncode != 0:
+            last = [line for line in noise.read_text().splitlines() if line.strip()][-1:] or ["no message"]
+            yield {"model": name, "row": "batch", "solver": "", "error": f"exit status {process.returncode}: {last[0]}"}
+
+
+# -------------------------------------------------------------------- what a person reads
+
+COLUMNS = (
+    "model", "solver", "pixels", "limit MiB", "batch", "over plain", "searched", "predicted", "measured", "error", "overhead predicted",
+    "time per sample / plain", "search s", "fails at", "with MiB",
+)  # fmt: skip
+PREDICTION_COLUMNS = ("model", "profiled batch", "batch", "predicted MiB", "measured MiB", "error")
+
+
+def head(columns: tuple[str, ...]) -> str:
+    """The first two lines of a Markdown table."""
+    return "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns)
+
+
+def error_of(row: dict[str, Any]) -> float:
+    """Predicted over measured peak, less one."""
+    return float(row["predicted_bytes"] / row["measured_bytes"] - 1)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of either table."""
+    if "error" in row:
+        text = " ".join(row["error"].split()).replace("|", "\\|")
+        return f"| {row['model']} | {row['solver']} | {text} |" + " |" * (len(COLUMNS) - 3)
+
+    def mib(key: str) -> str:
+        return "–" if row.get(key) is None else f"{row[key] / MIB:.1f}"
+
+    error = "–" if row["predicted_bytes"] is None else f"{error_of(row):+.1%}"
+    if row["row"] == "prediction":
+        cells = [row["model"], row["profiled"], row["batch"], mib("predicted_bytes"), mib("measured_bytes"), error]
+    else:
+        cells = [
+            row["model"], row["solver"], row["pixels"], mib("limit_bytes"), row["batch"], f"{row['ratio']:.2f}",
+            row.get("searched", "–"), mib("predicted_bytes"), mib("measured_bytes"), error, f"{row['overhead']:.1%}",
+            f"{row['time_ratio']:.2f}", "–" if row["search_s"] is None else f"{row['search_s']:.0f}", row["failed_batch"],
+            mib("failed_bytes"),
+        ]  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def ratios(rows: list[dict[str, Any]], solver: str) -> dict[str, float]:
+    """Model → measured batch over plain Keras's."""
+    return {r["model"]: r["ratio"] for r in rows if r["row"] == "batch" and r["solver"] == solver and "error" not in r}
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Geometric means per solver and the prediction errors."""
+    lines = []
+    for solver in SOLVERS:
+        found = ratios(rows, solver)
+        if found:
+            best = max(found, key=lambda name: found[name])
+            lines.append(
+                f"{solver}: geometric mean {geometric_mean(list(found.values())):.2f} × plain over {len(found)} models, "
+                f"at most {found[best]:.2f} ({best})"
+            )
+    errors = [abs(error_of(r)) for r in rows if r["row"] == "prediction"]
+    if errors:
+        lines.append(f"Predicted against measured peak at batches not profiled: largest error {max(errors):.1%}")
+    return "\n\n".join(lines)
+
+
+def failed_bounds(rows: list[dict[str, Any]]) -> list[str]:
+    """What falls short, one sentence each; empty when everything holds."""
+    failures = [f"{r['model']} {r['solver']}: {r['error']}" for r in rows if "error" in r]
+    for r in rows:
+        if r["row"] == "batch" and "error" not in r:
+            if r["measured_bytes"] > r["limit_bytes"]:
+                failures.append(f"{r['model']} {r['solver']}: measured {r['measured_bytes']} bytes, limit {r['limit_bytes']}")
+            if r["failed_bytes"] <= r["limit_bytes"]:
+                failures.append(f"{r['model']} {r['solver']}: batch {r['failed_batch']} trains too")
+        if r["row"] == "prediction" and abs(error_of(r)) > PREDICTION:
+            failures.append(
+                f"{r['model']} at {r['batch']}: predicted peak is {error_of(r):+.1%} off, more than {PREDICTION:.0%}"
+            )
+    found = list(ratios(rows, "auto").values())
+    if max(found, default=0.0) < BEST_RATIO:
+        failures.append(f"the best ratio is {max(found, default=0.0):.2f}, less than {BEST_RATIO}")
+    if not found or geometric_mean(found) < MEAN_RATIO:
+        failures.append(f"the geometric mean is {geometric_mean(found):.2f}, less than {MEAN_RATIO:g}")
+    return failures
+
+
+def document(header: str, rows: list[dict[str, Any]]) -> str:
+    """Everything in Markdown."""
+    tables = [
+        "\n".join([head(columns), *(line(r) for r in rows if r["row"] == kind)])
+        for kind, columns in (("batch", COLUMNS), ("prediction", PREDICTION_COLUMNS))
+    ]
+    return "\n\n".join([header, *tables, summary(rows)]) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit status."""
+    arguments = parser().parse_args(argv)
+    options = options_of(arguments)
+    header = f"{machine()}; float32, SGD; margin {arguments.margin:.0%}; search {arguments.search_time:g} + {arguments.late_time:g} s"
+    print(f"{header}\n\n{head(COLUMNS)}", flush=True)
+    rows: list[dict[str, Any]] = []
+    for name in arguments.models:
+        for row in rows_of(name, options, arguments.timeout):
+            rows.append(row)
+            print(line(row), flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps({"machine": header, "rows": rows}, indent=1), encoding="utf-8")
+    print(f"\n{summary(rows)}")
+    if arguments.output:
+        arguments.output.write_text(document(header, rows), encoding="utf-8")
+    failures = failed_bounds(rows)
+    for failure in failures:
+        print(f"BOUND: {failure}")
+    return 1 if arguments.check and failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""One model of the maximum batch benchmark, in a process of its own: ``python max_batch_case.py OPTIONS.json``; rows go to standard output.
+
+:mod:`max_batch` writes the options and reads the rows, one JSON object per line, each written as soon as it is known.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import paper_models
+
+import keras_remat
+from keras_remat.autotune import BatchScaling, BatchSearch, batch_scaling, search_batch_size
+from keras_remat.backends.base import Backend, RunStep, load_backend
+from keras_remat.backends.tensorflow import measure
+from keras_remat.plan import measured_problem, plan_problem
+
+#: How far one step up goes from a batch that trained.
+STEP_UP = 0.03
+#: No limit: the profile is taken of the step without recomputation.
+_UNLIMITED_BYTES = 2**50
+
+
+class Measurement:
+    """What one model can train under one limit.
+
+    Args:
+        options: see :func:`max_batch.options_of`.
+    """
+
+    def __init__(self, options: dict[str, Any]):
+        self.options = options
+        self.paper = paper_models.PAPER_MODELS[options["model"]]
+        self.model = self.paper.build(self.paper.pixels)
+        self.backend: Backend = load_backend()
+        self.limit_bytes = int(options["limit_bytes"] or 0)
+        self.plain_batch, self.plain_s_per_sample = 0, math.nan
+        self.scaling: BatchScaling
+
+    def row(self, **row: Any) -> None:
+        """Hands a row to the benchmark at once."""
+        print(json.dumps({"model": self.paper.name} | row), flush=True)
+
+    def run(self) -> None:
+        """Everything, row by row."""
+        self._plain()
+        self._profile()
+        for name in self.options["solvers"]:
+            try:
+                self._solver(name)
+            except keras_remat.RematError as error:
+                self.row(row="batch", solver=name, error=f"{type(error).__name__}: {error}")
+
+    # ---------------------------------------------------------------- plain Keras
+
+    def _measured(self, run: RunStep, size: int) -> tuple[int, float]:
+        """Trains ``steps`` steps after a first one; the highest allocator peak of them all, and the median seconds without the first."""
+        batch = self.paper.batch(size)
+        peaks, times_s = [], []
+        for _ in range(1 + self.options["steps"]):
+            logs, usage = self.backend.measure(lambda: run(batch))
+            loss = float(logs["loss"])
+            if not math.isfinite(loss):
+                raise RuntimeError(f"{self.paper.name} at batch {size}: the loss is {loss}")
+            peaks.append(usage.peak_bytes)
+            times_s.append(usage.time_s)
+        return max(peaks), median(times_s[1:])
+
+    def _train_plain(self, size: int) -> tuple[int, float]:
+        self.model.train_function = None
+        gc.collect()
+        function = self.model.make_train_function() or self.model.train_function
+        return self._measured(lambda batch: function(iter([batch])), size)
+
+    def _plain(self) -> None:
+        """The largest batch of plain Keras: found by training, one sample more at a time."""
+        size = self.paper.plain_batch
+        measure.reserve(self.options["reserve_bytes"])
+        self.backend.example_batch(self.model, self.paper.batch(1))  # builds the model
+        peak, seconds = self._train_plain(size)
+        self.limit_bytes = self.limit_bytes or peak
+        while peak > self.limit_bytes and size > 1:
+            size -= 1
+            peak, seconds = self._train_plain(size)
+        if peak > self.limit_bytes:
+            raise RuntimeError(f"plain Keras needs {peak} bytes for one sample, more than the limit of {self.limit_bytes}")
+        while True:
+            more = self._train_plain(size + 1)
+            if more[0] > self.limit_bytes:
+                break
+            size, (peak, seconds) = size + 1, more
+        self.plain_batch, self.plain_s_per_sample = size, seconds / size
+        self.row(
+            row="batch", solver="plain", limit_bytes=self.limit_bytes, batch=size, ratio=1.0, measured_bytes=peak, time_ratio=1.0,
+            failed_batch=size + 1, failed_bytes=more[0], predicted_bytes=None, overhead=0.0, search_s=None, pixels=self.paper.pixels,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- planning
+
+    def _profile(self) -> None:
+        self.model.train_function = None
+        size = self.paper.plain_batch
+        batch = self.backend.example_batch(self.model, self.paper.batch(size))
+        traced = self.backend.trace(self.model, batch)
+        estimated = self.backend.estimated_profile(traced, self.backend.bytes_in_use())
+        problem = keras_remat.Problem(traced.graph, estimated, name=self.paper.name)
+        first = plan_problem(problem, _UNLIMITED_BYTES, self.backend, solver="greedy", time_limit_s=5.0)
+        problem = measured_problem(self.backend, self.model, traced, problem, first, batch)
+        self.scaling = batch_scaling(self.backend, self.model, traced, problem, batch)
+
+    def _search(self, name: str, less_bytes: int = 0) -> BatchSearch:
+        options, limit = self.options, self.limit_bytes
+        budget = int(limit * (1 - options["margin"])) - less_bytes
+        late = {"late_solver": "auto", "late_time_limit_s": options["late_s"]} if name == "auto" and options["late_s"] else {}
+        return search_batch_size(
+            self.scaling, self.paper.plain_batch, limit, budget, self.backend, solver="greedy" if name == "auto" else name,
+            time_limit_s=options["search_s"], seed=options["seed"], **late,
+        )  # fmt: skip
+
+    def train(self, size: int, schedule: keras_remat.Schedule) -> tuple[int, float]:
+        """Really trains ``size`` samples per step by a schedule; as :meth:`_measured`."""
+        gc.collect()
+        spec = self.backend.resized_spec(self.paper.batch(1), size)
+        traced = self.backend.trace(self.model, spec)
+        problem = keras_remat.Problem(traced.graph, self.scaling.at(size).profile, name=self.paper.name)
+        keras_remat.validate(problem, schedule)
+        peak = keras_remat.simulate(problem, schedule).peak_bytes
+        return self._measured(self.backend.lower(traced, problem, schedule, peak), size)
+
+    def _predicted(self, size: int, schedule: keras_remat.Schedule) -> int:
+        return self.backend.predicted_peak_bytes(self.scaling.at(size), schedule)
+
+    # ---------------------------------------------------------------- one solver
+
+    def _solver(self, name: str) -> None:
+        started = time.perf_counter()
+        search = self._search(name)
+        search_s = time.perf_counter() - started
+        size, plan = search.max_batch_size, search.plan
+        searched, steps_down = size, 0
+        schedule = plan.solution.schedule
+        peak, seconds = self.train(size, schedule)
+        if peak > self.limit_bytes:  # search once more, with the measured error taken off what may be used
+            again = self._search(name, max(0, peak - search.plan.predicted.peak_bytes))
+            search_s, steps_down, plan, size = time.perf_counter() - started, 1, again.plan, again.max_batch_size
+            schedule = plan.solution.schedule
+            peak, seconds = self.train(size, schedule)
+        while peak > self.limit_bytes and size > 1:
+            steps_down += 1
+            size = min(size - 1, int(size * self.limit_bytes / peak))
+            peak, seconds = self.train(size, schedule)
+        trained = size, peak, seconds
+        while True:  # the same order at larger batches, until the allocator says no
+            more = max(size + 1, math.ceil(size * (1 + STEP_UP)))
+            failed = self.train(more, schedule)
+            if failed[0] > self.limit_bytes:
+                break
+            size, trained = more, (more, *failed)
+        size, peak, seconds = trained
+        self.row(
+            row="batch", solver=name, limit_bytes=self.limit_bytes, batch=size, ratio=size / self.plain_batch, searched=searched,
+            steps_down=steps_down, predicted_bytes=self._predicted(size, schedule), measured_bytes=peak, overhead=plan.overhead,
+            time_ratio=seconds / size / self.plain_s_per_sample, search_s=search_s, failed_batch=more, failed_bytes=failed[0],
+            recomputed=len(schedule.recomputed), found_by=plan.solution.solver, pixels=self.paper.pixels,
+        )  # fmt: skip
+        if name == self.options["solvers"][-1]:
+            self._predictions(size, peak, schedule)
+
+    def _predictions(self, found: int, found_peak: int, schedule: keras_remat.Schedule) -> None:
+        """Predicted and measured peak of the found order at batches that were not profiled."""
+        profiled = self.paper.plain_batch
+        for size in (profiled // 2, 2 * profiled, found):
+            measured = found_peak if size == found else self.train(size, schedule)[0]
+            self.row(
+                row="prediction", batch=size, profiled=profiled, predicted_bytes=self._predicted(size, schedule),
+                measured_bytes=measured,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    Measurement(json.loads(Path(sys.argv[1]).read_text())).run()

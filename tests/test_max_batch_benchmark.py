@@ -1,0 +1,79 @@
+"""The maximum batch benchmark reads its command line, reports what it was given, and demands what it says."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="an installed package has no benchmarks beside it")
+
+
+@pytest.fixture
+def max_batch(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("max_batch")
+
+
+def batch_row(**changes):
+    return {
+        "model": "UNet", "row": "batch", "solver": "auto", "limit_bytes": 1000, "batch": 48, "ratio": 6.0, "searched": 48,
+        "predicted_bytes": 990, "measured_bytes": 980, "overhead": 0.1, "time_ratio": 1.1, "search_s": 9.0, "failed_batch": 50,
+        "failed_bytes": 1001, "pixels": 96,
+    } | changes  # fmt: skip
+
+
+def prediction_row(**changes):
+    row = {"model": "UNet", "row": "prediction", "profiled": 8, "batch": 4, "predicted_bytes": 99, "measured_bytes": 100}
+    return row | changes
+
+
+def test_models_and_solvers_exist(max_batch):
+    models = importlib.import_module("paper_models")
+    solvers = importlib.import_module("keras_remat.solvers")
+    assert tuple(models.PAPER_MODELS) == max_batch.MODELS
+    assert set(max_batch.SOLVERS) <= set(solvers.SOLVERS)
+    assert max_batch.parser().parse_args([]).models == max_batch.MODELS
+
+
+@pytest.mark.parametrize("arguments", [["--models", "AlexNet"], ["--solvers", "dtr"], ["--limit", "much"]])
+def test_bad_arguments_are_refused(max_batch, arguments, capsys):
+    with pytest.raises(SystemExit) as refusal:
+        max_batch.parser().parse_args(arguments)
+    assert refusal.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_accepts_what_holds(max_batch):
+    assert max_batch.failed_bounds([batch_row(), prediction_row()]) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (batch_row(measured_bytes=1001), "measured 1001 bytes, limit 1000"),
+        (batch_row(failed_bytes=1000), "batch 50 trains too"),
+        (batch_row(ratio=5.0), "the best ratio is 5.00, less than 5.1"),
+        (batch_row(ratio=2.9), "the geometric mean is 2.90, less than 3"),
+        (batch_row(solver="chen_greedy"), "the geometric mean is nan"),
+        (prediction_row(predicted_bytes=94), "-6.0% off, more than 5%"),
+        ({"model": "UNet", "row": "batch", "solver": "auto", "error": "none | found"}, "UNet auto: none | found"),
+    ],
+)
+def test_names_the_bound_that_fails(max_batch, row, said):
+    assert any(said in failure for failure in max_batch.failed_bounds([row]))
+
+
+def test_every_line_has_the_columns_of_its_table(max_batch):
+    plain = batch_row(solver="plain", predicted_bytes=None, search_s=None)
+    failed = {"model": "VGG19", "row": "batch", "solver": "", "error": "killed | by\nthe kernel"}
+    for row in (batch_row(), plain, failed):
+        assert max_batch.line(row).replace("\\|", "").count("|") == len(max_batch.COLUMNS) + 1
+    assert max_batch.line(prediction_row()).count("|") == len(max_batch.PREDICTION_COLUMNS) + 1
+    assert "-1.0%" in max_batch.document("machine", [batch_row(), prediction_row()])
+
+
+def test_a_crashing_child_is_a_row(max_batch):
+    rows = list(max_batch.rows_of("no such model", {"limit_bytes": None}, 300.0))
+    assert [row["model"] for row in rows] == ["no such model"]
+    assert "KeyError" in rows[0]["error"]
