@@ -6,6 +6,7 @@ predicted to take and, once it has run, what it took. :func:`make_plan` makes on
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass, field, replace
@@ -23,9 +24,13 @@ from keras_remat.solvers import check_floor, solve
 from keras_remat.units import format_bytes, format_seconds, parse_bytes
 from keras_remat.validate import check_rules
 
+logger = logging.getLogger(__name__)
+
 FORMAT, VERSION = "keras_remat.plan", 1
 #: How often a plan is made again because the allocator needs more than the simulated peak.
 _MAX_CORRECTIONS = 10
+#: Of the time for a plan, what the quick solver may take before "auto"; and of what is left, what one solve may take.
+_QUICK_SHARE, _SOLVE_SHARE = 0.25, 0.7
 #: The least a correction takes off, as a share of what is above the floor.
 _LEAST_STEP = 0.05
 
@@ -193,31 +198,63 @@ def plan_problem(
         budget_bytes: what the device may have in use.
         backend: whose allocator decides.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
-        time_limit_s: seconds for all solves together; a late one gets a tenth of it at least.
+        time_limit_s: seconds for all solves together; each gets a part of what is left, and a late one a tenth of it at least.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
     """
     check_floor(problem.with_budget(budget_bytes))
+    deadline_s = time.perf_counter() + time_limit_s
+    if solver != "auto":
+        return _within_allocator(problem, budget_bytes, backend, budget_bytes, solver, deadline_s, seed)[0]
+    # how much the allocator needs above a schedule is found out by the quick solver; the slow one starts from there
+    quick: Plan | None = None
+    start = budget_bytes
+    try:
+        quick_deadline_s = time.perf_counter() + _QUICK_SHARE * time_limit_s
+        quick, start = _within_allocator(problem, budget_bytes, backend, budget_bytes, "greedy", quick_deadline_s, seed)
+    except ScheduleNotFoundError as error:
+        logger.debug("keras_remat: %s", error)
+    try:
+        plan, _ = _within_allocator(problem, budget_bytes, backend, start, solver, deadline_s, seed)
+    except ScheduleNotFoundError:
+        if quick is None:
+            raise
+        return quick
+    return plan if quick is None or plan.predicted.time_s <= quick.predicted.time_s else quick
+
+
+def _within_allocator(
+    problem: Problem, budget_bytes: int, backend: Backend, start: int, solver: str, deadline_s: float, seed: int
+) -> tuple[Plan, int]:
+    """A plan of one solver whose allocator peak keeps to the budget, and the target that it was solved for.
+
+    Args:
+        start: the first target, in bytes.
+        deadline_s: by ``time.perf_counter``; a late solve gets a tenth of the time all the same.
+    """
     store_all = Schedule.store_all(problem.graph)
     baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
-    target, found, unreachable = budget_bytes, budget_bytes, problem.floor_bytes
+    target, found, unreachable = start, start, problem.floor_bytes
+    least_s = max(0.01, (deadline_s - time.perf_counter()) / _MAX_CORRECTIONS)
     over: int | None = None
     misses = 0
-    deadline_s = time.perf_counter() + time_limit_s
     for _ in range(_MAX_CORRECTIONS):
         if target < problem.floor_bytes:
             break
-        left_s = max(deadline_s - time.perf_counter(), time_limit_s / _MAX_CORRECTIONS)
+        left_s = deadline_s - time.perf_counter()
         seen: list[Solution] = []
         try:
-            solve(problem.with_budget(target), solver=solver, time_limit_s=left_s, seed=seed, progress=seen.append)
+            final = solve(
+                problem.with_budget(target), solver=solver, time_limit_s=max(_SOLVE_SHARE * left_s, least_s), seed=seed,
+                progress=seen.append,
+            )  # fmt: skip
         except ScheduleNotFoundError:
             if over is None:
                 raise
             unreachable, target = target, (target + found) // 2
             continue
-        solution, peak = _replayed(problem, seen, budget_bytes, target, backend)
+        solution, peak = _replayed(problem, [*seen, final], budget_bytes, target, backend)
         step = 1
         if peak <= budget_bytes:
             # where lowering tells the peak, that decides; it takes long, so every miss is followed by a longer step
@@ -226,11 +263,11 @@ def plan_problem(
             step = 2 ** max(0, misses - 1)
         if peak <= budget_bytes:
             assert solution.usage is not None
-            predicted = Usage(solution.usage.time_s, peak)
-            return Plan(
-                problem.graph.fingerprint, budget_bytes, solution, baseline, predicted,
+            plan = Plan(
+                problem.graph.fingerprint, budget_bytes, solution, baseline, Usage(solution.usage.time_s, peak),
                 profile_source=problem.profile.source, device=problem.profile.device, name=problem.name, problem=problem,
             )  # fmt: skip
+            return plan, target
         over = peak if over is None else min(over, peak)
         found = target
         # a few bytes less give the same schedule
