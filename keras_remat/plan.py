@@ -202,7 +202,10 @@ def plan_problem(
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
+        ValueError: a time limit that is not positive.
     """
+    if not time_limit_s > 0:
+        raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     check_floor(problem.with_budget(budget_bytes))
     deadline_s = time.perf_counter() + time_limit_s
     if solver != "auto":
