@@ -28,8 +28,6 @@ MODELS = ("VGG19", "MobileNet", "UNet", "ResNet50", "FCN8", "SegNet")
 SOLVERS = ("chen_sqrt_n", "chen_greedy", "auto")
 #: What ``--check`` demands of ``auto`` over plain Keras: on one model at least, and as geometric mean; and of every prediction.
 BEST_RATIO, MEAN_RATIO, PREDICTION = 5.1, 3.0, 0.05
-#: Room for the models' largest limits, in one region of the allocator.
-RESERVE_BYTES = 2 * 2**30
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,7 +70,7 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "limit_bytes": None if arguments.limit is None else int(arguments.limit * MIB), "steps": arguments.steps,
         "solvers": arguments.solvers, "margin": arguments.margin, "search_s": arguments.search_time, "late_s": arguments.late_time,
-        "seed": arguments.seed, "reserve_bytes": RESERVE_BYTES,
+        "seed": arguments.seed,
     }  # fmt: skip
 
 

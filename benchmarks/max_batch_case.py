@@ -22,7 +22,6 @@ import paper_models
 import keras_remat
 from keras_remat.autotune import BatchScaling, BatchSearch, batch_scaling, search_batch_size
 from keras_remat.backends.base import Backend, RunStep, load_backend
-from keras_remat.backends.tensorflow import measure
 from keras_remat.plan import measured_problem, plan_problem
 
 #: How far one step up goes from a batch that trained.
@@ -85,7 +84,6 @@ class Measurement:
     def _plain(self) -> None:
         """The largest batch of plain Keras: found by training, one sample more at a time."""
         size = self.paper.plain_batch
-        measure.reserve(self.options["reserve_bytes"])
         self.backend.example_batch(self.model, self.paper.batch(1))  # builds the model
         peak, seconds = self._train_plain(size)
         self.limit_bytes = self.limit_bytes or peak

@@ -20,10 +20,10 @@ from keras_remat.backends.base import Backend, TracedStep, load_backend
 from keras_remat.backends.examples import batch_size_of
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.graph import FORWARD, Graph, Value
-from keras_remat.plan import Plan, measured_problem, plan_problem, reused_plan, usable_bytes
+from keras_remat.plan import Plan, plan_problem, reused_plan, traced_model
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
-from keras_remat.units import format_bytes, parse_bytes
+from keras_remat.units import format_bytes
 
 #: The search stops when the bracket is this share of the batch.
 _RESOLUTION = 0.01
@@ -354,24 +354,15 @@ def find_max_batch_size(
         UnsupportedModelError: the model cannot be rematerialized, or its graph changes with the batch size.
         ValueError, TypeError: wrong arguments.
     """
-    if profile not in ("measured", "estimated"):
-        raise ValueError(f'profile must be "measured" or "estimated", got {profile!r}')
     number = isinstance(max_overhead, (int, float)) and max_overhead >= 0
     if not number and max_overhead is not None and max_overhead != "forward":
         raise ValueError(f'max_overhead must be at least 0, None or "forward", got {max_overhead!r}')
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     backend = load_backend()
-    backend.check(model)
-    limit = parse_bytes(memory_limit, total_bytes=backend.device_memory_bytes())
-    budget = usable_bytes(limit, margin)
-    arrays = backend.example_batch(model, batch)
-    traced = backend.trace(model, arrays)
-    problem = Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()), name=model.name)
-    if profile == "measured":
-        first = plan_problem(problem, budget, backend, solver="greedy", time_limit_s=10.0, seed=seed)
-        problem = measured_problem(backend, model, traced, problem, first, arrays)
-    scaling = batch_scaling(backend, model, traced, problem, arrays)
+    step = traced_model(backend, model, batch, memory_limit, margin, profile, seed)
+    scaling = batch_scaling(backend, model, step.traced, step.problem, step.batch)
     return search_batch_size(
-        scaling, batch_size_of(arrays), limit, budget, backend, max_overhead=max_overhead, time_limit_s=time_limit_s, seed=seed
-    )
+        scaling, batch_size_of(step.batch), step.limit_bytes, step.budget_bytes, backend, max_overhead=max_overhead,
+        time_limit_s=time_limit_s, seed=seed,
+    )  # fmt: skip

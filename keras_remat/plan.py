@@ -22,13 +22,15 @@ from keras_remat.serialize import problem_from_dict, problem_to_dict, read_json,
 from keras_remat.simulate import simulate
 from keras_remat.solvers import check_floor, solve
 from keras_remat.units import format_bytes, format_seconds, parse_bytes
-from keras_remat.validate import check_rules
+from keras_remat.validate import check_rules, validate
 
 logger = logging.getLogger(__name__)
 
 FORMAT, VERSION = "keras_remat.plan", 1
 #: How often a plan is made again because the allocator needs more than the simulated peak.
 _MAX_CORRECTIONS = 10
+#: Seconds for the plan that measuring runs under.
+_QUICK_PLAN_S = 10.0
 #: Of the time for a plan, what the quick solver may take before "auto"; and of what is left, what one solve may take.
 _QUICK_SHARE, _SOLVE_SHARE = 0.25, 0.7
 #: The least a correction takes off, as a share of what is above the floor.
@@ -296,6 +298,7 @@ def _replayed(
         if peak <= budget_bytes:
             break
     assert best is not None
+    validate(problem.with_budget(target), best[0].schedule)
     return best
 
 
@@ -352,22 +355,55 @@ def make_plan(
         UnsupportedModelError: the model cannot be rematerialized.
         ValueError, TypeError: wrong arguments.
     """
+    backend = load_backend()
+    step = traced_model(backend, model, batch, memory_limit, margin, profile, seed)
+    return plan_problem(step.problem, step.budget_bytes, backend, solver=solver, time_limit_s=solver_time_limit_s, seed=seed)
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model's train step with its costs, outside of ``fit``.
+
+    Args:
+        batch: what was traced, as the framework's arrays.
+        traced: the step.
+        problem: its graph and profile.
+        limit_bytes, budget_bytes: the memory limit, and what of it may be used.
+    """
+
+    batch: Any
+    traced: TracedStep
+    problem: Problem
+    limit_bytes: int
+    budget_bytes: int
+
+
+def traced_model(
+    backend: Backend, model: Any, batch: Any, memory_limit: int | str, margin: float, profile: str, seed: int
+) -> TracedModel:
+    """Traces a model and gives it a profile; with ``"measured"`` steps run under a quick plan, and every variable is put back.
+
+    Args:
+        backend: of the framework Keras runs on.
+        model, batch, memory_limit, margin, profile, seed: as in :func:`make_plan`.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: no quick plan to measure under.
+        UnsupportedModelError: the model cannot be rematerialized.
+        ValueError, TypeError: wrong arguments.
+    """
     if profile not in ("measured", "estimated"):
         raise ValueError(f'profile must be "measured" or "estimated", got {profile!r}')
-    backend = load_backend()
     backend.check(model)
     limit = parse_bytes(memory_limit, total_bytes=backend.device_memory_bytes())
     budget = usable_bytes(limit, margin)
     arrays = backend.example_batch(model, batch)
     traced = backend.trace(model, arrays)
     problem = Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()), name=model.name)
-    quick = {"solver": "greedy", "time_limit_s": min(10.0, solver_time_limit_s), "seed": seed}
-    options = {"solver": solver, "time_limit_s": solver_time_limit_s, "seed": seed}
-    if profile == "estimated":
-        return plan_problem(problem, budget, backend, **options)  # type: ignore[arg-type]
-    first = plan_problem(problem, budget, backend, **quick)  # type: ignore[arg-type]
-    problem = measured_problem(backend, model, traced, problem, first, arrays)
-    return plan_problem(problem, budget, backend, **options)  # type: ignore[arg-type]
+    if profile == "measured":
+        first = plan_problem(problem, budget, backend, solver="greedy", time_limit_s=_QUICK_PLAN_S, seed=seed)
+        problem = measured_problem(backend, model, traced, problem, first, arrays)
+    return TracedModel(arrays, traced, problem, limit, budget)
 
 
 def measured_problem(backend: Backend, model: Any, traced: TracedStep, problem: Problem, plan: Plan, batch: Any) -> Problem:

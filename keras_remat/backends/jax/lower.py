@@ -71,7 +71,6 @@ class _Run:
         self._held: list[Any] = []  # values whose ids are in the sets above stay alive, so that no id is used twice
         self._condition_phase = FORWARD
         self._conditional_random = jax.default_backend() == "cpu"
-        self.n_guards = self.n_triggers = 0
 
     def op(self, op_id: int) -> None:
         """Runs one position of the order."""
@@ -205,7 +204,6 @@ class _Run:
         if key not in self._guards:
             self._guards[key] = (original, guard(original, self._condition))
             self._held.append(self._guards[key])
-            self.n_guards += 1
         inputs[at] = self._guards[key][1]
         self._current.add(id(inputs[at]))
         self._late.add(id(inputs[at]))
@@ -222,7 +220,6 @@ class _Run:
         if left:
             self._condition = never(left[-MAX_TRIGGERS:])
             self._condition_phase = self._graph.ops[self._since[-1]].phase
-            self.n_triggers += 1
             self._guards, self._current = {}, set()
         self._since = []
 

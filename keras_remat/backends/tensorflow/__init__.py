@@ -90,10 +90,7 @@ class TensorFlowBackend:
 
     def predicted_peak_bytes(self, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> int:
         on_gpu = profiling.device_name().startswith("GPU")
-        smallest = 0 if on_gpu else allocator.CPU_SMALL_BYTES
-        return allocator.replayed_peak_bytes(
-            problem, schedule, smallest_bytes=smallest, reserved_bytes=measure.reserved_bytes()
-        )
+        return allocator.replayed_peak_bytes(problem, schedule, smallest_bytes=0 if on_gpu else allocator.CPU_SMALL_BYTES)
 
     def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         return None

@@ -115,7 +115,6 @@ def replayed_peak_bytes(
     *,
     smallest_bytes: int = 0,
     pool_bytes: int = 0,
-    reserved_bytes: int = 0,
     steps: int = 2,
 ) -> int:
     """The allocator's peak over ``steps`` runs of a schedule, resident bytes included.
@@ -125,10 +124,9 @@ def replayed_peak_bytes(
         schedule: a legal order.
         smallest_bytes: requests below this do not count (:data:`CPU_SMALL_BYTES` on the CPU).
         pool_bytes: as in :class:`BestFitAllocator`; the resident bytes are taken from it.
-        reserved_bytes: as ``pool_bytes``, for what is allocated beside the resident bytes (:func:`.measure.reserve`).
         steps: the first step shapes the pool, the last ones are typical.
     """
-    allocator = BestFitAllocator(smallest_bytes=smallest_bytes, pool_bytes=pool_bytes or reserved_bytes)
+    allocator = BestFitAllocator(smallest_bytes=smallest_bytes, pool_bytes=pool_bytes)
     graph, values = problem.graph, problem.graph.values
     resident = allocator.allocate(problem.profile.resident_bytes) if pool_bytes else None
     base = 0 if pool_bytes else problem.profile.resident_bytes

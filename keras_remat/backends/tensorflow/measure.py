@@ -13,29 +13,6 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.profile import device_name
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.schedule import Usage
-from keras_remat.units import MIB
-
-
-class _Reserve:
-    """The largest region that :func:`reserve` made in this process; the allocator never gives one back."""
-
-    nbytes = 0
-
-
-def reserve(nbytes: int) -> None:
-    """Makes the allocator hold one free region of ``nbytes`` or more, untouched, from which later allocations are cut.
-
-    On a CPU TensorFlow's allocator otherwise grows by regions of 2, 4, 8 … MiB, and hands out whole chunks of up to twice what was asked
-    for: what a step takes then depends on everything that ran before it. On a GPU there is such a region from the start.
-    """
-    if nbytes > _Reserve.nbytes and not device_name().startswith("GPU"):
-        tf.raw_ops.Empty(shape=[-(-nbytes // MIB), MIB], dtype=tf.uint8, init=False)
-        _Reserve.nbytes = nbytes
-
-
-def reserved_bytes() -> int:
-    """Bytes of the largest region that :func:`reserve` made in this process."""
-    return _Reserve.nbytes
 
 
 def bytes_in_use() -> int:

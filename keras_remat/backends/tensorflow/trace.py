@@ -55,7 +55,6 @@ class TensorFlowStep(TracedStep):
         inputs: ``(placeholder name, dtype, shape)`` of the batch, in flattening order.
         output_tensors: names of the tensors the step returns, in flattening order of ``output_structure``.
         output_structure: what ``train_step`` returned, with symbolic tensors.
-        data_structure: the batch's structure, with ``TensorSpec`` leaves.
         tensor_shapes: tensor name → static shape, or ``None`` when unknown.
     """
 
@@ -69,7 +68,6 @@ class TensorFlowStep(TracedStep):
     inputs: tuple[tuple[str, Any, Any], ...] = ()
     output_tensors: tuple[str, ...] = ()
     output_structure: Any = None
-    data_structure: Any = None
     tensor_shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
 
     @cached_property
@@ -147,7 +145,6 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
         inputs=inputs,
         output_tensors=outputs,
         output_structure=concrete.structured_outputs,
-        data_structure=structure,
     )
 
 
