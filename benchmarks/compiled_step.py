@@ -142,7 +142,7 @@ def compile_ours(model, batch, budget, smallest):
     """Returns the compiled step for a budget, or for the smallest peak that can be planned, and its numbers."""
     from keras_remat.backends.jax import backend
     from keras_remat.errors import RematError
-    from keras_remat.plan import plan_problem
+    from keras_remat.planning import plan_problem
     from keras_remat.problem import Problem
 
     device, compilations = backend(), []

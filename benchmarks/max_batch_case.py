@@ -22,7 +22,7 @@ import paper_models
 import keras_remat
 from keras_remat.autotune import BatchScaling, BatchSearch, batch_scaling, search_batch_size
 from keras_remat.backends.base import Backend, RunStep, load_backend
-from keras_remat.plan import measured_problem, plan_problem
+from keras_remat.planning import measured_problem, plan_problem
 
 #: How far one step up goes from a batch that trained.
 STEP_UP = 0.03

@@ -27,7 +27,7 @@ import numpy as np
 
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend, preserved_state
-from keras_remat.plan import plan_problem
+from keras_remat.planning import plan_problem
 
 #: Steps each variant runs before the next one takes its turn; the first of them is not timed.
 _TURN_STEPS = 5

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from keras_remat.graph import Graph, Op, Value
-    from keras_remat.plan import Plan, load_plan, make_plan
+    from keras_remat.plan import Plan, load_plan
+    from keras_remat.planning import make_plan
     from keras_remat.problem import Problem
     from keras_remat.profile import Profile
     from keras_remat.report import AutotuneReport
@@ -96,7 +97,8 @@ _NAMES_BY_MODULE = {
         "UnsupportedModelError",
     ),
     "graph": ("Graph", "Op", "Value"),
-    "plan": ("Plan", "load_plan", "make_plan"),
+    "plan": ("Plan", "load_plan"),
+    "planning": ("make_plan",),
     "problem": ("Problem",),
     "profile": ("Profile",),
     "report": ("AutotuneReport",),

@@ -20,7 +20,8 @@ from keras_remat.backends.base import Backend, TracedStep, load_backend
 from keras_remat.backends.examples import batch_size_of
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.graph import FORWARD, Graph, Value
-from keras_remat.plan import Plan, plan_problem, reused_plan, traced_model
+from keras_remat.plan import Plan
+from keras_remat.planning import plan_problem, reused_plan, traced_model
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
 from keras_remat.units import format_bytes

@@ -121,7 +121,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _run_plan(options: argparse.Namespace) -> int:
-    from keras_remat.plan import make_plan
+    from keras_remat.planning import make_plan
     from keras_remat.units import check_memory_limit
 
     limit = _limit(options.memory_limit)

@@ -1,40 +1,28 @@
-"""From a model to a plan: trace → profile → solve → validate.
+"""The contract that gets installed: a schedule for one graph under one budget, as a record, a file, and an entry of a cache.
 
-A :class:`Plan` is the contract that gets installed: a schedule for one graph (told by its fingerprint) under one budget, with what it was
-predicted to take and, once it has run, what it took. :func:`make_plan` makes one without training.
+A :class:`Plan` tells its graph by fingerprint, and carries what it was predicted to take and, once it has run, what it took. Plans are made in
+:mod:`keras_remat.planning`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from keras_remat.backends.base import Backend, TracedStep, load_backend, preserved_state
-from keras_remat.errors import InfeasibleBudgetError, InvalidProblemError, PlanMismatchError, RematError, ScheduleNotFoundError
+from keras_remat.errors import InvalidProblemError, PlanMismatchError, RematError
 from keras_remat.graph import Graph
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution, Usage
 from keras_remat.serialize import problem_from_dict, problem_to_dict, read_json, write_json
-from keras_remat.simulate import simulate
-from keras_remat.solvers import check_floor, solve
-from keras_remat.units import format_bytes, format_seconds, parse_bytes
-from keras_remat.validate import check_rules, validate
+from keras_remat.units import format_bytes, format_seconds
+from keras_remat.validate import check_rules
 
 logger = logging.getLogger(__name__)
 
 FORMAT, VERSION = "keras_remat.plan", 1
-#: How often a plan is made again because the allocator needs more than the simulated peak.
-_MAX_CORRECTIONS = 10
-#: Seconds for the plan that measuring runs under.
-_QUICK_PLAN_S = 10.0
-#: Of the time for a plan, what the quick solver may take before "auto"; and of what is left, what one solve may take.
-_QUICK_SHARE, _SOLVE_SHARE = 0.25, 0.7
-#: The least a correction takes off, as a share of what is above the floor.
-_LEAST_STEP = 0.05
 
 
 @dataclass(frozen=True)
@@ -179,269 +167,3 @@ def cached_plan(cache_dir: str | os.PathLike[str], problem: Problem, budget_byte
     except RematError as error:
         raise InvalidProblemError(str(error), source=os.fspath(path)) from error
     return plan
-
-
-def plan_problem(
-    problem: Problem,
-    budget_bytes: int,
-    backend: Backend,
-    *,
-    solver: str = "auto",
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-) -> Plan:
-    """Solves a traced problem so that the *allocator's* peak stays under the budget.
-
-    The allocator rounds and fragments, so a schedule is solved for a little less than the budget: what its replay needs above the budget
-    is taken off and the problem is solved again, until it fits; where that is more than a schedule can save, a target between is tried.
-
-    Args:
-        problem: graph and profile; its own budget plays no part.
-        budget_bytes: what the device may have in use.
-        backend: whose allocator decides.
-        solver, seed: as in :func:`keras_remat.solvers.solve`.
-        time_limit_s: seconds for all solves together; each gets a part of what is left, and a late one a tenth of it at least.
-
-    Raises:
-        InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
-        ValueError: a time limit that is not positive.
-    """
-    if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
-    check_floor(problem.with_budget(budget_bytes))
-    deadline_s = time.perf_counter() + time_limit_s
-    if solver != "auto":
-        return _within_allocator(problem, budget_bytes, backend, budget_bytes, solver, deadline_s, seed)[0]
-    # how much the allocator needs above a schedule is found out by the quick solver; the slow one starts from there
-    quick: Plan | None = None
-    start = budget_bytes
-    try:
-        quick_deadline_s = time.perf_counter() + _QUICK_SHARE * time_limit_s
-        quick, start = _within_allocator(problem, budget_bytes, backend, budget_bytes, "greedy", quick_deadline_s, seed)
-    except ScheduleNotFoundError as error:
-        logger.debug("keras_remat: %s", error)
-    try:
-        plan, _ = _within_allocator(problem, budget_bytes, backend, start, solver, deadline_s, seed)
-    except ScheduleNotFoundError:
-        if quick is None:
-            raise
-        return quick
-    return plan if quick is None or plan.predicted.time_s <= quick.predicted.time_s else quick
-
-
-def _within_allocator(
-    problem: Problem, budget_bytes: int, backend: Backend, start: int, solver: str, deadline_s: float, seed: int
-) -> tuple[Plan, int]:
-    """A plan of one solver whose allocator peak keeps to the budget, and the target that it was solved for.
-
-    Args:
-        start: the first target, in bytes.
-        deadline_s: by ``time.perf_counter``; a late solve gets a tenth of the time all the same.
-    """
-    store_all = Schedule.store_all(problem.graph)
-    baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
-    target, found, unreachable = start, start, problem.floor_bytes
-    least_s = max(0.01, (deadline_s - time.perf_counter()) / _MAX_CORRECTIONS)
-    over: int | None = None
-    misses = 0
-    for _ in range(_MAX_CORRECTIONS):
-        if target < problem.floor_bytes:
-            break
-        left_s = deadline_s - time.perf_counter()
-        seen: list[Solution] = []
-        try:
-            final = solve(
-                problem.with_budget(target), solver=solver, time_limit_s=max(_SOLVE_SHARE * left_s, least_s), seed=seed,
-                progress=seen.append,
-            )  # fmt: skip
-        except ScheduleNotFoundError:
-            if over is None:
-                raise
-            unreachable, target = target, (target + found) // 2
-            continue
-        solution, peak = _replayed(problem, [*seen, final], budget_bytes, target, backend)
-        step = 1
-        if peak <= budget_bytes:
-            # where lowering tells the peak, that decides; it takes long, so every miss is followed by a longer step
-            peak = backend.lowered_peak_bytes(problem, solution.schedule) or peak
-            misses += peak > budget_bytes
-            step = 2 ** max(0, misses - 1)
-        if peak <= budget_bytes:
-            assert solution.usage is not None
-            plan = Plan(
-                problem.graph.fingerprint, budget_bytes, solution, baseline, Usage(solution.usage.time_s, peak),
-                profile_source=problem.profile.source, device=problem.profile.device, name=problem.name, problem=problem,
-            )  # fmt: skip
-            return plan, target
-        over = peak if over is None else min(over, peak)
-        found = target
-        # a few bytes less give the same schedule
-        less = max(step * (peak - budget_bytes), int(_LEAST_STEP * (target - unreachable)))
-        target = max(target - less, (unreachable + target) // 2)
-    raise ScheduleNotFoundError(budget_bytes, problem.floor_bytes, over, solver=solver)
-
-
-def _replayed(
-    problem: Problem, solutions: list[Solution], budget_bytes: int, target: int, backend: Backend
-) -> tuple[Solution, int]:
-    """The fastest of a solver's solutions whose allocator peak keeps to the budget, or the one with the least peak; with that peak.
-
-    Args:
-        solutions: as they were found, the fastest last.
-    """
-    best: tuple[Solution, int] | None = None
-    for schedule in dict.fromkeys(solution.schedule for solution in reversed(solutions)):
-        solution = next(s for s in reversed(solutions) if s.schedule == schedule)
-        peak = backend.predicted_peak_bytes(problem, schedule, target)
-        if best is None or peak < best[1]:
-            best = replace(solution, usage=simulate(problem, schedule)), peak
-        if peak <= budget_bytes:
-            break
-    assert best is not None
-    validate(problem.with_budget(target), best[0].schedule)
-    return best
-
-
-def reused_plan(problem: Problem, schedule: Schedule, budget_bytes: int, backend: Backend) -> Plan | None:
-    """A plan that runs a known order of the same ops, found for another batch size; ``None`` where it needs more than the budget.
-
-    Args:
-        problem: graph and profile at the size that is wanted.
-        schedule: an order of ops with the same ids, inputs and outputs, which is therefore legal here.
-        budget_bytes, backend: as in :func:`plan_problem`.
-    """
-    usage = simulate(problem, schedule)
-    if usage.peak_bytes > budget_bytes:
-        return None
-    peak = backend.predicted_peak_bytes(problem, schedule)
-    if peak > budget_bytes:
-        return None
-    store_all = Schedule.store_all(problem.graph)
-    baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
-    return Plan(
-        problem.graph.fingerprint, budget_bytes, Solution(schedule, "reused", "feasible", 0.0, None, usage), baseline,
-        Usage(usage.time_s, peak), profile_source=problem.profile.source, device=problem.profile.device, name=problem.name,
-        problem=problem,
-    )  # fmt: skip
-
-
-def make_plan(
-    model: Any,
-    batch: Any,
-    memory_limit: int | str,
-    *,
-    solver: str = "auto",
-    solver_time_limit_s: float = 30.0,
-    profile: Literal["measured", "estimated"] = "measured",
-    margin: float = 0.05,
-    seed: int = 0,
-) -> Plan:
-    """Plans a model's train step without training; the model comes back as it was.
-
-    Args:
-        model: a compiled Keras model.
-        batch: ``(x, y[, sample_weight])`` as arrays or specs, or an int batch size where inputs and targets follow from the model.
-        memory_limit: every byte the device's allocator may have in use: ``8 * 2**30``, ``"8GiB"`` or ``"80%"`` of the device.
-        solver: a name in ``SOLVERS``.
-        solver_time_limit_s: seconds for the solver.
-        profile: ``"measured"`` runs a few steps (under an estimated plan) on the device and puts every variable back;
-            ``"estimated"`` runs nothing.
-        margin: share of the limit that is kept free.
-        seed: the same model and seed give the same plan, up to measured times.
-
-    Raises:
-        InfeasibleBudgetError: the limit is below what one op alone needs.
-        ScheduleNotFoundError: no schedule was found under it.
-        UnsupportedModelError: the model cannot be rematerialized.
-        ValueError, TypeError: wrong arguments.
-    """
-    backend = load_backend()
-    step = traced_model(backend, model, batch, memory_limit, margin, profile, seed)
-    return plan_problem(step.problem, step.budget_bytes, backend, solver=solver, time_limit_s=solver_time_limit_s, seed=seed)
-
-
-@dataclass(frozen=True)
-class TracedModel:
-    """A model's train step with its costs, outside of ``fit``.
-
-    Args:
-        batch: what was traced, as the framework's arrays.
-        traced: the step.
-        problem: its graph and profile.
-        limit_bytes, budget_bytes: the memory limit, and what of it may be used.
-    """
-
-    batch: Any
-    traced: TracedStep
-    problem: Problem
-    limit_bytes: int
-    budget_bytes: int
-
-
-def traced_model(
-    backend: Backend, model: Any, batch: Any, memory_limit: int | str, margin: float, profile: str, seed: int
-) -> TracedModel:
-    """Traces a model and gives it a profile; with ``"measured"`` steps run under a quick plan, and every variable is put back.
-
-    Args:
-        backend: of the framework Keras runs on.
-        model, batch, memory_limit, margin, profile, seed: as in :func:`make_plan`.
-
-    Raises:
-        InfeasibleBudgetError, ScheduleNotFoundError: no quick plan to measure under.
-        UnsupportedModelError: the model cannot be rematerialized.
-        ValueError, TypeError: wrong arguments.
-    """
-    if profile not in ("measured", "estimated"):
-        raise ValueError(f'profile must be "measured" or "estimated", got {profile!r}')
-    backend.check(model)
-    limit = parse_bytes(memory_limit, total_bytes=backend.device_memory_bytes())
-    budget = usable_bytes(limit, margin)
-    arrays = backend.example_batch(model, batch)
-    traced = backend.trace(model, arrays)
-    problem = Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()), name=model.name)
-    if profile == "measured":
-        first = plan_problem(problem, budget, backend, solver="greedy", time_limit_s=_QUICK_PLAN_S, seed=seed)
-        problem = measured_problem(backend, model, traced, problem, first, arrays)
-    return TracedModel(arrays, traced, problem, limit, budget)
-
-
-def measured_problem(backend: Backend, model: Any, traced: TracedStep, problem: Problem, plan: Plan, batch: Any) -> Problem:
-    """``problem`` with a profile measured by running ``plan`` on ``batch``; the model's variables are put back."""
-    schedule = plan.solution.schedule
-    run = backend.lower(traced, problem, schedule, simulate(problem, schedule).peak_bytes)
-    with preserved_state(backend, model):
-        run(batch)
-        resident = backend.bytes_in_use()
-        recorder = backend.recorder()
-        if not recorder.start():
-            return problem
-        try:
-            for _ in range(3):
-                run(batch)
-        finally:  # a profiler session must not outlive a step that raised
-            profile = recorder.stop(run, resident)
-    return problem if profile is None else replace(problem, profile=profile)
-
-
-def usable_bytes(limit_bytes: int, margin: float) -> int:
-    """The limit less the share ``margin`` that is kept free of it.
-
-    Raises:
-        ValueError: ``margin`` is not at least 0 and below 1.
-    """
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin must be at least 0 and below 1, got {margin!r}")
-    return max(1, int(limit_bytes * (1 - margin)))
-
-
-def describe_limit_error(
-    error: InfeasibleBudgetError | ScheduleNotFoundError, limit_bytes: int, batch_size: int, resident_bytes: int
-) -> str:
-    """What limit or batch would do, for a limit no schedule meets. Bytes above the resident ones grow with the batch."""
-    need = error.floor_bytes if isinstance(error, InfeasibleBudgetError) else error.best_peak_bytes or error.floor_bytes
-    room, demand = limit_bytes - resident_bytes, need - resident_bytes
-    if room <= 0:
-        return f"The weights, slots and data alone take {format_bytes(resident_bytes)} of {format_bytes(limit_bytes)}."
-    batch = max(1, int(batch_size * room / demand)) if demand > 0 else batch_size
-    return f"A limit of {format_bytes(need)}, or a batch of about {batch} instead of {batch_size}, would do."

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from keras_remat.backends.base import Backend
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.graph import Graph
-from keras_remat.plan import Plan, cache_path, cached_plan, describe_limit_error, plan_problem, reused_plan, usable_bytes
+from keras_remat.plan import Plan, cache_path, cached_plan
+from keras_remat.planning import describe_limit_error, plan_problem, reused_plan, usable_bytes
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Usage
 from keras_remat.simulate import simulate

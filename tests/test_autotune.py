@@ -15,7 +15,7 @@ from keras_remat.autotune import (
 )
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.graph import Graph, Op, Value
-from keras_remat.plan import plan_problem
+from keras_remat.planning import plan_problem
 from keras_remat.problem import Problem
 from keras_remat.profile import Profile
 from keras_remat.simulate import simulate

@@ -14,17 +14,8 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
     UnsupportedModelError,
 )
-from keras_remat.plan import (
-    Plan,
-    cache_path,
-    cached_plan,
-    describe_limit_error,
-    load_plan,
-    make_plan,
-    plan_problem,
-    plan_to_dict,
-    usable_bytes,
-)
+from keras_remat.plan import Plan, cache_path, cached_plan, load_plan, plan_to_dict
+from keras_remat.planning import describe_limit_error, make_plan, plan_problem, usable_bytes
 from keras_remat.schedule import Schedule, Solution, Usage
 from keras_remat.simulate import simulate
 
@@ -177,7 +168,7 @@ def test_allocators_overhead_is_made_up_for():
 def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkeypatch):
     """The allocator needs more for the first order only; a solver that finds nothing at the lower target is asked in between."""
     asked = []
-    from keras_remat import plan as module
+    from keras_remat import planning as module
 
     real = module.solve
 
@@ -196,7 +187,7 @@ def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkey
 
 
 def test_budget_below_the_floor_is_refused_before_solving(monkeypatch):
-    monkeypatch.setattr("keras_remat.plan.solve", lambda *args, **options: pytest.fail("solved"))
+    monkeypatch.setattr("keras_remat.planning.solve", lambda *args, **options: pytest.fail("solved"))
     with pytest.raises(InfeasibleBudgetError) as caught:
         quick(budget=PROBLEM.floor_bytes - 1)
     assert (caught.value.budget_bytes, caught.value.floor_bytes) == (PROBLEM.floor_bytes - 1, PROBLEM.floor_bytes)
@@ -218,7 +209,7 @@ def test_solver_that_finds_nothing_at_all_is_not_asked_again(monkeypatch):
         asked.append(problem.budget_bytes)
         raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
 
-    monkeypatch.setattr("keras_remat.plan.solve", solve)
+    monkeypatch.setattr("keras_remat.planning.solve", solve)
     with pytest.raises(ScheduleNotFoundError):
         quick()
     assert asked == [BUDGET]

@@ -16,8 +16,9 @@ from fake_backend import (
 )
 
 from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError, ScheduleNotFoundError, UnsupportedModelError
-from keras_remat.plan import cache_path, load_plan, plan_problem
+from keras_remat.plan import cache_path, load_plan
 from keras_remat.planner import TunerOptions
+from keras_remat.planning import plan_problem
 from keras_remat.schedule import Schedule
 
 SIZE = 100
