@@ -153,13 +153,15 @@ class StepTuner:
                 self._recorder = None
                 self.event("profile", "A profiler session is running already; the plan stays with estimated op times.")
                 candidate.enter("verify")
-        result, usage = self._guard.run(lambda: candidate.run(batch), guarded=candidate.phase != "settled")
+        guarded = candidate.phase != "settled" or candidate.steps_in_phase == 0
+        result, usage = self._guard.run(lambda: candidate.run(batch), guarded=guarded)
         self._count(candidate, usage)
-        candidate.measured.append(usage)
-        # the input pipeline holds more batches at some steps than at others
-        candidate.resident_bytes = max(candidate.resident_bytes, self._backend.bytes_in_use())
         candidate.steps_in_phase += 1
-        self._advance(candidate)
+        if candidate.phase != "settled":
+            candidate.measured.append(usage)
+            # the input pipeline holds more batches at some steps than at others
+            candidate.resident_bytes = max(candidate.resident_bytes, self._backend.bytes_in_use())
+            self._advance(candidate)
         return result
 
     @property

@@ -195,6 +195,18 @@ def test_plain_step_that_runs_out_of_memory_is_planned(call):
     assert "out-of-memory" in event_kinds(report)
 
 
+def test_first_step_of_a_smaller_batch_is_guarded_too(monkeypatch):
+    monkeypatch.setattr("keras_remat.guard.CHEAP_SHARE", -1.0)  # no step is guarded that need not be
+    backend = FakeBackend()
+    backend.fails_at = {9}
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 8)
+    tuner.run(batch_of(8 * SIZE, SIZE // 4))
+    assert [what for what, _ in backend.ran[8:]] != ["plain"], "it ran out of memory as a plain step"
+    assert backend.samples == list(range(8 * SIZE + SIZE // 4))
+    assert "out-of-memory" in event_kinds(report)
+
+
 def test_device_that_has_less_than_it_says_lowers_the_limit():
     backend = FakeBackend(memory_bytes=2 * PLAIN)
     backend.has_bytes = TIGHT
