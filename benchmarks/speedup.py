@@ -1,0 +1,88 @@
+"""Whether the reported speedup is what a stopwatch shows: plain ``fit`` and ``fit`` under a limit, timed from outside.
+
+    python benchmarks/speedup.py --models unet,transformer
+
+``remat_speedup`` in an epoch's logs is samples per second of its steps over those of the plain step, measured where plain steps ran and predicted
+where they could not. Here plain ``fit`` does run, in the same process, before and after, and both are timed between Keras's own batch hooks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import models
+
+import keras_remat
+
+
+class Stopwatch(keras.callbacks.Callback):
+    """Seconds between the beginning and the end of every batch, per epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[list[float]] = []
+        self._started = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append([])
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.epochs[-1].append(time.perf_counter() - self._started)
+
+
+def compare(name: str, budget: float, steps: int, epochs: int) -> tuple[float, float, str]:
+    """Returns the reported speedup of the last epoch, the stopwatch's, and whether the report's baseline was measured."""
+    model, case = models.make(name)
+    data = case.steps(steps)
+
+    def fit(*callbacks: keras.callbacks.Callback) -> Stopwatch:
+        stopwatch = Stopwatch()
+        model.fit(
+            **data, batch_size=case.batch_size, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, stopwatch]
+        )
+        return stopwatch
+
+    watching = keras_remat.RematAutotune(batch_size="keep", verbose=0)  # no limit that bites: tells what plain steps take
+    before = fit(watching)
+    peak = watching.report.baseline.peak_bytes
+    resident = watching.problem.profile.resident_bytes
+    remat = keras_remat.RematAutotune(
+        memory_limit=int(resident + budget * (peak - resident)), batch_size="keep", solver_time_limit_s=10.0, verbose=0
+    )
+    during, after = fit(remat), fit()
+    plain = median([*before.epochs[-1], *after.epochs[-1]])
+    report = remat.report
+    return report.speedup(report.epochs[-1]), plain / median(during.epochs[-1]), str(report.baseline_source)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints a line per model; returns 1 when a report is more than 5 % off."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="unet,transformer", metavar="A,B")
+    parser.add_argument("--budget", type=float, default=0.6, help="of the plain activation peak")
+    parser.add_argument("--steps", type=int, default=10, help="per epoch")
+    parser.add_argument("--epochs", type=int, default=3)
+    arguments = parser.parse_args(argv)
+    worst = 0.0
+    print("| model | reported | stopwatch | off | baseline |\n|---|---:|---:|---:|---|", flush=True)
+    for name in arguments.models.split(","):
+        reported, timed, source = compare(name, arguments.budget, arguments.steps, arguments.epochs)
+        off = reported / timed - 1
+        worst = max(worst, abs(off))
+        print(f"| {name} | {reported:.3f} | {timed:.3f} | {off:+.1%} | {source} |", flush=True)
+    return int(worst > 0.05)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
