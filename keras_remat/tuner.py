@@ -510,14 +510,19 @@ class StepTuner:
             f"The step of {candidate.batch_size} samples ({format_bytes(predicted)} predicted) ran out of memory with "
             f"{format_bytes(error.peak_bytes)} in use; what it had changed was put back, and its batch is trained again under a tighter plan.",
         )
+        # Keras drops the cause of what fit raises; a note stays
+        note = f"The device ran out of memory: {type(cause).__name__}: {str(cause)[:500]}"
         if candidate.out_of_memory > _MAX_OUT_OF_MEMORY:
-            raise ScheduleNotFoundError(before, problem.floor_bytes, predicted, solver=self._options.solver) from cause
+            ended = ScheduleNotFoundError(before, problem.floor_bytes, predicted, solver=self._options.solver)
+            ended.add_note(note)
+            raise ended from cause
         candidate.plain_exceeded |= candidate.plan is None
         self._planner.limit_bytes = max(1, min(before, predicted - 1, error.peak_bytes))
         try:
             plan = self._planner.nearest(problem, candidate.batch_size, predicted - self.usable_bytes)
         except (InfeasibleBudgetError, ScheduleNotFoundError) as failure:
             self._planner.limit_bytes = before
+            failure.add_note(note)
             raise failure from cause
         # nearer the old limit where the device's word could not be kept
         lowered = max(self._planner.limit_bytes, int(plan.predicted.peak_bytes / (1 - self._options.margin)) + 1)

@@ -88,7 +88,7 @@ def row(**changes):
 def result(*rows, **changes):
     return {
         "model": "unet", "is_cnn": True, "rows": list(rows), "plain_peak_bytes": 2000, "resident_bytes": 100, "floor_bytes": 300,
-        "store_all_time_ratio": 1.0, "planner_rss_bytes": 5 * 2**20,
+        "store_all_time_ratio": 1.0, "plain_again_difference": 0.0, "planner_rss_bytes": 5 * 2**20,
     } | changes  # fmt: skip
 
 

@@ -222,13 +222,14 @@ def test_out_of_memory_in_validation_is_the_users_to_see(limits, undisturbed, mo
     assert not isinstance(model.train_function, InstalledTrainFunction)
 
 
-def test_memory_that_never_suffices_ends_with_the_frameworks_error_as_cause(limits, monkeypatch):
+def test_memory_that_never_suffices_ends_with_the_frameworks_error_as_a_note(limits, monkeypatch):
     def method(self, batch):
         raise out_of_memory()
 
+    monkeypatch.setattr(InstalledTrainFunction, "run_plain", method)
     monkeypatch.setattr(LoweredStep, "__call__", method)
-    model, _, raised = train(int(1.2 * limits["tight"]), Seen())
+    model, _, raised = train(limits["plain"], Seen())
     assert isinstance(raised, keras_remat.RematError)
-    assert isinstance(raised.__cause__, tf.errors.ResourceExhaustedError)
+    assert any("ResourceExhaustedError" in note for note in raised.__notes__)
     assert int(model.optimizer.iterations) == 0
     assert not isinstance(model.train_function, InstalledTrainFunction)

@@ -91,9 +91,16 @@ def test_add_n_becomes_a_chain_in_traced_order():
 def test_term_that_grappler_made_stands_where_its_last_input_does():
     a, b, c = (node(name, "Placeholder") for name in "abc")
     made, total = node("made", "Neg", "b"), node("sum", "AddN", "c", "made", "a")
-    result = rewritten([a, b, c, made, total], "sum", order={"a": 0, "b": 1, "c": 2})
+    result = rewritten([a, b, c, made, total], "sum", order={"a": 0, "b": 1, "c": 2, "sum": 3})
     assert inputs_of(result)["sum/sum_1"] == ["a", "made"]
     assert inputs_of(result)["sum"] == ["sum/sum_1", "c"]
+
+
+def test_sum_that_grappler_made_keeps_its_order():
+    a, b, c = (node(name, "Placeholder") for name in "abc")
+    result = rewritten([a, b, c, node("sum", "AddN", "c", "a", "b")], "sum", order={"a": 0, "b": 1, "c": 2})
+    assert inputs_of(result)["sum/sum_1"] == ["c", "a"]
+    assert inputs_of(result)["sum"] == ["sum/sum_1", "b"]
 
 
 def test_control_edges_stay_on_every_part_of_the_sum():
