@@ -41,7 +41,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         memory_limit: every byte the device's allocator may have in use (weights, slots, data, activations, gradients, workspace):
             an int, ``"8GiB"``, ``"80%"`` of what the device has, or ``None`` for all it has.
         batch_size: ``"max"`` joins the batches ``fit`` was given into the largest that fits with at most one extra forward pass of
-            recomputation; an int is the most it may become; ``"keep"`` trains with the batches as they come.
+            recomputation; an int is the most it may become; ``"keep"`` trains with the batches as they come. Except with ``"keep"``, a batch
+            that fits under no schedule is trained in micro-batches with summed gradients, where the backend can, with a warning.
         solver: a name in ``keras_remat.SOLVERS``.
         solver_time_limit_s: seconds for the solver.
         profile_steps: real training steps that are measured before the final plan is made.
@@ -61,6 +62,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     Raises:
         ValueError, TypeError: a wrong argument; the message has the accepted forms.
         InfeasibleBudgetError: from ``fit``, at the first batch, before anything was trained: no schedule can meet the limit.
+        ScheduleNotFoundError: from ``fit``, before the batch in question was trained: no schedule was found under the limit, or under what
+            the device had left when it ran out of memory.
 
     Example:
         ``model.fit(x, y, callbacks=[RematAutotune(memory_limit="2GiB", batch_size="keep")])``
