@@ -6,7 +6,6 @@ A :class:`Plan` tells its graph by fingerprint, and carries what it was predicte
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +18,6 @@ from keras_remat.schedule import Schedule, Solution, Usage
 from keras_remat.serialize import problem_from_dict, problem_to_dict, read_json, write_json
 from keras_remat.units import format_bytes, format_seconds
 from keras_remat.validate import check_rules
-
-logger = logging.getLogger(__name__)
 
 FORMAT, VERSION = "keras_remat.plan", 1
 

@@ -524,9 +524,8 @@ class StepTuner:
             self._planner.limit_bytes = before
             failure.add_note(note)
             raise failure from cause
-        # nearer the old limit where the device's word could not be kept
-        lowered = max(self._planner.limit_bytes, int(plan.predicted.peak_bytes / (1 - self._options.margin)) + 1)
-        self._planner.limit_bytes = min(before, lowered)
+        if plan.predicted.peak_bytes > self.usable_bytes:  # out of reach; all that is known for certain is what was too much
+            self._planner.limit_bytes = min(before, predicted - 1)
         self._with_plan(candidate, plan, "warm-up" if problem.profile.source == "estimated" else "verify")
         self.event("swap", f"The limit is {format_bytes(self.limit_bytes)} from here on. {plan}")
 
