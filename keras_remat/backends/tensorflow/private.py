@@ -8,7 +8,7 @@ from a batch, and what Keras's own ``train_step`` does with the loss tracker.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,15 +24,17 @@ TESTED_VERSIONS = ("2.21",)
 _CPU, _GPU = (f"/job:localhost/replica:0/task:0/device:{kind}:0" for kind in ("CPU", "GPU"))
 
 
-def optimize_graph(graph_def: Any, fetches: Sequence[str]) -> Any:
+def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[str, Any]) -> Any:
     """Returns the GraphDef after TensorFlow's default graph optimizations.
 
-    Grappler fuses and changes layouts only where it knows the device, which a traced graph does not say yet: nodes get the device that the
-    placer would give them, for the time of the call.
+    Grappler fuses and changes layouts only where it knows the device, and adds up and folds only where it knows the shapes; a traced graph
+    says neither the device of a node nor, for certain, the shape of a placeholder. For the time of the call nodes get the device that the
+    placer would give them, and placeholders become function arguments.
 
     Args:
         graph_def: inlined or not; function calls are inlined here.
         fetches: names of nodes or tensors that must survive.
+        variables: placeholder name → the ``tf.Variable`` it stands for.
     """
     config = config_pb2.ConfigProto()
     rewrite = config.graph_options.rewrite_options
@@ -42,14 +44,48 @@ def optimize_graph(graph_def: Any, fetches: Sequence[str]) -> Any:
     meta_graph.graph_def.CopyFrom(graph_def)
     keep_control_flow_functional(meta_graph.graph_def)
     on_gpu = bool(tf.config.list_logical_devices("GPU"))
-    for node in meta_graph.graph_def.node:
+    placeholders = {}
+    for node in list(meta_graph.graph_def.node):
         node.device = node.device or (_GPU if on_gpu and _has_gpu_kernel(node.op) else _CPU)
+        if node.op == "Placeholder":
+            placeholders[node.name] = tf.compat.v1.NodeDef.FromString(node.SerializeToString())
+            if node.name in variables:
+                _become_handle(node, variables[node.name])
+            else:
+                meta_graph.graph_def.node.append(_unshaped(node))
     meta_graph.collection_def["train_op"].node_list.value.extend(fetches)
     optimized = tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False)
-    for node in optimized.node:
+    for at in reversed(range(len(optimized.node))):
+        node = optimized.node[at]
+        if node.name in placeholders:
+            node.CopyFrom(placeholders[node.name])
+        elif node.op == "Placeholder":
+            del optimized.node[at]
         node.device = "" if node.device in (_CPU, _GPU) else node.device
     rename_functions(optimized)
     return optimized
+
+
+def _become_handle(node: Any, variable: Any) -> None:
+    """Turns a variable's placeholder into the op that makes its handle."""
+    node.op = "VarHandleOp"
+    node.attr.clear()
+    node.attr["dtype"].type = variable.dtype.as_datatype_enum
+    node.attr["shape"].shape.CopyFrom(variable.shape.as_proto())
+    node.attr["shared_name"].s = node.name.encode()
+
+
+def _unshaped(node: Any) -> Any:
+    """Turns a placeholder into an ``EnsureShape`` of another placeholder, which is returned: Grappler believes no placeholder's shape."""
+    argument = tf.compat.v1.NodeDef()
+    argument.CopyFrom(node)
+    argument.name = f"{node.name}/argument"
+    node.Clear()
+    node.name, node.op, node.device = argument.name.removesuffix("/argument"), "EnsureShape", argument.device
+    node.input.append(argument.name)
+    node.attr["T"].CopyFrom(argument.attr["dtype"])
+    node.attr["shape"].CopyFrom(argument.attr["shape"])
+    return argument
 
 
 @cache

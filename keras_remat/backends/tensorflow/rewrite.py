@@ -112,7 +112,7 @@ def _split_add_n(nodes: Mapping[str, Any], order: Mapping[str, int]) -> dict[str
         if node.op != "AddN" or len(terms) < 3 or node.attr["T"].type == tf.variant.as_datatype_enum:
             result[name] = node
             continue
-        if name in order:
+        if name in order and len(terms) > 3:
             terms.sort(key=lambda term: places[term.partition(":")[0]])
         controls = [i for i in node.input if i.startswith("^")]
         total = terms[0]

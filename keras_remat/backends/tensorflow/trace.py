@@ -128,7 +128,9 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
     order = {op.name: at for at, op in enumerate(graph.get_operations())}
     captures = {placeholder.op.name: external for external, placeholder in graph.captures}
     inputs = tuple((t.op.name, t.dtype, t.shape) for t in graph.inputs if t.op.name not in captures)
-    graph_def = private.optimize_graph(graph.as_graph_def(), fetches)
+    of_handle = {id(variable.handle): variable for variable in graph.variables}
+    variables = {name: of_handle[id(external)] for name, external in captures.items() if id(external) in of_handle}
+    graph_def = private.optimize_graph(graph.as_graph_def(), fetches, variables)
     nodes = {node.name: node for node in graph_def.node}
     outputs = tuple(tensor_key(tensor.name) for tensor in graph.outputs)
     nodes = rewrite_for_memory(nodes, roots=[*(split_input(t)[0] for t in outputs), *effects], order=order)
