@@ -68,7 +68,7 @@ class _Writer:
 
     def __init__(self, traced: TensorFlowStep, schedule: Schedule, *, inline_control_flow: bool):
         self.traced, self.schedule, self._inline_control_flow = traced, schedule, inline_control_flow
-        self.names: list[str] = []  # node name at every position
+        self.names: list[tuple[str, ...]] = []  # names of the nodes at every position
         self._nodes: list[Any] = []
         self._newest: dict[str, str] = {}  # op name → name of its newest copy
         self._copies: dict[str, list[str]] = {}  # op name → names of all its copies so far
@@ -84,13 +84,14 @@ class _Writer:
         fence_name: dict[int, str] = {}
         next_fence, fenced_to, last_fence = 0, 0, None
         for k, op_id in enumerate(self.schedule.order):
-            name = self._emit(graph.ops[op_id].name, fence_name.get(waits.get(k, -1)))
-            self.names.append(name)
+            fence = fence_name.get(waits.get(k, -1))
+            self.names.append(tuple(self._emit(name, fence) for name in self.traced.node_names[graph.ops[op_id].name]))
             while next_fence < len(fence_at) and fence_at[next_fence] == k:
-                fence = tf.compat.v1.NodeDef(name=f"remat_fence_{k}", op="NoOp")
-                fence.input.extend(f"^{n}" for n in ([last_fence] if last_fence else []) + self.names[fenced_to : k + 1])
-                self._nodes.append(fence)
-                fence_name[k] = last_fence = fence.name
+                node = tf.compat.v1.NodeDef(name=f"remat_fence_{k}", op="NoOp")
+                fenced = [name for names in self.names[fenced_to : k + 1] for name in names]
+                node.input.extend(f"^{name}" for name in ([last_fence] if last_fence else []) + fenced)
+                self._nodes.append(node)
+                fence_name[k] = last_fence = node.name
                 fenced_to, next_fence = k + 1, next_fence + 1
         self.ends = [self._tensor(tensor) for tensor in self.traced.output_tensors]
         self._finish()
@@ -101,7 +102,8 @@ class _Writer:
     def _finish(self) -> None:
         done = tf.compat.v1.NodeDef(name="remat_done", op="NoOp")
         graph = self.traced.graph
-        done.input.extend(f"^{self.names[k]}" for k, i in enumerate(self.schedule.order) if not graph.ops[i].recomputable)
+        once = (self.names[k] for k, i in enumerate(self.schedule.order) if not graph.ops[i].recomputable)
+        done.input.extend(f"^{name}" for names in once for name in names)
         self._nodes.append(done)
 
     def _emit(self, op_name: str, fence: str | None) -> str:
@@ -134,7 +136,8 @@ class _Writer:
         """What the node waits for beyond its data: every copy so far of the ops behind its control edges."""
         graph, op_id = self.traced.graph, self.traced.op_id.get(node.name)
         if op_id is not None:
-            return [copy for earlier in graph.ops[op_id].after for copy in self._copies.get(graph.ops[earlier].name, ())]
+            names = (name for earlier in graph.ops[op_id].after for name in self.traced.node_names[graph.ops[earlier].name])
+            return [copy for name in names for copy in self._copies.get(name, ())]
         copies: list[str] = []
         stack = [i[1:] for i in node.input if i.startswith("^")]
         seen: set[str] = set()

@@ -129,8 +129,9 @@ def measured_profile(lowered: LoweredStep, planes: list[Any], resident_bytes: in
         planes: what :meth:`Recorder.stop` returned.
         resident_bytes: bytes in use on the device between steps.
     """
-    op_of = dict(zip(lowered.names, lowered.schedule.order, strict=True))
-    durations: dict[int, list[float]] = defaultdict(list)
+    op_of = {name: op_id for names, op_id in zip(lowered.names, lowered.schedule.order, strict=True) for name in names}
+    part_of = {name: part for names in lowered.names for part, name in enumerate(names)}
+    durations: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))  # op id → its node → seconds
     memory: list[tuple[int, str, dict[str, Any]]] = []
     for plane in planes:
         for name, start_ps, duration_ps, stats in _events(plane):
@@ -140,13 +141,13 @@ def measured_profile(lowered: LoweredStep, planes: list[Any], resident_bytes: in
             node, separator, _ = name.rpartition(":")
             op_id = op_of.get(node) if separator else None
             if op_id is not None:
-                durations[op_id].append(duration_ps * 1e-12)
+                durations[op_id][part_of[node]].append(duration_ps * 1e-12)
     graph = lowered.traced.graph
     if len(durations) < len(graph.needed) // 2:
         return None
     base = estimated_profile(lowered.traced, resident_bytes)
     workspace = _workspace(memory, op_of)
-    times = [median(durations[op.id]) if op.id in durations else base.op_time_s[op.id] for op in graph.ops]
+    times = [sum(map(median, durations[op.id].values())) if op.id in durations else base.op_time_s[op.id] for op in graph.ops]
     workspaces = [workspace.get(op.id, 0) if op.id in durations else base.op_workspace_bytes[op.id] for op in graph.ops]
     return Profile(tuple(times), tuple(workspaces), base.resident_bytes, "measured", device_name(), "tensorflow")
 

@@ -4,7 +4,8 @@
   weight gradients before the first update. It is split into single ``Identity`` nodes.
 * oneDNN's layout pass, which runs when a function is instantiated, fuses ``Conv2D`` with ``BiasAdd``, ``Pad`` with ``Conv2D`` and
   ``Conv2DBackpropFilter`` with ``BiasAddGrad`` without looking at control edges: an order that puts something between the two becomes a
-  cycle. An ``Identity`` between them keeps them apart.
+  cycle. An ``Identity`` between the first two keeps them apart. The gradients of a convolution's kernel and bias become one op
+  (:func:`attached_nodes`), because fused they are summed up in another order than apart, and plain ``fit`` fuses them.
 * ``AddN`` of three and more terms becomes a chain of ``AddV2``. Its kernel starts with whichever input's buffer it may take over
   (``AddNOp::Compute``), so the order of a floating-point sum, and its last bit, would hang on the schedule; and it holds all terms at once.
   The terms of a gradient are added as they are traced, because Grappler has sorted them by name and the first would wait for the last; a sum
@@ -33,14 +34,13 @@ def rewrite_for_memory(nodes: Mapping[str, Any], roots: Sequence[str], order: Ma
     return _reachable(_keep_apart(result), roots)
 
 
-#: Reader type → the types of the producer of its input 0 it would be fused with; an empty set means any.
+#: Reader type → the types of the producer of its input 0 it would be fused with.
 _FUSED_BY_ONEDNN: Mapping[str, frozenset[str]] = {
     "BiasAdd": frozenset({"Conv2D", "DepthwiseConv2dNative", "Conv3D", "MatMul"}),
     "Conv2D": frozenset({"Pad"}),
     "_FusedConv2D": frozenset({"Pad"}),
     "Conv3D": frozenset({"Pad"}),
     "_FusedConv3D": frozenset({"Pad"}),
-    "BiasAddGrad": frozenset(),
 }
 
 
@@ -50,7 +50,7 @@ def _keep_apart(nodes: Mapping[str, Any]) -> dict[str, Any]:
         partners = _FUSED_BY_ONEDNN.get(node.op)
         source = node.input[0] if node.input else ""
         producer = nodes.get(source.partition(":")[0])
-        if partners is not None and producer is not None and (not partners or producer.op in partners):
+        if partners is not None and producer is not None and producer.op in partners:
             apart = tf.compat.v1.NodeDef(name=f"{name}/apart", op="Identity", device=node.device)
             apart.input.append(source)
             apart.attr["T"].CopyFrom(node.attr["T"])
@@ -61,6 +61,18 @@ def _keep_apart(nodes: Mapping[str, Any]) -> dict[str, Any]:
             node = copy
         result[name] = node
     return result
+
+
+def attached_nodes(nodes: Mapping[str, Any]) -> dict[str, str]:
+    """Nodes that run as part of another's op: ``BiasAddGrad`` → the only ``Conv2DBackpropFilter`` that reads the same gradient."""
+    kernels: dict[str, list[str]] = {}
+    biases: dict[str, list[str]] = {}
+    for name, node in nodes.items():
+        if node.op == "Conv2DBackpropFilter":
+            kernels.setdefault(node.input[2], []).append(name)
+        elif node.op == "BiasAddGrad":
+            biases.setdefault(node.input[0], []).append(name)
+    return {names[0]: kernels[at][0] for at, names in biases.items() if len(names) == 1 and len(kernels.get(at, ())) == 1}
 
 
 def _split_identity_n(nodes: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import tensorflow as tf
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.tensorflow import kinds, private
 from keras_remat.backends.tensorflow.accumulate import accumulated_train_step
-from keras_remat.backends.tensorflow.rewrite import rewrite_for_memory
+from keras_remat.backends.tensorflow.rewrite import attached_nodes, rewrite_for_memory
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
 
@@ -56,6 +56,7 @@ class TensorFlowStep(TracedStep):
         output_tensors: names of the tensors the step returns, in flattening order of ``output_structure``.
         output_structure: what ``train_step`` returned, with symbolic tensors.
         tensor_shapes: tensor name → static shape, or ``None`` when unknown.
+        attached: node name → the node whose op it is part of, see :func:`.rewrite.attached_nodes`.
     """
 
     resident_bytes: int = 0
@@ -69,11 +70,21 @@ class TensorFlowStep(TracedStep):
     output_tensors: tuple[str, ...] = ()
     output_structure: Any = None
     tensor_shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    attached: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def op_id(self) -> dict[str, int]:
         """Node name → op id."""
-        return {op.name: op.id for op in self.graph.ops}
+        ids = {op.name: op.id for op in self.graph.ops}
+        return ids | {name: ids[holder] for name, holder in self.attached.items()}
+
+    @cached_property
+    def node_names(self) -> dict[str, tuple[str, ...]]:
+        """Op name → the names of its nodes, its own first."""
+        names: dict[str, tuple[str, ...]] = {op.name: (op.name,) for op in self.graph.ops}
+        for name, holder in self.attached.items():
+            names[holder] += (name,)
+        return names
 
 
 def split_input(name: str) -> tuple[str, int]:
@@ -191,6 +202,7 @@ class _Translation:
     ):
         self.nodes, self.captures, self.shapes = nodes, captures, shapes
         self.order = order
+        self.attached = attached_nodes(nodes)
         self.step_inputs = {name for name, *_ in inputs} | set(captures)
         self.copied_reads = {
             name
@@ -232,6 +244,10 @@ class _Translation:
             self.views[passed] = self.views[tensor]
         return self.views[tensor]
 
+    def _op_of(self, name: str) -> str:
+        """The op a node is, or is part of."""
+        return self.attached.get(name, name)
+
     def _folded_behind(self, name: str) -> Iterator[str]:
         """The folded nodes between an op and the ops it reads from, for their control edges."""
         stack = [split_input(i)[0] for i in self.nodes[name].input if not i.startswith("^")]
@@ -252,19 +268,19 @@ class _Translation:
                 continue
             seen.add(current)
             if current not in self.folded:
-                yield current
+                yield self._op_of(current)
             else:
                 stack += [split_input(i)[0] for i in self.nodes[current].input]
 
     def _edges(self) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
         """Data predecessors and ``after`` predecessors of every op, by name."""
-        ops = [name for name in self.nodes if name not in self.folded]
+        ops = [name for name in self.nodes if name not in self.folded and name not in self.attached]
         data: dict[str, set[str]] = {}
         after: dict[str, set[str]] = {name: set() for name in ops}
         readers_of_read: dict[str, set[str]] = {}
         for name in ops:
             owners = {self.owner(tensor_key(i)) for i in self.nodes[name].input if not i.startswith("^")}
-            data[name] = {split_input(o)[0] for o in owners} - self.folded
+            data[name] = {self._op_of(split_input(o)[0]) for o in owners} - self.folded
             for folded in self._folded_behind(name):
                 if self.nodes[folded].op == "ReadVariableOp":
                     readers_of_read.setdefault(folded, set()).add(name)
@@ -395,6 +411,10 @@ class _Translation:
         data, _ = self._edges()
         phases = self._phases(order, data, after)
         ids = {name: at for at, name in enumerate(order)}
+        ids |= {name: ids[holder] for name, holder in self.attached.items()}
+        nodes_of = {name: [name] for name in order}
+        for name, holder in self.attached.items():
+            nodes_of[holder].append(name)
         values: list[Value] = []
         value_of: dict[str, int] = {}
 
@@ -413,12 +433,13 @@ class _Translation:
             if node.op in kinds.COMMUTATIVE:  # Grappler sorts these by name; the fingerprint must not see names
                 owners.sort(key=lambda owner: (ids.get(split_input(owner)[0], -1), self.order.get(split_input(owner)[0], -1)))
             reads = tuple(dict.fromkeys(value(o, ids.get(split_input(o)[0])) for o in owners))
-            count = sum(1 for t in _outputs_of(name, self.shapes))
-            writes = tuple(value(f"{name}:{i}", ids[name]) for i in range(count))
+            writes = tuple(value(tensor, ids[name]) for part in nodes_of[name] for tensor in _outputs_of(part, self.shapes))
+            # nodes that the layout pass fuses run once: it would fuse them crosswise with copies that read the same gradient
+            fused = len(nodes_of[name]) > 1
             pure = not private.is_stateful(node.op) or node.op in kinds.VARIABLE_READS | kinds.PURE_STATEFUL
             produced = tuple(v for v in reads if values[v].producer is not None)
             ops.append(
-                Op(ids[name], name, node.op, reads, writes, phases[name], pure, tuple(sorted(ids[a] for a in after[name])),
+                Op(ids[name], name, node.op, reads, writes, phases[name], pure and not fused, tuple(sorted(ids[a] for a in after[name])),
                    produced if node.op in kinds.REUSES_INPUT else ())
             )  # fmt: skip
         finals = tuple(dict.fromkeys(value_of[o] for t in outputs if (o := self.owner(t)) in value_of))
@@ -431,6 +452,7 @@ class _Translation:
             nodes=self.nodes,
             value_of=value_of,
             folded=self.folded,
+            attached=self.attached,
             tensor_shapes={tensor: shape for tensor, (shape, _) in self.shapes.items()},
             **rest,
         )

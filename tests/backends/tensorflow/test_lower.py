@@ -91,6 +91,32 @@ def test_store_all_agrees_with_the_plain_step(name):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+def residual_network():
+    """Convolutions with biases, batch normalization and residual connections: what Grappler and oneDNN fuse and add up anew."""
+    keras.utils.set_random_seed(0)
+    inputs = x = keras.Input((24, 24, 3))
+    for filters in (8, 8, 16):
+        y = keras.layers.BatchNormalization()(keras.layers.Conv2D(filters, 3, padding="same")(x))
+        y = keras.layers.BatchNormalization()(keras.layers.Conv2D(filters, 3, padding="same")(keras.layers.ReLU()(y)))
+        x = x if x.shape[-1] == filters else keras.layers.BatchNormalization()(keras.layers.Conv2D(filters, 1)(x))
+        x = keras.layers.ReLU()(keras.layers.Add()([x, y]))
+    model = keras.Model(inputs, keras.layers.Dense(5)(keras.layers.GlobalAveragePooling2D()(x)))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
+    generator = np.random.default_rng(0)
+    return model, (generator.random((8, 24, 24, 3), dtype=np.float32), generator.random((8, 5), dtype=np.float32))
+
+
+@pytest.mark.parametrize("make", [residual_network, keras_models.convnet, keras_models.mixed_precision])
+def test_store_all_is_plain_fit_bit_for_bit(make):
+    """The traced graph is the one that plain ``fit`` runs: as many terms in the same order, the same kernels fused."""
+    b = Bench(make)
+    b.model.make_train_function()
+    plain, logs = b.train_with(lambda data: b.model.train_function(iter([data])), steps=6)
+    ours, our_logs = b.train(b.store_all, steps=6)
+    keras_models.assert_same_bits(ours, plain)
+    assert our_logs == logs
+
+
 def test_every_variable_is_accessed_in_one_order():
     """In the written graph a path joins every write of a variable with every other access; else the executor may run both at once."""
     b = bench("gan")

@@ -147,13 +147,14 @@ def lowered_with(traced, order=None):
     names, seen = [], {}
     for op_id in schedule.order:
         copies = seen[op_id] = seen.get(op_id, -1) + 1
-        names.append(traced.graph.ops[op_id].name + (f"/remat_{copies}" if copies else ""))
+        suffix = f"/remat_{copies}" if copies else ""
+        names.append(tuple(name + suffix for name in traced.node_names[traced.graph.ops[op_id].name]))
     return SimpleNamespace(names=names, schedule=schedule, traced=traced)
 
 
 def full_trace(lowered, duration_us=7, **options):
     trace = Trace(**options)
-    for at, name in enumerate(lowered.names):
+    for at, (name, *_) in enumerate(lowered.names):
         trace.event(f"{name}:Kind", at * 10, duration_us)
     return trace
 
@@ -176,10 +177,24 @@ def test_times_are_the_median_of_an_ops_runs_and_copies(mlp):
     assert profile.resident_bytes == max(123, traced.resident_bytes)
 
 
+def test_time_of_an_op_of_two_nodes_is_the_sum_of_theirs():
+    model, _ = keras_models.convnet()
+    traced = traced_of(model, 8)
+    lowered = lowered_with(traced)
+    trace = full_trace(lowered, duration_us=7)
+    (kernel, bias), *_ = (names for names in lowered.names if len(names) == 2)
+    without = measured_profile(lowered, list(trace.space.planes), 0).op_time_s[traced.op_id[kernel]]
+    trace.event(f"{bias}:BiasAddGrad", 5000, 4)
+    profile = measured_profile(lowered, list(trace.space.planes), 0)
+    assert traced.op_id[bias] == traced.op_id[kernel]
+    assert without == pytest.approx(7e-6)
+    assert profile.op_time_s[traced.op_id[kernel]] == pytest.approx(11e-6)
+
+
 def test_workspace_is_the_most_temporary_bytes_held_at_once(mlp):
     traced = mlp[2]
     lowered = lowered_with(traced)
-    first, second, third, fourth = lowered.names[:4]
+    (first,), (second,), (third,), (fourth,) = lowered.names[:4]
     trace = full_trace(lowered)
     trace.allocate(first, 1, 0xA, 100)
     trace.allocate(first, 2, 0xB, 30)
@@ -204,9 +219,9 @@ def test_workspace_over_two_planes_is_ordered_by_absolute_time(mlp):
     """Freed on another thread's line, whose own clock starts elsewhere."""
     lowered = lowered_with(mlp[2])
     first, late = full_trace(lowered), Trace(offset_us=1000)
-    first.allocate(lowered.names[0], 999, 0xA, 100)
+    first.allocate(lowered.names[0][0], 999, 0xA, 100)
     late.free(1, 0xA)
-    first.allocate(lowered.names[0], 1002, 0xB, 90)
+    first.allocate(lowered.names[0][0], 1002, 0xB, 90)
     profile = measured_profile(lowered, [*late.space.planes, *first.space.planes], 0)
     assert profile.op_workspace_bytes[lowered.schedule.order[0]] == 100
 
@@ -216,10 +231,10 @@ def test_too_few_ops_seen_is_no_profile_and_missing_ones_keep_the_estimate(mlp):
     lowered = lowered_with(traced)
     half = len(traced.graph.needed) // 2
     trace, estimate = Trace(), estimated_profile(traced)
-    for at, name in enumerate(lowered.names[: half - 1]):
+    for at, (name,) in enumerate(lowered.names[: half - 1]):
         trace.event(f"{name}:Kind", at, 3)
     assert measured_profile(lowered, list(trace.space.planes), 0) is None
-    trace.event(f"{lowered.names[half - 1]}:Kind", 500, 3)
+    trace.event(f"{lowered.names[half - 1][0]}:Kind", 500, 3)
     profile = measured_profile(lowered, list(trace.space.planes), 0)
     order = lowered.schedule.order
     assert [profile.op_time_s[i] for i in order[:half]] == [pytest.approx(3e-6)] * half

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_remat.backends.tensorflow.rewrite import rewrite_for_memory
+from keras_remat.backends.tensorflow.rewrite import attached_nodes, rewrite_for_memory
 
 
 def node(name, op, *inputs, dtype=tf.float32, **types):
@@ -89,18 +89,26 @@ def test_add_n_becomes_a_chain_in_traced_order():
 
 
 def test_term_that_grappler_made_stands_where_its_last_input_does():
+    a, b, c, d = (node(name, "Placeholder") for name in "abcd")
+    made, total = node("made", "Neg", "b"), node("sum", "AddN", "c", "made", "d", "a")
+    result = rewritten([a, b, c, d, made, total], "sum", order={"a": 0, "b": 1, "c": 2, "d": 3, "sum": 4})
+    inputs = inputs_of(result)
+    assert (inputs["sum/sum_1"], inputs["sum/sum_2"], inputs["sum"]) == (["a", "made"], ["sum/sum_1", "c"], ["sum/sum_2", "d"])
+
+
+def test_sum_of_three_is_added_as_its_kernel_does():
     a, b, c = (node(name, "Placeholder") for name in "abc")
-    made, total = node("made", "Neg", "b"), node("sum", "AddN", "c", "made", "a")
-    result = rewritten([a, b, c, made, total], "sum", order={"a": 0, "b": 1, "c": 2, "sum": 3})
-    assert inputs_of(result)["sum/sum_1"] == ["a", "made"]
-    assert inputs_of(result)["sum"] == ["sum/sum_1", "c"]
+    result = rewritten([a, b, c, node("sum", "AddN", "c", "a", "b")], "sum")
+    assert inputs_of(result)["sum/sum_1"] == ["c", "a"]
+    assert inputs_of(result)["sum"] == ["sum/sum_1", "b"]
 
 
 def test_sum_that_grappler_made_keeps_its_order():
-    a, b, c = (node(name, "Placeholder") for name in "abc")
-    result = rewritten([a, b, c, node("sum", "AddN", "c", "a", "b")], "sum", order={"a": 0, "b": 1, "c": 2})
+    terms = [node(name, "Placeholder") for name in "abcd"]
+    result = rewritten([*terms, node("sum", "AddN", *"cadb")], "sum", order={name: at for at, name in enumerate("abcd")})
     assert inputs_of(result)["sum/sum_1"] == ["c", "a"]
-    assert inputs_of(result)["sum"] == ["sum/sum_1", "b"]
+    assert inputs_of(result)["sum/sum_2"] == ["sum/sum_1", "d"]
+    assert inputs_of(result)["sum"] == ["sum/sum_2", "b"]
 
 
 def test_control_edges_stay_on_every_part_of_the_sum():
@@ -132,7 +140,7 @@ def test_sums_of_variants_stay():
         ("BiasAdd", "Neg", False),
         ("Conv2D", "Pad", True),
         ("Conv2D", "Neg", False),
-        ("BiasAddGrad", "Neg", True),
+        ("BiasAddGrad", "Neg", False),
         ("Neg", "Conv2D", False),
     ],
 )
@@ -152,6 +160,22 @@ def test_an_identity_stands_between_what_would_be_fused(reader, producer, apart)
     assert list(result["second/apart"].input) == ["first:0"]
     assert result["second/apart"].attr["T"].type == tf.float32.as_datatype_enum
     assert list(nodes[-1].input) == ["first:0", "w"], "the node that was given is not changed"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "biases", "attached"),
+    [
+        (["dy"], ["dy"], {"bias_0": "kernel_0"}),
+        (["dy"], ["other"], {}),
+        (["dy", "dy"], ["dy"], {}),
+        (["dy"], ["dy", "dy"], {}),
+        (["dy", "dz"], ["dz", "dy"], {"bias_0": "kernel_1", "bias_1": "kernel_0"}),
+    ],
+)
+def test_gradients_of_one_convolutions_kernel_and_bias_are_one_op(kernels, biases, attached):
+    nodes = [node(f"kernel_{at}", "Conv2DBackpropFilter", "x", "sizes", dy) for at, dy in enumerate(kernels)]
+    nodes += [node(f"bias_{at}", "BiasAddGrad", dy) for at, dy in enumerate(biases)]
+    assert attached_nodes({n.name: n for n in nodes}) == attached
 
 
 # ------------------------------------------------------------------ what nobody needs
