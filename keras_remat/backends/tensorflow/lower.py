@@ -138,19 +138,8 @@ class _Writer:
         if op_id is not None:
             names = (name for earlier in graph.ops[op_id].after for name in self.traced.node_names[graph.ops[earlier].name])
             return [copy for name in names for copy in self._copies.get(name, ())]
-        copies: list[str] = []
-        stack = [i[1:] for i in node.input if i.startswith("^")]
-        seen: set[str] = set()
-        while stack:
-            current = stack.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            if current in self.traced.folded:
-                stack += [split_input(i)[0] for i in self.traced.nodes[current].input]
-            else:
-                copies += self._copies.get(current, [])
-        return copies
+        effects = {name for i in node.input if i.startswith("^") for name in self.traced.effects_behind[i[1:]]}
+        return [copy for name in sorted(effects) for copy in self._copies.get(name, ())]
 
     def _tensor(self, tensor: str) -> str:
         """The tensor's newest instance, views written on demand."""

@@ -57,6 +57,7 @@ class TensorFlowStep(TracedStep):
         output_structure: what ``train_step`` returned, with symbolic tensors.
         tensor_shapes: tensor name → static shape, or ``None`` when unknown.
         attached: node name → the node whose op it is part of, see :func:`.rewrite.attached_nodes`.
+        effects_behind: node name → the ops with an effect that have run once it has.
     """
 
     resident_bytes: int = 0
@@ -71,6 +72,7 @@ class TensorFlowStep(TracedStep):
     output_structure: Any = None
     tensor_shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     attached: Mapping[str, str] = field(default_factory=dict)
+    effects_behind: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @cached_property
     def op_id(self) -> dict[str, int]:
@@ -259,18 +261,22 @@ class _Translation:
                 yield node_name
                 stack += [split_input(i)[0] for i in self.nodes[node_name].input if not i.startswith("^")]
 
-    def _ops_behind_control(self, name: str) -> Iterator[str]:
-        """The ops that must have run once node ``name`` has run; ``name`` is the target of a control edge."""
-        stack, seen = [name], set()
-        while stack:
-            current = stack.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            if current not in self.folded:
-                yield self._op_of(current)
+    @cached_property
+    def effects_behind(self) -> dict[str, frozenset[str]]:
+        """Every node → the ops with an effect that have run once it has, the nearest on each path; an op with an effect is its own.
+
+        That is what a control edge asks for. That an op without an effect has run makes no difference to anybody, and waiting for it would
+        forbid to run it again; Grappler leaves such edges where it folds the shape of a value into a constant. (Reads of variables are
+        kept before writes by ``_reads_before_write``.)
+        """
+        inputs = {name: [split_input(i)[0] for i in node.input] for name, node in self.nodes.items()}
+        behind: dict[str, frozenset[str]] = {}
+        for name in TopologicalSorter(inputs).static_order():
+            if _has_effect(self.nodes[name].op):
+                behind[name] = frozenset({name})
             else:
-                stack += [split_input(i)[0] for i in self.nodes[current].input]
+                behind[name] = frozenset().union(*(behind[source] for source in inputs[name]))
+        return behind
 
     def _edges(self) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
         """Data predecessors and ``after`` predecessors of every op, by name."""
@@ -292,7 +298,7 @@ class _Translation:
                     target = control[1:]
                     if target in readers_of_read and holder == name:
                         after[name] |= readers_of_read[target] - {name}
-                    after[name] |= set(self._ops_behind_control(target)) - {name}
+                    after[name] |= self.effects_behind[target] - {name}
             for read in self._reads_before_write.get(name, ()):
                 after[name] |= (readers_of_read.get(read, set()) if read in self.folded else {read}) - {name}
         return data, after
@@ -453,6 +459,7 @@ class _Translation:
             value_of=value_of,
             folded=self.folded,
             attached=self.attached,
+            effects_behind=self.effects_behind,
             tensor_shapes={tensor: shape for tensor, (shape, _) in self.shapes.items()},
             **rest,
         )
