@@ -8,14 +8,15 @@ the peak is out of reach of every recomputation while all weight gradients wait 
 List scheduling over the default order: before the next op of the default order runs, every op that is ready and leads, alone or
 followed by its own descendants, to less memory than before is moved ahead of it. Looking at descendants is what moves an optimizer with
 slots (several ops per weight, which first take memory) and not only plain SGD. An op that waits only for a few small values nobody has
-computed yet (the learning rate, read once per weight) takes their producers along.
+computed yet (the learning rate, read once per weight) takes their producers along, and in such a run of ops large ones too (the momentum
+times its decay), which must pay for themselves before the run ends.
 
 Known limits: the forward and backward ops keep their relative order unless they shrink memory; the order is a heuristic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
@@ -24,7 +25,9 @@ from keras_remat.simulate import live_bytes
 CLUSTER_OPS = 48
 """Longest run of ops moved ahead as one."""
 PULLED_OPS = 8
-"""Most ops that are run early because another op waits for their small outputs."""
+"""Most ops that are run early because another op waits for their outputs."""
+SMALL_SHARE = 1 / 8
+"""Outputs are small below this share of what the op that waits for them reads."""
 
 
 def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
@@ -108,16 +111,16 @@ class _Hoist:
                 touched.append(follower)
         return touched
 
-    def _pulled(self, op_id: int) -> list[int] | None:
-        """Ops to run before ``op_id`` can; ``None`` when they are many or compute more than an eighth of what it reads."""
+    def _pulled(self, op_id: int, share: float, run: Collection[int] = ()) -> list[int] | None:
+        """Ops to run before ``op_id`` can, besides ``run``; ``None`` when they are many or compute more than a share of what it reads."""
         missing: dict[int, None] = {}
         stack = [op_id]
-        room = max((self.nbytes[v] for v in self.ops[op_id].inputs), default=0) // 8
+        room = int(share * max((self.nbytes[v] for v in self.ops[op_id].inputs), default=0))
         while stack:
             op = self.ops[stack.pop()]
             before = [*(p for v in op.inputs if (p := self.producer[v]) is not None), *op.after]
             for earlier in before:
-                if self.done[earlier] or earlier in missing or not self.included[earlier]:
+                if self.done[earlier] or earlier in missing or earlier in run or not self.included[earlier]:
                     continue
                 room -= sum(self.nbytes[v] for v in self.ops[earlier].outputs)
                 if room < 0 or len(missing) == PULLED_OPS:
@@ -141,23 +144,38 @@ class _Hoist:
         """The shortest run of ready ops from ``first`` downwards after which less (or, without outputs, no more) is alive."""
         unread: dict[int, int] = {}
         waiting: dict[int, int] = {}
-        run: list[int] = []
+        run: dict[int, None] = {}
         total = 0
         ready = [first]
         if self.waiting[first]:
-            pulled = self._pulled(first) if longest > 1 else None
+            pulled = self._pulled(first, SMALL_SHARE) if longest > 1 else None
             if pulled is None:
                 return []
             ready = [*pulled, first]
             waiting.update(dict.fromkeys(ready, 0))
-        while ready and len(run) < longest:
+        while len(run) < longest:
+            if not ready:
+                ready = self._with_pulled(run)
+                waiting.update(dict.fromkeys(ready, 0))
+            if not ready:
+                break
             op_id = ready.pop(0)
             total += self._delta(op_id, unread)
-            run.append(op_id)
+            run[op_id] = None
             if total < 0 or (total == 0 and not any(self.nbytes[v] for v in self.ops[op_id].outputs)):
-                return run
+                return list(run)
             for follower in self.followers[op_id]:
                 waiting[follower] = waiting.get(follower, self.waiting[follower]) - 1
                 if not waiting[follower]:
                     ready.append(follower)
+        return []
+
+    def _with_pulled(self, run: Collection[int]) -> list[int]:
+        """A descendant of ``run`` that waits for few other ops, after those; empty when there is none."""
+        for op_id in run:
+            for follower in self.followers[op_id]:
+                if follower not in run and self.waiting[follower] <= PULLED_OPS:
+                    pulled = self._pulled(follower, 1.0, run)
+                    if pulled:
+                        return [*pulled, follower]
         return []

@@ -364,7 +364,10 @@ class _Translation:
         return result, set(data) - set(result)
 
     def _ranks(self, data: Mapping[str, set[str]]) -> dict[str, int]:
-        """The place of every op in the traced order; an op that Grappler or a rewrite made takes the place of its last input."""
+        """The place of every op in the traced order; an op that Grappler or a rewrite made takes the place of its last input.
+
+        No op stands behind one that reads from it: where Grappler merges equal ops, the name of the later one may be the one that stays.
+        """
         rank: dict[str, int] = {name: self.order[name] for name in data if name in self.order}
         for start in data:
             stack = [start]
@@ -379,6 +382,9 @@ class _Translation:
                 else:
                     rank[name] = max((rank[i] for i in data[name]), default=0)
                     stack.pop()
+        for name in reversed(list(TopologicalSorter(data).static_order())):
+            for source in data[name]:
+                rank[source] = min(rank[source], rank[name])
         return rank
 
     def _ordered(self) -> tuple[list[str], dict[str, set[str]]]:

@@ -49,6 +49,24 @@ def test_another_batch_size_is_another_graph(convnet):
     assert other.graph.fingerprint != convnet[1].graph.fingerprint
 
 
+def test_nothing_waits_for_an_op_without_an_effect(convnet):
+    """Grappler ties the shapes that it folds to the activations they are of; those could then not run again once a shape was read."""
+    ops = convnet[1].graph.ops
+    reads = {op.id for op in ops if op.kind in kinds.VARIABLE_READS}
+    of_reads = {op.id for op in ops if any(convnet[1].graph.values[v].producer in reads for v in op.inputs)}
+    waited_for = {earlier for op in ops for earlier in op.after if ops[earlier].recomputable}
+    assert waited_for <= reads | of_reads | {op.id for op in ops if op.phase == UPDATE or "adam" in op.name}
+    assert any(op.kind == "Relu" for op in ops)
+    assert not any(ops[earlier].kind in ("Relu", "_FusedConv2D", "Mean") for op in ops for earlier in op.after)
+
+
+def test_what_equal_ops_were_merged_into_runs_where_the_first_of_them_did(convnet):
+    """The labels' cast of the loss is merged with that of the accuracy, traced after the optimizer: the loss must not wait for it."""
+    ops = convnet[1].graph.ops
+    first_of_optimizer = next(op.id for op in ops if op.name.startswith("adam"))
+    assert all(op.id < first_of_optimizer for op in ops if op.phase == BACKWARD and "gradient_tape/" in op.name)
+
+
 def test_phases(convnet):
     ops = convnet[1].graph.ops
     assert {op.phase for op in ops} == {FORWARD, BACKWARD, UPDATE}
