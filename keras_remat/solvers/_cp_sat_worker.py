@@ -1,4 +1,4 @@
-"""The process in which OR-Tools runs: one 0-1 program in on stdin, incumbents out on stdout, one JSON object per line.
+"""The process in which OR-Tools runs: 0-1 programs in on stdin, incumbents out on stdout, one JSON object per line.
 
 A process of its own because OR-Tools and TensorFlow, loaded into one process, crash it (both ship Abseil); it also keeps the solver's
 memory and threads out of a training process and makes a hard time limit possible. Run as
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import resource
 import sys
 import threading
@@ -56,13 +57,8 @@ def build(program: dict[str, Any]) -> tuple[Any, list[Any]]:
     return model, variables
 
 
-def main() -> None:
-    """Reads the program, solves it, writes incumbents and a last line with the status."""
-    program = json.loads(sys.stdin.readline())
-    # The parent keeps stdin open while it lives: end with it, whatever happened to it.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    limit = program["memory_limit_bytes"]
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+def solve(program: dict[str, Any]) -> None:
+    """Solves a program, writes its incumbents and a last line with the status."""
     model, variables = build(program)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = program["time_limit_s"]
@@ -78,9 +74,20 @@ def main() -> None:
     _send(message)
 
 
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
+def main() -> None:
+    """Solves one program after the other; ends with its parent, which keeps stdin open while it lives, whatever happened to it."""
+    limit = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    programs: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(programs,), daemon=True).start()
+    while True:
+        solve(json.loads(programs.get()))
+
+
+def _read(programs: queue.SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        programs.put(line)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from keras_remat.solvers.timeline import Timeline
 
 ROUND_STEPS = 4000
 PENALTY = 400.0
-STEP_S, STEP_S_PER_OP = 6e-5, 2.4e-7
+STEP_S, STEP_S_PER_OP = 4e-5, 1.4e-7
 """Seconds of a step that work limits are computed with; more than it takes."""
 
 

@@ -1,21 +1,23 @@
-"""The default solver: fast heuristics first, then improvement from the best schedule so far, until time is up.
+"""The default solver: fast heuristics first, then improvement from the best schedule so far, until its work is done.
 
 1. No budget, or an order without recomputation that fits (the default one or the memory-aware one): optimal, done.
-2. :mod:`keras_remat.solvers.greedy` gives a first schedule, :mod:`keras_remat.solvers.dtr` another
-   one where the graph is not large.
-3. :mod:`keras_remat.solvers.intervals` searches around it, with more candidates whenever its program was solved; on a coarse problem
-   (:mod:`keras_remat.solvers.coarsen`) for graphs of more than ``LARGE_OPS`` ops. Without OR-Tools this step is left out.
-4. :mod:`keras_remat.solvers.window_bound` tries to prove the best schedule optimal: with a few cuts before step 3,
-   with all of them, on small graphs, last.
-5. :mod:`keras_remat.solvers.anneal` works on the order itself.
+2. :mod:`keras_remat.solvers.greedy` gives a first schedule; where the graph is not large, :mod:`keras_remat.solvers.dtr` gives others,
+   by several scores. Where they find nothing, :mod:`keras_remat.solvers.backward` finds one, or proves that there is none.
+3. :mod:`keras_remat.solvers.bound`, and :mod:`keras_remat.solvers.window_bound` with a few cuts, may prove the best schedule optimal.
+4. :mod:`keras_remat.solvers.intervals` searches around it, with more candidates whenever its program was solved.
+5. :mod:`keras_remat.solvers.neighbourhoods` and :mod:`keras_remat.solvers.anneal` take turns: the one solves parts of that program
+   better than the whole can be solved, the other works on the order itself.
+6. After their first turn, on small graphs, :mod:`keras_remat.solvers.window_bound` with all cuts tries to close the gap from below.
 
-Where step 2 finds nothing, the steps 3 and 5 start from a schedule for a somewhat larger budget.
+Graphs of more than ``LARGE_OPS`` ops are coarsened first (:mod:`keras_remat.solvers.coarsen`), and steps 2, 4 and 5 work on the coarse
+problem; step 4 is left out, its program is too large. Without OR-Tools annealing does all of 4 and 5. Where step 2 finds nothing, the
+others start from a schedule for a somewhat larger budget. Recomputations there turns out to be room for are taken back
+(:mod:`keras_remat.solvers.trim`) wherever a schedule comes from.
 
 Every schedule is checked by :func:`keras_remat.validate.validate` before it counts. ``KeyboardInterrupt`` ends the search and keeps the
-best schedule; before there is one it passes through. The bound is that of :mod:`keras_remat.solvers.bound` or
-of step 4; both hold for every legal order.
+best schedule; before there is one it passes through. The bound is that of step 3 or 6; both hold for every legal order.
 
-The steps 2, 3 and 5 end by counted work (:mod:`keras_remat.solvers.effort`), and a schedule replaces another only if it is faster by
+All steps but 3 and 6 end by counted work (:mod:`keras_remat.solvers.effort`), and a schedule replaces another only if it is faster by
 more than the tolerance of the proofs. So the same seed gives the same schedule, unless the clock ends one of these steps after all:
 on a machine that is very busy or very slow. How far the *bound* gets depends on the clock.
 """
@@ -24,16 +26,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from keras_remat.errors import InvalidScheduleError, PeakExceededError, ScheduleNotFoundError
+from keras_remat.errors import InfeasibleBudgetError, InvalidScheduleError, PeakExceededError, ScheduleNotFoundError
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Solution
 from keras_remat.simulate import simulate
-from keras_remat.solvers import anneal, bound, coarsen, cp_sat, dtr, greedy, intervals, window_bound
+from keras_remat.solvers import anneal, backward, bound, coarsen, cp_sat, dtr, greedy, intervals, neighbourhoods, window_bound
 from keras_remat.solvers.effort import effort_s
 from keras_remat.solvers.reorder import memory_aware_order
+from keras_remat.solvers.trim import trimmed
 from keras_remat.validate import validate
+
+Order = tuple[int, ...]
 
 LARGE_OPS = 700
 """Graphs with more needed ops are coarsened."""
@@ -43,16 +49,24 @@ PROOF_TOLERANCE = 3e-6
 """Relative; the bounds give away a millionth for their solver's tolerances, so that meeting them exactly is not possible."""
 PROVABLE_OPS = 150
 """Graphs up to this size are worth the integer program of :mod:`keras_remat.solvers.window_bound`."""
-GREEDY_SHARE, INTERVALS_SHARE, ANNEAL_SHARE = 0.15, 0.5, 0.2
-"""The work of the steps, as shares of the time limit."""
-DTR_OPS_PER_S = 3_000
-"""Ops that DTR runs per second of the whole time limit; a tenth of the ops it can run in a second."""
+GREEDY_SHARE, BACKWARD_SHARE, INTERVALS_SHARE = 0.15, 0.2, 0.3
+"""The work of these steps, as shares of the time limit."""
+TURNS = 4
+ANNEAL_SHARE, NEIGHBOURHOODS_SHARE = 0.08, 0.06
+"""The work of a turn."""
+DTR_SCORES = ("dtr", "local", "msps", "eq")
+DTR_OPS_PER_S = 1_500
+"""Ops that DTR runs per score and second of the whole time limit."""
 NEARLY = (1.02, 1.05, 1.1, 1.2, 1.4)
 """Budgets, in budgets, tried where no schedule within the budget was found."""
-LATE_ANNEAL_SHARE = 0.5
-"""The work of annealing where there is no schedule yet."""
-BOUND_SHARE, LAST_SHARE = 0.3, 0.95
-"""The shares of the time limit by which the quick bounds and the last one end."""
+LATE_ANNEAL_SHARE = 0.2
+"""The work of an annealing turn where there is no schedule yet."""
+TIGHTENINGS = 4
+"""Times that greedy is tried on a coarse problem whose schedules do not fit the whole one, each time with less room."""
+NEIGHBOURHOODS_DEPTH = 2
+"""Of the candidates of neighbourhoods in coarsened problems; twice that in others."""
+BOUND_SHARE, PROOF_SHARE, LAST_SHARE = 0.3, 0.7, 0.95
+"""The shares of the time limit by which the quick bounds, the exact one, and everything else end."""
 
 
 def solve(
@@ -71,6 +85,7 @@ def solve(
         progress: called with every better solution.
 
     Raises:
+        InfeasibleBudgetError: proved that there is none.
         ScheduleNotFoundError: none found within the time.
     """
     search = _Search(problem, time_limit_s, seed, progress)
@@ -91,7 +106,7 @@ class _Search:
         self.problem, self.seed, self.progress = problem, seed, progress
         self.started = time.perf_counter()
         self.limit_s = time_limit_s
-        self.best: tuple[int, ...] | None = None
+        self.best: Order | None = None
         self.best_s = float("inf")
         self.solver = "auto"
         self.bound_s = problem.store_all_time_s
@@ -122,6 +137,9 @@ class _Search:
         seconds = simulate(self.problem, schedule).time_s
         if seconds < self.best_s * (1 - PROOF_TOLERANCE):
             self.best, self.best_s, self.solver = schedule.order, seconds, solver
+            if self.problem.budget_bytes is not None:
+                self.best = trimmed(self.problem, self.best, self.problem.budget_bytes)
+                self.best_s = simulate(self.problem, Schedule(self.best)).time_s
             self._report()
         return True
 
@@ -130,45 +148,92 @@ class _Search:
             self.progress(self.solution())
 
     def run(self) -> None:
-        known = []
-        steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s)
-        for schedule in greedy.candidates(self.problem, deadline_s=self.at(LAST_SHARE), max_steps=steps):
-            if self.offer(schedule.order, "greedy"):
-                known.append(schedule.order)
-        if self.proved:
+        default = tuple(sorted(self.problem.graph.needed))
+        bases = tuple(dict.fromkeys((memory_aware_order(self.problem, default), default)))
+        if any(self.offer(base, "greedy") for base in bases):
             return
-        if len(self.problem.graph.needed) <= LARGE_OPS:
-            try:
-                other = dtr.solve(
-                    self.problem,
-                    time_limit_s=max(0.1, self.at(BOUND_SHARE) - time.perf_counter()),
-                    seed=self.seed,
-                    max_ops_run=int(DTR_OPS_PER_S * effort_s(self.limit_s)),
-                ).schedule.order
-            except ScheduleNotFoundError:
-                pass  # one heuristic less to start from
-            else:
-                if self.offer(other, "dtr"):
-                    known.append(other)
+        large = len(default) > LARGE_OPS
+        view = whole = _View(self.problem, tuple, tuple)
+        known = [] if large else self._heuristics(bases)
+        for base in bases if large else ():
+            if self.best is None:
+                view = self._coarse(base)
+        if large and self.best is None:
+            self._greedy(whole, bases)
         self.bound_s = max(self.bound_s, bound.lower_bound_s(self.problem, deadline_s=self.at(BOUND_SHARE)))
         self._report()
-        if len(self.problem.graph.needed) <= LARGE_OPS:
+        if not large:
             chain = window_bound.longest_chain(self.problem)
             widest = sorted(chain, key=lambda op_id: -bound.crossing_bytes(self.problem, op_id))[:FEW_CUTS]
             self._window_bound(sorted(widest), self.at(BOUND_SHARE))
         if self.proved:
             return
-        near = self._nearly() if self.best is None else None
-        if cp_sat.available():
+        near = view.project(self._nearly(bases)) if self.best is None else None
+        if cp_sat.available() and not large:
             self._intervals(known, near)
-        if not self.proved:
-            share = ANNEAL_SHARE if self.best is not None else LATE_ANNEAL_SHARE
-            rounds = anneal.rounds_limit(self.problem, share * self.limit_s)
-            start = near if self.best is None else self.best
-            for order in anneal.improve(self.problem, start, deadline_s=self.at(LAST_SHARE), seed=self.seed, max_rounds=rounds):
-                self.offer(order, "anneal")
-        if not self.proved and len(self.problem.graph.needed) <= PROVABLE_OPS:
-            self._window_bound(window_bound.longest_chain(self.problem), self.at(LAST_SHARE))
+        for turn in range(TURNS):
+            self._anneal(view, near, self.seed + turn)
+            if cp_sat.available():
+                self._neighbourhoods(view, self.seed + turn)
+            if not self.proved and not turn and len(default) <= PROVABLE_OPS:
+                self._window_bound(window_bound.longest_chain(self.problem), self.at(PROOF_SHARE))
+            if self.proved:
+                return
+
+    def _coarse(self, base: Order) -> _View:
+        """A coarse view, with as much room set aside as greedy's schedules for it turn out to need in the problem itself."""
+        coarse = coarsen.Coarse(self.problem, base, coarsen.small_value_threshold(self.problem, base))
+        view = _View(coarse.problem, coarse.expand, coarse.project)
+        budget = self.problem.budget_bytes or 0
+        for _ in range(TIGHTENINGS):
+            found = self._greedy(view, [tuple(range(len(coarse.ops)))])
+            if self.best is not None or not found:
+                break
+            peak = min(simulate(self.problem, Schedule(view.expand(order))).peak_bytes for order in found)
+            budget -= peak - (self.problem.budget_bytes or 0)
+            if budget < view.problem.floor_bytes:
+                break
+            view = replace(view, problem=view.problem.with_budget(budget))
+        return view
+
+    def _heuristics(self, bases: Sequence[Order]) -> list[Order]:
+        """The orders that greedy, DTR and the search backwards give."""
+        known = self._greedy(_View(self.problem, tuple, tuple), bases)
+        if self.proved:
+            return known
+        for score in DTR_SCORES:
+            try:
+                other = dtr.search(
+                    self.problem,
+                    score,
+                    max(0.1, self.at(BOUND_SHARE) - time.perf_counter()),
+                    self.seed,
+                    int(DTR_OPS_PER_S * effort_s(self.limit_s)),
+                ).schedule.order
+            except ScheduleNotFoundError:
+                continue  # one heuristic less to start from
+            if self.offer(other, "dtr"):
+                known.append(other)
+        sorts: tuple[backward.Sort, ...] = ("once", "few")
+        for sort in sorts if self.best is None else ():
+            steps = backward.steps_limit(BACKWARD_SHARE * self.limit_s)
+            answer = backward.search(self.problem, sort, max_steps=steps, deadline_s=self.at(LAST_SHARE))
+            if answer.infeasible:
+                budget = self.problem.budget_bytes or 0
+                raise InfeasibleBudgetError(budget, budget + 1)
+            if answer.order is not None and self.offer(answer.order, "backward"):
+                known.append(answer.order)
+                break
+        return known
+
+    def _greedy(self, view: _View, bases: Sequence[Order]) -> list[Order]:
+        """The orders of the view that greedy gives; those that fit the problem are offered."""
+        steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s)
+        deadline_s = self.at(LAST_SHARE)
+        found = [s.order for s in greedy.candidates(view.problem, deadline_s=deadline_s, max_steps=steps, orders=bases)]
+        for order in found:
+            self.offer(view.expand(order), "greedy")
+        return found
 
     def _window_bound(self, cuts: Sequence[int], deadline_s: float) -> None:
         limit_s = deadline_s - time.perf_counter()
@@ -179,55 +244,38 @@ class _Search:
             )
             self._report()
 
-    def _nearly(self) -> tuple[int, ...]:
+    def _nearly(self, bases: Sequence[Order]) -> Order:
         """An order to start from where none fits yet: greedy's for the least larger budget at which it finds one."""
         steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s / len(NEARLY))
         for factor in NEARLY:
             larger = self.problem.with_budget(int((self.problem.budget_bytes or 0) * factor))
-            for schedule in greedy.candidates(larger, deadline_s=self.at(BOUND_SHARE), max_steps=steps):
+            for schedule in greedy.candidates(larger, deadline_s=self.at(BOUND_SHARE), max_steps=steps, orders=bases):
                 return schedule.order
-        return memory_aware_order(self.problem, sorted(self.problem.graph.needed))
+        return bases[0]
 
-    def _intervals(self, known: list[tuple[int, ...]], near: tuple[int, ...] | None) -> None:
-        """Interval search on the order of first runs of the best schedule, coarsened where that order is long.
+    def _intervals(self, known: list[Order], near: Order | None) -> None:
+        """Interval search on the order of first runs of the best schedule.
 
         Args:
-            known: schedules to start from and to take candidates from.
-            near: one over the budget that takes their place while there is none.
+            known: schedules to take candidates from.
+            near: one over the budget to start from while there is none.
         """
-        problem = self.problem
-        if near is not None:
-            known = [near]
-        base = first_runs(near or self.best or tuple(sorted(problem.graph.needed)))
-        known = [order for order in known if first_runs(order) == base]
-        expand: Callable[[Sequence[int]], tuple[int, ...]] = tuple
-        depths: tuple[int, ...] = intervals.DEPTHS
+        start = self.best or near
+        if start is None:
+            raise ValueError("needs a schedule to start from")
+        base = first_runs(start)
+        known = [start, *(order for order in known if first_runs(order) == base)]
         work = intervals.work_limit(INTERVALS_SHARE * self.limit_s)
-        if len(base) > LARGE_OPS:
-            coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
-            problem, expand, depths = coarse.problem, coarse.expand, intervals.LARGE_DEPTHS
-            known = [coarse.project(order) for order in known]
-            base = tuple(range(len(coarse.ops)))
-            steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s)
-            for schedule in greedy.candidates(problem, deadline_s=self.at(LAST_SHARE), max_steps=steps, orders=[base]):
-                known.append(schedule.order)
-                self.offer(expand(schedule.order), "greedy")
-        for depth in depths:
-            budget = problem.budget_bytes or 0
-            if budget < problem.floor_bytes:
-                return
+        for depth in intervals.DEPTHS:
             orders = intervals.improve(
-                problem, base, known, depth=depth, deadline_s=self.at(LAST_SHARE), work=work, seed=self.seed
+                self.problem, base, known, depth=depth, deadline_s=self.at(LAST_SHARE), work=work, seed=self.seed
             )
-            excess = 0
-            found: list[tuple[int, ...]] = []
+            found: list[Order] = []
             solved = True
             try:
                 while True:
                     found.append(next(orders))
-                    full = expand(found[-1])
-                    if not self.offer(full, "intervals"):  # small values lived longer than was set aside for them
-                        excess = simulate(self.problem, Schedule(full)).peak_bytes - (self.problem.budget_bytes or 0)
+                    self.offer(found[-1], "intervals")
                     if self.proved:
                         return
             except StopIteration as end:
@@ -238,10 +286,44 @@ class _Search:
             known += found[-3:]
             if self.proved or not solved:
                 return
-            if excess > 0:
-                problem = problem.with_budget(budget - excess)
+
+    def _anneal(self, view: _View, near: Order | None, seed: int) -> None:
+        rounds = anneal.rounds_limit(view.problem, (LATE_ANNEAL_SHARE if self.best is None else ANNEAL_SHARE) * self.limit_s)
+        problem, start = (view.problem, near) if self.best is None else _start(view, self.best)
+        deadline_s = self.at(LAST_SHARE)
+        for order in anneal.improve(problem, start, deadline_s=deadline_s, seed=seed, max_rounds=rounds):
+            self.offer(view.expand(order), "anneal")
+
+    def _neighbourhoods(self, view: _View, seed: int) -> None:
+        if self.best is None or self.proved:
+            return
+        work = intervals.work_limit(NEIGHBOURHOODS_SHARE * self.limit_s)
+        depth = NEIGHBOURHOODS_DEPTH * (2 if view.problem is self.problem else 1)
+        problem, start = _start(view, self.best)
+        deadline_s = self.at(LAST_SHARE)
+        for order in neighbourhoods.improve(problem, start, deadline_s=deadline_s, work=work, depth=depth, seed=seed):
+            self.offer(view.expand(order), "neighbourhoods")
+            if self.proved:
+                return
 
 
-def first_runs(order: Sequence[int]) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class _View:
+    """The problem that heuristics work on, the way of its orders to orders of the problem to solve, and back."""
+
+    problem: Problem
+    expand: Callable[[Sequence[int]], Order]
+    project: Callable[[Sequence[int]], Order]
+
+
+def _start(view: _View, best: Order) -> tuple[Problem, Order]:
+    """The view's problem and its part of a schedule that fits, under a budget which that fits too: the room that a view sets aside for
+    what it leaves out is for the worst moment, which need not be the fullest one."""
+    start = view.project(best)
+    peak = simulate(view.problem, Schedule(start)).peak_bytes
+    return view.problem.with_budget(max(view.problem.budget_bytes or 0, peak)), start
+
+
+def first_runs(order: Sequence[int]) -> Order:
     """The ops of an order in the order in which they run first."""
     return tuple(dict.fromkeys(order))

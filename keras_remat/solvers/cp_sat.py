@@ -6,10 +6,8 @@ interpreter, so it imports neither TensorFlow nor anything else of the caller, a
 exhaustion, by ``close`` or by an exception such as ``KeyboardInterrupt``.
 
 One search thread, and the linear relaxation at its fullest (``linearization_level`` 2). One thread repeats itself for a seed, and CP-SAT
-counts its *work* (``max_deterministic_time``, about 0.1 to 0.2 units a second here), so that a search that ends by its work limit gives
-the same incumbents on every machine. It is no sacrifice: on these programs the relaxation does the work. ResNet50 at half its peak was
-solved to its optimum in 1.4 s, by CP-SAT's eight default threads on two cores in 3.4 s and by its deterministic
-multi-thread mode (``interleave_search``) in 22 s.
+counts its *work* (``max_deterministic_time``), so that a search that ends by its work limit gives the same incumbents on every machine.
+A second core is used by a second process on another part of the problem (:mod:`keras_remat.solvers.neighbourhoods`).
 """
 
 from __future__ import annotations
@@ -109,66 +107,94 @@ def solve_program(
         MissingPackageError: OR-Tools is not installed.
         RematError: the process ended without an answer, with the last lines it wrote.
     """
-    require_ortools()
-    used = [at for at, cost in enumerate(program.cost) if cost]
-    deadline = time.monotonic() + time_limit_s
-    message: dict[str, Any] = {
-        "variables": len(program.cost), "objective": (used, [program.cost[at] for at in used]), "clauses": program.clauses,
-        "rows": program.rows, "hint": program.hint, "seed": seed,
-        "parameters": SINGLE_THREAD | (parameters or {}), "memory_limit_bytes": MEMORY_LIMIT_BYTES,
-    }  # fmt: skip
-    if work_limit is not None:
-        message["parameters"] |= {"max_deterministic_time": work_limit}
-    message["time_limit_s"] = max(0.1, time_limit_s - STARTUP_S)
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "keras_remat.solvers._cp_sat_worker"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment(),
+    with Worker() as worker:
+        worker.start(program, time_limit_s=time_limit_s, work_limit=work_limit, seed=seed, parameters=parameters)
+        yield from worker.answers()
+
+
+class Worker:
+    """A process that solves one program after the other; a context manager, which ends it.
+
+    Raises:
+        MissingPackageError: OR-Tools is not installed.
+    """
+
+    def __init__(self) -> None:
+        require_ortools()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "keras_remat.solvers._cp_sat_worker", str(MEMORY_LIMIT_BYTES)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=_environment(),
             start_new_session=True,
         )  # fmt: skip
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._deadline = float("inf")
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def start(
+        self,
+        program: Program,
+        *,
+        time_limit_s: float,
+        work_limit: float | None = None,
+        seed: int = 0,
+        parameters: dict[str, Any] | None = None,
+    ) -> None:
+        """Sends a program, once the answers to the one before are read; arguments as of :func:`solve_program`."""
+        used = [at for at, cost in enumerate(program.cost) if cost]
+        message: dict[str, Any] = {
+            "variables": len(program.cost), "objective": (used, [program.cost[at] for at in used]), "clauses": program.clauses,
+            "rows": program.rows, "hint": program.hint, "seed": seed, "parameters": SINGLE_THREAD | (parameters or {}),
+            "time_limit_s": max(0.1, time_limit_s - STARTUP_S),
+        }  # fmt: skip
+        if work_limit is not None:
+            message["parameters"] |= {"max_deterministic_time": work_limit}
+        self._deadline = time.monotonic() + time_limit_s
+        threading.Thread(target=self._write, args=(json.dumps(message) + "\n",), daemon=True).start()
+
+    def answers(self) -> Iterator[Incumbent]:
+        """Yields what the process finds; the last one has a status, ``"UNKNOWN"`` when the time limit struck, and then it is of no more use.
+
+        Raises:
+            RematError: the process ended without an answer, with the last lines it wrote.
+        """
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, self._deadline - time.monotonic()))
+            except queue.Empty:
+                yield Incumbent(None, None, "UNKNOWN")
+                return
+            if line is None:
+                status = self._process.wait()
+                self._errors.seek(0)
+                raise RematError(f"the CP-SAT process ended with status {status}: {self._errors.read()[-500:].strip()}")
+            news = json.loads(line)
+            ones = frozenset(news["ones"]) if "ones" in news else None
+            yield Incumbent(ones, news.get("bound"), news.get("status", ""), news.get("peak_bytes"), news.get("work"))
+            if "status" in news:
+                return
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _write(self, message: str) -> None:
+        assert self._process.stdin is not None
         try:
-            yield from _conversation(process, json.dumps(message), deadline)
-            if process.poll() not in (None, 0):
-                errors.seek(0)
-                raise RematError(f"the CP-SAT process ended with status {process.returncode}: {errors.read()[-500:].strip()}")
-        finally:
-            process.kill()
-            process.communicate()
-
-
-def _conversation(process: subprocess.Popen[str], message: str, deadline: float) -> Iterator[Incumbent]:
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.put(line)
-        lines.put(None)
-
-    def write() -> None:
-        assert process.stdin is not None
-        try:
-            process.stdin.write(message + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            return  # the process is gone; its exit status and stderr tell why
-
-    for target in (read, write):
-        threading.Thread(target=target, daemon=True).start()
-    while True:
-        try:
-            line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            yield Incumbent(None, None, "UNKNOWN")
-            return
-        if line is None:
-            process.wait()
-            return
-        news = json.loads(line)
-        ones = frozenset(news["ones"]) if "ones" in news else None
-        yield Incumbent(ones, news.get("bound"), news.get("status", ""), news.get("peak_bytes"), news.get("work"))
-        if "status" in news:
-            return
+            self._process.stdin.write(message)
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            return  # the process is gone (or closed, by us); its exit status and stderr tell why
 
 
 def _environment() -> dict[str, str]:

@@ -274,8 +274,8 @@ def planned_order(
         pinned |= run.stuck
 
 
-def _search(problem: Problem, score: str, time_limit_s: float, seed: int, max_ops_run: int = MAX_OPS_RUN) -> Solution:
-    """Runs DTR under several budgets around the real one, then with noise, and keeps the fastest order that really fits."""
+def search(problem: Problem, score: str, time_limit_s: float, seed: int, max_ops_run: int = MAX_OPS_RUN) -> Solution:
+    """Runs DTR with one of ``SCORES`` under several budgets around the real one, then with noise, and keeps the fastest order that really fits."""
     incumbent = Incumbent(problem, "dtr" if score == "dtr" else f"dtr_{score}", time_limit_s)
     if incumbent.offer_store_all() or problem.budget_bytes is None:
         return incumbent.solution()
@@ -296,40 +296,40 @@ def _search(problem: Problem, score: str, time_limit_s: float, seed: int, max_op
     return incumbent.solution()
 
 
-def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0, max_ops_run: int = MAX_OPS_RUN) -> Solution:
-    """DTR with the score h_DTR; no run is started after ``max_ops_run`` ops.
+def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """DTR with the score h_DTR.
 
     Raises:
         ScheduleNotFoundError: no run fits the budget, all thrash, or time is over.
     """
-    return _search(problem, "dtr", time_limit_s, seed, max_ops_run)
+    return search(problem, "dtr", time_limit_s, seed)
 
 
 def solve_eq(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
     """DTR with the score h_DTR_eq (union-find). Raises as :func:`solve`."""
-    return _search(problem, "eq", time_limit_s, seed)
+    return search(problem, "eq", time_limit_s, seed)
 
 
 def solve_local(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
     """DTR with the score h_DTR_local. Raises as :func:`solve`."""
-    return _search(problem, "local", time_limit_s, seed)
+    return search(problem, "local", time_limit_s, seed)
 
 
 def solve_msps(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
     """DTR with the score MSPS (Peng et al. 2020, Capuchin). Raises as :func:`solve`."""
-    return _search(problem, "msps", time_limit_s, seed)
+    return search(problem, "msps", time_limit_s, seed)
 
 
 def solve_lru(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
     """DTR evicting the least recently used value. Raises as :func:`solve`."""
-    return _search(problem, "lru", time_limit_s, seed)
+    return search(problem, "lru", time_limit_s, seed)
 
 
 def solve_size(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
     """DTR evicting the largest value. Raises as :func:`solve`."""
-    return _search(problem, "size", time_limit_s, seed)
+    return search(problem, "size", time_limit_s, seed)
 
 
 def solve_random(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
     """DTR evicting at random. Raises as :func:`solve`."""
-    return _search(problem, "random", time_limit_s, seed)
+    return search(problem, "random", time_limit_s, seed)

@@ -8,10 +8,11 @@ which evicted ops are waiting for a value. The value with the least
     (seconds to compute it and its missing ancestors again) ** a / (bytes · (distance to its next need) ** b)
 
 goes first. No single (a, b) wins everywhere, so a few are tried on each base order (the default one, and the memory-aware one of
-:mod:`keras_remat.solvers.reorder`), and the fastest schedule is returned. Evicting late costs nothing: the derived lifetime of an
-evicted value ends at its last read, not at the moment of the decision.
+:mod:`keras_remat.solvers.reorder`), recomputations there turns out to be room for are taken back (:mod:`keras_remat.solvers.trim`), and
+the fastest schedule is returned. Evicting late costs nothing: the derived lifetime of an evicted value ends at its last read, not at
+the moment of the decision.
 
-Known limits: decisions are not revised (:mod:`keras_remat.solvers.anneal` does that), and no bound is proved.
+Known limits: decisions are not revised but for that (:mod:`keras_remat.solvers.anneal` does more), and no bound is proved.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from keras_remat.schedule import Schedule, Solution
 from keras_remat.simulate import simulate
 from keras_remat.solvers.effort import effort_s
 from keras_remat.solvers.reorder import memory_aware_order
+from keras_remat.solvers.trim import trimmed
 
 NEVER = np.iinfo(np.int64).max
 
@@ -44,10 +46,12 @@ class Policy:
 POLICIES = (Policy(1.0, 1.0), Policy(1.0, 0.5), Policy(1.0, 0.0), Policy(0.5, 1.0), Policy(0.5, 0.5), Policy(0.0, 1.0))
 
 
-STEPS_PER_S = 15_000
+STEPS_PER_S = 50_000
 """Steps per second of a time limit; fewer than there are in a second."""
 OPS_PER_STEP = 10
 """Running an op is a step, and so is looking at this many missing ones to see what a value costs."""
+TRIM_GAIN = 1.15
+"""A run goes on until its overhead is this many times the best one's: trimming may still make it the better one."""
 
 
 class StuckError(Exception):
@@ -110,26 +114,33 @@ def candidates(
     if orders is None:
         default = tuple(sorted(problem.graph.needed))
         orders = list(dict.fromkeys((memory_aware_order(problem, default), default)))
+    budget = problem.budget_bytes
     for order in orders:
-        if problem.budget_bytes is None or simulate(problem, Schedule(tuple(order))).peak_bytes <= problem.budget_bytes:
+        if budget is None or simulate(problem, Schedule(tuple(order))).peak_bytes <= budget:
             yield Schedule(tuple(order))
             return
+    if budget is None:
+        return
     best_s = float("inf")
     left = NEVER if max_steps is None else max_steps
-    for patience in (2, 30):  # most runs per op; a policy that thrashes is seldom worth waiting for
+    for patience in (5, 30):  # most runs per op; a policy that thrashes is seldom worth waiting for
         for policy in POLICIES:
             for order in orders:
                 if left <= 0:
                     return
-                run = _Run(problem, order, policy, deadline_s, best_s)
+                known_s = problem.store_all_time_s
+                run = _Run(problem, order, policy, deadline_s, known_s + TRIM_GAIN * (best_s - known_s))
                 try:
                     found = run.run(min(left, patience * len(order) + 1000))
                 except StuckError:
                     continue
                 finally:
                     left -= run.steps
-                best_s = simulate(problem, Schedule(found)).time_s
-                yield Schedule(found)
+                schedule = Schedule(trimmed(problem, found, budget))
+                seconds = simulate(problem, schedule).time_s
+                if seconds < best_s:
+                    best_s = seconds
+                    yield schedule
         if best_s < float("inf"):
             return
 

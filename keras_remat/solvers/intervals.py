@@ -28,9 +28,10 @@ Known limits: the order of first runs is fixed, so the program's bound says noth
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from bisect import bisect_left
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,13 +44,9 @@ from keras_remat.solvers import cp_sat, greedy
 from keras_remat.solvers.effort import effort_s
 from keras_remat.validate import validate
 
-BYTE_STEPS = 2**22
-"""The budget is divided into this many units; sizes are rounded up to whole units."""
 DEPTHS = (2, 4, 8, 16)
 """Successive depths of candidates; the next is tried when the program of the last was solved to its optimum."""
-LARGE_DEPTHS = (1, 2, 4)
-"""The same for coarsened op-level graphs."""
-WORK_PER_S = 0.08
+WORK_PER_S = 0.12
 """Units of CP-SAT's deterministic time per second of a time limit: fewer than it does in a second, so that they run out first."""
 MINIMUM_S = 1.0
 """Starting the solver's process with less time left is not worth it."""
@@ -63,11 +60,11 @@ TIME_STEPS = 10**7
 
 @dataclass(frozen=True)
 class Cell:
-    """A place in the order where an op runs (base) or may run again (candidate, with its variable)."""
+    """A place in the order where an op runs (base), runs again (fixed) or may run again (candidate, with its variable)."""
 
     slot: int
     op_id: int
-    variable: int  # −1 for a base cell
+    variable: int  # −1 where it certainly runs
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,10 @@ class Model:
     program: cp_sat.Program
     cells: tuple[Cell, ...]
     unit_s: float
+
+    def chosen(self, ones: frozenset[int]) -> set[tuple[int, int]]:
+        """(slot, op) of the candidates that run in an assignment."""
+        return {(cell.slot, cell.op_id) for cell in self.cells if cell.variable in ones}
 
     def order(self, ones: frozenset[int]) -> tuple[int, ...]:
         """The order an assignment stands for."""
@@ -165,7 +166,7 @@ def improve(
         return End(False, 0.0)
     slots = candidate_slots(problem, base, depth)
     for order in known:
-        for slot, op_id in _recomputations(order, base):
+        for slot, op_id in recomputations(order, base):
             slots.setdefault(op_id, set()).add(slot)
     hint = min(known, key=lambda order: simulate(problem, Schedule(order)).time_s, default=None)
     model = build(problem, base, slots, hint)
@@ -191,7 +192,7 @@ def _fits(problem: Problem, order: tuple[int, ...]) -> bool:
     return True
 
 
-def _recomputations(order: Sequence[int], base: Sequence[int]) -> Iterator[tuple[int, int]]:
+def recomputations(order: Sequence[int], base: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(slot, op) of every run after the first, the slot being the base position of the next first run."""
     place = {op_id: at for at, op_id in enumerate(base)}
     seen: set[int] = set()
@@ -253,21 +254,24 @@ class _Builder:
 
     KEPT, GONE = -1, -2  # segments that are constant: retained, or not there at all
 
-    def __init__(self, problem: Problem, base: Sequence[int], slots: dict[int, set[int]]):
+    def __init__(
+        self, problem: Problem, base: Sequence[int], slots: dict[int, set[int]], fixed: Collection[tuple[int, int]] = ()
+    ):
         self.problem, self.graph, self.base = problem, problem.graph, base
         self.program = cp_sat.Program()
         place = {op_id: at for at, op_id in enumerate(base)}
         budget = problem.budget_bytes
         if budget is None:
             raise ValueError("a program needs a budget")
-        self.unit_bytes = max(1, budget // BYTE_STEPS)
+        self.unit_bytes = max(1, math.gcd(*(v.nbytes for v in self.graph.values), *problem.profile.op_workspace_bytes))
         self.unit_s = max(problem.store_all_time_s / TIME_STEPS, 1e-15)
         self.capacity = (budget - problem.profile.resident_bytes) // self.unit_bytes
-        places = [(slot, place[op_id], op_id) for op_id, chosen in slots.items() for slot in chosen]
-        candidates = [(slot, 0, at, op_id) for slot, at, op_id in places]
+        self.merges = len(base) > 500 and not fixed
+        candidates = {(slot, op_id) for op_id, chosen in slots.items() for slot in chosen}.difference(fixed)
+        again = [(slot, 0, place[op_id], op_id) for slot, op_id in candidates.union(fixed)]
         self.cells = [
-            Cell(slot, op_id, self.program.variable(self._cost(op_id)) if kind == 0 else -1)
-            for slot, kind, _, op_id in sorted(candidates + [(at, 1, at, op_id) for at, op_id in enumerate(base)])
+            Cell(slot, op_id, self.program.variable(self._cost(op_id)) if not kind and (slot, op_id) in candidates else -1)
+            for slot, kind, _, op_id in sorted(again + [(at, 1, at, op_id) for at, op_id in enumerate(base)])
         ]
         # Per value its events (cell index; len(cells) is the end of the step) and the segment after each of them.
         self.events: dict[int, list[int]] = {}
@@ -289,7 +293,7 @@ class _Builder:
         return round(self.problem.profile.op_time_s[op_id] / self.unit_s)
 
     def units(self, nbytes: int) -> int:
-        return -(-nbytes // self.unit_bytes)
+        return nbytes // self.unit_bytes
 
     def _segment(self, value_id: int, events: list[int]) -> None:
         """Chooses constants and variables for the segments of a value, last one first, and writes (1), (2), (3), (5)."""
@@ -299,7 +303,9 @@ class _Builder:
         for j in range(len(events) - 1, 0, -1):
             cell = self.cells[events[j]] if events[j] < len(self.cells) else None
             later = after[j]
-            if cell is None or cell.variable < 0:
+            if cell is not None and cell.variable < 0 and cell.op_id == producer:
+                before = self.GONE  # certainly computed again
+            elif cell is None or cell.variable < 0:
                 before = self.KEPT  # a read that certainly happens
             elif cell.op_id != producer:
                 before = self.KEPT if later == self.KEPT else self.program.variable()
@@ -318,32 +324,19 @@ class _Builder:
     def _rows(self) -> None:
         """Writes (4) for every cell where the budget could be exceeded."""
         across: dict[int, int] = {}  # variable → units, of the values retained across the current cell
+        optional = 0  # their sum
         kept = 0  # units retained whatever the variables say
-        merged = _MergedRows(self.program, self.capacity, self.capacity * ROW_SLACK if len(self.base) > 500 else 0)
+        merged = _MergedRows(self.program, self.capacity, self.capacity * ROW_SLACK if self.merges else 0)
         next_event = dict.fromkeys(self.events, 0)
         segment = dict.fromkeys(self.events, self.GONE)
         for cell in self.cells:
             op = self.graph.ops[cell.op_id]
             touched = [v for v in dict.fromkeys((*op.inputs, *op.outputs)) if v in self.events]
             later = {v: self.segments[v][next_event[v]] for v in touched}
-            terms, constant = (
-                dict(across),
-                kept + self.units(self.problem.profile.op_workspace_bytes[op.id] if cell.variable < 0 else 0),
-            )
-            if cell.variable >= 0 and self.problem.profile.op_workspace_bytes[op.id]:
-                terms[cell.variable] = self.units(self.problem.profile.op_workspace_bytes[op.id])
-            donors = [v for v in dict.fromkeys(op.may_reuse) if v in self.events]
-            for value_id in op.outputs:
-                nbytes = self.graph.values[value_id].nbytes
-                mine = [v for v in donors if self.graph.values[v].nbytes == nbytes]
-                donors = [v for v in donors if v not in mine]
-                new = self._new_buffer(cell, [later[v] for v in mine], bool(mine))
-                if new == self.KEPT:
-                    constant += self.units(nbytes)
-                elif new >= 0:
-                    terms[new] = terms.get(new, 0) + self.units(nbytes)
-            if constant + sum(terms.values()) > self.capacity:
-                merged.add(terms, constant)
+            own = self.units(self.problem.profile.op_workspace_bytes[op.id])
+            own += sum(self.units(self.graph.values[v].nbytes) for v in op.outputs)
+            if kept + optional + own > self.capacity:
+                merged.add(*self._row(cell, across, kept, later))
             else:
                 merged.flush()
             for value_id in touched:
@@ -353,11 +346,34 @@ class _Builder:
                         kept += sign * units
                     elif old >= 0 and sign < 0:
                         del across[old]
+                        optional -= units
                     elif old >= 0:
                         across[old] = units
+                        optional += units
                 segment[value_id] = later[value_id]
                 next_event[value_id] += 1
         merged.flush()
+
+    def _row(self, cell: Cell, across: dict[int, int], kept: int, later: dict[int, int]) -> tuple[dict[int, int], int]:
+        """Terms (variable → units) and constant of (4) at ``cell``; ``later`` has the segments after it of what it touches."""
+        op = self.graph.ops[cell.op_id]
+        terms, constant = dict(across), kept
+        workspace = self.units(self.problem.profile.op_workspace_bytes[op.id])
+        if cell.variable < 0:
+            constant += workspace
+        elif workspace:
+            terms[cell.variable] = workspace
+        donors = [v for v in dict.fromkeys(op.may_reuse) if v in self.events]
+        for value_id in op.outputs:
+            nbytes = self.graph.values[value_id].nbytes
+            mine = [v for v in donors if self.graph.values[v].nbytes == nbytes]
+            donors = [v for v in donors if v not in mine]
+            new = self._new_buffer(cell, [later[v] for v in mine], bool(mine))
+            if new == self.KEPT:
+                constant += self.units(nbytes)
+            elif new >= 0:
+                terms[new] = terms.get(new, 0) + self.units(nbytes)
+        return terms, constant
 
     def _new_buffer(self, cell: Cell, donors: list[int], any_donor: bool) -> int:
         """The variable that is 1 when an output of ``cell`` needs a buffer of its own; donors are their segments after the cell."""
@@ -376,7 +392,7 @@ class _Builder:
 
     def hint(self, order: Sequence[int]) -> list[int]:
         """The variables that are 1 when the cells of ``order``'s recomputations run."""
-        wanted = set(_recomputations(order, self.base))
+        wanted = set(recomputations(order, self.base))
         runs = [cell.variable < 0 or (cell.slot, cell.op_id) in wanted for cell in self.cells]
         ones = {cell.variable for cell, on in zip(self.cells, runs, strict=True) if on and cell.variable >= 0}
         for value_id, events in self.events.items():
@@ -403,7 +419,9 @@ class _MergedRows:
 
     def add(self, terms: dict[int, int], constant: int) -> None:
         own = constant + sum(terms.values())
-        if self.terms:
+        if not self.slack and constant == self.constant and terms == self.terms:
+            return
+        if self.terms and self.slack:
             extra = sum(max(0, units - self.terms.get(index, 0)) for index, units in terms.items())
             total = self.total + extra + max(0, constant - self.constant)
             if total - min(own, self.least) <= self.slack:
@@ -421,7 +439,13 @@ class _MergedRows:
         self.terms, self.constant = {}, 0
 
 
-def build(problem: Problem, base: Sequence[int], slots: dict[int, set[int]], hint: Sequence[int] | None) -> Model:
+def build(
+    problem: Problem,
+    base: Sequence[int],
+    slots: dict[int, set[int]],
+    hint: Sequence[int] | None,
+    fixed: Collection[tuple[int, int]] = (),
+) -> Model:
     """The program of the module docstring.
 
     Args:
@@ -429,8 +453,9 @@ def build(problem: Problem, base: Sequence[int], slots: dict[int, set[int]], hin
         base: the order of the first runs.
         slots: op → slots in which it may run again.
         hint: a legal order to start from, with the first runs in the order of ``base``; recomputations outside of ``slots`` are left out.
+        fixed: (slot, op) of recomputations that are not in question.
     """
-    builder = _Builder(problem, base, slots)
+    builder = _Builder(problem, base, slots, fixed)
     if hint is not None:
         builder.program.hint = builder.hint(hint)
     return Model(builder.program, tuple(builder.cells), builder.unit_s)
