@@ -26,9 +26,9 @@ from keras_remat.validate import validate
 Pair = tuple[int, int]
 """(slot, op) of a recomputation."""
 
-FIRST_SIZE, LEAST_SIZE = 160, 20
-"""Candidates of a neighbourhood."""
-GROWTH, SHRINKAGE = 1.1, 0.7
+FIRST_SIZE, FIRST_SHARE, LEAST_SIZE = 160, 0.1, 20
+"""Candidates of a neighbourhood; the first ones have the larger of a number and a share of all."""
+GROWTH, SHRINKAGE = 1.2, 0.7
 WORK_PER_SOLVE = 0.04
 """Units of CP-SAT's deterministic time for one neighbourhood."""
 BUILD_WORK_PER_OP = 8e-6
@@ -60,13 +60,13 @@ def improve(
     chosen = set(intervals.recomputations(start, base))
     candidates = {(slot, op_id) for op_id, slots in intervals.candidate_slots(problem, base, depth).items() for slot in slots}
     pairs = sorted(candidates | chosen)
-    if not pairs:
+    if not pairs or deadline_s - time.perf_counter() <= intervals.MINIMUM_S:
         return 0.0
     rng = random.Random(seed)
     best_s = _seconds(problem, order_of(base, chosen))
-    size, done, idle = float(FIRST_SIZE), 0.0, 0
+    size, done, idle = max(FIRST_SIZE, FIRST_SHARE * len(pairs)), 0.0, 0
     with cp_sat.Worker() as first, cp_sat.Worker() as second:
-        while done < work and idle < NOTHING_NEW and deadline_s - time.perf_counter() > cp_sat.STARTUP_S:
+        while done < work and idle < NOTHING_NEW and deadline_s - time.perf_counter() > intervals.MINIMUM_S:
             windows: list[set[Pair]] = []
             answers: list[set[Pair]] = []
             models: list[intervals.Model] = []
