@@ -2,6 +2,7 @@
 
     python benchmarks/solvers.py run --graphs DIR [--solvers auto,dtr] [--budgets 0.9,0.5,floor] [--time-limit 30] [--output DIR]
     python benchmarks/solvers.py coarse --graphs DIR [--budgets 0.7,0.5] [--time-limit 60]
+    python benchmarks/solvers.py op-level [--models ResNet50,DenseNet121,transformer] [--budgets 0.7,0.5,0.35] [--output DIR]
     python benchmarks/solvers.py export MODEL.keras --batch-size 16 --output PROBLEM.json
 
 ``run`` takes every problem file of the folder (or of the environment variable ``KERAS_REMAT_GRAPHS``), every budget as a share of the
@@ -9,14 +10,17 @@ store-all peak (``floor`` means the floor × 1.02), and every solver, each in a 
 and the peak memory of the solver's processes. Schedules are validated on the way out of the solver. Every row is printed and added to
 ``solvers.jsonl`` as soon as it is there, and rows that file already has are not solved again, so that a run can be stopped and
 continued; at the end it writes ``solvers.md`` and one ``NAME.png`` per graph. ``coarse`` states what coarsening loses: the interval
-search's overhead on the full graph and through its coarse problem, with their proved bounds. ``export`` traces a Keras model's train step
-into a problem file with estimated costs.
+search's overhead on the full graph and through its coarse problem, with their proved bounds. ``op-level`` traces models of
+``benchmarks/models.py`` (with estimated costs), solves their train steps by ``auto`` and ``dtr`` at the same budgets, and prints the table
+(written to ``op_level.md``) and the geometric mean of auto's overhead over dtr's, where both have one. ``export`` traces a saved Keras
+model's train step into a problem file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
@@ -91,9 +95,17 @@ def run(options: argparse.Namespace) -> None:
     if not paths:
         raise SystemExit(f"no problem files (*.json) in {folder}")
     names = options.solvers.split(",") if options.solvers else list(solvers.SOLVERS)
+    rows = solve_all(paths, names, options)
     output = Path(options.output)
-    output.mkdir(parents=True, exist_ok=True)
-    log = output / "solvers.jsonl"
+    (output / "solvers.md").write_text("\n".join([*TABLE_HEAD, *map(table_line, rows)]) + "\n")
+    for name in dict.fromkeys(row["graph"] for row in rows):
+        plot([row for row in rows if row["graph"] == name], output / f"{name}.png")
+
+
+def solve_all(paths: Sequence[Path], names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of every graph, budget and solver, old ones of the output folder first; new ones are printed and added to its ``solvers.jsonl``."""
+    log = Path(options.output) / "solvers.jsonl"
+    log.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     done = {key_of(row) for row in rows}
     print(*TABLE_HEAD, sep="\n", flush=True)
@@ -106,10 +118,38 @@ def run(options: argparse.Namespace) -> None:
                 with log.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
                 print(table_line(rows[-1]), flush=True)
-    rows = [row for row in rows if row["graph"] in {path.stem for path in paths}]
-    (output / "solvers.md").write_text("\n".join([*TABLE_HEAD, *map(table_line, rows)]) + "\n")
-    for name in dict.fromkeys(row["graph"] for row in rows):
-        plot([row for row in rows if row["graph"] == name], output / f"{name}.png")
+    return [row for row in rows if row["graph"] in {path.stem for path in paths}]
+
+
+def op_level(options: argparse.Namespace) -> None:
+    """Solves traced train steps by ``auto`` and ``dtr`` and prints how their overheads compare."""
+    output = Path(options.output)
+    output.mkdir(parents=True, exist_ok=True)
+    paths = [output / f"{name}.json" for name in options.models.split(",")]
+    for path in paths:
+        if not path.exists():
+            subprocess.run([sys.executable, __file__, "trace", path.stem, str(path)], check=True)
+    rows = solve_all(paths, ("auto", "dtr"), options)
+    found = {(row["graph"], row["budget"], row["solver"]): row["overhead"] for row in rows if "overhead" in row}
+    ratios = [found[g, b, "auto"] / found[g, b, "dtr"] for g, b, name in found if name == "auto" and found.get((g, b, "dtr"))]
+    lines = [*TABLE_HEAD, *map(table_line, rows)]
+    if ratios:
+        mean = math.exp(sum(math.log(max(ratio, 1e-9)) for ratio in ratios) / len(ratios))
+        lines += ["", f"Overhead of auto over that of dtr, geometric mean of {len(ratios)} budgets: {mean:.3f}"]
+        print(*lines[-2:], sep="\n")
+    (output / "op_level.md").write_text("\n".join(lines) + "\n")
+
+
+def trace(name: str, path: str) -> None:
+    """Writes the problem file of the train step of a model of ``benchmarks/models.py``."""
+    import models
+
+    from keras_remat.backends.base import load_backend
+
+    model, case = models.make(name)
+    backend = load_backend()
+    traced = backend.trace(model, models.batches(case.steps(1), case.batch_size)[0])
+    serialize.save_problem(Problem(traced.graph, backend.estimated_profile(traced), name=name), path)
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, str, str, float, int]:
@@ -247,6 +287,17 @@ def main() -> None:
     loss.add_argument("--budgets", default="0.7,0.5,0.4")
     loss.add_argument("--time-limit", type=float, default=60.0)
     loss.set_defaults(run=coarse)
+    traced = commands.add_parser("op-level")
+    traced.add_argument("--models", default="ResNet50,DenseNet121,transformer")
+    traced.add_argument("--budgets", default="0.7,0.5,0.35")
+    traced.add_argument("--time-limit", type=float, default=30.0)
+    traced.add_argument("--seed", type=int, default=0)
+    traced.add_argument("--output", default="op_level_benchmark")
+    traced.set_defaults(run=op_level)
+    tracing = commands.add_parser("trace")
+    tracing.add_argument("name")
+    tracing.add_argument("path")
+    tracing.set_defaults(run=lambda o: trace(o.name, o.path))
     exporting = commands.add_parser("export")
     exporting.add_argument("model")
     exporting.add_argument("--batch-size", type=int, required=True)

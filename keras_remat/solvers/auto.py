@@ -65,7 +65,7 @@ TIGHTENINGS = 4
 """Times that greedy is tried on a coarse problem whose schedules do not fit the whole one, each time with less room."""
 NEIGHBOURHOODS_DEPTH = 2
 """Of the candidates of neighbourhoods in coarsened problems; twice that in others."""
-BOUND_SHARE, PROOF_SHARE, LAST_SHARE = 0.3, 0.7, 0.95
+BOUND_SHARE, PROOF_SHARE, LAST_SHARE = 0.3, 0.7, 0.9
 """The shares of the time limit by which the quick bounds, the exact one, and everything else end."""
 
 
@@ -107,6 +107,7 @@ class _Search:
         self.started = time.perf_counter()
         self.limit_s = time_limit_s
         self.best: Order | None = None
+        self.coarse_best: Order | None = None
         self.best_s = float("inf")
         self.solver = "auto"
         self.bound_s = problem.store_all_time_s
@@ -188,6 +189,7 @@ class _Search:
         for _ in range(TIGHTENINGS):
             found = self._greedy(view, [tuple(range(len(coarse.ops)))])
             if self.best is not None or not found:
+                self.coarse_best = found[-1] if found else None
                 break
             peak = min(simulate(self.problem, Schedule(view.expand(order))).peak_bytes for order in found)
             budget -= peak - (self.problem.budget_bytes or 0)
@@ -287,11 +289,19 @@ class _Search:
             if self.proved or not solved:
                 return
 
+    def _start(self, view: _View) -> Order:
+        """The best order of the view: of the coarse problem the best within *its* budget, since what is better only after trimming on the
+        whole problem uses room that other coarse orders do not have."""
+        if self.best is None:
+            raise ValueError("needs a schedule to start from")
+        return self.coarse_best if view.problem is not self.problem and self.coarse_best else view.project(self.best)
+
     def _anneal(self, view: _View, near: Order | None, seed: int) -> None:
         rounds = anneal.rounds_limit(view.problem, (LATE_ANNEAL_SHARE if self.best is None else ANNEAL_SHARE) * self.limit_s)
-        problem, start = (view.problem, near) if self.best is None else _start(view, self.best)
+        start = near if self.best is None else self._start(view)
         deadline_s = self.at(LAST_SHARE)
-        for order in anneal.improve(problem, start, deadline_s=deadline_s, seed=seed, max_rounds=rounds):
+        for order in anneal.improve(view.problem, start, deadline_s=deadline_s, seed=seed, max_rounds=rounds):
+            self.coarse_best = order
             self.offer(view.expand(order), "anneal")
 
     def _neighbourhoods(self, view: _View, seed: int) -> None:
@@ -299,9 +309,9 @@ class _Search:
             return
         work = intervals.work_limit(NEIGHBOURHOODS_SHARE * self.limit_s)
         depth = NEIGHBOURHOODS_DEPTH * (2 if view.problem is self.problem else 1)
-        problem, start = _start(view, self.best)
-        deadline_s = self.at(LAST_SHARE)
-        for order in neighbourhoods.improve(problem, start, deadline_s=deadline_s, work=work, depth=depth, seed=seed):
+        start, deadline_s = self._start(view), self.at(LAST_SHARE)
+        for order in neighbourhoods.improve(view.problem, start, deadline_s=deadline_s, work=work, depth=depth, seed=seed):
+            self.coarse_best = order
             self.offer(view.expand(order), "neighbourhoods")
             if self.proved:
                 return
@@ -314,14 +324,6 @@ class _View:
     problem: Problem
     expand: Callable[[Sequence[int]], Order]
     project: Callable[[Sequence[int]], Order]
-
-
-def _start(view: _View, best: Order) -> tuple[Problem, Order]:
-    """The view's problem and its part of a schedule that fits, under a budget which that fits too: the room that a view sets aside for
-    what it leaves out is for the worst moment, which need not be the fullest one."""
-    start = view.project(best)
-    peak = simulate(view.problem, Schedule(start)).peak_bytes
-    return view.problem.with_budget(max(view.problem.budget_bytes or 0, peak)), start
 
 
 def first_runs(order: Sequence[int]) -> Order:
