@@ -186,8 +186,8 @@ def table_line(row: dict[str, Any]) -> str:
     overhead, bound, gap = ("–" if row.get(key) is None else f"{100 * row[key]:.3f} %" for key in ("overhead", "bound", "gap"))
     seconds = f"{row['seconds']:.1f}" if "seconds" in row else "–"
     memory = "–"
-    if "memory_bytes" in row:  # the solver's own process may wait for another one that holds as much
-        memory = f"{(row['memory_bytes'] + row['child_memory_bytes']) / 2**20:.0f} MiB"
+    if "memory_bytes" in row:  # auto has up to two processes of CP-SAT beside its own; the larger one is known
+        memory = f"{(row['memory_bytes'] + 2 * row['child_memory_bytes']) / 2**20:.0f} MiB"
     solver = row["solver"] if row.get("by", row["solver"]) == row["solver"] else f"{row['solver']} ({row['by']})"
     return (
         f"| {row['graph']} ({row['ops']}) | {row['budget']} | {solver} | {row['result']} | {overhead} | {bound} "

@@ -76,8 +76,8 @@ def solve(program: dict[str, Any]) -> None:
 
 def main() -> None:
     """Solves one program after the other; ends with its parent, which keeps stdin open while it lives, whatever happened to it."""
-    limit = int(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limits = [int(sys.argv[1]), *(limit for limit in resource.getrlimit(resource.RLIMIT_AS) if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), min(limits)))
     programs: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(programs,), daemon=True).start()
     while True:

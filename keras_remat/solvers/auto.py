@@ -24,9 +24,11 @@ on a machine that is very busy or very slow. How far the *bound* gets depends on
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from keras_remat.errors import InfeasibleBudgetError, InvalidScheduleError, PeakExceededError, ScheduleNotFoundError
@@ -38,6 +40,8 @@ from keras_remat.solvers.effort import effort_s
 from keras_remat.solvers.reorder import memory_aware_order
 from keras_remat.solvers.trim import trimmed
 from keras_remat.validate import validate
+
+logger = logging.getLogger(__name__)
 
 Order = tuple[int, ...]
 
@@ -111,6 +115,7 @@ class _Search:
         self.best_s = float("inf")
         self.solver = "auto"
         self.bound_s = problem.store_all_time_s
+        self.has_cp_sat = False
 
     def at(self, share: float) -> float:
         """The ``perf_counter`` time at which this share of the limit is spent."""
@@ -170,16 +175,25 @@ class _Search:
         if self.proved:
             return
         near = view.project(self._nearly(bases)) if self.best is None else None
-        if cp_sat.available() and not large:
-            self._intervals(known, near)
+        self.has_cp_sat = cp_sat.available()
+        if not large:
+            self._with_cp_sat(partial(self._intervals, known, near))
         for turn in range(TURNS):
             self._anneal(view, near, self.seed + turn)
-            if cp_sat.available():
-                self._neighbourhoods(view, self.seed + turn)
+            self._with_cp_sat(partial(self._neighbourhoods, view, self.seed + turn))
             if not self.proved and not turn and len(default) <= PROVABLE_OPS:
                 self._window_bound(window_bound.longest_chain(self.problem), self.at(PROOF_SHARE))
             if self.proved:
                 return
+
+    def _with_cp_sat(self, step: Callable[[], None]) -> None:
+        """Takes a step that needs CP-SAT, if it is there; a process that died once, for want of memory as a rule, would die again."""
+        if self.has_cp_sat:
+            try:
+                step()
+            except cp_sat.CpSatProcessError as error:
+                logger.warning("keras_remat: goes on without CP-SAT: %s", error)
+                self.has_cp_sat = False
 
     def _coarse(self, base: Order) -> _View:
         """A coarse view, with as much room set aside as greedy's schedules for it turn out to need in the problem itself."""

@@ -34,6 +34,10 @@ STARTUP_S = 1.0
 SINGLE_THREAD = {"num_workers": 1, "linearization_level": 2}
 
 
+class CpSatProcessError(RematError):
+    """The process of CP-SAT ended without an answer, most likely for want of memory."""
+
+
 @dataclass
 class Program:
     """Minimize ``Σ cost[i]·x[i]`` over 0-1 variables.
@@ -105,7 +109,7 @@ def solve_program(
 
     Raises:
         MissingPackageError: OR-Tools is not installed.
-        RematError: the process ended without an answer, with the last lines it wrote.
+        CpSatProcessError: the process ended without an answer, with the last lines it wrote.
     """
     with Worker() as worker:
         worker.start(program, time_limit_s=time_limit_s, work_limit=work_limit, seed=seed, parameters=parameters)
@@ -115,15 +119,18 @@ def solve_program(
 class Worker:
     """A process that solves one program after the other; a context manager, which ends it.
 
+    Args:
+        memory_limit_bytes: address space the process may have.
+
     Raises:
         MissingPackageError: OR-Tools is not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory_limit_bytes: int = MEMORY_LIMIT_BYTES) -> None:
         require_ortools()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "keras_remat.solvers._cp_sat_worker", str(MEMORY_LIMIT_BYTES)],
+            [sys.executable, "-m", "keras_remat.solvers._cp_sat_worker", str(memory_limit_bytes)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=_environment(),
             start_new_session=True,
         )  # fmt: skip
@@ -164,7 +171,7 @@ class Worker:
         """Yields what the process finds; the last one has a status, ``"UNKNOWN"`` when the time limit struck, and then it is of no more use.
 
         Raises:
-            RematError: the process ended without an answer, with the last lines it wrote.
+            CpSatProcessError: the process ended without an answer, with the last lines it wrote.
         """
         while True:
             try:
@@ -175,7 +182,7 @@ class Worker:
             if line is None:
                 status = self._process.wait()
                 self._errors.seek(0)
-                raise RematError(f"the CP-SAT process ended with status {status}: {self._errors.read()[-500:].strip()}")
+                raise CpSatProcessError(f"the CP-SAT process ended with status {status}: {self._errors.read()[-500:].strip()}")
             news = json.loads(line)
             ones = frozenset(news["ones"]) if "ones" in news else None
             yield Incumbent(ones, news.get("bound"), news.get("status", ""), news.get("peak_bytes"), news.get("work"))

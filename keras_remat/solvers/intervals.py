@@ -52,6 +52,8 @@ MINIMUM_S = 1.0
 """Starting the solver's process with less time left is not worth it."""
 TIGHT_SHARE = 0.9
 """A gap matters when more than this share of the budget is in use somewhere in it."""
+SMALL_OPS = 500
+"""Orders up to this length are searched without the shortcuts that long ones need."""
 ROW_SLACK = 0.003
 """Share of the capacity by which a row that stands for several cells may overstate each of them."""
 TIME_STEPS = 10**7
@@ -212,7 +214,8 @@ def candidate_slots(problem: Problem, base: Sequence[int], depth: int) -> dict[i
 
     A slot is one where an output of the op is read after a gap in which the base order comes close to the budget; or where a
     reader of an output is a candidate itself, up to ``depth`` readers away, unless the output is there anyway for a read much later.
-    In a long order, gaps shorter than 1/300 of it are left alone.
+    In a long order, gaps shorter than 1/300 of it are left alone; in a short one a value is a candidate too where an op could take its
+    buffer over if it were computed again afterwards.
     """
     graph = problem.graph
     place = {op_id: at for at, op_id in enumerate(base)}
@@ -223,7 +226,8 @@ def candidate_slots(problem: Problem, base: Sequence[int], depth: int) -> dict[i
     live = live_bytes(problem, Schedule(tuple(base)))
     tight = np.concatenate([[0], np.cumsum(live > TIGHT_SHARE * (problem.budget_bytes or 0))])
     least_gap = max(1, len(base) // 300)
-    near = len(base) // 10 if len(base) > 500 else len(base)
+    is_small = len(base) <= SMALL_OPS
+    near = len(base) if is_small else len(base) // 10
     levels: dict[int, dict[int, int]] = {}
     for op_id in reversed(base):  # readers before the ops they read from
         op = graph.ops[op_id]
@@ -237,7 +241,8 @@ def candidate_slots(problem: Problem, base: Sequence[int], depth: int) -> dict[i
             if value_id in graph.outputs:
                 reads.append(len(base))
             for previous, read in itertools.pairwise([place[op_id], *reads]):
-                if read - previous > least_gap and tight[read] > tight[previous + 1]:
+                taken = is_small and value_id in graph.ops[base[previous]].may_reuse and tight[previous + 1] > tight[previous]
+                if taken or (read - previous > least_gap and tight[read] > tight[previous + 1]):
                     found[read] = 0
             for reader in graph.readers[value_id]:
                 for slot, level in levels.get(reader, {}).items():
@@ -266,7 +271,7 @@ class _Builder:
         self.unit_bytes = max(1, math.gcd(*(v.nbytes for v in self.graph.values), *problem.profile.op_workspace_bytes))
         self.unit_s = max(problem.store_all_time_s / TIME_STEPS, 1e-15)
         self.capacity = (budget - problem.profile.resident_bytes) // self.unit_bytes
-        self.merges = len(base) > 500 and not fixed
+        self.merges = len(base) > SMALL_OPS and not fixed
         candidates = {(slot, op_id) for op_id, chosen in slots.items() for slot in chosen}.difference(fixed)
         again = [(slot, 0, place[op_id], op_id) for slot, op_id in candidates.union(fixed)]
         self.cells = [

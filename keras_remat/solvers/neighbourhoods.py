@@ -55,6 +55,7 @@ def improve(
 
     Raises:
         MissingPackageError: OR-Tools is not installed.
+        CpSatProcessError: a process ended without an answer.
     """
     base = tuple(dict.fromkeys(start))
     chosen = set(intervals.recomputations(start, base))
@@ -65,7 +66,8 @@ def improve(
     rng = random.Random(seed)
     best_s = _seconds(problem, order_of(base, chosen))
     size, done, idle = max(FIRST_SIZE, FIRST_SHARE * len(pairs)), 0.0, 0
-    with cp_sat.Worker() as first, cp_sat.Worker() as second:
+    half = cp_sat.MEMORY_LIMIT_BYTES // 2
+    with cp_sat.Worker(half) as first, cp_sat.Worker(half) as second:
         while done < work and idle < NOTHING_NEW and deadline_s - time.perf_counter() > intervals.MINIMUM_S:
             windows: list[set[Pair]] = []
             answers: list[set[Pair]] = []

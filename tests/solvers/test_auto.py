@@ -102,6 +102,16 @@ def test_goes_on_without_ortools(monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(problem, time_limit_s=2).usage is not None
 
 
+def test_goes_on_when_the_cp_sat_process_dies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    if not cp_sat.available():
+        pytest.skip("ortools is not installed")
+    monkeypatch.setattr(cp_sat, "MEMORY_LIMIT_BYTES", 2**20)
+    monkeypatch.setattr(cp_sat.Worker.__init__, "__defaults__", (2**20,))
+    problem = with_budget_fraction(training_problem(random.Random(11), 12), 0.7)
+    assert solve(problem, time_limit_s=4).usage is not None
+    assert "goes on without CP-SAT" in caplog.text
+
+
 def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt

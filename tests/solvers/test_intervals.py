@@ -14,8 +14,9 @@ from keras_remat.errors import MissingPackageError, RematError, ScheduleNotFound
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
 from keras_remat.simulate import simulate
-from keras_remat.solvers import cp_sat, intervals
+from keras_remat.solvers import cp_sat, intervals, solve
 from keras_remat.validate import check_rules, validate
+from tests.solvers.brute_force import fastest
 
 needs_ortools = pytest.mark.skipif(not cp_sat.available(), reason="ortools is not installed")
 
@@ -53,6 +54,38 @@ def test_agrees_with_brute_force(seed: int) -> None:
     if expected is not None:  # three recomputations or more may be cheaper, or the only way
         assert found is not None
         assert found <= expected
+
+
+def compare_with_exhaustive_search(seed: int) -> bool:
+    """On a problem of at most 7 ops the interval program's best is the fastest of all orders with these first runs, and Checkmate's where
+    that recomputes no op twice; returns whether there was anything to compare."""
+    problem = mixed_problem(seed, ("random", "training", "layered")[seed % 3])
+    if len(problem.graph.needed) > 7 or len(problem.graph.values) > 9:
+        return False
+    best = fastest(problem)
+    try:
+        found = simulate(problem, intervals.solve(problem, time_limit_s=20).schedule).time_s
+    except ScheduleNotFoundError:
+        assert best is None
+        return False
+    assert best is not None
+    assert found == pytest.approx(best[0])
+    staged = solve(problem, solver="checkmate_milp", time_limit_s=20.0)
+    if max(staged.schedule.recomputed.values(), default=0) <= 1 and staged.usage is not None:
+        assert found <= staged.usage.time_s + 1e-9
+    return True
+
+
+@needs_ortools
+@pytest.mark.parametrize("chunk", range(4))
+def test_agrees_with_exhaustive_search(chunk: int) -> None:
+    assert sum(compare_with_exhaustive_search(seed) for seed in range(30 * chunk, 30 * chunk + 30)) > 3
+
+
+@needs_ortools
+@pytest.mark.slow
+def test_agrees_with_exhaustive_search_on_more_problems() -> None:
+    assert sum(compare_with_exhaustive_search(seed) for seed in range(120, 1200)) > 150
 
 
 @needs_ortools
