@@ -13,10 +13,11 @@ Depth first, sets seen before are dropped, and two kinds of step are taken at on
 
 * (merge) all inputs of i are in H: H' is a subset of H. Costs a recomputation, which :mod:`keras_remat.solvers.trim` may take back.
 * (first run) nothing that is still to run reads i, and H' holds no more bytes than H: whatever path there is from H, i can be moved to its
-  front. This one counts on buffers not being taken over: in graphs with ``may_reuse`` nothing is proved with it.
+  front. This counts on buffers not being taken over: in graphs with ``may_reuse`` it proves nothing.
 
-When the search ends by itself, no schedule fits. Otherwise it is cut off by a number of steps. Two sorts of search: ``"few"`` takes the step with
-the fewest bytes first and both shortcuts, ``"once"`` first runs before recomputations and no merges, which recomputes less.
+When a search that may prove something ends by itself, no schedule fits; otherwise it is cut off by a number of steps. Two sorts of search:
+``"once"`` tries first runs before recomputations and does not merge, which recomputes less; ``"few"`` tries the steps with the fewest bytes
+first and takes all shortcuts that prove something.
 
 Known limits: nothing is minimized, and thousands of ops are too many.
 """
@@ -92,6 +93,7 @@ def search(problem: Problem, sort: Sort, *, max_steps: int, deadline_s: float = 
     """
     game = _Game(problem)
     merges = sort == "few"
+    moves = not merges or not game.takes_over
     effects, wanted = game.start()
     start = (wanted, game.closure(wanted, effects))
     seen = {(wanted, effects)}
@@ -106,7 +108,7 @@ def search(problem: Problem, sort: Sort, *, max_steps: int, deadline_s: float = 
             steps = []
             at_once: _Step | None = None
             for step in game.steps(alive, left, held):
-                if (step.first and step.held <= held) or (merges and not step.alive & ~alive):
+                if (moves and step.first and step.held <= held) or (merges and not step.alive & ~alive):
                     at_once = step
                     break
                 steps.append(step)
@@ -127,7 +129,7 @@ def search(problem: Problem, sort: Sort, *, max_steps: int, deadline_s: float = 
             if key not in seen:
                 seen.add(key)
                 stack.append((step.alive, step.left, step.held, (step.op_id, path)))
-    return Answer(None, not game.takes_over)
+    return Answer(None, merges or not game.takes_over)
 
 
 @dataclass(frozen=True, slots=True)

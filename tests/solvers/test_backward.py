@@ -43,7 +43,7 @@ def test_answers_against_exhaustive_search(sort: backward.Sort) -> None:
             if answer.infeasible:
                 infeasible += 1
                 assert best is None
-            elif best is not None and not any(op.may_reuse for op in problem.graph.ops):
+            elif best is not None and sort == "few":
                 assert answer.order is not None
     assert found > 200
     assert infeasible > 0
