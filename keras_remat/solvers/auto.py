@@ -5,8 +5,8 @@
    by several scores. Where they find nothing, :mod:`keras_remat.solvers.backward` finds one, or proves that there is none.
 3. :mod:`keras_remat.solvers.bound`, and :mod:`keras_remat.solvers.window_bound` with a few cuts, may prove the best schedule optimal.
 4. :mod:`keras_remat.solvers.intervals` searches around it, with more candidates whenever its program was solved.
-5. :mod:`keras_remat.solvers.neighbourhoods` and :mod:`keras_remat.solvers.anneal` take turns: the one solves parts of that program
-   better than the whole can be solved, the other works on the order itself.
+5. :mod:`keras_remat.solvers.anneal` and :mod:`keras_remat.solvers.neighbourhoods` take turns: the one works on the order itself, the
+   other solves parts of that program better than the whole can be solved, and sits out the turn after one without a find.
 6. After their first turn, on small graphs, :mod:`keras_remat.solvers.window_bound` with all cuts tries to close the gap from below.
 
 Graphs of more than ``LARGE_OPS`` ops are coarsened first (:mod:`keras_remat.solvers.coarsen`), and steps 2, 4 and 5 work on the coarse
@@ -178,9 +178,13 @@ class _Search:
         self.has_cp_sat = cp_sat.available()
         if not large:
             self._with_cp_sat(partial(self._intervals, known, near))
+        fruitless = False
         for turn in range(TURNS):
-            self._anneal(view, near, self.seed + turn)
-            self._with_cp_sat(partial(self._neighbourhoods, view, self.seed + turn))
+            self._anneal(view, near, self.seed + turn, 2 if fruitless else 1)
+            before_s = self.best_s
+            if not fruitless:
+                self._with_cp_sat(partial(self._neighbourhoods, view, self.seed + turn))
+            fruitless = not fruitless and self.best_s == before_s
             if not self.proved and not turn and len(default) <= PROVABLE_OPS:
                 self._window_bound(window_bound.longest_chain(self.problem), self.at(PROOF_SHARE))
             if self.proved:
@@ -310,8 +314,9 @@ class _Search:
             raise ValueError("needs a schedule to start from")
         return self.coarse_best if view.problem is not self.problem and self.coarse_best else view.project(self.best)
 
-    def _anneal(self, view: _View, near: Order | None, seed: int) -> None:
-        rounds = anneal.rounds_limit(view.problem, (LATE_ANNEAL_SHARE if self.best is None else ANNEAL_SHARE) * self.limit_s)
+    def _anneal(self, view: _View, near: Order | None, seed: int, turns: int) -> None:
+        share = turns * (LATE_ANNEAL_SHARE if self.best is None else ANNEAL_SHARE)
+        rounds = anneal.rounds_limit(view.problem, share * self.limit_s)
         start = near if self.best is None else self._start(view)
         deadline_s = self.at(LAST_SHARE)
         for order in anneal.improve(view.problem, start, deadline_s=deadline_s, seed=seed, max_rounds=rounds):
