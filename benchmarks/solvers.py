@@ -9,11 +9,11 @@
 store-all peak (``floor`` means the floor × 1.02), and every solver, each in a fresh process, and reports overhead, bound, gap, seconds
 and the peak memory of the solver's processes. Schedules are validated on the way out of the solver. Every row is printed and added to
 ``solvers.jsonl`` as soon as it is there, and rows that file already has are not solved again, so that a run can be stopped and
-continued; at the end it writes ``solvers.md`` and one ``NAME.png`` per graph. ``coarse`` states what coarsening loses: the interval
-search's overhead on the full graph and through its coarse problem, with their proved bounds. ``op-level`` traces models of
-``benchmarks/models.py`` (with estimated costs), solves their train steps by ``auto`` and ``dtr`` at the same budgets, and prints the table
-(written to ``op_level.md``) and the geometric mean of auto's overhead over dtr's, where both have one. ``export`` traces a saved Keras
-model's train step into a problem file.
+continued, and solvers can be run one after the other; at the end it writes ``solvers.md`` and one ``NAME.png`` per graph. ``coarse``
+states what coarsening loses: the interval search's overhead on the full graph and through its coarse problem, with their proved bounds.
+``op-level`` traces models of ``benchmarks/models.py`` (with estimated costs), solves their train steps by ``auto`` and ``dtr`` at the
+same budgets, and prints the table (written to ``op_level.md``) and the geometric mean of auto's overhead over dtr's, where both have one.
+``export`` traces a saved Keras model's train step into a problem file.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
     names = options.solvers.split(",") if options.solvers else list(solvers.SOLVERS)
     rows = solve_all(paths, names, options)
     output = Path(options.output)
-    (output / "solvers.md").write_text("\n".join([*TABLE_HEAD, *map(table_line, rows)]) + "\n")
+    (output / "solvers.md").write_text("\n".join([*overview(rows), *TABLE_HEAD, *map(table_line, rows)]) + "\n")
     for name in dict.fromkeys(row["graph"] for row in rows):
         plot([row for row in rows if row["graph"] == name], output / f"{name}.png")
 
@@ -195,6 +195,33 @@ def table_line(row: dict[str, Any]) -> str:
     )
 
 
+def overview(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Per graph a table of overheads, a line per solver, and the proved bound; ∞ is proved infeasible, – not found, blank not tried."""
+    lines: list[str] = []
+    for graph in dict.fromkeys(row["graph"] for row in rows):
+        own = {(row["solver"], row["budget"]): row for row in rows if row["graph"] == graph}
+        budgets = list(dict.fromkeys(budget for _, budget in own))
+        shares = [
+            next((f" ({r['share']:.3f})" for (_, b), r in own.items() if b == budget and "share" in r), "")
+            for budget in budgets
+        ]
+        names = [b if b != "floor" else f"floor × {FLOOR_FACTOR}{share}" for b, share in zip(budgets, shares, strict=True)]
+        lines += [f"| {graph}: overhead in % at | {' | '.join(names)} |", "|---" * (len(budgets) + 1) + "|"]
+        for solver in dict.fromkeys(solver for solver, _ in own):
+            lines.append(f"| {solver} | {' | '.join(overview_cell(own.get((solver, budget), {})) for budget in budgets)} |")
+        bounds = [own.get(("auto", budget), {}).get("bound") for budget in budgets]
+        lines += [f"| *proved bound* | {' | '.join('' if b is None else f'{100 * b:.2f}' for b in bounds)} |", ""]
+    return lines
+
+
+def overview_cell(row: dict[str, Any]) -> str:
+    """An overhead, bold where proved optimal, or why there is none."""
+    if "overhead" in row:
+        text = f"{100 * abs(row['overhead']):.2f}"  # never below zero but for the last bit of a sum
+        return f"**{text}**" if row["result"] == "optimal" else text
+    return {"InfeasibleBudgetError": "∞", "ScheduleNotFoundError": "–"}.get(row.get("result", ""), "")
+
+
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Overhead against budget, one line per solver; budgets where a solver found nothing are missing from its line."""
     import matplotlib
@@ -206,7 +233,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for solver in dict.fromkeys(row["solver"] for row in rows):
         points = sorted((row["share"], 100 * row["overhead"]) for row in rows if row["solver"] == solver and "overhead" in row)
         if points:
-            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, label=solver)
+            width = 2.5 if solver == "auto" else 0.8
+            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, linewidth=width, label=solver)
     best = {row["share"]: 100 * row["bound"] for row in rows if row["solver"] == "auto" and row.get("bound") is not None}
     if best:
         axes.plot(sorted(best), [best[x] for x in sorted(best)], linestyle=":", color="black", label="lower bound")
@@ -214,8 +242,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_ylabel("overhead in %")
     axes.set_yscale("symlog", linthresh=1)
     axes.set_title(rows[0]["graph"])
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    axes.legend(fontsize="x-small", ncols=2)
+    figure.savefig(path, dpi=75, bbox_inches="tight")
     pyplot.close(figure)
 
 
