@@ -46,7 +46,7 @@ class Policy:
 POLICIES = (Policy(1.0, 1.0), Policy(1.0, 0.5), Policy(1.0, 0.0), Policy(0.5, 1.0), Policy(0.5, 0.5), Policy(0.0, 1.0))
 
 
-STEPS_PER_S = 50_000
+STEPS_PER_S = 80_000
 """Steps per second of a time limit; fewer than there are in a second."""
 OPS_PER_STEP = 10
 """Running an op is a step, and so is looking at this many missing ones to see what a value costs."""
@@ -123,7 +123,7 @@ def candidates(
         return
     best_s = float("inf")
     left = NEVER if max_steps is None else max_steps
-    for patience in (5, 30):  # most runs per op; a policy that thrashes is seldom worth waiting for
+    for patience in (5, 12, 30):  # most runs per op; a policy that thrashes is seldom worth waiting for
         for policy in POLICIES:
             for order in orders:
                 if left <= 0:
