@@ -165,7 +165,7 @@ class _Search:
             if self.best is None:
                 view = self._coarse(base)
         if large and self.best is None:
-            self._greedy(whole, bases)
+            self._greedy(whole, bases[:1])
         self.bound_s = max(self.bound_s, bound.lower_bound_s(self.problem, deadline_s=self.at(BOUND_SHARE)))
         self._report()
         if not large:
