@@ -20,9 +20,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import paper_models
 
 import keras_remat
-from keras_remat.autotune import BatchScaling, BatchSearch, batch_scaling, search_batch_size
+from keras_remat.autotune import BatchScaling, BatchSearch, batch_scaling, forward_overhead, search_batch_size
 from keras_remat.backends.base import Backend, RunStep, load_backend
-from keras_remat.planning import measured_problem, plan_problem
+from keras_remat.max_batch import trainer, verified_search
+from keras_remat.planning import traced_model
 
 #: How far one step up goes from a batch that trained.
 STEP_UP = 0.03
@@ -107,23 +108,29 @@ class Measurement:
 
     def _profile(self) -> None:
         self.model.train_function = None
-        size = self.paper.plain_batch
-        batch = self.backend.example_batch(self.model, self.paper.batch(size))
-        traced = self.backend.trace(self.model, batch)
-        estimated = self.backend.estimated_profile(traced, self.backend.bytes_in_use())
-        problem = keras_remat.Problem(traced.graph, estimated, name=self.paper.name)
-        first = plan_problem(problem, _UNLIMITED_BYTES, self.backend, solver="greedy", time_limit_s=5.0)
-        problem = measured_problem(self.backend, self.model, traced, problem, first, batch)
-        self.scaling = batch_scaling(self.backend, self.model, traced, problem, batch)
-
-    def _search(self, name: str, less_bytes: int = 0) -> BatchSearch:
-        options, limit = self.options, self.limit_bytes
-        budget = int(limit * (1 - options["margin"])) - less_bytes
-        late = {"late_solver": "auto", "late_time_limit_s": options["late_s"]} if name == "auto" and options["late_s"] else {}
-        return search_batch_size(
-            self.scaling, self.paper.plain_batch, limit, budget, self.backend, solver="greedy" if name == "auto" else name,
-            time_limit_s=options["search_s"], seed=options["seed"], **late,
+        step = traced_model(
+            self.backend, self.model, self.paper.batch(self.paper.plain_batch), _UNLIMITED_BYTES, 0.0, "measured",
+            self.options["seed"],
         )  # fmt: skip
+        self.scaling = batch_scaling(self.backend, self.model, step.traced, step.problem, step.batch)
+
+    def _search(self, name: str) -> BatchSearch:
+        """What the product finds, its plan with what was measured; Chen's schedules go the same way."""
+        options, limit = self.options, self.limit_bytes
+        budget = int(limit * (1 - options["margin"]))
+        start = self.paper.plain_batch
+        if name == "auto":
+            return keras_remat.find_max_batch_size(
+                self.model, self.paper.batch(start), limit, margin=options["margin"], time_limit_s=options["search_s"],
+                seed=options["seed"],
+            )  # fmt: skip
+        search = search_batch_size(
+            self.scaling, start, limit, budget, self.backend, solver=name, time_limit_s=options["chen_s"], seed=options["seed"]
+        )
+        train = trainer(self.backend, self.model, self.paper.batch(start))
+        return verified_search(
+            search, self.scaling, train, budget, self.backend, solver=name, solve_s=options["chen_s"] / 4, seed=options["seed"]
+        )
 
     def train(self, size: int, schedule: keras_remat.Schedule) -> tuple[int, float]:
         """Really trains ``size`` samples per step by a schedule; as :meth:`_measured`."""
@@ -145,16 +152,9 @@ class Measurement:
         search = self._search(name)
         search_s = time.perf_counter() - started
         size, plan = search.max_batch_size, search.plan
-        searched, steps_down = size, 0
         schedule = plan.solution.schedule
         peak, seconds = self.train(size, schedule)
-        if peak > self.limit_bytes:  # search once more, with the measured error taken off what may be used
-            again = self._search(name, max(0, peak - search.plan.predicted.peak_bytes))
-            search_s, steps_down, plan, size = time.perf_counter() - started, 1, again.plan, again.max_batch_size
-            schedule = plan.solution.schedule
-            peak, seconds = self.train(size, schedule)
         while peak > self.limit_bytes and size > 1:
-            steps_down += 1
             size = min(size - 1, int(size * self.limit_bytes / peak))
             peak, seconds = self.train(size, schedule)
         trained = size, peak, seconds
@@ -165,14 +165,20 @@ class Measurement:
                 break
             size, trained = more, (more, *failed)
         size, peak, seconds = trained
+        overhead, allowed = self._overhead(size, schedule)
         self.row(
-            row="batch", solver=name, limit_bytes=self.limit_bytes, batch=size, ratio=size / self.plain_batch, searched=searched,
-            steps_down=steps_down, predicted_bytes=self._predicted(size, schedule), measured_bytes=peak, overhead=plan.overhead,
-            time_ratio=seconds / size / self.plain_s_per_sample, search_s=search_s, failed_batch=more, failed_bytes=failed[0],
-            recomputed=len(schedule.recomputed), found_by=plan.solution.solver, pixels=self.paper.pixels,
+            row="batch", solver=name, limit_bytes=self.limit_bytes, batch=size, ratio=size / self.plain_batch,
+            searched=search.max_batch_size, predicted_bytes=self._predicted(size, schedule), measured_bytes=peak, overhead=overhead,
+            allowed_overhead=allowed, time_ratio=seconds / size / self.plain_s_per_sample, search_s=search_s, failed_batch=more,
+            failed_bytes=failed[0], recomputed=len(schedule.recomputed), found_by=plan.solution.solver, pixels=self.paper.pixels,
         )  # fmt: skip
         if name == self.options["solvers"][-1]:
             self._predictions(size, peak, schedule)
+
+    def _overhead(self, size: int, schedule: keras_remat.Schedule) -> tuple[float, float]:
+        """The overhead of an order at this size, and one extra forward pass, both over the store-all time."""
+        problem = self.scaling.at(size)
+        return keras_remat.simulate(problem, schedule).time_s / problem.store_all_time_s - 1, forward_overhead(problem)
 
     def _predictions(self, found: int, found_peak: int, schedule: keras_remat.Schedule) -> None:
         """Predicted and measured peak of the found order at batches that were not profiled."""

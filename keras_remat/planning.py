@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from keras_remat.backends.base import Backend, TracedStep, load_backend, preserved_state
+from keras_remat.compaction import compacted
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.plan import Plan
 from keras_remat.problem import Problem
@@ -28,6 +29,8 @@ _MAX_CORRECTIONS = 10
 _QUICK_PLAN_S = 10.0
 #: Of the time for a plan, what the quick solver may take before "auto"; and of what is left, what one solve may take.
 _QUICK_SHARE, _SOLVE_SHARE = 0.25, 0.7
+#: Up to which peak, in budgets, an order is worth compacting; the share of the time left that this may take, and seconds at most.
+_WORTH_COMPACTING, _COMPACTING_SHARE, _COMPACTING_S = 1.3, 0.3, 6.0
 #: The least a correction takes off, as a share of what is above the floor.
 _LEAST_STEP = 0.05
 
@@ -111,6 +114,14 @@ def _within_allocator(
             unreachable, target = target, (target + found) // 2
             continue
         solution, peak = _replayed(problem, [*seen, final], budget_bytes, target, backend)
+        if backend.fragments and budget_bytes < peak <= _WORTH_COMPACTING * budget_bytes:
+            limit_s = min(_COMPACTING_S, _COMPACTING_SHARE * max(least_s, deadline_s - time.perf_counter()))
+            order = compacted(problem, solution.schedule, budget_bytes, backend, time_limit_s=limit_s, seed=seed)
+            compact = simulate(problem, order)
+            if compact.peak_bytes <= budget_bytes:
+                solution = replace(solution, schedule=order, usage=compact)
+                peak = backend.predicted_peak_bytes(problem, order, target)
+                validate(problem.with_budget(budget_bytes), order)
         step = 1
         if peak <= budget_bytes:
             # where lowering tells the peak, that decides; it takes long, so every miss is followed by a longer step

@@ -9,12 +9,12 @@ from fake_backend import RESIDENT_BYTES, SAMPLE_BYTES, FakeBackend, batch_of, ch
 from keras_remat.autotune import (
     BatchScaling,
     batch_scaling,
-    find_max_batch_size,
     forward_overhead,
     search_batch_size,
 )
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.graph import Graph, Op, Value
+from keras_remat.max_batch import find_max_batch_size
 from keras_remat.planning import plan_problem
 from keras_remat.problem import Problem
 from keras_remat.profile import Profile
