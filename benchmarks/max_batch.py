@@ -6,9 +6,10 @@ The models are those of the Checkmate paper's section 6.4 (:mod:`paper_models`, 
 process of its own (:mod:`max_batch_case`). The limit is the allocator's measured peak of plain Keras at a batch of about ten, unless
 ``--limit`` gives one; every byte of the device's allocator counts. At most one extra forward pass of overhead per sample is allowed, by
 measured op times. ``auto`` is :func:`keras_remat.find_max_batch_size`, whose answer is the column *searched*; Chen's schedules go through the
-same search and verification. Every batch in the table was trained, on data of its own: from the size the search said, sizes go down while the
-measured peak is over the limit, then up by 3 % with the same order until it is. Rows are printed, and written to the JSON file, as they come;
-models that the JSON file has already are not run again, so that a run can be stopped and continued.
+same search and verification. Every batch in the table was trained, on data of its own: from the size the search said, sizes go down while
+the measured peak is over the limit, then up by 3 % until it is; a size that measures over it is planned again, twice at most. Rows are
+printed, and written to the JSON file, as they come; models that the JSON file has already are not run again, so that a run can be stopped
+and continued.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--limit", type=float, metavar="MIB", help="memory limit; by default what plain Keras needs at the model's batch"
     )
-    result.add_argument("--steps", type=int, default=2, help="timed steps per batch, after a first one (default 2)")
+    result.add_argument(
+        "--steps", type=int, default=2, help="timed steps per batch of a schedule, after a first one (default 2)"
+    )
     result.add_argument("--margin", type=float, default=0.0, help="share of the limit that the search leaves free (default 0)")
     result.add_argument("--search-time", type=float, default=60.0, metavar="S", help="time_limit_s of auto (default 60)")
     result.add_argument("--chen-time", type=float, default=20.0, metavar="S", help="for one of Chen's solvers (default 20)")

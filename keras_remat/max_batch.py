@@ -28,7 +28,7 @@ from keras_remat.simulate import simulate
 #: A size is the largest when one that is this share larger does not train.
 RESOLUTION = 0.03
 #: Sizes that are trained at most.
-MOST_SIZES = 8
+MOST_SIZES = 10
 #: Steps per size; the second one finds the allocator's pool as the first one left it.
 STEPS = 2
 #: An order predicted to be over the budget by no more than this share of it may still be run.
@@ -164,6 +164,7 @@ class _Verifier:
         self.search, self.scaling, self.train, self.budget, self.backend = search, scaling, train, budget_bytes, backend
         self.max_overhead, self.solver, self.solve_s, self.seed = max_overhead, solver, solve_s, seed
         self.error = 0  # bytes measured above the prediction, of the last size that ran
+        self.failures = 0
         self.good: tuple[int, Plan] | None = None
         self.failed: tuple[int, int | None] | None = (
             None  # the smallest size that does not train, with what it needs if that is known
@@ -188,7 +189,7 @@ class _Verifier:
         peak = None if usage is None else usage.peak_bytes
         if plan is not None and usage is not None and peak is not None:
             self.error = peak - plan.predicted.peak_bytes
-            plan = replace(plan, measured=usage)
+            plan = replace(plan, measured=usage, budget_bytes=self.budget)
             self.probes.append(Probe(size, plan, size / plan.predicted.time_s if plan.predicted.time_s > 0 else 0.0))
             if peak <= self.budget:
                 self.good = size, plan
@@ -202,8 +203,11 @@ class _Verifier:
     def _next(self, size: int, peak: int | None, at_most: int | None) -> int | None:
         """The size to try after one that had this peak."""
         if self.good is None:
-            share = self.budget / peak if peak is not None and peak > self.budget else 1 - RESOLUTION
-            return min(size - 1, int(size * share)) or None
+            self.failures += 1  # the first steps down are small, the next ones longer: there is a way up again
+            share = self.budget / peak if peak is not None and peak > self.budget else 1.0
+            return (
+                max(1, min(size - 1, int(size * min(share, 1 - RESOLUTION * 2 ** (self.failures - 1))))) if size > 1 else None
+            )
         lowest = max(self.good[0] + 1, math.ceil(self.good[0] * (1 + RESOLUTION)))
         if self.failed is None:
             wanted = max(lowest, int(size * self.budget / peak) if peak else 0)
