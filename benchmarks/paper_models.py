@@ -138,7 +138,7 @@ def segnet(pixels: int) -> keras.Model:
 PAPER_MODELS = {
     model.name: model
     for model in (
-        PaperModel("VGG19", _application("VGG19"), 64, False, CLASSES, 12),
+        PaperModel("VGG19", _application("VGG19"), 64, False, CLASSES, 16),
         PaperModel("MobileNet", _application("MobileNet"), 128, False, CLASSES, 12),
         PaperModel("UNet", unet, 96, True, 2, 8),
         PaperModel("ResNet50", _application("ResNet50"), 96, False, CLASSES, 16),

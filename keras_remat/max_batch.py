@@ -2,7 +2,7 @@
 
 What :mod:`keras_remat.autotune` finds by prediction is run, and where prediction and device disagree, the device wins. A found size is
 trained for a few real steps, on the given samples repeated, and every variable is put back. What was measured above (or below) the
-prediction is taken off (or added to) what may be used, and the plan is made again at the next size: smaller after a failure, larger
+prediction is taken off (or added to) what may be used, and the plan is made again, at the same size and then at the next: smaller after a failure, larger
 after a success, by the share that was left and then by 3 %, until sizes that train and that do not are 3 % apart. At every size the orders
 already known are tried before anything is solved; an order predicted to be a little over the limit still has its chance on the device.
 """
@@ -29,6 +29,8 @@ from keras_remat.simulate import simulate
 RESOLUTION = 0.03
 #: Sizes that are trained at most.
 MOST_SIZES = 10
+#: How often a size that measures over the limit is planned again.
+REPLANS = 2
 #: Steps per size; the second one finds the allocator's pool as the first one left it.
 STEPS = 2
 #: An order predicted to be over the budget by no more than this share of it may still be run.
@@ -166,9 +168,8 @@ class _Verifier:
         self.error = 0  # bytes measured above the prediction, of the last size that ran
         self.failures = 0
         self.good: tuple[int, Plan] | None = None
-        self.failed: tuple[int, int | None] | None = (
-            None  # the smallest size that does not train, with what it needs if that is known
-        )
+        # the smallest size that does not train, with what it needs if that is known
+        self.failed: tuple[int, int | None] | None = None
         self.probes: list[Probe] = []
         self.orders = list(dict.fromkeys(p.plan.solution.schedule for p in search.probes if p.plan is not None))
 
@@ -177,11 +178,26 @@ class _Verifier:
         plan: Plan | None = self.search.plan
         for _ in range(MOST_SIZES):
             assert size is not None
-            peak = self._run(size, plan)
+            peak = self._trained(size, plan)
             size = self._next(size, peak, at_most)
             if size is None:
                 break
             plan = self._plan(size)
+
+    def _trained(self, size: int, plan: Plan | None) -> int | None:
+        """Trains a size; where it needs more than predicted, under plans made again for what it needed more."""
+        peak = self._run(size, plan)
+        for _ in range(REPLANS):
+            if plan is None or peak is None or peak <= self.budget:
+                break
+            tried = plan.solution.schedule
+            plan = self._plan(size, only_fitting=True)
+            if plan is None or plan.solution.schedule == tried:
+                break
+            peak = self._run(size, plan)
+        if (plan is None or peak is None or peak > self.budget) and (self.failed is None or size < self.failed[0]):
+            self.failed = size, peak
+        return peak
 
     def _run(self, size: int, plan: Plan | None) -> int | None:
         """Trains a size and returns its peak; ``None`` where there is no plan or no peak."""
@@ -195,9 +211,6 @@ class _Verifier:
                 self.good = size, plan
                 if plan.solution.schedule not in self.orders:
                     self.orders.append(plan.solution.schedule)
-                return peak
-        if self.failed is None or size < self.failed[0]:
-            self.failed = size, peak
         return peak
 
     def _next(self, size: int, peak: int | None, at_most: int | None) -> int | None:
@@ -217,8 +230,8 @@ class _Verifier:
             return None
         return max(lowest, (self.good[0] + self.failed[0]) // 2)
 
-    def _plan(self, size: int) -> Plan | None:
-        """The fastest known order that fits by the corrected prediction, else a new one, else one that may fit all the same."""
+    def _plan(self, size: int, *, only_fitting: bool = False) -> Plan | None:
+        """The fastest known order that fits by the corrected prediction, else a new one, else one that may fit all the same (or ``None``)."""
         problem = self.scaling.at(size)
         problem = replace(problem, profile=self.backend.with_pool(problem.profile))
         budget = max(1, self.budget - self.error)
@@ -231,7 +244,7 @@ class _Verifier:
             except (InfeasibleBudgetError, ScheduleNotFoundError):
                 plan = None
             if plan is None or not self._is_allowed(problem, plan):
-                plan = self._known(problem, int(budget * (1 + WORTH_RUNNING)))
+                plan = None if only_fitting else self._known(problem, int(budget * (1 + WORTH_RUNNING)))
         return plan
 
     def _known(self, problem: Problem, budget: int) -> Plan | None:
