@@ -23,8 +23,6 @@ from keras_remat.simulate import last_reads
 AHEAD_SHARE = 0.1
 #: An op that allocates less than this never waits, unless it is a recomputation.
 SMALL_OP_BYTES = 64 * 1024
-#: In an order made for its memory, an op that allocates this much waits for all before it.
-LARGE_OP_BYTES = 256 * 1024
 
 
 def allocated_bytes(problem: Problem, schedule: Schedule) -> np.ndarray:
@@ -66,20 +64,13 @@ def anchors(problem: Problem, schedule: Schedule, budget_bytes: int) -> np.ndarr
 
 
 def fences(problem: Problem, schedule: Schedule, budget_bytes: int) -> dict[int, int]:
-    """Position → anchor, for the positions that must wait: those that allocate much, and recomputations.
-
-    An order other than the default one was made for its memory: its large ops do not run ahead, so that allocations come in the order that
-    the prediction replays.
-    """
+    """Position → anchor, for the positions that must wait: those that allocate much, and recomputations."""
     anchor = anchors(problem, schedule, budget_bytes)
-    strict = schedule != Schedule.store_all(problem.graph)
     size = allocated_bytes(problem, schedule)
     seen: set[int] = set()
     waits: dict[int, int] = {}
     for k, op_id in enumerate(schedule.order):
-        if strict and k and size[k] >= LARGE_OP_BYTES:
-            waits[k] = k - 1
-        elif anchor[k] >= 0 and (size[k] >= SMALL_OP_BYTES or op_id in seen):
+        if anchor[k] >= 0 and (size[k] >= SMALL_OP_BYTES or op_id in seen):
             waits[k] = int(anchor[k])
         elif op_id in seen:
             waits[k] = k - 1

@@ -8,7 +8,7 @@ from random_problems import PLAIN, mixed_problem, training_problem
 from random_schedules import random_schedule
 
 from keras_remat.backends.tensorflow import ordering
-from keras_remat.backends.tensorflow.ordering import LARGE_OP_BYTES, SMALL_OP_BYTES, allocated_bytes, anchors, fences
+from keras_remat.backends.tensorflow.ordering import SMALL_OP_BYTES, allocated_bytes, anchors, fences
 from keras_remat.graph import Graph, Op, Value
 from keras_remat.problem import Problem
 from keras_remat.profile import Profile
@@ -111,16 +111,6 @@ def test_large_ops_wait_and_small_ones_do_not():
     problem = Problem(graph, Profile((1.0,) * 4, (0,) * 4, 0))
     schedule = Schedule.store_all(graph)
     assert fences(problem, schedule, simulate(problem, schedule).peak_bytes) == {1: 0, 3: 2}
-
-
-def test_large_ops_of_an_order_made_for_memory_wait_for_all_before_them():
-    sizes = [LARGE_OP_BYTES, LARGE_OP_BYTES, 1, LARGE_OP_BYTES]
-    ops = tuple(Op(i, f"op{i}", "x", (), (i,)) for i in range(4))
-    graph = Graph(ops, tuple(Value(i, f"v{i}", n, producer=i) for i, n in enumerate(sizes)), (0, 1, 2, 3))
-    problem = Problem(graph, Profile((1.0,) * 4, (0,) * 4, 0))
-    plenty = 100 * LARGE_OP_BYTES
-    assert fences(problem, Schedule((0, 1, 2, 3)), plenty) == {}
-    assert fences(problem, Schedule((1, 0, 2, 3)), plenty) == {1: 0, 3: 2}
 
 
 def test_cases_have_windows_of_many_ops_and_recomputations():
