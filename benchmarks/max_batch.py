@@ -5,14 +5,18 @@
 The models are those of the Checkmate paper's section 6.4 (:mod:`paper_models`, which states resolutions and departures). Each runs in a
 process of its own (:mod:`max_batch_case`). The limit is the allocator's measured peak of plain Keras at a batch of about ten, unless
 ``--limit`` gives one; every byte of the device's allocator counts. At most one extra forward pass of overhead per sample is allowed, by
-measured op times. Every batch in the table was trained: from the size the search found, sizes go down while the measured peak is over the limit,
-then up by 3 % with the same order until it is. Rows are printed, and written to the JSON file, as they come.
+measured op times. ``auto`` is :func:`keras_remat.find_max_batch_size`, whose answer is the column *searched*; Chen's schedules go through the
+same search and verification. Every batch in the table was trained, on data of its own: from the size the search said, sizes go down while
+the measured peak is over the limit, then up by 3 % until it is; a size that measures over it is planned again, twice at most. Rows are
+printed, and written to the JSON file, as they come; models that the JSON file has already are not run again, so that a run can be stopped
+and continued.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,6 +32,8 @@ MODELS = ("VGG19", "MobileNet", "UNet", "ResNet50", "FCN8", "SegNet")
 SOLVERS = ("chen_sqrt_n", "chen_greedy", "auto")
 #: What ``--check`` demands of ``auto`` over plain Keras: on one model at least, and as geometric mean; and of every prediction.
 BEST_RATIO, MEAN_RATIO, PREDICTION = 5.1, 3.0, 0.05
+#: The size that the search said may be off the largest that trains by this factor.
+SEARCHED = 1.03
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,14 +44,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--limit", type=float, metavar="MIB", help="memory limit; by default what plain Keras needs at the model's batch"
     )
-    result.add_argument("--steps", type=int, default=2, help="timed steps per batch, after a first one (default 2)")
+    result.add_argument(
+        "--steps", type=int, default=2, help="timed steps per batch of a schedule, after a first one (default 2)"
+    )
     result.add_argument("--margin", type=float, default=0.0, help="share of the limit that the search leaves free (default 0)")
-    result.add_argument(
-        "--search-time", type=float, default=20.0, metavar="S", help="for the quick search of one solver (default 20)"
-    )
-    result.add_argument(
-        "--late-time", type=float, default=40.0, metavar="S", help="for auto above what the quick search reached (default 40)"
-    )
+    result.add_argument("--search-time", type=float, default=60.0, metavar="S", help="time_limit_s of auto (default 60)")
+    result.add_argument("--chen-time", type=float, default=20.0, metavar="S", help="for one of Chen's solvers (default 20)")
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--timeout", type=float, default=900.0, metavar="S", help="for one model (default 900)")
     result.add_argument("--output", type=Path, metavar="FILE.md", help="where the tables are written beside standard output")
@@ -69,7 +73,7 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What a child is told beside its model."""
     return {
         "limit_bytes": None if arguments.limit is None else int(arguments.limit * MIB), "steps": arguments.steps,
-        "solvers": arguments.solvers, "margin": arguments.margin, "search_s": arguments.search_time, "late_s": arguments.late_time,
+        "solvers": arguments.solvers, "margin": arguments.margin, "search_s": arguments.search_time, "chen_s": arguments.chen_time,
         "seed": arguments.seed,
     }  # fmt: skip
 
@@ -176,6 +180,12 @@ def failed_bounds(rows: list[dict[str, Any]]) -> list[str]:
         if r["row"] == "batch" and "error" not in r:
             if r["measured_bytes"] > r["limit_bytes"]:
                 failures.append(f"{r['model']} {r['solver']}: measured {r['measured_bytes']} bytes, limit {r['limit_bytes']}")
+            if r["overhead"] > r.get("allowed_overhead", math.inf):
+                failures.append(
+                    f"{r['model']} {r['solver']}: overhead {r['overhead']:.1%}, one forward pass is {r['allowed_overhead']:.1%}"
+                )
+            if not r["batch"] / SEARCHED <= r.get("searched", r["batch"]) <= r["batch"] * SEARCHED:
+                failures.append(f"{r['model']} {r['solver']}: the search said {r['searched']}, {r['batch']} is what trains")
             if r["failed_bytes"] <= r["limit_bytes"]:
                 failures.append(f"{r['model']} {r['solver']}: batch {r['failed_batch']} trains too")
         if r["row"] == "prediction" and abs(error_of(r)) > PREDICTION:
@@ -199,14 +209,28 @@ def document(header: str, rows: list[dict[str, Any]]) -> str:
     return "\n\n".join([header, *tables, summary(rows)]) + "\n"
 
 
+def known_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier run's JSON file, without the models that it did not finish; none where there is no such file."""
+    if not path.exists():
+        return []
+    rows = json.loads(path.read_text())["rows"]
+    unfinished = {row["model"] for row in rows if "error" in row and not row["solver"]}
+    finished = {row["model"] for row in rows if row["row"] == "prediction"} - unfinished
+    return [row for row in rows if row["model"] in finished]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     arguments = parser().parse_args(argv)
     options = options_of(arguments)
-    header = f"{machine()}; float32, SGD; margin {arguments.margin:.0%}; search {arguments.search_time:g} + {arguments.late_time:g} s"
+    header = f"{machine()}; float32, SGD; margin {arguments.margin:.0%}; search {arguments.search_time:g} s"
     print(f"{header}\n\n{head(COLUMNS)}", flush=True)
-    rows: list[dict[str, Any]] = []
+    rows = known_rows(arguments.json) if arguments.json else []
+    for row in rows:
+        print(line(row), flush=True)
     for name in arguments.models:
+        if any(row["model"] == name for row in rows):
+            continue
         for row in rows_of(name, options, arguments.timeout):
             rows.append(row)
             print(line(row), flush=True)

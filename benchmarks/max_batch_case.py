@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,12 +21,17 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import paper_models
 
 import keras_remat
-from keras_remat.autotune import BatchScaling, BatchSearch, batch_scaling, search_batch_size
+from keras_remat.autotune import BatchScaling, BatchSearch, batch_scaling, forward_overhead, search_batch_size
 from keras_remat.backends.base import Backend, RunStep, load_backend
-from keras_remat.planning import measured_problem, plan_problem
+from keras_remat.max_batch import trainer, verified_search
+from keras_remat.planning import plan_problem, traced_model
 
 #: How far one step up goes from a batch that trained.
 STEP_UP = 0.03
+#: Steps of plain Keras per batch after a first one; its ops run in another order every time, and its highest peak comes late.
+_PLAIN_STEPS = 7
+#: How often a size that measures over the limit is planned again.
+_REPLANS = 2
 #: No limit: the profile is taken of the step without recomputation.
 _UNLIMITED_BYTES = 2**50
 
@@ -45,6 +51,7 @@ class Measurement:
         self.limit_bytes = int(options["limit_bytes"] or 0)
         self.plain_batch, self.plain_s_per_sample = 0, math.nan
         self.scaling: BatchScaling
+        self.predicted: dict[int, int] = {}  # batch → peak, of the newest order
 
     def row(self, **row: Any) -> None:
         """Hands a row to the benchmark at once."""
@@ -62,11 +69,11 @@ class Measurement:
 
     # ---------------------------------------------------------------- plain Keras
 
-    def _measured(self, run: RunStep, size: int) -> tuple[int, float]:
+    def _measured(self, run: RunStep, size: int, steps: int) -> tuple[int, float]:
         """Trains ``steps`` steps after a first one; the highest allocator peak of them all, and the median seconds without the first."""
         batch = self.paper.batch(size)
         peaks, times_s = [], []
-        for _ in range(1 + self.options["steps"]):
+        for _ in range(1 + steps):
             logs, usage = self.backend.measure(lambda: run(batch))
             loss = float(logs["loss"])
             if not math.isfinite(loss):
@@ -79,7 +86,7 @@ class Measurement:
         self.model.train_function = None
         gc.collect()
         function = self.model.make_train_function() or self.model.train_function
-        return self._measured(lambda batch: function(iter([batch])), size)
+        return self._measured(lambda batch: function(iter([batch])), size, _PLAIN_STEPS)
 
     def _plain(self) -> None:
         """The largest batch of plain Keras: found by training, one sample more at a time."""
@@ -107,36 +114,64 @@ class Measurement:
 
     def _profile(self) -> None:
         self.model.train_function = None
-        size = self.paper.plain_batch
-        batch = self.backend.example_batch(self.model, self.paper.batch(size))
-        traced = self.backend.trace(self.model, batch)
-        estimated = self.backend.estimated_profile(traced, self.backend.bytes_in_use())
-        problem = keras_remat.Problem(traced.graph, estimated, name=self.paper.name)
-        first = plan_problem(problem, _UNLIMITED_BYTES, self.backend, solver="greedy", time_limit_s=5.0)
-        problem = measured_problem(self.backend, self.model, traced, problem, first, batch)
-        self.scaling = batch_scaling(self.backend, self.model, traced, problem, batch)
-
-    def _search(self, name: str, less_bytes: int = 0) -> BatchSearch:
-        options, limit = self.options, self.limit_bytes
-        budget = int(limit * (1 - options["margin"])) - less_bytes
-        late = {"late_solver": "auto", "late_time_limit_s": options["late_s"]} if name == "auto" and options["late_s"] else {}
-        return search_batch_size(
-            self.scaling, self.paper.plain_batch, limit, budget, self.backend, solver="greedy" if name == "auto" else name,
-            time_limit_s=options["search_s"], seed=options["seed"], **late,
+        step = traced_model(
+            self.backend, self.model, self.paper.batch(self.paper.plain_batch), _UNLIMITED_BYTES, 0.0, "measured",
+            self.options["seed"],
         )  # fmt: skip
+        self.scaling = batch_scaling(self.backend, self.model, step.traced, step.problem, step.batch)
+
+    def _search(self, name: str) -> BatchSearch:
+        """What the product finds, its plan with what was measured; Chen's schedules go the same way."""
+        options, limit = self.options, self.limit_bytes
+        budget = int(limit * (1 - options["margin"]))
+        start = self.paper.plain_batch
+        if name == "auto":
+            return keras_remat.find_max_batch_size(
+                self.model, self.paper.batch(start), limit, margin=options["margin"], time_limit_s=options["search_s"],
+                seed=options["seed"],
+            )  # fmt: skip
+        search = search_batch_size(
+            self.scaling, start, limit, budget, self.backend, solver=name, time_limit_s=options["chen_s"], seed=options["seed"]
+        )
+        train = trainer(self.backend, self.model, self.paper.batch(start))
+        return verified_search(
+            search, self.scaling, train, budget, self.backend, solver=name, solve_s=options["chen_s"] / 4, seed=options["seed"]
+        )
 
     def train(self, size: int, schedule: keras_remat.Schedule) -> tuple[int, float]:
-        """Really trains ``size`` samples per step by a schedule; as :meth:`_measured`."""
+        """Really trains ``size`` samples per step by a schedule; as :meth:`_measured`. The peak is predicted just before."""
         gc.collect()
         spec = self.backend.resized_spec(self.paper.batch(1), size)
         traced = self.backend.trace(self.model, spec)
-        problem = keras_remat.Problem(traced.graph, self.scaling.at(size).profile, name=self.paper.name)
+        profile = self.backend.with_pool(self.scaling.at(size).profile)
+        problem = keras_remat.Problem(traced.graph, profile, name=self.paper.name)
         keras_remat.validate(problem, schedule)
+        self.predicted[size] = self.backend.predicted_peak_bytes(problem, schedule)
         peak = keras_remat.simulate(problem, schedule).peak_bytes
-        return self._measured(self.backend.lower(traced, problem, schedule, peak), size)
+        return self._measured(self.backend.lower(traced, problem, schedule, peak), size, self.options["steps"])
 
-    def _predicted(self, size: int, schedule: keras_remat.Schedule) -> int:
-        return self.backend.predicted_peak_bytes(self.scaling.at(size), schedule)
+    def trained(self, size: int, schedule: keras_remat.Schedule, name: str) -> tuple[keras_remat.Schedule, int, float]:
+        """Trains by a known order, and where that is over the limit by one made again for this size and what was measured, as ``fit`` does.
+
+        Returns:
+            The order that needs least, with its peak and seconds.
+        """
+        tried = [(schedule, *self.train(size, schedule))]
+        while tried[-1][1] > self.limit_bytes and len(tried) <= _REPLANS:
+            over = max(0, tried[-1][1] - self.predicted[size])
+            problem = self.scaling.at(size)
+            problem = replace(problem, profile=self.backend.with_pool(problem.profile))
+            try:
+                plan = plan_problem(
+                    problem, self.limit_bytes - over, self.backend, solver=name, time_limit_s=self.options["search_s"] / 6,
+                    seed=self.options["seed"],
+                )  # fmt: skip
+            except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError):
+                break
+            if plan.overhead > forward_overhead(problem):
+                break
+            tried.append((plan.solution.schedule, *self.train(size, plan.solution.schedule)))
+        return min(tried, key=lambda entry: entry[1])
 
     # ---------------------------------------------------------------- one solver
 
@@ -145,34 +180,32 @@ class Measurement:
         search = self._search(name)
         search_s = time.perf_counter() - started
         size, plan = search.max_batch_size, search.plan
-        searched, steps_down = size, 0
         schedule = plan.solution.schedule
-        peak, seconds = self.train(size, schedule)
-        if peak > self.limit_bytes:  # search once more, with the measured error taken off what may be used
-            again = self._search(name, max(0, peak - search.plan.predicted.peak_bytes))
-            search_s, steps_down, plan, size = time.perf_counter() - started, 1, again.plan, again.max_batch_size
-            schedule = plan.solution.schedule
-            peak, seconds = self.train(size, schedule)
+        schedule, peak, seconds = self.trained(size, schedule, name)
         while peak > self.limit_bytes and size > 1:
-            steps_down += 1
             size = min(size - 1, int(size * self.limit_bytes / peak))
-            peak, seconds = self.train(size, schedule)
-        trained = size, peak, seconds
-        while True:  # the same order at larger batches, until the allocator says no
+            schedule, peak, seconds = self.trained(size, schedule, name)
+        while True:  # until the allocator says no
             more = max(size + 1, math.ceil(size * (1 + STEP_UP)))
-            failed = self.train(more, schedule)
-            if failed[0] > self.limit_bytes:
+            predicted = self.predicted[size]
+            next_schedule, failed, next_seconds = self.trained(more, schedule, name)
+            if failed > self.limit_bytes:
                 break
-            size, trained = more, (more, *failed)
-        size, peak, seconds = trained
+            size, schedule, peak, seconds = more, next_schedule, failed, next_seconds
+        overhead, allowed = self._overhead(size, schedule)
         self.row(
-            row="batch", solver=name, limit_bytes=self.limit_bytes, batch=size, ratio=size / self.plain_batch, searched=searched,
-            steps_down=steps_down, predicted_bytes=self._predicted(size, schedule), measured_bytes=peak, overhead=plan.overhead,
-            time_ratio=seconds / size / self.plain_s_per_sample, search_s=search_s, failed_batch=more, failed_bytes=failed[0],
-            recomputed=len(schedule.recomputed), found_by=plan.solution.solver, pixels=self.paper.pixels,
+            row="batch", solver=name, limit_bytes=self.limit_bytes, batch=size, ratio=size / self.plain_batch,
+            searched=search.max_batch_size, predicted_bytes=predicted, measured_bytes=peak, overhead=overhead,
+            allowed_overhead=allowed, time_ratio=seconds / size / self.plain_s_per_sample, search_s=search_s, failed_batch=more,
+            failed_bytes=failed, recomputed=len(schedule.recomputed), found_by=plan.solution.solver, pixels=self.paper.pixels,
         )  # fmt: skip
         if name == self.options["solvers"][-1]:
             self._predictions(size, peak, schedule)
+
+    def _overhead(self, size: int, schedule: keras_remat.Schedule) -> tuple[float, float]:
+        """The overhead of an order at this size, and one extra forward pass, both over the store-all time."""
+        problem = self.scaling.at(size)
+        return keras_remat.simulate(problem, schedule).time_s / problem.store_all_time_s - 1, forward_overhead(problem)
 
     def _predictions(self, found: int, found_peak: int, schedule: keras_remat.Schedule) -> None:
         """Predicted and measured peak of the found order at batches that were not profiled."""
@@ -180,7 +213,7 @@ class Measurement:
         for size in (profiled // 2, 2 * profiled, found):
             measured = found_peak if size == found else self.train(size, schedule)[0]
             self.row(
-                row="prediction", batch=size, profiled=profiled, predicted_bytes=self._predicted(size, schedule),
+                row="prediction", batch=size, profiled=profiled, predicted_bytes=self.predicted[size],
                 measured_bytes=measured,
             )  # fmt: skip
 

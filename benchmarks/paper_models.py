@@ -142,7 +142,7 @@ PAPER_MODELS = {
         PaperModel("MobileNet", _application("MobileNet"), 128, False, CLASSES, 12),
         PaperModel("UNet", unet, 96, True, 2, 8),
         PaperModel("ResNet50", _application("ResNet50"), 96, False, CLASSES, 16),
-        PaperModel("FCN8", fcn8, 96, True, FCN_CLASSES, 16),
-        PaperModel("SegNet", segnet, 64, True, SEGNET_CLASSES, 12),
+        PaperModel("FCN8", fcn8, 64, True, FCN_CLASSES, 12),
+        PaperModel("SegNet", segnet, 64, True, SEGNET_CLASSES, 8),
     )
 }

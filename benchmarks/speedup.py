@@ -1,6 +1,6 @@
 """Whether the reported speedup is what a stopwatch shows: plain ``fit`` and ``fit`` under a limit, timed from outside.
 
-    python benchmarks/speedup.py --models unet,transformer
+    python benchmarks/speedup.py --models unet,transformer --output table.md
 
 ``remat_speedup`` in an epoch's logs is samples per second of its steps over those of the plain step, measured where plain steps ran and predicted
 where they could not. Here plain ``fit`` does run, in the same process, before and after, and both are timed between Keras's own batch hooks.
@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import models
+from step_memory import machine
 
 import keras_remat
 
@@ -73,14 +75,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=0.6, help="of the plain activation peak")
     parser.add_argument("--steps", type=int, default=10, help="per epoch")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="where the table is written beside standard output")
     arguments = parser.parse_args(argv)
     worst = 0.0
-    print("| model | reported | stopwatch | off | baseline |\n|---|---:|---:|---:|---|", flush=True)
+    lines = [
+        f"{machine()}; limit {arguments.budget:.0%} of the plain activation peak; {arguments.epochs} epochs of {arguments.steps} steps",
+        "",
+        "| model | reported | stopwatch | off | baseline |",
+        "|---|---:|---:|---:|---|",
+    ]
+    print("\n".join(lines), flush=True)
     for name in arguments.models.split(","):
         reported, timed, source = compare(name, arguments.budget, arguments.steps, arguments.epochs)
         off = reported / timed - 1
         worst = max(worst, abs(off))
-        print(f"| {name} | {reported:.3f} | {timed:.3f} | {off:+.1%} | {source} |", flush=True)
+        lines.append(f"| {name} | {reported:.3f} | {timed:.3f} | {off:+.1%} | {source} |")
+        print(lines[-1], flush=True)
+    if arguments.output:
+        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return int(worst > 0.05)
 
 

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from keras_remat.autotune import BatchSearch, find_max_batch_size
+    from keras_remat.autotune import BatchSearch
     from keras_remat.callback import RematAutotune
     from keras_remat.errors import (
         InfeasibleBudgetError,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from keras_remat.graph import Graph, Op, Value
+    from keras_remat.max_batch import find_max_batch_size
     from keras_remat.plan import Plan, load_plan
     from keras_remat.planning import make_plan
     from keras_remat.problem import Problem
@@ -83,7 +84,8 @@ __all__ = [
 ]
 
 _NAMES_BY_MODULE = {
-    "autotune": ("BatchSearch", "find_max_batch_size"),
+    "autotune": ("BatchSearch",),
+    "max_batch": ("find_max_batch_size",),
     "callback": ("RematAutotune",),
     "errors": (
         "InfeasibleBudgetError",

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from keras_remat.backends.base import Backend, TracedStep, load_backend
+from keras_remat.backends.base import Backend, TracedStep
 from keras_remat.backends.examples import batch_size_of
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.graph import FORWARD, Graph, Value
 from keras_remat.plan import Plan
-from keras_remat.planning import plan_problem, reused_plan, traced_model
+from keras_remat.planning import plan_problem, reused_plan
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
 from keras_remat.units import format_bytes
@@ -138,7 +138,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """What a search over batch sizes found; all numbers are predicted.
+    """What a search over batch sizes found; all numbers are predicted, unless the plan has measured ones.
 
     Args:
         limit_bytes: the memory limit.
@@ -147,6 +147,8 @@ class BatchSearch:
         plain_batch_size: the largest batch that fits without recomputation.
         probes: every size that was tried, in order.
         search_time_s: seconds the search took.
+        failed_batch_size, failed_peak_bytes: the smallest size that was run and did not fit, and its measured peak (``None`` where no plan
+            was found or the device ran out of memory); ``None`` when every size that ran fitted, or none was run.
     """
 
     limit_bytes: int
@@ -155,11 +157,13 @@ class BatchSearch:
     plain_batch_size: int
     probes: tuple[Probe, ...]
     search_time_s: float
+    failed_batch_size: int | None = None
+    failed_peak_bytes: int | None = None
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of ``max_batch_size``."""
-        return next(p.plan for p in self.probes if p.plan is not None and p.batch_size == self.max_batch_size)
+        """The plan of ``max_batch_size``; the one that ran, where one did."""
+        return next(p.plan for p in reversed(self.probes) if p.plan is not None and p.batch_size == self.max_batch_size)
 
     def __str__(self) -> str:
         return (
@@ -324,46 +328,3 @@ def batch_scaling(backend: Backend, model: Any, traced: TracedStep, problem: Pro
     size = batch_size_of(batch)
     larger = backend.trace(model, backend.resized_spec(batch, 2 * size))
     return BatchScaling(traced.graph, size, larger.graph, 2 * size, problem)
-
-
-def find_max_batch_size(
-    model: Any,
-    batch: Any,
-    memory_limit: int | str,
-    *,
-    max_overhead: float | Literal["forward"] | None = "forward",
-    profile: Literal["measured", "estimated"] = "measured",
-    margin: float = 0.05,
-    time_limit_s: float = 60.0,
-    seed: int = 0,
-) -> BatchSearch:
-    """Finds the largest batch a model can train with, without training; the model comes back as it was.
-
-    Args:
-        model: a compiled Keras model.
-        batch: a batch to begin with: ``(x, y[, sample_weight])``, or an int where inputs and targets follow from the model.
-        memory_limit: every byte the device's allocator may have in use.
-        max_overhead: bound on the slowdown per sample, (time − store-all time) / store-all time; ``"forward"``, the default, is one extra
-            forward pass, the rule of the Checkmate paper; ``None`` lifts it.
-        profile: ``"measured"`` runs a few steps at the given batch; ``"estimated"`` runs nothing.
-        margin: share of the limit that is kept free.
-        time_limit_s: after this no further size is tried.
-        seed: for the solver.
-
-    Raises:
-        InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
-        UnsupportedModelError: the model cannot be rematerialized, or its graph changes with the batch size.
-        ValueError, TypeError: wrong arguments.
-    """
-    number = isinstance(max_overhead, (int, float)) and max_overhead >= 0
-    if not number and max_overhead is not None and max_overhead != "forward":
-        raise ValueError(f'max_overhead must be at least 0, None or "forward", got {max_overhead!r}')
-    if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
-    backend = load_backend()
-    step = traced_model(backend, model, batch, memory_limit, margin, profile, seed)
-    scaling = batch_scaling(backend, model, step.traced, step.problem, step.batch)
-    return search_batch_size(
-        scaling, batch_size_of(step.batch), step.limit_bytes, step.budget_bytes, backend, max_overhead=max_overhead,
-        time_limit_s=time_limit_s, seed=seed,
-    )  # fmt: skip

@@ -146,7 +146,7 @@ def _add_max_batch(commands: Any) -> None:
 
 
 def _run_max_batch(options: argparse.Namespace) -> int:
-    from keras_remat.autotune import find_max_batch_size
+    from keras_remat.max_batch import find_max_batch_size
     from keras_remat.units import check_memory_limit
 
     limit = _limit(options.memory_limit)

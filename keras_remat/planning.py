@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from keras_remat.backends.base import Backend, TracedStep, load_backend, preserved_state
+from keras_remat.compaction import compacted
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.plan import Plan
 from keras_remat.problem import Problem
@@ -28,6 +29,8 @@ _MAX_CORRECTIONS = 10
 _QUICK_PLAN_S = 10.0
 #: Of the time for a plan, what the quick solver may take before "auto"; and of what is left, what one solve may take.
 _QUICK_SHARE, _SOLVE_SHARE = 0.25, 0.7
+#: Up to which peak, in budgets, an order is worth compacting; the share of the time that this may take, and seconds at most.
+_WORTH_COMPACTING, _COMPACTING_SHARE, _COMPACTING_S = 1.3, 0.3, 6.0
 #: The least a correction takes off, as a share of what is above the floor.
 _LEAST_STEP = 0.05
 
@@ -44,7 +47,8 @@ def plan_problem(
     """Solves a traced problem so that the *allocator's* peak stays under the budget.
 
     The allocator rounds and fragments, so a schedule is solved for a little less than the budget: what its replay needs above the budget
-    is taken off and the problem is solved again, until it fits; where that is more than a schedule can save, a target between is tried.
+    is taken off and the problem is solved again, until it fits; where that is more than a schedule can save, a target between is tried, and
+    at last the order that came closest is compacted (:mod:`keras_remat.compaction`).
 
     Args:
         problem: graph and profile; its own budget plays no part.
@@ -92,8 +96,10 @@ def _within_allocator(
     store_all = Schedule.store_all(problem.graph)
     baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
     target, found, unreachable = start, start, problem.floor_bytes
-    least_s = max(0.01, (deadline_s - time.perf_counter()) / _MAX_CORRECTIONS)
+    started = time.perf_counter()
+    least_s = max(0.01, (deadline_s - started) / _MAX_CORRECTIONS)
     over: int | None = None
+    closest: Solution | None = None
     misses = 0
     for _ in range(_MAX_CORRECTIONS):
         if target < problem.floor_bytes:
@@ -118,18 +124,33 @@ def _within_allocator(
             misses += peak > budget_bytes
             step = 2 ** max(0, misses - 1)
         if peak <= budget_bytes:
-            assert solution.usage is not None
-            plan = Plan(
-                problem.graph.fingerprint, budget_bytes, solution, baseline, Usage(solution.usage.time_s, peak),
-                profile_source=problem.profile.source, device=problem.profile.device, name=problem.name, problem=problem,
-            )  # fmt: skip
-            return plan, target
-        over = peak if over is None else min(over, peak)
+            return _plan_of(problem, budget_bytes, solution, baseline, peak), target
+        if over is None or peak < over:
+            over, closest = peak, solution
         found = target
         # a few bytes less give the same schedule
         less = max(step * (peak - budget_bytes), int(_LEAST_STEP * (target - unreachable)))
         target = max(target - less, (unreachable + target) // 2)
+    if closest is not None and over is not None and backend.fragments and over <= _WORTH_COMPACTING * budget_bytes:
+        # what no lower target gave may be had by moving ops about
+        limit_s = min(_COMPACTING_S, max(least_s, _COMPACTING_SHARE * (deadline_s - started)))
+        order = compacted(problem, closest.schedule, budget_bytes, backend, time_limit_s=limit_s, seed=seed)
+        peak = backend.predicted_peak_bytes(problem, order)
+        usage = simulate(problem, order)
+        if max(peak, usage.peak_bytes) <= budget_bytes:
+            validate(problem.with_budget(budget_bytes), order)
+            solution = replace(closest, schedule=order, usage=usage)
+            return _plan_of(problem, budget_bytes, solution, baseline, peak), target
+        over = min(over, peak)
     raise ScheduleNotFoundError(budget_bytes, problem.floor_bytes, over, solver=solver)
+
+
+def _plan_of(problem: Problem, budget_bytes: int, solution: Solution, store_all: Usage, peak_bytes: int) -> Plan:
+    assert solution.usage is not None
+    return Plan(
+        problem.graph.fingerprint, budget_bytes, solution, store_all, Usage(solution.usage.time_s, peak_bytes),
+        profile_source=problem.profile.source, device=problem.profile.device, name=problem.name, problem=problem,
+    )  # fmt: skip
 
 
 def _replayed(

@@ -22,6 +22,7 @@ class Profile:
         source: ``"measured"`` on the live device or ``"estimated"`` from shapes.
         device: for people, e.g. ``"CPU:0"``.
         backend: ``"tensorflow"``, ``"jax"`` or ``""`` when the costs came from a file.
+        free_chunk_bytes: sizes of the chunks that the device's allocator has free between steps; empty where that is not known.
 
     Raises:
         InvalidProblemError: a negative, NaN or infinite cost, or lists of different length.
@@ -33,6 +34,7 @@ class Profile:
     source: Literal["measured", "estimated"] = "measured"
     device: str = ""
     backend: str = ""
+    free_chunk_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op_time_s", tuple(self.op_time_s))
@@ -56,6 +58,10 @@ class Profile:
         resident = self.resident_bytes
         if not isinstance(resident, int) or isinstance(resident, bool) or resident < 0:
             raise InvalidProblemError(f"must be an int of at least 0, got {resident!r}", field="resident_bytes", value=resident)
+        object.__setattr__(self, "free_chunk_bytes", tuple(self.free_chunk_bytes))
+        for nbytes in self.free_chunk_bytes:
+            if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
+                raise InvalidProblemError(f"must be positive ints, got {nbytes!r}", field="free_chunk_bytes", value=nbytes)
         if self.source not in ("measured", "estimated"):
             raise InvalidProblemError(
                 f'must be "measured" or "estimated", got {self.source!r}', field="source", value=self.source

@@ -91,9 +91,10 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
         if op.kind:
             entry["kind"] = op.kind
         ops.append(entry)
+    chunks = {"free_chunk_bytes": list(profile.free_chunk_bytes)} if profile.free_chunk_bytes else {}
     return {
         "format": FORMAT, "version": VERSION, "name": problem.name,
-        "resident_bytes": profile.resident_bytes, "budget_bytes": problem.budget_bytes,
+        "resident_bytes": profile.resident_bytes, **chunks, "budget_bytes": problem.budget_bytes,
         "source": profile.source, "device": profile.device, "backend": profile.backend,
         "values": values, "ops": ops, "outputs": list(graph.outputs),
     }  # fmt: skip
@@ -174,6 +175,7 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
             tuple(fields.get("workspace_bytes", int, 0) for fields in op_fields),
             top.get("resident_bytes", int, 0),
             source=top.get("source", str, "measured"), device=top.get("device", str, ""), backend=top.get("backend", str, ""),
+            free_chunk_bytes=tuple(top.get("free_chunk_bytes", list, [])),
         )  # fmt: skip
         return Problem(graph, profile, top.get("budget_bytes", (int, type(None)), None), top.get("name", str, ""))
     except InvalidProblemError as error:

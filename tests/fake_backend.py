@@ -81,6 +81,7 @@ class FakeBackend:
 
     name = "fake"
     measures_op_times = True
+    fragments = False
 
     def __init__(self, memory_bytes=2**40, *, allocator_bytes=None, surplus_bytes=None, profiler="free", layers=8):
         self.memory_bytes, self.profiler, self.layers = memory_bytes, profiler, layers
@@ -106,6 +107,9 @@ class FakeBackend:
 
     def estimated_profile(self, traced, resident_bytes=None):
         return profile_of(traced.graph, "estimated")
+
+    def with_pool(self, profile):
+        return profile
 
     def predicted_peak_bytes(self, problem, schedule, budget_bytes=None):
         return simulate(problem, schedule).peak_bytes + self.allocator_bytes(problem, schedule)

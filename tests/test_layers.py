@@ -4,7 +4,7 @@
 |---|---|
 | 6 | the package itself: the public names |
 | 5 | callback, the command line |
-| 4 | plan, planning, planner, guard, tuner, grouping, batching, autotune, report, show |
+| 4 | plan, planning, planner, guard, tuner, grouping, batching, autotune, max_batch, compaction, report, show |
 | 3 | solvers/* and backends/*, which never import each other |
 | 2 | schedule, simulate, validate |
 | 1 | graph, profile, problem, serialize |
@@ -25,7 +25,7 @@ ROOT = Path(keras_remat.__file__).parent
 LAYERS = [
     (r"keras_remat", 6),
     (r"keras_remat\.(callback|cli|__main__)", 5),
-    (r"keras_remat\.(plan|planning|planner|guard|tuner|grouping|batching|autotune|report|show)", 4),
+    (r"keras_remat\.(plan|planning|planner|guard|tuner|grouping|batching|autotune|max_batch|compaction|report|show)", 4),
     (r"keras_remat\.(solvers|backends)(\..+)?", 3),
     (r"keras_remat\.(schedule|simulate|validate)", 2),
     (r"keras_remat\.(graph|profile|problem|serialize)", 1),

@@ -87,6 +87,8 @@ class Backend(Protocol):
     name: str
     measures_op_times: bool
     """Whether a recorder tells op times; where it does not, recording steps cannot make a plan better."""
+    fragments: bool
+    """Whether the predicted peak depends on the order by more than what is alive, so that moving ops about can lower it."""
 
     def check(self, model: Any) -> str | None:
         """Raises :class:`UnsupportedModelError` for a model that cannot be rematerialized; returns a remark for the log or ``None``."""
@@ -110,6 +112,9 @@ class Backend(Protocol):
 
     def estimated_profile(self, traced: TracedStep, resident_bytes: int | None = None) -> Profile:
         """Costs from shapes alone."""
+
+    def with_pool(self, profile: Profile) -> Profile:
+        """``profile`` with the chunks that the device's allocator has free now, where that can be told."""
 
     def recorder(self) -> ProfileRecorder:
         """A recorder for a measured profile."""

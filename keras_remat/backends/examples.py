@@ -66,6 +66,19 @@ def batch_size_of(batch: Any) -> int:
     raise ValueError("the batch holds no array with a first dimension, so its size is unknown")
 
 
+def repeated_batch(batch: Any, size: int) -> Any:
+    """``size`` samples: those of ``batch`` from the first on, again and again.
+
+    Args:
+        batch: arrays whose first dimension is the batch's; ``None`` stays ``None``.
+        size: samples wanted.
+    """
+    import keras
+
+    at = np.arange(size) % batch_size_of(batch)
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf)[at], batch)
+
+
 def _array(leaf: Any, rng: np.random.Generator) -> Any:
     if leaf is None or isinstance(leaf, np.ndarray):
         return leaf

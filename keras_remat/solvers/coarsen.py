@@ -89,7 +89,11 @@ class Coarse:
         kept = (*(number[v] for v in graph.outputs if v in number), *(outputs[-1] for outputs in made))
         times = tuple(profile.op_time_s[i] for i in self.ops)
         workspace = tuple(profile.op_workspace_bytes[i] for i in self.ops)
-        coarse = Problem(Graph(tuple(ops), tuple(values), kept), Profile(times, workspace, 0), None, self.full.name)
+        for value in graph.values:  # nobody reads the batch here, but an allocator's replay wants to see it
+            if value.producer is None and value.nbytes >= self.threshold_bytes:
+                values.append(replace(value, id=len(values)))
+        costs = Profile(times, workspace, 0, free_chunk_bytes=profile.free_chunk_bytes)
+        coarse = Problem(Graph(tuple(ops), tuple(values), kept), costs, None, self.full.name)
         small = small_peak_bytes(self.full, self.base, self.threshold_bytes)
         charged = replace(coarse.profile, resident_bytes=profile.resident_bytes + small)
         return replace(coarse, profile=charged, budget_bytes=self.full.budget_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import keras
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from keras_remat.backends import examples
 from keras_remat.backends.base import Installed, ProfileRecorder, RunStep, StepRunner
-from keras_remat.backends.tensorflow import allocator, measure, private
+from keras_remat.backends.tensorflow import allocator, measure, pool, private
 from keras_remat.backends.tensorflow import lower as lowering
 from keras_remat.backends.tensorflow import profile as profiling
 from keras_remat.backends.tensorflow import trace as tracing
@@ -35,7 +36,8 @@ class _Recorder:
     def stop(self, lowered: RunStep, resident_bytes: int) -> Profile | None:
         planes = self._recorder.stop()
         assert isinstance(lowered, lowering.LoweredStep)
-        return profiling.measured_profile(lowered, planes, resident_bytes) if planes else None
+        profile = profiling.measured_profile(lowered, planes, resident_bytes) if planes else None
+        return None if profile is None else _with_pool(profile)
 
 
 class TensorFlowBackend:
@@ -43,6 +45,7 @@ class TensorFlowBackend:
 
     name = "tensorflow"
     measures_op_times = True
+    fragments = True
 
     def check(self, model: Any) -> str | None:
         if model.run_eagerly:
@@ -80,7 +83,10 @@ class TensorFlowBackend:
         return tracing.trace(model, batch, micro_batches)
 
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
-        return profiling.estimated_profile(traced, resident_bytes)
+        return _with_pool(profiling.estimated_profile(traced, resident_bytes))
+
+    def with_pool(self, profile: Profile) -> Profile:
+        return _with_pool(profile)
 
     def recorder(self) -> ProfileRecorder:
         return _Recorder()
@@ -124,6 +130,11 @@ class TensorFlowBackend:
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         return InstalledTrainFunction(model, runner)
+
+
+def _with_pool(profile: Profile) -> Profile:
+    on_gpu = profiling.device_name().startswith("GPU")
+    return profile if on_gpu else replace(profile, free_chunk_bytes=pool.free_chunk_bytes())
 
 
 def _optimizers(model: Any) -> Iterator[Any]:

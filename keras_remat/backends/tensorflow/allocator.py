@@ -4,17 +4,19 @@ The allocator's ``bytes_in_use`` counts whole chunks. A free chunk is handed out
 (``BFCAllocator::FindChunkPtr`` of TensorFlow 2.21), so a step's measured peak is above the sum of its live tensors, by a little on large
 models and by a third on small ones. Replaying a schedule's allocations through the same rules predicts that part of the peak.
 
-Known limits: parallel ops can interleave their allocations in another order; the pool the user's earlier code left behind is not known.
+The chunks that earlier steps and the user's code left free are where the replay begins, where the profile knows them (:mod:`.pool`).
+
+Known limits: parallel ops can interleave their allocations in another order; where the pool is not known, it is taken to be new.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from itertools import count
 
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
-from keras_remat.simulate import last_reads
 from keras_remat.units import KIB, MIB
 
 _MIN_ALLOCATION_BYTES = 256
@@ -39,25 +41,35 @@ class BestFitAllocator:
     Args:
         smallest_bytes: requests below this are not served here (they return ``None`` and count nothing).
         pool_bytes: size of one region taken at the start, as on a GPU; where it is used up, or 0, regions grow by doubling, as on the CPU.
+        free_chunk_bytes: sizes of chunks that are free at the start, none next to another.
+        used_bytes: what is in use at the start beside them; with them it tells how large the next region will be.
 
     Attributes:
         bytes_in_use, peak_bytes: whole chunks handed out now, and the most so far.
     """
 
-    def __init__(self, *, smallest_bytes: int = 0, pool_bytes: int = 0):
-        self._free: list[tuple[int, int, _Chunk]] = []
+    def __init__(
+        self, *, smallest_bytes: int = 0, pool_bytes: int = 0, free_chunk_bytes: Sequence[int] = (), used_bytes: int = 0
+    ):
+        self._free: list[tuple[int, int]] = []  # size, address
+        self._chunk_at: dict[int, _Chunk] = {}
         self._smallest = smallest_bytes
         self._region_bytes = _FIRST_REGION_BYTES
         self._next_address = count(0, 2**50)
         self.bytes_in_use = self.peak_bytes = 0
         if pool_bytes:
             self._add(_Chunk(next(self._next_address), pool_bytes))
+        for nbytes in free_chunk_bytes:
+            self._add(_Chunk(next(self._next_address), nbytes))
+        while free_chunk_bytes and self._region_bytes < (sum(free_chunk_bytes) + used_bytes) // 2:
+            self._region_bytes *= 2  # as large as all regions before it together, or nearly
 
     def _add(self, chunk: _Chunk) -> None:
-        insort(self._free, (chunk.size, chunk.address, chunk), key=lambda entry: entry[:2])
+        insort(self._free, (chunk.size, chunk.address))
+        self._chunk_at[chunk.address] = chunk
 
     def _remove(self, chunk: _Chunk) -> None:
-        del self._free[bisect_left(self._free, (chunk.size, chunk.address), key=lambda entry: entry[:2])]
+        del self._free[bisect_left(self._free, (chunk.size, chunk.address))]
 
     def _extend(self, nbytes: int) -> None:
         grown = False
@@ -73,11 +85,11 @@ class BestFitAllocator:
         if nbytes <= 0 or nbytes < self._smallest:
             return None
         rounded = -(-nbytes // _MIN_ALLOCATION_BYTES) * _MIN_ALLOCATION_BYTES
-        at = bisect_left(self._free, (rounded, -1), key=lambda entry: entry[:2])
+        at = bisect_left(self._free, (rounded, -1))
         if at == len(self._free):
             self._extend(rounded)
-            at = bisect_left(self._free, (rounded, -1), key=lambda entry: entry[:2])
-        chunk = self._free.pop(at)[2]
+            at = bisect_left(self._free, (rounded, -1))
+        chunk = self._chunk_at[self._free.pop(at)[1]]
         if chunk.size >= 2 * rounded or chunk.size - rounded >= _MAX_INTERNAL_FRAGMENTATION_BYTES:
             rest = _Chunk(chunk.address + rounded, chunk.size - rounded)
             rest.before, rest.behind = chunk, chunk.behind
@@ -126,40 +138,63 @@ def replayed_peak_bytes(
         pool_bytes: as in :class:`BestFitAllocator`; the resident bytes are taken from it.
         steps: the first step shapes the pool, the last ones are typical.
     """
-    allocator = BestFitAllocator(smallest_bytes=smallest_bytes, pool_bytes=pool_bytes)
-    graph, values = problem.graph, problem.graph.values
-    resident = allocator.allocate(problem.profile.resident_bytes) if pool_bytes else None
-    base = 0 if pool_bytes else problem.profile.resident_bytes
-    born = last_reads(problem, schedule)
-    dying: list[list[int]] = [[] for _ in born]
-    for k, instances in enumerate(born):
-        for value_id, end in instances.items():
-            if end > k:
-                dying[end].append(value_id)
+    graph, values, profile = problem.graph, problem.graph.values, problem.profile
+    allocator = BestFitAllocator(
+        smallest_bytes=smallest_bytes, pool_bytes=pool_bytes, free_chunk_bytes=profile.free_chunk_bytes,
+        used_bytes=profile.resident_bytes,
+    )  # fmt: skip
+    resident = allocator.allocate(profile.resident_bytes) if pool_bytes else None
+    base = 0 if pool_bytes else profile.resident_bytes
+    if profile.free_chunk_bytes:  # the batch is given chunks of the pool too
+        inputs = [v.nbytes for v in values if v.producer is None and v.nbytes >= smallest_bytes]
+        base -= min(base, sum(inputs))
+        for nbytes in inputs:
+            allocator.allocate(nbytes)
+    large = [max(1, smallest_bytes) <= value.nbytes and value.producer is not None for value in values]
+    reads = [[v for v in op.inputs if large[v]] for op in graph.ops]
+    writes = [[v for v in op.outputs if large[v]] for op in graph.ops]
+    dying = _dying(schedule, reads, writes, [v for v in graph.outputs if large[v]])
     kept = set(graph.outputs)
     for _ in range(steps):
         chunks: dict[int, _Chunk | None] = {}
         for k, op_id in enumerate(schedule.order):
-            op = graph.ops[op_id]
-            donors = {v: values[v].nbytes for v in op.may_reuse if v in dying[k] and v not in kept}
-            ending = set(dying[k])
-            for value_id in op.outputs:
-                nbytes = values[value_id].nbytes
-                donor = next((v for v, size in donors.items() if size == nbytes), None)
-                if donor is None:
-                    chunks[value_id] = allocator.allocate(nbytes)
-                else:
-                    del donors[donor]
-                    ending.discard(donor)
-                    chunks[value_id] = chunks.pop(donor)
-            workspace = allocator.allocate(problem.profile.op_workspace_bytes[op_id])
-            allocator.release(workspace)
+            ending = dying[k]
+            if writes[op_id]:
+                op = graph.ops[op_id]
+                donors = {v: values[v].nbytes for v in op.may_reuse if v in ending and v not in kept}
+                for value_id in writes[op_id]:
+                    nbytes = values[value_id].nbytes
+                    donor = next((v for v, size in donors.items() if size == nbytes), None)
+                    if donor is None:
+                        chunks[value_id] = allocator.allocate(nbytes)
+                    else:
+                        del donors[donor]
+                        chunks[value_id] = chunks.pop(donor)
+            allocator.release(allocator.allocate(profile.op_workspace_bytes[op_id]))
             for value_id in ending:
                 allocator.release(chunks.pop(value_id, None))
-            for value_id, end in born[k].items():
-                if end == k:
-                    allocator.release(chunks.pop(value_id, None))
         for chunk in chunks.values():
             allocator.release(chunk)
     allocator.release(resident)
     return base + allocator.peak_bytes
+
+
+def _dying(schedule: Schedule, reads: list[list[int]], writes: list[list[int]], outputs: list[int]) -> list[list[int]]:
+    """For every position the values whose newest instance is read last, or computed and never read, there."""
+    last: dict[int, int] = {}
+    ends: list[tuple[int, int]] = []
+    for k, op_id in enumerate(schedule.order):
+        for value_id in reads[op_id]:
+            last[value_id] = k
+        for value_id in writes[op_id]:
+            if value_id in last:
+                ends.append((last[value_id], value_id))
+            last[value_id] = k
+    dying: list[list[int]] = [[] for _ in schedule.order]
+    for k, value_id in ends:
+        dying[k].append(value_id)
+    kept = set(outputs)
+    for value_id, k in last.items():
+        if value_id not in kept:
+            dying[k].append(value_id)
+    return dying

@@ -132,12 +132,8 @@ def measured_profile(lowered: LoweredStep, planes: list[Any], resident_bytes: in
     op_of = {name: op_id for names, op_id in zip(lowered.names, lowered.schedule.order, strict=True) for name in names}
     part_of = {name: part for names in lowered.names for part, name in enumerate(names)}
     durations: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))  # op id → its node → seconds
-    memory: list[tuple[int, str, dict[str, Any]]] = []
     for plane in planes:
-        for name, start_ps, duration_ps, stats in _events(plane):
-            if name in ("MemoryAllocation", "MemoryDeallocation"):
-                memory.append((start_ps, name, stats()))
-                continue
+        for name, _, duration_ps, _ in _events(plane):
             node, separator, _ = name.rpartition(":")
             op_id = op_of.get(node) if separator else None
             if op_id is not None:
@@ -146,7 +142,7 @@ def measured_profile(lowered: LoweredStep, planes: list[Any], resident_bytes: in
     if len(durations) < len(graph.needed) // 2:
         return None
     base = estimated_profile(lowered.traced, resident_bytes)
-    workspace = _workspace(memory, op_of)
+    workspace = _workspace(allocation_events(planes), op_of)
     times = [sum(map(median, durations[op.id].values())) if op.id in durations else base.op_time_s[op.id] for op in graph.ops]
     workspaces = [workspace.get(op.id, 0) if op.id in durations else base.op_workspace_bytes[op.id] for op in graph.ops]
     return Profile(tuple(times), tuple(workspaces), base.resident_bytes, "measured", device_name(), "tensorflow")
@@ -171,12 +167,20 @@ def _events(plane: Any) -> Iterator[tuple[str, int, int, Callable[[], dict[str, 
             yield names[event.metadata_id], start, event.duration_ps, partial(decode, event)
 
 
+def allocation_events(planes: list[Any]) -> list[tuple[int, str, dict[str, Any]]]:
+    """Every allocation and deallocation in the order of time: start in picoseconds, ``"MemoryAllocation"`` or ``"MemoryDeallocation"``, and
+    what the allocator said about it."""
+    names = ("MemoryAllocation", "MemoryDeallocation")
+    events = (event for plane in planes for event in _events(plane))
+    return sorted(((start, name, stats()) for name, start, _, stats in events if name in names), key=lambda event: event[0])
+
+
 def _workspace(memory: list[tuple[int, str, dict[str, Any]]], op_of: dict[str, int]) -> dict[int, int]:
     """Op id → the most temporary bytes it held at once."""
     held: dict[int, int] = defaultdict(int)
     most: dict[int, int] = defaultdict(int)
     owner: dict[int, tuple[int, int]] = {}
-    for _, name, stats in sorted(memory, key=lambda event: event[0]):
+    for _, name, stats in memory:
         address = stats.get("addr", 0)
         if name == "MemoryDeallocation":
             if address in owner:

@@ -46,6 +46,20 @@ def test_neighbours_join_when_they_are_free():
     assert pool.allocate(12 * MIB).size == 12 * MIB
 
 
+def test_replay_begins_with_the_chunks_that_are_free():
+    """Three chunks that do not join: 6 MiB is served by 10 whole, 1 MiB is cut off 2, and 3 MiB takes 4 whole."""
+    pool = BestFitAllocator(free_chunk_bytes=(2 * MIB, 4 * MIB, 10 * MIB))
+    assert [pool.allocate(n * MIB).size // MIB for n in (6, 1, 3)] == [10, 1, 4]
+    assert pool.bytes_in_use == 15 * MIB
+
+
+def test_inputs_take_chunks_of_a_known_pool():
+    ops = (Op(0, "a", "a", (0,), (1,)),)
+    graph = Graph(ops, (Value(0, "x", 3 * MIB), Value(1, "a", MIB, producer=0)), (1,))
+    problem = Problem(graph, Profile((1.0,), (0,), 5 * MIB, free_chunk_bytes=(4 * MIB, 64 * MIB)))
+    assert replayed_peak_bytes(problem, Schedule((0,))) == (5 - 3 + 4 + 1) * MIB  # the batch gets a chunk of 4 MiB
+
+
 def test_small_requests_are_served_elsewhere():
     pool = BestFitAllocator(smallest_bytes=256 * KIB)
     assert pool.allocate(256 * KIB - 1) is None
