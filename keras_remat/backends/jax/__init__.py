@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 from keras_remat.backends import examples
 from keras_remat.backends.base import Installed, RunStep, StepRunner
+from keras_remat.backends.calibrate import Calibration
 from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax import profile as profiling
 from keras_remat.backends.jax import trace as tracing
-from keras_remat.backends.jax.calibrate import Calibration
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.swap import InstalledTrainFunction

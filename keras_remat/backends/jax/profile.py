@@ -17,7 +17,7 @@ import jax
 
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import Equation, nbytes
-from keras_remat.backends.jax.fusion import EXPENSIVE, RANDOM
+from keras_remat.backends.jax.kinds import EXPENSIVE, RANDOM
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.profile import Profile
 from keras_remat.schedule import Schedule

@@ -88,6 +88,39 @@ def _unshaped(node: Any) -> Any:
     return argument
 
 
+def constant_folded(graph_def: Any, fetches: Sequence[str]) -> Any:
+    """Returns a pure GraphDef with constants folded and equal nodes merged, and no operation that XLA has no kernel for.
+
+    Args:
+        graph_def: without effects.
+        fetches: names of tensors that must survive.
+    """
+    config = config_pb2.ConfigProto()
+    rewrite = config.graph_options.rewrite_options
+    rewrite.min_graph_nodes = -1
+    rewrite.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+    for name in ("arithmetic_optimization", "auto_mixed_precision", "layout_optimizer", "remapping", "scoped_allocator_optimization"):
+        setattr(rewrite, name, rewriter_config_pb2.RewriterConfig.OFF)
+    meta_graph = meta_graph_pb2.MetaGraphDef()
+    meta_graph.graph_def.CopyFrom(graph_def)
+    keep_control_flow_functional(meta_graph.graph_def)
+    meta_graph.collection_def["train_op"].node_list.value.extend(fetches)
+    folded = tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False)
+    rename_functions(folded)
+    return folded
+
+
+def variable_spec(handle: Any) -> Any:
+    """Shape and dtype of the variable behind a resource tensor."""
+    entries = handle._handle_data.shape_and_type
+    return tf.TensorSpec(tf.TensorShape(entries[0].shape), tf.as_dtype(entries[0].dtype))
+
+
+def function_definition(function: Any) -> Any:
+    """The ``FunctionDef`` of a concrete function."""
+    return function.function_def
+
+
 @cache
 def _has_gpu_kernel(kind: str) -> bool:
     return any(kernel.device_type == "GPU" for kernel in kernels.get_registered_kernels_for_op(kind).kernel)
