@@ -1,6 +1,6 @@
-"""What JAX calls the operations that the model of XLA's fusion (:mod:`keras_remat.backends.fusion`) knows; tables, no logic."""
+"""What JAX calls the operations that the model of XLA's fusion (:mod:`keras_remat.backends.xla.fusion`) knows; tables, no logic."""
 
-from keras_remat.backends.fusion import Kinds
+from keras_remat.backends.xla.fusion import Kinds
 
 VIEWS = frozenset(
     {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "transpose", "stop_gradient", "random_wrap", "random_unwrap"}

@@ -1,4 +1,4 @@
-"""A schedule as one compiled step: :mod:`keras_remat.backends.protect` on JAX, and Keras's own step beside it."""
+"""A schedule as one compiled step: :mod:`keras_remat.backends.xla.protect` on JAX, and Keras's own step beside it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from keras_remat.backends.jax.flatten import FlatProgram, nbytes
 from keras_remat.backends.jax.guard import guard, never
 from keras_remat.backends.jax.kinds import KINDS
 from keras_remat.backends.jax.trace import JaxTracedStep
-from keras_remat.backends.protect import Run
+from keras_remat.backends.xla.protect import Run
 from keras_remat.schedule import Schedule
 
 
 class _Writer:
-    """JAX as :class:`keras_remat.backends.protect.Writer`: values are tracers or arrays."""
+    """JAX as :class:`keras_remat.backends.xla.protect.Writer`: values are tracers or arrays."""
 
     def __init__(self, program: FlatProgram):
         self._program = program

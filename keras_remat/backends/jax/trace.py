@@ -2,7 +2,7 @@
 
 ``jax.make_jaxpr(model.train_step)(state, data)`` on shapes alone, so nothing is allocated and the model's variables are not
 touched. The jaxpr is flattened (:mod:`~keras_remat.backends.jax.flatten`) and cut into the clusters XLA will materialize
-and ordered (:mod:`keras_remat.backends.fused_graph`); one cluster is one op of the graph. ``Op.kind`` is the name of the cluster's last primitive.
+and ordered (:mod:`keras_remat.backends.xla.fused_graph`); one cluster is one op of the graph. ``Op.kind`` is the name of the cluster's last primitive.
 
 Backward is what JAX marks ``transpose(…)`` in its name stack. Every equation of a jaxpr is pure, random ones included (the seed is an input).
 """
@@ -17,10 +17,10 @@ import keras
 import numpy as np
 
 from keras_remat.backends.base import TracedStep
-from keras_remat.backends.fused_graph import fused_graph
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import KINDS
+from keras_remat.backends.xla.fused_graph import fused_graph
 from keras_remat.errors import UnsupportedModelError
 
 

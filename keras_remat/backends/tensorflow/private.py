@@ -99,7 +99,13 @@ def constant_folded(graph_def: Any, fetches: Sequence[str]) -> Any:
     rewrite = config.graph_options.rewrite_options
     rewrite.min_graph_nodes = -1
     rewrite.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
-    for name in ("arithmetic_optimization", "auto_mixed_precision", "layout_optimizer", "remapping", "scoped_allocator_optimization"):
+    for name in (
+        "arithmetic_optimization",
+        "auto_mixed_precision",
+        "layout_optimizer",
+        "remapping",
+        "scoped_allocator_optimization",
+    ):
         setattr(rewrite, name, rewriter_config_pb2.RewriterConfig.OFF)
     meta_graph = meta_graph_pb2.MetaGraphDef()
     meta_graph.graph_def.CopyFrom(graph_def)
@@ -185,6 +191,12 @@ def call_for_training(model: Any, x: Any) -> Any:
 def track_loss(model: Any, loss: Any, samples: int) -> None:
     """Adds a batch's loss to what the ``loss`` metric is the mean of."""
     model._loss_tracker.update_state(loss, sample_weight=samples)
+
+
+def is_xla_refusal(error: Any) -> bool:
+    """Whether an error says that XLA cannot compile a function, and not that a step's values are wrong."""
+    text = str(error.message)
+    return "XLA" in text and any(said in text for said in ("compile", "conversion failed", "compilation"))
 
 
 def read_trace(serialized: bytes) -> Any:

@@ -3,8 +3,9 @@ import pytest
 
 from keras_remat.backends.jax.lower import lower
 from keras_remat.backends.jax.measure import memory
-from keras_remat.backends.jax.profile import estimated_profile, scaled
+from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
+from keras_remat.backends.xla.kernel_costs import scaled
 from keras_remat.problem import Problem
 from keras_remat.simulate import simulate
 

@@ -41,7 +41,7 @@ class Literal:
 
 @dataclass(frozen=True)
 class Equation:
-    """One operation; see :class:`keras_remat.backends.fusion.Equation`.
+    """One operation; see :class:`keras_remat.backends.xla.fusion.Equation`.
 
     Args:
         source: its ``NodeDef``.
@@ -221,7 +221,9 @@ class _Walk:
             node.op == "Placeholder" or node.op in op_kinds.PURE_STATEFUL or not private.is_stateful(node.op)
         ):
             self._append(node, node.op, node.name, inputs)
-        elif node.op in op_kinds.CONTROL_FLOW:  # stateful by name; what its functions do to variables would show as a variable among its inputs
+        elif (
+            node.op in op_kinds.CONTROL_FLOW
+        ):  # stateful by name; what its functions do to variables would show as a variable among its inputs
             self._append(node, _STATELESS[node.op], node.name, inputs)
         else:
             raise UnsupportedModelError(f"{node.op} ({node.name}) has an effect that cannot be compiled into one step.")
@@ -302,7 +304,9 @@ def _placeholder(name: str, spec: Any) -> Any:
 def _numbered(document: Any, given: Sequence[str], fetches: Sequence[str], order: Mapping[str, int]) -> FlatProgram:
     """The nodes that the fetches need, as equations."""
     nodes = {node.name: node for node in document.node}
-    inputs = {name: [f"{n}:{i}" for n, i in map(_split, (i for i in node.input if i[0] != "^"))] for name, node in nodes.items()}
+    inputs = {
+        name: [f"{n}:{i}" for n, i in map(_split, (i for i in node.input if i[0] != "^"))] for name, node in nodes.items()
+    }
     needed, stack = set(), [_split(t)[0] for t in fetches]
     while stack:
         name = stack.pop()

@@ -1,10 +1,10 @@
-"""What TensorFlow calls the operations that the model of XLA's fusion (:mod:`keras_remat.backends.fusion`) knows; tables, no logic.
+"""What TensorFlow calls the operations that the model of XLA's fusion (:mod:`keras_remat.backends.xla.fusion`) knows; tables, no logic.
 
 TensorFlow's elementwise operations spread a smaller operand by themselves, and some (``ReluGrad``, ``Mean``) are several of XLA's. A type is
 listed by what XLA makes of it.
 """
 
-from keras_remat.backends.fusion import Kinds
+from keras_remat.backends.xla.fusion import Kinds
 
 VIEWS = frozenset({"EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze", "Transpose"})
 
@@ -48,7 +48,16 @@ KINDS = Kinds(
 )  # fmt: skip
 
 ALIASES = frozenset(
-    {"CheckNumerics", "CheckNumericsV2", "Identity", "IdentityN", "PlaceholderWithDefault", "PreventGradient", "Snapshot", "StopGradient"}
+    {
+        "CheckNumerics",
+        "CheckNumericsV2",
+        "Identity",
+        "IdentityN",
+        "PlaceholderWithDefault",
+        "PreventGradient",
+        "Snapshot",
+        "StopGradient",
+    }
 )
 """Output i is input i; XLA knows no other use of them."""
 

@@ -1,4 +1,4 @@
-"""A schedule as one compiled step: :mod:`keras_remat.backends.protect` on TensorFlow.
+"""A schedule as one compiled step: :mod:`keras_remat.backends.xla.protect` on TensorFlow.
 
 The policy writes ``NodeDef``\\ s; they are imported once into a ``tf.function(jit_compile=True)`` that reads every variable before and assigns the
 changed ones after.
@@ -9,16 +9,16 @@ whatever the bits, so ``x`` passes bit for bit and a NaN in a trigger spreads no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.protect import Run
 from keras_remat.backends.tensorflow import private
-from keras_remat.backends.tensorflow.compiled.flatten import Equation, FlatProgram, Literal
+from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram, Literal
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
+from keras_remat.backends.xla.protect import Run
 from keras_remat.schedule import Schedule
 
 _UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
@@ -34,7 +34,7 @@ class _Tensor:
 
 
 class _Writer:
-    """TensorFlow as :class:`keras_remat.backends.protect.Writer`."""
+    """TensorFlow as :class:`keras_remat.backends.xla.protect.Writer`."""
 
     def __init__(self, program: FlatProgram, draws_in_branch: bool):
         self._program = program
@@ -43,10 +43,9 @@ class _Writer:
         self._literals: dict[str, _Tensor] = {}
         self._constants: dict[Any, _Tensor] = {}
         self.functions: list[Any] = []  # an executable looks its branches up by name for as long as it lives
+        self._branches: dict[tuple[int, ...], list[str]] = {}
         self._names: set[str] = set()
-        self.given = [
-            _Tensor(f"{name}:0", program.dtypes[at], program.shapes[at]) for at, name in enumerate(program.given)
-        ]
+        self.given = [_Tensor(f"{name}:0", program.dtypes[at], program.shapes[at]) for at, name in enumerate(program.given)]
         self._names.update(program.given)
 
     # ---------------------------------------------------------------- equations
@@ -89,19 +88,21 @@ class _Writer:
     def never(self, triggers: Sequence[Any]) -> Any:
         bits = self._constant(1, tf.uint32)
         for x in triggers:
-            bits = self._node("BitwiseOr", [bits, self._first_bits(x)], tf.uint32, ())
+            bits = self._node("BitwiseOr", [bits, self._first_bits(x)], tf.uint32, (), T=tf.uint32)
         return self._node("Equal", [bits, self._constant(0, tf.uint32)], tf.bool, (), T=tf.uint32)
 
     def guard(self, value: Any, condition: Any) -> Any:
-        return self._node("SelectV2", [condition, self._constant(0, value.dtype), value], value.dtype, value.shape)
+        return self._node(
+            "SelectV2", [condition, self._constant(0, value.dtype), value], value.dtype, value.shape, T=value.dtype
+        )
 
     def _first_bits(self, x: _Tensor) -> _Tensor:
         """The first element of a tensor as ``uint32`` (wider elements keep their low half)."""
         if x.shape:
             rank = len(x.shape)
             begin, size = (self._constant([number] * rank, tf.int32) for number in (0, 1))
-            x = self._node("Slice", [x, begin, size], x.dtype, (1,) * rank, Index=tf.int32)
-            x = self._node("Reshape", [x, self._constant([], tf.int32)], x.dtype, (), Tshape=tf.int32)
+            x = self._node("Slice", [x, begin, size], x.dtype, (1,) * rank, T=x.dtype, Index=tf.int32)
+            x = self._node("Reshape", [x, self._constant([], tf.int32)], x.dtype, (), T=x.dtype, Tshape=tf.int32)
         if x.dtype.is_complex:
             real = tf.float32 if x.dtype == tf.complex64 else tf.float64
             x = self._node("Real", [x], real, (), T=x.dtype, Tout=real)
@@ -122,7 +123,7 @@ class _Writer:
     def _node(self, kind: str, inputs: Sequence[_Tensor], dtype: Any, shape: Any, **types: Any) -> _Tensor:
         node = self.document.node.add(name=self._fresh(f"remat_{kind.lower()}"), op=kind)
         node.input.extend(x.name for x in inputs)
-        for attribute, of in (types if types and kind != "Slice" and kind != "Reshape" else {"T": dtype, **types}).items():
+        for attribute, of in types.items():
             node.attr[attribute].type = of.as_datatype_enum
         return _Tensor(f"{node.name}:0", dtype, shape)
 
@@ -137,14 +138,33 @@ class _Writer:
 
     def draw(self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any) -> list[Any]:
         program = self._program
-        specs = [tf.TensorSpec(program.shapes[number], program.dtypes[number]) for number in given]
+        names = self._branches.get(tuple(equations))
+        if names is None:
+            branches = (self._nothing_branch(wanted), self._drawing_branch(equations, list(given), wanted))
+            specs = [tf.TensorSpec(program.shapes[number], program.dtypes[number]) for number in given]
+            names = self._branches[tuple(equations)] = [self._define(branch, specs) for branch in branches]
+        node = self.document.node.add(name=self._fresh("remat_draw"), op="StatelessIf")
+        node.input.extend([condition.name, *(x.name for x in given.values())])
+        node.attr["Tcond"].type = tf.bool.as_datatype_enum
+        node.attr["Tin"].list.type.extend(program.dtypes[n].as_datatype_enum for n in given)
+        node.attr["Tout"].list.type.extend(program.dtypes[n].as_datatype_enum for n in wanted)
+        for attribute, name in zip(("then_branch", "else_branch"), names, strict=True):
+            node.attr[attribute].func.name = name
+        return [_Tensor(f"{node.name}:{i}", program.dtypes[n], program.shapes[n]) for i, n in enumerate(wanted)]
+
+    def _nothing_branch(self, wanted: Sequence[int]) -> Callable[..., list[Any]]:
+        program = self._program
+        return lambda *operands: [tf.zeros(program.shapes[number], program.dtypes[number]) for number in wanted]
+
+    def _drawing_branch(
+        self, equations: Sequence[int], given: Sequence[int], wanted: Sequence[int]
+    ) -> Callable[..., list[Any]]:
+        program = self._program
 
         def draw(*operands: Any) -> list[Any]:
             inner = _Writer(program, draws_in_branch=False)
-            known, mapped = {}, {}
-            for at, (number, operand) in enumerate(zip(given, operands, strict=True)):
-                known[number] = _Tensor(f"operand_{at}:0", operand.dtype, None)
-                mapped[f"operand_{at}:0"] = operand
+            known = {number: _Tensor(f"operand_{number}:0", program.dtypes[number], program.shapes[number]) for number in given}
+            mapped = {known[number].name: operand for number, operand in zip(given, operands, strict=True)}
             for at in equations:
                 equation = program.equations[at]
                 inputs = [known[a] if isinstance(a, int) else inner.literal(a) for a in equation.inputs]
@@ -152,21 +172,15 @@ class _Writer:
             names = [known[number].name for number in wanted]
             return list(tf.graph_util.import_graph_def(inner.document, mapped, names, name=""))
 
-        def nothing(*operands: Any) -> list[Any]:
-            return [tf.zeros(program.shapes[number], program.dtypes[number]) for number in wanted]
+        return draw
 
-        node = self.document.node.add(name=self._fresh("remat_draw"), op="StatelessIf")
-        node.input.extend([condition.name, *(x.name for x in given.values())])
-        node.attr["Tcond"].type = tf.bool.as_datatype_enum
-        node.attr["Tin"].list.type.extend(program.dtypes[n].as_datatype_enum for n in given)
-        node.attr["Tout"].list.type.extend(program.dtypes[n].as_datatype_enum for n in wanted)
-        for attribute, branch in (("then_branch", nothing), ("else_branch", draw)):
-            function = tf.function(branch, autograph=False).get_concrete_function(*specs)
-            definition = private.function_definition(function)
-            self.document.library.function.add().CopyFrom(definition)
-            node.attr[attribute].func.name = definition.signature.name
-            self.functions.append(function)
-        return [_Tensor(f"{node.name}:{i}", program.dtypes[n], program.shapes[n]) for i, n in enumerate(wanted)]
+    def _define(self, branch: Callable[..., list[Any]], specs: Sequence[Any]) -> str:
+        """Adds a function to the library and returns its name."""
+        function = tf.function(branch, autograph=False).get_concrete_function(*specs)
+        definition = private.function_definition(function)
+        self.document.library.function.add().CopyFrom(definition)
+        self.functions.append(function)
+        return str(definition.signature.name)
 
 
 def _copied(source: Any, name: str, inputs: Sequence[str]) -> Any:
@@ -217,7 +231,7 @@ class LoweredStep:
             return [found[name] for name in returned]
 
         specs = [tf.TensorSpec(program.shapes[at], program.dtypes[at]) for at in range(batch)]
-        self._branches = writer.functions
+        self._functions = writer.functions
         self._function = tf.function(remat_step, input_signature=specs, autograph=False, jit_compile=True)
 
     def __call__(self, batch: Any) -> Any:
@@ -241,8 +255,3 @@ def lower(traced: CompiledStep, schedule: Schedule) -> LoweredStep:
         schedule: a legal order for ``traced.graph``.
     """
     return LoweredStep(traced, schedule)
-
-
-def is_unsupported(error: BaseException) -> bool:
-    """Whether XLA refused to compile a step."""
-    return isinstance(error, (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError)) and isinstance(error, Equation | Exception)

@@ -1,7 +1,7 @@
 """Keras's whole TensorFlow train step as a graph of the values XLA will put into memory.
 
 ``train_step`` is traced as for ``jit_compile=True`` (loops and their gradients are traced differently for XLA), made stateless
-(:mod:`.flatten`), cut into clusters and ordered (:mod:`keras_remat.backends.fused_graph`). Backward is what the gradient tape traced.
+(:mod:`.flatten`), cut into clusters and ordered (:mod:`keras_remat.backends.xla.fused_graph`). Backward is what the gradient tape traced.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.base import TracedStep
-from keras_remat.backends.fused_graph import fused_graph
 from keras_remat.backends.tensorflow.accumulate import accumulated_train_step
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram, Stateless, flatten
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.trace import data_spec
+from keras_remat.backends.xla.fused_graph import fused_graph
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -63,7 +63,7 @@ def trace(model: Any, batch: Any, micro_batches: int = 1, like: CompiledStep | N
     same = like is not None and [e.kind for e in like.program.equations] == [e.kind for e in program.equations]
     sizes = (like.program if like is not None and same else program).sizes
     state = list(stateless.written.items())
-    graph, numbers, handles = fused_graph(program, KINDS, state, lambda e: "gradient_tape/" in e.source.name, sizes)
+    graph, numbers, handles = fused_graph(program, KINDS, state, lambda e: "gradient_tape/" in f"{e.scope}/", sizes)
     return CompiledStep(
         graph, handles, "tensorflow", stateless=stateless, numbers=numbers, output_structure=concrete.structured_outputs
     )

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from keras_remat.backends.fusion import Equation, Kinds, Program
+from keras_remat.backends.xla.fusion import Equation, Kinds, Program
 from keras_remat.graph import BACKWARD, FORWARD, UPDATE, Graph
 
 SMALL_RESULT_BYTES = 16384
@@ -93,7 +93,7 @@ class Run:
         early: Iterable[int],
     ):
         """Args:
-        program, kinds, graph, numbers, handles: as :func:`~keras_remat.backends.fused_graph.fused_graph` takes and returns them.
+        program, kinds, graph, numbers, handles: as :func:`~keras_remat.backends.xla.fused_graph.fused_graph` takes and returns them.
         writer: the framework.
         given: the program's inputs, in the order of their numbers.
         early: those of them that need nothing of the batch.

@@ -13,7 +13,7 @@ The rule follows XLA's instruction fusion (``InstructionFusion::ShouldFuse``, ``
 * it has one reader, or it is cheap and comes from at most one value of about its own size.
 
 Why a rule and not the compiled module: a plan changes what is fused, so the module of the plain step does not tell; and reading it
-would cost one more compilation. What the rule gets wrong, the compiled peak corrects (:mod:`keras_remat.backends.calibrate`).
+would cost one more compilation. What the rule gets wrong, the compiled peak corrects (:mod:`keras_remat.backends.xla.calibrate`).
 
 Known limits: XLA:GPU also copies some expensive chains, and emits several outputs from one kernel; neither is modelled.
 """

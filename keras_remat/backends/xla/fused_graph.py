@@ -1,6 +1,6 @@
 """A whole train step that is compiled as one: a flat program as a graph of the values XLA will put into memory.
 
-The program is cut into clusters (:mod:`keras_remat.backends.fusion`); one cluster is one op. ``Op.kind`` is the kind of its last equation.
+The program is cut into clusters (:mod:`keras_remat.backends.xla.fusion`); one cluster is one op. ``Op.kind`` is the kind of its last equation.
 
 Three decisions that a reader of the graph should know:
 
@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_remat.backends.fusion import Cluster, Equation, Kinds, Program, clusters
+from keras_remat.backends.xla.fusion import Cluster, Equation, Kinds, Program, clusters
 from keras_remat.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
 
 SMALL_STATE_BYTES = 16384
@@ -44,7 +44,7 @@ def fused_graph(
         kinds: the framework's names.
         state: the number of each state input, and its new value among the program's outputs.
         is_backward: whether an equation was traced by differentiation.
-        sizes: as in :func:`~keras_remat.backends.fusion.clusters`.
+        sizes: as in :func:`~keras_remat.backends.xla.fusion.clusters`.
     """
     parts = clusters(program, kinds, sizes)
     makers = {number: at for at, part in enumerate(parts) for number in part.outputs}
