@@ -82,6 +82,7 @@ class FakeBackend:
 
     name, compilation = "fake", "ordered"
     measures_op_times = True
+    auto_solver = "auto"
 
     def __init__(
         self, memory_bytes=2**40, *, allocator_bytes=None, surplus_bytes=None, profiler="free", layers=8, slowness=1.0

@@ -93,6 +93,9 @@ class Backend(Protocol):
     measures_op_times: bool
     """Whether a recorder tells op times; where it does not, recording steps cannot make a plan better."""
 
+    auto_solver: str
+    """The solver that ``"auto"`` stands for."""
+
     def check(self, model: Any) -> str | None:
         """Raises :class:`UnsupportedModelError` for a model that cannot be rematerialized; returns a remark for the log or ``None``."""
 

@@ -68,6 +68,7 @@ class JaxBackend:
 
     name, compilation = "jax", "compiled"
     measures_op_times = False
+    auto_solver = "auto"
 
     def __init__(self) -> None:
         self._device = Device()

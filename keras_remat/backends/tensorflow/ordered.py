@@ -44,6 +44,7 @@ class TensorFlowBackend:
     name = "tensorflow"
     compilation = "ordered"
     measures_op_times = True
+    auto_solver = "auto"
 
     def check(self, model: Any) -> str | None:
         if model.run_eagerly:

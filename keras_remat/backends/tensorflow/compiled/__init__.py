@@ -85,6 +85,7 @@ class CompiledBackend(TensorFlowBackend):
 
     compilation = "compiled"
     measures_op_times = False
+    auto_solver = "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
 
     def __init__(self) -> None:
         self._newest_trace: tracing.CompiledStep | None = None

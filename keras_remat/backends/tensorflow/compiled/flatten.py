@@ -14,6 +14,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -101,7 +102,7 @@ class FlatProgram:
         """How many numbers are placeholders."""
         return len(self.given)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of every number."""
         return tuple(nbytes(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))

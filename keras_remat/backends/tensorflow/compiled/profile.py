@@ -15,6 +15,11 @@ from keras_remat.profile import Profile
 CPU_BUFFERS = {"StatelessRandomUniformV2": 4, "StatelessRandomUniform": 4}
 """Operations XLA:CPU expands into loops that need buffers of the result's size, and how many."""
 
+FUSED_SHARE = 0.1
+"""What an elementwise op costs when it runs again, of what it would cost as a kernel of its own: it is fused into its readers, writes nothing, and
+much of what it reads they read too. XLA fuses it there whether it was kept or not, so a schedule that keeps such values instead of the
+products and convolutions they come from is not obeyed; this share makes it the dearer one."""
+
 
 def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -> Profile:
     """Returns the costs of a traced step from its shapes.
@@ -29,7 +34,10 @@ def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -
     for op in graph.ops:
         flops = fsum(_flops(program, program.equations[at], platform) for at in traced.handles[op.id])
         traffic = sum(sizes[traced.numbers[v]] for v in (*op.inputs, *op.outputs))
-        times.append(kernel_time_s(flops, traffic, platform))
+        fused = op.kind in KINDS.elementwise and not any(
+            program.equations[at].kind in KINDS.random for at in traced.handles[op.id]
+        )
+        times.append(kernel_time_s(flops, traffic, platform) * (FUSED_SHARE if fused else 1.0))
     resident = max(resident_bytes or 0, sum(v.nbytes for v in graph.values if v.producer is None))
     workspace = tuple(_workspace_bytes(program, traced.handles[op.id], platform) for op in graph.ops)
     return Profile(tuple(times), workspace, resident, "estimated", device_name(), "tensorflow")
