@@ -32,6 +32,8 @@ from keras_remat.simulate import simulate
 from keras_remat.units import MIB
 
 Result = TypeVar("Result")
+#: A chunk is cut when it is at least twice what is asked for, and the prediction may be half of that.
+_REGION_SHARE = 4
 _Key = tuple[str, tuple[int, ...]]
 
 
@@ -114,7 +116,7 @@ class CompiledBackend(TensorFlowBackend):
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule, budget_bytes: int) -> RunStep:
         step = CompiledStep(lowering.lower(traced, schedule), problem, self)
-        self._reserve(2 * (self.predicted_peak_bytes(problem, schedule) - problem.profile.resident_bytes))
+        self._reserve(_REGION_SHARE * (self.predicted_peak_bytes(problem, schedule) - problem.profile.resident_bytes))
         return step
 
     def _reserve(self, nbytes: int) -> None:
