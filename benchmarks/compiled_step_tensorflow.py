@@ -23,7 +23,7 @@ MIB = 2**20
 #: Room for every case's buffer twice over; untouched, so no memory of the machine.
 REGION_BYTES = 8 * 2**30
 #: Compilations for one budget, and for the smallest peak.
-TRIES, TRIES_FOR_LEAST = 4, 6
+TRIES, TRIES_FOR_LEAST = 4, 4
 
 
 class Recomputed(keras.layers.Layer):

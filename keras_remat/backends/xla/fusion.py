@@ -90,6 +90,7 @@ class Kinds:
         random: fusible like an expensive one. On CPU each is a loop over several buffers of the result's size.
         moving: those of ``cheap`` whose elements do not come from the same place of an input of the same size.
         reshapes: those of ``views`` that move nothing.
+        transposing: XLA:CPU makes a transposed copy of their first input.
     """
 
     views: frozenset[str]
@@ -99,6 +100,7 @@ class Kinds:
     random: frozenset[str]
     moving: frozenset[str]
     reshapes: frozenset[str]
+    transposing: frozenset[str] = frozenset()
 
     @cached_property
     def fusible(self) -> frozenset[str]:

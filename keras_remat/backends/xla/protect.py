@@ -203,9 +203,12 @@ class Run:
         """Makes an equation of the backward phase share nothing large with the forward phase.
 
         One that reads forward values only is guarded. Of another, the small values it spreads over its result are: a bias or scale is
-        spread in the forward phase too, and merged, the full-size copy would live from the one phase to the other.
+        spread in the forward phase too, and merged, the full-size copy would live from the one phase to the other. So would the transposed
+        copy of an image that XLA:CPU makes for the gradient of a convolution's kernel.
         """
-        if not any(id(x) in self._late for x in inputs):
+        if equation.kind in self._kinds.transposing and id(inputs[0]) not in self._late:
+            self._guard_input(equation, inputs, 0, stale_ops=STALE_OPS)
+        elif not any(id(x) in self._late for x in inputs):
             self._guard_cheapest(equation, inputs)
         elif equation.kind in self._kinds.elementwise:
             size = self._program.sizes[equation.outputs[0]]

@@ -178,7 +178,7 @@ def test_what_cannot_be_made_stateless_is_refused_by_name(make, kind):
 
 # ------------------------------------------------------------------ inside fit
 
-BATCH = 512
+BATCH = 2048
 QUICK = {"solver_time_limit_s": 5.0, "profile_steps": 1, "verbose": 0}
 
 

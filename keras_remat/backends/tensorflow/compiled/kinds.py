@@ -42,9 +42,11 @@ RANDOM = frozenset(
     for version in ("", "V2")
 )
 
+KERNEL_GRADIENTS = frozenset({"Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter"})
+
 KINDS = Kinds(
     views=VIEWS, cheap=CHEAP, expensive=EXPENSIVE, reductions=REDUCTIONS, random=RANDOM, moving=MOVING,
-    reshapes=frozenset({"EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}),
+    reshapes=frozenset({"EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}), transposing=KERNEL_GRADIENTS,
 )  # fmt: skip
 
 ALIASES = frozenset(
