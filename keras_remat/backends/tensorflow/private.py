@@ -1,6 +1,7 @@
 """The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
 
-Seven things have no public way in: running Grappler on a graph by hand, asking which devices have a kernel for an op, capturing an eager
+Ten things have no public way in: running Grappler on a graph by hand, a variable's shape from its handle, a
+function's definition, what XLA says when it refuses to compile, asking which devices have a kernel for an op, capturing an eager
 tensor under a chosen name, calling a function with a session configuration of its own, reading the profiler's raw trace, building a model
 from a batch, and what Keras's own ``train_step`` does with the loss tracker.
 """

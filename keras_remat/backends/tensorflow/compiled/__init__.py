@@ -10,6 +10,8 @@ much; it is made to hold a region that the buffer can be cut from, once, untouch
 
 from __future__ import annotations
 
+import logging
+import resource
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -31,6 +33,7 @@ from keras_remat.schedule import Schedule, Usage
 from keras_remat.simulate import simulate
 from keras_remat.units import MIB
 
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 #: A chunk is cut when it is at least twice what is asked for, and the prediction may be half of that.
 _REGION_SHARE = 4
@@ -53,8 +56,8 @@ class CompiledStep:
         started = time.perf_counter()
         try:
             result = self.lowered(batch)
-        except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError) as error:
-            if not private.is_xla_refusal(error):
+        except tf.errors.OpError as error:
+            if isinstance(error, tf.errors.ResourceExhaustedError) or not private.is_xla_refusal(error):
                 raise
             raise UnsupportedModelError(f"XLA cannot compile the step: {str(error.message).splitlines()[0]}") from error
         if self._backend.times_s is not None:
@@ -103,7 +106,10 @@ class CompiledBackend(TensorFlowBackend):
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> Any:
         like = self._newest_trace if micro_batches == 1 else None
-        traced = tracing.trace(model, batch, micro_batches, like)
+        try:
+            traced = tracing.trace(model, batch, micro_batches, like)
+        except (KeyError, ValueError, tf.errors.OpError) as error:  # what is the train step's own fault, other backends say too
+            raise UnsupportedModelError(f"The train step cannot be traced for XLA: {type(error).__name__}: {error}") from error
         if micro_batches == 1:
             self._newest_trace = self._newest_trace or traced
         return traced
@@ -115,19 +121,22 @@ class CompiledBackend(TensorFlowBackend):
         return _Recorder(self)
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule, budget_bytes: int) -> RunStep:
-        step = CompiledStep(lowering.lower(traced, schedule), problem, self)
+        try:
+            step = CompiledStep(lowering.lower(traced, schedule), problem, self)
+        except (KeyError, ValueError) as error:
+            raise UnsupportedModelError(f"The schedule cannot be written for XLA: {type(error).__name__}: {error}") from error
         self._reserve(_REGION_SHARE * (self.predicted_peak_bytes(problem, schedule) - problem.profile.resident_bytes))
         return step
 
     def _reserve(self, nbytes: int) -> None:
-        """Makes the CPU's allocator hold a free region of ``nbytes``, where the machine lets it."""
-        if nbytes <= self._reserved_bytes or tf.config.list_logical_devices("GPU"):
-            return
-        self._reserved_bytes = nbytes
-        try:
-            tf.raw_ops.Empty(shape=[-(-nbytes // MIB), MIB], dtype=tf.uint8, init=False)
-        except tf.errors.ResourceExhaustedError:  # a capped address space: the buffer then takes what chunk there is
-            self._reserved_bytes = 2**62
+        """Makes the CPU's allocator hold a free region of ``nbytes``; not in a capped address space, which it would use up."""
+        capped = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        if nbytes > self._reserved_bytes and not capped and not tf.config.list_logical_devices("GPU"):
+            self._reserved_bytes = nbytes
+            try:
+                tf.raw_ops.Empty(shape=[-(-nbytes // MIB), MIB], dtype=tf.uint8, init=False)
+            except tf.errors.ResourceExhaustedError:  # more than the machine promises: the buffer takes what chunk there is
+                logger.debug("keras_remat: no free region of %d bytes", nbytes)
 
     def predicted_peak_bytes(self, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> int:
         resident = problem.profile.resident_bytes

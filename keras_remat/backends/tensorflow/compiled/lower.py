@@ -232,7 +232,8 @@ class LoweredStep:
 
         specs = [tf.TensorSpec(program.shapes[at], program.dtypes[at]) for at in range(batch)]
         self._functions = writer.functions
-        self._function = tf.function(remat_step, input_signature=specs, autograph=False, jit_compile=True)
+        function = tf.function(remat_step, input_signature=specs, autograph=False, jit_compile=True)
+        self._function = function.get_concrete_function()
 
     def __call__(self, batch: Any) -> Any:
         """Runs one step; returns what ``train_step`` returns."""
