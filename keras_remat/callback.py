@@ -43,7 +43,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         batch_size: ``"max"`` joins the batches ``fit`` was given into the largest that fits with at most one extra forward pass of
             recomputation; an int is the most it may become; ``"keep"`` trains with the batches as they come. Except with ``"keep"``, a batch
             that fits under no schedule is trained in micro-batches with summed gradients, where the backend can, with a warning.
-        solver: a name in ``keras_remat.SOLVERS``.
+        solver: a name in ``keras_remat.SOLVERS``; ``"auto"`` is ``"greedy"`` for compiled steps on TensorFlow.
         solver_time_limit_s: seconds for the solver.
         profile_steps: real training steps that are measured before the final plan is made.
         margin: share of the limit that is kept free.

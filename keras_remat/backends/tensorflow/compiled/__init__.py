@@ -40,7 +40,7 @@ _REGION_SHARE = 4
 _Key = tuple[str, tuple[int, ...]]
 
 
-class CompiledStep:
+class StepRun:
     """A lowered step that tells the backend when it runs."""
 
     def __init__(self, lowered: lowering.LoweredStep, problem: Problem, backend: CompiledBackend):
@@ -78,7 +78,7 @@ class _Recorder:
 
     def stop(self, lowered: RunStep, resident_bytes: int) -> Profile | None:
         times, self._backend.times_s = self._backend.times_s, None
-        assert isinstance(lowered, CompiledStep)
+        assert isinstance(lowered, StepRun)
         if not times:
             return None
         profile = profiling.estimated_profile(lowered.lowered.traced, resident_bytes)
@@ -97,7 +97,7 @@ class CompiledBackend(TensorFlowBackend):
         self._plain, self._lowered = Calibration(), Calibration()
         self._added_bytes: dict[_Key, int] = {}
         self._reserved_bytes = 0
-        self.ran: CompiledStep | None = None  # since measuring began
+        self.ran: StepRun | None = None  # since measuring began
         self.times_s: list[float] | None = None  # of the steps run while a recording is under way
 
     def check(self, model: Any) -> str | None:
@@ -122,7 +122,7 @@ class CompiledBackend(TensorFlowBackend):
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule, budget_bytes: int) -> RunStep:
         try:
-            step = CompiledStep(lowering.lower(traced, schedule), problem, self)
+            step = StepRun(lowering.lower(traced, schedule), problem, self)
         except (KeyError, ValueError) as error:
             raise UnsupportedModelError(f"The schedule cannot be written for XLA: {type(error).__name__}: {error}") from error
         self._reserve(_REGION_SHARE * (self.predicted_peak_bytes(problem, schedule) - problem.profile.resident_bytes))
