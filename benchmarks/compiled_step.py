@@ -1,20 +1,23 @@
-"""Compiled train steps of Keras on JAX, side by side: peak bytes, step time, compile time.
+"""Compiled train steps of Keras on JAX or TensorFlow, side by side: peak bytes, step time, compile time.
 
 Cases, each in a process of its own, same model, weights, seeds and batches:
 
 * ``plain``: Keras's own compiled step;
-* ``RematScope``: the model built under ``keras.RematScope(mode="full")``;
+* on TensorFlow, ``recompute_grad``: every block of the model under ``tf.recompute_grad``;
+* on JAX, ``RematScope``: the model built under ``keras.RematScope(mode="full")``;
 * ``dots_saveable``, ``nothing_saveable``: every block of the model under ``jax.checkpoint`` with that policy;
 * ``ours@X``: this package with the measured peak of X as budget, for each of the above that saves anything, and at half of plain's
   temporary memory;
 * ``ours@min``: this package at the smallest peak it can plan.
 
-``temp`` is the compiled step's temporary memory, ``peak`` adds arguments and outputs (``memory_analysis``); ``time`` is the median wall time
+``temp`` is the compiled step's temporary memory, ``peak`` adds arguments and outputs (JAX: ``memory_analysis``; TensorFlow: the device
+allocator's peak, see ``compiled_step_tensorflow.py``); ``time`` is the median wall time
 of a step, ``cpu`` the least processor time of one (steadier on a busy machine; on a GPU it means little);
 the ratio behind ``compile s`` (tracing, planning, compiling) is one of processor times too. ``loss`` is the largest relative
 difference to plain's losses over the first steps.
 
     KERAS_BACKEND=jax python benchmarks/compiled_step.py --models mixer transformer
+    KERAS_BACKEND=tensorflow python benchmarks/compiled_step.py
     KERAS_BACKEND=jax python benchmarks/compiled_step.py --scale 16          # 16 times the batch: for a GPU
 """
 
@@ -29,11 +32,11 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["KERAS_BACKEND"] = "jax"
+ON_TENSORFLOW = os.environ.setdefault("KERAS_BACKEND", "jax") == "tensorflow"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-PEERS = ("RematScope", "dots_saveable", "nothing_saveable")
+PEERS = ("recompute_grad",) if ON_TENSORFLOW else ("RematScope", "dots_saveable", "nothing_saveable")
 MODELS = ("mixer", "transformer", "mobilenet", "resnet")
 LOSS_STEPS = 3
 
@@ -98,7 +101,6 @@ def build(name, case, scale):
     """Returns the compiled model of a case and one batch."""
     import contextlib
 
-    import jax
     import keras
     import numpy as np
 
@@ -110,6 +112,8 @@ def build(name, case, scale):
             self.block, self.policy = block, policy
 
         def call(self, x, training=None):
+            import jax
+
             def run(trainable, other, x):
                 return self.block.stateless_call(trainable, other, x, training=training)
 
@@ -123,13 +127,22 @@ def build(name, case, scale):
     keras.utils.set_random_seed(0)
     shape, batch, blocks = blocks_of(name)
     batch *= scale
-    policy = getattr(jax.checkpoint_policies, case) if case.endswith("_saveable") else None
+    policy = None
+    if case.endswith("_saveable"):
+        import jax
+
+        policy = getattr(jax.checkpoint_policies, case)
     with keras.RematScope(mode="full") if case == "RematScope" else contextlib.nullcontext():
         x = inputs = keras.Input(shape)
         for make in blocks:
             block_input = keras.Input(x.shape[1:])
             block = keras.Model(block_input, make(block_input))
-            x = Checkpointed(block, policy)(x) if policy else block(x)
+            if case == "recompute_grad":
+                from compiled_step_tensorflow import Recomputed
+
+                x = Recomputed(block)(x)
+            else:
+                x = Checkpointed(block, policy)(x) if policy else block(x)
         pool = keras.layers.GlobalAveragePooling1D() if len(shape) == 2 else keras.layers.GlobalAveragePooling2D()
         model = keras.Model(inputs, keras.layers.Dense(10)(pool(x)))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -174,6 +187,11 @@ def compile_ours(model, batch, budget, smallest):
 
 def run_case(name, case, scale, budget, steps):
     """Compiles and times one case in this process; returns a dictionary of numbers."""
+    if ON_TENSORFLOW:
+        import compiled_step_tensorflow
+
+        model, batch = build(name, case, scale)
+        return compiled_step_tensorflow.run_case(model, batch, case, budget, steps, LOSS_STEPS)
     import jax
 
     from keras_remat.backends.jax.lower import lower_plain
@@ -268,11 +286,12 @@ def main():
             continue
         for peer in arguments.peers:
             measure(peer)
-        measure("ours@half", plain["peak"] - plain["temp"] // 2)
+        resident = 0 if ON_TENSORFLOW else plain["peak"] - plain["temp"]  # a budget on TensorFlow is of temporary bytes
+        measure("ours@half", resident + plain["temp"] // 2)
         for peer in arguments.peers:
             if "error" not in cases[peer] and cases[peer]["temp"] < 0.95 * plain["temp"]:
-                measure(f"ours@{peer}", cases[peer]["peak"])
-        measure("ours@min", plain["peak"] - plain["temp"] // 2)
+                measure(f"ours@{peer}", cases[peer]["temp" if ON_TENSORFLOW else "peak"])
+        measure("ours@min", resident + plain["temp"] // 2)
     if arguments.json:
         arguments.json.write_text(json.dumps(everything, indent=1))
 

@@ -12,23 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_remat.autotune import BatchSearch, batch_scaling, search_batch_size
-from keras_remat.backends.base import Backend
 from keras_remat.backends.examples import batch_size_of
+from keras_remat.compilation import StepChoice
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.grouping import BatchGrouper
 from keras_remat.report import AutotuneReport
-from keras_remat.tuner import StepTuner
 
 _SEARCH_TIME_LIMIT_S = 60.0
 _STEP_DOWN = 0.9
 
 
 class BatchTrainer:
-    """Trains loader batches under a :class:`~keras_remat.tuner.StepTuner`, in steps of the largest batch that fits.
+    """Trains loader batches under a :class:`~keras_remat.compilation.StepChoice`, in steps of the largest batch that fits.
 
     Args:
         model: inside ``fit``.
-        backend: of the framework Keras runs on.
         steps: trains single batches.
         report: gets ``max_batch_size`` and ``batch_size``.
         batch_size: ``"keep"``, ``"max"`` or the largest size wanted.
@@ -40,15 +38,14 @@ class BatchTrainer:
     def __init__(
         self,
         model: Any,
-        backend: Backend,
-        steps: StepTuner,
+        steps: StepChoice,
         report: AutotuneReport,
         batch_size: int | str,
         samples_per_epoch: Callable[[int], int | None],
         on_change: Callable[[int, int], None],
         seed: int = 0,
     ):
-        self._model, self._backend, self._steps, self._report = model, backend, steps, report
+        self._model, self._steps, self._report = model, steps, report
         self._wanted, self._samples_per_epoch, self._on_change, self._seed = batch_size, samples_per_epoch, on_change, seed
         self._group = BatchGrouper()
         self._size: int | None = None  # samples per step; None trains loader batches as they come
@@ -112,9 +109,9 @@ class BatchTrainer:
         try:
             with self._steps.long_task("searching the largest batch that fits"):
                 traced, problem = self._steps.measured_main()
-                scaling = batch_scaling(self._backend, self._model, traced, problem, batch)
+                scaling = batch_scaling(self._steps.backend, self._model, traced, problem, batch)
                 search = search_batch_size(
-                    scaling, loader, self._steps.limit_bytes, self._steps.usable_bytes, self._backend,
+                    scaling, loader, self._steps.limit_bytes, self._steps.usable_bytes, self._steps.backend,
                     at_most=at_most, time_limit_s=_SEARCH_TIME_LIMIT_S, seed=self._seed,
                 )  # fmt: skip
         except (UnsupportedModelError, InfeasibleBudgetError, ScheduleNotFoundError) as error:

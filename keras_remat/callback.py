@@ -13,22 +13,22 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 from tqdm import tqdm
 
-from keras_remat.backends.base import Backend, load_backend
+from keras_remat.backends.base import COMPILATIONS, Backend, load_backends
 from keras_remat.batching import BatchTrainer
+from keras_remat.compilation import StepChoice
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.plan import Plan, load_plan
 from keras_remat.planner import TunerOptions
 from keras_remat.problem import Problem
 from keras_remat.report import AutotuneReport, EpochUsage, Event
 from keras_remat.solvers import SOLVERS
-from keras_remat.tuner import StepTuner
 from keras_remat.units import check_memory_limit
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         batch_size: ``"max"`` joins the batches ``fit`` was given into the largest that fits with at most one extra forward pass of
             recomputation; an int is the most it may become; ``"keep"`` trains with the batches as they come. Except with ``"keep"``, a batch
             that fits under no schedule is trained in micro-batches with summed gradients, where the backend can, with a warning.
-        solver: a name in ``keras_remat.SOLVERS``.
+        solver: a name in ``keras_remat.SOLVERS``; ``"auto"`` is ``"greedy"`` for compiled steps on TensorFlow.
         solver_time_limit_s: seconds for the solver.
         profile_steps: real training steps that are measured before the final plan is made.
         margin: share of the limit that is kept free.
@@ -52,6 +52,9 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         cache_dir: where plans are kept and found again by the graph's fingerprint.
         report_path: where the report is written when training ends.
         seed: for the solver.
+        compilation: how a rematerialized step runs: ``"compiled"`` as one XLA program, ``"ordered"`` op by op by TensorFlow's executor, ``"auto"``
+            as the model trains: for ``jit_compile=True`` on TensorFlow both are measured and the faster one that keeps to the limit stays;
+            without it, ordered; on JAX every step is compiled.
         verbose: 0 is silent, 1 prints a closing table and a bar for what takes more than a second, ``"auto"`` follows ``fit``.
 
     Attributes:
@@ -83,6 +86,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         cache_dir: str | os.PathLike[str] | None = None,
         report_path: str | os.PathLike[str] | None = None,
         seed: int = 0,
+        compilation: str = "auto",
         verbose: int | str = "auto",
     ):
         super().__init__()
@@ -97,6 +101,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         _check_int("seed", seed, least=0)
         if learning_rate_scaling not in (None, "linear", "sqrt"):
             raise ValueError(f'learning_rate_scaling must be None, "linear" or "sqrt", got {learning_rate_scaling!r}')
+        if compilation not in COMPILATIONS:
+            raise ValueError(f"compilation must be one of {', '.join(map(repr, COMPILATIONS))}, got {compilation!r}")
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f'verbose must be "auto", 0, 1 or 2, got {verbose!r}')
         for name, path in (("plan", plan), ("cache_dir", cache_dir), ("report_path", report_path)):
@@ -116,8 +122,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         )
         self._batch_size = _checked_batch_size(batch_size)
         self._learning_rate_scaling, self._report_path = learning_rate_scaling, report_path
-        self._verbose = verbose
-        self._tuner: StepTuner | None = None
+        self._verbose, self._compilation = verbose, compilation
+        self._tuner: StepChoice | None = None
         self._trainer: BatchTrainer | None = None
         self._learning_rate_factor = 1.0
         self._announced = self._last_call = False
@@ -140,23 +146,23 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         self.report = AutotuneReport()
         self._tuner = None
         try:
-            backend = load_backend()
-            remark = backend.check(self._model)
+            backends = load_backends(self._model, self._compilation)
+            remark = backends[0].check(self._model)
         except UnsupportedModelError as error:
             self._unmodified(error)
             return
         if remark:
             self.report.events.append(Event(0, "remark", remark))
             logger.warning("keras_remat: %s", remark)
-        self._install(backend)
+        self._install(backends)
 
-    def _install(self, backend: Backend) -> None:
-        self._tuner = StepTuner(self._model, backend, self._options, self.report, self._progress)
+    def _install(self, backends: Sequence[Backend]) -> None:
+        self._tuner = StepChoice(self._model, backends, self._options, self.report, self._progress)
         self._trainer = BatchTrainer(
-            self._model, backend, self._tuner, self.report, self._batch_size, self._samples_per_epoch, self._batch_size_changed,
+            self._model, self._tuner, self.report, self._batch_size, self._samples_per_epoch, self._batch_size_changed,
             self._options.seed,
         )  # fmt: skip
-        self._tuner.installed = backend.install(self._model, self)
+        self._tuner.installed = backends[0].install(self._model, self)
 
     def _samples_per_epoch(self, loader_batch_size: int) -> int | None:
         steps = (self.params or {}).get("steps")

@@ -65,6 +65,7 @@ def plan_problem(
         raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     check_floor(problem.with_budget(budget_bytes))
     deadline_s = time.perf_counter() + time_limit_s
+    solver = backend.auto_solver if solver == "auto" else solver
     if solver != "auto":
         return _within_allocator(problem, budget_bytes, backend, budget_bytes, solver, deadline_s, seed)[0]
     # how much the allocator needs above a schedule is found out by the quick solver; the slow one starts from there

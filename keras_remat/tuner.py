@@ -92,6 +92,12 @@ class StepCounter:
     planning_time_s: float = 0.0
     peak_bytes: int = 0
 
+    def __add__(self, other: StepCounter) -> StepCounter:
+        return StepCounter(
+            self.samples + other.samples, self.steps + other.steps, self.step_time_s + other.step_time_s,
+            self.planning_time_s + other.planning_time_s, max(self.peak_bytes, other.peak_bytes),
+        )  # fmt: skip
+
 
 class StepTuner:
     """Trains batches under a memory limit.
@@ -102,11 +108,24 @@ class StepTuner:
         options: see :class:`~keras_remat.planner.TunerOptions`.
         report: gets the events and the baseline.
         progress: ``progress(text)`` as a context manager around everything that takes long.
+        plain_may_run: ``False`` where it is known that Keras's own step does not fit.
+
+    Attributes:
+        backend: as given.
+        steps_run: how many steps this ``fit`` has trained.
     """
 
     def __init__(
-        self, model: Any, backend: Backend, options: TunerOptions, report: AutotuneReport, progress: Callable[[str], Any]
+        self,
+        model: Any,
+        backend: Backend,
+        options: TunerOptions,
+        report: AutotuneReport,
+        progress: Callable[[str], Any],
+        *,
+        plain_may_run: bool = True,
     ):
+        self.backend, self._plain_may_run = backend, plain_may_run
         self._model, self._backend, self._options, self._report = model, backend, options, report
         self._progress = progress
         self._planner = StepPlanner(backend, options)
@@ -114,7 +133,7 @@ class StepTuner:
         self._candidates: dict[Any, _Candidate] = {}
         self._main: _Candidate | None = None
         self._recorder: ProfileRecorder | None = None
-        self._step = 0
+        self.steps_run = 0
         self.installed: Installed | None = None
         self.plan: Plan | None = None
         self.counter = StepCounter()
@@ -207,7 +226,7 @@ class StepTuner:
             recorder.stop(self._main.run, 0)
 
     def _count(self, candidate: _Candidate, usage: Usage) -> None:
-        self._step += 1
+        self.steps_run += 1
         self.counter.samples += candidate.batch_size
         self.counter.steps += 1
         self.counter.step_time_s += usage.time_s
@@ -243,8 +262,8 @@ class StepTuner:
     def _prepare(self, batch: Any, may_split: bool) -> _Candidate:
         size = batch_size_of(batch)
         self._report.batch_size = self._report.batch_size or size
-        candidate = _Candidate(size, self._run_plain, "plain")
-        if self._main is not None and self._fits_in_proportion(size):
+        candidate = _Candidate(size, self._run_plain, "plain", plain_exceeded=not self._plain_may_run)
+        if self._plain_may_run and self._main is not None and self._fits_in_proportion(size):
             candidate.enter("settled")
             return candidate
         problem = self._trace(candidate, batch)
@@ -252,13 +271,14 @@ class StepTuner:
         if self._options.plan is not None and not self._candidates:  # it is for the shape that training begins with
             self._options.plan.check(problem)
             return self._with_plan(candidate, self._options.plan, "verify")
-        if peak <= self.usable_bytes:
+        if self._plain_may_run and peak <= self.usable_bytes:
             return candidate
-        self.event(
-            "risk",
-            f"The plain step of {size} samples is predicted to need {format_bytes(peak)}, over {format_bytes(self.usable_bytes)} "
-            f"(limit {format_bytes(self.limit_bytes)} less {self._options.margin:.0%} margin): it will not be run.",
-        )
+        if self._plain_may_run:
+            self.event(
+                "risk",
+                f"The plain step of {size} samples is predicted to need {format_bytes(peak)}, over {format_bytes(self.usable_bytes)} "
+                f"(limit {format_bytes(self.limit_bytes)} less {self._options.margin:.0%} margin): it will not be run.",
+            )
         cached = self._cached(problem)
         if cached is not None:
             self.event("cache", f"A plan for this graph and limit was cached. {cached}")
@@ -559,7 +579,7 @@ class StepTuner:
 
     def event(self, kind: str, message: str) -> None:
         """Notes what happened, for the report and the log."""
-        self._report.events.append(Event(self._step, kind, message))
+        self._report.events.append(Event(self.steps_run, kind, message))
         logger.info("keras_remat: %s", message)
 
 

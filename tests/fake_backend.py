@@ -68,6 +68,7 @@ class FakeBackend:
         memory_bytes: of the device.
         allocator_bytes: what the allocator needs above the simulated peak, from (problem, schedule).
         surplus_bytes: what a step measures above its predicted peak, from ("plain" or the schedule, batch size).
+        slowness: times the simulated seconds of a step.
         profiler: ``"free"``, ``"busy"`` (the user's session runs) or ``"blind"`` (too few ops are seen).
 
     Attributes:
@@ -79,17 +80,20 @@ class FakeBackend:
         can_be_cut: whether the train step can be traced in micro-batches.
     """
 
-    name = "fake"
+    name, compilation = "fake", "ordered"
     measures_op_times = True
     fragments = False
+    auto_solver = "auto"
 
-    def __init__(self, memory_bytes=2**40, *, allocator_bytes=None, surplus_bytes=None, profiler="free", layers=8):
+    def __init__(
+        self, memory_bytes=2**40, *, allocator_bytes=None, surplus_bytes=None, profiler="free", layers=8, slowness=1.0
+    ):
         self.memory_bytes, self.profiler, self.layers = memory_bytes, profiler, layers
         self.allocator_bytes = allocator_bytes or (lambda problem, schedule: 0)
         self.surplus_bytes = surplus_bytes or (lambda what, size: 0)
         self.ran, self.traced = [], []
         self.recording = False
-        self.calls, self.peak_at_failure = 0, 0
+        self.calls, self.peak_at_failure, self.slowness = 0, 0, slowness
         self.fails_at, self.has_bytes, self.can_be_cut = set(), 2**60, True
 
     def check(self, model):
@@ -160,7 +164,7 @@ class FakeBackend:
         schedule = Schedule.store_all(problem.graph) if what == "plain" else what
         usage = simulate(problem, schedule)
         peak = self.predicted_peak_bytes(problem, schedule) + self.surplus_bytes(what, len(samples))
-        return result, Usage(usage.time_s, peak)
+        return result, Usage(usage.time_s * self.slowness, peak)
 
     def bytes_in_use(self):
         return RESIDENT_BYTES

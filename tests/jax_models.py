@@ -4,8 +4,6 @@ import keras
 import numpy as np
 from keras import layers
 
-from keras_remat.schedule import Schedule
-
 
 def mixer(blocks=2, tokens=32, dim=64, dropout=0.1, optimizer="sgd"):
     """Blocks of dense layers with normalization, dropout and skip connections."""
@@ -57,31 +55,3 @@ def batch(model, size=32, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(size, *model.input_shape[1:])).astype("float32")
     return x, rng.integers(0, 10, size).astype("int32")
-
-
-def forget(graph, keep=()):
-    """A schedule that drops every recomputable forward value at the first backward op, except those of ops in ``keep``, and
-    recomputes what is read after that, once."""
-    order, have, dropped = [], set(), False
-
-    def run(op_id):
-        stack = [op_id]
-        while stack:
-            at = stack[-1]
-            producers = (graph.values[v].producer for v in graph.ops[at].inputs)
-            missing = [p for p in producers if p is not None and p not in have]
-            if missing:
-                stack.extend(missing)
-                continue
-            stack.pop()
-            if at not in have:
-                order.append(at)
-                have.add(at)
-
-    for op in graph.ops:
-        if op.phase != "forward" and not dropped:
-            dropped = True
-            have = {i for i in have if i in keep or not graph.ops[i].recomputable}
-        if op.id in graph.needed and op.id not in have:
-            run(op.id)
-    return Schedule(order)

@@ -35,3 +35,31 @@ def random_schedule(rng: random.Random, graph: Graph, *, recompute: float = 0.15
         order.append(op_id)
         done.add(op_id)
     return Schedule(order)
+
+
+def forget(graph, keep=()):
+    """A schedule that drops every recomputable forward value at the first backward op, except those of ops in ``keep``, and
+    recomputes what is read after that, once."""
+    order, have, dropped = [], set(), False
+
+    def run(op_id):
+        stack = [op_id]
+        while stack:
+            at = stack[-1]
+            producers = (graph.values[v].producer for v in graph.ops[at].inputs)
+            missing = [p for p in producers if p is not None and p not in have]
+            if missing:
+                stack.extend(missing)
+                continue
+            stack.pop()
+            if at not in have:
+                order.append(at)
+                have.add(at)
+
+    for op in graph.ops:
+        if op.phase != "forward" and not dropped:
+            dropped = True
+            have = {i for i in have if i in keep or not graph.ops[i].recomputable}
+        if op.id in graph.needed and op.id not in have:
+            run(op.id)
+    return Schedule(order)

@@ -60,7 +60,7 @@ class Fixed(BatchTrainer):
         self.changes = []
         report = SimpleNamespace(max_batch_size=None, batch_size=None)
         super().__init__(
-            None, None, steps, report, batch_size, lambda loader: samples, lambda old, new: self.changes.append((old, new))
+            None, steps, report, batch_size, lambda loader: samples, lambda old, new: self.changes.append((old, new))
         )
         self.report, self.found = report, found
 
@@ -176,9 +176,7 @@ def on_tuner(backend, batch_size, limit, *, samples=None):
     options = TunerOptions(limit, "greedy", 5.0, 2, 0.0)
     tuner, report = tuner_on(backend, options)
     changes = []
-    trainer = BatchTrainer(
-        None, backend, tuner, report, batch_size, lambda loader: samples, lambda old, new: changes.append((old, new))
-    )
+    trainer = BatchTrainer(None, tuner, report, batch_size, lambda loader: samples, lambda old, new: changes.append((old, new)))
     return trainer, report, changes
 
 

@@ -25,6 +25,9 @@ RunStep = Callable[[Any], Any]
 #: Frameworks whose steps can be swapped inside ``fit``.
 BACKENDS = ("tensorflow", "jax")
 
+#: How a rematerialized step may be asked to run.
+COMPILATIONS = ("auto", "compiled", "ordered")
+
 
 @dataclass(frozen=True)
 class TracedStep:
@@ -85,10 +88,15 @@ class Backend(Protocol):
     """The five verbs (trace, profile, lower, measure, restore) and what they need to know about the device."""
 
     name: str
+    compilation: str
+    """``"compiled"`` or ``"ordered"``: whether a step runs as one compiled program, or op by op."""
     measures_op_times: bool
     """Whether a recorder tells op times; where it does not, recording steps cannot make a plan better."""
     fragments: bool
     """Whether the predicted peak depends on the order by more than what is alive, so that moving ops about can lower it."""
+
+    auto_solver: str
+    """The solver that ``"auto"`` stands for."""
 
     def check(self, model: Any) -> str | None:
         """Raises :class:`UnsupportedModelError` for a model that cannot be rematerialized; returns a remark for the log or ``None``."""
@@ -166,10 +174,28 @@ def load_backend() -> Backend:
     Raises:
         UnsupportedModelError: Keras runs on a framework without one.
     """
+    loaded: Backend = _framework().backend()
+    return loaded
+
+
+def load_backends(model: Any, compilation: str = "auto") -> list[Backend]:
+    """The backends that can train a model, the one to begin with first.
+
+    Args:
+        model: compiled.
+        compilation: one of :data:`COMPILATIONS`; ``"auto"`` follows the model.
+
+    Raises:
+        UnsupportedModelError: Keras runs on a framework without one, or one that cannot do what is asked for.
+    """
+    loaded: list[Backend] = _framework().backends(model, compilation)
+    return loaded
+
+
+def _framework() -> Any:
     import keras
 
     name = keras.backend.backend()
     if name not in BACKENDS:
         raise UnsupportedModelError(f"Keras runs on {name!r}; inside fit, rematerialization works on {' and '.join(BACKENDS)}.")
-    loaded: Backend = importlib.import_module(f"keras_remat.backends.{name}").backend()
-    return loaded
+    return importlib.import_module(f"keras_remat.backends.{name}")

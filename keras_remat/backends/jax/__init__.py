@@ -19,11 +19,12 @@ from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax import profile as profiling
 from keras_remat.backends.jax import trace as tracing
-from keras_remat.backends.jax.calibrate import Calibration
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.backends.jax.trace import JaxTracedStep
+from keras_remat.backends.xla.calibrate import Calibration
+from keras_remat.backends.xla.kernel_costs import scaled
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.problem import Problem
 from keras_remat.profile import Profile
@@ -59,15 +60,16 @@ class _Recorder:
         if step_time_s is None:
             return None
         assert isinstance(lowered, LoweredStep)
-        return profiling.scaled(profiling.estimated_profile(lowered.traced), lowered.schedule, step_time_s, resident_bytes)
+        return scaled(profiling.estimated_profile(lowered.traced), lowered.schedule, step_time_s, resident_bytes)
 
 
 class JaxBackend:
     """The verbs of :class:`keras_remat.backends.base.Backend`, for one model: an instance remembers what was compiled."""
 
-    name = "jax"
+    name, compilation = "jax", "compiled"
     measures_op_times = False
     fragments = False
+    auto_solver = "auto"
 
     def __init__(self) -> None:
         self._device = Device()
@@ -190,3 +192,16 @@ def _simulated(problem: Problem, schedule: Schedule | None) -> tuple[int, int]:
 def backend() -> JaxBackend:
     """A backend for one model."""
     return JaxBackend()
+
+
+def backends(model: Any, compilation: str) -> list[JaxBackend]:
+    """The backends that can train a model on JAX.
+
+    Raises:
+        UnsupportedModelError: an order was asked for, which a compiled step does not keep.
+    """
+    if compilation == "ordered":
+        raise UnsupportedModelError(
+            'compilation="ordered" needs an executor that keeps an order; on JAX every step is compiled.'
+        )
+    return [JaxBackend()]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from keras_remat.backends.jax import private
@@ -73,6 +74,21 @@ class FlatProgram:
     n_inputs: int
     constants: tuple[Any, ...]
     outputs: tuple[Any, ...]
+
+    @property
+    def n_given(self) -> int:
+        """How many numbers are inputs or constants."""
+        return self.n_inputs + len(self.constants)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of every number."""
+        return tuple(map(nbytes, self.avals))
+
+    def describe(self, number: int) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of a number."""
+        aval = self.avals[number]
+        return tuple(map(int, aval.shape)), str(aval.dtype)
 
 
 def nbytes(aval: Any) -> int:

@@ -2,7 +2,8 @@
 
 Bytes of values are exact (from shapes). Times: nothing inside one XLA program can be timed from outside, so the *split* over ops
 is always estimated, by arithmetic and memory traffic, each cluster counted as the one kernel XLA makes of it: it pays for what
-it reads and writes, and nothing for the values inside it. Only the *sum* can be measured, and the estimates scaled to it.
+it reads and writes, and nothing for the values inside it. Only the *sum* can be measured, and the estimates scaled to it
+(:func:`keras_remat.backends.xla.kernel_costs.scaled`).
 ``Profile.source`` is ``"estimated"`` in both cases, because op times decide about a plan by their ratios.
 """
 
@@ -10,27 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
 
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import Equation, nbytes
-from keras_remat.backends.jax.fusion import EXPENSIVE, RANDOM
+from keras_remat.backends.jax.kinds import EXPENSIVE, RANDOM
 from keras_remat.backends.jax.trace import JaxTracedStep
+from keras_remat.backends.xla.kernel_costs import EXPENSIVE_FLOPS, GROUPED_FACTOR, RANDOM_FLOPS, kernel_time_s
 from keras_remat.profile import Profile
-from keras_remat.schedule import Schedule
-
-SECONDS_PER_FLOP = {"cpu": 2e-11, "gpu": 2e-14}
-SECONDS_PER_BYTE = {"cpu": 1e-10, "gpu": 5e-13}
-SECONDS_PER_KERNEL = {"cpu": 2e-6, "gpu": 3e-6}
-EXPENSIVE_FLOPS = {"cpu": 75, "gpu": 8}
-RANDOM_FLOPS = {"cpu": 1350, "gpu": 100}
-GROUPED_FACTOR = {"cpu": 250, "gpu": 10}
-"""CPU: XLA:CPU of JAX 0.10.2 on two x86-64 cores, measured: a product of 4096 × 512 × 512, additions, exponentials and random bits of 2 million
-elements, in flops of that product per element, and a depthwise convolution against a dense one per flop. GPU: guesses of the order of
-magnitude, not measured. Only the ratios decide about a plan."""
 
 CPU_BUFFERS = {"random_bits": 4, "threefry2x32": 2, "erfc": 3}
 """Primitives XLA:CPU expands into loops or pieces that need buffers of the result's size, and how many (read in buffer assignments)."""
@@ -53,18 +43,12 @@ def estimated_profile(traced: JaxTracedStep, resident_bytes: int = 0) -> Profile
     )  # fmt: skip
 
 
-def scaled(profile: Profile, schedule: Schedule, step_time_s: float, resident_bytes: int) -> Profile:
-    """Returns a profile whose times over a schedule sum to a step's measured time; their split over the ops stays an estimate."""
-    factor = step_time_s / math.fsum(profile.op_time_s[i] for i in schedule.order)
-    return replace(profile, op_time_s=tuple(t * factor for t in profile.op_time_s), resident_bytes=resident_bytes)
-
-
 def _seconds(traced: JaxTracedStep, op_id: int, platform: str) -> float:
     """Time of one cluster: the slower of its arithmetic and its traffic, and a launch."""
     avals, op = traced.program.avals, traced.graph.ops[op_id]
     flops = math.fsum(_flops(traced.program.equations[at], avals, platform) for at in traced.handles[op_id])
     traffic = sum(nbytes(avals[traced.numbers[v]]) for v in (*op.inputs, *op.outputs))
-    return SECONDS_PER_KERNEL[platform] + max(flops * SECONDS_PER_FLOP[platform], traffic * SECONDS_PER_BYTE[platform])
+    return kernel_time_s(flops, traffic, platform)
 
 
 def _flops(equation: Equation, avals: Sequence[Any], platform: str) -> float:

@@ -1,6 +1,7 @@
 """The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
 
-Seven things have no public way in: running Grappler on a graph by hand, asking which devices have a kernel for an op, capturing an eager
+Ten things have no public way in: running Grappler on a graph by hand, a variable's shape from its handle, a
+function's definition, what XLA says when it refuses to compile, asking which devices have a kernel for an op, capturing an eager
 tensor under a chosen name, calling a function with a session configuration of its own, reading the profiler's raw trace, building a model
 from a batch, and what Keras's own ``train_step`` does with the loss tracker.
 """
@@ -88,6 +89,45 @@ def _unshaped(node: Any) -> Any:
     return argument
 
 
+def constant_folded(graph_def: Any, fetches: Sequence[str]) -> Any:
+    """Returns a pure GraphDef with constants folded and equal nodes merged, and no operation that XLA has no kernel for.
+
+    Args:
+        graph_def: without effects.
+        fetches: names of tensors that must survive.
+    """
+    config = config_pb2.ConfigProto()
+    rewrite = config.graph_options.rewrite_options
+    rewrite.min_graph_nodes = -1
+    rewrite.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+    for name in (
+        "arithmetic_optimization",
+        "auto_mixed_precision",
+        "layout_optimizer",
+        "remapping",
+        "scoped_allocator_optimization",
+    ):
+        setattr(rewrite, name, rewriter_config_pb2.RewriterConfig.OFF)
+    meta_graph = meta_graph_pb2.MetaGraphDef()
+    meta_graph.graph_def.CopyFrom(graph_def)
+    keep_control_flow_functional(meta_graph.graph_def)
+    meta_graph.collection_def["train_op"].node_list.value.extend(fetches)
+    folded = tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False)
+    rename_functions(folded)
+    return folded
+
+
+def variable_spec(handle: Any) -> Any:
+    """Shape and dtype of the variable behind a resource tensor."""
+    entries = handle._handle_data.shape_and_type
+    return tf.TensorSpec(tf.TensorShape(entries[0].shape), tf.as_dtype(entries[0].dtype))
+
+
+def function_definition(function: Any) -> Any:
+    """The ``FunctionDef`` of a concrete function."""
+    return function.function_def
+
+
 @cache
 def _has_gpu_kernel(kind: str) -> bool:
     return any(kernel.device_type == "GPU" for kernel in kernels.get_registered_kernels_for_op(kind).kernel)
@@ -152,6 +192,12 @@ def call_for_training(model: Any, x: Any) -> Any:
 def track_loss(model: Any, loss: Any, samples: int) -> None:
     """Adds a batch's loss to what the ``loss`` metric is the mean of."""
     model._loss_tracker.update_state(loss, sample_weight=samples)
+
+
+def is_xla_refusal(error: Any) -> bool:
+    """Whether an error says that XLA cannot compile a function, and not that a step's values are wrong."""
+    text = str(error.message)
+    return "XLA" in text and any(said in text for said in ("compile", "conversion failed", "compilation"))
 
 
 def read_trace(serialized: bytes) -> Any:

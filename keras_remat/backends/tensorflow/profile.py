@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -62,17 +62,21 @@ def _estimated_time_s(traced: TensorFlowStep, op: Op) -> float:
 
 
 def _flops(traced: TensorFlowStep, op: Op) -> float:
-    """Twice the multiply-adds, from the shapes of the op's own operands; 0 where one is unknown."""
     node = traced.handles[op.id]
     operands = [traced.tensor_shapes.get(tensor_key(i)) for i in node.input if not i.startswith("^")]
-    shapes = [shape for shape in (*operands, traced.tensor_shapes.get(f"{node.name}:0")) if shape is not None]
+    return multiply_adds(node, operands, traced.tensor_shapes.get(f"{node.name}:0"))
+
+
+def multiply_adds(node: Any, operands: Sequence[tuple[int, ...] | None], result: tuple[int, ...] | None) -> float:
+    """Floating-point operations of a product or convolution, from the shapes of its operands and its result; 0 where one is unknown."""
+    shapes = [shape for shape in (*operands, result) if shape is not None]
     if len(shapes) <= len(operands) or len(shapes) < 3:
         return 0.0
-    if op.kind in kinds.MATMULS:
+    if node.op in kinds.MATMULS:
         # (m·k)(k·n)(m·n) = (m·n·k)², batch dimensions aside
         return 2.0 * prod(float(prod(shape)) for shape in (*shapes[:2], shapes[-1])) ** 0.5
     # Every element of the kernel meets every position of the smaller image, which a stride leaves; a gradient's sizes come as a vector.
-    at = len(shapes) - 1 if "BackpropFilter" in op.kind else 1
+    at = len(shapes) - 1 if "BackpropFilter" in node.op else 1
     kernel, channels = shapes[at], 1 if node.attr["data_format"].s.startswith(b"NC") else -1
     images = [shape for i, shape in enumerate(shapes) if i != at and len(shape) == len(kernel)]
     return 2.0 * prod(kernel) * min((prod(image) // max(1, image[channels]) for image in images), default=0)

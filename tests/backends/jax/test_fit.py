@@ -370,6 +370,17 @@ def test_uncompiled_models_get_one_warning_and_train(options):
     assert [event.kind for event in remat.report.events] == ["unmodified"]
 
 
+def test_an_order_is_refused_with_the_reason():
+    model, data = small()
+    with pytest.warns(UserWarning, match="unmodified.*every step is compiled"):
+        history = fit(model, data, callback(compilation="ordered"))
+    assert np.isfinite(history["loss"]).all()
+    model, data = small()
+    remat = callback(compilation="compiled")
+    fit(model, data, remat)
+    assert [event.kind for event in remat.report.events] == ["fits"]
+
+
 def test_a_distribution_is_refused_with_the_reason():
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=jax.devices()))
     try:

@@ -4,6 +4,7 @@ import jax
 import jax_models as models
 import numpy as np
 import pytest
+from random_schedules import forget
 
 from keras_remat.backends.jax.lower import lower, lower_plain, step_function
 from keras_remat.backends.jax.measure import copy_state, memory
@@ -32,7 +33,7 @@ def test_numbers_are_those_of_the_plain_step(name):
     batches = [models.batch(model, seed=s) for s in range(5)]
     traced = trace(model, batches[0])
     state = state_values(model)
-    schedule = models.forget(traced.graph)
+    schedule = forget(traced.graph)
     check_rules(Problem(traced.graph, estimated_profile(traced)), schedule)
     assert schedule.recomputed
     expected, plain_state = train(lower_plain(traced), state, batches)
@@ -50,7 +51,7 @@ def test_memory_is_saved_and_needs_the_guards(monkeypatch):
     model = models.mixer(blocks=4, dropout=0)
     traced = trace(model, models.batch(model, 64))
     blocks = {op.id for op in traced.graph.ops if op.phase == "forward" and op.name.split("/")[0].startswith("jvp(add")}
-    schedule = models.forget(traced.graph, keep=blocks)
+    schedule = forget(traced.graph, keep=blocks)
     plain = memory(lower_plain(traced)).temp_bytes
     assert memory(lower(traced, schedule)).temp_bytes <= 0.65 * plain
     monkeypatch.setattr("keras_remat.backends.jax.lower.guard", lambda x, condition: x)
@@ -73,7 +74,7 @@ def test_a_nan_gradient_poisons_nothing_it_did_not_poison_before():
     traced = trace(model, (x, y))
     state = state_values(model)
     _, plain = train(lower_plain(traced), state, [(x, y)])
-    _, remat = train(lower(traced, models.forget(traced.graph)), state, [(x, y)])
+    _, remat = train(lower(traced, forget(traced.graph)), state, [(x, y)])
     finite = [bool(np.isfinite(a).all()) for a in jax.tree.leaves(plain)]
     assert not all(finite)
     assert [bool(np.isfinite(a).all()) for a in jax.tree.leaves(remat)] == finite

@@ -1,10 +1,12 @@
 import jax_models as models
 import pytest
+from random_schedules import forget
 
 from keras_remat.backends.jax.lower import lower
 from keras_remat.backends.jax.measure import memory
-from keras_remat.backends.jax.profile import estimated_profile, scaled
+from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
+from keras_remat.backends.xla.kernel_costs import scaled
 from keras_remat.problem import Problem
 from keras_remat.simulate import simulate
 
@@ -18,7 +20,7 @@ def setting():
 
 def test_scaling_keeps_the_split_and_calls_it_an_estimate(setting):
     traced = setting
-    schedule = models.forget(traced.graph)
+    schedule = forget(traced.graph)
     estimated = estimated_profile(traced)
     profile = scaled(estimated, schedule, 2.5, 10**9)
     assert profile.source == estimated.source == "estimated"
@@ -43,7 +45,7 @@ def test_products_dominate(setting):
 
 def test_resident_bytes_are_the_arguments_of_the_compiled_step(setting):
     traced = setting
-    used = memory(lower(traced, models.forget(traced.graph)))
+    used = memory(lower(traced, forget(traced.graph)))
     constants = sum(c.nbytes for c in traced.program.constants)
     assert estimated_profile(traced).resident_bytes == used.argument_bytes + constants
 
@@ -51,9 +53,7 @@ def test_resident_bytes_are_the_arguments_of_the_compiled_step(setting):
 def test_the_prediction_is_near_what_the_compiler_needs(setting):
     traced = setting
     problem = Problem(traced.graph, estimated_profile(traced))
-    schedule = models.forget(
-        traced.graph, {op.id for op in traced.graph.ops if op.phase == "forward" and op.kind in ("add", "lt")}
-    )
+    schedule = forget(traced.graph, {op.id for op in traced.graph.ops if op.phase == "forward" and op.kind in ("add", "lt")})
     predicted = simulate(problem, schedule).peak_bytes - problem.profile.resident_bytes
     assert 0.75 < memory(lower(traced, schedule)).temp_bytes / predicted < 1.5
 

@@ -13,7 +13,7 @@ The rule follows XLA's instruction fusion (``InstructionFusion::ShouldFuse``, ``
 * it has one reader, or it is cheap and comes from at most one value of about its own size.
 
 Why a rule and not the compiled module: a plan changes what is fused, so the module of the plain step does not tell; and reading it
-would cost one more compilation. What the rule gets wrong, the compiled peak corrects (:mod:`keras_remat.backends.jax.calibrate`).
+would cost one more compilation. What the rule gets wrong, the compiled peak corrects (:mod:`keras_remat.backends.xla.calibrate`).
 
 Known limits: XLA:GPU also copies some expensive chains, and emits several outputs from one kernel; neither is modelled.
 """
@@ -21,41 +21,98 @@ Known limits: XLA:GPU also copies some expensive chains, and emits several outpu
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
-from keras_remat.backends.jax.flatten import Equation, FlatProgram, nbytes
 
-VIEWS = frozenset(
-    {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "transpose", "stop_gradient", "random_wrap", "random_unwrap"}
-)
-"""Equations whose result is the same bytes; a transposition is one to a matrix product, which reads either layout."""
+class Equation(Protocol):
+    """One operation of a flat program: pure, unless it says otherwise."""
 
-CHEAP = frozenset(
-    {
-        "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "div", "eq", "floor", "ge",
-        "gt", "imag", "integer_pow", "iota", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad",
-        "real", "reduce_precision", "rem", "rev", "round", "select_n", "shift_left", "shift_right_arithmetic",
-        "shift_right_logical", "sign", "slice", "square", "sub", "xor", "bitcast_convert_type", "nextafter", "population_count",
-    }
-)  # fmt: skip
-"""Fusible, and copied into every reader."""
+    @property
+    def kind(self) -> str:
+        """The framework's name of the operation."""
 
-EXPENSIVE = frozenset(
-    {
-        "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc",
-        "exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
-    }
-)  # fmt: skip
-"""Fusible, but computed once per reader only when there is one reader."""
+    @property
+    def scope(self) -> str:
+        """The scopes it was traced under, for people."""
 
-REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"})
-"""They take their input into their own loop, but their result exists."""
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """Numbers of values, and literals (anything that is no int)."""
 
-RANDOM = frozenset({"random_bits", "threefry2x32"})
-"""Fusible like an expensive one. On CPU each is a loop over several buffers of the result's size."""
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Numbers of the values it computes."""
 
-FUSIBLE = CHEAP | EXPENSIVE | RANDOM | VIEWS
-ELEMENTWISE = (CHEAP | EXPENSIVE) - {"broadcast_in_dim", "iota", "pad", "rev", "slice"}
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The numbered inputs, literals left out."""
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether it does more than compute its outputs."""
+
+
+class Program(Protocol):
+    """Equations over numbered values; the first numbers are what the program is given."""
+
+    @property
+    def equations(self) -> Sequence[Equation]:
+        """In an order in which they can run."""
+
+    @property
+    def outputs(self) -> Sequence[Any]:
+        """Numbers and literals."""
+
+    @property
+    def n_given(self) -> int:
+        """How many numbers no equation computes: 0 to ``n_given − 1``."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of every number."""
+
+    def describe(self, number: int) -> tuple[tuple[int, ...] | None, str]:
+        """Shape and dtype of a number."""
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """What a framework calls the operations the rule knows; all others read and write memory.
+
+    Args:
+        views: their result is the same bytes; a transposition is one to a matrix product, which reads either layout.
+        cheap: fusible, and copied into every reader.
+        expensive: fusible, but computed once per reader only when there is one reader.
+        reductions: they take their input into their own loop, but their result exists.
+        random: fusible like an expensive one. On CPU each is a loop over several buffers of the result's size.
+        moving: those of ``cheap`` whose elements do not come from the same place of an input of the same size.
+        reshapes: those of ``views`` that move nothing.
+        transposing: XLA:CPU makes a transposed copy of their first input.
+    """
+
+    views: frozenset[str]
+    cheap: frozenset[str]
+    expensive: frozenset[str]
+    reductions: frozenset[str]
+    random: frozenset[str]
+    moving: frozenset[str]
+    reshapes: frozenset[str]
+    transposing: frozenset[str] = frozenset()
+
+    @cached_property
+    def fusible(self) -> frozenset[str]:
+        """What a reader can take into its own loop."""
+        return self.cheap | self.expensive | self.random | self.views
+
+    @cached_property
+    def elementwise(self) -> frozenset[str]:
+        """One element of the result for one of the operands."""
+        return (self.cheap | self.expensive) - self.moving
+
+
 MAX_COPIED_CHAIN = 48
 """Longest chain that is copied into several readers; XLA limits fusions by their operand count, this by length."""
 
@@ -86,11 +143,12 @@ class _Chain:
     expensive: bool
 
 
-def clusters(program: FlatProgram, sizes: list[int] | None = None) -> list[Cluster]:
+def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None) -> list[Cluster]:
     """Returns the clusters of a program, in the order of their last equations; together they compute every output.
 
     Args:
         program: the equations.
+        kinds: the framework's names.
         sizes: bytes of every number to decide by, if not the program's own: those of the same program for another batch size.
     """
     producer = {out: at for at, equation in enumerate(program.equations) for out in equation.outputs}
@@ -99,56 +157,56 @@ def clusters(program: FlatProgram, sizes: list[int] | None = None) -> list[Clust
         for number in dict.fromkeys(equation.reads):
             readers[number].append(at)
     kept = {a for a in program.outputs if isinstance(a, int)}
-    size = [nbytes(aval) for aval in program.avals] if sizes is None else sizes
-    in_memory = _read_from_memory(program, readers, kept)
+    size = program.sizes if sizes is None else sizes
+    in_memory = _read_from_memory(program, kinds, kept)
 
     chains: dict[int, _Chain] = {}
     result: list[Cluster] = []
     for at, equation in enumerate(program.equations):
-        chain = _chain_behind(at, equation, chains)
+        chain = _chain_behind(at, equation, kinds, chains)
         out = equation.outputs[0]
-        if equation.kind in VIEWS:
+        if equation.kind in kinds.views:
             absent = out not in kept
         else:
             absent = (
-                equation.kind in FUSIBLE
+                equation.kind in kinds.fusible
                 and len(equation.outputs) == 1
                 and not equation.has_effect
                 and out not in in_memory
-                and (_reader_count(out, readers, program) <= 1 or _copied(chain, size[out], size, producer))
+                and (_reader_count(out, readers, program, kinds) <= 1 or _copied(chain, size[out], size, producer))
             )
         if absent:
             chains[out] = chain
         else:
-            result.append(_cluster(program, equation, chain, producer, size))
+            result.append(_cluster(program, kinds, equation, chain, producer, size))
     return result
 
 
-def _read_from_memory(program: FlatProgram, readers: dict[int, list[int]], kept: set[int]) -> set[int]:
+def _read_from_memory(program: Program, kinds: Kinds, kept: set[int]) -> set[int]:
     """Numbers of the values that some reader, directly or through views, needs in memory; program outputs among them."""
     needed: set[int] = set(kept)
     for equation in reversed(program.equations):
         for number in equation.reads:
-            if equation.kind in VIEWS:
+            if equation.kind in kinds.views:
                 if any(out in needed for out in equation.outputs):
                     needed.add(number)
-            elif equation.kind not in FUSIBLE and equation.kind not in REDUCTIONS:
+            elif equation.kind not in kinds.fusible and equation.kind not in kinds.reductions:
                 needed.add(number)
     return needed
 
 
-def _reader_count(number: int, readers: dict[int, list[int]], program: FlatProgram) -> int:
+def _reader_count(number: int, readers: dict[int, list[int]], program: Program, kinds: Kinds) -> int:
     """How many equations read a value, directly or through views."""
     total = 0
     for at in readers[number]:
         equation = program.equations[at]
-        total += _reader_count(equation.outputs[0], readers, program) if equation.kind in VIEWS else 1
+        total += _reader_count(equation.outputs[0], readers, program, kinds) if equation.kind in kinds.views else 1
     return total
 
 
-def _chain_behind(at: int, equation: Equation, chains: dict[int, _Chain]) -> _Chain:
+def _chain_behind(at: int, equation: Equation, kinds: Kinds, chains: dict[int, _Chain]) -> _Chain:
     """The equations that must run with this one because their values do not exist, and the values they start from."""
-    equations, leaves, expensive = {at}, set(), equation.kind in EXPENSIVE | RANDOM
+    equations, leaves, expensive = {at}, set(), equation.kind in kinds.expensive | kinds.random
     for number in equation.reads:
         behind = chains.get(number)
         if behind is None:
@@ -160,23 +218,25 @@ def _chain_behind(at: int, equation: Equation, chains: dict[int, _Chain]) -> _Ch
     return _Chain(frozenset(equations), frozenset(leaves), expensive)
 
 
-def _copied(chain: _Chain, out_bytes: int, size: list[int], producer: dict[int, int]) -> bool:
+def _copied(chain: _Chain, out_bytes: int, size: Sequence[int], producer: dict[int, int]) -> bool:
     """Whether XLA computes a value with several readers in each of them."""
     large = [leaf for leaf in chain.leaves if leaf in producer and size[leaf] * 8 >= out_bytes]
     return not chain.expensive and len(large) <= 1 and len(chain.equations) <= MAX_COPIED_CHAIN
 
 
-def _cluster(program: FlatProgram, root: Equation, chain: _Chain, producer: dict[int, int], size: list[int]) -> Cluster:
+def _cluster(
+    program: Program, kinds: Kinds, root: Equation, chain: _Chain, producer: dict[int, int], size: Sequence[int]
+) -> Cluster:
     equations = tuple(sorted(chain.equations))
     reusable: set[int] = set()
-    if root.kind in ELEMENTWISE:
+    if root.kind in kinds.elementwise:
         here = {out: at for at in equations for out in program.equations[at].outputs}
         stack, blocked = [equations[-1]], set()
         while stack:
             for number in program.equations[stack.pop()].reads:
                 if number not in here:
                     reusable.add(number)
-                elif program.equations[here[number]].kind in ELEMENTWISE | {"reshape"}:
+                elif program.equations[here[number]].kind in kinds.elementwise | kinds.reshapes:
                     stack.append(here[number])
                 else:
                     blocked |= _leaves_below(program, here, here[number])
@@ -184,7 +244,7 @@ def _cluster(program: FlatProgram, root: Equation, chain: _Chain, producer: dict
     return Cluster(equations, tuple(sorted(chain.leaves)), root.outputs, tuple(sorted(reusable)))
 
 
-def _leaves_below(program: FlatProgram, here: dict[int, int], at: int) -> set[int]:
+def _leaves_below(program: Program, here: dict[int, int], at: int) -> set[int]:
     """Values from outside that one equation of a cluster is computed from."""
     leaves: set[int] = set()
     stack = [at]

@@ -1,6 +1,6 @@
 import pytest
 
-from keras_remat.backends.jax.calibrate import FIRST_RATIO, Calibration
+from keras_remat.backends.xla.calibrate import FIRST_RATIO, Calibration
 
 
 def test_before_anything_was_compiled():

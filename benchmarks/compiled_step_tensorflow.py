@@ -1,0 +1,96 @@
+"""The cases of ``compiled_step.py`` on TensorFlow with ``jit_compile=True``, one in a process.
+
+``temp`` is what the device allocator's peak shows above what was in use before a step. XLA takes its temporary memory as one buffer; a large free
+region, made once, lets the allocator count that buffer exactly.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import keras
+import tensorflow as tf
+
+from keras_remat.backends.base import preserved_state
+from keras_remat.backends.tensorflow import measure
+from keras_remat.backends.tensorflow.compiled import CompiledBackend
+from keras_remat.errors import RematError
+from keras_remat.planning import plan_problem
+from keras_remat.problem import Problem
+
+MIB = 2**20
+#: Room for every case's buffer twice over; untouched, so no memory of the machine.
+REGION_BYTES = 8 * 2**30
+#: Compilations for one budget, and for the smallest peak.
+TRIES, TRIES_FOR_LEAST = 4, 4
+
+
+class Recomputed(keras.layers.Layer):
+    """A block under ``tf.recompute_grad``."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def call(self, x, training=None):
+        return tf.recompute_grad(lambda y: self.block(y, training=training))(x)
+
+
+def measured(backend, model, step, batch):
+    """Bytes a step takes beside what is in use before it; the model's variables are put back."""
+    with preserved_state(backend, model):
+        before = backend.bytes_in_use()
+        return backend.measure(lambda: step(batch))[1].peak_bytes - before
+
+
+def ours(model, batch, budget, smallest):
+    """Returns a step for ``budget`` temporary bytes, or for the smallest peak that a few tries reach, and its numbers."""
+    backend = CompiledBackend()
+    traced = backend.trace(model, batch)
+    problem = Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()))
+    resident, best, tries = problem.profile.resident_bytes, None, 0
+    while tries < (TRIES_FOR_LEAST if smallest else TRIES):
+        try:
+            plan = plan_problem(problem, resident + budget, backend, time_limit_s=10.0)
+        except RematError:
+            break
+        step = backend.lower(traced, problem, plan.solution.schedule, plan.budget_bytes)
+        took = measured(backend, model, step, batch)
+        tries += 1
+        if best is None or took < best[0]:
+            best = took, step, plan
+        if smallest:
+            budget = int(0.85 * min(took, budget))
+        elif took <= budget:
+            break
+    if best is None:
+        raise SystemExit("Error: no plan near the floor")
+    return best[1], {"tries": tries, "recomputed": sum(best[2].solution.schedule.recomputed.values())}
+
+
+def run_case(model, batch, case, budget, steps, loss_steps):
+    """Compiles and times one case in this process; returns a dictionary of numbers."""
+    tf.raw_ops.Empty(shape=[REGION_BYTES // MIB, MIB], dtype=tf.uint8, init=False)
+    model.jit_compile = True
+    backend = CompiledBackend()
+    batch = backend.example_batch(model, batch)
+    started, started_cpu, result = time.perf_counter(), time.process_time(), {}
+    if case.startswith("ours"):
+        step, result = ours(model, batch, budget, case == "ours@min")
+    else:
+        step = tf.function(model.train_step, autograph=False, jit_compile=True)
+        measured(backend, model, step, batch)
+    result["compile_s"], result["compile_cpu_s"] = time.perf_counter() - started, time.process_time() - started_cpu
+    losses, wall, cpu, temp = [], [], [], 0
+    for _ in range(steps):
+        before, c = measure.bytes_in_use(), time.process_time()
+        logs, usage = measure.measure(lambda: step(batch))
+        wall.append(usage.time_s)
+        cpu.append(time.process_time() - c)
+        temp = max(temp, usage.peak_bytes - before)
+        losses.append(float(logs["loss"]))
+    return {
+        **result, "temp": temp, "peak": before + temp, "time_s": statistics.median(wall[1:]), "cpu_s": min(cpu[1:]),
+        "losses": losses[:loss_steps], "device_peak": usage.peak_bytes, "device": measure.device_name(),
+    }  # fmt: skip

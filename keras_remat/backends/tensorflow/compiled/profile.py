@@ -1,0 +1,65 @@
+"""What each op of a compiled TensorFlow step costs, from shapes: nothing inside one XLA program can be timed from outside."""
+
+from __future__ import annotations
+
+from math import fsum, prod
+
+from keras_remat.backends.tensorflow import kinds as op_kinds
+from keras_remat.backends.tensorflow.compiled.flatten import Equation, FlatProgram
+from keras_remat.backends.tensorflow.compiled.kinds import KINDS
+from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
+from keras_remat.backends.tensorflow.profile import device_name, multiply_adds
+from keras_remat.backends.xla.kernel_costs import EXPENSIVE_FLOPS, GROUPED_FACTOR, RANDOM_FLOPS, kernel_time_s
+from keras_remat.profile import Profile
+
+CPU_BUFFERS = {"StatelessRandomUniformV2": 4, "StatelessRandomUniform": 4}
+"""Operations XLA:CPU expands into loops that need buffers of the result's size, and how many."""
+
+FUSED_SHARE = 0.1
+"""What an elementwise op costs when it runs again, of what it would cost as a kernel of its own: it is fused into its readers, writes nothing, and
+much of what it reads they read too. XLA fuses it there whether it was kept or not, so a schedule that keeps such values instead of the
+products and convolutions they come from is not obeyed; this share makes it the dearer one."""
+
+
+def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -> Profile:
+    """Returns the costs of a traced step from its shapes.
+
+    Args:
+        traced: from :func:`~keras_remat.backends.tensorflow.compiled.trace.trace`.
+        resident_bytes: bytes in use on the device between steps, if known; never less than what the step's inputs need.
+    """
+    program, graph, sizes = traced.program, traced.graph, traced.program.sizes
+    platform = "gpu" if device_name().startswith("GPU") else "cpu"
+    times = []
+    for op in graph.ops:
+        flops = fsum(_flops(program, program.equations[at], platform) for at in traced.handles[op.id])
+        traffic = sum(sizes[traced.numbers[v]] for v in (*op.inputs, *op.outputs))
+        fused = op.kind in KINDS.elementwise and not any(
+            program.equations[at].kind in KINDS.random for at in traced.handles[op.id]
+        )
+        times.append(kernel_time_s(flops, traffic, platform) * (FUSED_SHARE if fused else 1.0))
+    resident = max(resident_bytes or 0, sum(v.nbytes for v in graph.values if v.producer is None))
+    workspace = tuple(_workspace_bytes(program, traced.handles[op.id], platform) for op in graph.ops)
+    return Profile(tuple(times), workspace, resident, "estimated", device_name(), "tensorflow")
+
+
+def _flops(program: FlatProgram, equation: Equation, platform: str) -> float:
+    """Arithmetic of one operation."""
+    operands = [program.shapes[a] if isinstance(a, int) else (a.nbytes,) for a in equation.inputs]
+    result = program.shapes[equation.outputs[0]]
+    if equation.kind in op_kinds.MATMULS | op_kinds.CONVOLUTIONS:
+        grouped = equation.kind.startswith("Depthwise")
+        return multiply_adds(equation.source, operands, result) * (GROUPED_FACTOR[platform] if grouped else 1)
+    elements = float(max([prod(shape or ()) for shape in (*operands, result)], default=1))
+    if equation.kind in KINDS.random:
+        return elements * RANDOM_FLOPS[platform]
+    return elements * (EXPENSIVE_FLOPS[platform] if equation.kind in KINDS.expensive else 1)
+
+
+def _workspace_bytes(program: FlatProgram, equations: tuple[int, ...], platform: str) -> int:
+    """Memory alive only inside one op: on a CPU the buffers of an expanded operation."""
+    if platform != "cpu":
+        return 0
+    return max(
+        CPU_BUFFERS.get(program.equations[at].kind, 0) * program.sizes[program.equations[at].outputs[0]] for at in equations
+    )

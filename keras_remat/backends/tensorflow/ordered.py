@@ -1,0 +1,146 @@
+"""TensorFlow op by op: the executor obeys an order, and the allocator's peak can be measured, on a CPU too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from keras_remat.backends import examples
+from keras_remat.backends.base import Installed, ProfileRecorder, RunStep, StepRunner
+from keras_remat.backends.tensorflow import allocator, measure, pool, private
+from keras_remat.backends.tensorflow import lower as lowering
+from keras_remat.backends.tensorflow import profile as profiling
+from keras_remat.backends.tensorflow import trace as tracing
+from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
+from keras_remat.errors import UnsupportedModelError
+from keras_remat.problem import Problem
+from keras_remat.profile import Profile
+from keras_remat.schedule import Schedule, Usage
+
+Result = TypeVar("Result")
+
+
+class _Recorder:
+    """:class:`.profile.Recorder` behind the backend's interface."""
+
+    def __init__(self) -> None:
+        self._recorder = profiling.Recorder()
+
+    def start(self) -> bool:
+        return self._recorder.start()
+
+    def stop(self, lowered: RunStep, resident_bytes: int) -> Profile | None:
+        planes = self._recorder.stop()
+        assert isinstance(lowered, lowering.LoweredStep)
+        profile = profiling.measured_profile(lowered, planes, resident_bytes) if planes else None
+        return None if profile is None else _with_pool(profile)
+
+
+class TensorFlowBackend:
+    """The verbs of :class:`keras_remat.backends.base.Backend`."""
+
+    name = "tensorflow"
+    compilation = "ordered"
+    measures_op_times = True
+    fragments = True
+    auto_solver = "auto"
+
+    def check(self, model: Any) -> str | None:
+        if model.run_eagerly:
+            raise UnsupportedModelError("The model runs eagerly (run_eagerly=True): there is no graph to schedule.")
+        if type(model.distribute_strategy) is not type(tf.distribute.get_strategy()) or tf.distribute.has_strategy():
+            raise UnsupportedModelError(
+                f"The model trains under {type(model.distribute_strategy).__name__}: schedules for several replicas are not supported."
+            )
+        measure.bytes_in_use()  # raises where nothing can be measured
+        if model.jit_compile:
+            return "jit_compile=True: the rematerialized step runs without XLA, op by op in order."
+        return None
+
+    def example_batch(self, model: Any, batch: Any) -> Any:
+        arrays = examples.example_batch(model, batch)
+        tensors = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), arrays)
+        private.build_model(model, tensors)
+        return tensors
+
+    def resized_spec(self, batch: Any, size: int) -> Any:
+        samples = examples.batch_size_of(batch)
+
+        def resize(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            if len(leaf.shape) == 0 or leaf.shape[0] != samples:
+                raise UnsupportedModelError(
+                    f"An array of shape {tuple(leaf.shape)} does not have the {samples} samples of its batch."
+                )
+            return tf.TensorSpec((size, *leaf.shape[1:]), leaf.dtype)
+
+        return tf.nest.map_structure(resize, batch)
+
+    def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> tracing.TensorFlowStep:
+        return tracing.trace(model, batch, micro_batches)
+
+    def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
+        return _with_pool(profiling.estimated_profile(traced, resident_bytes))
+
+    def with_pool(self, profile: Profile) -> Profile:
+        return _with_pool(profile)
+
+    def recorder(self) -> ProfileRecorder:
+        return _Recorder()
+
+    def lower(self, traced: Any, problem: Problem, schedule: Schedule, budget_bytes: int) -> RunStep:
+        return lowering.lower(traced, problem, schedule, budget_bytes)
+
+    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> int:
+        on_gpu = profiling.device_name().startswith("GPU")
+        return allocator.replayed_peak_bytes(problem, schedule, smallest_bytes=0 if on_gpu else allocator.CPU_SMALL_BYTES)
+
+    def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
+        return None
+
+    def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
+        return measure.measure(run)
+
+    def bytes_in_use(self) -> int:
+        return measure.bytes_in_use()
+
+    def device_memory_bytes(self) -> int:
+        return measure.device_memory_bytes()
+
+    def peak_bytes(self) -> int:
+        return measure.peak_bytes()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, tf.errors.ResourceExhaustedError)
+
+    def snapshot(self, model: Any) -> Callable[[], None]:
+        of_optimizers = (v for optimizer in _optimizers(model) for v in optimizer.variables)
+        variables = [*model.variables, *model.metrics_variables, *of_optimizers]
+        distinct = list({id(v): v for v in variables}.values())
+        saved = [v.numpy() for v in distinct]
+
+        def put_back() -> None:
+            for variable, value in zip(distinct, saved, strict=True):
+                variable.assign(value)
+
+        return put_back
+
+    def install(self, model: Any, runner: StepRunner) -> Installed:
+        return InstalledTrainFunction(model, runner)
+
+
+def _with_pool(profile: Profile) -> Profile:
+    on_gpu = profiling.device_name().startswith("GPU")
+    return profile if on_gpu else replace(profile, free_chunk_bytes=pool.free_chunk_bytes())
+
+
+def _optimizers(model: Any) -> Iterator[Any]:
+    """The optimizers a model holds as attributes, or in lists or dictionaries among them (a GAN has two)."""
+    for held in vars(model).values():
+        items = held if isinstance(held, (list, tuple)) else held.values() if isinstance(held, dict) else (held,)
+        yield from (item for item in items if isinstance(item, keras.optimizers.Optimizer))

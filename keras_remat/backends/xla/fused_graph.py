@@ -1,0 +1,166 @@
+"""A whole train step that is compiled as one: a flat program as a graph of the values XLA will put into memory.
+
+The program is cut into clusters (:mod:`keras_remat.backends.xla.fusion`); one cluster is one op. ``Op.kind`` is the kind of its last equation.
+
+Three decisions that a reader of the graph should know:
+
+* *State in, state out.* The new state is written over the donated old one, so a new-state value has 0 bytes here (its buffer is
+  already among the resident bytes) and comes ``after`` every reader of what it overwrites. Where a reader itself depends on the new
+  value the buffers cannot be shared, and the value is counted. So is a small one (a seed, a moving average): a few bytes are not worth
+  forbidding every later copy of its readers, dropout among them.
+* *Order.* Weight updates stand right behind their gradient, not at the end of the step as they were traced: gradients
+  need not all live at once, and XLA's scheduler does the same.
+* *Phases.* Backward is what the framework marks as such; update is what depends on the backward phase and is
+  needed by no backward equation; the rest (metrics, seeds, moving averages) is forward.
+
+All equations may be recomputed except those with an effect and those that write state.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_remat.backends.xla.fusion import Cluster, Equation, Kinds, Program, clusters
+from keras_remat.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
+
+SMALL_STATE_BYTES = 16384
+"""Below this a new-state value is counted like any other instead of being tied to the buffer of the old one."""
+
+
+def fused_graph(
+    program: Program,
+    kinds: Kinds,
+    state: Sequence[tuple[int, Any]],
+    is_backward: Callable[[Equation], bool],
+    sizes: Sequence[int] | None = None,
+) -> tuple[Graph, tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """Returns the graph of a program, the program's number of every value, and the equations of every op.
+
+    Args:
+        program: the whole step.
+        kinds: the framework's names.
+        state: the number of each state input, and its new value among the program's outputs.
+        is_backward: whether an equation was traced by differentiation.
+        sizes: as in :func:`~keras_remat.backends.xla.fusion.clusters`.
+    """
+    parts = clusters(program, kinds, sizes)
+    makers = {number: at for at, part in enumerate(parts) for number in part.outputs}
+    phases = _phases(program, parts, makers, is_backward)
+    overwritten = _overwritten(program, parts, makers, state)
+    readers: dict[int, list[int]] = defaultdict(list)
+    for at, part in enumerate(parts):
+        for number in part.reads:
+            readers[number].append(at)
+    after = {makers[new]: [r for r in readers[old] if r != makers[new]] for new, old in overwritten.items()}
+    order = _order(parts, makers, phases, after)
+    if order is None:  # two states that each depend on the other's new value: neither can be overwritten in place
+        overwritten, after = {}, {}
+        order = _order(parts, makers, phases, after)
+    assert order is not None, "a program is acyclic"
+
+    numbers = [*range(program.n_given), *(number for at in order for number in parts[at].outputs)]
+    value_id = {number: at for at, number in enumerate(numbers)}
+    op_id = {at: position for position, at in enumerate(order)}
+    values = []
+    for at, number in enumerate(numbers):
+        shape, dtype = program.describe(number)
+        producer = op_id[makers[number]] if number in makers else None
+        size = 0 if number in overwritten else program.sizes[number]
+        values.append(Value(at, f"v{number}", size, shape, dtype, producer))
+    ops, handles = [], {}
+    for position, at in enumerate(order):
+        part = parts[at]
+        root = program.equations[part.equations[-1]]
+        pure = not any(program.equations[e].has_effect for e in part.equations)
+        ops.append(
+            Op(
+                position,
+                f"{root.scope}/{root.kind}" if root.scope else root.kind,
+                root.kind,
+                tuple(value_id[n] for n in part.reads),
+                tuple(value_id[n] for n in part.outputs),
+                phases[at],
+                pure and not any(n in overwritten for n in part.outputs),
+                tuple(sorted(op_id[r] for r in after.get(at, ()))),
+                tuple(value_id[n] for n in part.may_reuse),
+            )
+        )
+        handles[position] = part.equations
+    outputs = tuple(dict.fromkeys(value_id[a] for a in program.outputs if isinstance(a, int)))
+    return Graph(tuple(ops), tuple(values), outputs), tuple(numbers), handles
+
+
+def _phases(
+    program: Program, parts: list[Cluster], makers: dict[int, int], is_backward: Callable[[Equation], bool]
+) -> list[str]:
+    """Phase of every cluster."""
+    marked = [is_backward(program.equations[part.equations[-1]]) for part in parts]
+    downstream = list(marked)
+    for at, part in enumerate(parts):
+        downstream[at] = downstream[at] or any(n in makers and downstream[makers[n]] for n in part.reads)
+    feeds_backward = list(marked)
+    for at in range(len(parts) - 1, -1, -1):
+        if feeds_backward[at]:
+            for n in parts[at].reads:
+                if n in makers:
+                    feeds_backward[makers[n]] = True
+    return [
+        FORWARD if not below else BACKWARD if mark or feeds else UPDATE
+        for mark, below, feeds in zip(marked, downstream, feeds_backward, strict=True)
+    ]
+
+
+def _overwritten(
+    program: Program, parts: list[Cluster], makers: dict[int, int], state: Sequence[tuple[int, Any]]
+) -> dict[int, int]:
+    """New-state numbers that take over the buffer of an old-state input, with that input."""
+    consumers: dict[int, list[int]] = defaultdict(list)
+    for at, part in enumerate(parts):
+        for number in part.reads:
+            consumers[number].append(at)
+    result: dict[int, int] = {}
+    for old, new in state:
+        if not isinstance(new, int) or new not in makers or new in result:
+            continue
+        same = program.describe(old) == program.describe(new) and program.sizes[old] >= SMALL_STATE_BYTES
+        late = {r for r in consumers[old] if r > makers[new]}
+        if same and not late & _descendants(makers[new], parts, consumers, until=max(late, default=-1)):
+            result[new] = old
+    return result
+
+
+def _descendants(at: int, parts: list[Cluster], consumers: dict[int, list[int]], until: int) -> set[int]:
+    """Clusters up to ``until`` that depend on cluster ``at``."""
+    seen: set[int] = set()
+    stack = [at]
+    while stack:
+        for number in parts[stack.pop()].outputs:
+            fresh = {c for c in consumers[number] if c <= until} - seen
+            seen |= fresh
+            stack.extend(fresh)
+    return seen
+
+
+def _order(parts: list[Cluster], makers: dict[int, int], phases: list[str], after: dict[int, list[int]]) -> list[int] | None:
+    """A topological order, as it was traced but with updates as early as they can run; ``None`` when there is a cycle."""
+    waiting = [0] * len(parts)
+    unlocks: dict[int, list[int]] = defaultdict(list)
+    for at, part in enumerate(parts):
+        needs = {makers[n] for n in part.reads if n in makers} | set(after.get(at, ()))
+        waiting[at] = len(needs)
+        for need in needs:
+            unlocks[need].append(at)
+    ready = [((phases[at] != UPDATE), at) for at in range(len(parts)) if not waiting[at]]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        at = heapq.heappop(ready)[1]
+        order.append(at)
+        for follower in unlocks[at]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, (phases[follower] != UPDATE, follower))
+    return order if len(order) == len(parts) else None

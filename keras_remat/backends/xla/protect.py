@@ -1,0 +1,266 @@
+"""A schedule written down for a compiler that reads dependencies, not order: its recomputations are protected from being undone.
+
+The first run of every op is written down as it is; a repeated op must (a) not be merged with its
+first run and (b) not start before its turn. Both are had by one data dependency on what the
+step had computed by then: the *trigger*, one element of each value that the ops since the last recomputation left behind.
+
+As few guards as that needs:
+
+* an equation whose input already depends on the current trigger needs none;
+* an equation with a small result needs none: merged or early, it costs nothing;
+* a view needs none, its reader gets it;
+* else the cheapest input is guarded: a scalar literal, a bias, a kernel, before an activation.
+
+The backward phase is guarded in one more way, whatever the schedule: what it computes from forward values alone, and the small values
+it spreads over large ones, are kept apart from the forward phase. The graph says that a value inside a chain does not exist; merged
+with an equal one of the forward phase it would exist from there to here.
+
+On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says why).
+
+Equal equations on equal inputs are written once, so a chain that stands in several clusters does not blow the program up.
+
+XLA decides the order inside these bounds. What it makes of the plan is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from keras_remat.backends.xla.fusion import Equation, Kinds, Program
+from keras_remat.graph import BACKWARD, FORWARD, UPDATE, Graph
+
+SMALL_RESULT_BYTES = 16384
+"""An equation with a smaller result is not guarded: keeping it costs no more than this."""
+
+MAX_TRIGGERS = 6
+"""Most values a trigger is made of; the newest are taken."""
+
+STALE_OPS = 8
+"""A spread bias makes do with a trigger that is this many ops old."""
+
+
+class Writer(Protocol):
+    """A framework that writes equations down. Values are its own objects; each is told from the others by identity."""
+
+    draws_in_branch: bool
+    """Whether random numbers are drawn in the branch of a condition."""
+
+    def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
+        """Writes equation number ``at`` on ``inputs`` and returns its outputs."""
+
+    def literal(self, atom: Any) -> Any:
+        """A literal as an input of its equation."""
+
+    def array(self, atom: Any) -> Any:
+        """A literal as a value of its own, which can be guarded."""
+
+    def literal_bytes(self, atom: Any) -> int:
+        """The size of a literal."""
+
+    def is_inexact(self, value: Any) -> bool:
+        """Whether a value's elements are floating-point numbers."""
+
+    def may_guard(self, equation: Equation, value: Any) -> bool:
+        """Whether an input of an equation may be something that is known only when the step runs."""
+
+    def never(self, triggers: Sequence[Any]) -> Any:
+        """A boolean scalar that is false and can be known only when all ``triggers`` (non-empty values) exist."""
+
+    def guard(self, value: Any, condition: Any) -> Any:
+        """The same bits, depending on a condition from :meth:`never`."""
+
+    def draw(self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any) -> list[Any]:
+        """Writes equations in a branch that is taken when ``condition`` is false; ``given`` are all the values they read from outside.
+
+        Returns:
+            The values of the numbers in ``wanted``.
+        """
+
+
+class Run:
+    """One symbolic execution of a schedule."""
+
+    def __init__(
+        self,
+        program: Program,
+        kinds: Kinds,
+        graph: Graph,
+        handles: Mapping[int, Sequence[int]],
+        numbers: Sequence[int],
+        writer: Writer,
+        given: Sequence[Any],
+        early: Iterable[int],
+    ):
+        """Args:
+        program, kinds, graph, numbers, handles: as :func:`~keras_remat.backends.xla.fused_graph.fused_graph` takes and returns them.
+        writer: the framework.
+        given: the program's inputs, in the order of their numbers.
+        early: those of them that need nothing of the batch.
+        """
+        self._program, self._kinds, self._graph, self._handles, self._numbers = program, kinds, graph, handles, numbers
+        self._writer = writer
+        self._env: dict[int, Any] = dict(enumerate(given))
+        self._written: dict[Any, tuple[tuple[Any, ...], list[Any]]] = {}
+        self._ran: set[int] = set()
+        self._early = set(early)
+        self._since: list[int] = []  # ops that ran for the first time since the last trigger
+        self._condition: Any = None
+        self._guards: dict[int, tuple[Any, Any]] = {}
+        self._current: set[int] = set()  # ids of values that depend on the newest trigger
+        self._late: set[int] = set()  # ids of values that depend on any trigger of the backward phase
+        self._held: list[Any] = []  # values whose ids are in the sets above stay alive, so that no id is used twice
+        self._condition_phase = FORWARD
+
+    def op(self, op_id: int) -> None:
+        """Runs one position of the order."""
+        op = self._graph.ops[op_id]
+        again = op_id in self._ran
+        early = all(self._numbers[v] in self._early for v in op.inputs)
+        if (
+            any(self._program.equations[at].kind in self._kinds.random for at in self._handles[op_id])
+            and self._writer.draws_in_branch
+        ):
+            results = self._random(op_id)
+        else:
+            results = self._chain(op_id, again)
+        for value_id in op.outputs:
+            number = self._numbers[value_id]
+            self._env[number] = results[number]
+            if early:
+                self._early.add(number)
+        if not again:
+            self._ran.add(op_id)
+            if op.phase != UPDATE and not early:
+                self._since.append(op_id)
+
+    def _chain(self, op_id: int, again: bool) -> dict[int, Any]:
+        """Runs the equations of one op, protected where they run for the second time."""
+        phase = self._graph.ops[op_id].phase
+        inner: dict[int, Any] = {}
+        for at in self._handles[op_id]:
+            equation = self._program.equations[at]
+            inputs = self._inputs(equation, inner)
+            if self._guardable(equation):
+                if again and not any(id(x) in self._current for x in inputs):
+                    self._guard_cheapest(equation, inputs)
+                elif not again and phase == BACKWARD:
+                    self._keep_from_forward(equation, inputs)
+            outputs = self._run(at, equation, inputs)
+            inner.update(zip(equation.outputs, outputs, strict=True))
+        return inner
+
+    def _inputs(self, equation: Equation, inner: dict[int, Any]) -> list[Any]:
+        return [
+            self._writer.literal(a) if not isinstance(a, int) else inner[a] if a in inner else self._env[a]
+            for a in equation.inputs
+        ]
+
+    def _random(self, op_id: int) -> dict[int, Any]:
+        """Runs an op that draws random numbers, as the branch of a condition that always takes it.
+
+        XLA:CPU starts every random loop of a step at its very beginning, since it reads nothing but seeds, and rather keeps the random
+        bits for the backward phase than the mask made of them, four times as much. It does neither across the border of a branch; and the
+        condition, which is the newest trigger, protects a recomputation as a guard does.
+        """
+        op = self._graph.ops[op_id]
+        numbers = [self._numbers[v] for v in op.inputs]
+        operands = [self._env[n] for n in numbers]
+        if self._since:
+            self._new_trigger()
+        condition = self._writer.never(operands) if self._condition is None else self._condition
+        wanted = [self._numbers[v] for v in op.outputs]
+        results = self._writer.draw(self._handles[op_id], dict(zip(numbers, operands, strict=True)), wanted, condition)
+        self._current.update(map(id, results))
+        if op.phase != FORWARD or op_id in self._ran:
+            self._late.update(map(id, results))
+        self._held.extend(results)
+        return dict(zip(wanted, results, strict=True))
+
+    def output(self, atom: Any) -> Any:
+        """Returns the value of one program output."""
+        return self._env[atom] if isinstance(atom, int) else self._writer.array(atom)
+
+    def _run(self, at: int, equation: Equation, inputs: list[Any]) -> list[Any]:
+        """Writes an equation down, or finds it written for the same inputs."""
+        literal = self._writer.literal
+        key = (at, *(None if not isinstance(a, int) and x is literal(a) else id(x)
+                     for a, x in zip(equation.inputs, inputs, strict=True)))  # fmt: skip
+        if key not in self._written:
+            self._written[key] = (tuple(inputs), self._writer.write(at, inputs))
+        outputs = self._written[key][1]
+        for known in (self._current, self._late):
+            if any(id(x) in known for x in inputs):
+                known.update(map(id, outputs))
+        return outputs
+
+    def _guardable(self, equation: Equation) -> bool:
+        """Whether it matters if an equation is merged with another or starts early."""
+        large = sum(self._program.sizes[o] for o in equation.outputs) >= SMALL_RESULT_BYTES
+        return large and bool(equation.reads) and equation.kind not in self._kinds.views
+
+    def _keep_from_forward(self, equation: Equation, inputs: list[Any]) -> None:
+        """Makes an equation of the backward phase share nothing large with the forward phase.
+
+        One that reads forward values only is guarded. Of another, the small values it spreads over its result are: a bias or scale is
+        spread in the forward phase too, and merged, the full-size copy would live from the one phase to the other. So would the transposed
+        copy of an image that XLA:CPU makes for the gradient of a convolution's kernel.
+        """
+        if equation.kind in self._kinds.transposing and id(inputs[0]) not in self._late:
+            self._guard_input(equation, inputs, 0, stale_ops=STALE_OPS)
+        elif not any(id(x) in self._late for x in inputs):
+            self._guard_cheapest(equation, inputs)
+        elif equation.kind in self._kinds.elementwise:
+            size = self._program.sizes[equation.outputs[0]]
+            for at, atom in enumerate(equation.inputs):
+                if isinstance(atom, int) and self._program.sizes[atom] * 8 <= size and id(inputs[at]) not in self._late:
+                    self._guard_input(equation, inputs, at, stale_ops=STALE_OPS)
+
+    def _guard_cheapest(self, equation: Equation, inputs: list[Any]) -> None:
+        """Replaces the cheapest input by its guarded self."""
+
+        def cost(at: int) -> tuple[bool, int]:
+            atom = equation.inputs[at]
+            if not isinstance(atom, int):
+                return False, self._writer.literal_bytes(atom)
+            return not self._writer.is_inexact(inputs[at]), self._program.sizes[atom]
+
+        literals = equation.kind in self._kinds.elementwise
+        usable = [
+            at
+            for at, atom in enumerate(equation.inputs)
+            if (literals or isinstance(atom, int)) and self._writer.may_guard(equation, inputs[at])
+        ]
+        if usable:
+            self._guard_input(equation, inputs, min(usable, key=cost))
+
+    def _guard_input(self, equation: Equation, inputs: list[Any], at: int, stale_ops: int = 1) -> None:
+        """Replaces one input by its guarded self; the trigger may be almost ``stale_ops`` ops old."""
+        if self._since and (self._condition is None or self._condition_phase == FORWARD or len(self._since) >= stale_ops):
+            self._new_trigger()
+        if self._condition is None:  # nothing has run yet: nothing to merge with, nothing to wait for
+            return
+        atom = equation.inputs[at]
+        literal = not isinstance(atom, int)
+        original, key = (self._writer.array(atom), id(atom)) if literal else (inputs[at], id(inputs[at]))
+        if key not in self._guards:
+            self._guards[key] = (original, self._writer.guard(original, self._condition))
+            self._held.append(self._guards[key])
+        inputs[at] = self._guards[key][1]
+        self._current.add(id(inputs[at]))
+        self._late.add(id(inputs[at]))
+
+    def _new_trigger(self) -> None:
+        """Makes the newest results that nothing has read yet the condition of the recomputations that follow."""
+        read = {v for op_id in self._since for v in self._graph.ops[op_id].inputs}
+        left = [
+            self._env[self._numbers[v]]
+            for op_id in self._since
+            for v in self._graph.ops[op_id].outputs
+            if v not in read and self._graph.values[v].nbytes > 0
+        ]
+        if left:
+            self._condition = self._writer.never(left[-MAX_TRIGGERS:])
+            self._condition_phase = self._graph.ops[self._since[-1]].phase
+            self._guards, self._current = {}, set()
+        self._since = []
