@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_remat.backends.base import Backend
+from keras_remat.backends.host import address_space_for_threads
 from keras_remat.schedule import Usage
 
 #: A copy is taken before every step while it takes less than this share of the step's time.
@@ -57,7 +58,8 @@ class StepGuard:
         """
         put_back = self._snapshot() if guarded or self._is_cheap() else None
         try:
-            result, usage = self._backend.measure(step)
+            with address_space_for_threads():
+                result, usage = self._backend.measure(step)
         except Exception as error:
             if put_back is None or not self._backend.is_out_of_memory(error):
                 raise
