@@ -10,8 +10,8 @@ by one of these steps:
    the limit and the batch may be cut, it is trained in micro-batches.
 3. The next steps are recorded by the profiler, and the prediction is calibrated by their measured peak. If the plain step fits by that, it
    takes over; else the plan is made again from what was measured, and swapped in.
-4. The measured peak decides: over the limit, the plan is made again for what was too much, a bounded number of times, and the one
-   that measured least stays.
+4. The measured peak decides, of these steps and of all that follow: over the limit, the plan is made again for what was too much, a
+   bounded number of times, and the one that measured least stays.
 
 A step that runs out of memory all the same is undone (:mod:`keras_remat.guard`) and its batch trained under a plan for what the device had.
 
@@ -181,7 +181,17 @@ class StepTuner:
             # the input pipeline holds more batches at some steps than at others
             candidate.resident_bytes = max(candidate.resident_bytes, self._backend.bytes_in_use())
             self._advance(candidate)
+        else:
+            self._watch(candidate, usage)
         return result
+
+    def _watch(self, candidate: _Candidate, usage: Usage) -> None:
+        """Plans a final step again that takes more than the limit after all: what shares the allocator's pool changes as training goes on."""
+        if candidate.plan is None or usage.peak_bytes <= self.limit_bytes or len(candidate.tried) >= _MAX_TIGHTENINGS:
+            return
+        if candidate.plan.solution.schedule not in [plan.solution.schedule for _, plan, _ in candidate.tried]:
+            candidate.measured.append(usage)
+            self._verify(candidate)
 
     @property
     def settled(self) -> bool:

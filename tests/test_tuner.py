@@ -125,6 +125,22 @@ def test_measured_peak_over_the_limit_tightens_until_it_holds():
     assert "within" in report.events[-1].message
 
 
+def test_final_step_that_comes_to_take_more_than_the_limit_is_planned_again():
+    surplus = 2 * SIZE * 1024
+    backend = FakeBackend()
+    backend.surplus_bytes = lambda what, size: surplus if backend.calls > 30 else 0
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 25)
+    assert tuner.settled
+    assert "tighten" not in event_kinds(report)
+    before = tuner.plan
+    train(tuner, 25)
+    assert event_kinds(report).count("tighten") == 1
+    assert tuner.settled
+    assert len(tuner.plan.solution.schedule.recomputed) > len(before.solution.schedule.recomputed)
+    assert tuner.plan.measured.peak_bytes <= TIGHT
+
+
 def test_tightening_ends_and_the_plan_that_measured_least_stays(caplog):
     """The device takes the more above the limit the more is recomputed."""
     backend = FakeBackend()
