@@ -22,7 +22,7 @@ from keras_remat.units import parse_bytes
 logger = logging.getLogger(__name__)
 
 #: Seconds a quick plan may take to solve.
-_QUICK_SOLVE_S = 8.0
+_QUICK_SOLVE_S = 4.0
 #: Shares of what has to be saved that are tried, most first, when all of it is out of reach.
 _PARTIAL_SAVINGS = (0.85, 0.7, 0.5, 0.25)
 

@@ -241,9 +241,10 @@ def candidate_slots(problem: Problem, base: Sequence[int], depth: int) -> dict[i
             if value_id in graph.outputs:
                 reads.append(len(base))
             for previous, read in itertools.pairwise([place[op_id], *reads]):
+                slot = min(read, last[op_id])  # for a read after that the value is computed early and held
                 taken = is_small and value_id in graph.ops[base[previous]].may_reuse and tight[previous + 1] > tight[previous]
-                if taken or (read - previous > least_gap and tight[read] > tight[previous + 1]):
-                    found[read] = 0
+                if taken or (slot - previous > least_gap and tight[slot] > tight[previous + 1]):
+                    found[slot] = 0
             for reader in graph.readers[value_id]:
                 for slot, level in levels.get(reader, {}).items():
                     if level < depth and slot > place[op_id] + 1:
