@@ -181,7 +181,7 @@ def compile_ours(model, batch, budget, smallest):
             break
     if best is None:
         raise SystemExit("no plan near the floor")
-    run = device.lower(traced, problem, best.solution.schedule, best.budget_bytes)
+    run = device.lower(traced, problem, best.solution.schedule)
     return run.compiled, {"tries": len(compilations), "recomputed": sum(best.solution.schedule.recomputed.values())}
 
 

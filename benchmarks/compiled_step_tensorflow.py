@@ -55,7 +55,7 @@ def ours(model, batch, budget, smallest):
             plan = plan_problem(problem, resident + budget, backend, time_limit_s=10.0)
         except RematError:
             break
-        step = backend.lower(traced, problem, plan.solution.schedule, plan.budget_bytes)
+        step = backend.lower(traced, problem, plan.solution.schedule)
         took = measured(backend, model, step, batch)
         tries += 1
         if best is None or took < best[0]:

@@ -147,8 +147,7 @@ class Measurement:
         problem = keras_remat.Problem(traced.graph, profile, name=self.paper.name)
         keras_remat.validate(problem, schedule)
         self.predicted[size] = self.backend.predicted_peak_bytes(problem, schedule)
-        peak = keras_remat.simulate(problem, schedule).peak_bytes
-        return self._measured(self.backend.lower(traced, problem, schedule, peak), size, self.options["steps"])
+        return self._measured(self.backend.lower(traced, problem, schedule), size, self.options["steps"])
 
     def trained(self, size: int, schedule: keras_remat.Schedule, name: str) -> tuple[keras_remat.Schedule, int, float]:
         """Trains by a known order, and where that is over the limit by one made again for this size and what was measured, as ``fit`` does.

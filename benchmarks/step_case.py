@@ -248,8 +248,7 @@ class Measurement:
                 continue
             if plan is not None:
                 schedule = plan.solution.schedule
-                peak = keras_remat.simulate(problem, schedule).peak_bytes
-                variants.append(Variant(budget, backend.lower(traced, problem, schedule, peak), initial))
+                variants.append(Variant(budget, backend.lower(traced, problem, schedule), initial))
         take_turns(model, self.state, variants, models.batches(data, self.case.batch_size), options["steps"], backend)
         self._compare(variants)
 
@@ -266,7 +265,7 @@ class Measurement:
         growth = _memory_high_water() - before
         schedule = keras_remat.Schedule.store_all(traced.graph)
         started = time.perf_counter()
-        store_all = backend.lower(traced, problem, schedule, keras_remat.simulate(problem, schedule).peak_bytes)
+        store_all = backend.lower(traced, problem, schedule)
         lower_s = time.perf_counter() - started
         with preserved_state(backend, model):
             store_all(batch)
@@ -280,7 +279,7 @@ class Measurement:
         if profile is None:
             raise RuntimeError("the profiler saw too few ops")
         problem = keras_remat.Problem(traced.graph, profile, name=self.case.name)
-        store_all = backend.lower(traced, problem, schedule, keras_remat.simulate(problem, schedule).peak_bytes)
+        store_all = backend.lower(traced, problem, schedule)
         before = _memory_high_water(reset=True)
         least = smallest_budget(problem, backend, options["probe_time_limit_s"])
         growth = max(growth, _memory_high_water() - before)

@@ -23,7 +23,6 @@ from keras_remat.plan import Plan
 from keras_remat.planning import plan_problem, reused_plan, traced_model
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule, Usage
-from keras_remat.simulate import simulate
 
 #: A size is the largest when one that is this share larger does not train.
 RESOLUTION = 0.03
@@ -111,7 +110,7 @@ def trainer(backend: Backend, model: Any, batch: Any) -> Train:
         traced = backend.trace(model, arrays)
         schedule = plan.solution.schedule
         problem = replace(plan.problem, graph=traced.graph)
-        run = backend.lower(traced, problem, schedule, simulate(problem, schedule).peak_bytes)
+        run = backend.lower(traced, problem, schedule)
         with preserved_state(backend, model):
             try:
                 usages = [backend.measure(lambda: run(arrays))[1] for _ in range(STEPS)]

@@ -165,7 +165,7 @@ def _replayed(
     best: tuple[Solution, int] | None = None
     for schedule in dict.fromkeys(solution.schedule for solution in reversed(solutions)):
         solution = next(s for s in reversed(solutions) if s.schedule == schedule)
-        peak = backend.predicted_peak_bytes(problem, schedule, target)
+        peak = backend.predicted_peak_bytes(problem, schedule)
         if best is None or peak < best[1]:
             best = replace(solution, usage=simulate(problem, schedule)), peak
         if peak <= budget_bytes:
@@ -282,7 +282,7 @@ def traced_model(
 def measured_problem(backend: Backend, model: Any, traced: TracedStep, problem: Problem, plan: Plan, batch: Any) -> Problem:
     """``problem`` with a profile measured by running ``plan`` on ``batch``; the model's variables are put back."""
     schedule = plan.solution.schedule
-    run = backend.lower(traced, problem, schedule, simulate(problem, schedule).peak_bytes)
+    run = backend.lower(traced, problem, schedule)
     with preserved_state(backend, model):
         run(batch)
         resident = backend.bytes_in_use()

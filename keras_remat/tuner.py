@@ -39,7 +39,6 @@ from keras_remat.planner import StepPlanner, TunerOptions
 from keras_remat.problem import Problem
 from keras_remat.report import AutotuneReport, Event
 from keras_remat.schedule import Schedule, Usage
-from keras_remat.simulate import simulate
 from keras_remat.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -362,9 +361,7 @@ class StepTuner:
         assert candidate.problem is not None
         with self._progress("building the rematerialized step"):
             schedule = plan.solution.schedule
-            # parallelism may use what the schedule itself needs at its peak, not what the allocator loses above that
-            peak = simulate(candidate.problem, schedule).peak_bytes
-            candidate.run = self._backend.lower(candidate.traced, candidate.problem, schedule, peak)
+            candidate.run = self._backend.lower(candidate.traced, candidate.problem, schedule)
         self._set_plan(candidate, plan)
         recording_helps = phase != "warm-up" or self._backend.measures_op_times
         candidate.enter(phase if recording_helps else "verify")

@@ -127,11 +127,11 @@ class Backend(Protocol):
     def recorder(self) -> ProfileRecorder:
         """A recorder for a measured profile."""
 
-    def lower(self, traced: TracedStep, problem: Problem, schedule: Schedule, budget_bytes: int) -> RunStep:
-        """A step that runs ``schedule``; parallelism may use memory up to ``budget_bytes``."""
+    def lower(self, traced: TracedStep, problem: Problem, schedule: Schedule) -> RunStep:
+        """A step that runs ``schedule``."""
 
-    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> int:
-        """The peak the device's allocator will show for ``schedule`` lowered under ``budget_bytes``."""
+    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """The peak the device's allocator will show for ``schedule``."""
 
     def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         """The peak of ``schedule`` where lowering it tells, before it runs; ``None`` where only a run tells."""

@@ -18,8 +18,8 @@ For a cell c, a value it reads (segments i before and i' after c) and one it wri
     (5) K[y,i] + X[c] ≤ 1                  a value that is there is not computed again
 
 With every op a candidate in every slot this is Checkmate's program (arXiv 1910.02653, eq. 1-9), stage by stage; choosing slots where
-a value has a reader, and those of its recomputed readers a few levels up, keeps it small. A takeover is modelled for each output of an op
-by the inputs of its size not claimed by an output before it: the output counts in full only if all of them are retained.
+a value has a reader, and those of its recomputed readers a few levels up, keeps it small. Takeovers are counted by size: the k-th output of
+a size needs a buffer of its own unless k inputs of that size that may be taken over are given up.
 
 Known limits: the order of first runs is fixed, so the program's bound says nothing about other orders and is not reported; ``status`` is
 ``"optimal"`` only when nothing is recomputed or the bound that holds for every order (:mod:`keras_remat.solvers.bound`) is met.
@@ -31,6 +31,7 @@ import itertools
 import math
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,8 @@ TIGHT_SHARE = 0.9
 """A gap matters when more than this share of the budget is in use somewhere in it."""
 SMALL_OPS = 500
 """Orders up to this length are searched without the shortcuts that long ones need."""
+TINY_OPS = 40
+"""In orders up to this length a value may be computed again anywhere in a gap, not only at its end."""
 ROW_SLACK = 0.003
 """Share of the capacity by which a row that stands for several cells may overstate each of them."""
 TIME_STEPS = 10**7
@@ -215,7 +218,7 @@ def candidate_slots(problem: Problem, base: Sequence[int], depth: int) -> dict[i
     A slot is one where an output of the op is read after a gap in which the base order comes close to the budget; or where a
     reader of an output is a candidate itself, up to ``depth`` readers away, unless the output is there anyway for a read much later.
     In a long order, gaps shorter than 1/300 of it are left alone; in a short one a value is a candidate too where an op could take its
-    buffer over if it were computed again afterwards.
+    buffer over if it were computed again afterwards; in a tiny one, everywhere in the gap.
     """
     graph = problem.graph
     place = {op_id: at for at, op_id in enumerate(base)}
@@ -244,7 +247,7 @@ def candidate_slots(problem: Problem, base: Sequence[int], depth: int) -> dict[i
                 slot = min(read, last[op_id])  # for a read after that the value is computed early and held
                 taken = is_small and value_id in graph.ops[base[previous]].may_reuse and tight[previous + 1] > tight[previous]
                 if taken or (slot - previous > least_gap and tight[slot] > tight[previous + 1]):
-                    found[slot] = 0
+                    found |= dict.fromkeys(range(previous + 2, slot) if len(base) <= TINY_OPS else (), 0) | {slot: 0}
             for reader in graph.readers[value_id]:
                 for slot, level in levels.get(reader, {}).items():
                     if level < depth and slot > place[op_id] + 1:
@@ -370,30 +373,36 @@ class _Builder:
         elif workspace:
             terms[cell.variable] = workspace
         donors = [v for v in dict.fromkeys(op.may_reuse) if v in self.events]
+        rank: Counter[int] = Counter()  # of an output among those of its size
         for value_id in op.outputs:
             nbytes = self.graph.values[value_id].nbytes
-            mine = [v for v in donors if self.graph.values[v].nbytes == nbytes]
-            donors = [v for v in donors if v not in mine]
-            new = self._new_buffer(cell, [later[v] for v in mine], bool(mine))
+            rank[nbytes] += 1
+            mine = [later[v] for v in donors if self.graph.values[v].nbytes == nbytes]
+            new = self._new_buffer(cell, mine, rank[nbytes])
             if new == self.KEPT:
                 constant += self.units(nbytes)
             elif new >= 0:
                 terms[new] = terms.get(new, 0) + self.units(nbytes)
         return terms, constant
 
-    def _new_buffer(self, cell: Cell, donors: list[int], any_donor: bool) -> int:
-        """The variable that is 1 when an output of ``cell`` needs a buffer of its own; donors are their segments after the cell."""
+    def _new_buffer(self, cell: Cell, donors: list[int], rank: int) -> int:
+        """The variable that is 1 when an output of ``cell`` needs a buffer of its own, being the ``rank``-th of its size.
+
+        It does when fewer than ``rank`` donors, whose segments after the cell these are, are given up.
+        """
         runs = cell.variable if cell.variable >= 0 else self.KEPT
-        if not any_donor:
-            return runs
-        if self.GONE in donors:
+        if donors.count(self.GONE) >= rank:
             return self.GONE
-        needed = [d for d in donors if d >= 0]
-        if not needed:
+        spare = len(donors) - donors.count(self.KEPT)  # given up at most
+        if spare < rank:
             return runs
         new = self.program.variable()
-        indexes = [*needed, *([runs] if runs >= 0 else [])]
-        self.program.rows.append(([*indexes, new], [*[1] * len(indexes), -1], len(indexes) - 1))
+        # Σ retained ≤ spare − rank unless there is a new buffer or the cell does not run
+        needed = [d for d in donors if d >= 0]
+        if runs >= 0:
+            self.program.rows.append(([*needed, runs, new], [*[1] * len(needed), rank, -rank], spare))
+        else:
+            self.program.rows.append(([*needed, new], [*[1] * len(needed), -rank], spare - rank))
         return new
 
     def hint(self, order: Sequence[int]) -> list[int]:

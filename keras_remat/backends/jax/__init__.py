@@ -124,7 +124,7 @@ class JaxBackend:
 
     # ---------------------------------------------------------------- what schedules take
 
-    def lower(self, traced: Any, problem: Problem, schedule: Schedule, budget_bytes: int) -> RunStep:
+    def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
         return LoweredStep(traced, schedule, self._compiled(traced, problem, schedule), self._device)
 
     def _compiled(self, traced: JaxTracedStep, problem: Problem, schedule: Schedule | None) -> Any:
@@ -138,7 +138,7 @@ class JaxBackend:
             calibration.learn(*_simulated(problem, schedule), self._added_bytes[key])
         return self._newest[1]
 
-    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> int:
+    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         fingerprint, resident = problem.graph.fingerprint, problem.profile.resident_bytes
         order = None if schedule == Schedule.store_all(problem.graph) else schedule.order
         if order is None and fingerprint in self._traced:

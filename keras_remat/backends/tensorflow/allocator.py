@@ -15,6 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import count
 
+from keras_remat.backends.tensorflow import kinds
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
 from keras_remat.units import KIB, MIB
@@ -102,6 +103,13 @@ class BestFitAllocator:
         self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
         return chunk
 
+    def foreign(self, nbytes: int) -> _Chunk:
+        """A chunk in use that is among the bytes in use already, next to nothing that is free."""
+        chunk = _Chunk(next(self._next_address), nbytes)
+        chunk.free = False
+        self._chunk_at[chunk.address] = chunk
+        return chunk
+
     def release(self, chunk: _Chunk | None) -> None:
         """Takes a chunk back and joins it with its free neighbours."""
         if chunk is None:
@@ -155,6 +163,7 @@ def replayed_peak_bytes(
     writes = [[v for v in op.outputs if large[v]] for op in graph.ops]
     dying = _dying(schedule, reads, writes, [v for v in graph.outputs if large[v]])
     kept = set(graph.outputs)
+    variables: dict[int, _Chunk | None] = {}  # id of the op that assigns it → where the variable is
     for _ in range(steps):
         chunks: dict[int, _Chunk | None] = {}
         for k, op_id in enumerate(schedule.order):
@@ -171,6 +180,12 @@ def replayed_peak_bytes(
                         del donors[donor]
                         chunks[value_id] = chunks.pop(donor)
             allocator.release(allocator.allocate(profile.op_workspace_bytes[op_id]))
+            if ending and graph.ops[op_id].kind in kinds.TAKES_OVER:
+                # the variable's buffer is the value's from now on, and the one it had is free
+                taken, *ending = ending
+                old = variables[op_id] if op_id in variables else allocator.foreign(values[taken].nbytes)
+                variables[op_id] = chunks.pop(taken)
+                allocator.release(old)
             for value_id in ending:
                 allocator.release(chunks.pop(value_id, None))
         for chunk in chunks.values():

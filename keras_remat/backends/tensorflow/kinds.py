@@ -30,8 +30,11 @@ REUSES_INPUT = frozenset(
      "Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Softplus", "Softsign", "ReluGrad", "Relu6Grad", "LeakyReluGrad", "EluGrad", "SeluGrad",
      "SoftplusGrad", "SoftsignGrad", "SigmoidGrad", "TanhGrad", "SqrtGrad", "RsqrtGrad", "InvGrad", "ReciprocalGrad",
      # others
-     "BiasAdd", "Softmax", "LogSoftmax", "ClipByValue", "LogicalNot", "LogicalAnd", "LogicalOr", "_UnaryOpsComposition"}
+     "BiasAdd", "Softmax", "LogSoftmax", "ClipByValue", "LogicalNot", "LogicalAnd", "LogicalOr", "SelectV2", "_UnaryOpsComposition"}
 )  # fmt: skip
+
+#: Makes the buffer of a dying input the variable's own; the one it had goes back.
+TAKES_OVER = frozenset({"AssignVariableOp"})
 
 #: Types whose inputs Grappler puts in order by name.
 COMMUTATIVE = frozenset({"Add", "AddV2", "AddN", "Mul", "Maximum", "Minimum", "SquaredDifference", "LogicalAnd", "LogicalOr"})

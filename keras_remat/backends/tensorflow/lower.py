@@ -2,7 +2,7 @@
 
 The optimized graph is written once more, node by node in the order of the schedule; an op that repeats becomes a copy under another
 name, and a reader reads the newest copy before it. Views are copied with the instance they look at. Control edges carry what no tensor
-does: assignments after the reads they follow (S4), and *fences* where memory needs an op to wait (:mod:`.ordering`). The function runs
+does: assignments after the reads they follow (S4), and the order of what touches the allocator's pool (:mod:`.ordering`). The function runs
 verbatim: neither Grappler nor a common-subexpression pass sees it, by a configuration that travels with the call.
 
 Loops and branches are single ops while their times are not measured yet, because that is how the profiler can time them; with a measured
@@ -31,11 +31,11 @@ class LoweredStep:
         schedule: the order it runs.
     """
 
-    def __init__(self, traced: TensorFlowStep, problem: Problem, schedule: Schedule, budget_bytes: int | None):
+    def __init__(self, traced: TensorFlowStep, problem: Problem, schedule: Schedule, smallest_bytes: int):
         self.traced, self.problem, self.schedule = traced, problem, schedule
         writer = _Writer(traced, schedule, inline_control_flow=problem.profile.source == "measured")
-        fences = {} if budget_bytes is None else ordering.fences(problem, schedule, budget_bytes)
-        self._function = _build(traced, writer, writer.write(fences))
+        ordered = ordering.ordered_positions(problem, schedule, smallest_bytes)
+        self._function = _build(traced, writer, writer.write(ordered))
         self.names = writer.names
 
     def __call__(self, batch: Any) -> Any:
@@ -47,16 +47,16 @@ class LoweredStep:
         return tf.nest.pack_sequence_as(structure, flat)
 
 
-def lower(traced: TensorFlowStep, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> LoweredStep:
-    """Returns a step that runs ``schedule``.
+def lower(traced: TensorFlowStep, problem: Problem, schedule: Schedule, smallest_bytes: int = 0) -> LoweredStep:
+    """Returns a step that runs ``schedule``, whose ops may change places as far as the allocator's pool does not see it.
 
     Args:
         traced: the step the problem's graph came from.
         problem: its graph and costs.
         schedule: a legal order.
-        budget_bytes: parallelism may use memory up to this; ``None`` enforces data dependencies only (recomputations are always ordered).
+        smallest_bytes: what the pool serves at least; 0 orders all that holds data.
     """
-    return LoweredStep(traced, problem, schedule, budget_bytes)
+    return LoweredStep(traced, problem, schedule, smallest_bytes)
 
 
 def _is_none(leaf: Any) -> bool:
@@ -77,22 +77,14 @@ class _Writer:
         self.used_placeholders: set[str] = set()
         self.ends: list[str] = []  # what the step returns, as tensor names
 
-    def write(self, waits: dict[int, int]) -> Any:
-        """Returns the GraphDef; ``waits`` maps a position to the position whose fence it waits for."""
+    def write(self, ordered: Sequence[bool]) -> Any:
+        """Returns the GraphDef; an op at a position that is ``ordered`` runs after the last such op before it."""
         graph = self.traced.graph
-        fence_at = sorted(set(waits.values()))
-        fence_name: dict[int, str] = {}
-        next_fence, fenced_to, last_fence = 0, 0, None
-        for k, op_id in enumerate(self.schedule.order):
-            fence = fence_name.get(waits.get(k, -1))
-            self.names.append(tuple(self._emit(name, fence) for name in self.traced.node_names[graph.ops[op_id].name]))
-            while next_fence < len(fence_at) and fence_at[next_fence] == k:
-                node = tf.compat.v1.NodeDef(name=f"remat_fence_{k}", op="NoOp")
-                fenced = [name for names in self.names[fenced_to : k + 1] for name in names]
-                node.input.extend(f"^{name}" for name in ([last_fence] if last_fence else []) + fenced)
-                self._nodes.append(node)
-                fence_name[k] = last_fence = node.name
-                fenced_to, next_fence = k + 1, next_fence + 1
+        before: tuple[str, ...] = ()
+        for op_id, waits in zip(self.schedule.order, ordered, strict=True):
+            nodes = self.traced.node_names[graph.ops[op_id].name]
+            self.names.append(tuple(self._emit(name, before if waits else ()) for name in nodes))
+            before = self.names[-1] if waits else before
         self.ends = [self._tensor(tensor) for tensor in self.traced.output_tensors]
         self._finish()
         document = tf.compat.v1.GraphDef(versions=self.traced.versions, library=self.traced.library)
@@ -106,15 +98,12 @@ class _Writer:
         done.input.extend(f"^{name}" for names in once for name in names)
         self._nodes.append(done)
 
-    def _emit(self, op_name: str, fence: str | None) -> str:
+    def _emit(self, op_name: str, before: Sequence[str]) -> str:
         node = self.traced.nodes[op_name]
         copies = self._copies.setdefault(op_name, [])
         name = op_name if not copies else f"{op_name}/remat_{len(copies)}"
         inputs = [self._tensor(tensor_key(i)) for i in node.input if not i.startswith("^")]
-        controls = self._controls(node)
-        if fence is not None:
-            controls.append(fence)
-        self._append(node, name, inputs, controls)
+        self._append(node, name, inputs, [*self._controls(node), *before])
         copies.append(name)
         self._newest[op_name] = name
         return name

@@ -93,12 +93,11 @@ class TensorFlowBackend:
     def recorder(self) -> ProfileRecorder:
         return _Recorder()
 
-    def lower(self, traced: Any, problem: Problem, schedule: Schedule, budget_bytes: int) -> RunStep:
-        return lowering.lower(traced, problem, schedule, budget_bytes)
+    def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
+        return lowering.lower(traced, problem, schedule, _smallest_bytes())
 
-    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> int:
-        on_gpu = profiling.device_name().startswith("GPU")
-        return allocator.replayed_peak_bytes(problem, schedule, smallest_bytes=0 if on_gpu else allocator.CPU_SMALL_BYTES)
+    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        return allocator.replayed_peak_bytes(problem, schedule, smallest_bytes=_smallest_bytes())
 
     def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         return None
@@ -132,6 +131,11 @@ class TensorFlowBackend:
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         return InstalledTrainFunction(model, runner)
+
+
+def _smallest_bytes() -> int:
+    """What the device's pool serves at least."""
+    return 0 if profiling.device_name().startswith("GPU") else allocator.CPU_SMALL_BYTES
 
 
 def _with_pool(profile: Profile) -> Profile:

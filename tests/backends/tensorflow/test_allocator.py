@@ -1,5 +1,7 @@
 """Best fit with coalescing, against cases worked out by hand from the rules of TensorFlow's BFC allocator."""
 
+import pytest
+
 from keras_remat.backends.tensorflow.allocator import BestFitAllocator, replayed_peak_bytes
 from keras_remat.graph import Graph, Op, Value, chain_example
 from keras_remat.problem import Problem
@@ -51,6 +53,15 @@ def test_replay_begins_with_the_chunks_that_are_free():
     pool = BestFitAllocator(free_chunk_bytes=(2 * MIB, 4 * MIB, 10 * MIB))
     assert [pool.allocate(n * MIB).size // MIB for n in (6, 1, 3)] == [10, 1, 4]
     assert pool.bytes_in_use == 15 * MIB
+
+
+@pytest.mark.parametrize(("kind", "peak"), [("AssignVariableOp", 5), ("Anything", 4)])
+def test_an_assignment_moves_the_variable(kind, peak):
+    """A variable of 3 MiB comes to lie in a chunk of 4, which the value of 4 MiB after it then cannot have: it leaves a hole of 3 instead."""
+    ops = (Op(0, "new", "x", (), (0,)), Op(1, "assign", kind, (0,), ()), Op(2, "large", "x", (), (1,), after=(1,)))
+    graph = Graph(ops, (Value(0, "v", 3 * MIB, producer=0), Value(1, "t", 4 * MIB, producer=2)), (1,))
+    problem = Problem(graph, Profile((1.0,) * 3, (0,) * 3, 10 * MIB, free_chunk_bytes=(4 * MIB, 16 * MIB)))
+    assert replayed_peak_bytes(problem, Schedule((0, 1, 2)), steps=1) == (10 + peak) * MIB
 
 
 def test_inputs_take_chunks_of_a_known_pool():

@@ -248,7 +248,7 @@ def test_recording_of_real_steps_sees_most_ops_and_their_workspace(mlp):
     model, batch, traced = mlp
     data = BACKEND.example_batch(model, batch)
     problem = Problem(traced.graph, estimated_profile(traced))
-    run = lower(traced, problem, Schedule.store_all(traced.graph), 2**40)
+    run = lower(traced, problem, Schedule.store_all(traced.graph))
     run(data)
     recorder = Recorder()
     assert not recorder.recording

@@ -124,7 +124,7 @@ class CompiledBackend(TensorFlowBackend):
     def recorder(self) -> Any:
         return _Recorder(self)
 
-    def lower(self, traced: Any, problem: Problem, schedule: Schedule, budget_bytes: int) -> RunStep:
+    def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
         try:
             step = StepRun(lowering.lower(traced, schedule), problem, self)
         except (KeyError, ValueError) as error:
@@ -142,7 +142,7 @@ class CompiledBackend(TensorFlowBackend):
             except tf.errors.ResourceExhaustedError:  # more than the machine promises: the buffer takes what chunk there is
                 logger.debug("keras_remat: no free region of %d bytes", nbytes)
 
-    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule, budget_bytes: int | None = None) -> int:
+    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         resident = problem.profile.resident_bytes
         known = self._added_bytes.get((problem.graph.fingerprint, schedule.order))
         if known is None:
