@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
 from keras_remat.simulate import live_bytes
@@ -43,11 +45,15 @@ def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]
     return min(orders, key=lambda order: _over_budget(problem, order))
 
 
-def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[int, int]:
-    """Bytes over the budget, summed over the order, and the peak."""
+def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[float, int]:
+    """Bytes over the budget times seconds, summed over the order, and the peak.
+
+    Time and not positions: many quick ops (updates) that run where much is alive hold nothing there for long.
+    """
     live = live_bytes(problem, Schedule(tuple(order)))
-    over = live - problem.budget_bytes if problem.budget_bytes is not None else live[:0]
-    return int(over[over > 0].sum()), int(live.max(initial=0))
+    budget = live.max(initial=0) if problem.budget_bytes is None else problem.budget_bytes
+    times = [problem.profile.op_time_s[op_id] for op_id in order]
+    return float(np.maximum(live - budget, 0) @ np.asarray(times, dtype=np.float64)), int(live.max(initial=0))
 
 
 class _Hoist:
