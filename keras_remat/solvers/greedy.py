@@ -124,8 +124,8 @@ def candidates(
     best_s = float("inf")
     left = NEVER if max_steps is None else max_steps
     for patience in (5, 12, 30):  # most runs per op; a policy that thrashes is seldom worth waiting for
-        for policy in POLICIES:
-            for order in orders:
+        for order in orders:
+            for policy in POLICIES:
                 if left <= 0:
                     return
                 known_s = problem.store_all_time_s

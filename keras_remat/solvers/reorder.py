@@ -90,6 +90,10 @@ class _Hoist:
             fresh = self._commit(op_id)
             while fresh:
                 fresh = [candidate for candidate in dict.fromkeys(fresh) if not self.done[candidate]]
+                reducer = next((candidate for candidate in fresh if self._reduces(candidate)), None)
+                if reducer is not None:
+                    fresh += self._commit(reducer)
+                    continue
                 for longest in (1, CLUSTER_OPS):  # what shrinks memory by itself goes before longer runs
                     clusters = (self._shrinking_cluster(c, longest) for c in fresh if longest == 1 or c != following)
                     cluster = next(filter(None, clusters), None)
@@ -116,6 +120,12 @@ class _Hoist:
             if self.waiting[follower] <= PULLED_OPS:
                 touched.append(follower)
         return touched
+
+    def _reduces(self, op_id: int) -> bool:
+        """Whether an op that is ready makes little of much."""
+        op = self.ops[op_id]
+        most = max((self.nbytes[v] for v in op.inputs if self.producer[v] is not None), default=0)
+        return not self.waiting[op_id] and 0 < sum(self.nbytes[v] for v in op.outputs) <= SMALL_SHARE * most
 
     def _pulled(self, op_id: int, share: float, run: Collection[int] = ()) -> list[int] | None:
         """Ops to run before ``op_id`` can, besides ``run``; ``None`` when they are many or compute more than a share of what it reads."""
