@@ -215,30 +215,48 @@ class _Run:
         return tuple(self.order)
 
     def _materialize(self, target: int, limit: int) -> None:
-        """Computes the missing inputs of ``target``, parents first; on return they are alive and locked until it has run."""
-        stack: list[tuple[int, Iterator[int]]] = [(target, iter(self._inputs(target)))]
+        """Computes the missing inputs of ``target``; on return all of them are alive and locked until it has run.
+
+        Of several missing inputs the one with the most to compute comes first, as in Sethi and Ullman's order for expressions. What was
+        computed for an op stays locked until the op runs; an input that was there anyway may have to go and come again.
+        """
+        stack: list[tuple[int, set[int]]] = [(target, set())]
         while stack:
-            op_id, rest = stack[-1]
-            for value_id in rest:
-                producer = self.producer[value_id]
-                if producer is None:
-                    continue
-                if self.alive[value_id]:
+            op_id, locked = stack[-1]
+            missing = [v for v in self._inputs(op_id) if not self.alive[v]]
+            if missing:
+                if self.steps > limit:
+                    raise StuckError("the recomputations exploded")
+                producers = dict.fromkeys(self._producer_of(v) for v in missing)
+                if any(self.last_run[producer] < self.now for producer in producers):
+                    raise StuckError("a value cannot be computed again")
+                first = max(producers, key=self._bytes_to_compute) if len(producers) > 1 else next(iter(producers))
+                stack.append((first, set()))
+                continue
+            for value_id in self._inputs(op_id):
+                if value_id not in locked:
                     self._lock(value_id)
-                    continue
-                if self.last_run[producer] < self.now or self.steps > limit:
-                    raise StuckError("a value cannot be computed again, or the recomputations exploded")
-                # Ask again for this value once its producer has run.
-                stack[-1] = (op_id, _prepend(value_id, rest))
-                stack.append((producer, iter(self._inputs(producer))))
-                break
-            else:
-                stack.pop()
-                if stack:
-                    self._execute(op_id)
+            stack.pop()
+            if stack:
+                self._execute(op_id)
+                reader, kept = stack[-1]
+                for value_id in self.ops[op_id].outputs:
+                    if value_id in self.ops[reader].inputs and value_id not in kept:
+                        self._lock(value_id)
+                        kept.add(value_id)
+
+    def _producer_of(self, value_id: int) -> int:
+        producer = self.producer[value_id]
+        if producer is None:
+            raise ValueError(f"value {value_id} is a step input")
+        return producer
+
+    def _bytes_to_compute(self, op_id: int) -> int:
+        """Bytes of everything that has to be computed before ``op_id`` can run, and of what it computes."""
+        return sum(self.nbytes[v] for missing in self._missing(op_id, 200) for v in self.ops[missing].outputs)
 
     def _inputs(self, op_id: int) -> Iterable[int]:
-        return sorted(set(self.ops[op_id].inputs))
+        return sorted({v for v in self.ops[op_id].inputs if self.producer[v] is not None})
 
     def _lock(self, value_id: int) -> None:
         self.locks[value_id] += 1
@@ -391,7 +409,3 @@ class _Run:
                     self.stale[parent] = None
         return True
 
-
-def _prepend(first: int, rest: Iterator[int]) -> Iterator[int]:
-    yield first
-    yield from rest
