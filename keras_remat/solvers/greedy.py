@@ -50,6 +50,9 @@ STEPS_PER_S = 80_000
 """Steps per second of a time limit; fewer than there are in a second."""
 OPS_PER_STEP = 10
 """Running an op is a step, and so is looking at this many missing ones to see what a value costs."""
+KEPT_SHARE = 1 / 256
+"""Share of the budget for small values that are never dropped. What is computed from them (a mean, spread out to the size of an
+activation) can then be computed again when the large values they come from are gone and variables have been updated."""
 TRIM_GAIN = 1.15
 """A run goes on until its overhead is this many times the best one's: trimming may still make it the better one."""
 
@@ -189,6 +192,7 @@ class _Run:
         # Scores are kept in arrays over the values that can be evicted at all.
         scale = np.array([value.nbytes for value in graph.values], dtype=np.float64)
         self.size = np.maximum(scale, 1e-9)
+        self.kept = _small_values(problem)
         self.open = np.zeros(count, dtype=bool)  # alive and evictable
         self.cost, self.need = np.zeros(count), np.zeros(count)
         self.stale: dict[int, None] = {}
@@ -299,7 +303,7 @@ class _Run:
         for value_id in inputs:
             self._unlock(value_id)
         for value_id in (*inputs, *op.outputs):
-            if self.alive[value_id] and not self.locks[value_id] and not self._wanted(value_id):
+            if self.alive[value_id] and not self.locks[value_id] and not self.kept[value_id] and not self._wanted(value_id):
                 self._drop(value_id)
 
     def _settle(self, op_id: int) -> None:
@@ -332,11 +336,32 @@ class _Run:
     def _needed(self, op: Op, new: list[int]) -> int:
         """Bytes to allocate before ``op`` can run and compute ``new``."""
         needed = sum(self.nbytes[v] for v in new) + self.profile.op_workspace_bytes[op.id]
-        if op.may_reuse and len(new) == len(op.outputs):
-            needed -= reused_bytes(
-                op, self.graph.values, {v for v in op.may_reuse if self.locks[v] == 1 and not self._wanted(v)}
-            )
+        if self._takes_over(op, new):
+            needed -= reused_bytes(op, self.graph.values, self._dying(op))
         return needed
+
+    def _takes_over(self, op: Op, new: list[int]) -> bool:
+        """Whether buffers can be taken over: not by outputs that are there already."""
+        return bool(op.may_reuse) and not any(self.nbytes[v] for v in op.outputs if v not in new)
+
+    def _dying(self, op: Op) -> set[int]:
+        """The inputs whose buffers ``op`` takes over where they are of the right size."""
+        return {v for v in op.may_reuse if self.locks[v] == 1 and self.alive[v] and not self.kept[v] and not self._wanted(v)}
+
+    def _given_up(self, op: Op, new: list[int]) -> list[int]:
+        """Inputs that are read again later, whose buffers ``op`` takes over if they are computed again for that."""
+        if not self._takes_over(op, new):
+            return []
+        dying = self._dying(op)
+        known = reused_bytes(op, self.graph.values, dying)
+        return [
+            v
+            for v in op.may_reuse
+            if v not in dying
+            and self.locks[v] == 1
+            and self._is_evictable(v)
+            and reused_bytes(op, self.graph.values, dying | {v}) == known + self.nbytes[v]
+        ]
 
     def _make_room(self, op: Op, new: list[int]) -> None:
         # An eviction can make an input of the op wanted again, whose buffer can then not be taken over: ask every time.
@@ -344,7 +369,10 @@ class _Run:
             if time.perf_counter() > self.deadline_s:
                 raise StuckError(f"{self.held + needed} bytes needed")
             self._refresh()
-            ids = np.flatnonzero(self.open)
+            given_up = self._given_up(op, new)
+            for value_id in given_up:
+                self._appraise(value_id)
+            ids = np.concatenate([np.flatnonzero(self.open), np.array(given_up, dtype=np.int64)])
             if not len(ids):
                 raise StuckError(f"{self.held + needed} bytes needed")
             rating = self.cost[ids] ** self.policy.cost / (
@@ -356,23 +384,24 @@ class _Run:
             else:
                 raise StuckError(f"{self.held + needed} bytes needed")
 
+    def _is_evictable(self, value_id: int) -> bool:
+        producer = self.producer[value_id]
+        return producer is not None and self.alive[value_id] and not self.kept[value_id] and self.last_run[producer] >= self.now
+
     def _refresh(self) -> None:
         for value_id in self.stale:
-            producer = self.producer[value_id]
-            usable = (
-                producer is not None
-                and self.alive[value_id]
-                and not self.locks[value_id]
-                and self.nbytes[value_id] > 0
-                and self.last_run[producer] >= self.now
-            )
-            self.open[value_id] = usable
-            if usable and producer is not None:
-                self.cost[value_id] = sum(self.profile.op_time_s[i] for i in self._missing(producer, 200)) + 0.01 * self.tick_s
-                base_need = self.reads[value_id][-1] if self.reads[value_id] else len(self.base)
-                pending = (self.earliest[reader] for reader in self.pending_readers[value_id])
-                self.need[value_id] = min(base_need, min(pending, default=base_need))
+            self.open[value_id] = usable = not self.locks[value_id] and self._is_evictable(value_id)
+            if usable:
+                self._appraise(value_id)
         self.stale.clear()
+
+    def _appraise(self, value_id: int) -> None:
+        """What the eviction of a value would cost, and when it will be needed again."""
+        missing = self._missing(self._producer_of(value_id), 200)
+        self.cost[value_id] = sum(self.profile.op_time_s[i] for i in missing) + 0.01 * self.tick_s
+        base_need = self.reads[value_id][-1] if self.reads[value_id] else len(self.base)
+        pending = (self.earliest[reader] for reader in self.pending_readers[value_id])
+        self.need[value_id] = min(base_need, min(pending, default=base_need))
 
     def _missing(self, op_id: int, limit: int) -> list[int]:
         """``op_id`` and the ops that would have to run before it could run now, at most ``limit`` of them."""
@@ -388,9 +417,7 @@ class _Run:
 
     def _evict(self, value_id: int) -> bool:
         """Evicts a value if it can be computed again whenever it will be asked for."""
-        producer = self.producer[value_id]
-        if producer is None:
-            raise ValueError(f"value {value_id} is a step input")
+        producer = self._producer_of(value_id)
         readers = self.pending_readers[value_id]
         base_need = self.reads[value_id][-1] if self.reads[value_id] else None
         latest = max([self.latest[r] for r in readers] + ([base_need] if base_need is not None else []))
@@ -409,3 +436,15 @@ class _Run:
                     self.stale[parent] = None
         return True
 
+
+def _small_values(problem: Problem) -> list[bool]:
+    """Which values are kept for good: the smallest ones, as many as hold :data:`KEPT_SHARE` of the budget together."""
+    values = problem.graph.values
+    kept = [False] * len(values)
+    left = int(KEPT_SHARE * (problem.budget_bytes or 0))
+    for value in sorted((value for value in values if value.producer is not None), key=lambda value: value.nbytes):
+        left -= value.nbytes
+        if left < 0:
+            break
+        kept[value.id] = True
+    return kept

@@ -41,7 +41,8 @@ def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]
         problem: the graph, its sizes, and the budget to stay within.
         base: a legal order without recomputation.
     """
-    orders = (tuple(base), tuple(_Hoist(problem, base).run()))
+    hoisted = tuple(_Hoist(problem, base).run())
+    orders = (tuple(base), hoisted, _postponed(problem, hoisted))
     return min(orders, key=lambda order: _over_budget(problem, order))
 
 
@@ -54,6 +55,43 @@ def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[float, int]:
     budget = live.max(initial=0) if problem.budget_bytes is None else problem.budget_bytes
     times = [problem.profile.op_time_s[op_id] for op_id in order]
     return float(np.maximum(live - budget, 0) @ np.asarray(times, dtype=np.float64)), int(live.max(initial=0))
+
+
+def _postponed(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
+    """The ops of a legal order without recomputation, those that take more than they free as late as they can.
+
+    Walks the order from its end: an op whose followers have all been placed comes right before them unless what it reads, and nobody
+    reads later, holds more bytes than what it computes.
+    """
+    graph = problem.graph
+    included = set(base)
+    before: dict[int, list[int]] = {}
+    waiting = dict.fromkeys(base, 0)  # ops that must run after it and have no place yet
+    for op_id in base:
+        producers = (graph.values[v].producer for v in graph.ops[op_id].inputs)
+        before[op_id] = [p for p in dict.fromkeys((*producers, *graph.ops[op_id].after)) if p is not None and p in included]
+        for earlier in before[op_id]:
+            waiting[earlier] += 1
+    alive = set(graph.outputs)
+
+    def grows(op_id: int) -> bool:
+        op = graph.ops[op_id]
+        freed = {v for v in op.inputs if v not in alive and graph.values[v].producer is not None}
+        return sum(graph.values[v].nbytes for v in freed) <= sum(graph.values[v].nbytes for v in op.outputs)
+
+    backwards: dict[int, None] = {}
+    for last in reversed(base):
+        stack = [last]
+        while stack:
+            op_id = stack.pop()
+            if op_id in backwards:
+                continue
+            backwards[op_id] = None
+            alive.update(graph.ops[op_id].inputs)
+            for earlier in before[op_id]:
+                waiting[earlier] -= 1
+            stack += [earlier for earlier in reversed(before[op_id]) if not waiting[earlier] and grows(earlier)]
+    return tuple(reversed(backwards))
 
 
 class _Hoist:
