@@ -7,10 +7,10 @@ which evicted ops are waiting for a value. The value with the least
 
     (seconds to compute it and its missing ancestors again) ** a / (bytes · (distance to its next need) ** b)
 
-goes first. No single (a, b) wins everywhere, so a few are tried on each base order (the default one, and the memory-aware one of
-:mod:`keras_remat.solvers.reorder`), recomputations there turns out to be room for are taken back (:mod:`keras_remat.solvers.trim`), and
-the fastest schedule is returned. Evicting late costs nothing: the derived lifetime of an evicted value ends at its last read, not at
-the moment of the decision.
+goes first. An input of the running op that is read again later can go too where its buffer is taken over. No single (a, b) wins everywhere,
+so a few are tried on each base order (the default one, and the memory-aware one of :mod:`keras_remat.solvers.reorder`), some under tighter
+budgets too, recomputations there turns out to be room for are taken back (:mod:`keras_remat.solvers.trim`), and the fastest schedule is
+returned. Evicting late costs nothing: the derived lifetime of an evicted value ends at its last read, not at the moment of the decision.
 
 Known limits: decisions are not revised but for that (:mod:`keras_remat.solvers.anneal` does more), and no bound is proved.
 """
@@ -50,6 +50,9 @@ STEPS_PER_S = 80_000
 """Steps per second of a time limit; fewer than there are in a second."""
 OPS_PER_STEP = 10
 """Running an op is a step, and so is looking at this many missing ones to see what a value costs."""
+TIGHTER = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2)
+"""Budgets that are tried, as shares of the room above the floor: what gets stuck under one may pass under a tighter one, and trimming
+gives back what is too tight. The next one is tried while nothing is known, or the last one was an improvement."""
 KEPT_SHARE = 1 / 256
 """Share of the budget for small values that are never dropped. What is computed from them (a mean, spread out to the size of an
 activation) can then be computed again when the large values they come from are gone and variables have been updated."""
@@ -126,24 +129,30 @@ def candidates(
         return
     best_s = float("inf")
     left = NEVER if max_steps is None else max_steps
+    floor = problem.floor_bytes
     for patience in (5, 12, 30):  # most runs per op; a policy that thrashes is seldom worth waiting for
-        for order in orders:
-            for policy in POLICIES:
-                if left <= 0:
-                    return
-                known_s = problem.store_all_time_s
-                run = _Run(problem, order, policy, deadline_s, known_s + TRIM_GAIN * (best_s - known_s))
-                try:
-                    found = run.run(min(left, patience * len(order) + 1000))
-                except StuckError:
-                    continue
-                finally:
-                    left -= run.steps
-                schedule = Schedule(trimmed(problem, found, budget))
-                seconds = simulate(problem, schedule).time_s
-                if seconds < best_s:
-                    best_s = seconds
-                    yield schedule
+        for share in TIGHTER:
+            tighter = problem.with_budget(max(floor + int(share * (budget - floor)), 1))
+            before_s = best_s
+            for order in orders:
+                for policy in POLICIES:
+                    if left <= 0:
+                        return
+                    known_s = problem.store_all_time_s
+                    run = _Run(tighter, order, policy, deadline_s, known_s + TRIM_GAIN * (best_s - known_s))
+                    try:
+                        found = run.run(min(left, patience * len(order) + 1000))
+                    except StuckError:
+                        continue
+                    finally:
+                        left -= run.steps
+                    schedule = Schedule(trimmed(problem, found, budget))
+                    seconds = simulate(problem, schedule).time_s
+                    if seconds < best_s:
+                        best_s = seconds
+                        yield schedule
+            if best_s < float("inf") and best_s == before_s:
+                return
         if best_s < float("inf"):
             return
 

@@ -44,7 +44,8 @@ def improve(
 
     Args:
         problem: with a budget.
-        start: a legal order; one over the budget is a start too, though a worse one.
+        start: a legal order; one over the budget is a start too, though a worse one, and so is one whose recomputations before a first
+            run must not be in the order of the first runs.
         deadline_s: ``time.perf_counter()`` time to end at.
         work: deterministic limit (:func:`keras_remat.solvers.intervals.work_limit`) for each of the two processes.
         depth: of the candidates, as for :func:`keras_remat.solvers.intervals.improve`.
@@ -64,7 +65,7 @@ def improve(
     if not pairs or deadline_s - time.perf_counter() <= intervals.MINIMUM_S:
         return 0.0
     rng = random.Random(seed)
-    best_s = _seconds(problem, order_of(base, chosen))
+    best_s, known_s = _seconds(problem, order_of(base, chosen)), _seconds(problem, tuple(start))
     size, done, idle = max(FIRST_SIZE, FIRST_SHARE * len(pairs)), 0.0, 0
     half = cp_sat.MEMORY_LIMIT_BYTES // 2
     with cp_sat.Worker(half) as first, cp_sat.Worker(half) as second:
@@ -100,7 +101,8 @@ def improve(
             idle += 1
             if seconds < best_s * (1 - 1e-9):
                 best_s, chosen, idle = seconds, options[at], 0
-                yield order_of(base, chosen)
+                if best_s < known_s * (1 - 1e-9):
+                    yield order_of(base, chosen)
     return done
 
 

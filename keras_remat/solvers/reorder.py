@@ -5,11 +5,17 @@ step, although an update may run as soon as its gradient is there and the last r
 rematerialization paper uses that freedom; it lowers the bytes alive at no cost in time, at the peak or below it: a budget of half
 the peak is out of reach of every recomputation while all weight gradients wait for the end.
 
-List scheduling over the default order: before the next op of the default order runs, every op that is ready and leads, alone or
+List scheduling over the default order, in two passes. Forwards: before the next op of the default order runs, every op that is ready and leads, alone or
 followed by its own descendants, to less memory than before is moved ahead of it. Looking at descendants is what moves an optimizer with
 slots (several ops per weight, which first take memory) and not only plain SGD. An op that waits only for a few small values nobody has
 computed yet (the learning rate, read once per weight) takes their producers along, and in such a run of ops large ones too (the momentum
 times its decay), which must pay for themselves before the run ends.
+
+An op that makes little of much (a weight gradient, a mean) runs at once: the sooner it has read the activation, the longer
+that can be gone.
+
+Backwards: an op that takes more than it frees (a gradient spread out to the size of an activation) runs as late as it can. At the peak of
+a step with recomputation a handful of activations are alive, and such ops decide how many.
 
 Known limits: the forward and backward ops keep their relative order unless they shrink memory; the order is a heuristic.
 """
@@ -29,7 +35,9 @@ CLUSTER_OPS = 48
 PULLED_OPS = 8
 """Most ops that are run early because another op waits for their outputs."""
 SMALL_SHARE = 1 / 8
-"""Outputs are small below this share of what the op that waits for them reads."""
+"""Outputs are small below this share of what the op that waits for them reads, or of what their own op reads."""
+TOLERATED = 0.01
+"""How much further over the budget the order may be after growing ops were postponed, relative."""
 
 
 def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
@@ -42,8 +50,10 @@ def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]
         base: a legal order without recomputation.
     """
     hoisted = tuple(_Hoist(problem, base).run())
-    orders = (tuple(base), hoisted, _postponed(problem, hoisted))
-    return min(orders, key=lambda order: _over_budget(problem, order))
+    postponed = _postponed(problem, hoisted)
+    if _over_budget(problem, postponed)[0] <= (1 + TOLERATED) * _over_budget(problem, hoisted)[0]:
+        hoisted = postponed  # what is alive when nothing is computed again says little about what must be alive
+    return min((tuple(base), hoisted), key=lambda order: _over_budget(problem, order))
 
 
 def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[float, int]:
