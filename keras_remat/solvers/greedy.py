@@ -129,10 +129,10 @@ def candidates(
         return
     best_s = float("inf")
     left = NEVER if max_steps is None else max_steps
-    floor = problem.floor_bytes
+    room = max(0, budget - problem.floor_bytes)
     for patience in (5, 12, 30):  # most runs per op; a policy that thrashes is seldom worth waiting for
         for share in TIGHTER:
-            tighter = problem.with_budget(max(floor + int(share * (budget - floor)), 1))
+            tighter = problem.with_budget(budget - int((1 - share) * room))
             before_s = best_s
             for order in orders:
                 for policy in POLICIES:
@@ -390,6 +390,7 @@ class _Run:
             for at in np.argsort(rating, kind="stable"):
                 if self._evict(int(ids[at])):
                     break
+                self.open[ids[at]] = False  # until what it is computed from comes or goes
             else:
                 raise StuckError(f"{self.held + needed} bytes needed")
 

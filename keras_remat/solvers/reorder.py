@@ -1,18 +1,16 @@
-"""A memory-aware order without recomputation: ops that free more than they take run as soon as they can.
+"""A memory-aware order without recomputation: ops that free memory run as soon as they can, ops that take it as late as they can.
 
 Frameworks list ops in the order in which they were traced: all weight gradients stay alive until the optimizer runs at the end of the
 step, although an update may run as soon as its gradient is there and the last reader of its variable has run. No
 rematerialization paper uses that freedom; it lowers the bytes alive at no cost in time, at the peak or below it: a budget of half
 the peak is out of reach of every recomputation while all weight gradients wait for the end.
 
-List scheduling over the default order, in two passes. Forwards: before the next op of the default order runs, every op that is ready and leads, alone or
-followed by its own descendants, to less memory than before is moved ahead of it. Looking at descendants is what moves an optimizer with
-slots (several ops per weight, which first take memory) and not only plain SGD. An op that waits only for a few small values nobody has
-computed yet (the learning rate, read once per weight) takes their producers along, and in such a run of ops large ones too (the momentum
-times its decay), which must pay for themselves before the run ends.
-
-An op that makes little of much (a weight gradient, a mean) runs at once: the sooner it has read the activation, the longer
-that can be gone.
+List scheduling over the default order, in two passes. Forwards: before the next op of the default order runs, every op that is ready and
+leads, alone or followed by its own descendants, to less memory than before is moved ahead of it. Looking at descendants is what moves an
+optimizer with slots (several ops per weight, which first take memory) and not only plain SGD. An op that waits only for a few small
+values nobody has computed yet (the learning rate, read once per weight) takes their producers along, and in such a run of ops large ones
+too (the momentum times its decay), which must pay for themselves before the run ends. An op that makes little of much (a weight gradient,
+a mean) runs at once: the sooner it has read an activation, the longer that can be gone.
 
 Backwards: an op that takes more than it frees (a gradient spread out to the size of an activation) runs as late as it can. At the peak of
 a step with recomputation a handful of activations are alive, and such ops decide how many.
@@ -84,10 +82,10 @@ def _postponed(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
             waiting[earlier] += 1
     alive = set(graph.outputs)
 
-    def grows(op_id: int) -> bool:
+    def growth(op_id: int) -> int:
         op = graph.ops[op_id]
         freed = {v for v in op.inputs if v not in alive and graph.values[v].producer is not None}
-        return sum(graph.values[v].nbytes for v in freed) <= sum(graph.values[v].nbytes for v in op.outputs)
+        return sum(graph.values[v].nbytes for v in op.outputs) - sum(graph.values[v].nbytes for v in freed)
 
     backwards: dict[int, None] = {}
     for last in reversed(base):
@@ -100,7 +98,8 @@ def _postponed(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
             alive.update(graph.ops[op_id].inputs)
             for earlier in before[op_id]:
                 waiting[earlier] -= 1
-            stack += [earlier for earlier in reversed(before[op_id]) if not waiting[earlier] and grows(earlier)]
+            ready = {earlier: growth(earlier) for earlier in reversed(before[op_id]) if not waiting[earlier]}
+            stack += sorted((earlier for earlier in ready if ready[earlier] >= 0), key=lambda earlier: ready[earlier])
     return tuple(reversed(backwards))
 
 

@@ -100,3 +100,77 @@ def test_updates_run_early_though_they_read_a_value_computed_late(momentum: bool
     after = simulate(problem, Schedule(memory_aware_order(problem, range(len(ops))))).peak_bytes
     assert before > 400
     assert after < (350 if momentum else 250)
+
+
+class Builder:
+    """A graph written op by op; every op has one output."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.values: list[Value] = []
+
+    def add(self, name: str, nbytes: int, inputs: tuple[int, ...] = (), **options: object) -> int:
+        at = len(self.values)
+        self.values.append(Value(at, name, nbytes, producer=len(self.ops)))
+        self.ops.append(Op(len(self.ops), name, name, inputs, (at,), **options))  # type: ignore[arg-type]
+        return at
+
+    def problem(self, outputs: tuple[int, ...], budget_bytes: int | None = None, times: tuple[float, ...] = ()) -> Problem:
+        costs = Profile(times or (1.0,) * len(self.ops), (0,) * len(self.ops), 0)
+        return Problem(Graph(tuple(self.ops), tuple(self.values), outputs), costs, budget_bytes)
+
+
+def test_many_quick_updates_do_not_keep_the_order_as_it_is() -> None:
+    """Updates that run early are many ops where much is alive; what counts is how long that lasts."""
+    builder = Builder()
+    chain = builder.add("x", 100)
+    activations = [chain := builder.add("forward", 100, (chain,)) for _ in range(4)]
+    gradients = []
+    for activation in reversed(activations):
+        chain = builder.add("backward", 100, (chain, activation))
+        gradients.append(builder.add("gradient", 30, (chain,)))
+    quick = len(builder.ops)
+    for gradient in gradients:
+        for _ in range(10):
+            gradient = builder.add("scaled", 30, (gradient,))
+        builder.add("assign", 0, (gradient,), recomputable=False)
+    problem = builder.problem((chain,), 250, (1.0,) * quick + (1e-6,) * (len(builder.ops) - quick))
+    order = memory_aware_order(problem, range(len(problem.graph.ops)))
+    assert order.index(gradients[-1]) > max(order.index(i) for i in range(quick, quick + 11))
+
+
+def test_a_reduction_runs_at_once_and_an_expansion_late() -> None:
+    builder = Builder()
+    gradient = builder.add("gradient", 100)
+    spread = builder.add("spread", 100)
+    other = builder.add("to input", 100, (gradient,))
+    small = builder.add("to weight", 5, (gradient,))
+    result = builder.add("sum", 100, (other, spread))
+    problem = builder.problem((small, result), 250)
+    assert memory_aware_order(problem, range(5)) == (gradient, small, other, spread, result)
+
+
+def test_an_input_goes_where_its_buffer_is_taken_over() -> None:
+    """b takes the buffer of a over, which is computed again for e: without that, a and b are alive at once beside x."""
+    builder = Builder()
+    x = builder.add("x", 10, (), recomputable=False)
+    a = builder.add("a", 10, (x,))
+    b = builder.add("b", 10, (a,), may_reuse=(a,))
+    c = builder.add("c", 1, (b,))
+    e = builder.add("e", 1, (a, c))
+    problem = builder.problem((x, e), 22)
+    assert greedy.solve(problem).schedule.order == (x, a, b, c, a, e)
+
+
+def test_small_values_stay_for_recomputations() -> None:
+    """The mean is gone when it was read last, but what was spread out from it can only be computed again while it is there."""
+    builder = Builder()
+    x = builder.add("x", 1000, (), recomputable=False)
+    mean = builder.add("mean", 1, (x,))
+    spread = builder.add("spread", 1000, (mean,))
+    first = builder.add("first", 1, (spread,))
+    other = builder.add("other", 1500, (first,))
+    second = builder.add("second", 1, (other,))
+    result = builder.add("result", 1, (spread, second))
+    problem = builder.problem((result,), 2100)
+    assert greedy.solve(problem).schedule.order == (x, mean, spread, first, other, second, spread, result)
