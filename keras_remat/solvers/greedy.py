@@ -136,7 +136,7 @@ def candidates(
             before_s = best_s
             for order in orders:
                 for policy in POLICIES:
-                    if left <= 0:
+                    if left <= 0 or time.perf_counter() > deadline_s:
                         return
                     known_s = problem.store_all_time_s
                     run = _Run(tighter, order, policy, deadline_s, known_s + TRIM_GAIN * (best_s - known_s))
