@@ -53,6 +53,13 @@ class Probe(keras.callbacks.Callback):
         self.peaks: list[int] = []
         self.resident_bytes = 0
         self.started_s = self.swapped_after_s = 0.0
+        self._schedule: Any = None
+        self._changed_after = 0
+
+    @property
+    def final_peak_bytes(self) -> int:
+        """The most of all steps since the last change of the schedule."""
+        return max(self.peaks[self._changed_after :] or self.peaks[-1:])
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.started_s = self.started_s or time.perf_counter()
@@ -63,6 +70,8 @@ class Probe(keras.callbacks.Callback):
         time.sleep(_REFILL_S)
         self.resident_bytes = max(self.resident_bytes, self._backend.bytes_in_use())
         plan = self._remat.plan if self._remat is not None else None
+        if plan is not None and plan.solution.schedule != self._schedule:
+            self._schedule, self._changed_after = plan.solution.schedule, len(self.peaks)
         if plan is not None and plan.profile_source == "measured" and not self.swapped_after_s:
             self.swapped_after_s = time.perf_counter() - self.started_s
 
@@ -334,7 +343,7 @@ class Measurement:
             row |= {"fit_peak_bytes": max(probe.peaks[1:]), "overhead": 0.0, "recomputed": 0, "to_swap_s": None}
             return None
         row |= {
-            "predicted_bytes": plan.predicted.peak_bytes, "measured_bytes": max(probe.peaks[-3:]),
+            "predicted_bytes": plan.predicted.peak_bytes, "measured_bytes": probe.final_peak_bytes,
             "fit_peak_bytes": max(probe.peaks), "overhead": plan.overhead, "recomputed": len(plan.solution.schedule.recomputed),
             "to_swap_s": probe.swapped_after_s, "solver": plan.solution.solver,
         }  # fmt: skip

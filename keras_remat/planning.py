@@ -27,12 +27,14 @@ logger = logging.getLogger(__name__)
 _MAX_CORRECTIONS = 10
 #: Seconds for the plan that measuring runs under.
 _QUICK_PLAN_S = 10.0
-#: Of the time for a plan, what the quick solver may take before "auto"; and of what is left, what one solve may take.
-_QUICK_SHARE, _SOLVE_SHARE = 0.25, 0.7
-#: Up to which peak, in budgets, an order is worth compacting; the share of the time that this may take, and seconds at most.
-_WORTH_COMPACTING, _COMPACTING_SHARE, _COMPACTING_S = 1.3, 0.3, 6.0
+#: Of the time for a plan, what the quick solver may take before "auto", and what "auto" has at least; of what is left, what one solve may take.
+_QUICK_SHARE, _SLOW_SHARE, _SOLVE_SHARE = 0.25, 0.5, 0.7
+#: Up to which peak, in budgets, an order is worth compacting; the share of the time left that this may take, and of all of it at last.
+_WORTH_COMPACTING, _COMPACTING_SHARE, _LAST_SHARE = 1.2, 0.1, 0.3
 #: The least a correction takes off, as a share of what is above the floor.
 _LEAST_STEP = 0.05
+#: How much faster, as a share of the step, a schedule over the budget must be for another try.
+_WORTH_ANOTHER = 0.02
 
 
 def plan_problem(
@@ -47,8 +49,8 @@ def plan_problem(
     """Solves a traced problem so that the *allocator's* peak stays under the budget.
 
     The allocator rounds and fragments, so a schedule is solved for a little less than the budget: what its replay needs above the budget
-    is taken off and the problem is solved again, until it fits; where that is more than a schedule can save, a target between is tried, and
-    at last the order that came closest is compacted (:mod:`keras_remat.compaction`).
+    is had by moving ops about (:mod:`keras_remat.compaction`), or taken off, and the problem is solved again, until it fits; where that is
+    more than a schedule can save, a target between is tried.
 
     Args:
         problem: graph and profile; its own budget plays no part.
@@ -76,6 +78,7 @@ def plan_problem(
         quick, start = _within_allocator(problem, budget_bytes, backend, budget_bytes, "greedy", quick_deadline_s, seed)
     except ScheduleNotFoundError as error:
         logger.debug("keras_remat: %s", error)
+    deadline_s = max(deadline_s, time.perf_counter() + _SLOW_SHARE * time_limit_s)
     try:
         plan, _ = _within_allocator(problem, budget_bytes, backend, start, solver, deadline_s, seed)
     except ScheduleNotFoundError:
@@ -99,13 +102,23 @@ def _within_allocator(
     target, found, unreachable = start, start, problem.floor_bytes
     started = time.perf_counter()
     least_s = max(0.01, (deadline_s - started) / _MAX_CORRECTIONS)
-    over: int | None = None
-    closest: Solution | None = None
+    closest: _Replayed | None = None
+    chosen: tuple[_Replayed, int] | None = None  # the fastest that keeps to the budget, and its target
     misses = 0
+
+    def compact(replayed: _Replayed, time_limit_s: float) -> _Replayed:
+        """What moving ops about makes of it."""
+        if not backend.fragments or replayed.peak_bytes > _WORTH_COMPACTING * budget_bytes:
+            return replayed
+        order = compacted(problem, replayed.schedule, budget_bytes, backend, time_limit_s=time_limit_s, seed=seed)
+        usage = simulate(problem, order)
+        peak = max(usage.peak_bytes, backend.predicted_peak_bytes(problem, order))
+        return _Replayed(replace(replayed.solution, schedule=order, usage=usage), peak)
+
     for _ in range(_MAX_CORRECTIONS):
-        if target < problem.floor_bytes:
-            break
         left_s = deadline_s - time.perf_counter()
+        if target < problem.floor_bytes or (chosen is not None and left_s < least_s):
+            break
         seen: list[Solution] = []
         try:
             final = solve(
@@ -113,37 +126,63 @@ def _within_allocator(
                 progress=seen.append,
             )  # fmt: skip
         except ScheduleNotFoundError:
-            if over is None:
+            if chosen is not None:
+                break
+            if closest is None:
                 raise
             unreachable, target = target, (target + found) // 2
             continue
-        solution, peak = _replayed(problem, [*seen, final], budget_bytes, target, backend)
+        fastest, fitting = _replayed(problem, [*seen, final], budget_bytes, target, backend)
         step = 1
-        if peak <= budget_bytes:
+        if fitting.peak_bytes <= budget_bytes:
             # where lowering tells the peak, that decides; it takes long, so every miss is followed by a longer step
-            peak = backend.lowered_peak_bytes(problem, solution.schedule) or peak
-            misses += peak > budget_bytes
+            lowered = backend.lowered_peak_bytes(problem, fitting.schedule) or fitting.peak_bytes
+            misses += lowered > budget_bytes
             step = 2 ** max(0, misses - 1)
-        if peak <= budget_bytes:
-            return _plan_of(problem, budget_bytes, solution, baseline, peak), target
-        if over is None or peak < over:
-            over, closest = peak, solution
+            fitting = replace(fitting, peak_bytes=lowered)
+        if fitting.peak_bytes <= budget_bytes:
+            if chosen is None or fitting.time_s < chosen[0].time_s:
+                chosen = fitting, target
+            if not backend.fragments or fastest.time_s >= (1 - _WORTH_ANOTHER) * chosen[0].time_s:
+                break
+            fitting = fastest
+        elif closest is None or fitting.peak_bytes < closest.peak_bytes:
+            closest = fitting
+        # the allocator wastes too much on it: that may be had by moving ops about
+        smaller = compact(fastest, _COMPACTING_SHARE * max(least_s, deadline_s - time.perf_counter()))
+        if smaller.peak_bytes <= budget_bytes:
+            chosen = smaller, target
+            break
         found = target
         # a few bytes less give the same schedule
-        less = max(step * (peak - budget_bytes), int(_LEAST_STEP * (target - unreachable)))
+        less = max(step * (fitting.peak_bytes - budget_bytes), int(_LEAST_STEP * (target - unreachable)))
         target = max(target - less, (unreachable + target) // 2)
-    if closest is not None and over is not None and backend.fragments and over <= _WORTH_COMPACTING * budget_bytes:
-        # what no lower target gave may be had by moving ops about
-        limit_s = min(_COMPACTING_S, max(least_s, _COMPACTING_SHARE * (deadline_s - started)))
-        order = compacted(problem, closest.schedule, budget_bytes, backend, time_limit_s=limit_s, seed=seed)
-        peak = backend.predicted_peak_bytes(problem, order)
-        usage = simulate(problem, order)
-        if max(peak, usage.peak_bytes) <= budget_bytes:
-            validate(problem.with_budget(budget_bytes), order)
-            solution = replace(closest, schedule=order, usage=usage)
-            return _plan_of(problem, budget_bytes, solution, baseline, peak), target
-        over = min(over, peak)
-    raise ScheduleNotFoundError(budget_bytes, problem.floor_bytes, over, solver=solver)
+    if chosen is None and closest is not None:
+        closest = compact(closest, _LAST_SHARE * (deadline_s - started))  # what no lower target gave
+        if closest.peak_bytes <= budget_bytes:
+            chosen = closest, target
+    if chosen is None:
+        over = None if closest is None else closest.peak_bytes
+        raise ScheduleNotFoundError(budget_bytes, problem.floor_bytes, over, solver=solver)
+    validate(problem.with_budget(budget_bytes), chosen[0].schedule)
+    return _plan_of(problem, budget_bytes, chosen[0].solution, baseline, chosen[0].peak_bytes), chosen[1]
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """A solution and the allocator's peak under it."""
+
+    solution: Solution
+    peak_bytes: int
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.solution.schedule
+
+    @property
+    def time_s(self) -> float:
+        assert self.solution.usage is not None
+        return self.solution.usage.time_s
 
 
 def _plan_of(problem: Problem, budget_bytes: int, solution: Solution, store_all: Usage, peak_bytes: int) -> Plan:
@@ -156,23 +195,22 @@ def _plan_of(problem: Problem, budget_bytes: int, solution: Solution, store_all:
 
 def _replayed(
     problem: Problem, solutions: list[Solution], budget_bytes: int, target: int, backend: Backend
-) -> tuple[Solution, int]:
-    """The fastest of a solver's solutions whose allocator peak keeps to the budget, or the one with the least peak; with that peak.
+) -> tuple[_Replayed, _Replayed]:
+    """The fastest of a solver's solutions; and the fastest whose allocator peak keeps to the budget, or the one with the least peak.
 
     Args:
         solutions: as they were found, the fastest last.
     """
-    best: tuple[Solution, int] | None = None
+    replayed: list[_Replayed] = []
     for schedule in dict.fromkeys(solution.schedule for solution in reversed(solutions)):
         solution = next(s for s in reversed(solutions) if s.schedule == schedule)
-        peak = backend.predicted_peak_bytes(problem, schedule)
-        if best is None or peak < best[1]:
-            best = replace(solution, usage=simulate(problem, schedule)), peak
+        usage, peak = simulate(problem, schedule), backend.predicted_peak_bytes(problem, schedule)
+        replayed.append(_Replayed(replace(solution, usage=usage), peak))
         if peak <= budget_bytes:
             break
-    assert best is not None
-    validate(problem.with_budget(target), best[0].schedule)
-    return best
+    fitting = min(replayed, key=lambda r: r.peak_bytes)
+    validate(problem.with_budget(target), fitting.schedule)
+    return replayed[0], fitting
 
 
 def reused_plan(problem: Problem, schedule: Schedule, budget_bytes: int, backend: Backend) -> Plan | None:

@@ -6,7 +6,7 @@ models and by a third on small ones. Replaying a schedule's allocations through 
 
 The chunks that earlier steps and the user's code left free are where the replay begins, where the profile knows them (:mod:`.pool`).
 
-Known limits: parallel ops can interleave their allocations in another order; where the pool is not known, it is taken to be new.
+Known limits: where the pool is not known, it is taken to be new; variables that move go on doing so after the steps that are replayed.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def replayed_peak_bytes(
     *,
     smallest_bytes: int = 0,
     pool_bytes: int = 0,
-    steps: int = 2,
+    steps: int = 3,
 ) -> int:
     """The allocator's peak over ``steps`` runs of a schedule, resident bytes included.
 
@@ -144,7 +144,7 @@ def replayed_peak_bytes(
         schedule: a legal order.
         smallest_bytes: requests below this do not count (:data:`CPU_SMALL_BYTES` on the CPU).
         pool_bytes: as in :class:`BestFitAllocator`; the resident bytes are taken from it.
-        steps: the first step shapes the pool, the last ones are typical.
+        steps: the first step shapes the pool, and variables that are assigned move with every one.
     """
     graph, values, profile = problem.graph, problem.graph.values, problem.profile
     allocator = BestFitAllocator(
