@@ -105,11 +105,10 @@ class JaxBackend:
         return jax.tree.map(resize, batch)
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> JaxTracedStep:
-        if micro_batches > 1:
-            raise UnsupportedModelError("Steps in micro-batches are not implemented for JAX.")
         if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):  # it is not going to run
-            return tracing.trace(model, batch, next(reversed(self._traced.values()), None))
-        traced = tracing.trace(model, batch)
+            like = next((t for t in reversed(self._traced.values()) if t.micro_batches == micro_batches), None)
+            return tracing.trace(model, batch, micro_batches, like)
+        traced = tracing.trace(model, batch, micro_batches)
         self._traced[traced.graph.fingerprint] = traced
         return traced
 

@@ -98,8 +98,8 @@ def lower(traced: JaxTracedStep, schedule: Schedule) -> Any:
 
 
 def lower_plain(traced: JaxTracedStep) -> Any:
-    """Compiles the model's own train step for the traced shapes, as Keras would: the baseline."""
-    return compile_step(traced.model.train_step, traced.state_specs, traced.batch_specs)
+    """Compiles what was traced without a schedule (the model's own train step, as Keras would): the baseline."""
+    return compile_step(traced.train_step, traced.state_specs, traced.batch_specs)
 
 
 def compile_step(step: Callable[[Any, Any], Any], state_specs: Any, batch_specs: Any) -> Any:

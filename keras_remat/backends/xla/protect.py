@@ -190,7 +190,7 @@ class Run:
             self._written[key] = (tuple(inputs), self._writer.write(at, inputs))
         outputs = self._written[key][1]
         for known in (self._current, self._late):
-            if any(id(x) in known for x in inputs):
+            if not equation.separates and any(id(x) in known for x in inputs):
                 known.update(map(id, outputs))
         return outputs
 

@@ -93,7 +93,7 @@ class _Writer:
 
     def guard(self, value: Any, condition: Any) -> Any:
         return self._node(
-            "SelectV2", [condition, self._constant(0, value.dtype), value], value.dtype, value.shape, T=value.dtype
+            "SelectV2", [condition, self._constant(False if value.dtype == tf.bool else 0, value.dtype), value], value.dtype, value.shape, T=value.dtype
         )
 
     def _first_bits(self, x: _Tensor) -> _Tensor:
