@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from keras_remat.backends.examples import batch_size_of
 from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.guard import never
 from keras_remat.errors import UnsupportedModelError
 
-_UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
 
 SEPARATION = "next_micro_batch"
 """The name scope of operations that only make a micro-batch wait for the one before."""
@@ -75,15 +75,10 @@ def accumulated_train_step(model: Any, count: int, separated: bool = False) -> C
 
 
 def _waiting(piece: Any, gradients: list[Any]) -> Any:
-    """The same bits, depending on every gradient: ``select((bits | 1) == 0, 0, x)``, as :mod:`.compiled.lower` guards recomputations."""
-    bits = tf.constant(1, tf.uint32)
-    for gradient in gradients:
-        if gradient is not None:
-            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else tf.convert_to_tensor(gradient)
-            element = tf.reshape(tf.slice(values, [0] * values.shape.rank, [1] * values.shape.rank), [])
-            bits |= tf.cast(tf.bitcast(element, _UNSIGNED[element.dtype.size]), tf.uint32)
-    never = tf.equal(bits, tf.constant(0, tf.uint32))
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else tf.where(never, tf.zeros_like(leaf), leaf), piece)
+    """The same bits, depending on every gradient."""
+    known = [g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g) for g in gradients if g is not None]
+    condition = never(known)
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else tf.where(condition, tf.zeros_like(leaf), leaf), piece)
 
 
 def _sum(left: Any, right: Any) -> Any:
