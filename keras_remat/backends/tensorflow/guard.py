@@ -22,7 +22,7 @@ def joined_bits(tensors: Sequence[Any]) -> Any:
     low half."""
     bits = tf.constant(1, tf.uint32)
     for x in tensors:
-        element = tf.reshape(tf.slice(x, [0] * x.shape.rank, [1] * x.shape.rank), [])
+        element = tf.reshape(tf.slice(x, [0] * x.shape.rank, [1] * x.shape.rank), []) if x.shape.rank else x
         if element.dtype.is_complex:
             element = tf.math.real(element)
         if element.dtype.is_floating:
