@@ -69,7 +69,7 @@ class JaxBackend:
     name, compilation = "jax", "compiled"
     measures_op_times = False
     fragments = False
-    auto_solver = "auto"
+    auto_solver = "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
 
     def __init__(self) -> None:
         self._device = Device()
