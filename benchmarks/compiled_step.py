@@ -178,9 +178,13 @@ def compile_ours(model, batch, budget, smallest):
     resident = problem.profile.resident_bytes
     for _ in range(PLANS_FOR_LEAST if smallest else 0):
         try:
-            best = plan(budget if best is None else resident + int(0.85 * (best.predicted.peak_bytes - resident)))
+            best = plan(budget)
         except RematError:
-            break
+            if best is not None:
+                break
+            budget = resident + int(1.2 * (budget - resident))
+            continue
+        budget = resident + int(0.85 * (best.predicted.peak_bytes - resident))
     if best is None:
         raise SystemExit("no plan near the floor")
     run = device.lower(traced, problem, best.solution.schedule)

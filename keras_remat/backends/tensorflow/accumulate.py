@@ -22,7 +22,6 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.guard import never
 from keras_remat.errors import UnsupportedModelError
 
-
 SEPARATION = "next_micro_batch"
 """The name scope of operations that only make a micro-batch wait for the one before."""
 
@@ -78,7 +77,9 @@ def _waiting(piece: Any, gradients: list[Any]) -> Any:
     """The same bits, depending on every gradient."""
     known = [g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g) for g in gradients if g is not None]
     condition = never(known)
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else tf.where(condition, tf.zeros_like(leaf), leaf), piece)
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else tf.where(condition, tf.zeros_like(leaf), leaf), piece
+    )
 
 
 def _sum(left: Any, right: Any) -> Any:

@@ -56,9 +56,7 @@ def test_weights_and_metrics_are_those_of_the_whole_batch(count):
 def test_rows_of_an_embedding_are_summed():
     def step(count):
         keras.utils.set_random_seed(0)
-        model = keras.Sequential(
-            [keras.Input((4,), dtype="int32"), layers.Embedding(9, 3), layers.Flatten(), layers.Dense(1)]
-        )
+        model = keras.Sequential([keras.Input((4,), dtype="int32"), layers.Embedding(9, 3), layers.Flatten(), layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.5), "mse")
         batch = (np.arange(32).reshape(8, 4) % 9).astype("int32"), np.ones((8, 1), "float32")
         build(model, as_specs(batch))
@@ -115,9 +113,25 @@ def test_fit_trains_in_micro_batches_where_no_schedule_fits():
     traced = device.trace(model, arrays)
     problem = keras_remat.Problem(traced.graph, device.estimated_profile(traced, device.bytes_in_use()))
     remat = keras_remat.RematAutotune(
-        memory_limit=problem.floor_bytes - 2**19, margin=0.0, solver="greedy", solver_time_limit_s=5.0, profile_steps=1, verbose=0
+        memory_limit=problem.floor_bytes - 2**19,
+        margin=0.0,
+        solver="greedy",
+        solver_time_limit_s=5.0,
+        profile_steps=1,
+        verbose=0,
     )
     with pytest.warns(UserWarning, match="micro-batches"):
         history = model.fit(x, y, **options, callbacks=[remat]).history["loss"]
     assert history == pytest.approx(expected, rel=1e-4)
     assert remat.plan.measured.peak_bytes <= remat.report.limit_bytes
+
+
+def test_a_scaled_loss_is_cut_too():
+    model = models.mixed_precision()
+    assert "LossScale" in type(model.optimizer).__name__
+    batch = models.batch(model)
+    traced = trace(model, batch, 2)
+    state = copy_state(state_values(model))
+    _, after = lower(traced, Schedule.store_all(traced.graph))(copy_state(state), batch)
+    assert all(np.isfinite(v).all() for v in after[0])
+    assert any((a != b).any() for a, b in zip(after[0], state[0], strict=True))

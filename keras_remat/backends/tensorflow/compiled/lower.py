@@ -106,7 +106,11 @@ class _Writer:
 
     def guard(self, value: Any, condition: Any) -> Any:
         return self._node(
-            "SelectV2", [condition, self._constant(False if value.dtype == tf.bool else 0, value.dtype), value], value.dtype, value.shape, T=value.dtype
+            "SelectV2",
+            [condition, self._constant(False if value.dtype == tf.bool else 0, value.dtype), value],
+            value.dtype,
+            value.shape,
+            T=value.dtype,
         )
 
     def _first_bits(self, x: _Tensor) -> _Tensor:
@@ -160,7 +164,12 @@ class _Writer:
         return self._if("remat_draw", condition, list(given.values()), results, names)
 
     def _if(
-        self, name: str, condition: _Tensor, operands: Sequence[_Tensor], results: Sequence[tuple[Any, Any]], branches: Sequence[str]
+        self,
+        name: str,
+        condition: _Tensor,
+        operands: Sequence[_Tensor],
+        results: Sequence[tuple[Any, Any]],
+        branches: Sequence[str],
     ) -> list[_Tensor]:
         """Writes a condition; ``results`` are dtypes and shapes, ``branches`` the functions for true and false."""
         node = self.document.node.add(name=self._fresh(name), op="StatelessIf")
