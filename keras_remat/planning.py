@@ -66,7 +66,9 @@ def plan_problem(
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     check_floor(problem.with_budget(budget_bytes))
-    backend.predicted_peak_bytes(problem, Schedule.store_all(problem.graph))  # may compile, which is no solver's time; remembered
+    backend.predicted_peak_bytes(
+        problem, Schedule.store_all(problem.graph)
+    )  # may compile, which is no solver's time; remembered
     deadline_s = time.perf_counter() + time_limit_s
     solver = backend.auto_solver if solver == "auto" else solver
     if solver != "auto":
