@@ -39,6 +39,7 @@ sys.path.insert(0, str(ROOT))
 PEERS = ("recompute_grad",) if ON_TENSORFLOW else ("RematScope", "dots_saveable", "nothing_saveable")
 MODELS = ("mixer", "transformer", "mobilenet", "resnet")
 LOSS_STEPS = 3
+PLANS_FOR_LEAST = 4
 
 
 def blocks_of(name):
@@ -174,11 +175,16 @@ def compile_ours(model, batch, budget, smallest):
         return plan_problem(problem, limit, device, solver="auto", time_limit_s=10.0)
 
     best = plan(budget) if not smallest else None
-    while smallest:
+    resident = problem.profile.resident_bytes
+    for _ in range(PLANS_FOR_LEAST if smallest else 0):
         try:
-            best = plan(budget if best is None else int(0.95 * best.predicted.peak_bytes))
+            best = plan(budget)
         except RematError:
-            break
+            if best is not None:
+                break
+            budget = resident + int(1.2 * (budget - resident))
+            continue
+        budget = resident + int(0.85 * (best.predicted.peak_bytes - resident))
     if best is None:
         raise SystemExit("no plan near the floor")
     run = device.lower(traced, problem, best.solution.schedule)

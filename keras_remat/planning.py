@@ -31,6 +31,8 @@ _QUICK_PLAN_S = 10.0
 _QUICK_SHARE, _SLOW_SHARE, _SOLVE_SHARE = 0.25, 0.5, 0.7
 #: Up to which peak, in budgets, an order is worth compacting; the share of the time left that this may take, and of all of it at last.
 _WORTH_COMPACTING, _COMPACTING_SHARE, _LAST_SHARE = 1.2, 0.1, 0.3
+#: Seconds that a solve gets at least, however late it is: on a busy machine a quick solver would find nothing in less.
+_LEAST_SOLVE_S = 0.5
 #: The least a correction takes off, as a share of what is above the floor.
 _LEAST_STEP = 0.05
 #: How much faster, as a share of the step, a schedule over the budget must be for another try.
@@ -66,6 +68,9 @@ def plan_problem(
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     check_floor(problem.with_budget(budget_bytes))
+    backend.predicted_peak_bytes(
+        problem, Schedule.store_all(problem.graph)
+    )  # may compile, which is no solver's time; remembered
     deadline_s = time.perf_counter() + time_limit_s
     solver = backend.auto_solver if solver == "auto" else solver
     if solver != "auto":
@@ -101,7 +106,7 @@ def _within_allocator(
     baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
     target, found, unreachable = start, start, problem.floor_bytes
     started = time.perf_counter()
-    least_s = max(0.01, (deadline_s - started) / _MAX_CORRECTIONS)
+    least_s = max(_LEAST_SOLVE_S, (deadline_s - started) / _MAX_CORRECTIONS)
     closest: _Replayed | None = None
     chosen: tuple[_Replayed, int] | None = None  # the fastest that keeps to the budget, and its target
     misses = 0

@@ -55,3 +55,15 @@ def batch(model, size=32, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(size, *model.input_shape[1:])).astype("float32")
     return x, rng.integers(0, 10, size).astype("int32")
+
+
+def mixed_precision():
+    """Half-precision activations with a loss that is scaled: an update is a branch, on whether the gradients are finite."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        inputs = x = layers.Input((64,))
+        for _ in range(3):
+            x = layers.Dropout(0.2)(layers.Dense(128, activation="relu")(x))
+        return compiled(keras.Model(inputs, layers.Dense(10, dtype="float32")(x)))
+    finally:
+        keras.config.set_dtype_policy("float32")

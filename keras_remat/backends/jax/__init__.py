@@ -69,7 +69,7 @@ class JaxBackend:
     name, compilation = "jax", "compiled"
     measures_op_times = False
     fragments = False
-    auto_solver = "auto"
+    auto_solver = "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
 
     def __init__(self) -> None:
         self._device = Device()
@@ -105,11 +105,10 @@ class JaxBackend:
         return jax.tree.map(resize, batch)
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> JaxTracedStep:
-        if micro_batches > 1:
-            raise UnsupportedModelError("Steps in micro-batches are not implemented for JAX.")
         if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):  # it is not going to run
-            return tracing.trace(model, batch, next(reversed(self._traced.values()), None))
-        traced = tracing.trace(model, batch)
+            like = next((t for t in reversed(self._traced.values()) if t.micro_batches == micro_batches), None)
+            return tracing.trace(model, batch, micro_batches, like)
+        traced = tracing.trace(model, batch, micro_batches)
         self._traced[traced.graph.fingerprint] = traced
         return traced
 

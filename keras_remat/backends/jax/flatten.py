@@ -20,6 +20,9 @@ from typing import Any
 
 from keras_remat.backends.jax import private
 
+SEPARATION = "next_micro_batch"
+"""The scope of equations that only make a micro-batch wait for the one before."""
+
 Atom = int | private.Literal
 """A value's number, or a literal."""
 
@@ -50,6 +53,11 @@ class Equation:
     def has_effect(self) -> bool:
         """Whether it does more than compute its outputs."""
         return bool(self.source.effects)
+
+    @property
+    def separates(self) -> bool:
+        """Whether it was traced under :data:`SEPARATION`."""
+        return SEPARATION in self.scope
 
     @property
     def reads(self) -> tuple[int, ...]:

@@ -42,11 +42,26 @@ def first_bits(x: Any) -> jax.Array:
     return lax.convert_element_type(element, jnp.uint32)
 
 
-def never(triggers: Sequence[Any]) -> jax.Array:
-    """Returns a boolean scalar that is false and can be known only when all ``triggers`` (non-empty arrays) exist."""
+def joined_bits(*triggers: Any) -> jax.Array:
+    """Returns the first elements of non-empty arrays as one ``uint32``, joined by bitwise or with 1."""
     bits = jnp.uint32(1)
     for x in triggers:
         bits = lax.bitwise_or(bits, first_bits(x))
+    return bits
+
+
+def never(triggers: Sequence[Any], in_branch: bool = False) -> jax.Array:
+    """Returns a boolean scalar that is false and can be known only when all ``triggers`` (non-empty arrays) exist.
+
+    Args:
+        triggers: arrays.
+        in_branch: whether they are read in the branch of a condition, which takes them from memory; a slice could be fused with what they come from.
+    """
+    if in_branch:
+        condition = never([min(triggers, key=lambda x: x.size)])
+        bits = lax.cond(condition, lambda *_: jnp.uint32(1), joined_bits, *triggers)
+    else:
+        bits = joined_bits(*triggers)
     return lax.eq(bits, jnp.uint32(0))
 
 

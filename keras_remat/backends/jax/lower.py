@@ -23,7 +23,7 @@ class _Writer:
 
     def __init__(self, program: FlatProgram):
         self._program = program
-        self.draws_in_branch = jax.default_backend() == "cpu"
+        self.uses_branches = jax.default_backend() == "cpu"
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         equation = self._program.equations[at]
@@ -45,8 +45,8 @@ class _Writer:
     def may_guard(self, equation: Any, value: Any) -> bool:
         return True
 
-    def never(self, triggers: Sequence[Any]) -> Any:
-        return never(triggers)
+    def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
+        return never(triggers, in_branch)
 
     def guard(self, value: Any, condition: Any) -> Any:
         return guard(value, condition)
@@ -98,8 +98,8 @@ def lower(traced: JaxTracedStep, schedule: Schedule) -> Any:
 
 
 def lower_plain(traced: JaxTracedStep) -> Any:
-    """Compiles the model's own train step for the traced shapes, as Keras would: the baseline."""
-    return compile_step(traced.model.train_step, traced.state_specs, traced.batch_specs)
+    """Compiles what was traced without a schedule (the model's own train step, as Keras would): the baseline."""
+    return compile_step(traced.train_step, traced.state_specs, traced.batch_specs)
 
 
 def compile_step(step: Callable[[Any, Any], Any], state_specs: Any, batch_specs: Any) -> Any:

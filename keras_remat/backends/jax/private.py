@@ -2,8 +2,8 @@
 
 Everything here was read in, and is tested with, the versions in ``TESTED``. From JAX: the fields of an equation (``primitive``,
 ``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``; from Keras: ``_symbolic_build``, ``_purge_model_variables``,
-``_jax_state``, and the four lists of variables the JAX trainer carries as state, in its order. When a new version moves one of these, this is the file
-to mend.
+``_update_metrics_variables``, ``_jax_state``, and the four lists of variables the JAX trainer carries as state, in its order. When a new
+version moves one of these, this is the file to mend.
 """
 
 from __future__ import annotations
@@ -112,6 +112,12 @@ def publish_state(model: Any, state: State) -> None:
 def build(model: Any, batch: Any) -> None:
     """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does before its first step."""
     model._symbolic_build(data_batch=batch)
+
+
+def update_metrics(model: Any, metrics: Any, loss: Any, x: Any, y: Any, predicted: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """Returns the logs and the metrics' new variables after a batch, as Keras's own ``train_step`` does."""
+    logs, new_metrics = model._update_metrics_variables(metrics, loss, x, y, predicted, sample_weight)
+    return logs, new_metrics
 
 
 def distribution() -> Any:

@@ -17,9 +17,9 @@ import jax
 
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import Equation, nbytes
-from keras_remat.backends.jax.kinds import EXPENSIVE, RANDOM
+from keras_remat.backends.jax.kinds import EXPENSIVE, KINDS, RANDOM
 from keras_remat.backends.jax.trace import JaxTracedStep
-from keras_remat.backends.xla.kernel_costs import EXPENSIVE_FLOPS, GROUPED_FACTOR, RANDOM_FLOPS, kernel_time_s
+from keras_remat.backends.xla.kernel_costs import EXPENSIVE_FLOPS, FUSED_SHARE, GROUPED_FACTOR, RANDOM_FLOPS, kernel_time_s
 from keras_remat.profile import Profile
 
 CPU_BUFFERS = {"random_bits": 4, "threefry2x32": 2, "erfc": 3}
@@ -48,7 +48,9 @@ def _seconds(traced: JaxTracedStep, op_id: int, platform: str) -> float:
     avals, op = traced.program.avals, traced.graph.ops[op_id]
     flops = math.fsum(_flops(traced.program.equations[at], avals, platform) for at in traced.handles[op_id])
     traffic = sum(nbytes(avals[traced.numbers[v]]) for v in (*op.inputs, *op.outputs))
-    return kernel_time_s(flops, traffic, platform)
+    random = any(traced.program.equations[at].kind in KINDS.random for at in traced.handles[op_id])
+    fused = op.kind in KINDS.elementwise and not random
+    return kernel_time_s(flops, traffic, platform) * (FUSED_SHARE if fused else 1.0)
 
 
 def _flops(equation: Equation, avals: Sequence[Any], platform: str) -> float:

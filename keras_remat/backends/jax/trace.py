@@ -9,6 +9,7 @@ Backward is what JAX marks ``transpose(…)`` in its name stack. Every equation 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.jax import private
+from keras_remat.backends.jax.accumulate import accumulated_train_step
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import KINDS
 from keras_remat.backends.xla.fused_graph import fused_graph
@@ -36,6 +38,7 @@ class JaxTracedStep(TracedStep):
         in_tree: structure of ``(state, batch)``.
         out_tree: structure of ``(logs, state)``.
         model: whose ``train_step`` it is.
+        micro_batches: in how many pieces it trains the batch.
     """
 
     program: FlatProgram
@@ -45,6 +48,17 @@ class JaxTracedStep(TracedStep):
     in_tree: Any
     out_tree: Any
     model: Any
+    micro_batches: int = 1
+
+    @property
+    def train_step(self) -> Callable[[Any, Any], Any]:
+        """``(state, batch) → (logs, state)``, what was traced."""
+        return _train_step(self.model, self.micro_batches)
+
+
+def _train_step(model: Any, micro_batches: int) -> Callable[[Any, Any], Any]:
+    step: Callable[[Any, Any], Any] = model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
+    return step
 
 
 def as_specs(batch: Any) -> Any:
@@ -77,23 +91,24 @@ def check_supported(model: Any) -> None:
         )
 
 
-def trace(model: Any, batch: Any, like: JaxTracedStep | None = None) -> JaxTracedStep:
+def trace(model: Any, batch: Any, micro_batches: int = 1, like: JaxTracedStep | None = None) -> JaxTracedStep:
     """Traces ``model.train_step`` for one batch shape, without running or allocating anything.
 
     Args:
         model: a compiled Keras model on the JAX backend. Unbuilt parts (model, optimizer, metrics) are built as ``fit`` would.
         batch: ``(x, y[, sample_weight])`` of arrays or ``jax.ShapeDtypeStruct``.
+        micro_batches: more than 1 trains the batch in pieces, see :mod:`.accumulate`.
         like: the same step for another batch size, if its ops are wanted: which values exist depends on how sizes compare, and so differs a
             little from one batch size to another.
 
     Raises:
-        UnsupportedModelError: not compiled, eager, or under a ``keras.distribution``.
+        UnsupportedModelError: not compiled, eager, under a ``keras.distribution``, or a step that cannot be cut.
     """
     check_supported(model)
     batch_specs = as_specs(batch)
     private.build(model, batch_specs)
     state_specs = private.state_specs(model)
-    closed, out_shape = jax.make_jaxpr(model.train_step, return_shape=True)(state_specs, batch_specs)
+    closed, out_shape = jax.make_jaxpr(_train_step(model, micro_batches), return_shape=True)(state_specs, batch_specs)
     program = flatten(closed)
     n_state = len(jax.tree.leaves(state_specs))
     n_logs = len(jax.tree.leaves(out_shape[0]))
@@ -105,4 +120,5 @@ def trace(model: Any, batch: Any, like: JaxTracedStep | None = None) -> JaxTrace
         graph, handles, "jax",
         program=program, numbers=numbers, state_specs=state_specs, batch_specs=batch_specs,
         in_tree=jax.tree.structure((state_specs, batch_specs)), out_tree=jax.tree.structure(out_shape), model=model,
+        micro_batches=micro_batches,
     )  # fmt: skip

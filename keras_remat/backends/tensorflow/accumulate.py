@@ -5,7 +5,7 @@ sum is the gradient of the whole batch, up to the order of floating-point additi
 batch normalization normalizes over a micro-batch, and its moving averages move once per micro-batch.
 
 The step is written out micro-batch after micro-batch and traced like any other, so schedules, measuring and swapping need to know nothing
-of it.
+of it. A compiler would be free to run the pieces side by side: for it the samples of each are made to depend on the gradients of the one before.
 """
 
 from __future__ import annotations
@@ -19,11 +19,21 @@ import tensorflow as tf
 
 from keras_remat.backends.examples import batch_size_of
 from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.guard import never
 from keras_remat.errors import UnsupportedModelError
 
+SEPARATION = "next_micro_batch"
+"""The name scope of operations that only make a micro-batch wait for the one before."""
 
-def accumulated_train_step(model: Any, count: int) -> Callable[[Any], Any]:
+
+def accumulated_train_step(model: Any, count: int, separated: bool = False) -> Callable[[Any], Any]:
     """A train step for ``model`` that trains a batch in ``count`` micro-batches.
+
+    Args:
+        model: compiled.
+        count: at least 2.
+        separated: whether a data dependency keeps a micro-batch from starting before the one before has ended, for an executor that keeps no
+            order.
 
     Raises:
         UnsupportedModelError: the model has a ``train_step`` of its own, or a loss that is no mean over the batch.
@@ -45,6 +55,9 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any], Any]:
         logs: Any = None
         for start, stop in pairwise(edges):
             piece = keras.tree.map_structure(lambda leaf, rows=slice(start, stop): None if leaf is None else leaf[rows], data)
+            if separated and logs is not None:
+                with tf.name_scope(SEPARATION):
+                    piece = _waiting(piece, gradients)
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(piece)
             with tf.GradientTape() as tape:
                 predicted = private.call_for_training(model, x)
@@ -58,6 +71,15 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any], Any]:
         return logs
 
     return train_step
+
+
+def _waiting(piece: Any, gradients: list[Any]) -> Any:
+    """The same bits, depending on every gradient."""
+    known = [g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g) for g in gradients if g is not None]
+    condition = never(known)
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else tf.where(condition, tf.zeros_like(leaf), leaf), piece
+    )
 
 
 def _sum(left: Any, right: Any) -> Any:

@@ -6,12 +6,14 @@ models and by a third on small ones. Replaying a schedule's allocations through 
 
 The chunks that earlier steps and the user's code left free are where the replay begins, where the profile knows them (:mod:`.pool`).
 
-Known limits: where the pool is not known, it is taken to be new; variables that move go on doing so after the steps that are replayed.
+Known limits: where the pool is not known, it is taken to be new; variables that move go on doing so after the steps that are replayed; when
+the input pipeline makes its batches is a guess.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 
@@ -25,6 +27,8 @@ _MAX_INTERNAL_FRAGMENTATION_BYTES = 128 * MIB
 _FIRST_REGION_BYTES = 2 * MIB
 #: oneDNN's CPU allocator sends smaller requests to the system's allocator and leaves them out of its statistics.
 CPU_SMALL_BYTES = 256 * KIB
+#: Batches that the input pipeline holds beside the one that is trained, step by step; at the end of an epoch there are none.
+_BATCHES_AHEAD = (1, 2, 1, 0)
 
 
 class _Chunk:
@@ -135,7 +139,7 @@ def replayed_peak_bytes(
     *,
     smallest_bytes: int = 0,
     pool_bytes: int = 0,
-    steps: int = 3,
+    steps: int = 8,
 ) -> int:
     """The allocator's peak over ``steps`` runs of a schedule, resident bytes included.
 
@@ -144,7 +148,7 @@ def replayed_peak_bytes(
         schedule: a legal order.
         smallest_bytes: requests below this do not count (:data:`CPU_SMALL_BYTES` on the CPU).
         pool_bytes: as in :class:`BestFitAllocator`; the resident bytes are taken from it.
-        steps: the first step shapes the pool, and variables that are assigned move with every one.
+        steps: the first step shapes the pool; variables that are assigned, and the batch, lie elsewhere at every step.
     """
     graph, values, profile = problem.graph, problem.graph.values, problem.profile
     allocator = BestFitAllocator(
@@ -153,19 +157,20 @@ def replayed_peak_bytes(
     )  # fmt: skip
     resident = allocator.allocate(profile.resident_bytes) if pool_bytes else None
     base = 0 if pool_bytes else profile.resident_bytes
-    if profile.free_chunk_bytes:  # the batch is given chunks of the pool too
-        inputs = [v.nbytes for v in values if v.producer is None and v.nbytes >= smallest_bytes]
-        base -= min(base, sum(inputs))
-        for nbytes in inputs:
-            allocator.allocate(nbytes)
+    # the batch and the next ones are in chunks of the pool too, new ones for every step; that of the first step is there already
+    inputs = [v.nbytes for v in values if v.producer is None and v.nbytes >= smallest_bytes] if profile.free_chunk_bytes else []
+    base -= min(base, sum(inputs))
+    batches = deque([[allocator.foreign(nbytes) for nbytes in inputs]])
     large = [max(1, smallest_bytes) <= value.nbytes and value.producer is not None for value in values]
     reads = [[v for v in op.inputs if large[v]] for op in graph.ops]
     writes = [[v for v in op.outputs if large[v]] for op in graph.ops]
     dying = _dying(schedule, reads, writes, [v for v in graph.outputs if large[v]])
     kept = set(graph.outputs)
     variables: dict[int, _Chunk | None] = {}  # id of the op that assigns it → where the variable is
-    for _ in range(steps):
+    for step in range(steps):
         chunks: dict[int, _Chunk | None] = {}
+        while len(batches) <= _BATCHES_AHEAD[step % len(_BATCHES_AHEAD)]:
+            batches.append([allocator.allocate(nbytes) for nbytes in inputs])
         for k, op_id in enumerate(schedule.order):
             ending = dying[k]
             if writes[op_id]:
@@ -188,7 +193,7 @@ def replayed_peak_bytes(
                 allocator.release(old)
             for value_id in ending:
                 allocator.release(chunks.pop(value_id, None))
-        for chunk in chunks.values():
+        for chunk in (*chunks.values(), *batches.popleft()):
             allocator.release(chunk)
     allocator.release(resident)
     return base + allocator.peak_bytes

@@ -48,7 +48,7 @@ def fused_graph(
     """
     parts = clusters(program, kinds, sizes)
     makers = {number: at for at, part in enumerate(parts) for number in part.outputs}
-    phases = _phases(program, parts, makers, is_backward)
+    phases = _phases(program, parts, is_backward)
     overwritten = _overwritten(program, parts, makers, state)
     readers: dict[int, list[int]] = defaultdict(list)
     for at, part in enumerate(parts):
@@ -93,24 +93,24 @@ def fused_graph(
     return Graph(tuple(ops), tuple(values), outputs), tuple(numbers), handles
 
 
-def _phases(
-    program: Program, parts: list[Cluster], makers: dict[int, int], is_backward: Callable[[Equation], bool]
-) -> list[str]:
+def _phases(program: Program, parts: list[Cluster], is_backward: Callable[[Equation], bool]) -> list[str]:
     """Phase of every cluster."""
-    marked = [is_backward(program.equations[part.equations[-1]]) for part in parts]
-    downstream = list(marked)
-    for at, part in enumerate(parts):
-        downstream[at] = downstream[at] or any(n in makers and downstream[makers[n]] for n in part.reads)
-    feeds_backward = list(marked)
-    for at in range(len(parts) - 1, -1, -1):
-        if feeds_backward[at]:
-            for n in parts[at].reads:
-                if n in makers:
-                    feeds_backward[makers[n]] = True
-    return [
-        FORWARD if not below else BACKWARD if mark or feeds else UPDATE
-        for mark, below, feeds in zip(marked, downstream, feeds_backward, strict=True)
-    ]
+    marked = [is_backward(equation) for equation in program.equations]
+    downstream: set[int] = set()
+    for equation, mark in zip(program.equations, marked, strict=True):
+        if not equation.separates and (mark or not downstream.isdisjoint(equation.reads)):
+            downstream.update(equation.outputs)
+    feeds_backward: set[int] = set()
+    for equation, mark in zip(reversed(program.equations), reversed(marked), strict=True):
+        if not equation.separates and (mark or not feeds_backward.isdisjoint(equation.outputs)):
+            feeds_backward.update(equation.reads)
+    phases = []
+    for part in parts:
+        root = part.equations[-1]
+        outputs = program.equations[root].outputs
+        below, feeds = not downstream.isdisjoint(outputs), not feeds_backward.isdisjoint(outputs)
+        phases.append(FORWARD if not below else BACKWARD if marked[root] or feeds else UPDATE)
+    return phases
 
 
 def _overwritten(

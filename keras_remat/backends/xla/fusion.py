@@ -54,6 +54,10 @@ class Equation(Protocol):
     def has_effect(self) -> bool:
         """Whether it does more than compute its outputs."""
 
+    @property
+    def separates(self) -> bool:
+        """Whether it only makes a micro-batch wait for the one before: their phases have nothing to do with each other."""
+
 
 class Program(Protocol):
     """Equations over numbered values; the first numbers are what the program is given."""

@@ -18,6 +18,11 @@ GROUPED_FACTOR = {"cpu": 250, "gpu": 10}
 elements, in flops of that product per element, and a depthwise convolution against a dense one per flop. GPU: guesses of the order of
 magnitude, not measured. Only the ratios decide about a plan."""
 
+FUSED_SHARE = 0.1
+"""What an elementwise op costs when it runs again, of what it would cost as a kernel of its own: it is fused into its readers, writes nothing, and
+much of what it reads they read too. XLA fuses it there whether it was kept or not, so a schedule that keeps such values instead of the
+products and convolutions they come from is not obeyed; this share makes it the dearer one."""
+
 
 def kernel_time_s(flops: float, traffic_bytes: int, platform: str) -> float:
     """Estimated seconds of one kernel.

@@ -4,6 +4,9 @@ The first run of every op is written down as it is; a repeated op must (a) not b
 first run and (b) not start before its turn. Both are had by one data dependency on what the
 step had computed by then: the *trigger*, one element of each value that the ops since the last recomputation left behind.
 
+On a CPU a trigger is read in the branch of a condition. Read by a slice, which XLA can fuse, a sum that many ops read may have no reader left that needs
+it in memory; it is then computed again in each of them, with all the sums before it.
+
 As few guards as that needs:
 
 * an equation whose input already depends on the current trigger needs none;
@@ -43,8 +46,8 @@ STALE_OPS = 8
 class Writer(Protocol):
     """A framework that writes equations down. Values are its own objects; each is told from the others by identity."""
 
-    draws_in_branch: bool
-    """Whether random numbers are drawn in the branch of a condition."""
+    uses_branches: bool
+    """Whether the branch of a condition costs next to nothing, as on a CPU; on a GPU the host would wait for the condition."""
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         """Writes equation number ``at`` on ``inputs`` and returns its outputs."""
@@ -64,8 +67,13 @@ class Writer(Protocol):
     def may_guard(self, equation: Equation, value: Any) -> bool:
         """Whether an input of an equation may be something that is known only when the step runs."""
 
-    def never(self, triggers: Sequence[Any]) -> Any:
-        """A boolean scalar that is false and can be known only when all ``triggers`` (non-empty values) exist."""
+    def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
+        """A boolean scalar that is false and can be known only when all ``triggers`` (non-empty values) exist.
+
+        Args:
+            triggers: values.
+            in_branch: whether they are read in a branch, which takes them from memory.
+        """
 
     def guard(self, value: Any, condition: Any) -> Any:
         """The same bits, depending on a condition from :meth:`never`."""
@@ -119,7 +127,7 @@ class Run:
         early = all(self._numbers[v] in self._early for v in op.inputs)
         if (
             any(self._program.equations[at].kind in self._kinds.random for at in self._handles[op_id])
-            and self._writer.draws_in_branch
+            and self._writer.uses_branches
         ):
             results = self._random(op_id)
         else:
@@ -190,7 +198,7 @@ class Run:
             self._written[key] = (tuple(inputs), self._writer.write(at, inputs))
         outputs = self._written[key][1]
         for known in (self._current, self._late):
-            if any(id(x) in known for x in inputs):
+            if not equation.separates and any(id(x) in known for x in inputs):
                 known.update(map(id, outputs))
         return outputs
 
@@ -260,7 +268,7 @@ class Run:
             if v not in read and self._graph.values[v].nbytes > 0
         ]
         if left:
-            self._condition = self._writer.never(left[-MAX_TRIGGERS:])
+            self._condition = self._writer.never(left[-MAX_TRIGGERS:], in_branch=self._writer.uses_branches)
             self._condition_phase = self._graph.ops[self._since[-1]].phase
             self._guards, self._current = {}, set()
         self._since = []

@@ -15,7 +15,10 @@ from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
 from keras_remat.validate import check_rules
 
-MODELS = {"mixer": partial(models.mixer, optimizer="adam"), "convnet": models.convnet, "recurrent": models.recurrent}
+MODELS = {
+    "mixer": partial(models.mixer, optimizer="adam"), "convnet": models.convnet, "recurrent": models.recurrent,
+    "mixed precision": models.mixed_precision,
+}  # fmt: skip
 
 
 def train(compiled, state, batches):

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import kinds as op_kinds
 from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.accumulate import SEPARATION
 from keras_remat.backends.tensorflow.compiled.kinds import ALIASES, NOTHING
 from keras_remat.errors import UnsupportedModelError
 
@@ -68,6 +69,11 @@ class Equation:
     def has_effect(self) -> bool:
         """Never: the program is pure."""
         return False
+
+    @property
+    def separates(self) -> bool:
+        """Whether it was traced under :data:`~keras_remat.backends.tensorflow.accumulate.SEPARATION`."""
+        return SEPARATION in self.scope
 
     @property
     def reads(self) -> tuple[int, ...]:

@@ -3,8 +3,7 @@
 The policy writes ``NodeDef``\\ s; they are imported once into a ``tf.function(jit_compile=True)`` that reads every variable before and assigns the
 changed ones after.
 
-The guard of a value ``x`` is ``select((bits | 1) == 0, 0, x)``, where ``bits`` are elements of the values that must exist first: never true,
-whatever the bits, so ``x`` passes bit for bit and a NaN in a trigger spreads nowhere; and XLA's simplifier, which keeps no track of known bits, cannot fold it.
+The guard of a value ``x`` is ``select(condition, 0, x)`` with a condition from :mod:`keras_remat.backends.tensorflow.guard`.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
-from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram, Literal
+from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram, Literal, nbytes
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
+from keras_remat.backends.tensorflow.guard import UNSIGNED, joined_bits
 from keras_remat.backends.xla.protect import Run
 from keras_remat.schedule import Schedule
-
-_UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
 
 
 class _Tensor:
@@ -36,14 +34,14 @@ class _Tensor:
 class _Writer:
     """TensorFlow as :class:`keras_remat.backends.xla.protect.Writer`."""
 
-    def __init__(self, program: FlatProgram, draws_in_branch: bool):
+    def __init__(self, program: FlatProgram, uses_branches: bool):
         self._program = program
-        self.draws_in_branch = draws_in_branch
+        self.uses_branches = uses_branches
         self.document = tf.compat.v1.GraphDef(versions=program.versions, library=program.library)
         self._literals: dict[str, _Tensor] = {}
         self._constants: dict[Any, _Tensor] = {}
         self.functions: list[Any] = []  # an executable looks its branches up by name for as long as it lives
-        self._branches: dict[tuple[int, ...], list[str]] = {}
+        self._branches: dict[tuple[Any, ...], list[str]] = {}
         self._names: set[str] = set()
         self.given = [_Tensor(f"{name}:0", program.dtypes[at], program.shapes[at]) for at, name in enumerate(program.given)]
         self._names.update(program.given)
@@ -85,15 +83,34 @@ class _Writer:
 
     # ---------------------------------------------------------------- guards
 
-    def never(self, triggers: Sequence[Any]) -> Any:
+    def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
+        if in_branch:
+            small = min(triggers, key=lambda x: nbytes(x.shape, x.dtype))
+            return self._equals_zero(self._bits_in_branch(triggers, self.never([small])))
         bits = self._constant(1, tf.uint32)
         for x in triggers:
             bits = self._node("BitwiseOr", [bits, self._first_bits(x)], tf.uint32, (), T=tf.uint32)
+        return self._equals_zero(bits)
+
+    def _equals_zero(self, bits: _Tensor) -> _Tensor:
         return self._node("Equal", [bits, self._constant(0, tf.uint32)], tf.bool, (), T=tf.uint32)
+
+    def _bits_in_branch(self, triggers: Sequence[_Tensor], condition: _Tensor) -> _Tensor:
+        """The bits of the triggers, taken in the branch for a condition that is false."""
+        key = tuple((x.shape, x.dtype) for x in triggers)
+        if key not in self._branches:
+            branches = (lambda *operands: tf.constant(1, tf.uint32), lambda *operands: joined_bits(operands))
+            specs = [tf.TensorSpec(x.shape, x.dtype) for x in triggers]
+            self._branches[key] = [self._define(branch, specs) for branch in branches]
+        return self._if("remat_trigger", condition, triggers, [(tf.uint32, ())], self._branches[key])[0]
 
     def guard(self, value: Any, condition: Any) -> Any:
         return self._node(
-            "SelectV2", [condition, self._constant(0, value.dtype), value], value.dtype, value.shape, T=value.dtype
+            "SelectV2",
+            [condition, self._constant(False if value.dtype == tf.bool else 0, value.dtype), value],
+            value.dtype,
+            value.shape,
+            T=value.dtype,
         )
 
     def _first_bits(self, x: _Tensor) -> _Tensor:
@@ -107,7 +124,7 @@ class _Writer:
             real = tf.float32 if x.dtype == tf.complex64 else tf.float64
             x = self._node("Real", [x], real, (), T=x.dtype, Tout=real)
         if x.dtype.is_floating:
-            unsigned = _UNSIGNED[x.dtype.size]
+            unsigned = UNSIGNED[x.dtype.size]
             x = self._node("Bitcast", [x], unsigned, (), T=x.dtype, type=unsigned)
         return x if x.dtype == tf.uint32 else self._node("Cast", [x], tf.uint32, (), SrcT=x.dtype, DstT=tf.uint32)
 
@@ -143,14 +160,26 @@ class _Writer:
             branches = (self._nothing_branch(wanted), self._drawing_branch(equations, list(given), wanted))
             specs = [tf.TensorSpec(program.shapes[number], program.dtypes[number]) for number in given]
             names = self._branches[tuple(equations)] = [self._define(branch, specs) for branch in branches]
-        node = self.document.node.add(name=self._fresh("remat_draw"), op="StatelessIf")
-        node.input.extend([condition.name, *(x.name for x in given.values())])
+        results = [(program.dtypes[n], program.shapes[n]) for n in wanted]
+        return self._if("remat_draw", condition, list(given.values()), results, names)
+
+    def _if(
+        self,
+        name: str,
+        condition: _Tensor,
+        operands: Sequence[_Tensor],
+        results: Sequence[tuple[Any, Any]],
+        branches: Sequence[str],
+    ) -> list[_Tensor]:
+        """Writes a condition; ``results`` are dtypes and shapes, ``branches`` the functions for true and false."""
+        node = self.document.node.add(name=self._fresh(name), op="StatelessIf")
+        node.input.extend([condition.name, *(x.name for x in operands)])
         node.attr["Tcond"].type = tf.bool.as_datatype_enum
-        node.attr["Tin"].list.type.extend(program.dtypes[n].as_datatype_enum for n in given)
-        node.attr["Tout"].list.type.extend(program.dtypes[n].as_datatype_enum for n in wanted)
-        for attribute, name in zip(("then_branch", "else_branch"), names, strict=True):
-            node.attr[attribute].func.name = name
-        return [_Tensor(f"{node.name}:{i}", program.dtypes[n], program.shapes[n]) for i, n in enumerate(wanted)]
+        node.attr["Tin"].list.type.extend(x.dtype.as_datatype_enum for x in operands)
+        node.attr["Tout"].list.type.extend(dtype.as_datatype_enum for dtype, _ in results)
+        for attribute, branch in zip(("then_branch", "else_branch"), branches, strict=True):
+            node.attr[attribute].func.name = branch
+        return [_Tensor(f"{node.name}:{i}", dtype, shape) for i, (dtype, shape) in enumerate(results)]
 
     def _nothing_branch(self, wanted: Sequence[int]) -> Callable[..., list[Any]]:
         program = self._program
@@ -162,7 +191,7 @@ class _Writer:
         program = self._program
 
         def draw(*operands: Any) -> list[Any]:
-            inner = _Writer(program, draws_in_branch=False)
+            inner = _Writer(program, uses_branches=False)
             known = {number: _Tensor(f"operand_{number}:0", program.dtypes[number], program.shapes[number]) for number in given}
             mapped = {known[number].name: operand for number, operand in zip(given, operands, strict=True)}
             for at in equations:
@@ -206,7 +235,7 @@ class LoweredStep:
     def __init__(self, traced: CompiledStep, schedule: Schedule):
         self.traced, self.schedule = traced, schedule
         stateless, program = traced.stateless, traced.program
-        writer = _Writer(program, draws_in_branch=not tf.config.list_logical_devices("GPU"))
+        writer = _Writer(program, uses_branches=not tf.config.list_logical_devices("GPU"))
         early = range(stateless.batch, program.n_given)
         run = Run(program, KINDS, traced.graph, traced.handles, traced.numbers, writer, writer.given, early)
         for op_id in schedule.order:

@@ -9,16 +9,11 @@ from keras_remat.backends.tensorflow.compiled.flatten import Equation, FlatProgr
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
 from keras_remat.backends.tensorflow.profile import device_name, multiply_adds
-from keras_remat.backends.xla.kernel_costs import EXPENSIVE_FLOPS, GROUPED_FACTOR, RANDOM_FLOPS, kernel_time_s
+from keras_remat.backends.xla.kernel_costs import EXPENSIVE_FLOPS, FUSED_SHARE, GROUPED_FACTOR, RANDOM_FLOPS, kernel_time_s
 from keras_remat.profile import Profile
 
 CPU_BUFFERS = {"StatelessRandomUniformV2": 4, "StatelessRandomUniform": 4}
 """Operations XLA:CPU expands into loops that need buffers of the result's size, and how many."""
-
-FUSED_SHARE = 0.1
-"""What an elementwise op costs when it runs again, of what it would cost as a kernel of its own: it is fused into its readers, writes nothing, and
-much of what it reads they read too. XLA fuses it there whether it was kept or not, so a schedule that keeps such values instead of the
-products and convolutions they come from is not obeyed; this share makes it the dearer one."""
 
 
 def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -> Profile:

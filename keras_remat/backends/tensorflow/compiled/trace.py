@@ -51,7 +51,7 @@ def trace(model: Any, batch: Any, micro_batches: int = 1, like: CompiledStep | N
         UnsupportedModelError: the step cannot be compiled as one; the message says which operation, and why.
     """
     structure = data_spec(batch)
-    train_step = model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
+    train_step = model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches, separated=True)
     concrete = tf.function(train_step, autograph=False, jit_compile=True).get_concrete_function(structure)
     stateless = flatten(concrete.graph)
     program = stateless.program

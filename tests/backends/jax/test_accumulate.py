@@ -1,0 +1,137 @@
+"""Micro-batches: the gradient of the whole batch, for less memory; refused where the sum would not be that."""
+
+import jax_models as models
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_remat
+from keras_remat.backends.jax import backend
+from keras_remat.backends.jax.accumulate import accumulated_train_step
+from keras_remat.backends.jax.lower import lower, lower_plain
+from keras_remat.backends.jax.measure import copy_state, memory
+from keras_remat.backends.jax.private import build, state_values
+from keras_remat.backends.jax.trace import as_specs, trace
+from keras_remat.errors import UnsupportedModelError
+from keras_remat.schedule import Schedule
+
+
+def dense(width=32, dropout=0.0):
+    """A regression; its loss is a mean."""
+    keras.utils.set_random_seed(0)
+    inputs = x = layers.Input((16,))
+    for _ in range(3):
+        x = layers.Dense(width, activation="tanh")(x)
+        x = layers.Dropout(dropout)(x) if dropout else x
+    model = keras.Model(inputs, layers.Dense(4)(x))
+    model.compile(keras.optimizers.SGD(0.5), "mse", metrics=["mae"])
+    return model
+
+
+def samples(count):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(count, 16)), rng.normal(size=(count, 4))
+    return x.astype("float32"), y.astype("float32"), np.linspace(0.5, 1.5, count, dtype="float32")
+
+
+def stepped(count):
+    """The state and logs after one SGD step in ``count`` micro-batches, with sample weights."""
+    model, batch = dense(), samples(47)
+    traced = trace(model, batch, count)
+    state = copy_state(state_values(model))
+    logs, state = lower(traced, Schedule.store_all(traced.graph))(state, batch)
+    return state, {key: float(value) for key, value in logs.items()}
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_weights_and_metrics_are_those_of_the_whole_batch(count):
+    whole, logs = stepped(1)
+    cut, logs_of_pieces = stepped(count)
+    for mine, theirs in zip(cut[0], whole[0], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert logs_of_pieces == pytest.approx(logs, rel=1e-5)
+
+
+def test_rows_of_an_embedding_are_summed():
+    def step(count):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,), dtype="int32"), layers.Embedding(9, 3), layers.Flatten(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        batch = (np.arange(32).reshape(8, 4) % 9).astype("int32"), np.ones((8, 1), "float32")
+        build(model, as_specs(batch))
+        train_step = model.train_step if count == 1 else accumulated_train_step(model, count)
+        return train_step(state_values(model), batch)[1][0]
+
+    for mine, theirs in zip(step(4), step(1), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_own_train_steps_and_sums_are_refused():
+    class Own(keras.Model):
+        def train_step(self, state, data):
+            return super().train_step(state, data)
+
+    inputs = layers.Input((16,))
+    own = Own(inputs, layers.Dense(4)(inputs))
+    own.compile("sgd", "mse")
+    with pytest.raises(UnsupportedModelError, match="train_step of its own"):
+        accumulated_train_step(own, 2)
+    model = dense()
+    model.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
+    with pytest.raises(UnsupportedModelError, match="reduces by 'sum'"):
+        accumulated_train_step(model, 2)
+
+
+def test_a_piece_starts_when_the_one_before_has_ended(monkeypatch):
+    def temporary(count):
+        model = models.convnet(size=32)
+        return memory(lower_plain(trace(model, models.batch(model), count))).temp_bytes
+
+    whole = temporary(1)
+    assert temporary(4) <= 0.4 * whole
+    monkeypatch.setattr("keras_remat.backends.jax.accumulate.guard", lambda x, condition: x)
+    assert temporary(4) > 0.6 * whole
+
+
+def test_the_forward_phase_of_every_piece_is_one():
+    model = models.mixer()
+    batch = models.batch(model)
+    whole, cut = (trace(model, batch, count).graph for count in (1, 3))
+    count = {phase: [sum(op.phase == phase for op in graph.ops) for graph in (whole, cut)] for phase in ("forward", "backward")}
+    for one, three in count.values():
+        assert three == pytest.approx(3 * one, rel=0.2)
+
+
+def test_fit_trains_in_micro_batches_where_no_schedule_fits():
+    """The limit is below what one batch needs in one piece; plain ``fit`` gives the same losses."""
+    x, y, _ = samples(4096)
+    options = {"batch_size": 2048, "shuffle": False, "epochs": 3, "verbose": 0}
+    expected = dense(512).fit(x, y, **options).history["loss"]
+    model, device = dense(512), backend()
+    arrays = device.example_batch(model, (x[:2048], y[:2048]))
+    traced = device.trace(model, arrays)
+    problem = keras_remat.Problem(traced.graph, device.estimated_profile(traced, device.bytes_in_use()))
+    remat = keras_remat.RematAutotune(
+        memory_limit=problem.floor_bytes - 2**19,
+        margin=0.0,
+        solver="greedy",
+        solver_time_limit_s=5.0,
+        profile_steps=1,
+        verbose=0,
+    )
+    with pytest.warns(UserWarning, match="micro-batches"):
+        history = model.fit(x, y, **options, callbacks=[remat]).history["loss"]
+    assert history == pytest.approx(expected, rel=1e-4)
+    assert remat.plan.measured.peak_bytes <= remat.report.limit_bytes
+
+
+def test_a_scaled_loss_is_cut_too():
+    model = models.mixed_precision()
+    assert "LossScale" in type(model.optimizer).__name__
+    batch = models.batch(model)
+    traced = trace(model, batch, 2)
+    state = copy_state(state_values(model))
+    _, after = lower(traced, Schedule.store_all(traced.graph))(copy_state(state), batch)
+    assert all(np.isfinite(v).all() for v in after[0])
+    assert any((a != b).any() for a, b in zip(after[0], state[0], strict=True))
