@@ -21,8 +21,9 @@ With every op a candidate in every slot this is Checkmate's program (arXiv 1910.
 a value has a reader, and those of its recomputed readers a few levels up, keeps it small. Takeovers are counted by size: the k-th output of
 a size needs a buffer of its own unless k inputs of that size that may be taken over are given up.
 
-Known limits: the order of first runs is fixed, so the program's bound says nothing about other orders and is not reported; ``status`` is
-``"optimal"`` only when nothing is recomputed or the bound that holds for every order (:mod:`keras_remat.solvers.bound`) is met.
+Known limits: what is computed again between two first runs is so in the order of the first ones, each op once; the
+order of first runs is fixed, so the program's bound says nothing about other orders and is not reported; ``status`` is ``"optimal"`` only
+when nothing is recomputed or the bound that holds for every order (:mod:`keras_remat.solvers.bound`) is met.
 """
 
 from __future__ import annotations

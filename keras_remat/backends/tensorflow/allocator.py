@@ -160,7 +160,7 @@ def replayed_peak_bytes(
     # the batch and the next ones are in chunks of the pool too, new ones for every step; that of the first step is there already
     inputs = [v.nbytes for v in values if v.producer is None and v.nbytes >= smallest_bytes] if profile.free_chunk_bytes else []
     base -= min(base, sum(inputs))
-    batches = deque([[allocator.foreign(nbytes) for nbytes in inputs]])
+    batches: deque[list[_Chunk | None]] = deque([[allocator.foreign(nbytes) for nbytes in inputs]])
     large = [max(1, smallest_bytes) <= value.nbytes and value.producer is not None for value in values]
     reads = [[v for v in op.inputs if large[v]] for op in graph.ops]
     writes = [[v for v in op.outputs if large[v]] for op in graph.ops]
