@@ -27,7 +27,7 @@ _MAX_INTERNAL_FRAGMENTATION_BYTES = 128 * MIB
 _FIRST_REGION_BYTES = 2 * MIB
 #: oneDNN's CPU allocator sends smaller requests to the system's allocator and leaves them out of its statistics.
 CPU_SMALL_BYTES = 256 * KIB
-#: Batches that the input pipeline holds beside the one that is trained, step by step; at the end of an epoch there are none.
+#: Batches that ``fit``'s input pipeline holds beside the one that is trained, step by step; at the end of an epoch there are none.
 _BATCHES_AHEAD = (1, 2, 1, 0)
 
 
@@ -139,6 +139,7 @@ def replayed_peak_bytes(
     *,
     smallest_bytes: int = 0,
     pool_bytes: int = 0,
+    pipeline: bool = False,
     steps: int = 8,
 ) -> int:
     """The allocator's peak over ``steps`` runs of a schedule, resident bytes included.
@@ -148,6 +149,7 @@ def replayed_peak_bytes(
         schedule: a legal order.
         smallest_bytes: requests below this do not count (:data:`CPU_SMALL_BYTES` on the CPU).
         pool_bytes: as in :class:`BestFitAllocator`; the resident bytes are taken from it.
+        pipeline: whether every step has a batch of its own, and the next ones lie beside it; else it is the same one again and again.
         steps: the first step shapes the pool; variables that are assigned, and the batch, lie elsewhere at every step.
     """
     graph, values, profile = problem.graph, problem.graph.values, problem.profile
@@ -157,10 +159,10 @@ def replayed_peak_bytes(
     )  # fmt: skip
     resident = allocator.allocate(profile.resident_bytes) if pool_bytes else None
     base = 0 if pool_bytes else profile.resident_bytes
-    # the batch and the next ones are in chunks of the pool too, new ones for every step; that of the first step is there already
+    # the batch is in chunks of the pool too; in a pipeline in new ones for every step, and the first is there already
     inputs = [v.nbytes for v in values if v.producer is None and v.nbytes >= smallest_bytes] if profile.free_chunk_bytes else []
     base -= min(base, sum(inputs))
-    batches: deque[list[_Chunk | None]] = deque([[allocator.foreign(nbytes) for nbytes in inputs]])
+    batches: deque[list[_Chunk | None]] = deque([[(allocator.foreign if pipeline else allocator.allocate)(n) for n in inputs]])
     large = [max(1, smallest_bytes) <= value.nbytes and value.producer is not None for value in values]
     reads = [[v for v in op.inputs if large[v]] for op in graph.ops]
     writes = [[v for v in op.outputs if large[v]] for op in graph.ops]
@@ -169,7 +171,7 @@ def replayed_peak_bytes(
     variables: dict[int, _Chunk | None] = {}  # id of the op that assigns it → where the variable is
     for step in range(steps):
         chunks: dict[int, _Chunk | None] = {}
-        while len(batches) <= _BATCHES_AHEAD[step % len(_BATCHES_AHEAD)]:
+        while pipeline and len(batches) <= _BATCHES_AHEAD[step % len(_BATCHES_AHEAD)]:
             batches.append([allocator.allocate(nbytes) for nbytes in inputs])
         for k, op_id in enumerate(schedule.order):
             ending = dying[k]
@@ -193,7 +195,7 @@ def replayed_peak_bytes(
                 allocator.release(old)
             for value_id in ending:
                 allocator.release(chunks.pop(value_id, None))
-        for chunk in (*chunks.values(), *batches.popleft()):
+        for chunk in (*chunks.values(), *(batches.popleft() if pipeline else ())):
             allocator.release(chunk)
     allocator.release(resident)
     return base + allocator.peak_bytes

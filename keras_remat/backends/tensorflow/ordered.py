@@ -48,6 +48,7 @@ class TensorFlowBackend:
     measures_op_times = True
     fragments = True
     auto_solver = "auto"
+    _has_pipeline = False  # whether the steps are those of a ``fit``
 
     def check(self, model: Any) -> str | None:
         if model.run_eagerly:
@@ -97,7 +98,7 @@ class TensorFlowBackend:
         return lowering.lower(traced, problem, schedule, _smallest_bytes())
 
     def predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        return allocator.replayed_peak_bytes(problem, schedule, smallest_bytes=_smallest_bytes())
+        return allocator.replayed_peak_bytes(problem, schedule, smallest_bytes=_smallest_bytes(), pipeline=self._has_pipeline)
 
     def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         return None
@@ -130,6 +131,7 @@ class TensorFlowBackend:
         return put_back
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
+        self._has_pipeline = True
         return InstalledTrainFunction(model, runner)
 
 

@@ -64,11 +64,13 @@ def test_an_assignment_moves_the_variable(kind, peak):
     assert replayed_peak_bytes(problem, Schedule((0, 1, 2)), steps=1) == (10 + peak) * MIB
 
 
-def test_inputs_take_chunks_of_a_known_pool():
+@pytest.mark.parametrize(("pipeline", "peak"), [(False, 7), (True, 10)])
+def test_inputs_take_chunks_of_a_known_pool(pipeline, peak):
+    """A batch gets a chunk of 4 MiB for 3; in a pipeline two more come beside it, of which one gets that chunk."""
     ops = (Op(0, "a", "a", (0,), (1,)),)
     graph = Graph(ops, (Value(0, "x", 3 * MIB), Value(1, "a", MIB, producer=0)), (1,))
     problem = Problem(graph, Profile((1.0,), (0,), 5 * MIB, free_chunk_bytes=(4 * MIB, 64 * MIB)))
-    assert replayed_peak_bytes(problem, Schedule((0,))) == (5 - 3 + 4 + 1) * MIB  # the batch gets a chunk of 4 MiB
+    assert replayed_peak_bytes(problem, Schedule((0,)), pipeline=pipeline) == peak * MIB
 
 
 def test_small_requests_are_served_elsewhere():
