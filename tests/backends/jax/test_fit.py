@@ -84,7 +84,7 @@ def tight_run():
     plain, data = large()
     expected = fit(plain, data, epochs=2)
     model, data = large()
-    limit = tight_limit(model, data, 0.75)
+    limit = tight_limit(model, data, 0.4)
     remat = callback(limit)
     return expected, fit(model, data, remat, epochs=2), remat, limit, plain, model
 
@@ -101,7 +101,7 @@ def test_recomputes_keeps_to_the_limit_and_says_how_it_knows(tight_run):
     assert remat.plan.recomputes
     assert remat.plan.profile_source == "estimated"
     assert remat.plan.measured.peak_bytes <= limit < remat.plan.store_all.peak_bytes
-    assert remat.plan.predicted.peak_bytes == pytest.approx(remat.plan.measured.peak_bytes, rel=0.02)
+    assert remat.plan.predicted.peak_bytes == pytest.approx(remat.plan.measured.peak_bytes, rel=0.05)
     assert [event.kind for event in remat.report.events] == ["risk", "measured"]
     assert remat.report.baseline_source == "predicted"
     assert [epoch.samples for epoch in remat.report.epochs] == [3 * BATCH] * 2
