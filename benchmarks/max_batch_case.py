@@ -23,7 +23,7 @@ import paper_models
 import keras_remat
 from keras_remat.autotune import BatchScaling, BatchSearch, batch_scaling, forward_overhead, search_batch_size
 from keras_remat.backends.base import Backend, RunStep, load_backend
-from keras_remat.max_batch import trainer, verified_search
+from keras_remat.max_batch import as_it_is_now, trainer, verified_search
 from keras_remat.planning import plan_problem, traced_model
 
 #: How far one step up goes from a batch that trained.
@@ -143,8 +143,7 @@ class Measurement:
         gc.collect()
         spec = self.backend.resized_spec(self.paper.batch(1), size)
         traced = self.backend.trace(self.model, spec)
-        profile = self.backend.with_pool(self.scaling.at(size).profile)
-        problem = keras_remat.Problem(traced.graph, profile, name=self.paper.name)
+        problem = as_it_is_now(replace(self.scaling.at(size), graph=traced.graph), self.backend)
         keras_remat.validate(problem, schedule)
         self.predicted[size] = self.backend.predicted_peak_bytes(problem, schedule)
         return self._measured(self.backend.lower(traced, problem, schedule), size, self.options["steps"])
@@ -158,8 +157,7 @@ class Measurement:
         tried = [(schedule, *self.train(size, schedule))]
         while tried[-1][1] > self.limit_bytes and len(tried) <= _REPLANS:
             over = max(0, tried[-1][1] - self.predicted[size])
-            problem = self.scaling.at(size)
-            problem = replace(problem, profile=self.backend.with_pool(problem.profile))
+            problem = as_it_is_now(self.scaling.at(size), self.backend)
             try:
                 plan = plan_problem(
                     problem, self.limit_bytes - over, self.backend, solver=name, time_limit_s=self.options["search_s"] / 6,

@@ -94,6 +94,19 @@ def find_max_batch_size(
     )  # fmt: skip
 
 
+def as_it_is_now(problem: Problem, backend: Backend) -> Problem:
+    """``problem`` with what the device's allocator has in use and free now, before its batch is there.
+
+    Where the allocator is not replayed, the problem stays as it is.
+    """
+    if not backend.fragments:
+        return problem
+    gc.collect()  # the step before is in reference cycles
+    inputs = sum(value.nbytes for value in problem.graph.values if value.producer is None)
+    profile = replace(backend.with_pool(problem.profile), resident_bytes=backend.bytes_in_use() + inputs)
+    return replace(problem, profile=profile)
+
+
 def trainer(backend: Backend, model: Any, batch: Any) -> Train:
     """Trains ``batch``, its samples repeated, for :data:`STEPS` steps of any size; the model's variables are put back after each size.
 
@@ -231,8 +244,7 @@ class _Verifier:
 
     def _plan(self, size: int, *, only_fitting: bool = False) -> Plan | None:
         """The fastest known order that fits by the corrected prediction, else a new one, else one that may fit all the same (or ``None``)."""
-        problem = self.scaling.at(size)
-        problem = replace(problem, profile=self.backend.with_pool(problem.profile))
+        problem = as_it_is_now(self.scaling.at(size), self.backend)
         budget = max(1, self.budget - self.error)
         plan = self._known(problem, budget)
         if plan is None:

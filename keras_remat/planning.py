@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -311,6 +312,7 @@ def traced_model(
     if profile not in ("measured", "estimated"):
         raise ValueError(f'profile must be "measured" or "estimated", got {profile!r}')
     backend.check(model)
+    gc.collect()  # steps that ran before are in reference cycles
     limit = parse_bytes(memory_limit, total_bytes=backend.device_memory_bytes())
     budget = usable_bytes(limit, margin)
     arrays = backend.example_batch(model, batch)
