@@ -10,7 +10,8 @@ chunk of d bytes
     F (1 − f₀) = (F − d) (1 − f)        when d was not taken from the largest chunk (then f < f₀), so F = d (1 − f) / (f₀ − f)
     F (1 − f₀) − d = (F − d) (1 − f)    when it was (then f > f₀), so F = d f / (f − f₀)
 
-and when F − L is used up, only the largest chunk is left. What was held goes back: the pool is as it was before.
+and when F − L is used up, only the largest chunk is left. What was held goes back: the pool is as it was before. Nothing is taken from the
+system and no page is touched, but the allocator counts what is held, so its peak is reset afterwards.
 
 Known limits: while a session of the user's own profiler runs, or with a single free chunk, there is no answer; nothing else may allocate
 meanwhile.
@@ -38,6 +39,13 @@ _MOST_REQUESTS = 400
 
 def free_chunk_bytes() -> tuple[int, ...]:
     """Sizes of the free chunks of at least :data:`~.allocator.CPU_SMALL_BYTES`, ascending; empty where they cannot be told."""
+    try:
+        return _probed()
+    finally:
+        tf.config.experimental.reset_memory_stats(device_name())
+
+
+def _probed() -> tuple[int, ...]:
     measured = _free_and_largest(_FIRST_BYTES)
     if measured is None:
         return ()
