@@ -21,7 +21,7 @@ With every op a candidate in every slot this is Checkmate's program (arXiv 1910.
 a value has a reader, and those of its recomputed readers a few levels up, keeps it small. Takeovers are counted by size: the k-th output of
 a size needs a buffer of its own unless k inputs of that size that may be taken over are given up.
 
-Known limits: what is computed again between two first runs is so in the order of the first ones, each op once; the
+Known limits: what is computed again between two first runs is so in the order of the first ones, each op once (twice in tiny orders); the
 order of first runs is fixed, so the program's bound says nothing about other orders and is not reported; ``status`` is ``"optimal"`` only
 when nothing is recomputed or the bound that holds for every order (:mod:`keras_remat.solvers.bound`) is met.
 """
@@ -57,7 +57,7 @@ TIGHT_SHARE = 0.9
 SMALL_OPS = 500
 """Orders up to this length are searched without the shortcuts that long ones need."""
 TINY_OPS = 40
-"""In orders up to this length a value may be computed again anywhere in a gap, not only at its end."""
+"""In orders up to this length a value may be computed again anywhere in a gap, not only at its end, and ops have two turns in every slot."""
 ROW_SLACK = 0.003
 """Share of the capacity by which a row that stands for several cells may overstate each of them."""
 TIME_STEPS = 10**7
@@ -278,7 +278,12 @@ class _Builder:
         self.capacity = (budget - problem.profile.resident_bytes) // self.unit_bytes
         self.merges = len(base) > SMALL_OPS and not fixed
         candidates = {(slot, op_id) for op_id, chosen in slots.items() for slot in chosen}.difference(fixed)
-        again = [(slot, 0, place[op_id], op_id) for slot, op_id in candidates.union(fixed)]
+        rounds = 2 if len(base) <= TINY_OPS and not fixed else 1
+        again = [
+            (slot, 0, place[op_id] + turn * len(base), op_id)
+            for slot, op_id in candidates.union(fixed)
+            for turn in range(rounds)
+        ]
         self.cells = [
             Cell(slot, op_id, self.program.variable(self._cost(op_id)) if not kind and (slot, op_id) in candidates else -1)
             for slot, kind, _, op_id in sorted(again + [(at, 1, at, op_id) for at, op_id in enumerate(base)])
@@ -409,7 +414,10 @@ class _Builder:
     def hint(self, order: Sequence[int]) -> list[int]:
         """The variables that are 1 when the cells of ``order``'s recomputations run."""
         wanted = set(recomputations(order, self.base))
-        runs = [cell.variable < 0 or (cell.slot, cell.op_id) in wanted for cell in self.cells]
+        runs = []
+        for cell in self.cells:
+            runs.append(cell.variable < 0 or (cell.slot, cell.op_id) in wanted)
+            wanted.discard((cell.slot, cell.op_id))  # it may have a second turn
         ones = {cell.variable for cell, on in zip(self.cells, runs, strict=True) if on and cell.variable >= 0}
         for value_id, events in self.events.items():
             producer = self.graph.values[value_id].producer
