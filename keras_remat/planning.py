@@ -32,8 +32,9 @@ _QUICK_PLAN_S = 10.0
 _QUICK_SHARE, _SLOW_SHARE, _SOLVE_SHARE = 0.25, 0.5, 0.7
 #: Up to which peak, in budgets, an order is worth compacting; the share of the time left that this may take, and of all of it at last.
 _WORTH_COMPACTING, _COMPACTING_SHARE, _LAST_SHARE = 1.2, 0.1, 0.3
-#: Seconds that a solve gets at least, however late it is: on a busy machine a quick solver would find nothing in less.
-_LEAST_SOLVE_S = 0.5
+#: Seconds that a solve gets at least, however late it is, and at least this share of what the longest one took that found something.
+#: With nothing found, it goes on for this many times the time limit.
+_LEAST_SOLVE_S, _LATE_SHARE, _PATIENCE = 0.5, 0.7, 4
 #: The least a correction takes off, as a share of what is above the floor.
 _LEAST_STEP = 0.05
 #: How much faster, as a share of the step, a schedule over the budget must be for another try.
@@ -123,9 +124,10 @@ def _within_allocator(
 
     for _ in range(_MAX_CORRECTIONS):
         left_s = deadline_s - time.perf_counter()
-        if target < problem.floor_bytes or (chosen is not None and left_s < least_s):
+        if target < problem.floor_bytes or left_s < (_PATIENCE * (started - deadline_s) if chosen is None else least_s):
             break
         seen: list[Solution] = []
+        solving = time.perf_counter()
         try:
             final = solve(
                 problem.with_budget(target), solver=solver, time_limit_s=max(_SOLVE_SHARE * left_s, least_s), seed=seed,
@@ -138,6 +140,7 @@ def _within_allocator(
                 raise
             unreachable, target = target, (target + found) // 2
             continue
+        least_s = max(least_s, _LATE_SHARE * (time.perf_counter() - solving))
         fastest, fitting = _replayed(problem, [*seen, final], budget_bytes, target, backend)
         step = 1
         if fitting.peak_bytes <= budget_bytes:
