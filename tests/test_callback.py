@@ -274,8 +274,8 @@ def test_data_in_every_form_trains_as_without_the_callback(form, steps_per_execu
 
 
 def _never_enough_for_plain(tuner):
-    """What the plain step is compared with; plans are made for the limit."""
-    return 1
+    """What the plain step is compared with, which takes 0 bytes of the pool if nothing was trained before; plans are made for the limit."""
+    return -1
 
 
 def test_own_train_step_is_traced(monkeypatch):
