@@ -102,7 +102,7 @@ def _within_allocator(
 
     Args:
         start: the first target, in bytes.
-        deadline_s: by ``time.perf_counter``; a late solve gets a tenth of the time all the same.
+        deadline_s: by ``time.perf_counter``; a late solve gets about what the ones before it took all the same.
     """
     store_all = Schedule.store_all(problem.graph)
     baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
@@ -157,11 +157,11 @@ def _within_allocator(
             fitting = fastest
         elif closest is None or fitting.peak_bytes < closest.peak_bytes:
             closest = fitting
-        # the allocator wastes too much on it: that may be had by moving ops about
-        smaller = compact(fastest, _COMPACTING_SHARE * max(least_s, deadline_s - time.perf_counter()))
-        if smaller.peak_bytes <= budget_bytes:
-            chosen = smaller, target
-            break
+        if backend.fragments:  # what the allocator wastes may be had by moving ops about
+            smaller = compact(fastest, _COMPACTING_SHARE * max(least_s, deadline_s - time.perf_counter()))
+            if smaller.peak_bytes <= budget_bytes:
+                chosen = smaller, target
+                break
         found = target
         # a few bytes less give the same schedule
         less = max(step * (fitting.peak_bytes - budget_bytes), int(_LEAST_STEP * (target - unreachable)))

@@ -165,6 +165,15 @@ def test_allocators_overhead_is_made_up_for():
     assert quick().predicted.time_s <= plan.predicted.time_s
 
 
+def test_a_lowered_step_over_the_budget_is_planned_again():
+    """Where lowering tells the peak, it decides, and not the prediction that the schedule was found by."""
+    backend = FakeBackend()
+    backend.lowered_peak_bytes = lambda problem, schedule: int(1.1 * simulate(problem, schedule).peak_bytes)
+    made = quick(backend=backend)
+    assert made.predicted.peak_bytes == backend.lowered_peak_bytes(PROBLEM, made.solution.schedule)
+    assert made.predicted.peak_bytes <= BUDGET
+
+
 def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkeypatch):
     """The allocator needs more for the first order only; a solver that finds nothing at the lower target is asked in between."""
     asked = []
