@@ -11,7 +11,7 @@ by one of these steps:
 3. The next steps are recorded by the profiler, and the prediction is calibrated by their measured peak. If the plain step fits by that, it
    takes over; else the plan is made again from what was measured, and swapped in.
 4. The measured peak decides, of these steps and of all that follow: over the limit, the plan is made again for what was too much, a
-   bounded number of times, and the one that measured least stays.
+   bounded number of times; then the batch is cut, where it may be; else the one that measured least stays.
 
 A step that runs out of memory all the same is undone (:mod:`keras_remat.guard`) and its batch trained under a plan for what the device had.
 
@@ -62,6 +62,7 @@ class _Candidate:
     problem: Problem | None = None
     plan: Plan | None = None  # None while the plain step runs
     micro_batches: int = 1
+    may_split: bool = False
     steps_in_phase: int = 0
     resident_bytes: int = 0  # the most in use between two of its steps
     measured: list[Usage] = field(default_factory=list)
@@ -179,18 +180,18 @@ class StepTuner:
             candidate.measured.append(usage)
             # the input pipeline holds more batches at some steps than at others
             candidate.resident_bytes = max(candidate.resident_bytes, self._backend.bytes_in_use())
-            self._advance(candidate)
+            self._advance(candidate, batch)
         else:
-            self._watch(candidate, usage)
+            self._watch(candidate, batch, usage)
         return result
 
-    def _watch(self, candidate: _Candidate, usage: Usage) -> None:
+    def _watch(self, candidate: _Candidate, batch: Any, usage: Usage) -> None:
         """Plans a final step again that takes more than the limit after all: what shares the allocator's pool changes as training goes on."""
         if candidate.plan is None or usage.peak_bytes <= self.limit_bytes or len(candidate.tried) >= _MAX_TIGHTENINGS:
             return
         if candidate.plan.solution.schedule not in [plan.solution.schedule for _, plan, _ in candidate.tried]:
             candidate.measured.append(usage)
-            self._verify(candidate)
+            self._verify(candidate, batch)
 
     @property
     def settled(self) -> bool:
@@ -271,7 +272,7 @@ class StepTuner:
     def _prepare(self, batch: Any, may_split: bool) -> _Candidate:
         size = batch_size_of(batch)
         self._report.batch_size = self._report.batch_size or size
-        candidate = _Candidate(size, self._run_plain, "plain", plain_exceeded=not self._plain_may_run)
+        candidate = _Candidate(size, self._run_plain, "plain", may_split=may_split, plain_exceeded=not self._plain_may_run)
         if self._plain_may_run and self._main is not None and self._fits_in_proportion(size):
             candidate.enter("settled")
             return candidate
@@ -301,8 +302,6 @@ class StepTuner:
             with self._progress("first plan, from estimated op times"):
                 plan = self._planner.quick(problem, size)
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-            if not may_split:
-                raise
             plan = self._micro_batched(candidate, batch, error)
         return self._with_plan(candidate, plan, "warm-up")
 
@@ -316,10 +315,9 @@ class StepTuner:
         return candidate.problem
 
     def _micro_batched(self, candidate: _Candidate, batch: Any, error: InfeasibleBudgetError | ScheduleNotFoundError) -> Plan:
-        """A plan that trains the batch in pieces and sums their gradients; raises ``error`` where that does not help either."""
-        for count in _MICRO_BATCHES:
-            if count > candidate.batch_size:
-                break
+        """A plan that trains the batch in pieces and sums their gradients; raises ``error`` where that is not allowed or does not help."""
+        most = candidate.batch_size if candidate.may_split else 1
+        for count in (n for n in _MICRO_BATCHES if candidate.micro_batches < n <= most):
             try:
                 problem = self._trace(candidate, batch, count)
             except UnsupportedModelError as reason:
@@ -338,6 +336,18 @@ class StepTuner:
             self.event("micro-batches", message)
             return plan
         raise error
+
+    def _cut(self, candidate: _Candidate, batch: Any, error: InfeasibleBudgetError | ScheduleNotFoundError) -> bool:
+        """Whether a batch that came not to fit in its step goes on in micro-batches, or in more of them; ``error`` says why it does not."""
+        before = candidate.traced, candidate.problem, candidate.micro_batches
+        try:
+            plan = self._micro_batched(candidate, batch, error)
+        except (InfeasibleBudgetError, ScheduleNotFoundError):
+            candidate.traced, candidate.problem, candidate.micro_batches = before
+            return False
+        candidate.tried.clear()
+        self._with_plan(candidate, plan, "warm-up")
+        return True
 
     def _cached(self, problem: Problem) -> Plan | None:
         try:
@@ -372,19 +382,19 @@ class StepTuner:
         if self._main is None or candidate is self._main:
             self.plan = plan
 
-    def _advance(self, candidate: _Candidate) -> None:
+    def _advance(self, candidate: _Candidate, batch: Any) -> None:
         """What follows from the steps measured so far."""
         if candidate.phase == "plain" and candidate.steps_in_phase > self._options.profile_steps:
-            self._after_plain(candidate)
+            self._after_plain(candidate, batch)
         elif candidate.phase == "warm-up" and candidate.steps_in_phase >= 1:
             candidate.enter("record")
         elif candidate.phase == "record" and candidate.steps_in_phase >= self._options.profile_steps:
             with self._planning():
                 self._after_recording(candidate)
         elif candidate.phase == "verify":
-            self._verify(candidate)
+            self._verify(candidate, batch)
 
-    def _after_plain(self, candidate: _Candidate) -> None:
+    def _after_plain(self, candidate: _Candidate, batch: Any) -> None:
         steps = candidate.measured[1:]  # the first one compiles
         usage = Usage(median(u.time_s for u in steps), max(u.peak_bytes for u in candidate.measured))
         if candidate is self._main and self._report.baseline is None:
@@ -412,7 +422,8 @@ class StepTuner:
                 with self._progress("planning"):
                     plan = (self._planner.best if profiled else self._planner.quick)(candidate.problem, candidate.batch_size)
             except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-                candidate.failure = error  # this batch is trained already; the next one is refused
+                if not self._cut(candidate, batch, error):
+                    candidate.failure = error  # this batch is trained already; the next one is refused
                 return
             self._with_plan(candidate, plan, "verify" if profiled else "warm-up")
 
@@ -474,7 +485,7 @@ class StepTuner:
         self._set_plan(candidate, plan)
         candidate.enter("verify")
 
-    def _verify(self, candidate: _Candidate) -> None:
+    def _verify(self, candidate: _Candidate, batch: Any) -> None:
         problem, plan = candidate.problem, candidate.plan
         assert problem is not None
         assert plan is not None
@@ -496,6 +507,12 @@ class StepTuner:
                 with self._planning():
                     self._replan(candidate, over)
                 return
+            over_limit = ScheduleNotFoundError(
+                self.usable_bytes, problem.floor_bytes, usage.peak_bytes, solver=self._options.solver
+            )
+            with self._planning():
+                if self._cut(candidate, batch, over_limit):
+                    return
             usage, plan, candidate.run = min(candidate.tried, key=lambda tried: tried[0].peak_bytes)
             logger.warning(
                 "keras_remat: the step takes %s measured, over the limit of %s; no schedule that takes less was found.",
@@ -548,6 +565,8 @@ class StepTuner:
         try:
             plan = self._planner.nearest(problem, candidate.batch_size, predicted - self.usable_bytes)
         except (InfeasibleBudgetError, ScheduleNotFoundError) as failure:
+            if self._cut(candidate, batch, failure):
+                return
             self._planner.limit_bytes = before
             failure.add_note(note)
             raise failure from cause

@@ -287,6 +287,70 @@ def test_step_that_cannot_be_cut_is_refused_as_before():
     assert isinstance(caught.value.__cause__, UnsupportedModelError)
 
 
+def run_cut(tuner, steps):
+    for step in range(steps):
+        tuner.run(batch_of(step * SIZE, SIZE), may_split=True)
+
+
+def test_step_that_measures_over_the_limit_under_every_plan_goes_on_in_micro_batches():
+    backend = FakeBackend()
+    backend.surplus_bytes = lambda what, size: (
+        TIGHT if backend.traced[-1] == SIZE else 0
+    )  # a whole batch takes more than any plan saves
+    tuner, report = tuner_on(backend, options())
+    with pytest.warns(UserWarning, match="2 micro-batches"):
+        run_cut(tuner, 30)
+    assert event_kinds(report).count("tighten") >= 1
+    assert event_kinds(report).count("micro-batches") == 1
+    assert backend.samples == list(range(30 * SIZE))
+    assert tuner.settled
+    assert tuner.plan.measured.peak_bytes <= TIGHT
+    assert "within" in report.events[-1].message
+
+
+def test_micro_batches_that_do_not_help_leave_the_plan_that_measured_least():
+    backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
+    tuner, report = tuner_on(backend, options())
+    with pytest.warns(UserWarning, match="micro-batches"):
+        run_cut(tuner, 60)
+    assert 1 <= event_kinds(report).count("micro-batches") <= 3
+    assert backend.samples == list(range(60 * SIZE))
+    assert tuner.settled
+    assert "STILL OVER" in report.events[-1].message
+
+
+def test_step_that_cannot_be_cut_keeps_the_plan_that_measured_least():
+    backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
+    backend.can_be_cut = False
+    tuner, report = tuner_on(backend, options())
+    run_cut(tuner, 16)
+    assert tuner.settled
+    assert tuner.micro_batches == 1
+    assert tuner.problem.graph == chain_problem(SIZE).graph
+    assert "STILL OVER" in report.events[-1].message
+
+
+def test_plain_step_over_a_limit_no_schedule_meets_goes_on_in_micro_batches():
+    backend = FakeBackend()
+    backend.surplus_bytes = lambda what, size: 10 * PLAIN if backend.traced[-1] == SIZE else 0
+    tuner, report = tuner_on(backend, options(limit=PLAIN))
+    with pytest.warns(UserWarning, match="2 micro-batches"):
+        run_cut(tuner, 12)
+    assert backend.samples == list(range(12 * SIZE))
+    assert tuner.settled_peak_bytes <= PLAIN
+
+
+def test_batch_that_runs_out_of_memory_under_every_plan_is_trained_in_micro_batches():
+    backend = FakeBackend(memory_bytes=2 * PLAIN)
+    backend.has_bytes = chain_problem(SIZE // 2).floor_bytes + SIZE * 1024
+    tuner, _ = tuner_on(backend, options(limit=None))
+    with pytest.warns(UserWarning, match="micro-batches"):
+        run_cut(tuner, 12)
+    assert backend.samples == list(range(12 * SIZE))
+    assert tuner.micro_batches > 1
+    assert tuner.plan.measured.peak_bytes <= backend.has_bytes
+
+
 def test_sample_that_does_not_fit_alone_is_refused():
     backend = FakeBackend()
     tuner, _ = tuner_on(backend, options(limit=RESIDENT_BYTES + 1))
