@@ -333,7 +333,7 @@ def test_step_that_cannot_be_cut_keeps_the_plan_that_measured_least():
 def test_plain_step_over_a_limit_no_schedule_meets_goes_on_in_micro_batches():
     backend = FakeBackend()
     backend.surplus_bytes = lambda what, size: 10 * PLAIN if backend.traced[-1] == SIZE else 0
-    tuner, report = tuner_on(backend, options(limit=PLAIN))
+    tuner, _ = tuner_on(backend, options(limit=PLAIN))
     with pytest.warns(UserWarning, match="2 micro-batches"):
         run_cut(tuner, 12)
     assert backend.samples == list(range(12 * SIZE))
