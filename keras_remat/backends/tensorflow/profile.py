@@ -180,7 +180,7 @@ def allocation_events(planes: list[Any]) -> list[tuple[int, str, dict[str, Any]]
 
 
 def _workspace(memory: list[tuple[int, str, dict[str, Any]]], op_of: dict[str, int]) -> dict[int, int]:
-    """Op id → the most temporary bytes it held at once."""
+    """Op id → the most temporary bytes it asked for at once."""
     held: dict[int, int] = defaultdict(int)
     most: dict[int, int] = defaultdict(int)
     owner: dict[int, tuple[int, int]] = {}
@@ -194,7 +194,7 @@ def _workspace(memory: list[tuple[int, str, dict[str, Any]]], op_of: dict[str, i
         allocating = _op_of_allocation(str(stats.get("tf_op", "")), op_of)
         if allocating is None or stats.get("region_type") != "temp":
             continue
-        nbytes = int(stats.get("allocation_bytes", 0))
+        nbytes = int(stats.get("requested_bytes", 0))  # the chunk is larger, by as much as the pool happens to be fragmented
         owner[address] = (allocating, nbytes)
         held[allocating] += nbytes
         most[allocating] = max(most[allocating], held[allocating])

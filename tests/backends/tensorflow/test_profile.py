@@ -135,7 +135,10 @@ class Trace:
                 stat.ref_value = self._stat(value)
 
     def allocate(self, op, at_us, address, nbytes, region="temp"):
-        self.event("MemoryAllocation", at_us, tf_op=op, addr=address, allocation_bytes=nbytes, region_type=region)
+        chunk = nbytes + 768  # what the pool had
+        self.event(
+            "MemoryAllocation", at_us, tf_op=op, addr=address, requested_bytes=nbytes, allocation_bytes=chunk, region_type=region
+        )
 
     def free(self, at_us, address):
         self.event("MemoryDeallocation", at_us, addr=address)
