@@ -225,6 +225,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._tuner is not None:
             self._tuner.take_counter()
+            self._tuner.epoch_begins()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._tuner is None:

@@ -216,6 +216,10 @@ class StepChoice:
         counter = self._tuner.take_counter()
         return counter if self._champion is None else counter + self._champion.take_counter()
 
+    def epoch_begins(self) -> None:
+        """As in :class:`~keras_remat.tuner.StepTuner`."""
+        self._tuner.epoch_begins()
+
     def close(self) -> None:
         """Stops a recording that is under way."""
         self._tuner.close()

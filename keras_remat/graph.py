@@ -196,6 +196,11 @@ class Graph:
         )
 
     @cached_property
+    def input_bytes(self) -> int:
+        """Bytes of all values without a producer: the batch."""
+        return sum(value.nbytes for value in self.values if value.producer is None)
+
+    @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """For every value the ids of the ops that read it, ascending, each once."""
         readers: list[list[int]] = [[] for _ in self.values]

@@ -102,9 +102,9 @@ def as_it_is_now(problem: Problem, backend: Backend) -> Problem:
     if not backend.fragments:
         return problem
     gc.collect()  # the step before is in reference cycles
-    inputs = sum(value.nbytes for value in problem.graph.values if value.producer is None)
-    profile = replace(backend.with_pool(problem.profile), resident_bytes=backend.bytes_in_use() + inputs)
-    return replace(problem, profile=profile)
+    idle = backend.bytes_in_use()
+    profile = replace(problem.profile, resident_bytes=idle + problem.graph.input_bytes)
+    return backend.with_pool(replace(problem, profile=profile), idle)
 
 
 def trainer(backend: Backend, model: Any, batch: Any) -> Train:

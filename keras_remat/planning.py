@@ -16,6 +16,7 @@ from keras_remat.compaction import compacted
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.plan import Plan
 from keras_remat.problem import Problem
+from keras_remat.profile import Profile
 from keras_remat.schedule import Schedule, Solution, Usage
 from keras_remat.simulate import simulate
 from keras_remat.solvers import check_floor, solve
@@ -320,7 +321,7 @@ def traced_model(
     budget = usable_bytes(limit, margin)
     arrays = backend.example_batch(model, batch)
     traced = backend.trace(model, arrays)
-    problem = Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()), name=model.name)
+    problem = problem_now(backend, traced, backend.estimated_profile(traced, backend.bytes_in_use()), model.name)
     if profile == "measured":
         first = plan_problem(problem, budget, backend, solver="greedy", time_limit_s=_QUICK_PLAN_S, seed=seed)
         problem = measured_problem(backend, model, traced, problem, first, arrays)
@@ -342,7 +343,13 @@ def measured_problem(backend: Backend, model: Any, traced: TracedStep, problem: 
                 run(batch)
         finally:  # a profiler session must not outlive a step that raised
             profile = recorder.stop(run, resident)
-    return problem if profile is None else replace(problem, profile=profile)
+    return problem if profile is None else problem_now(backend, traced, profile, problem.name)
+
+
+def problem_now(backend: Backend, traced: TracedStep, profile: Profile, name: str) -> Problem:
+    """The problem of a step whose batch is there, with the allocator as it is."""
+    problem = Problem(traced.graph, profile, name=name)
+    return backend.with_pool(problem, backend.bytes_in_use() - traced.graph.input_bytes)
 
 
 def usable_bytes(limit_bytes: int, margin: float) -> int:

@@ -12,6 +12,33 @@ MAX_SECONDS = sys.float_info.max
 
 
 @dataclass(frozen=True)
+class Pool:
+    """The device's allocator between two steps of training.
+
+    Args:
+        free_chunk_bytes: sizes of the chunks that are free.
+        held_bytes: of what is in use, the batches: the one that was trained last, and those that the input pipeline has ready.
+        ahead_bytes: the most that the pipeline has ready; among the profile's resident bytes.
+
+    Raises:
+        InvalidProblemError: no positive chunks, or negative bytes.
+    """
+
+    free_chunk_bytes: tuple[int, ...]
+    held_bytes: int = 0
+    ahead_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "free_chunk_bytes", tuple(self.free_chunk_bytes))
+        if not self.free_chunk_bytes:
+            raise InvalidProblemError("has no free chunk", field="pool.free_chunk_bytes", value=())
+        for nbytes in self.free_chunk_bytes:
+            _check_bytes(nbytes, "pool.free_chunk_bytes", least=1)
+        for field in ("held_bytes", "ahead_bytes"):
+            _check_bytes(getattr(self, field), f"pool.{field}")
+
+
+@dataclass(frozen=True)
 class Profile:
     """Costs of one graph, op by op.
 
@@ -22,7 +49,7 @@ class Profile:
         source: ``"measured"`` on the live device or ``"estimated"`` from shapes.
         device: for people, e.g. ``"CPU:0"``.
         backend: ``"tensorflow"``, ``"jax"`` or ``""`` when the costs came from a file.
-        free_chunk_bytes: sizes of the chunks that the device's allocator has free between steps; empty where that is not known.
+        pool: the device's allocator, where it tells.
 
     Raises:
         InvalidProblemError: a negative, NaN or infinite cost, or lists of different length.
@@ -34,7 +61,7 @@ class Profile:
     source: Literal["measured", "estimated"] = "measured"
     device: str = ""
     backend: str = ""
-    free_chunk_bytes: tuple[int, ...] = ()
+    pool: Pool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op_time_s", tuple(self.op_time_s))
@@ -51,18 +78,14 @@ class Profile:
                 )
         object.__setattr__(self, "op_time_s", tuple(map(float, self.op_time_s)))
         for at, nbytes in enumerate(self.op_workspace_bytes):
-            if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:
-                raise InvalidProblemError(
-                    f"bytes must be an int of at least 0, got {nbytes!r}", field=f"ops[{at}].workspace_bytes", value=nbytes
-                )
-        resident = self.resident_bytes
-        if not isinstance(resident, int) or isinstance(resident, bool) or resident < 0:
-            raise InvalidProblemError(f"must be an int of at least 0, got {resident!r}", field="resident_bytes", value=resident)
-        object.__setattr__(self, "free_chunk_bytes", tuple(self.free_chunk_bytes))
-        for nbytes in self.free_chunk_bytes:
-            if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
-                raise InvalidProblemError(f"must be positive ints, got {nbytes!r}", field="free_chunk_bytes", value=nbytes)
+            _check_bytes(nbytes, f"ops[{at}].workspace_bytes")
+        _check_bytes(self.resident_bytes, "resident_bytes")
         if self.source not in ("measured", "estimated"):
             raise InvalidProblemError(
                 f'must be "measured" or "estimated", got {self.source!r}', field="source", value=self.source
             )
+
+
+def _check_bytes(nbytes: object, field: str, *, least: int = 0) -> None:
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < least:
+        raise InvalidProblemError(f"bytes must be an int of at least {least}, got {nbytes!r}", field=field, value=nbytes)

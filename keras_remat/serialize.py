@@ -3,7 +3,7 @@
 ``{"format": "keras_remat.problem", "version": 1, "name", "resident_bytes", "budget_bytes", "values": [{"name", "bytes"}], "ops":
 [{"name", "phase", "time_s", "workspace_bytes", "recomputable", "inputs", "outputs", "after", "may_reuse"}], "outputs"}``.
 ``after`` and ``may_reuse`` may be missing. A value without a producer is a step input. What the core knows beyond that (``kind`` of an
-op, ``shape`` and ``dtype`` of a value, ``source``, ``device`` and ``backend`` of the profile) is written when it is there, so that
+op, ``shape`` and ``dtype`` of a value, ``source``, ``device``, ``backend`` and ``pool`` of the profile) is written when it is there, so that
 a problem comes back exactly as it was.
 """
 
@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from keras_remat.errors import InvalidProblemError
 from keras_remat.graph import Graph, Op, Value
 from keras_remat.problem import Problem
-from keras_remat.profile import Profile
+from keras_remat.profile import Pool, Profile
 
 FORMAT, VERSION = "keras_remat.problem", 1
 _REQUIRED = object()
@@ -91,10 +92,10 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
         if op.kind:
             entry["kind"] = op.kind
         ops.append(entry)
-    chunks = {"free_chunk_bytes": list(profile.free_chunk_bytes)} if profile.free_chunk_bytes else {}
+    pool = {} if profile.pool is None else {"pool": asdict(profile.pool)}
     return {
         "format": FORMAT, "version": VERSION, "name": problem.name,
-        "resident_bytes": profile.resident_bytes, **chunks, "budget_bytes": problem.budget_bytes,
+        "resident_bytes": profile.resident_bytes, **pool, "budget_bytes": problem.budget_bytes,
         "source": profile.source, "device": profile.device, "backend": profile.backend,
         "values": values, "ops": ops, "outputs": list(graph.outputs),
     }  # fmt: skip
@@ -175,13 +176,22 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
             tuple(fields.get("workspace_bytes", int, 0) for fields in op_fields),
             top.get("resident_bytes", int, 0),
             source=top.get("source", str, "measured"), device=top.get("device", str, ""), backend=top.get("backend", str, ""),
-            free_chunk_bytes=tuple(top.get("free_chunk_bytes", list, [])),
+            pool=_pool(top.get("pool", (dict, type(None)), None), source),
         )  # fmt: skip
         return Problem(graph, profile, top.get("budget_bytes", (int, type(None)), None), top.get("name", str, ""))
     except InvalidProblemError as error:
         if error.source is not None or source is None:
             raise
         raise InvalidProblemError(error.message, source=source, field=error.field, value=error.value) from None
+
+
+def _pool(document: object, source: str | None) -> Pool | None:
+    if document is None:
+        return None
+    fields = _Fields(document, source, "pool")
+    return Pool(
+        tuple(fields.get("free_chunk_bytes", list)), fields.get("held_bytes", int, 0), fields.get("ahead_bytes", int, 0)
+    )
 
 
 def save_problem(problem: Problem, path: str | os.PathLike[str]) -> None:

@@ -133,6 +133,7 @@ class StepTuner:
         self._candidates: dict[Any, _Candidate] = {}
         self._main: _Candidate | None = None
         self._recorder: ProfileRecorder | None = None
+        self._idle_bytes: int | None = None
         self.steps_run = 0
         self.installed: Installed | None = None
         self.plan: Plan | None = None
@@ -164,6 +165,11 @@ class StepTuner:
             except StepOutOfMemoryError as error:
                 with self._planning():
                     self._after_out_of_memory(candidate, batch, error)
+
+    def epoch_begins(self) -> None:
+        """Notes what is in use while the input pipeline holds no batch."""
+        gc.collect()
+        self._idle_bytes = self._backend.bytes_in_use()
 
     def _train(self, candidate: _Candidate, batch: Any) -> Any:
         if candidate.phase == "record" and candidate.steps_in_phase == 0:
@@ -310,9 +316,14 @@ class StepTuner:
             gc.collect()  # what an earlier fit left in reference cycles is not resident
             candidate.traced = self._backend.trace(self._model, batch, micro_batches)
         profile = self._backend.estimated_profile(candidate.traced, self._backend.bytes_in_use())
-        candidate.problem = Problem(candidate.traced.graph, profile, name=self._model.name)
+        candidate.problem = self._with_pool(Problem(candidate.traced.graph, profile, name=self._model.name))
         candidate.micro_batches = micro_batches
         return candidate.problem
+
+    def _with_pool(self, problem: Problem) -> Problem:
+        """``problem`` with the allocator as it is; what came beside the batch since the epoch began are the batches after it."""
+        idle = self._backend.bytes_in_use() - problem.graph.input_bytes if self._idle_bytes is None else self._idle_bytes
+        return self._backend.with_pool(problem, idle)
 
     def _micro_batched(self, candidate: _Candidate, batch: Any, error: InfeasibleBudgetError | ScheduleNotFoundError) -> Plan:
         """A plan that trains the batch in pieces and sums their gradients; raises ``error`` where that is not allowed or does not help."""
@@ -438,7 +449,7 @@ class StepTuner:
             self.event("profile", "The profiler saw too few ops; the plan stays with estimated op times.")
             candidate.enter("verify")
             return
-        problem = replace(candidate.problem, profile=profile)
+        problem = self._with_pool(replace(candidate.problem, profile=profile))
         peak = max(u.peak_bytes for u in candidate.measured)
         candidate.problem = problem = self._planner.calibrated(problem, candidate.schedule, peak)
         plain = self._backend.predicted_peak_bytes(problem, Schedule.store_all(problem.graph))

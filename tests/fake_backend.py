@@ -112,8 +112,8 @@ class FakeBackend:
     def estimated_profile(self, traced, resident_bytes=None):
         return profile_of(traced.graph, "estimated")
 
-    def with_pool(self, profile):
-        return profile
+    def with_pool(self, problem, idle_bytes):
+        return problem
 
     def predicted_peak_bytes(self, problem, schedule):
         return simulate(problem, schedule).peak_bytes + self.allocator_bytes(problem, schedule)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_remat.errors import InvalidProblemError
-from keras_remat.profile import Profile
+from keras_remat.profile import Pool, Profile
 
 
 @pytest.mark.parametrize("seconds", [-1.0, -1e-300, math.nan, math.inf, -math.inf, True, None, "1", 10**400, np.float32(1)])
@@ -50,3 +50,13 @@ def test_lists_become_tuples_and_times_become_floats():
     assert profile == Profile((1.0, 2.5), (3, 4), 5)
     assert [type(t) for t in profile.op_time_s] == [float, float]
     assert hash(profile) == hash(Profile((1.0, 2.5), (3, 4), 5))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [(((),), "free_chunk_bytes"), (((4, 0),), "free_chunk_bytes"), (((4,), -1), "held_bytes"), (((4,), 0, 1.5), "ahead_bytes")],
+)
+def test_pool_has_free_chunks_and_bytes_of_at_least_zero(arguments, field):
+    with pytest.raises(InvalidProblemError) as caught:
+        Pool(*arguments)
+    assert caught.value.field == f"pool.{field}"

@@ -121,8 +121,13 @@ class Backend(Protocol):
     def estimated_profile(self, traced: TracedStep, resident_bytes: int | None = None) -> Profile:
         """Costs from shapes alone."""
 
-    def with_pool(self, profile: Profile) -> Profile:
-        """``profile`` with the chunks that the device's allocator has free now, where that can be told."""
+    def with_pool(self, problem: Problem, idle_bytes: int) -> Problem:
+        """``problem`` with the device's allocator as it is now in its profile, where that can be told.
+
+        Args:
+            problem: its resident bytes are the most in use between two steps.
+            idle_bytes: what is in use while there is no batch.
+        """
 
     def recorder(self) -> ProfileRecorder:
         """A recorder for a measured profile."""

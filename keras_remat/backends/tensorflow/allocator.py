@@ -16,6 +16,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 from keras_remat.backends.tensorflow import kinds
 from keras_remat.problem import Problem
@@ -27,8 +28,10 @@ _MAX_INTERNAL_FRAGMENTATION_BYTES = 128 * MIB
 _FIRST_REGION_BYTES = 2 * MIB
 #: oneDNN's CPU allocator sends smaller requests to the system's allocator and leaves them out of its statistics.
 CPU_SMALL_BYTES = 256 * KIB
-#: Batches that ``fit``'s input pipeline holds beside the one that is trained, step by step; at the end of an epoch there are none.
-_BATCHES_AHEAD = (1, 2, 1, 0)
+#: Steps for which ``fit``'s input pipeline holds as many batches as it can; then the epoch ends, and it holds one less at every step.
+_FULL_STEPS = 3
+#: More than this it does not hold; what is in use beside it is the waste in chunks that variables have moved to.
+_MOST_AHEAD = 3
 
 
 class _Chunk:
@@ -68,6 +71,11 @@ class BestFitAllocator:
             self._add(_Chunk(next(self._next_address), nbytes))
         while free_chunk_bytes and self._region_bytes < (sum(free_chunk_bytes) + used_bytes) // 2:
             self._region_bytes *= 2  # as large as all regions before it together, or nearly
+
+    @property
+    def free_chunks(self) -> tuple[tuple[int, int], ...]:
+        """Size and address of every free chunk, in the order in which they are asked."""
+        return tuple(self._free)
 
     def _add(self, chunk: _Chunk) -> None:
         insort(self._free, (chunk.size, chunk.address))
@@ -140,7 +148,7 @@ def replayed_peak_bytes(
     smallest_bytes: int = 0,
     pool_bytes: int = 0,
     pipeline: bool = False,
-    steps: int = 8,
+    steps: int = 20,
 ) -> int:
     """The allocator's peak over ``steps`` runs of a schedule, resident bytes included.
 
@@ -149,29 +157,41 @@ def replayed_peak_bytes(
         schedule: a legal order.
         smallest_bytes: requests below this do not count (:data:`CPU_SMALL_BYTES` on the CPU).
         pool_bytes: as in :class:`BestFitAllocator`; the resident bytes are taken from it.
-        pipeline: whether every step has a batch of its own, and the next ones lie beside it; else it is the same one again and again.
-        steps: the first step shapes the pool; variables that are assigned, and the batch, lie elsewhere at every step.
+        pipeline: whether every step has a batch of its own, and as many more lie beside it as the pool's ``ahead_bytes`` come to; else it is
+            the same one again and again.
+        steps: at most; each finds the pool as the one before left it, and variables that are assigned, and the batch, lie elsewhere every time.
+            Once a step finds what an earlier one did, the rest would repeat.
     """
-    graph, values, profile = problem.graph, problem.graph.values, problem.profile
+    graph, values, profile, pool = problem.graph, problem.graph.values, problem.profile, problem.profile.pool
     allocator = BestFitAllocator(
-        smallest_bytes=smallest_bytes, pool_bytes=pool_bytes, free_chunk_bytes=profile.free_chunk_bytes,
+        smallest_bytes=smallest_bytes, pool_bytes=pool_bytes, free_chunk_bytes=pool.free_chunk_bytes if pool else (),
         used_bytes=profile.resident_bytes,
     )  # fmt: skip
     resident = allocator.allocate(profile.resident_bytes) if pool_bytes else None
     base = 0 if pool_bytes else profile.resident_bytes
-    # the batch is in chunks of the pool too; in a pipeline in new ones for every step, and the first is there already
-    inputs = [v.nbytes for v in values if v.producer is None and v.nbytes >= smallest_bytes] if profile.free_chunk_bytes else []
-    base -= min(base, sum(inputs))
-    batches: deque[list[_Chunk | None]] = deque([[(allocator.foreign if pipeline else allocator.allocate)(n) for n in inputs]])
+    # the batches are in chunks of the pool too, some of them already
+    inputs = [v.nbytes for v in values if v.producer is None and v.nbytes >= smallest_bytes] if pool else []
+    ahead, batches = 0, deque[list[_Chunk | None]]()
+    if pool and inputs:
+        base += pool.held_bytes - pool.ahead_bytes - sum(inputs)
+        ahead = min(_MOST_AHEAD, round(pool.ahead_bytes / sum(inputs))) if pipeline else 0
+        held = min(ahead + 1, round(pool.held_bytes / sum(inputs)))
+        batches.extend([allocator.foreign(nbytes) for nbytes in inputs] for _ in range(held))
     large = [max(1, smallest_bytes) <= value.nbytes and value.producer is not None for value in values]
     reads = [[v for v in op.inputs if large[v]] for op in graph.ops]
     writes = [[v for v in op.outputs if large[v]] for op in graph.ops]
     dying = _dying(schedule, reads, writes, [v for v in graph.outputs if large[v]])
     kept = set(graph.outputs)
     variables: dict[int, _Chunk | None] = {}  # id of the op that assigns it → where the variable is
+    seen: set[tuple[Any, ...]] = set()
     for step in range(steps):
         chunks: dict[int, _Chunk | None] = {}
-        while pipeline and len(batches) <= _BATCHES_AHEAD[step % len(_BATCHES_AHEAD)]:
+        of_epoch = step % (_FULL_STEPS + ahead)
+        found = (of_epoch, *allocator.free_chunks, *(chunk and chunk.address for batch in batches for chunk in batch))
+        if found in seen:
+            break
+        seen.add(found)
+        while len(batches) <= min(ahead, _FULL_STEPS + ahead - 1 - of_epoch):
             batches.append([allocator.allocate(nbytes) for nbytes in inputs])
         for k, op_id in enumerate(schedule.order):
             ending = dying[k]

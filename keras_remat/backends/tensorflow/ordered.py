@@ -18,7 +18,7 @@ from keras_remat.backends.tensorflow import trace as tracing
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.problem import Problem
-from keras_remat.profile import Profile
+from keras_remat.profile import Pool, Profile
 from keras_remat.schedule import Schedule, Usage
 
 Result = TypeVar("Result")
@@ -36,8 +36,7 @@ class _Recorder:
     def stop(self, lowered: RunStep, resident_bytes: int) -> Profile | None:
         planes = self._recorder.stop()
         assert isinstance(lowered, lowering.LoweredStep)
-        profile = profiling.measured_profile(lowered, planes, resident_bytes) if planes else None
-        return None if profile is None else _with_pool(profile)
+        return profiling.measured_profile(lowered, planes, resident_bytes) if planes else None
 
 
 class TensorFlowBackend:
@@ -86,10 +85,17 @@ class TensorFlowBackend:
         return tracing.trace(model, batch, micro_batches)
 
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
-        return _with_pool(profiling.estimated_profile(traced, resident_bytes))
+        return profiling.estimated_profile(traced, resident_bytes)
 
-    def with_pool(self, profile: Profile) -> Profile:
-        return _with_pool(profile)
+    def with_pool(self, problem: Problem, idle_bytes: int) -> Problem:
+        if profiling.device_name().startswith("GPU"):
+            return problem
+        chunks = pool.free_chunk_bytes()
+        if not chunks:
+            return replace(problem, profile=replace(problem.profile, pool=None))
+        ahead = max(0, problem.profile.resident_bytes - idle_bytes - problem.graph.input_bytes)
+        held = max(0, measure.bytes_in_use() - idle_bytes)
+        return replace(problem, profile=replace(problem.profile, pool=Pool(chunks, held, ahead)))
 
     def recorder(self) -> ProfileRecorder:
         return _Recorder()
@@ -138,11 +144,6 @@ class TensorFlowBackend:
 def _smallest_bytes() -> int:
     """What the device's pool serves at least."""
     return 0 if profiling.device_name().startswith("GPU") else allocator.CPU_SMALL_BYTES
-
-
-def _with_pool(profile: Profile) -> Profile:
-    on_gpu = profiling.device_name().startswith("GPU")
-    return profile if on_gpu else replace(profile, free_chunk_bytes=pool.free_chunk_bytes())
 
 
 def _optimizers(model: Any) -> Iterator[Any]:

@@ -5,7 +5,7 @@ import pytest
 from keras_remat.backends.tensorflow.allocator import BestFitAllocator, replayed_peak_bytes
 from keras_remat.graph import Graph, Op, Value, chain_example
 from keras_remat.problem import Problem
-from keras_remat.profile import Profile
+from keras_remat.profile import Pool, Profile
 from keras_remat.schedule import Schedule
 from keras_remat.simulate import simulate
 from keras_remat.units import KIB, MIB
@@ -60,17 +60,28 @@ def test_an_assignment_moves_the_variable(kind, peak):
     """A variable of 3 MiB comes to lie in a chunk of 4, which the value of 4 MiB after it then cannot have: it leaves a hole of 3 instead."""
     ops = (Op(0, "new", "x", (), (0,)), Op(1, "assign", kind, (0,), ()), Op(2, "large", "x", (), (1,), after=(1,)))
     graph = Graph(ops, (Value(0, "v", 3 * MIB, producer=0), Value(1, "t", 4 * MIB, producer=2)), (1,))
-    problem = Problem(graph, Profile((1.0,) * 3, (0,) * 3, 10 * MIB, free_chunk_bytes=(4 * MIB, 16 * MIB)))
+    problem = Problem(graph, Profile((1.0,) * 3, (0,) * 3, 10 * MIB, pool=Pool((4 * MIB, 16 * MIB))))
     assert replayed_peak_bytes(problem, Schedule((0, 1, 2)), steps=1) == (10 + peak) * MIB
 
 
-@pytest.mark.parametrize(("pipeline", "peak"), [(False, 7), (True, 10)])
-def test_inputs_take_chunks_of_a_known_pool(pipeline, peak):
-    """A batch gets a chunk of 4 MiB for 3; in a pipeline two more come beside it, of which one gets that chunk."""
+@pytest.mark.parametrize(
+    ("pipeline", "held", "ahead", "peak"), [(False, 0, 0, 7), (True, 0, 0, 7), (True, 3, 0, 6), (True, 0, 3, 10)]
+)
+def test_inputs_take_chunks_of_a_known_pool(pipeline, held, ahead, peak):
+    """A batch gets a chunk of 4 MiB for 3, unless there is one already, whose chunk serves the next; one more ahead gets 3."""
     ops = (Op(0, "a", "a", (0,), (1,)),)
     graph = Graph(ops, (Value(0, "x", 3 * MIB), Value(1, "a", MIB, producer=0)), (1,))
-    problem = Problem(graph, Profile((1.0,), (0,), 5 * MIB, free_chunk_bytes=(4 * MIB, 64 * MIB)))
+    pool = Pool((4 * MIB, 64 * MIB), held * MIB, ahead * MIB)
+    problem = Problem(graph, Profile((1.0,), (0,), (5 + ahead) * MIB, pool=pool))
     assert replayed_peak_bytes(problem, Schedule((0,)), pipeline=pipeline) == peak * MIB
+
+
+def test_pipeline_holds_less_at_the_end_of_an_epoch_and_fills_again():
+    """Two batches of 3 MiB lie ahead; however often they are used up and made again, no more are in use than at the beginning."""
+    ops = (Op(0, "a", "a", (0,), (1,)),)
+    graph = Graph(ops, (Value(0, "x", 3 * MIB), Value(1, "a", MIB, producer=0)), (1,))
+    problem = Problem(graph, Profile((1.0,), (0,), 10 * MIB, pool=Pool((64 * MIB,), 9 * MIB, 6 * MIB)))
+    assert replayed_peak_bytes(problem, Schedule((0,)), pipeline=True, steps=20) == 11 * MIB
 
 
 def test_small_requests_are_served_elsewhere():

@@ -137,7 +137,13 @@ class Trace:
     def allocate(self, op, at_us, address, nbytes, region="temp"):
         chunk = nbytes + 768  # what the pool had
         self.event(
-            "MemoryAllocation", at_us, tf_op=op, addr=address, requested_bytes=nbytes, allocation_bytes=chunk, region_type=region
+            "MemoryAllocation",
+            at_us,
+            tf_op=op,
+            addr=address,
+            requested_bytes=nbytes,
+            allocation_bytes=chunk,
+            region_type=region,
         )
 
     def free(self, at_us, address):

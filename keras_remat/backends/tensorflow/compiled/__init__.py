@@ -118,8 +118,8 @@ class CompiledBackend(TensorFlowBackend):
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
         return profiling.estimated_profile(traced, resident_bytes)
 
-    def with_pool(self, profile: Profile) -> Profile:
-        return profile
+    def with_pool(self, problem: Problem, idle_bytes: int) -> Problem:
+        return problem
 
     def recorder(self) -> Any:
         return _Recorder(self)
