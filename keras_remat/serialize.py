@@ -92,7 +92,11 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
         if op.kind:
             entry["kind"] = op.kind
         ops.append(entry)
-    pool = {} if profile.pool is None else {"pool": asdict(profile.pool)}
+    pool = (
+        {}
+        if profile.pool is None
+        else {"pool": {**asdict(profile.pool), "free_chunk_bytes": list(profile.pool.free_chunk_bytes)}}
+    )
     return {
         "format": FORMAT, "version": VERSION, "name": problem.name,
         "resident_bytes": profile.resident_bytes, **pool, "budget_bytes": problem.budget_bytes,
