@@ -11,7 +11,6 @@ import math
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,10 +20,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import paper_models
 
 import keras_remat
-from keras_remat.autotune import BatchScaling, BatchSearch, batch_scaling, forward_overhead, search_batch_size
+from keras_remat.autotune import BatchSearch, forward_overhead, search_batch_size
 from keras_remat.backends.base import Backend, RunStep, load_backend
-from keras_remat.max_batch import as_it_is_now, trainer, verified_search
+from keras_remat.max_batch import AsItIsNow, Trainer, measured_scaling, verified_search
 from keras_remat.planning import plan_problem, traced_model
+from keras_remat.scaling import BatchScaling
+from keras_remat.time_fit import carried_problem
 
 #: How far one step up goes from a batch that trained.
 STEP_UP = 0.03
@@ -118,7 +119,7 @@ class Measurement:
             self.backend, self.model, self.paper.batch(self.paper.plain_batch), _UNLIMITED_BYTES, 0.0, "measured",
             self.options["seed"],
         )  # fmt: skip
-        self.scaling = batch_scaling(self.backend, self.model, step.traced, step.problem, step.batch)
+        self.scaling = measured_scaling(self.backend, self.model, step)
 
     def _search(self, name: str) -> BatchSearch:
         """What the product finds, its plan with what was measured; Chen's schedules go the same way."""
@@ -133,17 +134,23 @@ class Measurement:
         search = search_batch_size(
             self.scaling, start, limit, budget, self.backend, solver=name, time_limit_s=options["chen_s"], seed=options["seed"]
         )
-        train = trainer(self.backend, self.model, self.paper.batch(start))
+        train = Trainer(self.backend, self.model, self.paper.batch(start), budget)
         return verified_search(
-            search, self.scaling, train, budget, self.backend, solver=name, solve_s=options["chen_s"] / 4, seed=options["seed"]
-        )
+            search, self.scaling, train, budget, self.backend, graph_of=train.graph, solver=name, solve_s=options["chen_s"] / 4,
+            seed=options["seed"],
+        )  # fmt: skip
 
     def train(self, size: int, schedule: keras_remat.Schedule) -> tuple[int, float]:
         """Really trains ``size`` samples per step by a schedule; as :meth:`_measured`. The peak is predicted just before."""
         gc.collect()
         spec = self.backend.resized_spec(self.paper.batch(1), size)
         traced = self.backend.trace(self.model, spec)
-        problem = as_it_is_now(replace(self.scaling.at(size), graph=traced.graph), self.backend)
+        problem = AsItIsNow(self.scaling, self.backend).of(carried_problem(self.scaling.at(size), traced.graph))
+        if not traced.graph.has_ops_of(
+            self.scaling.at(size).graph
+        ):  # TensorFlow folds an op at some sizes: the order is another
+            plan = plan_problem(problem, self.limit_bytes, self.backend, solver="greedy", seed=self.options["seed"])
+            schedule = plan.solution.schedule
         keras_remat.validate(problem, schedule)
         self.predicted[size] = self.backend.predicted_peak_bytes(problem, schedule)
         return self._measured(self.backend.lower(traced, problem, schedule), size, self.options["steps"])
@@ -157,7 +164,7 @@ class Measurement:
         tried = [(schedule, *self.train(size, schedule))]
         while tried[-1][1] > self.limit_bytes and len(tried) <= _REPLANS:
             over = max(0, tried[-1][1] - self.predicted[size])
-            problem = as_it_is_now(self.scaling.at(size), self.backend)
+            problem = AsItIsNow(self.scaling, self.backend).at(size)
             try:
                 plan = plan_problem(
                     problem, self.limit_bytes - over, self.backend, solver=name, time_limit_s=self.options["search_s"] / 6,

@@ -1,122 +1,57 @@
 """The largest batch that fits, by searching over schedules.
 
-A train step's graph is the same at every batch size; only the shapes change. Tracing it at two sizes gives every dimension as an affine
-function of the batch, exact for any size in between or beyond, without running anything. A schedule found at one size is an order of the
-same ops at another, so it is tried there before anything is solved again. The search doubles, then bisects; a schedule that was found is
-never given up because a solver failed at a smaller size.
+A schedule found at one batch size is an order of the same ops at any other (:mod:`keras_remat.scaling`), and its peak there is known without
+solving anything. So a size that fails wastes little, and one that succeeds says more than that it fits:
+
+1. For a *known* order the largest size it fits is found by bisection over its predicted peak (:func:`_reach`); without recomputation that is the
+   largest plain batch.
+2. Between the largest size reached and the least whose floor is over the budget, the problem is solved for a new order at their geometric mean,
+   first with a quick solver, then with a thorough one. The size that the new order reaches counts, be it above or below the one it was
+   made for; a size that it does not reach closes the bracket from above.
+
+The solver's budget is the allowed one less what the allocator was seen to waste; a new order that is a little over the budget is compacted
+(:mod:`keras_remat.compaction`) before it is given up. Feasibility need not be monotone in the size: a schedule that was found is never given
+up because a solver failed at a smaller size, and the thorough solver begins with the whole bracket again.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal, Protocol
 
-from keras_remat.backends.base import Backend, TracedStep
-from keras_remat.backends.examples import batch_size_of
-from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError, UnsupportedModelError
-from keras_remat.graph import FORWARD, Graph, Value
+from keras_remat.backends.base import Backend
+from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
+from keras_remat.graph import FORWARD
 from keras_remat.plan import Plan
-from keras_remat.planning import plan_problem, reused_plan
+from keras_remat.planning import new_order, reused_plan
 from keras_remat.problem import Problem
+from keras_remat.scaling import BatchScaling
 from keras_remat.schedule import Schedule
+from keras_remat.simulate import simulate
+from keras_remat.time_fit import CostFit
 from keras_remat.units import format_bytes
 
-#: The search stops when the bracket is this share of the batch.
+#: The search stops when a size that fits and one that does not are this share apart.
 _RESOLUTION = 0.01
-_MAX_DOUBLINGS = 20
-#: The thorough solver's first step above the quick one's largest size, a share of it, and how many times it is asked about.
-_FIRST_CLIMB = 0.08
-_LATE_SOLVES = 5
+#: The largest size is below this; beyond it nothing is tried.
+_LARGEST_SIZE = 2**40
+#: An order that reaches this share of the size it was made for has not failed; how much larger the sizes are that get another chance.
+_NEAR, _AGAIN = 0.97, 1.1
+#: Of the time limit, what one solve may take.
+_SOLVE_SHARE = 0.25
+#: The least budget a solver is given, as a share of the real one, for what the allocator wastes.
+_LEAST_TARGET = 0.85
 
 
-class BatchScaling:
-    """One train step's problem at any batch size.
-
-    Args:
-        small, small_size: the graph traced at the smaller batch size.
-        large, large_size: the same step traced at another, larger size.
-        problem: graph and profile at ``small_size``.
-
-    Raises:
-        UnsupportedModelError: the two graphs do not have the same ops, so nothing can be said about other sizes.
-    """
-
-    def __init__(self, small: Graph, small_size: int, large: Graph, large_size: int, problem: Problem):
-        if not small.has_ops_of(large) or len(small.values) != len(large.values):
-            raise UnsupportedModelError(
-                f"The train step has {len(small.ops)} ops at batch {small_size} and {len(large.ops)} at batch {large_size}, or other ones: "
-                "its memory at another batch cannot be told from these two."
-            )
-        self._small, self._size, self._large, self._large_size, self._problem = small, small_size, large, large_size, problem
-        self._granule_bytes = _granule_bytes((*small.values, *large.values))
-
-    def _rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self._granule_bytes) * self._granule_bytes
-
-    def _value(self, value: Value, other: Value, size: int) -> Value:
-        if value.nbytes == other.nbytes and value.shape == other.shape:
-            return value
-        span = self._large_size - self._size
-        if value.shape is None or other.shape is None or len(value.shape) != len(other.shape):
-            return replace(
-                value, nbytes=max(0, round(value.nbytes + (other.nbytes - value.nbytes) * (size - self._size) / span))
-            )
-        shape = tuple(a + (b - a) * (size - self._size) // span for a, b in zip(value.shape, other.shape, strict=True))
-        elements, traced, one = _volume(shape), _volume(value.shape), _element_bytes(value)
-        if one is not None and value.nbytes == self._rounded(traced * one):
-            nbytes = self._rounded(elements * one)
-        else:
-            nbytes = self._rounded(-(-value.nbytes * elements // traced)) if traced else value.nbytes
-        return replace(value, shape=shape, nbytes=nbytes)
+class Scaling(Protocol):
+    """A train step at any batch size."""
 
     def at(self, size: int) -> Problem:
-        """The problem at batch size ``size``: exact bytes, times in proportion to the bytes an op reads and writes."""
-        values = tuple(self._value(a, b, size) for a, b in zip(self._small.values, self._large.values, strict=True))
-        graph = Graph(self._small.ops, values, self._small.outputs)
-        profile = self._problem.profile
-        times, workspaces = [], []
-        for op in graph.ops:
-            before = sum(self._small.values[v].nbytes for v in (*op.inputs, *op.outputs))
-            now = sum(values[v].nbytes for v in (*op.inputs, *op.outputs))
-            ratio = now / before if before else 1.0
-            times.append(profile.op_time_s[op.id] * ratio)
-            workspaces.append(round(profile.op_workspace_bytes[op.id] * ratio))
-        inputs = sum(v.nbytes - self._small.values[v.id].nbytes for v in values if v.producer is None)
-        resident = max(0, profile.resident_bytes + inputs)
-        return Problem(
-            graph, replace(profile, op_time_s=tuple(times), op_workspace_bytes=tuple(workspaces), resident_bytes=resident),
-            name=self._problem.name,
-        )  # fmt: skip
-
-
-def _volume(shape: tuple[int, ...]) -> int:
-    volume = 1
-    for dim in shape:
-        volume *= dim
-    return volume
-
-
-def _element_bytes(value: Value) -> int | None:
-    """Bytes of one element, from the number of bits in the dtype's name; ``None`` for a dtype without one."""
-    if value.dtype == "bool":
-        return 1
-    bits = re.search(r"[0-9]+", value.dtype or "")
-    return None if bits is None or int(bits[0]) % 8 else int(bits[0]) // 8
-
-
-def _granule_bytes(values: tuple[Value, ...]) -> int:
-    """What a backend rounds bytes up to; 1 when they are the elements' own. Where it rounds, every size is a multiple of it, and a
-    scalar's size is it."""
-    for value in values:
-        one = _element_bytes(value)
-        if value.shape is not None and one is not None and value.nbytes > _volume(value.shape) * one:
-            return max(1, math.gcd(*(v.nbytes for v in values)))
-    return 1
+        """The problem at ``size`` samples."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +70,11 @@ class Probe:
     samples_per_s: float
     reason: str = ""
 
+    @classmethod
+    def of(cls, batch_size: int, plan: Plan) -> Probe:
+        """A size with a plan."""
+        return cls(batch_size, plan, batch_size / plan.predicted.time_s if plan.predicted.time_s > 0 else 0.0)
+
 
 @dataclass(frozen=True)
 class BatchSearch:
@@ -147,8 +87,11 @@ class BatchSearch:
         plain_batch_size: the largest batch that fits without recomputation.
         probes: every size that was tried, in order.
         search_time_s: seconds the search took.
+        verification_time_s: seconds it took to run what the search found; 0 where nothing was run.
         failed_batch_size, failed_peak_bytes: the smallest size that was run and did not fit, and its measured peak (``None`` where no plan
             was found or the device ran out of memory); ``None`` when every size that ran fitted, or none was run.
+        fit: op times and workspaces as functions of the batch size with their residuals; ``None`` where only one size was measured, or none,
+            and they are taken in proportion to the bytes.
     """
 
     limit_bytes: int
@@ -157,20 +100,45 @@ class BatchSearch:
     plain_batch_size: int
     probes: tuple[Probe, ...]
     search_time_s: float
+    verification_time_s: float = 0.0
     failed_batch_size: int | None = None
     failed_peak_bytes: int | None = None
+    fit: CostFit | None = None
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of ``max_batch_size``; the one that ran, where one did."""
-        return next(p.plan for p in reversed(self.probes) if p.plan is not None and p.batch_size == self.max_batch_size)
+        """The plan of ``max_batch_size``: the one that ran last, where one did, else the fastest."""
+        plans = [p.plan for p in self.probes if p.plan is not None and p.batch_size == self.max_batch_size]
+        ran = [plan for plan in plans if plan.measured is not None]
+        return ran[-1] if ran else min(plans, key=lambda plan: plan.predicted.time_s)
+
+    @cached_property
+    def step_time_errors(self) -> dict[int, float]:
+        """Every size that ran → (predicted − measured) / measured seconds of its step, a ratio. None of these sizes was fitted to."""
+        ran = {p.batch_size: p.plan for p in self.probes if p.plan is not None and p.plan.measured is not None}
+        return {
+            size: plan.predicted.time_s / plan.measured.time_s - 1
+            for size, plan in ran.items()
+            if plan.measured is not None and plan.measured.time_s > 0
+        }
 
     def __str__(self) -> str:
+        peak = "predicted" if self.plan.measured is None else "measured"
+        usage = self.plan.measured or self.plan.predicted
+        ran = "" if not self.verification_time_s else f" and run in {self.verification_time_s:.1f} s"
         return (
-            f"Largest batch {self.max_batch_size} under {format_bytes(self.limit_bytes)} ({format_bytes(self.plan.predicted.peak_bytes)} "
-            f"predicted, overhead {self.plan.overhead:.1%}); without recomputation {self.plain_batch_size}; "
-            f"most samples per second predicted at {self.fastest_batch_size}; {len(self.probes)} sizes tried in {self.search_time_s:.1f} s"
+            f"Largest batch {self.max_batch_size} under {format_bytes(self.limit_bytes)} ({format_bytes(usage.peak_bytes)} {peak}, "
+            f"overhead {self.plan.overhead:.1%}); without recomputation {self.plain_batch_size}; most samples per second predicted at "
+            f"{self.fastest_batch_size}; {len(self.probes)} sizes tried in {self.search_time_s:.1f} s{ran}; {self._op_times()}"
         )
+
+    def _op_times(self) -> str:
+        """Where op times at other sizes come from, and how far off they are."""
+        if self.fit is None:
+            return "op times in proportion to bytes, from one size"
+        sizes = " and ".join(map(str, self.fit.sizes))
+        off = "".join(f", {error:+.1%} off the measured step at {size}" for size, error in self.step_time_errors.items())
+        return f"op times fitted to steps of {sizes} samples, residual {self.fit.residual:.1%} of the measured seconds{off}"
 
 
 def forward_overhead(problem: Problem) -> float:
@@ -178,6 +146,15 @@ def forward_overhead(problem: Problem) -> float:
     times = problem.profile.op_time_s
     forward = sum(times[op.id] for op in problem.graph.ops if op.phase == FORWARD)
     return forward / problem.store_all_time_s if problem.store_all_time_s > 0 else 0.0
+
+
+def is_allowed(problem: Problem, plan: Plan, max_overhead: float | Literal["forward"] | None) -> bool:
+    """Whether a plan's overhead keeps to the bound; ``"forward"`` is one extra forward pass, ``None`` no bound."""
+    return max_overhead is None or plan.overhead <= _bound(problem, max_overhead)
+
+
+def _bound(problem: Problem, max_overhead: float | Literal["forward"]) -> float:
+    return forward_overhead(problem) if max_overhead == "forward" else max_overhead
 
 
 def search_batch_size(
@@ -206,125 +183,188 @@ def search_batch_size(
         max_overhead: bound on (time − store-all time) / store-all time; ``"forward"`` is one extra forward pass; ``None`` is no bound.
         at_most: no size above this is tried.
         solver: a quick one, asked at many sizes.
-        time_limit_s: after this no new size is tried.
+        time_limit_s: after this no new size is tried; no solve gets more than a quarter of it.
         late_solver: a thorough one, asked at sizes above the largest that ``solver`` reached; ``None`` for none.
-        late_time_limit_s: seconds for that, beside the others.
+        late_time_limit_s: seconds for that, beside the others; no solve gets more than a quarter of it.
         seed: for the solvers.
         progress: called with every probe.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
     """
-    started = time.perf_counter()
-    probes: dict[int, Probe] = {}
-    orders: list[Schedule] = []
-    failure: RematError | None = None
-
-    def bound(problem: Problem) -> float | None:
-        return forward_overhead(problem) if max_overhead == "forward" else max_overhead
-
-    def known(problem: Problem) -> Plan | None:
-        """The fastest known order that fits here; an order found at one size is legal at all."""
-        candidates = (reused_plan(problem, s, budget_bytes, backend) for s in [Schedule.store_all(problem.graph), *orders])
-        return min((plan for plan in candidates if plan is not None), key=lambda plan: plan.predicted.time_s, default=None)
-
-    def probe(size: int, solver: str = solver, solve_s: float | None = None) -> bool:
-        nonlocal failure
-        if solve_s is None and size in probes:
-            return probes[size].plan is not None
-        problem = scaling.at(size)
-        reason, plan = "", known(problem)
-        limit = bound(problem)
-        if plan is None or (limit is not None and plan.overhead > limit):
-            try:
-                left = max(2.0, time_limit_s - (time.perf_counter() - started))
-                solve_s = solve_s or min(left, time_limit_s / 6)
-                plan = plan_problem(problem, budget_bytes, backend, solver=solver, time_limit_s=solve_s, seed=seed)
-                orders.append(plan.solution.schedule)
-            except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-                reason, failure, plan = str(error), error, None
-        if plan is not None and limit is not None and plan.overhead > limit:
-            reason, plan = f"overhead {plan.overhead:.1%} is over the bound of {limit:.1%}", None
-        rate = size / plan.predicted.time_s if plan is not None and plan.predicted.time_s > 0 else 0.0
-        probes[size] = Probe(size, plan, rate, reason)
-        if progress is not None:
-            progress(probes[size])
-        return plan is not None
-
-    good, bad = _bracket(probe, start, at_most)
-    if good == 0:
-        assert failure is not None or probes
-        raise failure or ScheduleNotFoundError(budget_bytes, scaling.at(1).floor_bytes, solver="batch search")
-    while bad is not None and bad - good > max(1, int(good * _RESOLUTION)) and time.perf_counter() - started < time_limit_s:
-        middle = (good + bad) // 2
-        if probe(middle):
-            good = middle
-        else:
-            bad = middle
+    search = SizeSearch(
+        scaling, budget_bytes, backend, max_overhead, _LARGEST_SIZE if at_most is None else at_most, seed, progress
+    )
+    search.begin(min(start, search.at_most), solver, _SOLVE_SHARE * time_limit_s)
+    search.climb(solver, _SOLVE_SHARE * time_limit_s, search.started + time_limit_s)
     if late_solver is not None:
-        late_s, deadline_s = late_time_limit_s / _LATE_SOLVES, time.perf_counter() + late_time_limit_s
-        good = _climb(lambda size: probe(size, late_solver, late_s), good, at_most, deadline_s)
-    found = [p for p in probes.values() if p.plan is not None]
-    plain = _largest_plain(scaling, budget_bytes, backend, good)
-    return BatchSearch(
-        limit_bytes, good, max(found, key=lambda p: p.samples_per_s).batch_size, plain, tuple(probes.values()),
-        time.perf_counter() - started,
-    )  # fmt: skip
+        search.climb(late_solver, _SOLVE_SHARE * late_time_limit_s, time.perf_counter() + late_time_limit_s)
+    return replace(search.result(limit_bytes), fit=scaling.fit)
 
 
-def _bracket(probe: Callable[[int], bool], start: int, at_most: int | None) -> tuple[int, int | None]:
-    """The largest size known to fit (0 for none) and the smallest known not to (``None`` when ``at_most`` fits)."""
-    size = start if at_most is None else min(start, at_most)
-    if probe(size):
-        good = size
-        for _ in range(_MAX_DOUBLINGS):
-            if good == at_most:
-                return good, None
-            size = good * 2 if at_most is None else min(good * 2, at_most)
-            if not probe(size):
-                return good, size
-            good = size
-        return good, None
-    bad = size
-    while bad > 1:
-        size = bad // 2
-        if probe(size):
-            return size, bad
-        bad = size
-    return 0, bad
+class SizeSearch:
+    """The state of one search: the largest size reached, and with which plans.
+
+    Args:
+        scaling: ``scaling.at(size)`` is the problem at a size.
+        budget_bytes, backend, max_overhead, at_most, seed, progress: as in :func:`search_batch_size`.
+
+    Attributes:
+        good: the largest size reached, 0 for none.
+        plain: the largest size without recomputation.
+        probes: what was tried, in order.
+    """
+
+    def __init__(
+        self, scaling: Scaling, budget_bytes: int, backend: Backend, max_overhead: float | Literal["forward"] | None,
+        at_most: int, seed: int, progress: Callable[[Probe], None] | None = None,
+    ):  # fmt: skip
+        self.scaling, self.budget, self.backend, self.max_overhead = scaling, budget_bytes, backend, max_overhead
+        self.at_most, self.seed, self.progress = at_most, seed, progress
+        self.started = time.perf_counter()
+        self.good = self.plain = 0
+        self.probes: list[Probe] = []
+        self.failure: RematError | None = None
+        self.target_share = 1.0  # of the budget, that solvers get: the rest is what the allocator wastes
+
+    def begin(self, size: int, solver: str, solve_s: float) -> None:
+        """Finds a first size that fits, at ``size`` or below.
+
+        Raises:
+            InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
+        """
+        self.plain = self.reach(Schedule.store_all(self.scaling.at(size).graph), size)
+        while not self.good and not self.attempt(size, solver, solve_s):
+            if size == 1:
+                raise self.failure or ScheduleNotFoundError(self.budget, self.scaling.at(1).floor_bytes, solver="batch search")
+            size //= 2
+
+    def climb(self, solver: str, solve_s: float, deadline_s: float) -> None:
+        """Solves between the largest size reached and the least that no schedule fits, or this solver failed at.
+
+        A failure may be the allocator's waste, or the seed: sizes a little above the largest get another chance as long as that helps.
+        """
+        fails, again = self._ceiling(), True
+        while again:
+            begun = self.good
+            while fails - self.good > max(1, int(self.good * _RESOLUTION)) and time.perf_counter() < deadline_s:
+                mean = (self.good * fails) ** 0.5
+                size = min(fails - 1, max(self.good + 1, _round(math.ceil(_NEAR * mean), int(mean / _NEAR))))
+                if fails > self.at_most and self.at_most <= 2 * self.good:
+                    size = self.at_most
+                before = self.good
+                self.attempt(size, solver, solve_s)
+                if self.good < size and (self.good == before or self.good < _NEAR * size):
+                    fails = size
+            fails = min(self.at_most + 1, int(self.good * _AGAIN) + 1)
+            self.seed += 1
+            again = begun < self.good < self.at_most and time.perf_counter() < deadline_s
+
+    def _ceiling(self) -> int:
+        """The least size found whose floor is over the budget; above ``at_most`` where that is none."""
+        fits, fails = self.good, 2 * self.good
+        while fits < self.at_most and self.scaling.at(min(fails, self.at_most)).floor_bytes <= self.budget:
+            fits, fails = min(fails, self.at_most), 2 * fails
+        while fits < self.at_most and fails - fits > max(1, int(fits * _RESOLUTION)):
+            middle = min(self.at_most, (fits + fails) // 2)
+            fits, fails = (middle, fails) if self.scaling.at(middle).floor_bytes <= self.budget else (fits, middle)
+        return self.at_most + 1 if fits == self.at_most else fails
+
+    def attempt(self, size: int, solver: str, solve_s: float) -> bool:
+        """Solves at ``size``; whether any size was reached that is larger than those before."""
+        problem, before = self.scaling.at(size), self.good
+        try:
+            order, waste = new_order(
+                problem, self.budget, self.target_share, self.backend, solver=solver, time_limit_s=solve_s, seed=self.seed
+            )
+        except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+            self.failure = error
+            self.target_share = (1 + self.target_share) / 2  # compaction may have what the allocator wastes
+            self._tell(Probe(size, None, 0.0, str(error)))
+            return False
+        self.target_share = max(_LEAST_TARGET, min(1.0, 1 / waste))
+        self.reach(order, size)
+        if self.good < size:
+            self._tell(Probe(size, None, 0.0, self._reason(problem, order)))
+        return self.good > before
+
+    def _reason(self, problem: Problem, order: Schedule) -> str:
+        """Why an order does not do at a size."""
+        peak = self.backend.predicted_peak_bytes(problem, order)
+        if peak > self.budget:
+            return f"{format_bytes(peak)} is over {format_bytes(self.budget)}"
+        overhead = simulate(problem, order).time_s / problem.store_all_time_s - 1
+        assert self.max_overhead is not None
+        return f"overhead {overhead:.1%} is over the bound of {_bound(problem, self.max_overhead):.1%}"
+
+    def reach(self, order: Schedule, size: int) -> int:
+        """The largest size found at which an order fits, 0 for none: by steps up or down from ``size``, then bisection.
+
+        Its plan there is among the probes afterwards.
+        """
+        plan = self.plan_at(order, size)
+        fits, fails = (size, self.at_most + 1) if plan is not None else (0, size)
+        step = 1
+        while plan is not None and fits < self.at_most and fails > self.at_most:  # up, in longer and longer steps
+            other = min(self.at_most, _round(fits + step, fits + 2 * step))
+            larger = self.plan_at(order, other)
+            plan, fits, fails, step = (larger, other, fails, 2 * step) if larger else (plan, fits, other, step)
+        while fits == 0 and fails > 1:  # down, to the nearest that fits
+            other = max(1, fails - step)
+            plan = self.plan_at(order, other)
+            fits, fails, step = (other, fails, step) if plan else (0, other, 2 * step)
+        while fits and fails - fits > max(1, int(fits * _RESOLUTION)) and fails <= self.at_most:
+            quarter = (fails - fits) // 4
+            middle = _round(max(fits + 1, fits + quarter), min(fails - 1, fails - quarter))
+            other_plan = self.plan_at(order, middle)
+            plan, fits, fails = (other_plan, middle, fails) if other_plan else (plan, fits, middle)
+        if plan is not None:
+            self._tell(Probe.of(fits, plan))
+            self.good = max(self.good, fits)
+        return fits
+
+    def best_of(self, orders: Iterable[Schedule], first: int, *, downwards: bool = False) -> None:
+        """Finds the largest size that one of ``orders`` reaches.
+
+        Args:
+            orders: known ones; those that reach furthest first, if that is known.
+            first: the least size wanted.
+            downwards: whether sizes below it will do where it is out of reach.
+        """
+        for order in orders:
+            size = max(first, self.good)
+            if (downwards and not self.good) or self.plan_at(order, size) is not None:
+                self.reach(order, size)
+
+    @property
+    def fastest(self) -> Plan:
+        """The fastest plan for the largest size reached."""
+        plans = [p.plan for p in self.probes if p.plan is not None and p.batch_size == self.good]
+        return min(plans, key=lambda plan: plan.predicted.time_s)
+
+    def plan_at(self, order: Schedule, size: int) -> Plan | None:
+        """A known order at a size; ``None`` where it does not fit or its overhead is over the bound."""
+        problem = self.scaling.at(size)
+        plan = reused_plan(problem, order, self.budget, self.backend)
+        return plan if plan is not None and is_allowed(problem, plan, self.max_overhead) else None
+
+    def _tell(self, probe: Probe) -> None:
+        self.probes.append(probe)
+        if self.progress is not None:
+            self.progress(probe)
+
+    def result(self, limit_bytes: int) -> BatchSearch:
+        """What was found."""
+        found = [p for p in self.probes if p.plan is not None]
+        return BatchSearch(
+            limit_bytes, self.good, max(found, key=lambda p: p.samples_per_s).batch_size, self.plain, tuple(self.probes),
+            time.perf_counter() - self.started,
+        )  # fmt: skip
 
 
-def _climb(probe: Callable[[int], bool], good: int, at_most: int | None, deadline_s: float) -> int:
-    """The largest size found to fit by steps upwards from one that does, longer after a success and half as long after a failure."""
-    step = max(1, int(good * _FIRST_CLIMB))
-    while time.perf_counter() < deadline_s:
-        size = good + step if at_most is None else min(good + step, at_most)
-        if size == good:
-            break
-        if probe(size):
-            good, step = size, 2 * step
-        elif step <= max(1, int(good * _RESOLUTION)):
-            break
-        else:
-            step //= 2
-    return good
-
-
-def _largest_plain(scaling: BatchScaling, budget_bytes: int, backend: Backend, at_most: int) -> int:
-    """The largest batch up to ``at_most`` that fits without recomputation (0 for none); its peak grows with the batch, so bisection is exact."""
-    low, high = 0, at_most
-    while low < high:
-        middle = (low + high + 1) // 2
-        problem = scaling.at(middle)
-        if backend.predicted_peak_bytes(problem, Schedule.store_all(problem.graph)) <= budget_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def batch_scaling(backend: Backend, model: Any, traced: TracedStep, problem: Problem, batch: Any) -> BatchScaling:
-    """Traces the step at twice the batch and returns the problem at any size."""
-    size = batch_size_of(batch)
-    larger = backend.trace(model, backend.resized_spec(batch, 2 * size))
-    return BatchScaling(traced.graph, size, larger.graph, 2 * size, problem)
+def _round(low: int, high: int) -> int:
+    """The number from ``low`` to ``high`` that is a multiple of the highest power of two: allocators and kernels like round sizes."""
+    power = 1
+    while high // (2 * power) * 2 * power >= low:
+        power *= 2
+    return high // power * power

@@ -3,23 +3,35 @@
 With ``batch_size="keep"`` every loader batch is one step. Otherwise the first steps train loader batches as they come; once their costs are
 known, the largest batch that fits is searched (:mod:`keras_remat.autotune`), and from then on samples are held back until a batch of that
 size is full. Samples keep their order and each is trained exactly once per epoch: what is left when the epoch's data ends is one smaller
-step, before validation. A size that turns out not to fit after all is stepped down before anything of it was trained.
+step, before validation.
+
+The search only predicts; the steps that train tell. A size that turns out not to fit after all is stepped down before anything of it was
+trained; one whose measured peak leaves room is stepped up to what the known orders, or one more, reach by the error that was measured, a few
+times at most. A size that was stepped up to and measures over the limit is given up for the one before, whose step is there already.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
-from keras_remat.autotune import BatchSearch, batch_scaling, search_batch_size
+from keras_remat.autotune import BatchSearch, SizeSearch, search_batch_size
 from keras_remat.backends.examples import batch_size_of
 from keras_remat.compilation import StepChoice
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.grouping import BatchGrouper
+from keras_remat.max_batch import AsItIsNow
+from keras_remat.plan import Plan
 from keras_remat.report import AutotuneReport
+from keras_remat.scaling import BatchScaling, batch_scaling
+from keras_remat.units import format_bytes
 
-_SEARCH_TIME_LIMIT_S = 60.0
+#: Seconds of the search with the quick solver and with the thorough one, which also looks for steps up; what one solve may take of that.
+_QUICK_S, _LATE_S, _SOLVE_SHARE = 10.0, 14.0, 0.25
 _STEP_DOWN = 0.9
+#: A step up is worth it from this share on; how many there are at most.
+_WORTH_STEP_UP, _MOST_STEPS_UP = 0.03, 3
 
 
 class BatchTrainer:
@@ -51,6 +63,10 @@ class BatchTrainer:
         self._size: int | None = None  # samples per step; None trains loader batches as they come
         self._searching = batch_size != "keep"
         self._logs: Any = None
+        self._scaling: BatchScaling | None = None
+        self._at_most: int | None = None
+        self._held: int | None = None  # the newest size whose final step kept to the limit
+        self._steps_up = 0
         self.search: BatchSearch | None = None
 
     def run(self, batch: Any) -> Any:
@@ -86,9 +102,49 @@ class BatchTrainer:
                     raise
                 self._step_down(int(self._size * _STEP_DOWN), str(error))
                 continue
-            peak = self._steps.settled_peak_bytes
-            if peak is not None and peak > self._steps.limit_bytes and self._size > 1:
-                self._step_down(int(self._size * self._steps.usable_bytes / peak), "its measured peak is over the limit")
+            self._follow_measured(self._size)
+
+    def _follow_measured(self, size: int) -> None:
+        """What the measured peak of the final step says about the size."""
+        peak = self._steps.settled_peak_bytes
+        if peak is None:
+            return
+        if peak > self._steps.limit_bytes:
+            if size > 1:
+                smaller = int(size * self._steps.usable_bytes / peak)
+                self._steps_up = _MOST_STEPS_UP  # there is no way up any more
+                self._step_down(
+                    self._held if self._held is not None and self._held < size else smaller,
+                    "its measured peak is over the limit",
+                )
+        elif self._held != size:
+            self._held = size
+            self._step_up(size, peak)
+
+    def _step_up(self, size: int, peak_bytes: int) -> None:
+        """Goes on with a larger size where a known order, or one more, reaches it by what was measured."""
+        plan, steps, scaling = self._steps.plan, self._steps, self._scaling
+        if scaling is None or self.search is None or plan is None or self._steps_up >= _MOST_STEPS_UP:
+            return
+        at_most = 2 * size if self._at_most is None else min(2 * size, self._at_most)
+        least = max(size + 1, int(size * (1 + _WORTH_STEP_UP)))
+        if least > at_most or plan.problem is None or not plan.problem.graph.has_ops_of(scaling.at(size).graph):
+            return
+        with steps.long_task("looking for a larger batch"):
+            now = AsItIsNow(scaling, steps.backend)
+            error = peak_bytes - steps.backend.predicted_peak_bytes(now.at(size), plan.solution.schedule)
+            orders = dict.fromkeys(p.plan.solution.schedule for p in reversed(self.search.probes) if p.plan is not None)
+            found = SizeSearch(now, max(1, steps.usable_bytes - error), steps.backend, "forward", at_most, self._seed)
+            found.good = size
+            found.best_of([plan.solution.schedule, *orders], least)
+            found.climb("auto", _SOLVE_SHARE * _LATE_S, time.perf_counter() + _LATE_S)
+        if found.good >= least:
+            self._steps_up += 1
+            steps.event(
+                "step-up", f"A batch of {size} leaves room, going up to {found.good}: {format_bytes(peak_bytes)} measured of "
+                f"{format_bytes(steps.usable_bytes)}",
+            )  # fmt: skip
+            self._change(size, found.good, found.fastest)
 
     def _step_down(self, size: int, reason: str) -> None:
         assert self._size is not None
@@ -101,7 +157,7 @@ class BatchTrainer:
         loader = batch_size_of(batch)
         total = self._samples_per_epoch(loader)
         bounds = [b for b in (total, self._wanted if isinstance(self._wanted, int) else None) if b is not None]
-        at_most = min(bounds, default=None)
+        at_most = self._at_most = min(bounds, default=None)
         if isinstance(self._wanted, int) and self._wanted <= loader:
             if self._wanted < loader:
                 self._change(loader, self._wanted)
@@ -109,24 +165,25 @@ class BatchTrainer:
         try:
             with self._steps.long_task("searching the largest batch that fits"):
                 traced, problem = self._steps.measured_main()
-                scaling = batch_scaling(self._steps.backend, self._model, traced, problem, batch)
+                measured = self._steps.measured_elsewhere()
+                scaling = batch_scaling(self._steps.backend, self._model, traced, problem, batch, measured)
                 search = search_batch_size(
                     scaling, loader, self._steps.limit_bytes, self._steps.usable_bytes, self._steps.backend,
-                    at_most=at_most, time_limit_s=_SEARCH_TIME_LIMIT_S, seed=self._seed,
+                    at_most=at_most, time_limit_s=_QUICK_S, late_solver="auto", late_time_limit_s=_LATE_S, seed=self._seed,
                 )  # fmt: skip
         except (UnsupportedModelError, InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self._steps.event("search", f"No larger batch: {error}")
             self._report.max_batch_size = loader
             return
-        self.search = search
+        self.search, self._scaling = search, scaling
         self._steps.event("search", str(search))
         self._report.max_batch_size = search.max_batch_size
         if search.max_batch_size > loader:
-            self._change(loader, search.max_batch_size)
+            self._change(loader, search.max_batch_size, search.plan)
 
-    def _change(self, old: int, new: int) -> None:
+    def _change(self, old: int, new: int, expected: Plan | None = None) -> None:
         self._size = new
         self._report.batch_size = new
-        self._steps.forget_main()
+        self._steps.forget_main(expected)
         self._steps.event("batch", f"The effective batch size is {new} from here on ({old} before).")
         self._on_change(old, new)

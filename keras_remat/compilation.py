@@ -18,6 +18,7 @@ from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError, Schedul
 from keras_remat.plan import Plan
 from keras_remat.planner import TunerOptions
 from keras_remat.problem import Problem
+from keras_remat.profile import Profile
 from keras_remat.report import AutotuneReport
 from keras_remat.schedule import Usage
 from keras_remat.tuner import StepCounter, StepTuner
@@ -198,10 +199,14 @@ class StepChoice:
         """As in :class:`~keras_remat.tuner.StepTuner`."""
         return self._tuner.measured_main()
 
-    def forget_main(self) -> None:
+    def measured_elsewhere(self) -> dict[int, Profile]:
+        """As in :class:`~keras_remat.tuner.StepTuner`."""
+        return self._tuner.measured_elsewhere()
+
+    def forget_main(self, expected: Plan | None = None) -> None:
         """The next batch's shape becomes the main one; one that does not fit is refused, not handed to another backend."""
         self._grown = True
-        self._tuner.forget_main()
+        self._tuner.forget_main(expected)
 
     def event(self, kind: str, message: str) -> None:
         """Notes what happened, for the report and the log."""

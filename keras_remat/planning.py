@@ -246,6 +246,46 @@ def reused_plan(problem: Problem, schedule: Schedule, budget_bytes: int, backend
     )  # fmt: skip
 
 
+def new_order(
+    problem: Problem,
+    budget_bytes: int,
+    target_share: float,
+    backend: Backend,
+    *,
+    solver: str,
+    time_limit_s: float,
+    seed: int = 0,
+) -> tuple[Schedule, float]:
+    """One solve and at most one compaction: an order that need not fit, in a time that is bounded also where none does.
+
+    Args:
+        problem: graph and profile; its own budget plays no part.
+        budget_bytes: what the device may have in use; the order is compacted where it is a little over it.
+        target_share: the solver's budget as a share of ``budget_bytes``.
+        backend: whose allocator decides.
+        solver, seed: as in :func:`keras_remat.solvers.solve`.
+        time_limit_s: seconds for both.
+
+    Returns:
+        The order, and the allocator's peak over the bytes alive, a ratio of at least 1 or so.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
+    """
+    check_floor(problem.with_budget(budget_bytes))
+    deadline_s = time.perf_counter() + time_limit_s
+    solver = backend.auto_solver if solver == "auto" else solver
+    target = min(budget_bytes, max(problem.floor_bytes, int(target_share * budget_bytes)))
+    solution = solve(problem.with_budget(target), solver=solver, time_limit_s=_SOLVE_SHARE * time_limit_s, seed=seed)
+    assert solution.usage is not None
+    order, peak = solution.schedule, backend.predicted_peak_bytes(problem, solution.schedule)
+    left_s = deadline_s - time.perf_counter()
+    if backend.fragments and left_s > 0 and budget_bytes < peak <= _WORTH_COMPACTING * budget_bytes:
+        order = compacted(problem, order, budget_bytes, backend, time_limit_s=left_s, seed=seed)
+        peak = backend.predicted_peak_bytes(problem, order)
+    return order, peak / max(1, simulate(problem, order).peak_bytes)
+
+
 def make_plan(
     model: Any,
     batch: Any,
@@ -290,6 +330,7 @@ class TracedModel:
         traced: the step.
         problem: its graph and profile.
         limit_bytes, budget_bytes: the memory limit, and what of it may be used.
+        plan: the quick plan that was run to measure the profile; ``None`` where nothing was run.
     """
 
     batch: Any
@@ -297,6 +338,7 @@ class TracedModel:
     problem: Problem
     limit_bytes: int
     budget_bytes: int
+    plan: Plan | None = None
 
 
 def traced_model(
@@ -322,10 +364,11 @@ def traced_model(
     arrays = backend.example_batch(model, batch)
     traced = backend.trace(model, arrays)
     problem = problem_now(backend, traced, backend.estimated_profile(traced, backend.bytes_in_use()), model.name)
+    plan: Plan | None = None
     if profile == "measured":
-        first = plan_problem(problem, budget, backend, solver="greedy", time_limit_s=_QUICK_PLAN_S, seed=seed)
-        problem = measured_problem(backend, model, traced, problem, first, arrays)
-    return TracedModel(arrays, traced, problem, limit, budget)
+        plan = plan_problem(problem, budget, backend, solver="greedy", time_limit_s=_QUICK_PLAN_S, seed=seed)
+        problem = measured_problem(backend, model, traced, problem, plan, arrays)
+    return TracedModel(arrays, traced, problem, limit, budget, plan)
 
 
 def measured_problem(backend: Backend, model: Any, traced: TracedStep, problem: Problem, plan: Plan, batch: Any) -> Problem:

@@ -37,6 +37,7 @@ from keras_remat.guard import StepGuard, StepOutOfMemoryError
 from keras_remat.plan import Plan
 from keras_remat.planner import StepPlanner, TunerOptions
 from keras_remat.problem import Problem
+from keras_remat.profile import Profile
 from keras_remat.report import AutotuneReport, Event
 from keras_remat.schedule import Schedule, Usage
 from keras_remat.units import format_bytes, format_seconds
@@ -134,6 +135,7 @@ class StepTuner:
         self._main: _Candidate | None = None
         self._recorder: ProfileRecorder | None = None
         self._idle_bytes: int | None = None
+        self._expected: Plan | None = None
         self.steps_run = 0
         self.installed: Installed | None = None
         self.plan: Plan | None = None
@@ -231,9 +233,27 @@ class StepTuner:
             main.problem, profile=replace(profile, op_time_s=tuple(t * ratio for t in profile.op_time_s))
         )
 
-    def forget_main(self) -> None:
-        """The next batch's shape becomes the main one."""
-        self._main = None
+    def measured_elsewhere(self) -> dict[int, Profile]:
+        """Batch size → the profile that was measured at it, for every shape but the main one that has the main one's ops."""
+        main = self._main
+        assert main is not None
+        assert main.traced is not None
+        others = [c for c in self._candidates.values() if c is not main and c.micro_batches == 1 and c.problem is not None]
+        return {
+            other.batch_size: other.problem.profile
+            for other in others
+            if other.problem is not None
+            and other.problem.profile.source == "measured"
+            and other.problem.graph.has_ops_of(main.traced.graph)
+        }
+
+    def forget_main(self, expected: Plan | None = None) -> None:
+        """The next batch's shape becomes the main one.
+
+        Args:
+            expected: a plan for it to begin with, or for another size of the same step.
+        """
+        self._main, self._expected = None, expected
 
     def close(self) -> None:
         """Stops a recording that is under way."""
@@ -299,7 +319,11 @@ class StepTuner:
         if cached is not None:
             self.event("cache", f"A plan for this graph and limit was cached. {cached}")
             return self._with_plan(candidate, cached, "verify")
-        main = self._main
+        expected, main = self._expected, self._main
+        if expected is not None and expected.problem is not None and main is None:
+            plan = self._planner.reused(problem, expected, expected.problem.graph)
+            if plan is not None:
+                return self._with_plan(candidate, plan, "warm-up")
         if main is not None and main.plan is not None and main.problem is not None:
             plan = self._planner.reused(problem, main.plan, main.problem.graph)
             if plan is not None:

@@ -70,6 +70,7 @@ class FakeBackend:
         surplus_bytes: what a step measures above its predicted peak, from ("plain" or the schedule, batch size).
         slowness: times the simulated seconds of a step.
         profiler: ``"free"``, ``"busy"`` (the user's session runs) or ``"blind"`` (too few ops are seen).
+        folds: whether a layer is folded away at a batch size, as Grappler does at some.
 
     Attributes:
         ran: per step what ran (``"plain"`` or the schedule) and the numbers of its samples.
@@ -86,9 +87,10 @@ class FakeBackend:
     auto_solver = "auto"
 
     def __init__(
-        self, memory_bytes=2**40, *, allocator_bytes=None, surplus_bytes=None, profiler="free", layers=8, slowness=1.0
-    ):
-        self.memory_bytes, self.profiler, self.layers = memory_bytes, profiler, layers
+        self, memory_bytes=2**40, *, allocator_bytes=None, surplus_bytes=None, profiler="free", layers=8, slowness=1.0,
+        folds=lambda size: False,
+    ):  # fmt: skip
+        self.memory_bytes, self.profiler, self.layers, self.folds = memory_bytes, profiler, layers, folds
         self.allocator_bytes = allocator_bytes or (lambda problem, schedule: 0)
         self.surplus_bytes = surplus_bytes or (lambda what, size: 0)
         self.ran, self.traced = [], []
@@ -99,6 +101,9 @@ class FakeBackend:
     def check(self, model):
         return None
 
+    def example_batch(self, model, batch):
+        return batch
+
     def resized_spec(self, batch, size):
         return batch_of(0, size)
 
@@ -107,7 +112,11 @@ class FakeBackend:
         if micro_batches > 1 and not self.can_be_cut:
             raise UnsupportedModelError("a train_step of its own")
         self.traced.append(size if micro_batches == 1 else (size, micro_batches))
-        return TracedStep(chain_graph(-(-size // micro_batches), self.layers), {"samples": size}, "fake")
+        graph = chain_graph(-(-size // micro_batches), self._layers_at(size))
+        return TracedStep(graph, {"samples": size}, "fake")
+
+    def _layers_at(self, size):
+        return self.layers - self.folds(size)
 
     def estimated_profile(self, traced, resident_bytes=None):
         return profile_of(traced.graph, "estimated")
@@ -134,6 +143,8 @@ class FakeBackend:
         return profile_of(lowered.problem.graph, "measured") if self.profiler == "free" else None
 
     def lower(self, traced, problem, schedule):
+        assert problem.graph == traced.graph, "an order runs on the graph it was made for"
+
         def run(batch):
             assert len(batch[0]) == traced.handles["samples"], "a lowered step runs batches of its own shape only"
             return self._step(schedule, batch, problem)
@@ -142,7 +153,7 @@ class FakeBackend:
         return run
 
     def run_plain(self, batch):
-        return self._step("plain", batch, chain_problem(len(batch[0]), self.layers))
+        return self._step("plain", batch, chain_problem(len(batch[0]), self._layers_at(len(batch[0]))))
 
     def _step(self, what, batch, problem):
         self.ran.append((what, np.asarray(batch[0]).tolist()))

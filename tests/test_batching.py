@@ -12,6 +12,12 @@ from keras_remat.planner import TunerOptions
 LOADER = 10
 
 
+@pytest.fixture(autouse=True)
+def quick_search(monkeypatch):
+    for name, seconds in (("_QUICK_S", 2.0), ("_LATE_S", 1.0)):
+        monkeypatch.setattr(f"keras_remat.batching.{name}", seconds)
+
+
 class FakeSteps:
     """What :class:`BatchTrainer` asks of a tuner; steps of more than ``fits`` samples are refused.
 
@@ -28,7 +34,7 @@ class FakeSteps:
         self.trained, self.events, self.forgotten = [], [], 0
         self._of_shape = 0
 
-    micro_batches = 1
+    micro_batches, plan = 1, None
 
     def run(self, batch, *, may_split=False):
         size = len(batch[0])
@@ -46,7 +52,7 @@ class FakeSteps:
     def settled_peak_bytes(self):
         return self.peak_bytes(len(self.trained[-1])) if self.settled else None
 
-    def forget_main(self):
+    def forget_main(self, expected=None):
         self.forgotten, self._of_shape = self.forgotten + 1, 0
 
     def event(self, kind, message):
@@ -193,6 +199,15 @@ def test_max_finds_more_than_fits_plainly_and_trains_with_it():
     assert {"fits", "search", "batch", "risk"} <= set(event_kinds(report))
 
 
+@pytest.mark.parametrize("rule", [lambda size: size <= LOADER, lambda size: size > 40, lambda size: size % 4 == 0])
+def test_framework_that_folds_an_op_at_some_sizes_is_no_error(rule):
+    backend = FakeBackend(folds=rule)
+    trainer, report, _ = on_tuner(backend, "max", store_all_peak(4 * LOADER))
+    total = epoch(trainer, batches=60)
+    assert backend.samples == list(range(total))
+    assert report.batch_size > LOADER
+
+
 def test_int_above_the_loaders_is_the_most_it_becomes():
     backend = FakeBackend()
     trainer, report, changes = on_tuner(backend, 24, 2**40)
@@ -219,6 +234,75 @@ def test_measured_plain_peak_that_no_schedule_meets_trains_no_sample_twice():
     assert backend.samples == list(range(total))
     assert changes[0] == (LOADER, 40)
     assert changes[-1][1] < 40
+
+
+def sizes_of(backend):
+    """The batch sizes that were trained, each once, in the order of their first step."""
+    return list(dict.fromkeys(len(numbers) for _, numbers in backend.ran))
+
+
+def test_measured_peak_that_leaves_room_is_stepped_up_to():
+    """Steps above the loader's batch take a quarter less than predicted: found out only while they are trained."""
+    limit = store_all_peak(4 * LOADER)
+    backend = FakeBackend(surplus_bytes=lambda what, size: 0 if size <= LOADER else -limit // 4)
+    trainer, report, changes = on_tuner(backend, "max", limit)
+    total = epoch(trainer, batches=400)
+    assert backend.samples == list(range(total))
+    found = trainer.search.max_batch_size
+    assert changes[0] == (LOADER, found)
+    assert report.batch_size == changes[-1][1] > 1.1 * found
+    assert 1 <= event_kinds(report).count("step-up") == len(changes) - 1 <= 3
+    assert [new for _, new in changes] == sorted(new for _, new in changes)
+    assert "leaves room" in next(event.message for event in report.events if event.kind == "step-up")
+
+
+def test_step_up_that_measures_over_the_limit_goes_back_to_the_size_before_and_stays():
+    limit = store_all_peak(4 * LOADER)
+    found = []
+
+    def surplus(what, size):
+        if size <= LOADER:
+            return 0
+        found.append(size)
+        return -limit // 4 if size <= found[0] else limit
+
+    backend = FakeBackend(surplus_bytes=surplus)
+    trainer, report, changes = on_tuner(backend, "max", limit)
+    total = epoch(trainer, batches=400)
+    assert backend.samples == list(range(total))
+    up, down = changes[1:]
+    assert up[0] == down[1] == report.batch_size == trainer.search.max_batch_size
+    assert up[1] == down[0] > up[0]
+    assert event_kinds(report).count("step-up") == event_kinds(report).count("step-down") == 1
+
+
+def test_no_step_up_is_above_what_was_asked_for_or_the_epoch():
+    limit = store_all_peak(4 * LOADER)
+    for batch_size, samples in ((50, None), ("max", 5 * LOADER)):
+        backend = FakeBackend(surplus_bytes=lambda what, size: 0 if size <= LOADER else -limit // 4)
+        trainer, _, _ = on_tuner(backend, batch_size, limit, samples=samples)
+        total = epoch(trainer, batches=100)
+        assert backend.samples == list(range(total))
+        assert max(sizes_of(backend)) == 50
+
+
+def test_steps_up_begin_with_an_order_that_is_known(monkeypatch):
+    """The found size trains by the search's order at once; nothing is solved before its first step."""
+    import keras_remat.planner as module
+
+    backend, solved = FakeBackend(), []
+    real = module.plan_problem
+
+    def plan_problem(problem, *args, **options):
+        solved.append(len(backend.ran))
+        return real(problem, *args, **options)
+
+    monkeypatch.setattr(module, "plan_problem", plan_problem)
+    trainer, _, _ = on_tuner(backend, "max", store_all_peak(4 * LOADER))
+    epoch(trainer, batches=60)
+    first = next(at for at, (_, numbers) in enumerate(backend.ran) if len(numbers) > LOADER)
+    assert solved
+    assert min(solved) > first
 
 
 def test_search_that_fails_keeps_the_loaders_batch(monkeypatch):

@@ -1,10 +1,15 @@
 """What the search found is trained, and where the device disagrees with the prediction, the device wins."""
 
-import pytest
-from fake_backend import FakeBackend, chain_graph, chain_problem, store_all_peak
+import time
+from types import SimpleNamespace
 
-from keras_remat.autotune import BatchScaling, search_batch_size
-from keras_remat.max_batch import MOST_SIZES, RESOLUTION, verified_search
+import pytest
+from fake_backend import RESIDENT_BYTES, FakeBackend, batch_of, chain_graph, chain_problem, store_all_peak
+
+from keras_remat import max_batch
+from keras_remat.autotune import search_batch_size
+from keras_remat.max_batch import MOST_SIZES, RESOLUTION, find_max_batch_size, verified_search
+from keras_remat.scaling import BatchScaling
 from keras_remat.schedule import Usage
 from keras_remat.simulate import simulate
 
@@ -15,7 +20,7 @@ def scaling_of():
     return BatchScaling(chain_graph(4), 4, chain_graph(8), 8, chain_problem(4))
 
 
-def verified(surplus, *, at_most=None, max_overhead="forward", budget=BUDGET):
+def verified(surplus, *, at_most=None, max_overhead="forward", budget=BUDGET, **options):
     """The verified search where a step of ``size`` samples takes ``surplus(size)`` bytes more than its schedule (``None``: out of memory)."""
     backend, scaling, trained = FakeBackend(), scaling_of(), []
     search = search_batch_size(
@@ -29,8 +34,9 @@ def verified(surplus, *, at_most=None, max_overhead="forward", budget=BUDGET):
         return None if peak is None else Usage(1.0, peak)
 
     found = verified_search(
-        search, scaling, train, budget, backend, solver="greedy", solve_s=2.0, at_most=at_most, max_overhead=max_overhead
-    )
+        search, scaling, train, budget, backend, solver="greedy", solve_s=2.0, at_most=at_most, max_overhead=max_overhead,
+        **options,
+    )  # fmt: skip
     return search, found, trained
 
 
@@ -67,7 +73,8 @@ def test_the_largest_that_trains_is_found_within_the_resolution():
 
 def test_nothing_that_trains_leaves_the_search_as_it_was():
     search, found, trained = verified(lambda size: None)
-    assert found == search
+    assert (found.max_batch_size, found.plan) == (search.max_batch_size, search.plan)
+    assert found.plan.measured is None
     assert len(trained) <= MOST_SIZES
     sizes = [size for size, _ in trained]
     assert sizes == sorted(set(sizes), reverse=True)
@@ -83,3 +90,96 @@ def test_no_size_above_at_most_runs():
     _, found, trained = verified(lambda size: -int(0.3 * BUDGET), at_most=401)
     assert max(size for size, _ in trained) <= 401
     assert found.max_batch_size <= 401
+
+
+def test_late_verification_ends_with_the_first_size_that_trains():
+    """Nothing is left of the time: sizes run until one has trained, and none above it."""
+    _, found, trained = verified(lambda size: 0 if size <= 300 else None, deadline_s=time.perf_counter() - 1)
+    assert found.max_batch_size <= 300
+    assert [peak is not None for _, peak in trained] == [False] * (len(trained) - 1) + [True]
+
+
+def test_size_whose_graph_has_other_ops_is_planned_anew():
+    """At even sizes the framework folds a layer away; orders of the others are not legal there."""
+
+    def graph_of(size):
+        return chain_graph(size, 7 if size % 2 == 0 else 8)
+
+    backend, budget, trained = FakeBackend(), BUDGET, []
+    search = search_batch_size(scaling_of(), 40, budget, budget, backend, time_limit_s=20.0)
+
+    def train(size, plan):
+        assert plan.problem.graph == graph_of(size)
+        usage = simulate(plan.problem, plan.solution.schedule)
+        trained.append(size)
+        return usage
+
+    found = verified_search(search, scaling_of(), train, budget, backend, graph_of=graph_of, solver="greedy", solve_s=2.0)
+    assert any(size % 2 == 0 for size in trained)
+    assert found.max_batch_size in trained
+    assert found.plan.measured.peak_bytes <= budget
+
+
+def test_size_whose_own_graph_fits_under_no_schedule_says_so():
+    def graph_of(size):
+        return chain_graph(size, 8) if size <= 300 else chain_graph(20 * size, 7)
+
+    search = search_batch_size(scaling_of(), 40, BUDGET, BUDGET, FakeBackend(), time_limit_s=20.0)
+    found = verified_search(
+        search, scaling_of(), lambda size, plan: plan.predicted, BUDGET, FakeBackend(), graph_of=graph_of, solver="greedy",
+        solve_s=2.0,
+    )  # fmt: skip
+    assert found.max_batch_size <= 300 < found.failed_batch_size
+    assert any("14 ops at this size, 16 at others" in probe.reason for probe in found.probes)
+
+
+# ------------------------------------------------------------------ the whole way
+
+
+def found_on(backend, monkeypatch, *, batch=8, **options):
+    monkeypatch.setattr(max_batch, "load_backend", lambda: backend)
+    limit = store_all_peak(40)
+    return find_max_batch_size(
+        SimpleNamespace(name="fake"), batch_of(0, batch), limit, margin=0.0, **{"time_limit_s": 3.0} | options
+    )
+
+
+def test_costs_are_measured_at_half_the_batch_too(monkeypatch):
+    backend = FakeBackend()
+    found = found_on(backend, monkeypatch)
+    assert backend.traced[:2] == [8, 4]
+    assert found.fit.sizes == (4, 8)
+    assert set(found.step_time_errors) == {p.batch_size for p in found.probes if p.plan and p.plan.measured}
+    assert found.max_batch_size in found.step_time_errors
+    assert "op times fitted to steps of 4 and 8 samples, residual 0.0%" in str(found)
+    assert found.search_time_s > 0
+    assert found.verification_time_s > 0
+    assert backend.ran == []
+
+
+def test_twice_the_batch_is_measured_where_there_is_no_half(monkeypatch):
+    assert found_on(FakeBackend(), monkeypatch, batch=1).fit.sizes == (1, 2)
+    assert found_on(FakeBackend(folds=lambda size: size < 8), monkeypatch).fit.sizes == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("profiler", "profile", "batch"), [("busy", "measured", 8), ("free", "estimated", 8), ("blind", "measured", 1)]
+)
+def test_one_measured_size_is_said_to_be_one(monkeypatch, profiler, profile, batch):
+    found = found_on(FakeBackend(profiler=profiler), monkeypatch, profile=profile, batch=batch)
+    assert found.fit is None
+    assert "op times in proportion to bytes, from one size" in str(found)
+
+
+@pytest.mark.parametrize("folds", ["below the batch", "up to the batch", "above twice the batch", "at round sizes"])
+def test_framework_that_folds_an_op_at_some_sizes_is_no_error(monkeypatch, folds):
+    rule = {
+        "below the batch": lambda size: size < 8,
+        "up to the batch": lambda size: size <= 8,
+        "above twice the batch": lambda size: size > 16,
+        "at round sizes": lambda size: size > 20 and size % 4 == 0,
+    }[folds]
+    found = found_on(FakeBackend(folds=rule), monkeypatch)
+    assert found.max_batch_size > 40
+    assert found.plan.measured.peak_bytes <= store_all_peak(40)
+    assert found.plan.problem.profile.resident_bytes == RESIDENT_BYTES
