@@ -27,8 +27,9 @@ from keras_remat.report import AutotuneReport
 from keras_remat.scaling import BatchScaling, batch_scaling
 from keras_remat.units import format_bytes
 
-#: Seconds of the search with the quick solver and with the thorough one, which also looks for steps up; what one solve may take of that.
-_QUICK_S, _LATE_S, _SOLVE_SHARE = 10.0, 14.0, 0.25
+#: The search may take as long as this many steps of training, but at least and at most so many seconds; of it, the share of the thorough
+#: solver, which also looks for steps up, and what one solve may take of that.
+_SEARCH_STEPS, _LEAST_SEARCH_S, _MOST_SEARCH_S, _LATE_SHARE, _SOLVE_SHARE = 200, 1.0, 30.0, 0.6, 0.25
 _STEP_DOWN = 0.9
 #: A step up is worth it from this share on; how many there are at most.
 _WORTH_STEP_UP, _MOST_STEPS_UP = 0.03, 3
@@ -67,12 +68,13 @@ class BatchTrainer:
         self._at_most: int | None = None
         self._held: int | None = None  # the newest size whose final step kept to the limit
         self._steps_up = 0
+        self._step_s = 0.0  # what the newest step took
         self.search: BatchSearch | None = None
 
     def run(self, batch: Any) -> Any:
         """Takes one loader batch; returns the newest logs, or the metrics so far when nothing was trained yet."""
         if self._size is None:
-            self._logs = self._steps.run(batch, may_split=self._wanted != "keep")
+            self._logs = self._train(batch, may_split=self._wanted != "keep")
             if self._searching and self._steps.settled:
                 self._searching = False
                 if self._steps.micro_batches == 1:
@@ -91,11 +93,22 @@ class BatchTrainer:
             self._logs = self._steps.run(self._group.take(self._group.samples))
         return self._logs
 
+    def _train(self, batch: Any, **options: Any) -> Any:
+        started = time.perf_counter()
+        logs = self._steps.run(batch, **options)
+        self._step_s = time.perf_counter() - started
+        return logs
+
+    @property
+    def _search_s(self) -> float:
+        """Seconds that a search is worth."""
+        return min(_MOST_SEARCH_S, max(_LEAST_SEARCH_S, _SEARCH_STEPS * self._step_s))
+
     def _train_full_groups(self) -> None:
         while self._size is not None and self._group.samples >= self._size:
             batch = self._group.take(self._size)
             try:
-                self._logs = self._steps.run(batch)
+                self._logs = self._train(batch)
             except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
                 self._group.put_back(batch)
                 if self._size == 1:
@@ -137,7 +150,8 @@ class BatchTrainer:
             found = SizeSearch(now, max(1, steps.usable_bytes - error), steps.backend, "forward", at_most, self._seed)
             found.good = size
             found.best_of([plan.solution.schedule, *orders], least)
-            found.climb("auto", _SOLVE_SHARE * _LATE_S, time.perf_counter() + _LATE_S)
+            late_s = _LATE_SHARE * self._search_s
+            found.climb("auto", _SOLVE_SHARE * late_s, time.perf_counter() + late_s)
         if found.good >= least:
             self._steps_up += 1
             steps.event(
@@ -169,7 +183,8 @@ class BatchTrainer:
                 scaling = batch_scaling(self._steps.backend, self._model, traced, problem, batch, measured)
                 search = search_batch_size(
                     scaling, loader, self._steps.limit_bytes, self._steps.usable_bytes, self._steps.backend,
-                    at_most=at_most, time_limit_s=_QUICK_S, late_solver="auto", late_time_limit_s=_LATE_S, seed=self._seed,
+                    at_most=at_most, time_limit_s=(1 - _LATE_SHARE) * self._search_s, late_solver="auto",
+                    late_time_limit_s=_LATE_SHARE * self._search_s, seed=self._seed,
                 )  # fmt: skip
         except (UnsupportedModelError, InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self._steps.event("search", f"No larger batch: {error}")

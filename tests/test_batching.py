@@ -12,12 +12,6 @@ from keras_remat.planner import TunerOptions
 LOADER = 10
 
 
-@pytest.fixture(autouse=True)
-def quick_search(monkeypatch):
-    for name, seconds in (("_QUICK_S", 2.0), ("_LATE_S", 1.0)):
-        monkeypatch.setattr(f"keras_remat.batching.{name}", seconds)
-
-
 class FakeSteps:
     """What :class:`BatchTrainer` asks of a tuner; steps of more than ``fits`` samples are refused.
 
