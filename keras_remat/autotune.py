@@ -290,10 +290,11 @@ class SizeSearch:
 
     def _reason(self, problem: Problem, order: Schedule) -> str:
         """Why an order does not do at a size."""
-        peak = self.backend.predicted_peak_bytes(problem, order)
+        usage = simulate(problem, order)
+        peak = max(usage.peak_bytes, self.backend.predicted_peak_bytes(problem, order))
         if peak > self.budget:
             return f"{format_bytes(peak)} is over {format_bytes(self.budget)}"
-        overhead = simulate(problem, order).time_s / problem.store_all_time_s - 1
+        overhead = usage.time_s / problem.store_all_time_s - 1
         assert self.max_overhead is not None
         return f"overhead {overhead:.1%} is over the bound of {_bound(problem, self.max_overhead):.1%}"
 
