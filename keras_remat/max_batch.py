@@ -38,8 +38,8 @@ RESOLUTION = 0.03
 MOST_SIZES = 10
 #: Steps per size; the second one finds the allocator's pool as the first one left it.
 STEPS = 2
-#: An order predicted to be over the budget by no more than this share of it may still be run.
-WORTH_RUNNING = 0.1
+#: An order predicted to be over the budget by no more than this share of it may still be run; and the first one that runs.
+WORTH_RUNNING, FIRST_CHANCE = 0.1, 0.03
 #: Seconds for a plan to measure a second size under.
 _SECOND_PLAN_S = 1.0
 #: How far above the least size worth running an order is solved for.
@@ -308,8 +308,11 @@ class _Verifier:
         """What predictions are held against, by what the last size that ran measured above its own.
 
         How far off a prediction is differs from run to run, with the chunks that the one before left free: half of it is taken to be
-        there again, and all of it after the second failure.
+        there again, and all of it after the second failure. The first size to run may be predicted to be a little over: a failure costs a
+        single step, and a size that is too small another one.
         """
+        if not self.good and not self.failures:
+            return int(self.budget * (1 + FIRST_CHANCE))
         return max(1, self.budget - (self.error if self.failures > 1 else self.error // 2))
 
     def _next(self, size: int) -> int | None:
