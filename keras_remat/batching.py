@@ -6,8 +6,7 @@ size is full. Samples keep their order and each is trained exactly once per epoc
 step, before validation.
 
 The search only predicts; the steps that train tell. A size that turns out not to fit after all is stepped down before anything of it was
-trained; one whose measured peak leaves room is stepped up to what the known orders, or one more, reach by the error that was measured, a few
-times at most. A size that was stepped up to and measures over the limit is given up for the one before, whose step is there already.
+trained; one is stepped up where a known order, or a new one, reaches 3 % further by the error that was measured, a few times at most. A size that was stepped up to and measures over the limit is given up for the one before, whose step is there already.
 """
 
 from __future__ import annotations
@@ -154,10 +153,8 @@ class BatchTrainer:
             found.climb("auto", _SOLVE_SHARE * late_s, time.perf_counter() + late_s)
         if found.good >= least:
             self._steps_up += 1
-            steps.event(
-                "step-up", f"A batch of {size} leaves room, going up to {found.good}: {format_bytes(peak_bytes)} measured of "
-                f"{format_bytes(steps.usable_bytes)}",
-            )  # fmt: skip
+            message = f"By the {format_bytes(peak_bytes)} that a batch of {size} measured, a schedule trains {found.good}: going up."
+            steps.event("step-up", message)
             self._change(size, found.good, found.fastest)
 
     def _step_down(self, size: int, reason: str) -> None:

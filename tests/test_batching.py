@@ -247,7 +247,7 @@ def test_measured_peak_that_leaves_room_is_stepped_up_to():
     assert report.batch_size == changes[-1][1] > 1.1 * found
     assert 1 <= event_kinds(report).count("step-up") == len(changes) - 1 <= 3
     assert [new for _, new in changes] == sorted(new for _, new in changes)
-    assert "leaves room" in next(event.message for event in report.events if event.kind == "step-up")
+    assert f"a batch of {found} measured" in next(event.message for event in report.events if event.kind == "step-up")
 
 
 def test_step_up_that_measures_over_the_limit_goes_back_to_the_size_before_and_stays():
