@@ -6,7 +6,8 @@ size is full. Samples keep their order and each is trained exactly once per epoc
 step, before validation.
 
 The search only predicts; the steps that train tell. A size that turns out not to fit after all is stepped down before anything of it was
-trained; one is stepped up where a known order, or a new one, reaches 3 % further by the error that was measured, a few times at most. A size that was stepped up to and measures over the limit is given up for the one before, whose step is there already.
+trained; one is stepped up where a known order, or a new one, reaches 3 % further by the error that was measured, a few times at most. A size
+that was stepped up to and measures over the limit is given up for the one before, whose step is there already.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class BatchTrainer:
         self._scaling: BatchScaling | None = None
         self._at_most: int | None = None
         self._held: int | None = None  # the newest size whose final step kept to the limit
+        self._too_large: int | None = None  # the smallest size whose final step did not
         self._steps_up = 0
         self._step_s = 0.0  # what the newest step took
         self.search: BatchSearch | None = None
@@ -124,7 +126,9 @@ class BatchTrainer:
         if peak > self._steps.limit_bytes:
             if size > 1:
                 smaller = int(size * self._steps.usable_bytes / peak)
-                self._steps_up = _MOST_STEPS_UP  # there is no way up any more
+                self._too_large = min(size, self._too_large or size)
+                if self._held is not None:
+                    self._steps_up = _MOST_STEPS_UP  # that was one step up too many
                 self._step_down(
                     self._held if self._held is not None and self._held < size else smaller,
                     "its measured peak is over the limit",
@@ -138,7 +142,8 @@ class BatchTrainer:
         plan, steps, scaling = self._steps.plan, self._steps, self._scaling
         if scaling is None or self.search is None or plan is None or self._steps_up >= _MOST_STEPS_UP:
             return
-        at_most = 2 * size if self._at_most is None else min(2 * size, self._at_most)
+        bounds = (self._at_most, None if self._too_large is None else self._too_large - 1)
+        at_most = min([2 * size, *(bound for bound in bounds if bound is not None)])
         least = max(size + 1, int(size * (1 + _WORTH_STEP_UP)))
         if least > at_most or plan.problem is None or not plan.problem.graph.has_ops_of(scaling.at(size).graph):
             return
@@ -153,7 +158,9 @@ class BatchTrainer:
             found.climb("auto", _SOLVE_SHARE * late_s, time.perf_counter() + late_s)
         if found.good >= least:
             self._steps_up += 1
-            message = f"By the {format_bytes(peak_bytes)} that a batch of {size} measured, a schedule trains {found.good}: going up."
+            message = (
+                f"By the {format_bytes(peak_bytes)} that a batch of {size} measured, a schedule trains {found.good}: going up."
+            )
             steps.event("step-up", message)
             self._change(size, found.good, found.fastest)
 

@@ -270,6 +270,26 @@ def test_step_up_that_measures_over_the_limit_goes_back_to_the_size_before_and_s
     assert event_kinds(report).count("step-up") == event_kinds(report).count("step-down") == 1
 
 
+def test_after_a_step_down_there_is_a_way_up_again_below_the_size_that_failed():
+    limit = store_all_peak(4 * LOADER)
+    found = []
+
+    def surplus(what, size):
+        if size <= LOADER:
+            return 0
+        found.append(size)
+        return limit // 4 if size >= found[0] else -limit // 4
+
+    backend = FakeBackend(surplus_bytes=surplus)
+    trainer, report, changes = on_tuner(backend, "max", limit)
+    total = epoch(trainer, batches=400)
+    assert backend.samples == list(range(total))
+    kinds = [kind for kind in event_kinds(report) if kind.startswith("step-")]
+    assert kinds[0] == "step-down"
+    assert "step-up" in kinds
+    assert changes[1][1] < report.batch_size < found[0] == changes[0][1]
+
+
 def test_no_step_up_is_above_what_was_asked_for_or_the_epoch():
     limit = store_all_peak(4 * LOADER)
     for batch_size, samples in ((50, None), ("max", 5 * LOADER)):
