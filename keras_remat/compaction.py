@@ -22,6 +22,8 @@ from keras_remat.schedule import Schedule
 from keras_remat.solvers.coarsen import Coarse
 from keras_remat.units import KIB
 
+#: Up to which peak, in budgets, an order is worth compacting.
+WORTH_COMPACTING = 1.2
 #: Values below this do not come from the pool that fragments, or hardly matter there.
 _SMALL_BYTES = 256 * KIB
 #: Rounds per second of the time for it; fewer than there are in a second, so that the same seed gives the same order.

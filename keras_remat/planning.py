@@ -8,11 +8,12 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from keras_remat.backends.base import Backend, TracedStep, load_backend, preserved_state
-from keras_remat.compaction import compacted
+from keras_remat.compaction import WORTH_COMPACTING, compacted
+from keras_remat.correction import Correction
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.plan import Plan
 from keras_remat.problem import Problem
@@ -21,25 +22,15 @@ from keras_remat.schedule import Schedule, Solution, Usage
 from keras_remat.simulate import simulate
 from keras_remat.solvers import check_floor, solve
 from keras_remat.units import format_bytes, parse_bytes
-from keras_remat.validate import validate
 
 logger = logging.getLogger(__name__)
 
-#: How often a plan is made again because the allocator needs more than the simulated peak.
-_MAX_CORRECTIONS = 10
 #: Seconds for the plan that measuring runs under.
 _QUICK_PLAN_S = 10.0
-#: Of the time for a plan, what the quick solver may take before "auto", and what "auto" has at least; of what is left, what one solve may take.
-_QUICK_SHARE, _SLOW_SHARE, _SOLVE_SHARE = 0.25, 0.5, 0.7
-#: Up to which peak, in budgets, an order is worth compacting; the share of the time left that this may take, and of all of it at last.
-_WORTH_COMPACTING, _COMPACTING_SHARE, _LAST_SHARE = 1.2, 0.1, 0.3
-#: Seconds that a solve gets at least, however late it is, and at least this share of what the longest one took that found something.
-#: With nothing found, it goes on for this many times the time limit.
-_LEAST_SOLVE_S, _LATE_SHARE, _PATIENCE = 0.5, 0.7, 4
-#: The least a correction takes off, as a share of what is above the floor.
-_LEAST_STEP = 0.05
-#: How much faster, as a share of the step, a schedule over the budget must be for another try.
-_WORTH_ANOTHER = 0.02
+#: Of the time for a plan, what the quick solver may take before "auto", and what "auto" has at least.
+_QUICK_SHARE, _SLOW_SHARE = 0.25, 0.5
+#: Of the time for a new order, what its one solve may take.
+_SOLVE_SHARE = 0.7
 
 
 def plan_problem(
@@ -53,9 +44,7 @@ def plan_problem(
 ) -> Plan:
     """Solves a traced problem so that the *allocator's* peak stays under the budget.
 
-    The allocator rounds and fragments, so a schedule is solved for a little less than the budget: what its replay needs above the budget
-    is had by moving ops about (:mod:`keras_remat.compaction`), or taken off, and the problem is solved again, until it fits; where that is
-    more than a schedule can save, a target between is tried.
+    The allocator rounds and fragments, so a schedule is solved for a little less than the budget (:mod:`keras_remat.correction`).
 
     Args:
         problem: graph and profile; its own budget plays no part.
@@ -77,18 +66,18 @@ def plan_problem(
     deadline_s = time.perf_counter() + time_limit_s
     solver = backend.auto_solver if solver == "auto" else solver
     if solver != "auto":
-        return _within_allocator(problem, budget_bytes, backend, budget_bytes, solver, deadline_s, seed)[0]
+        return _corrected(problem, budget_bytes, backend, budget_bytes, solver, deadline_s, seed)[0]
     # how much the allocator needs above a schedule is found out by the quick solver; the slow one starts from there
     quick: Plan | None = None
     start = budget_bytes
     try:
         quick_deadline_s = time.perf_counter() + _QUICK_SHARE * time_limit_s
-        quick, start = _within_allocator(problem, budget_bytes, backend, budget_bytes, "greedy", quick_deadline_s, seed)
+        quick, start = _corrected(problem, budget_bytes, backend, budget_bytes, "greedy", quick_deadline_s, seed)
     except ScheduleNotFoundError as error:
         logger.debug("keras_remat: %s", error)
     deadline_s = max(deadline_s, time.perf_counter() + _SLOW_SHARE * time_limit_s)
     try:
-        plan, _ = _within_allocator(problem, budget_bytes, backend, start, solver, deadline_s, seed)
+        plan, _ = _corrected(problem, budget_bytes, backend, start, solver, deadline_s, seed)
     except ScheduleNotFoundError:
         if quick is None:
             raise
@@ -96,103 +85,14 @@ def plan_problem(
     return plan if quick is None or plan.predicted.time_s <= quick.predicted.time_s else quick
 
 
-def _within_allocator(
+def _corrected(
     problem: Problem, budget_bytes: int, backend: Backend, start: int, solver: str, deadline_s: float, seed: int
 ) -> tuple[Plan, int]:
-    """A plan of one solver whose allocator peak keeps to the budget, and the target that it was solved for.
-
-    Args:
-        start: the first target, in bytes.
-        deadline_s: by ``time.perf_counter``; a late solve gets about what the ones before it took all the same.
-    """
+    """One solver's plan that keeps to the budget, and the target that it was solved for; arguments as in :class:`.correction.Correction`."""
     store_all = Schedule.store_all(problem.graph)
     baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
-    target, found, unreachable = start, start, problem.floor_bytes
-    started = time.perf_counter()
-    least_s = max(_LEAST_SOLVE_S, (deadline_s - started) / _MAX_CORRECTIONS)
-    closest: _Replayed | None = None
-    chosen: tuple[_Replayed, int] | None = None  # the fastest that keeps to the budget, and its target
-    misses = 0
-
-    def compact(replayed: _Replayed, time_limit_s: float) -> _Replayed:
-        """What moving ops about makes of it."""
-        if not backend.fragments or replayed.peak_bytes > _WORTH_COMPACTING * budget_bytes:
-            return replayed
-        order = compacted(problem, replayed.schedule, budget_bytes, backend, time_limit_s=time_limit_s, seed=seed)
-        usage = simulate(problem, order)
-        peak = max(usage.peak_bytes, backend.predicted_peak_bytes(problem, order))
-        return _Replayed(replace(replayed.solution, schedule=order, usage=usage), peak)
-
-    for _ in range(_MAX_CORRECTIONS):
-        left_s = deadline_s - time.perf_counter()
-        if target < problem.floor_bytes or left_s < (_PATIENCE * (started - deadline_s) if chosen is None else least_s):
-            break
-        seen: list[Solution] = []
-        solving = time.perf_counter()
-        try:
-            final = solve(
-                problem.with_budget(target), solver=solver, time_limit_s=max(_SOLVE_SHARE * left_s, least_s), seed=seed,
-                progress=seen.append,
-            )  # fmt: skip
-        except ScheduleNotFoundError:
-            if chosen is not None:
-                break
-            if closest is None:
-                raise
-            unreachable, target = target, (target + found) // 2
-            continue
-        least_s = max(least_s, _LATE_SHARE * (time.perf_counter() - solving))
-        fastest, fitting = _replayed(problem, [*seen, final], budget_bytes, target, backend)
-        step = 1
-        if fitting.peak_bytes <= budget_bytes:
-            # where lowering tells the peak, that decides; it takes long, so every miss is followed by a longer step
-            lowered = backend.lowered_peak_bytes(problem, fitting.schedule) or fitting.peak_bytes
-            misses += lowered > budget_bytes
-            step = 2 ** max(0, misses - 1)
-            fitting = replace(fitting, peak_bytes=lowered)
-        if fitting.peak_bytes <= budget_bytes:
-            if chosen is None or fitting.time_s < chosen[0].time_s:
-                chosen = fitting, target
-            if not backend.fragments or fastest.time_s >= (1 - _WORTH_ANOTHER) * chosen[0].time_s:
-                break
-            fitting = fastest
-        elif closest is None or fitting.peak_bytes < closest.peak_bytes:
-            closest = fitting
-        if backend.fragments:  # what the allocator wastes may be had by moving ops about
-            smaller = compact(fastest, _COMPACTING_SHARE * max(least_s, deadline_s - time.perf_counter()))
-            if smaller.peak_bytes <= budget_bytes:
-                chosen = smaller, target
-                break
-        found = target
-        # a few bytes less give the same schedule
-        less = max(step * (fitting.peak_bytes - budget_bytes), int(_LEAST_STEP * (target - unreachable)))
-        target = max(target - less, (unreachable + target) // 2)
-    if chosen is None and closest is not None:
-        closest = compact(closest, _LAST_SHARE * (deadline_s - started))  # what no lower target gave
-        if closest.peak_bytes <= budget_bytes:
-            chosen = closest, target
-    if chosen is None:
-        over = None if closest is None else closest.peak_bytes
-        raise ScheduleNotFoundError(budget_bytes, problem.floor_bytes, over, solver=solver)
-    validate(problem.with_budget(budget_bytes), chosen[0].schedule)
-    return _plan_of(problem, budget_bytes, chosen[0].solution, baseline, chosen[0].peak_bytes), chosen[1]
-
-
-@dataclass(frozen=True)
-class _Replayed:
-    """A solution and the allocator's peak under it."""
-
-    solution: Solution
-    peak_bytes: int
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.solution.schedule
-
-    @property
-    def time_s(self) -> float:
-        assert self.solution.usage is not None
-        return self.solution.usage.time_s
+    found, target = Correction(problem, budget_bytes, backend, solver, seed).run(start, deadline_s)
+    return _plan_of(problem, budget_bytes, found.solution, baseline, found.peak_bytes), target
 
 
 def _plan_of(problem: Problem, budget_bytes: int, solution: Solution, store_all: Usage, peak_bytes: int) -> Plan:
@@ -201,26 +101,6 @@ def _plan_of(problem: Problem, budget_bytes: int, solution: Solution, store_all:
         problem.graph.fingerprint, budget_bytes, solution, store_all, Usage(solution.usage.time_s, peak_bytes),
         profile_source=problem.profile.source, device=problem.profile.device, name=problem.name, problem=problem,
     )  # fmt: skip
-
-
-def _replayed(
-    problem: Problem, solutions: list[Solution], budget_bytes: int, target: int, backend: Backend
-) -> tuple[_Replayed, _Replayed]:
-    """The fastest of a solver's solutions; and the fastest whose allocator peak keeps to the budget, or the one with the least peak.
-
-    Args:
-        solutions: as they were found, the fastest last.
-    """
-    replayed: list[_Replayed] = []
-    for schedule in dict.fromkeys(solution.schedule for solution in reversed(solutions)):
-        solution = next(s for s in reversed(solutions) if s.schedule == schedule)
-        usage, peak = simulate(problem, schedule), backend.predicted_peak_bytes(problem, schedule)
-        replayed.append(_Replayed(replace(solution, usage=usage), peak))
-        if peak <= budget_bytes:
-            break
-    fitting = min(replayed, key=lambda r: r.peak_bytes)
-    validate(problem.with_budget(target), fitting.schedule)
-    return replayed[0], fitting
 
 
 def reused_plan(problem: Problem, schedule: Schedule, budget_bytes: int, backend: Backend) -> Plan | None:
@@ -280,7 +160,7 @@ def new_order(
     assert solution.usage is not None
     order, peak = solution.schedule, backend.predicted_peak_bytes(problem, solution.schedule)
     left_s = deadline_s - time.perf_counter()
-    if backend.fragments and left_s > 0 and budget_bytes < peak <= _WORTH_COMPACTING * budget_bytes:
+    if backend.fragments and left_s > 0 and budget_bytes < peak <= WORTH_COMPACTING * budget_bytes:
         order = compacted(problem, order, budget_bytes, backend, time_limit_s=left_s, seed=seed)
         peak = backend.predicted_peak_bytes(problem, order)
     return order, peak / max(1, simulate(problem, order).peak_bytes)

@@ -4,7 +4,7 @@
 |---|---|
 | 6 | the package itself: the public names |
 | 5 | callback, the command line |
-| 4 | plan, planning, planner, guard, tuner, compilation, grouping, batching, autotune, scaling, time_fit, max_batch, compaction, report, show |
+| 4 | plan, planning, planner, guard, tuner, compilation, grouping, batching, autotune, scaling, time_fit, max_batch, compaction, correction, report, show |
 | 3 | solvers/* and backends/*, which never import each other |
 | 2 | schedule, simulate, validate |
 | 1 | graph, profile, problem, serialize |
@@ -26,7 +26,7 @@ LAYERS = [
     (r"keras_remat", 6),
     (r"keras_remat\.(callback|cli|__main__)", 5),
     (
-        r"keras_remat\.(plan|planning|planner|guard|tuner|compilation|grouping|batching|autotune|scaling|time_fit|max_batch|compaction|report|show)",
+        r"keras_remat\.(plan|planning|planner|guard|tuner|compilation|grouping|batching|autotune|scaling|time_fit|max_batch|compaction|correction|report|show)",
         4,
     ),
     (r"keras_remat\.(solvers|backends)(\..+)?", 3),

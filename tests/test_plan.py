@@ -177,7 +177,7 @@ def test_a_lowered_step_over_the_budget_is_planned_again():
 def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkeypatch):
     """The allocator needs more for the first order only; a solver that finds nothing at the lower target is asked in between."""
     asked = []
-    from keras_remat import planning as module
+    from keras_remat import correction as module
 
     real = module.solve
 
@@ -196,7 +196,7 @@ def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkey
 
 
 def test_budget_below_the_floor_is_refused_before_solving(monkeypatch):
-    monkeypatch.setattr("keras_remat.planning.solve", lambda *args, **options: pytest.fail("solved"))
+    monkeypatch.setattr("keras_remat.correction.solve", lambda *args, **options: pytest.fail("solved"))
     with pytest.raises(InfeasibleBudgetError) as caught:
         quick(budget=PROBLEM.floor_bytes - 1)
     assert (caught.value.budget_bytes, caught.value.floor_bytes) == (PROBLEM.floor_bytes - 1, PROBLEM.floor_bytes)
@@ -218,7 +218,7 @@ def test_solver_that_finds_nothing_at_all_is_not_asked_again(monkeypatch):
         asked.append(problem.budget_bytes)
         raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
 
-    monkeypatch.setattr("keras_remat.planning.solve", solve)
+    monkeypatch.setattr("keras_remat.correction.solve", solve)
     with pytest.raises(ScheduleNotFoundError):
         quick()
     assert asked == [BUDGET]
