@@ -203,6 +203,6 @@ class BatchTrainer:
     def _change(self, old: int, new: int, expected: Plan | None = None) -> None:
         self._size = new
         self._report.batch_size = new
-        self._steps.forget_main(expected)
+        self._steps.forget_main(expected, None if self._scaling is None else self._scaling.at(new))
         self._steps.event("batch", f"The effective batch size is {new} from here on ({old} before).")
         self._on_change(old, new)

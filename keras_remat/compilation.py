@@ -203,10 +203,10 @@ class StepChoice:
         """As in :class:`~keras_remat.tuner.StepTuner`."""
         return self._tuner.measured_elsewhere()
 
-    def forget_main(self, expected: Plan | None = None) -> None:
+    def forget_main(self, expected: Plan | None = None, costs: Problem | None = None) -> None:
         """The next batch's shape becomes the main one; one that does not fit is refused, not handed to another backend."""
         self._grown = True
-        self._tuner.forget_main(expected)
+        self._tuner.forget_main(expected, costs)
 
     def event(self, kind: str, message: str) -> None:
         """Notes what happened, for the report and the log."""

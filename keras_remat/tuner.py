@@ -136,6 +136,7 @@ class StepTuner:
         self._recorder: ProfileRecorder | None = None
         self._idle_bytes: int | None = None
         self._expected: Plan | None = None
+        self._costs: Problem | None = None
         self.steps_run = 0
         self.installed: Installed | None = None
         self.plan: Plan | None = None
@@ -247,13 +248,14 @@ class StepTuner:
             and other.problem.graph.has_ops_of(main.traced.graph)
         }
 
-    def forget_main(self, expected: Plan | None = None) -> None:
+    def forget_main(self, expected: Plan | None = None, costs: Problem | None = None) -> None:
         """The next batch's shape becomes the main one.
 
         Args:
             expected: a plan for it to begin with, or for another size of the same step.
+            costs: what is known of its costs from other sizes.
         """
-        self._main, self._expected = None, expected
+        self._main, self._expected, self._costs = None, expected, costs
 
     def close(self) -> None:
         """Stops a recording that is under way."""
@@ -339,10 +341,21 @@ class StepTuner:
         with self._progress("tracing the train step"):
             gc.collect()  # what an earlier fit left in reference cycles is not resident
             candidate.traced = self._backend.trace(self._model, batch, micro_batches)
+        graph = candidate.traced.graph
         profile = self._backend.estimated_profile(candidate.traced, self._backend.bytes_in_use())
-        candidate.problem = self._with_pool(Problem(candidate.traced.graph, profile, name=self._model.name))
+        known = self._known_costs(candidate.batch_size)
+        if known is not None and micro_batches == 1 and known.graph.has_ops_of(graph):
+            profile = replace(profile, op_time_s=known.profile.op_time_s, op_workspace_bytes=known.profile.op_workspace_bytes)
+        candidate.problem = self._with_pool(Problem(graph, profile, name=self._model.name))
         candidate.micro_batches = micro_batches
         return candidate.problem
+
+    def _known_costs(self, size: int) -> Problem | None:
+        """What tells times and workspace at ``size`` better than shapes do; those of a larger batch are as much as it can take."""
+        main = self._main
+        if main is None:
+            return self._costs
+        return main.problem if main.micro_batches == 1 and size <= main.batch_size else None
 
     def _with_pool(self, problem: Problem) -> Problem:
         """``problem`` with the allocator as it is; what came beside the batch since the epoch began are the batches after it."""

@@ -46,7 +46,7 @@ class FakeSteps:
     def settled_peak_bytes(self):
         return self.peak_bytes(len(self.trained[-1])) if self.settled else None
 
-    def forget_main(self, expected=None):
+    def forget_main(self, expected=None, costs=None):
         self.forgotten, self._of_shape = self.forgotten + 1, 0
 
     def event(self, kind, message):

@@ -477,6 +477,18 @@ def test_after_forgetting_the_main_shape_the_next_batch_is_it_even_when_it_was_s
     assert backend.traced == [SIZE]
 
 
+def test_a_new_main_shape_is_planned_from_the_costs_known_for_it():
+    """Workspace does not follow from shapes: without it the first plan of a larger batch would be over the limit."""
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options())
+    train(tuner, 10)
+    costs = chain_problem(SIZE // 2)
+    costs = replace(costs, profile=replace(costs.profile, op_workspace_bytes=(7,) * len(costs.graph.ops)))
+    tuner.forget_main(None, costs)
+    tuner.run(batch_of(0, SIZE // 2))
+    assert tuner.problem.profile.op_workspace_bytes == costs.profile.op_workspace_bytes
+
+
 def test_measured_main_scales_estimated_times_to_the_measured_step():
     backend = FakeBackend()
     tuner, report = tuner_on(backend, options(limit=PLAIN))
