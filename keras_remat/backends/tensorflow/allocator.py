@@ -16,6 +16,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
+from math import ceil
 from typing import Any
 
 from keras_remat.backends.tensorflow import kinds
@@ -32,6 +33,8 @@ CPU_SMALL_BYTES = 256 * KIB
 _FULL_STEPS = 3
 #: More than this it does not hold; what is in use beside it is the waste in chunks that variables have moved to.
 _MOST_AHEAD = 3
+#: A share of a batch that is none: garbage, or what was freed since the epoch began.
+_LITTLE = 0.1
 
 
 class _Chunk:
@@ -174,7 +177,7 @@ def replayed_peak_bytes(
     ahead, batches = 0, deque[list[_Chunk | None]]()
     if pool and inputs:
         base += pool.held_bytes - pool.ahead_bytes - sum(inputs)
-        ahead = min(_MOST_AHEAD, round(pool.ahead_bytes / sum(inputs))) if pipeline else 0
+        ahead = min(_MOST_AHEAD, ceil(pool.ahead_bytes / sum(inputs) - _LITTLE)) if pipeline else 0
         held = min(ahead + 1, round(pool.held_bytes / sum(inputs)))
         batches.extend([allocator.foreign(nbytes) for nbytes in inputs] for _ in range(held))
     large = [max(1, smallest_bytes) <= value.nbytes and value.producer is not None for value in values]
