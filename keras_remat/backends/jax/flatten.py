@@ -14,55 +14,15 @@ lost, which is one reason why a distributed model is refused before it comes her
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from keras_remat.backends.jax import private
-
-SEPARATION = "next_micro_batch"
-"""The scope of equations that only make a micro-batch wait for the one before."""
+from keras_remat.backends.xla.fusion import Equation
 
 Atom = int | private.Literal
 """A value's number, or a literal."""
-
-
-@dataclass(frozen=True, slots=True)
-class Equation:
-    """One operation of the flat program.
-
-    Args:
-        source: the JAX equation with primitive, parameters and context; its variables are not used any more.
-        inputs: value numbers or literals.
-        outputs: value numbers.
-        scope: the scopes it was traced under, outermost first.
-    """
-
-    source: Any
-    inputs: tuple[Any, ...]
-    outputs: tuple[int, ...]
-    scope: str
-
-    @property
-    def kind(self) -> str:
-        """Name of the primitive."""
-        name: str = self.source.primitive.name
-        return name
-
-    @property
-    def has_effect(self) -> bool:
-        """Whether it does more than compute its outputs."""
-        return bool(self.source.effects)
-
-    @property
-    def separates(self) -> bool:
-        """Whether it was traced under :data:`SEPARATION`."""
-        return SEPARATION in self.scope
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """The numbered inputs, literals left out."""
-        return tuple(a for a in self.inputs if isinstance(a, int))
 
 
 @dataclass(frozen=True)
@@ -143,7 +103,7 @@ def flatten(closed: Any) -> FlatProgram:
                 continue
             outputs = tuple(number(v.aval) for v in eqn.outvars)
             env.update(zip(eqn.outvars, outputs, strict=True))
-            equations.append(Equation(eqn, tuple(inputs), outputs, inner_scope))
+            equations.append(Equation(eqn, eqn.primitive.name, inner_scope, tuple(inputs), outputs, bool(eqn.effects)))
         return [read(a) for a in jaxpr.outvars]
 
     outputs = walk(closed.jaxpr, closed.consts, range(n_inputs), "")
@@ -163,7 +123,7 @@ def _merge_equal(equations: list[Equation], outputs: list[Any]) -> tuple[list[Eq
 
     for equation in equations:
         inputs = tuple(current(a) for a in equation.inputs)
-        equation = Equation(equation.source, inputs, equation.outputs, equation.scope)
+        equation = replace(equation, inputs=inputs)
         key = None if equation.has_effect else _identity(equation)
         if key is not None and key in seen:
             same.update(zip(equation.outputs, seen[key], strict=True))
@@ -219,7 +179,7 @@ def _renumber(
         for old in equation.outputs:
             names[old] = len(new_avals)
             new_avals.append(avals[old])
-        renamed.append(Equation(equation.source, inputs, tuple(names[o] for o in equation.outputs), equation.scope))
+        renamed.append(replace(equation, inputs=inputs, outputs=tuple(names[o] for o in equation.outputs)))
     return FlatProgram(
         tuple(renamed),
         tuple(new_avals),

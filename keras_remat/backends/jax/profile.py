@@ -16,9 +16,10 @@ from typing import Any
 import jax
 
 from keras_remat.backends.jax import private
-from keras_remat.backends.jax.flatten import Equation, nbytes
+from keras_remat.backends.jax.flatten import nbytes
 from keras_remat.backends.jax.kinds import EXPENSIVE, KINDS, RANDOM
 from keras_remat.backends.jax.trace import JaxTracedStep
+from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.kernel_costs import EXPENSIVE_FLOPS, FUSED_SHARE, GROUPED_FACTOR, RANDOM_FLOPS, kernel_time_s
 from keras_remat.profile import Profile
 

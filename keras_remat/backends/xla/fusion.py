@@ -26,37 +26,38 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from keras_remat.backends.micro_batches import SEPARATION
 
-class Equation(Protocol):
-    """One operation of a flat program: pure, unless it says otherwise."""
 
-    @property
-    def kind(self) -> str:
-        """The framework's name of the operation."""
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """One operation of a flat program: pure, unless it says otherwise.
 
-    @property
-    def scope(self) -> str:
-        """The scopes it was traced under, for people."""
+    Args:
+        source: what the framework needs to write it down again.
+        kind: the framework's name of the operation.
+        scope: the scopes it was traced under, outermost first.
+        inputs: numbers of values, and literals (anything that is no int).
+        outputs: numbers of the values it computes.
+        has_effect: whether it does more than compute its outputs.
+    """
 
-    @property
-    def inputs(self) -> tuple[Any, ...]:
-        """Numbers of values, and literals (anything that is no int)."""
-
-    @property
-    def outputs(self) -> tuple[int, ...]:
-        """Numbers of the values it computes."""
+    source: Any
+    kind: str
+    scope: str
+    inputs: tuple[Any, ...]
+    outputs: tuple[int, ...]
+    has_effect: bool = False
 
     @property
     def reads(self) -> tuple[int, ...]:
         """The numbered inputs, literals left out."""
-
-    @property
-    def has_effect(self) -> bool:
-        """Whether it does more than compute its outputs."""
+        return tuple(a for a in self.inputs if isinstance(a, int))
 
     @property
     def separates(self) -> bool:
         """Whether it only makes a micro-batch wait for the one before: their phases have nothing to do with each other."""
+        return SEPARATION in self.scope
 
 
 class Program(Protocol):

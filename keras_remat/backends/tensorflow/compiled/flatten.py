@@ -22,8 +22,8 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import kinds as op_kinds
 from keras_remat.backends.tensorflow import private
-from keras_remat.backends.tensorflow.accumulate import SEPARATION
 from keras_remat.backends.tensorflow.compiled.kinds import ALIASES, NOTHING
+from keras_remat.backends.xla.fusion import Equation
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -39,46 +39,6 @@ class Literal:
     name: str
     dtype: Any
     nbytes: int
-
-
-@dataclass(frozen=True)
-class Equation:
-    """One operation; see :class:`keras_remat.backends.xla.fusion.Equation`.
-
-    Args:
-        source: its ``NodeDef``.
-        inputs: numbers and literals.
-        outputs: numbers.
-    """
-
-    source: Any
-    inputs: tuple[Any, ...]
-    outputs: tuple[int, ...]
-
-    @property
-    def kind(self) -> str:
-        """The operation's type."""
-        return str(self.source.op)
-
-    @property
-    def scope(self) -> str:
-        """The name scopes it was traced under."""
-        return str(self.source.name).rpartition("/")[0]
-
-    @property
-    def has_effect(self) -> bool:
-        """Never: the program is pure."""
-        return False
-
-    @property
-    def separates(self) -> bool:
-        """Whether it was traced under :data:`~keras_remat.backends.tensorflow.accumulate.SEPARATION`."""
-        return SEPARATION in self.scope
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """The numbered inputs."""
-        return tuple(a for a in self.inputs if isinstance(a, int))
 
 
 @dataclass(frozen=True)
@@ -338,7 +298,9 @@ def _numbered(document: Any, given: Sequence[str], fetches: Sequence[str], order
         elif name not in given:
             first = len(numbers)
             numbers.update((t.name, first + at) for at, t in enumerate(outputs))
-            equations.append(Equation(node, tuple(map(atom, inputs[name])), tuple(range(first, first + len(outputs)))))
+            scope = name.rpartition("/")[0]
+            computed = tuple(range(first, first + len(outputs)))
+            equations.append(Equation(node, node.op, scope, tuple(map(atom, inputs[name])), computed))
     known = [tensors[t] for t in numbers]
     return FlatProgram(
         tuple(equations),

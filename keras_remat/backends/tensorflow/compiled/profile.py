@@ -5,10 +5,11 @@ from __future__ import annotations
 from math import fsum, prod
 
 from keras_remat.backends.tensorflow import kinds as op_kinds
-from keras_remat.backends.tensorflow.compiled.flatten import Equation, FlatProgram
+from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
 from keras_remat.backends.tensorflow.profile import device_name, multiply_adds
+from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.kernel_costs import EXPENSIVE_FLOPS, FUSED_SHARE, GROUPED_FACTOR, RANDOM_FLOPS, kernel_time_s
 from keras_remat.profile import Profile
 
