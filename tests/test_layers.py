@@ -93,7 +93,9 @@ def faults(module, imported):
                 yield f"{module} (layer {own}) imports {name} (layer {layer(name)})"
             elif own == layer(name) == 3 and name.split(".")[1:2] != side:
                 yield f"{module} imports {name}: solvers and backends never import each other"
-            elif backend and re.match(rf"keras_remat\.backends\.(?!(base|examples|host|micro_batches)$|xla(\.|$)|{backend[1]}(\.|$))", name):
+            elif backend and re.match(
+                rf"keras_remat\.backends\.(?!(base|examples|host|micro_batches)$|xla(\.|$)|{backend[1]}(\.|$))", name
+            ):
                 yield f"{module} imports another backend: {name}"
         elif root in FRAMEWORKS:
             above = root == "keras" and (own in (4, 5) or side == ["backends"])

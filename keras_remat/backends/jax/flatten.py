@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from keras_remat.backends.jax import private
+from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT
 from keras_remat.backends.xla.fusion import Equation
 
 Atom = int | private.Literal
@@ -103,13 +104,19 @@ def flatten(closed: Any) -> FlatProgram:
                 continue
             outputs = tuple(number(v.aval) for v in eqn.outvars)
             env.update(zip(eqn.outvars, outputs, strict=True))
-            equations.append(Equation(eqn, eqn.primitive.name, inner_scope, tuple(inputs), outputs, bool(eqn.effects)))
+            equations.append(Equation(eqn, _kind(eqn), inner_scope, tuple(inputs), outputs, bool(eqn.effects)))
         return [read(a) for a in jaxpr.outvars]
 
     outputs = walk(closed.jaxpr, closed.consts, range(n_inputs), "")
     equations, outputs = _merge_equal(equations, outputs)
     equations = _drop_dead(equations, outputs)
     return _renumber(equations, avals, n_inputs, pending_constants, outputs, constants)
+
+
+def _kind(eqn: Any) -> str:
+    """Name of an equation's primitive; the gradient of a convolution's kernel, which takes channels for samples, has a name of its own."""
+    name = str(eqn.primitive.name)
+    return KERNEL_GRADIENT if name == CONVOLUTION and eqn.params["dimension_numbers"].lhs_spec[0] != 0 else name
 
 
 def _merge_equal(equations: list[Equation], outputs: list[Any]) -> tuple[list[Equation], list[Any]]:

@@ -31,7 +31,12 @@ REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod",
 RANDOM = frozenset({"random_bits", "threefry2x32"})
 """Fusible like an expensive one. On CPU each is a loop over several buffers of the result's size."""
 
+CONVOLUTION = "conv_general_dilated"
+KERNEL_GRADIENT = "conv_kernel_gradient"
+"""A ``conv_general_dilated`` that sums over the samples."""
+
 KINDS = Kinds(
     views=VIEWS, cheap=CHEAP, expensive=EXPENSIVE, reductions=REDUCTIONS, random=RANDOM,
     moving=frozenset({"broadcast_in_dim", "iota", "pad", "rev", "slice"}), reshapes=frozenset({"reshape"}),
+    transposing=frozenset({KERNEL_GRADIENT}),
 )  # fmt: skip

@@ -17,7 +17,7 @@ import jax
 
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import nbytes
-from keras_remat.backends.jax.kinds import EXPENSIVE, KINDS, RANDOM
+from keras_remat.backends.jax.kinds import CONVOLUTION, EXPENSIVE, KERNEL_GRADIENT, KINDS, RANDOM
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.kernel_costs import EXPENSIVE_FLOPS, FUSED_SHARE, GROUPED_FACTOR, RANDOM_FLOPS, kernel_time_s
@@ -62,7 +62,7 @@ def _flops(equation: Equation, avals: Sequence[Any], platform: str) -> float:
     if equation.kind == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         return float(2 * math.prod(out) * math.prod(shape[0][d] for d in contracted))
-    if equation.kind == "conv_general_dilated":
+    if equation.kind in (CONVOLUTION, KERNEL_GRADIENT):
         numbers = params["dimension_numbers"]
         kernel = shape[1]
         taps = math.prod(kernel[d] for d in numbers.rhs_spec[1:])

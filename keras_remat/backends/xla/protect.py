@@ -18,6 +18,11 @@ The backward phase is guarded in one more way, whatever the schedule: what it co
 it spreads over large ones, are kept apart from the forward phase. The graph says that a value inside a chain does not exist; merged
 with an equal one of the forward phase it would exist from there to here.
 
+On a CPU, values are kept in memory in the same way. XLA computes an elementwise value again in every reader where all of them can take it into
+their loops, however many values it reads for that (``ComputeGloballyUnfusible`` in ``xla/service/instruction_fusion.cc``), and all of those then
+live until the last reader: a sum of residual branches that is recomputed, or read by the backward phase only, would exist nowhere, and what it
+was made of everywhere. A branch takes nothing into its loop, so what it reads exists.
+
 On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says why).
 
 Equal equations on equal inputs are written once, so a chain that stands in several clusters does not blow the program up.
@@ -113,6 +118,7 @@ class Run:
         self._ran: set[int] = set()
         self._early = set(early)
         self._since: list[int] = []  # ops that ran for the first time since the last trigger
+        self._pins: list[Any] = []  # what the next trigger reads beside the newest results
         self._condition: Any = None
         self._guards: dict[int, tuple[Any, Any]] = {}
         self._current: set[int] = set()  # ids of values that depend on the newest trigger
@@ -132,6 +138,7 @@ class Run:
             results = self._random(op_id)
         else:
             results = self._chain(op_id, again)
+            self._pin(op_id, results)
         for value_id in op.outputs:
             number = self._numbers[value_id]
             self._env[number] = results[number]
@@ -141,6 +148,40 @@ class Run:
             self._ran.add(op_id)
             if op.phase != UPDATE and not early:
                 self._since.append(op_id)
+
+    def _pin(self, op_id: int, results: Mapping[int, Any]) -> None:
+        """Has a value that comes from two large ones read in a branch.
+
+        That is the last such value on the way to the op's result: an operation on one large value, XLA copies into its readers anyway.
+
+        Args:
+            op_id: an op that has just run.
+            results: by number, all that it computed.
+        """
+        op = self._graph.ops[op_id]
+        number = self._numbers[op.outputs[0]]
+        equations, sizes = self._program.equations, self._program.sizes
+        size = sizes[number]
+        if not self._writer.uses_branches or size < SMALL_RESULT_BYTES or len(self._graph.readers[op.outputs[0]]) < 2:
+            return
+        makers = {out: at for at in self._handles[op_id] for out in equations[at].outputs}
+
+        def is_large(number: int) -> bool:
+            """Whether a value, or anything in memory that the op makes it from, is about as large as the result."""
+            if number not in makers:
+                return sizes[number] * 8 >= size
+            return any(map(is_large, equations[makers[number]].reads))
+
+        while number in makers:
+            equation = equations[makers[number]]
+            if equation.kind not in self._kinds.elementwise | self._kinds.reshapes:
+                return
+            large = [n for n in dict.fromkeys(equation.reads) if is_large(n)]
+            if len(large) > 1:
+                self._pins.append(self._writer.never([results[number]], in_branch=True))
+            if len(large) != 1:
+                return
+            number = large[0]
 
     def _chain(self, op_id: int, again: bool) -> dict[int, Any]:
         """Runs the equations of one op, protected where they run for the second time."""
@@ -203,9 +244,11 @@ class Run:
         return outputs
 
     def _guardable(self, equation: Equation) -> bool:
-        """Whether it matters if an equation is merged with another or starts early."""
-        large = sum(self._program.sizes[o] for o in equation.outputs) >= SMALL_RESULT_BYTES
-        return large and bool(equation.reads) and equation.kind not in self._kinds.views
+        """Whether it matters if an equation is merged with another or starts early; a transposed copy counts as made by it."""
+        made = sum(self._program.sizes[o] for o in equation.outputs)
+        if equation.kind in self._kinds.transposing:
+            made = max(made, self._program.sizes[equation.reads[0]])
+        return made >= SMALL_RESULT_BYTES and bool(equation.reads) and equation.kind not in self._kinds.views
 
     def _keep_from_forward(self, equation: Equation, inputs: list[Any]) -> None:
         """Makes an equation of the backward phase share nothing large with the forward phase.
@@ -268,7 +311,9 @@ class Run:
             if v not in read and self._graph.values[v].nbytes > 0
         ]
         if left:
-            self._condition = self._writer.never(left[-MAX_TRIGGERS:], in_branch=self._writer.uses_branches)
+            triggers = [*left[-MAX_TRIGGERS:], *self._pins]
+            self._condition = self._writer.never(triggers, in_branch=self._writer.uses_branches)
+            self._pins = []
             self._condition_phase = self._graph.ops[self._since[-1]].phase
             self._guards, self._current = {}, set()
         self._since = []

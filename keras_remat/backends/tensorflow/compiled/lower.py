@@ -99,7 +99,7 @@ class _Writer:
         """The bits of the triggers, taken in the branch for a condition that is false."""
         key = tuple((x.shape, x.dtype) for x in triggers)
         if key not in self._branches:
-            branches = (lambda *operands: tf.constant(1, tf.uint32), lambda *operands: joined_bits(operands))
+            branches = (lambda *operands: tf.constant(1, tf.uint32), lambda *operands: _summed(joined_bits(operands)))
             specs = [tf.TensorSpec(x.shape, x.dtype) for x in triggers]
             self._branches[key] = [self._define(branch, specs) for branch in branches]
         return self._if("remat_trigger", condition, triggers, [(tf.uint32, ())], self._branches[key])[0]
@@ -210,6 +210,16 @@ class _Writer:
         self.document.library.function.add().CopyFrom(definition)
         self.functions.append(function)
         return str(definition.signature.name)
+
+
+def _summed(bits: Any) -> Any:
+    """An odd number made of ``bits`` by a running sum.
+
+    XLA computes both branches of a condition and selects where they hold only what it thinks cheap, and what they read is fused with its source;
+    a running sum, even of two numbers, is not cheap.
+    """
+    sums = tf.cumsum(tf.bitcast(tf.stack([bits, tf.constant(1, tf.uint32)]), tf.int32))
+    return tf.bitcast(sums[1], tf.uint32) | tf.constant(1, tf.uint32)
 
 
 def _copied(source: Any, name: str, inputs: Sequence[str]) -> Any:
