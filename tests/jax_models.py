@@ -29,6 +29,18 @@ def convnet(blocks=1, size=16, filters=8):
     return compiled(keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x))))
 
 
+def residual(blocks=5, size=32, filters=8):
+    """Sums of bottlenecks, each followed by ReLU, before smaller images."""
+    inputs = layers.Input((size, size, 3))
+    x = layers.ReLU()(layers.Conv2D(4 * filters, 3, padding="same")(inputs))
+    for at in range(blocks):
+        stride = 2 if at == blocks - 1 else 1
+        h = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(filters, 1, stride)(x)))
+        h = layers.BatchNormalization()(layers.Conv2D(4 * filters, 1)(h))
+        x = layers.ReLU()(layers.Add()([layers.Conv2D(4 * filters, 1, stride)(x) if stride > 1 else x, h]))
+    return compiled(keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x))))
+
+
 def small():
     """The least with dropout, batch normalization and products."""
     inputs = layers.Input((16,))

@@ -13,6 +13,8 @@ from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
+from keras_remat.simulate import simulate
+from keras_remat.solvers import solve
 from keras_remat.validate import check_rules
 
 MODELS = {
@@ -59,6 +61,19 @@ def test_memory_is_saved_and_needs_the_guards(monkeypatch):
     assert memory(lower(traced, schedule)).temp_bytes <= 0.65 * plain
     monkeypatch.setattr("keras_remat.backends.jax.lower.guard", lambda x, condition: x)
     assert memory(lower(traced, schedule)).temp_bytes > 0.9 * plain
+
+
+def test_sums_that_run_again_exist(monkeypatch):
+    """XLA would compute them again in each reader, and keep all that they are made of."""
+    model = models.residual()
+    traced = trace(model, models.batch(model, 16))
+    problem = Problem(traced.graph, estimated_profile(traced))
+    resident, most = problem.profile.resident_bytes, simulate(problem, Schedule.store_all(traced.graph)).peak_bytes
+    schedule = solve(problem.with_budget(resident + int(0.3 * (most - resident))), solver="greedy", time_limit_s=5.0).schedule
+    pinned = memory(lower(traced, schedule)).temp_bytes
+    monkeypatch.setattr("keras_remat.backends.xla.protect.Run._pin", lambda *_: None)
+    without = memory(lower(traced, schedule)).temp_bytes
+    assert pinned <= 0.9 * without
 
 
 def test_store_all_takes_no_more_than_plain():

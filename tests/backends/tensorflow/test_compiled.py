@@ -11,7 +11,7 @@ import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
-from jax_models import mixer
+from jax_models import mixer, residual
 from keras import layers
 from random_schedules import forget
 
@@ -160,6 +160,19 @@ def test_it_is_the_guards_that_save_it(monkeypatch):
 
 
 # ------------------------------------------------------------------ what the graph says
+
+
+def test_sums_that_run_again_exist(monkeypatch):
+    """XLA would compute them again in each reader, and keep all that they are made of."""
+    model = residual()
+    rng = np.random.default_rng(0)
+    model, data = ready((model, (rng.normal(size=(16, *model.input_shape[1:])).astype("float32"), rng.integers(0, 10, 16))))
+    traced = trace(model, data)
+    schedule = planned(traced, 0.3)
+    pinned = temporary_bytes(lower(traced, schedule), data)
+    monkeypatch.setattr("keras_remat.backends.xla.protect.Run._pin", lambda *_: None)
+    without = temporary_bytes(lower(traced, schedule), data)
+    assert pinned <= 0.9 * without
 
 
 def test_elementwise_chains_do_not_exist_and_state_is_tied_to_its_buffer():
