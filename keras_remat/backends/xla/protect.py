@@ -164,24 +164,22 @@ class Run:
         size = sizes[number]
         if not self._writer.uses_branches or size < SMALL_RESULT_BYTES or len(self._graph.readers[op.outputs[0]]) < 2:
             return
-        makers = {out: at for at in self._handles[op_id] for out in equations[at].outputs}
-
-        def is_large(number: int) -> bool:
-            """Whether a value, or anything in memory that the op makes it from, is about as large as the result."""
-            if number not in makers:
-                return sizes[number] * 8 >= size
-            return any(map(is_large, equations[makers[number]].reads))
-
+        makers: dict[int, int] = {}
+        large = {self._numbers[v] for v in op.inputs if sizes[self._numbers[v]] * 8 >= size}  # or made from such
+        for at in self._handles[op_id]:
+            makers.update((out, at) for out in equations[at].outputs)
+            if not large.isdisjoint(equations[at].reads):
+                large.update(equations[at].outputs)
         while number in makers:
             equation = equations[makers[number]]
             if equation.kind not in self._kinds.elementwise | self._kinds.reshapes:
                 return
-            large = [n for n in dict.fromkeys(equation.reads) if is_large(n)]
-            if len(large) > 1:
+            operands = large.intersection(equation.reads)
+            if len(operands) > 1:
                 self._pins.append(self._writer.never([results[number]], in_branch=True))
-            if len(large) != 1:
+            if len(operands) != 1:
                 return
-            number = large[0]
+            (number,) = operands
 
     def _chain(self, op_id: int, again: bool) -> dict[int, Any]:
         """Runs the equations of one op, protected where they run for the second time."""
