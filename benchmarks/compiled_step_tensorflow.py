@@ -23,7 +23,7 @@ MIB = 2**20
 #: Room for every case's buffer twice over; untouched, so no memory of the machine.
 REGION_BYTES = 8 * 2**30
 #: Compilations for one budget, and for the smallest peak.
-TRIES, TRIES_FOR_LEAST = 4, 4
+TRIES, TRIES_FOR_LEAST = 4, 8
 
 
 class Recomputed(keras.layers.Layer):
@@ -45,23 +45,31 @@ def measured(backend, model, step, batch):
 
 
 def ours(model, batch, budget, smallest):
-    """Returns a step for ``budget`` temporary bytes, or for the smallest peak that a few tries reach, and its numbers."""
+    """Returns a step for ``budget`` temporary bytes, or for the smallest peak that halving the way to the floor finds, and its numbers."""
     backend = CompiledBackend()
     traced = backend.trace(model, batch)
     problem = Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()))
     resident, best, tries = problem.profile.resident_bytes, None, 0
+    floor, missed = problem.floor_bytes - resident, 0
     while tries < (TRIES_FOR_LEAST if smallest else TRIES):
+        tries += 1
         try:
             plan = plan_problem(problem, resident + budget, backend, time_limit_s=10.0)
         except RematError:
-            break
-        step = backend.lower(traced, problem, plan.solution.schedule)
-        took = measured(backend, model, step, batch)
-        tries += 1
-        if best is None or took < best[0]:
+            if not smallest:
+                break
+            took = None
+        else:
+            step = backend.lower(traced, problem, plan.solution.schedule)
+            took = measured(backend, model, step, batch)
+        if took is not None and (best is None or took < best[0]):
             best = took, step, plan
-        if smallest:
-            budget = int(0.85 * min(took, budget))
+        elif smallest and (took is None or budget == missed):
+            floor = budget  # less cannot be had there
+        if smallest and took is not None and budget < took and budget != missed:
+            missed = budget  # what it took teaches the next plan for it
+        elif smallest:
+            budget = (floor + (budget if best is None else best[0])) // 2
         elif took <= budget:
             break
     if best is None:
