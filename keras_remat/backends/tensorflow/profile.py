@@ -28,6 +28,9 @@ from keras_remat.profile import Profile
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+#: By how much an output's request may be off its bytes, and by what share of them.
+_ALIGNMENT_BYTES, _PADDING = 256, 0.01
+
 # Rates for estimates; only their ratio decides what is cheap to recompute.
 _FLOPS_PER_S = 5e10
 _BYTES_PER_S = 5e9
@@ -146,7 +149,8 @@ def measured_profile(lowered: LoweredStep, planes: list[Any], resident_bytes: in
     if len(durations) < len(graph.needed) // 2:
         return None
     base = estimated_profile(lowered.traced, resident_bytes)
-    workspace = _workspace(allocation_events(planes), op_of)
+    outputs = {op.id: [graph.values[v].nbytes for v in op.outputs] for op in graph.ops}
+    workspace = _workspace(allocation_events(planes), op_of, outputs)
     times = [sum(map(median, durations[op.id].values())) if op.id in durations else base.op_time_s[op.id] for op in graph.ops]
     workspaces = [workspace.get(op.id, 0) if op.id in durations else base.op_workspace_bytes[op.id] for op in graph.ops]
     return Profile(tuple(times), tuple(workspaces), base.resident_bytes, "measured", device_name(), "tensorflow")
@@ -179,8 +183,18 @@ def allocation_events(planes: list[Any]) -> list[tuple[int, str, dict[str, Any]]
     return sorted(((start, name, stats()) for name, start, _, stats in events if name in names), key=lambda event: event[0])
 
 
-def _workspace(memory: list[tuple[int, str, dict[str, Any]]], op_of: dict[str, int]) -> dict[int, int]:
-    """Op id → the most temporary bytes it asked for at once."""
+def _workspace(
+    memory: list[tuple[int, str, dict[str, Any]]], op_of: dict[str, int], outputs: dict[int, list[int]]
+) -> dict[int, int]:
+    """Op id → the most bytes it asked for at once that are none of its outputs.
+
+    Kernels of oneDNN may have an output more than their op, which nobody reads (the indices of a ``MaxPool``).
+
+    Args:
+        memory: as :func:`allocation_events` returns it.
+        op_of: a node's name → op id.
+        outputs: op id → bytes of its outputs.
+    """
     held: dict[int, int] = defaultdict(int)
     most: dict[int, int] = defaultdict(int)
     owner: dict[int, tuple[int, int]] = {}
@@ -191,10 +205,17 @@ def _workspace(memory: list[tuple[int, str, dict[str, Any]]], op_of: dict[str, i
                 op_id, nbytes = owner.pop(address)
                 held[op_id] -= nbytes
             continue
-        allocating = _op_of_allocation(str(stats.get("tf_op", "")), op_of)
-        if allocating is None or stats.get("region_type") != "temp":
-            continue
+        node = str(stats.get("tf_op", ""))
+        allocating = _op_of_allocation(node, op_of)
         nbytes = int(stats.get("requested_bytes", 0))  # the chunk is larger, by as much as the pool happens to be fragmented
+        region = stats.get("region_type")
+        is_surplus = (
+            region == "output"
+            and node in op_of
+            and not any(abs(nbytes - n) < max(_ALIGNMENT_BYTES, _PADDING * n) for n in outputs[op_of[node]])
+        )
+        if allocating is None or not (region == "temp" or is_surplus):
+            continue
         owner[address] = (allocating, nbytes)
         held[allocating] += nbytes
         most[allocating] = max(most[allocating], held[allocating])
