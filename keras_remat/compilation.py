@@ -142,6 +142,7 @@ class StepChoice:
         """A tuner that never runs the plain step: what was tried first has told that it does not fit."""
         tuner = StepTuner(self._model, backend, options, self._report, self._progress, plain_may_run=False)
         tuner.installed, tuner.steps_run = self._tuner.installed, self._tuner.steps_run
+        tuner.idle_bytes = self._tuner.idle_bytes
         return tuner
 
     # ---------------------------------------------------------------- the tuner in force

@@ -74,7 +74,7 @@ class BatchScaling:
                 value, nbytes=max(0, round(value.nbytes + (other.nbytes - value.nbytes) * (size - self._size) / span))
             )
         shape = tuple(a + (b - a) * (size - self._size) // span for a, b in zip(value.shape, other.shape, strict=True))
-        elements, traced, one = _volume(shape), _volume(value.shape), _element_bytes(value)
+        elements, traced, one = math.prod(shape), math.prod(value.shape), _element_bytes(value)
         if one is not None and value.nbytes == self._rounded(traced * one):
             nbytes = self._rounded(elements * one)
         else:
@@ -91,13 +91,6 @@ class BatchScaling:
         return replace(problem, profile=replace(problem.profile, op_time_s=times, op_workspace_bytes=workspaces))
 
 
-def _volume(shape: tuple[int, ...]) -> int:
-    volume = 1
-    for dim in shape:
-        volume *= dim
-    return volume
-
-
 def _element_bytes(value: Value) -> int | None:
     """Bytes of one element, from the number of bits in the dtype's name; ``None`` for a dtype without one."""
     if value.dtype == "bool":
@@ -111,7 +104,7 @@ def _granule_bytes(values: tuple[Value, ...]) -> int:
     scalar's size is it."""
     for value in values:
         one = _element_bytes(value)
-        if value.shape is not None and one is not None and value.nbytes > _volume(value.shape) * one:
+        if value.shape is not None and one is not None and value.nbytes > math.prod(value.shape) * one:
             return max(1, math.gcd(*(v.nbytes for v in values)))
     return 1
 

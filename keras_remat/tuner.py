@@ -114,6 +114,7 @@ class StepTuner:
     Attributes:
         backend: as given.
         steps_run: how many steps this ``fit`` has trained.
+        idle_bytes: what was in use when the epoch began, before the input pipeline held a batch; ``None`` where that was not seen.
     """
 
     def __init__(
@@ -134,10 +135,10 @@ class StepTuner:
         self._candidates: dict[Any, _Candidate] = {}
         self._main: _Candidate | None = None
         self._recorder: ProfileRecorder | None = None
-        self._idle_bytes: int | None = None
         self._expected: Plan | None = None
         self._costs: Problem | None = None
         self.steps_run = 0
+        self.idle_bytes: int | None = None
         self.installed: Installed | None = None
         self.plan: Plan | None = None
         self.counter = StepCounter()
@@ -172,7 +173,7 @@ class StepTuner:
     def epoch_begins(self) -> None:
         """Notes what is in use while the input pipeline holds no batch."""
         gc.collect()
-        self._idle_bytes = self._backend.bytes_in_use()
+        self.idle_bytes = self._backend.bytes_in_use()
 
     def _train(self, candidate: _Candidate, batch: Any) -> Any:
         if candidate.phase == "record" and candidate.steps_in_phase == 0:
@@ -359,7 +360,7 @@ class StepTuner:
 
     def _with_pool(self, problem: Problem) -> Problem:
         """``problem`` with the allocator as it is; what came beside the batch since the epoch began are the batches after it."""
-        idle = self._backend.bytes_in_use() - problem.graph.input_bytes if self._idle_bytes is None else self._idle_bytes
+        idle = self._backend.bytes_in_use() - problem.graph.input_bytes if self.idle_bytes is None else self.idle_bytes
         return self._backend.with_pool(problem, idle)
 
     def _micro_batched(self, candidate: _Candidate, batch: Any, error: InfeasibleBudgetError | ScheduleNotFoundError) -> Plan:

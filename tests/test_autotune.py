@@ -139,19 +139,6 @@ def test_time_limit_ends_the_search_with_what_is_known():
 # ------------------------------------------------------------------ on TensorFlow
 
 
-@pytest.fixture(scope="module")
-def models():
-    """Small Keras models; skips where Keras does not run on TensorFlow."""
-    pytest.importorskip("tensorflow")
-    import keras
-
-    if keras.backend.backend() != "tensorflow":
-        pytest.skip("needs Keras on TensorFlow")
-    import keras_models
-
-    return keras_models
-
-
 @pytest.mark.parametrize("profile", ["measured", "estimated"])
 def test_search_leaves_the_model_as_it_was_and_keeps_to_the_budget(models, profile):
     from keras_remat.backends.tensorflow import backend as tensorflow_backend

@@ -263,19 +263,6 @@ def test_cached_plan_of_another_graph_is_refused_by_name(tmp_path):
 # ------------------------------------------------------------------ make_plan
 
 
-@pytest.fixture(scope="module")
-def models():
-    """Small Keras models; skips where Keras does not run on TensorFlow."""
-    pytest.importorskip("tensorflow")
-    import keras
-
-    if keras.backend.backend() != "tensorflow":
-        pytest.skip("needs Keras on TensorFlow")
-    import keras_models
-
-    return keras_models
-
-
 ROOMY = {"memory_limit": "8GiB", "solver": "greedy", "solver_time_limit_s": 5.0}
 
 

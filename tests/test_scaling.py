@@ -113,19 +113,6 @@ def test_ops_that_differ_at_every_size_are_refused():
 # ------------------------------------------------------------------ on TensorFlow
 
 
-@pytest.fixture(scope="module")
-def models():
-    """Small Keras models; skips where Keras does not run on TensorFlow."""
-    pytest.importorskip("tensorflow")
-    import keras
-
-    if keras.backend.backend() != "tensorflow":
-        pytest.skip("needs Keras on TensorFlow")
-    import keras_models
-
-    return keras_models
-
-
 @pytest.mark.parametrize("name", ["convnet", "transformer"])
 def test_traced_at_two_sizes_tells_the_graph_traced_at_a_third(models, name):
     from keras_remat.backends.tensorflow import backend as tensorflow_backend

@@ -190,7 +190,8 @@ def replayed_peak_bytes(
     for step in range(steps):
         chunks: dict[int, _Chunk | None] = {}
         of_epoch = step % (_FULL_STEPS + ahead)
-        found = (of_epoch, *allocator.free_chunks, *(chunk and chunk.address for batch in batches for chunk in batch))
+        placed = [*(chunk for batch in batches for chunk in batch), *variables.values()]
+        found = (of_epoch, *allocator.free_chunks, *(chunk and chunk.address for chunk in placed))
         if found in seen:
             break
         seen.add(found)
