@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from keras_remat.errors import InvalidProblemError
 from keras_remat.graph import Graph, Op, Value
 from keras_remat.problem import Problem
-from keras_remat.profile import Pool, Profile
+from keras_remat.profile import Chunk, Pool, Profile
 
 FORMAT, VERSION = "keras_remat.problem", 1
 _REQUIRED = object()
@@ -92,11 +91,7 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
         if op.kind:
             entry["kind"] = op.kind
         ops.append(entry)
-    pool = (
-        {}
-        if profile.pool is None
-        else {"pool": {**asdict(profile.pool), "free_chunk_bytes": list(profile.pool.free_chunk_bytes)}}
-    )
+    pool = {} if profile.pool is None else {"pool": _pool_to_dict(profile.pool)}
     return {
         "format": FORMAT, "version": VERSION, "name": problem.name,
         "resident_bytes": profile.resident_bytes, **pool, "budget_bytes": problem.budget_bytes,
@@ -189,13 +184,32 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
         raise InvalidProblemError(error.message, source=source, field=error.field, value=error.value) from None
 
 
+def _pool_to_dict(pool: Pool) -> dict[str, Any]:
+    return {
+        "free_chunks": [[chunk.address, chunk.nbytes] for chunk in pool.free_chunks],
+        "homes": {name: [chunk.address, chunk.nbytes] for name, chunk in pool.homes},
+        "batch_chunks": [[chunk.address, chunk.nbytes] for chunk in pool.batch_chunks],
+        "held_bytes": pool.held_bytes, "ahead_bytes": pool.ahead_bytes,
+    }  # fmt: skip
+
+
 def _pool(document: object, source: str | None) -> Pool | None:
     if document is None:
         return None
     fields = _Fields(document, source, "pool")
+    free, homes, batches = fields.get("free_chunks", list), fields.get("homes", dict, {}), fields.get("batch_chunks", list, [])
     return Pool(
-        tuple(fields.get("free_chunk_bytes", list)), fields.get("held_bytes", int, 0), fields.get("ahead_bytes", int, 0)
-    )
+        tuple(_chunk(entry, source, "pool.free_chunks") for entry in free),
+        tuple((name, _chunk(entry, source, "pool.homes")) for name, entry in homes.items()),
+        tuple(_chunk(entry, source, "pool.batch_chunks") for entry in batches),
+        fields.get("held_bytes", int, 0), fields.get("ahead_bytes", int, 0),
+    )  # fmt: skip
+
+
+def _chunk(entry: object, source: str | None, field: str) -> Chunk:
+    if not isinstance(entry, list) or len(entry) != 2:
+        raise InvalidProblemError(f"must be [address, nbytes], got {entry!r}", source=source, field=field, value=entry)
+    return Chunk(*entry)
 
 
 def save_problem(problem: Problem, path: str | os.PathLike[str]) -> None:

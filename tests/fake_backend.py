@@ -5,7 +5,7 @@ predicted ones, a profiler that is busy or sees nothing.
 """
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,6 +61,15 @@ class FakeOutOfMemoryError(Exception):
     """What the fake framework raises."""
 
 
+@dataclass(frozen=True)
+class FakeStep(TracedStep):
+    surplus_bytes: int = 0
+
+    @property
+    def plain_surplus_bytes(self):
+        return self.surplus_bytes
+
+
 class FakeBackend:
     """Records what was asked of it.
 
@@ -96,7 +105,7 @@ class FakeBackend:
         self.ran, self.traced = [], []
         self.recording = False
         self.calls, self.peak_at_failure, self.slowness = 0, 0, slowness
-        self.fails_at, self.has_bytes, self.can_be_cut = set(), 2**60, True
+        self.fails_at, self.has_bytes, self.can_be_cut, self.plain_surplus_bytes = set(), 2**60, True, 0
 
     def check(self, model):
         return None
@@ -113,7 +122,7 @@ class FakeBackend:
             raise UnsupportedModelError("a train_step of its own")
         self.traced.append(size if micro_batches == 1 else (size, micro_batches))
         graph = chain_graph(-(-size // micro_batches), self._layers_at(size))
-        return TracedStep(graph, {"samples": size}, "fake")
+        return FakeStep(graph, {"samples": size}, "fake", self.plain_surplus_bytes)
 
     def _layers_at(self, size):
         return self.layers - self.folds(size)
@@ -121,7 +130,7 @@ class FakeBackend:
     def estimated_profile(self, traced, resident_bytes=None):
         return profile_of(traced.graph, "estimated")
 
-    def with_pool(self, problem, idle_bytes):
+    def with_pool(self, traced, problem, idle_bytes):
         return problem
 
     def predicted_peak_bytes(self, problem, schedule):

@@ -14,7 +14,7 @@ from random_problems import mixed_problem
 from keras_remat.errors import InvalidProblemError
 from keras_remat.graph import Graph, Op, Value
 from keras_remat.problem import Problem
-from keras_remat.profile import Pool, Profile
+from keras_remat.profile import Chunk, Pool, Profile
 from keras_remat.schedule import Schedule
 from keras_remat.serialize import load_problem, problem_from_dict, problem_to_dict, read_json, save_problem, write_json
 from keras_remat.simulate import simulate
@@ -30,7 +30,8 @@ RICH = Problem(
          Value(1, "y", 4, (), "float16", 0), Value(2, "", 0, None, None, 0), Value(3, "g", 4, producer=1)),
         (3,),
     ),
-    Profile((0.1, 1e-300, 0.30000000000000004), (0, 2**60, 1), 12, "estimated", "GPU:0", "tensorflow", Pool((1, 2**60), 3, 4)),
+    Profile((0.1, 1e-300, 0.30000000000000004), (0, 2**60, 1), 12, "estimated", "GPU:0", "tensorflow",
+            Pool((Chunk(0, 1), Chunk(7, 2**60)), (("assign", Chunk(2, 5)),), (Chunk(9, 1),), 3, 4)),
     2**61,
     "rich 😀",
 )  # fmt: skip

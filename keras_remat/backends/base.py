@@ -43,6 +43,11 @@ class TracedStep:
     handles: Mapping[int, Any]
     backend: str
 
+    @property
+    def plain_surplus_bytes(self) -> int:
+        """What Keras's own step needs above the graph without recomputation, where tracing has made it need less."""
+        return 0
+
 
 class StepRunner(Protocol):
     """What an installed train function asks, in Keras's loop."""
@@ -121,10 +126,11 @@ class Backend(Protocol):
     def estimated_profile(self, traced: TracedStep, resident_bytes: int | None = None) -> Profile:
         """Costs from shapes alone."""
 
-    def with_pool(self, problem: Problem, idle_bytes: int) -> Problem:
+    def with_pool(self, traced: TracedStep, problem: Problem, idle_bytes: int) -> Problem:
         """``problem`` with the device's allocator as it is now in its profile, where that can be told.
 
         Args:
+            traced: a step of the same model, for this or another batch size.
             problem: its resident bytes are the most in use between two steps.
             idle_bytes: what is in use while there is no batch.
         """

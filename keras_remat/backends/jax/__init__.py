@@ -115,7 +115,7 @@ class JaxBackend:
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
         return profiling.estimated_profile(traced, resident_bytes or 0)
 
-    def with_pool(self, problem: Problem, idle_bytes: int) -> Problem:
+    def with_pool(self, traced: Any, problem: Problem, idle_bytes: int) -> Problem:
         return problem  # compiling tells the peak
 
     def recorder(self) -> _Recorder:

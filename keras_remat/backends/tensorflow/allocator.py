@@ -4,10 +4,11 @@ The allocator's ``bytes_in_use`` counts whole chunks. A free chunk is handed out
 (``BFCAllocator::FindChunkPtr`` of TensorFlow 2.21), so a step's measured peak is above the sum of its live tensors, by a little on large
 models and by a third on small ones. Replaying a schedule's allocations through the same rules predicts that part of the peak.
 
-The chunks that earlier steps and the user's code left free are where the replay begins, where the profile knows them (:mod:`.pool`).
+The replay begins with the chunks that are free and those that variables and batches are in, where the profile knows them (:mod:`.pool`). From
+there it repeats a step chunk for chunk, so that what it says and what is measured differ by no more than the alignment of small values.
 
-Known limits: where the pool is not known, it is taken to be new; variables that move go on doing so after the steps that are replayed; when
-the input pipeline makes its batches is a guess.
+Known limits: where the pool is not known, it is taken to be new; when the input pipeline makes its batches, and where the next region lies that
+the pool grows by, is a guess.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from typing import Any
 
 from keras_remat.backends.tensorflow import kinds
 from keras_remat.problem import Problem
+from keras_remat.profile import Chunk
 from keras_remat.schedule import Schedule
 from keras_remat.units import KIB, MIB
 
 _MIN_ALLOCATION_BYTES = 256
 _MAX_INTERNAL_FRAGMENTATION_BYTES = 128 * MIB
 _FIRST_REGION_BYTES = 2 * MIB
+#: From one region that the replay adds to the next.
+_APART = 2**50
 #: oneDNN's CPU allocator sends smaller requests to the system's allocator and leaves them out of its statistics.
 CPU_SMALL_BYTES = 256 * KIB
 #: Steps for which ``fit``'s input pipeline holds as many batches as it can; then the epoch ends, and it holds one less at every step.
@@ -52,27 +56,41 @@ class BestFitAllocator:
     Args:
         smallest_bytes: requests below this are not served here (they return ``None`` and count nothing).
         pool_bytes: size of one region taken at the start, as on a GPU; where it is used up, or 0, regions grow by doubling, as on the CPU.
-        free_chunk_bytes: sizes of chunks that are free at the start, none next to another.
-        used_bytes: what is in use at the start beside them; with them it tells how large the next region will be.
+        free_chunks, used_chunks: what is free and in use at the start, where that is known.
+        used_bytes: all that is in use at the start; with what is free it tells how large the next region will be.
 
     Attributes:
         bytes_in_use, peak_bytes: whole chunks handed out now, and the most so far.
     """
 
     def __init__(
-        self, *, smallest_bytes: int = 0, pool_bytes: int = 0, free_chunk_bytes: Sequence[int] = (), used_bytes: int = 0
+        self,
+        *,
+        smallest_bytes: int = 0,
+        pool_bytes: int = 0,
+        free_chunks: Sequence[Chunk] = (),
+        used_chunks: Sequence[Chunk] = (),
+        used_bytes: int = 0,
     ):
         self._free: list[tuple[int, int]] = []  # size, address
         self._chunk_at: dict[int, _Chunk] = {}
         self._smallest = smallest_bytes
         self._region_bytes = _FIRST_REGION_BYTES
-        self._next_address = count(0, 2**50)
+        self._next_address = count(_APART, _APART)
         self.bytes_in_use = self.peak_bytes = 0
         if pool_bytes:
             self._add(_Chunk(next(self._next_address), pool_bytes))
-        for nbytes in free_chunk_bytes:
-            self._add(_Chunk(next(self._next_address), nbytes))
-        while free_chunk_bytes and self._region_bytes < (sum(free_chunk_bytes) + used_bytes) // 2:
+        before: _Chunk | None = None
+        for known in sorted((*free_chunks, *used_chunks), key=lambda chunk: chunk.address):
+            chunk = _Chunk(known.address, known.nbytes)
+            if before is not None and before.address + before.size == chunk.address:
+                before.behind, chunk.before = chunk, before
+            before = self._chunk_at[chunk.address] = chunk
+        for known in free_chunks:
+            self._add(self._chunk_at[known.address])
+        for known in used_chunks:
+            self._chunk_at[known.address].free = False
+        while free_chunks and self._region_bytes < (sum(chunk.nbytes for chunk in free_chunks) + used_bytes) // 2:
             self._region_bytes *= 2  # as large as all regions before it together, or nearly
 
     @property
@@ -118,8 +136,16 @@ class BestFitAllocator:
         self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
         return chunk
 
+    def chunk_at(self, address: int) -> _Chunk:
+        """The chunk that begins there.
+
+        Raises:
+            KeyError: none does.
+        """
+        return self._chunk_at[address]
+
     def foreign(self, nbytes: int) -> _Chunk:
-        """A chunk in use that is among the bytes in use already, next to nothing that is free."""
+        """A chunk in use that is among the bytes in use already, of which is not known where it is: next to nothing that is free."""
         chunk = _Chunk(next(self._next_address), nbytes)
         chunk.free = False
         self._chunk_at[chunk.address] = chunk
@@ -166,26 +192,30 @@ def replayed_peak_bytes(
             Once a step finds what an earlier one did, the rest would repeat.
     """
     graph, values, profile, pool = problem.graph, problem.graph.values, problem.profile, problem.profile.pool
+    homes = dict(pool.homes) if pool else {}
     allocator = BestFitAllocator(
-        smallest_bytes=smallest_bytes, pool_bytes=pool_bytes, free_chunk_bytes=pool.free_chunk_bytes if pool else (),
-        used_bytes=profile.resident_bytes,
+        smallest_bytes=smallest_bytes, pool_bytes=pool_bytes, free_chunks=pool.free_chunks if pool else (),
+        used_chunks=tuple(dict.fromkeys((*homes.values(), *(pool.batch_chunks if pool else ())))), used_bytes=profile.resident_bytes,
     )  # fmt: skip
     resident = allocator.allocate(profile.resident_bytes) if pool_bytes else None
     base = 0 if pool_bytes else profile.resident_bytes
     # the batches are in chunks of the pool too, some of them already
     inputs = [v.nbytes for v in values if v.producer is None and v.nbytes >= smallest_bytes] if pool else []
     ahead, batches = 0, deque[list[_Chunk | None]]()
+    if pool:
+        base += pool.held_bytes - pool.ahead_bytes - graph.input_bytes  # what is in use now
     if pool and inputs:
-        base += pool.held_bytes - pool.ahead_bytes - sum(inputs)
         ahead = min(_MOST_AHEAD, ceil(pool.ahead_bytes / sum(inputs) - _LITTLE)) if pipeline else 0
         held = min(ahead + 1, round(pool.held_bytes / sum(inputs)))
-        batches.extend([allocator.foreign(nbytes) for nbytes in inputs] for _ in range(held))
+        places = list(pool.batch_chunks)
+        batches.extend([_placed(allocator, places, nbytes) for nbytes in inputs] for _ in range(held))
     large = [max(1, smallest_bytes) <= value.nbytes and value.producer is not None for value in values]
     reads = [[v for v in op.inputs if large[v]] for op in graph.ops]
     writes = [[v for v in op.outputs if large[v]] for op in graph.ops]
     dying = _dying(schedule, reads, writes, [v for v in graph.outputs if large[v]])
     kept = set(graph.outputs)
-    variables: dict[int, _Chunk | None] = {}  # id of the op that assigns it → where the variable is
+    # by its first home, or the op that assigns it → where the variable is
+    variables: dict[Any, _Chunk | None] = {home.address: allocator.chunk_at(home.address) for home in homes.values()}
     seen: set[tuple[Any, ...]] = set()
     for step in range(steps):
         chunks: dict[int, _Chunk | None] = {}
@@ -214,8 +244,10 @@ def replayed_peak_bytes(
             if ending and graph.ops[op_id].kind in kinds.TAKES_OVER:
                 # the variable's buffer is the value's from now on, and the one it had is free
                 taken, *ending = ending
-                old = variables[op_id] if op_id in variables else allocator.foreign(values[taken].nbytes)
-                variables[op_id] = chunks.pop(taken)
+                name = graph.ops[op_id].name
+                variable = homes[name].address if name in homes else name
+                old = variables[variable] if variable in variables else allocator.foreign(values[taken].nbytes)
+                variables[variable] = chunks.pop(taken)
                 allocator.release(old)
             for value_id in ending:
                 allocator.release(chunks.pop(value_id, None))
@@ -223,6 +255,15 @@ def replayed_peak_bytes(
             allocator.release(chunk)
     allocator.release(resident)
     return base + allocator.peak_bytes
+
+
+def _placed(allocator: BestFitAllocator, places: list[Chunk], nbytes: int) -> _Chunk:
+    """A chunk in use for an input of a batch that is there: the first of ``places`` that can hold it, which is taken out of them, or one elsewhere."""
+    for at, place in enumerate(places):
+        if nbytes <= place.nbytes < 2 * nbytes:
+            del places[at]
+            return allocator.chunk_at(place.address)
+    return allocator.foreign(nbytes)
 
 
 def _dying(schedule: Schedule, reads: list[list[int]], writes: list[list[int]], outputs: list[int]) -> list[list[int]]:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_remat.backends import examples
 from keras_remat.backends.base import Installed, ProfileRecorder, RunStep, StepRunner
-from keras_remat.backends.tensorflow import allocator, measure, pool, private
+from keras_remat.backends.tensorflow import allocator, measure, pool, private, state
 from keras_remat.backends.tensorflow import lower as lowering
 from keras_remat.backends.tensorflow import profile as profiling
 from keras_remat.backends.tensorflow import trace as tracing
@@ -87,15 +87,22 @@ class TensorFlowBackend:
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
         return profiling.estimated_profile(traced, resident_bytes)
 
-    def with_pool(self, problem: Problem, idle_bytes: int) -> Problem:
+    def with_pool(self, traced: Any, problem: Problem, idle_bytes: int) -> Problem:
         if profiling.device_name().startswith("GPU"):
             return problem
-        chunks = pool.free_chunk_bytes()
-        if not chunks:
+        free = pool.free_chunks()
+        if not free:
             return replace(problem, profile=replace(problem.profile, pool=None))
-        ahead = max(0, problem.profile.resident_bytes - idle_bytes - problem.graph.input_bytes)
-        held = max(0, measure.bytes_in_use() - idle_bytes)
-        return replace(problem, profile=replace(problem.profile, pool=Pool(chunks, held, ahead)))
+        in_use = measure.bytes_in_use()
+        inputs = [v.nbytes for v in problem.graph.values if v.producer is None and v.nbytes >= _smallest_bytes()]
+        resident = (
+            problem.profile.resident_bytes if inputs else in_use
+        )  # no batch of the pool's, so nothing comes and goes between steps
+        ahead = max(0, resident - idle_bytes - problem.graph.input_bytes) if inputs else 0
+        held = max(0, in_use - idle_bytes) if inputs else problem.graph.input_bytes
+        residents = pool.Residents(traced, free)
+        known = Pool(free, tuple(residents.homes()), tuple(residents.gaps(inputs)) if held else (), held, ahead)
+        return replace(problem, profile=replace(problem.profile, resident_bytes=resident, pool=known))
 
     def recorder(self) -> ProfileRecorder:
         return _Recorder()
@@ -127,14 +134,7 @@ class TensorFlowBackend:
     def snapshot(self, model: Any) -> Callable[[], None]:
         of_optimizers = (v for optimizer in _optimizers(model) for v in optimizer.variables)
         variables = [*model.variables, *model.metrics_variables, *of_optimizers]
-        distinct = list({id(v): v for v in variables}.values())
-        saved = [v.numpy() for v in distinct]
-
-        def put_back() -> None:
-            for variable, value in zip(distinct, saved, strict=True):
-                variable.assign(value)
-
-        return put_back
+        return state.snapshot(list({id(v): v for v in variables}.values()))
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         self._has_pipeline = True

@@ -1,4 +1,4 @@
-"""Which chunks the CPU's allocator has free, told by asking it for memory.
+"""Which chunks the CPU's allocator has free, told by asking it for memory; and where a step's variables are.
 
 Where a step's tensors land, and how much of each chunk is wasted, depends on the chunks that earlier steps left free between what is resident.
 TensorFlow has no call that lists them, but its best-fit allocator (:mod:`.allocator`) hands a free chunk out whole when it is less than twice
@@ -10,8 +10,12 @@ chunk of d bytes
     F (1 − f₀) = (F − d) (1 − f)        when d was not taken from the largest chunk (then f < f₀), so F = d (1 − f) / (f₀ − f)
     F (1 − f₀) − d = (F − d) (1 − f)    when it was (then f > f₀), so F = d f / (f − f₀)
 
-and when F − L is used up, only the largest chunk is left. What was held goes back: the pool is as it was before. Nothing is taken from the
-system and no page is touched, but the allocator counts what is held, so its peak is reset afterwards.
+and when F − L is used up, only the largest chunk is left, whose size is by then known well enough to ask for all of it. What was held goes
+back: the pool is as it was before. Nothing is taken from the system and no page is touched, but the allocator counts what is held, so its peak
+is reset afterwards.
+
+A variable's tensor tells where it is, and its own size, not that of its chunk: that is taken to reach to what comes next, where this is less than
+twice as far. Where the batches are that the input pipeline holds, nobody says: they are taken to be in gaps of just their size.
 
 Known limits: while a session of the user's own profiler runs, or with a single free chunk, there is no answer; nothing else may allocate
 meanwhile.
@@ -20,12 +24,19 @@ meanwhile.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from keras_remat.backends.tensorflow import kinds, private
 from keras_remat.backends.tensorflow.allocator import CPU_SMALL_BYTES
 from keras_remat.backends.tensorflow.profile import Recorder, allocation_events, device_name
+from keras_remat.backends.tensorflow.trace import TensorFlowStep
+from keras_remat.profile import Chunk
+from keras_remat.units import MIB
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +46,80 @@ _GROWTH = 1.9
 #: The first request; odd, so that hardly a chunk is of just this size.
 _FIRST_BYTES = CPU_SMALL_BYTES + 37 * _ALIGNMENT_BYTES
 _MOST_REQUESTS = 400
+#: The largest chunk is handed out whole for a request that is this share of it, and no further below it than that.
+_WHOLE_SHARE, _WHOLE_BYTES = 0.75, 100 * MIB
 
 
-def free_chunk_bytes() -> tuple[int, ...]:
-    """Sizes of the free chunks of at least :data:`~.allocator.CPU_SMALL_BYTES`, ascending; empty where they cannot be told."""
+def free_chunks() -> tuple[Chunk, ...]:
+    """The free chunks of at least :data:`~.allocator.CPU_SMALL_BYTES`, the smallest first; empty where they cannot be told."""
     try:
         return _probed()
     finally:
         tf.config.experimental.reset_memory_stats(device_name())
 
 
-def _probed() -> tuple[int, ...]:
+class Residents:
+    """What a step's variables and constants occupy of the pool.
+
+    Args:
+        traced: the step.
+        free: what :func:`free_chunks` told just before.
+    """
+
+    def __init__(self, traced: TensorFlowStep, free: Sequence[Chunk]):
+        captured: dict[str, tuple[int, int]] = {}  # name → address and bytes
+        for name, external in traced.captures.items():
+            tensor = external if external.dtype != tf.resource else _value(external)
+            nbytes = 0 if tensor is None else tensor.dtype.size * tensor.shape.num_elements()
+            if tensor is None or nbytes < CPU_SMALL_BYTES:
+                continue
+            address = _address(tensor)
+            # a variable with sparse updates is copied when it is read, to where it is not
+            if not any(chunk.address <= address < chunk.address + chunk.nbytes for chunk in free):
+                captured[name] = address, -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        starts = sorted({chunk.address for chunk in free} | {address for address, _ in captured.values()})
+        following = dict(pairwise(starts))
+        self._chunk: dict[str, Chunk] = {}
+        for name, (address, nbytes) in captured.items():
+            reach = following.get(address, address) - address
+            self._chunk[name] = Chunk(address, reach if nbytes <= reach < 2 * nbytes else nbytes)
+        self._traced, self._known = traced, sorted({*free, *self._chunk.values()}, key=lambda chunk: chunk.address)
+
+    def homes(self) -> Iterator[tuple[str, Chunk]]:
+        """Name of an op that makes a value's buffer a variable's → the chunk that the variable is in, for the large ones."""
+        for op in self._traced.graph.ops:
+            chunk = self._chunk.get(self._traced.nodes[op.name].input[0]) if op.kind in kinds.TAKES_OVER else None
+            if chunk is not None:
+                yield op.name, chunk
+
+    def gaps(self, sizes: Sequence[int]) -> Iterator[Chunk]:
+        """What lies between known chunks and could hold one of ``sizes`` bytes."""
+        for before, behind in pairwise(self._known):
+            start = before.address + before.nbytes
+            nbytes = behind.address - start
+            if any(size <= nbytes < 2 * size for size in sizes):
+                yield Chunk(start, nbytes)
+
+
+def _value(handle: Any) -> Any:
+    """The tensor of the variable behind a handle, which is not copied; ``None`` where there is none."""
+    spec = private.variable_spec(handle)
+    if spec is None:
+        return None
+    try:
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype)
+    except tf.errors.FailedPreconditionError:  # not initialized
+        return None
+
+
+def _address(tensor: Any) -> int:
+    """Where a tensor's first byte is; nothing is copied."""
+    plain = tensor if tensor.dtype.is_bool else tf.bitcast(tensor, tf.uint8)
+    address: int = np.asarray(memoryview(plain)).ctypes.data
+    return address
+
+
+def _probed() -> tuple[Chunk, ...]:
     measured = _free_and_largest(_FIRST_BYTES)
     if measured is None:
         return ()
@@ -55,10 +129,12 @@ def _probed() -> tuple[int, ...]:
         return ()
     free, largest = measured
     held: list[Any] = []
-    found: list[int] = []
+    found: list[Chunk] = []
     request = _FIRST_BYTES
     for _ in range(_MOST_REQUESTS):
-        if free - sum(found) - largest < request / 2:  # what is left beside the largest chunk is no chunk of this size
+        if (
+            free - sum(chunk.nbytes for chunk in found) - largest < request / 2
+        ):  # what is left beside the largest chunk is no chunk of this size
             break
         if request > largest:
             logger.debug("keras_remat: the allocator's free chunks do not add up to its fragmentation")
@@ -66,12 +142,14 @@ def _probed() -> tuple[int, ...]:
         tensor, chunk_bytes = _allocate(request)
         if chunk_bytes > request:
             held.append(tensor)
-            found.append(chunk_bytes)
+            found.append(Chunk(_address(tensor), chunk_bytes))
             request = max(request, chunk_bytes - _ALIGNMENT_BYTES)
         else:  # cut off a chunk of at least twice this size
             request = _aligned(request * _GROWTH)
         del tensor
-    return (*found, _aligned(largest))
+    # and of the largest, which is too large to be known to the byte
+    tensor, chunk_bytes = _allocate(_aligned(max(_WHOLE_SHARE * largest, largest - _WHOLE_BYTES)))
+    return (*found, Chunk(_address(tensor), chunk_bytes))
 
 
 def _aligned(nbytes: float) -> int:

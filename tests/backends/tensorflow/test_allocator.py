@@ -5,10 +5,15 @@ import pytest
 from keras_remat.backends.tensorflow.allocator import BestFitAllocator, replayed_peak_bytes
 from keras_remat.graph import Graph, Op, Value, chain_example
 from keras_remat.problem import Problem
-from keras_remat.profile import Pool, Profile
+from keras_remat.profile import Chunk, Pool, Profile
 from keras_remat.schedule import Schedule
 from keras_remat.simulate import simulate
 from keras_remat.units import KIB, MIB
+
+
+def chunks(*sizes_mib):
+    """Free chunks that are no neighbours."""
+    return tuple(Chunk((at + 1) * 2**40, mib * MIB) for at, mib in enumerate(sizes_mib))
 
 
 def test_requests_are_rounded_to_256_bytes():
@@ -50,7 +55,7 @@ def test_neighbours_join_when_they_are_free():
 
 def test_replay_begins_with_the_chunks_that_are_free():
     """Three chunks that do not join: 6 MiB is served by 10 whole, 1 MiB is cut off 2, and 3 MiB takes 4 whole."""
-    pool = BestFitAllocator(free_chunk_bytes=(2 * MIB, 4 * MIB, 10 * MIB))
+    pool = BestFitAllocator(free_chunks=chunks(2, 4, 10))
     assert [pool.allocate(n * MIB).size // MIB for n in (6, 1, 3)] == [10, 1, 4]
     assert pool.bytes_in_use == 15 * MIB
 
@@ -60,8 +65,27 @@ def test_an_assignment_moves_the_variable(kind, peak):
     """A variable of 3 MiB comes to lie in a chunk of 4, which the value of 4 MiB after it then cannot have: it leaves a hole of 3 instead."""
     ops = (Op(0, "new", "x", (), (0,)), Op(1, "assign", kind, (0,), ()), Op(2, "large", "x", (), (1,), after=(1,)))
     graph = Graph(ops, (Value(0, "v", 3 * MIB, producer=0), Value(1, "t", 4 * MIB, producer=2)), (1,))
-    problem = Problem(graph, Profile((1.0,) * 3, (0,) * 3, 10 * MIB, pool=Pool((4 * MIB, 16 * MIB))))
+    problem = Problem(graph, Profile((1.0,) * 3, (0,) * 3, 10 * MIB, pool=Pool(chunks(4, 16))))
     assert replayed_peak_bytes(problem, Schedule((0, 1, 2)), steps=1) == (10 + peak) * MIB
+
+
+@pytest.mark.parametrize(("address_mib", "found"), [(3, True), (4, False)])
+def test_used_chunk_joins_the_free_one_behind_it(address_mib, found):
+    """3 MiB used beside 5 free ones: given back they are 8 in one piece, unless something unknown lies between."""
+    pool = BestFitAllocator(free_chunks=[Chunk(address_mib * MIB, 5 * MIB)], used_chunks=[Chunk(0, 3 * MIB)])
+    pool.release(pool.chunk_at(0))
+    assert (pool.allocate(8 * MIB).address == 0) == found
+
+
+def test_two_assignments_of_one_variable_move_it_twice():
+    """The first frees the variable's home of 6 MiB, the second what the first has put there: 12 MiB are never in use beside the home."""
+    ops = (Op(0, "a", "x", (), (0,)), Op(1, "first", "AssignVariableOp", (0,), ()),
+           Op(2, "b", "x", (), (1,), after=(1,)), Op(3, "second", "AssignVariableOp", (1,), (), after=(1,)))  # fmt: skip
+    graph = Graph(ops, (Value(0, "a", 6 * MIB, producer=0), Value(1, "b", 6 * MIB, producer=2)), ())
+    home = Chunk(64 * MIB, 6 * MIB)
+    pool = Pool(chunks(6, 32), (("first", home), ("second", home)))
+    problem = Problem(graph, Profile((1.0,) * 4, (0,) * 4, 10 * MIB, pool=pool))
+    assert replayed_peak_bytes(problem, Schedule((0, 1, 2, 3)), steps=3) == (10 + 6) * MIB
 
 
 @pytest.mark.parametrize(
@@ -71,7 +95,7 @@ def test_inputs_take_chunks_of_a_known_pool(pipeline, held, ahead, peak):
     """A batch gets a chunk of 4 MiB for 3, unless there is one already, whose chunk serves the next; one more ahead gets 3."""
     ops = (Op(0, "a", "a", (0,), (1,)),)
     graph = Graph(ops, (Value(0, "x", 3 * MIB), Value(1, "a", MIB, producer=0)), (1,))
-    pool = Pool((4 * MIB, 64 * MIB), held * MIB, ahead * MIB)
+    pool = Pool(chunks(4, 64), (), (), held * MIB, ahead * MIB)
     problem = Problem(graph, Profile((1.0,), (0,), (5 + ahead) * MIB, pool=pool))
     assert replayed_peak_bytes(problem, Schedule((0,)), pipeline=pipeline) == peak * MIB
 
@@ -80,8 +104,17 @@ def test_pipeline_holds_less_at_the_end_of_an_epoch_and_fills_again():
     """Two batches of 3 MiB lie ahead; however often they are used up and made again, no more are in use than at the beginning."""
     ops = (Op(0, "a", "a", (0,), (1,)),)
     graph = Graph(ops, (Value(0, "x", 3 * MIB), Value(1, "a", MIB, producer=0)), (1,))
-    problem = Problem(graph, Profile((1.0,), (0,), 10 * MIB, pool=Pool((64 * MIB,), 9 * MIB, 6 * MIB)))
+    problem = Problem(graph, Profile((1.0,), (0,), 10 * MIB, pool=Pool(chunks(64), (), (), 9 * MIB, 6 * MIB)))
     assert replayed_peak_bytes(problem, Schedule((0,)), pipeline=True, steps=20) == 11 * MIB
+
+
+def test_what_was_in_use_at_other_times_is_not_there():
+    """10 MiB were the most between two steps, 3 of them no batch of the pool's; 1 is computed."""
+    ops = (Op(0, "a", "a", (0,), (1,)),)
+    graph = Graph(ops, (Value(0, "x", KIB), Value(1, "a", MIB, producer=0)), (1,))
+    pool = Pool(chunks(64), (), (), 0, 3 * MIB)
+    problem = Problem(graph, Profile((1.0,), (0,), 10 * MIB, pool=pool))
+    assert replayed_peak_bytes(problem, Schedule((0,)), smallest_bytes=256 * KIB, pipeline=True) == 8 * MIB - KIB
 
 
 def test_small_requests_are_served_elsewhere():

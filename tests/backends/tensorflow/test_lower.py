@@ -191,7 +191,7 @@ def test_every_step_takes_the_same_peak_and_the_predicted_one():
     b.train_with(run, 2)
     in_use = BACKEND.bytes_in_use()
     problem = Problem(b.traced.graph, BACKEND.estimated_profile(b.traced, in_use))
-    problem = BACKEND.with_pool(problem, in_use - problem.graph.input_bytes)
+    problem = BACKEND.with_pool(b.traced, problem, in_use - problem.graph.input_bytes)
     peaks = {BACKEND.measure(lambda: run(b.data))[1].peak_bytes for _ in range(5)}
     assert len(peaks) == 1
     assert peaks.pop() == pytest.approx(BACKEND.predicted_peak_bytes(problem, schedule), rel=0.02)

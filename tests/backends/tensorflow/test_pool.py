@@ -1,10 +1,15 @@
 """The free chunks that are told are those the allocator has."""
 
 import gc
+from itertools import pairwise
 
+import keras
+import keras_models
+import numpy as np
 import pytest
 
-from keras_remat.backends.tensorflow import pool
+from keras_remat.backends.base import load_backend
+from keras_remat.backends.tensorflow import pool, private
 from keras_remat.backends.tensorflow.measure import bytes_in_use
 from keras_remat.backends.tensorflow.profile import Recorder, allocation_events
 from keras_remat.units import MIB
@@ -19,23 +24,77 @@ def empty(tf, mib):
     return tf.raw_ops.Empty(shape=[int(mib * MIB)], dtype=tf.uint8)
 
 
+def total(chunks):
+    return sum(chunk.nbytes for chunk in chunks)
+
+
 def test_a_chunk_that_is_freed_between_two_that_are_kept_is_found(tf):
     gc.collect()
     kept = [empty(tf, mib) for mib in (3.5, 21.0, 3.5, 37.0, 3.5)]
     del kept[1]
-    before, used = pool.free_chunk_bytes(), bytes_in_use()
+    before, used = pool.free_chunks(), bytes_in_use()
     assert len(before) > 1
-    assert before == tuple(sorted(before))
-    assert pool.free_chunk_bytes() == pytest.approx(before, abs=0.001 * sum(before)), "asking changes nothing"
+    assert [chunk.nbytes for chunk in before] == sorted(chunk.nbytes for chunk in before)
+    assert pool.free_chunks() == before, "asking changes nothing"
     assert bytes_in_use() == used
-    del kept[2]
-    assert sum(pool.free_chunk_bytes()) == pytest.approx(sum(before) + used - bytes_in_use(), rel=0.001)
+    hole = pool._address(kept[1])
+    del kept[1]
+    after = pool.free_chunks()
+    assert total(after) == total(before) + used - bytes_in_use()
+    assert any(chunk.address <= hole < chunk.address + chunk.nbytes for chunk in after)
+    assert not any(chunk.address <= hole < chunk.address + chunk.nbytes for chunk in before)
+
+
+def test_where_a_variable_is_that_an_op_takes_a_buffer_for(tf):
+    """Lion assigns its momentum; the chunks lie between the free ones, and none overlaps another."""
+    model, batch = keras_models.mlp(width=512)
+    model.compile(keras.optimizers.Lion(), "mse", jit_compile=False)
+    load_backend().example_batch(model, batch)
+    traced = load_backend().trace(model, batch)
+    free = pool.free_chunks()
+    homes = dict(pool.Residents(traced, free).homes())
+    assert homes
+    assert set(homes) <= {op.name for op in traced.graph.ops if op.kind == "AssignVariableOp"}
+    at = sorted((*free, *homes.values()), key=lambda chunk: chunk.address)
+    assert all(a.address + a.nbytes <= b.address for a, b in pairwise(at))
+
+
+def test_resource_that_is_no_variable_is_nowhere(tf):
+    """A lookup table in the train step, and a weight of 1 MiB that is one."""
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1, 2], [3, 4]), -1)
+
+    class Lookup(keras.layers.Layer):
+        def call(self, x):
+            return tf.cast(table.lookup(tf.cast(x, tf.int32)), tf.float32)
+
+    model = keras.Sequential([keras.Input((512,)), Lookup(), keras.layers.Dense(512)])
+    model.compile("sgd", "mse", jit_compile=False)
+    batch = load_backend().example_batch(model, (np.ones((4, 512), np.float32), np.ones((4, 512), np.float32)))
+    traced = load_backend().trace(model, batch)
+    assert any(private.variable_spec(external) is None for external in traced.captures.values())
+    residents = pool.Residents(traced, pool.free_chunks())
+    assert len(residents._chunk) == 1
+    assert not list(residents.homes()), "SGD subtracts in place"
+
+
+def test_batch_is_looked_for_in_a_gap_of_its_size(tf):
+    gc.collect()
+    kept = [empty(tf, mib) for mib in (40, 3, 40)]
+    at = pool._address(kept[1])
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    batch = (np.ones((2, 1), np.float32), np.ones((2, 1), np.float32))
+    traced = load_backend().trace(model, load_backend().example_batch(model, batch))
+    del kept[2], kept[0]
+    gaps = list(pool.Residents(traced, pool.free_chunks()).gaps([3 * MIB]))
+    assert any(gap.address <= at < gap.address + gap.nbytes for gap in gaps)
+    assert not list(pool.Residents(traced, pool.free_chunks()).gaps([]))
 
 
 def test_fragmentation_of_what_was_found_is_what_the_allocator_says(tf):
     kept = [empty(tf, mib) for mib in (1.5, 20.0, 1.5, 9.0, 1.5)]
     del kept[3], kept[1]
-    chunks = pool.free_chunk_bytes()
+    chunks = [chunk.nbytes for chunk in pool.free_chunks()]
     recorder = Recorder()
     recorder.start()
     empty(tf, 0.3)
@@ -46,6 +105,6 @@ def test_fragmentation_of_what_was_found_is_what_the_allocator_says(tf):
 def test_the_users_profiler_session_is_left_alone(tf, tmp_path):
     tf.profiler.experimental.start(str(tmp_path))
     try:
-        assert pool.free_chunk_bytes() == ()
+        assert pool.free_chunks() == ()
     finally:
         tf.profiler.experimental.stop()

@@ -118,7 +118,7 @@ class CompiledBackend(TensorFlowBackend):
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
         return profiling.estimated_profile(traced, resident_bytes)
 
-    def with_pool(self, problem: Problem, idle_bytes: int) -> Problem:
+    def with_pool(self, traced: Any, problem: Problem, idle_bytes: int) -> Problem:
         return problem
 
     def recorder(self) -> Any:

@@ -1,0 +1,75 @@
+"""A model's variables, copied to the host and put back where they were.
+
+Assigning an array makes a new tensor the variable's: in another chunk of the pool than the one it had, up to twice as large, or in none, when the
+array happens to lie at an aligned address and is not copied. What is resident would differ from one put-back to the next, and so would the peak
+of the steps after it. So a large variable of the CPU's pool gives its chunk back first, and its value is copied into the hole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow.allocator import CPU_SMALL_BYTES
+from keras_remat.backends.tensorflow.profile import device_name
+
+#: What the CPU's kernels and allocator align tensors to.
+_ALIGNMENT_BYTES = 64
+
+
+def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
+    """Copies variables to the host.
+
+    Args:
+        variables: Keras's, distinct.
+
+    Returns:
+        A function that puts the values back, bit for bit, as often as it is called; after an exception or interrupt in it they are back, too.
+    """
+    in_pool = not device_name().startswith("GPU")
+    saved = [_bytes_of(v) if in_pool and _is_large(v) else v.numpy() for v in variables]
+
+    def put_back() -> None:
+        try:
+            for variable, value in zip(variables, saved, strict=True):
+                if in_pool and _is_large(variable):
+                    _refill(variable.value, value)
+                else:
+                    variable.assign(value)
+        except BaseException:
+            for variable, value in zip(variables, saved, strict=True):
+                array = value if value.dtype != np.uint8 else value.view(variable.value.dtype.as_numpy_dtype)
+                _replace(variable.value, tf.reshape(tf.convert_to_tensor(array), variable.value.shape))
+            raise
+
+    return put_back
+
+
+def _is_large(variable: Any) -> bool:
+    return bool(variable.dtype != "bool" and int(np.prod(variable.shape)) * variable.value.dtype.size >= CPU_SMALL_BYTES)
+
+
+def _bytes_of(variable: Any) -> np.ndarray:
+    """A variable's bytes, copied to an address that TensorFlow can use as it is."""
+    shared = np.asarray(memoryview(tf.bitcast(variable.value.value(), tf.uint8))).reshape(-1)
+    room = np.empty(shared.nbytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT_BYTES
+    copy = room[start : start + shared.nbytes]
+    copy[...] = shared
+    return copy
+
+
+def _refill(variable: tf.Variable, value: np.ndarray) -> None:
+    """Frees what a variable holds and copies ``value``, its bytes, to where the allocator puts it then."""
+    _replace(variable, tf.zeros([0], variable.dtype))
+    host = tf.experimental.dlpack.from_dlpack(value.__dlpack__())  # shares the array's memory
+    size = variable.dtype.size
+    copy = tf.bitcast(tf.reshape(tf.raw_ops.DeepCopy(x=host), [-1, size] if size > 1 else [-1]), variable.dtype)
+    _replace(variable, tf.reshape(copy, variable.shape))
+
+
+def _replace(variable: tf.Variable, tensor: Any) -> None:
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tensor, validate_shape=False)

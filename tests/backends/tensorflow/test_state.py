@@ -1,0 +1,81 @@
+"""Variables come back with their values, and where they were."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow import pool, state
+from keras_remat.backends.tensorflow.measure import bytes_in_use
+from keras_remat.units import KIB
+
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "uint8", "bool")
+on_cpu = pytest.mark.skipif(bool(tf.config.list_logical_devices("GPU")), reason="the pool of a GPU is not told")
+
+
+def values_of(variables):
+    return [np.array(v.numpy()).tobytes() for v in variables]
+
+
+def clear(variables):
+    for v in variables:
+        v.assign(np.zeros(v.shape, v.numpy().dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (700, 1000)])
+def test_every_bit_comes_back_as_often_as_asked(dtype, shape):
+    numbers = np.random.default_rng(0).standard_normal(shape)
+    variables = [
+        keras.Variable(numbers > 0 if dtype == "bool" else numbers, dtype=dtype),
+        keras.Variable(numbers, dtype="float32"),
+    ]
+    before = values_of(variables)
+    put_back = state.snapshot(variables)
+    for _ in range(2):
+        clear(variables)
+        put_back()
+        assert values_of(variables) == before
+        assert all(v.value.shape == shape for v in variables)
+
+
+def test_signs_of_zeros_infinities_and_nan_come_back():
+    numbers = np.tile(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45], np.float32), 20_000)
+    variable = keras.Variable(numbers)
+    put_back = state.snapshot([variable])
+    clear([variable])
+    put_back()
+    assert variable.numpy().tobytes() == numbers.tobytes()
+
+
+@on_cpu
+def test_large_variables_come_back_to_where_they_were():
+    """What is in use does not grow, however often; assigning an array would put them elsewhere."""
+    variables = [keras.Variable(np.ones((256 + 7 * k, KIB), np.float32)) for k in range(6)]
+    put_back = state.snapshot(variables)
+    put_back()
+    at, used = [pool._address(v.value.value()) for v in variables], bytes_in_use()
+    for _ in range(3):
+        put_back()
+        assert [pool._address(v.value.value()) for v in variables] == at
+        assert bytes_in_use() == used
+
+
+@on_cpu
+def test_interrupt_half_way_leaves_no_variable_empty(monkeypatch):
+    variables = [keras.Variable(np.full((256, KIB), float(k), np.float32)) for k in range(4)]
+    before = values_of(variables)
+    put_back = state.snapshot(variables)
+    clear(variables)
+    real, calls = state._replace, []
+
+    def interrupted(variable, tensor):
+        real(variable, tensor)
+        calls.append(variable)
+        if len(calls) == 3:  # the second variable has given its chunk back
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(state, "_replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        put_back()
+    assert values_of(variables) == before
