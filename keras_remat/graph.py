@@ -71,7 +71,8 @@ class Op:
         phase: ``"forward"``, ``"backward"`` or ``"update"``.
         recomputable: whether it may run more than once in a step.
         after: ids of ops that must precede this one without a value between them.
-        may_reuse: those of ``inputs`` whose buffer the op takes over for an output of the same size when this is their last read.
+        may_reuse: those of ``inputs`` whose buffer the op takes over for an output of the same size when this is their last read, the first
+            that can be first.
     """
 
     id: int
@@ -230,7 +231,9 @@ class Graph:
         for value in self.values:
             digest.update(repr((value.nbytes, value.shape, value.dtype, value.producer)).encode())
         for op in self.ops:
-            digest.update(repr((op.kind, op.inputs, op.outputs, op.recomputable, op.after, op.may_reuse)).encode())
+            digest.update(
+                repr((op.kind, op.inputs, op.outputs, op.recomputable, op.after, tuple(sorted(op.may_reuse)))).encode()
+            )
         digest.update(repr(self.outputs).encode())
         return digest.hexdigest()
 

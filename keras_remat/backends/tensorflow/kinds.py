@@ -30,11 +30,24 @@ REUSES_INPUT = frozenset(
      "Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Softplus", "Softsign", "ReluGrad", "Relu6Grad", "LeakyReluGrad", "EluGrad", "SeluGrad",
      "SoftplusGrad", "SoftsignGrad", "SigmoidGrad", "TanhGrad", "SqrtGrad", "RsqrtGrad", "InvGrad", "ReciprocalGrad",
      # others
-     "BiasAdd", "Softmax", "LogSoftmax", "ClipByValue", "LogicalNot", "LogicalAnd", "LogicalOr", "SelectV2", "_UnaryOpsComposition"}
+     "BiasAdd", "Softmax", "LogSoftmax", "ClipByValue", "LogicalNot", "LogicalAnd", "LogicalOr", "Select", "SelectV2", "_UnaryOpsComposition"}
 )  # fmt: skip
+
+#: Takes over the buffer of its first input alone.
+REUSES_FIRST_INPUT = frozenset({"SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"})
+
+#: Products that oneDNN computes together with the ops after them (attribute ``fused_ops``), and those of them that take an input more.
+FUSED, FUSED_WITH_INPUT = frozenset({"_FusedConv2D", "_FusedMatMul"}), frozenset({b"BiasAdd", b"Add"})
 
 #: Makes the buffer of a dying input the variable's own; the one it had goes back.
 TAKES_OVER = frozenset({"AssignVariableOp"})
+
+#: Pairs of a forward and a gradient op: where the gradient reads the forward op's output 0 as the input of this index, TensorFlow's oneDNN pass,
+#: on a CPU, hands it a second output that the graph does not show, which says for every element of the first where in its window it came from.
+HIDDEN_OUTPUT = {("MaxPool", "MaxPoolGrad"): 1}
+
+#: Updates of a weight and its slot that need nothing beside the gradient.
+IN_PLACE_UPDATES = frozenset({"ResourceApplyKerasMomentum"})
 
 #: Types whose inputs Grappler puts in order by name.
 COMMUTATIVE = frozenset({"Add", "AddV2", "AddN", "Mul", "Maximum", "Minimum", "SquaredDifference", "LogicalAnd", "LogicalOr"})

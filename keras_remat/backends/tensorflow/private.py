@@ -118,8 +118,11 @@ def constant_folded(graph_def: Any, fetches: Sequence[str]) -> Any:
 
 
 def variable_spec(handle: Any) -> Any:
-    """Shape and dtype of the variable behind a resource tensor."""
-    entries = handle._handle_data.shape_and_type
+    """Shape and dtype of the variable behind a resource tensor; ``None`` where that is no variable."""
+    data = getattr(handle, "_handle_data", None)
+    entries = list(data.shape_and_type) if data is not None else []
+    if len(entries) != 1:
+        return None
     return tf.TensorSpec(tf.TensorShape(entries[0].shape), tf.as_dtype(entries[0].dtype))
 
 

@@ -10,28 +10,35 @@
   (``AddNOp::Compute``), so the order of a floating-point sum, and its last bit, would hang on the schedule; and it holds all terms at once.
   The terms of a gradient are added as they are traced, because Grappler has sorted them by name and the first would wait for the last; a sum
   that Grappler made of nested additions (residual connections) keeps its order, which is the one that plain ``fit`` adds in.
+* SGD's momentum, m ← μ m − η g and then w ← w + m, becomes the one op that TensorFlow has for it (``ResourceApplyKerasMomentum``, which computes
+  the same bits). It works in place, where Keras's three products of the size of the weights are alive at once and the momentum's variable moves to
+  another chunk of the allocator's pool with every step, more and more of which is lost in chunks larger than asked for.
 * Nodes nothing depends on are dropped (variable reads that only order things, dead gradients).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from graphlib import TopologicalSorter
 from typing import Any
 
 import tensorflow as tf
 
 
-def rewrite_for_memory(nodes: Mapping[str, Any], roots: Sequence[str], order: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the nodes of an equivalent graph.
+def rewrite_for_memory(
+    nodes: Mapping[str, Any], roots: Sequence[str], order: Mapping[str, int], scalars: Container[str] = ()
+) -> dict[str, Any]:
+    """Returns the nodes of an equivalent graph; a root that has become part of another node is there under that one's name.
 
     Args:
         nodes: name → ``NodeDef`` in topological order.
         roots: names of the nodes whose values or effects are wanted.
         order: node name → its place in the traced order; nodes that Grappler made are missing.
+        scalars: names of nodes whose output 0 is known to have no dimensions.
     """
-    result = _split_add_n(_split_identity_n(nodes), order)
-    return _reachable(_keep_apart(result), roots)
+    result, replaced = _fuse_momentum(_split_add_n(_split_identity_n(nodes), order), scalars)
+    return _reachable(_keep_apart(result), [replaced.get(root, root) for root in roots])
 
 
 #: Reader type → the types of the producer of its input 0 it would be fused with.
@@ -105,6 +112,77 @@ def _split_identity_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
             node = copy
         result[name] = node
     return result
+
+
+def _fuse_momentum(nodes: Mapping[str, Any], scalars: Container[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """One op per weight for ``AssignVariableOp(m, μ m − η g)`` and ``AssignAddVariableOp(w, m)``, under the second one's name; and the first one's
+    name → that name."""
+    readers: dict[str, list[str]] = defaultdict(list)
+    for name, node in nodes.items():
+        for source in node.input:
+            readers[source.lstrip("^").partition(":")[0]].append(name)
+    fused: dict[str, Any] = {}
+    replaced: dict[str, str] = {}
+    for name, node in nodes.items():
+        found = _momentum_step(nodes, node, readers, scalars) if node.op == "AssignAddVariableOp" else None
+        if found is not None:
+            assigned, (momentum, rate, gradient) = found
+            controls = {i for n in (node, assigned) for i in n.input if i.startswith("^")} - {f"^{assigned.name}"}
+            step = tf.compat.v1.NodeDef(name=name, op="ResourceApplyKerasMomentum", device=node.device)
+            step.input.extend([node.input[0], assigned.input[0], rate, gradient, momentum, *sorted(controls)])
+            step.attr["T"].CopyFrom(node.attr["dtype"])
+            fused[name], replaced[assigned.name] = step, name
+    result: dict[str, Any] = {}
+    for name, node in nodes.items():
+        if name in replaced:
+            continue
+        renamed = [f"^{replaced[i[1:]]}" if i[1:] in replaced else i for i in node.input]
+        if name in fused or renamed != list(node.input):
+            copy = tf.compat.v1.NodeDef()
+            copy.CopyFrom(fused.get(name, node))
+            if name not in fused:
+                del copy.input[:]
+                copy.input.extend(i for i in dict.fromkeys(renamed))
+            node = copy
+        result[name] = node
+    return result, replaced
+
+
+def _momentum_step(
+    nodes: Mapping[str, Any], add: Any, readers: Mapping[str, list[str]], scalars: Container[str]
+) -> tuple[Any, tuple[str, str, str]] | None:
+    """The assignment of the momentum that ``add`` adds to a weight, and μ, η and g; ``None`` where this is something else, or somebody else looks
+    at what is between the two."""
+    read = nodes[add.input[1].partition(":")[0]]
+    before = [i[1:] for i in read.input if i.startswith("^")]
+    if read.op != "ReadVariableOp" or readers[read.name] != [add.name] or len(before) != 1:
+        return None
+    assign = nodes[before[0]]
+    if assign.op != "AssignVariableOp" or assign.input[0] != read.input[0]:
+        return None
+    difference = nodes[assign.input[1].partition(":")[0]]
+    if difference.op != "Sub" or readers[difference.name] != [assign.name]:
+        return None
+    products = [nodes[i.partition(":")[0]] for i in difference.input[:2]]
+    if any(p.op != "Mul" or readers[p.name] != [difference.name] for p in products):
+        return None
+    momentum, old = _scalar_first(products[0], scalars)
+    rate, gradient = _scalar_first(products[1], scalars)
+    if momentum is None or rate is None or gradient is None or old is None:
+        return None
+    slot = nodes[old.partition(":")[0]]
+    if slot.op != "ReadVariableOp" or slot.input[0] != assign.input[0] or readers[slot.name] != [products[0].name]:
+        return None
+    return assign, (momentum, rate, gradient)
+
+
+def _scalar_first(product: Any, scalars: Container[str]) -> tuple[str | None, str | None]:
+    """A product's scalar factor and the other one; ``None`` twice where neither or both are known to be scalar."""
+    left, right = product.input[:2]
+    known = [i.partition(":")[0] in scalars and i.partition(":")[2] in ("", "0") for i in (left, right)]
+    if known[0] == known[1]:
+        return None, None
+    return (left, right) if known[0] else (right, left)
 
 
 def _traced_places(nodes: Mapping[str, Any], order: Mapping[str, int]) -> dict[str, int]:

@@ -11,6 +11,7 @@ How TensorFlow's graph maps to ours:
   them, because a read that is still alive would make the assignment copy. A small variable is read into a value of its own instead, so that
   what depends on it (a dropout seed) can be recomputed after the variable changed.
 * **Control edges** become ``after``; those that end in a view or a ``NoOp`` are passed on to what stands behind it.
+* oneDNN's kernels may have an output that the graph does not show (``kinds.HIDDEN_OUTPUT``); it is a value like others.
 * An op is **recomputable** when its OpDef has no state, or when it only reads a variable.
 
 Handles: ``TracedStep.handles[op.id]`` is the ``NodeDef``; everything else TensorFlow-specific is in :class:`TensorFlowStep`.
@@ -19,10 +20,11 @@ Handles: ``TracedStep.handles[op.id]`` is the ``NodeDef``; everything else Tenso
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import TopologicalSorter
+from math import prod
 from typing import Any
 
 import tensorflow as tf
@@ -73,6 +75,13 @@ class TensorFlowStep(TracedStep):
     tensor_shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     attached: Mapping[str, str] = field(default_factory=dict)
     effects_behind: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @cached_property
+    def plain_surplus_bytes(self) -> int:
+        """The products and sums of the largest weight's update, which are in place here (:mod:`.rewrite`)."""
+        updates = (node for node in self.nodes.values() if node.op in kinds.IN_PLACE_UPDATES)
+        variables = (private.variable_spec(self.captures[node.input[0]]) for node in updates if node.input[0] in self.captures)
+        return max((2 * spec.shape.num_elements() * spec.dtype.size for spec in variables), default=0)
 
     @cached_property
     def op_id(self) -> dict[str, int]:
@@ -146,7 +155,9 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
     graph_def = private.optimize_graph(graph.as_graph_def(), fetches, variables)
     nodes = {node.name: node for node in graph_def.node}
     outputs = tuple(tensor_key(tensor.name) for tensor in graph.outputs)
-    nodes = rewrite_for_memory(nodes, roots=[*(split_input(t)[0] for t in outputs), *effects], order=order)
+    scalars = {op.name for op in graph.get_operations() if op.outputs and op.outputs[0].shape.rank == 0}
+    scalars |= {node.name for node in graph_def.node if node.op == "Const" and not node.attr["value"].tensor.tensor_shape.dim}
+    nodes = rewrite_for_memory(nodes, [*(split_input(t)[0] for t in outputs), *effects], order, scalars)
     unsupported = sorted({node.op for node in nodes.values()} & kinds.UNSUPPORTED)
     if unsupported:
         raise UnsupportedModelError(f"The train step contains ops that cannot be scheduled: {', '.join(unsupported)}.")
@@ -188,7 +199,38 @@ def _static_shapes(
         return []
 
     private.build_function(build, [tf.TensorSpec(shape, dtype) for _, dtype, shape in inputs])
+    _add_shapes_like_variables(nodes, captures, found)
+    if not tf.config.list_logical_devices("GPU"):
+        _add_hidden_outputs(nodes, found)
     return found
+
+
+def _add_shapes_like_variables(
+    nodes: Mapping[str, Any], captures: Mapping[str, Any], shapes: dict[str, tuple[tuple[int, ...] | None, Any]]
+) -> None:
+    """Zeros in the shape of a variable, also of one that has been through a loop: a loop's gradient begins with them."""
+    for name, node in nodes.items():
+        shape, dtype = shapes.get(f"{name}:0", (None, None))
+        if node.op != "Fill" or shape is not None:
+            continue
+        source, _ = split_input(node.input[0])
+        if nodes[source].op != "VariableShape":
+            continue
+        handle, index = split_input(nodes[source].input[0])
+        while nodes[handle].op in kinds.CONTROL_FLOW and "While" in nodes[handle].op:  # hands every resource on in its place
+            handle, index = split_input(nodes[handle].input[index])
+        if handle in captures:
+            shapes[f"{name}:0"] = (tuple(private.variable_spec(captures[handle]).shape), dtype)
+
+
+def _add_hidden_outputs(nodes: Mapping[str, Any], shapes: dict[str, tuple[tuple[int, ...] | None, Any]]) -> None:
+    """Gives the forward ops of ``kinds.HIDDEN_OUTPUT`` their second output: an index per element of the first, of a byte where the window is
+    smaller than 256 elements."""
+    forward = {kind for kind, _ in kinds.HIDDEN_OUTPUT}
+    for name, node in nodes.items():
+        shape, dtype = shapes.get(f"{name}:0", (None, None))
+        if node.op in forward and dtype == tf.float32:
+            shapes[f"{name}:1"] = (shape, tf.uint8 if prod(node.attr["ksize"].list.i) < 256 else tf.int32)
 
 
 class _Translation:
@@ -442,6 +484,8 @@ class _Translation:
         for name in order:
             node = self.nodes[name]
             owners = [self.owner(tensor_key(i)) for i in node.input if not i.startswith("^")]
+            owners += self._hidden_inputs(node, owners)
+            tried = tuple(owners)  # a kernel looks for a buffer to take over in this order
             if node.op in kinds.COMMUTATIVE:  # Grappler sorts these by name; the fingerprint must not see names
                 owners.sort(key=lambda owner: (ids.get(split_input(owner)[0], -1), self.order.get(split_input(owner)[0], -1)))
             reads = tuple(dict.fromkeys(value(o, ids.get(split_input(o)[0])) for o in owners))
@@ -449,10 +493,10 @@ class _Translation:
             # nodes that the layout pass fuses run once: it would fuse them crosswise with copies that read the same gradient
             fused = len(nodes_of[name]) > 1
             pure = not private.is_stateful(node.op) or node.op in kinds.VARIABLE_READS | kinds.PURE_STATEFUL
-            produced = tuple(v for v in reads if values[v].producer is not None)
+            reusable = dict.fromkeys(value_of[owner] for owner in self._reusable(node, tried))
             ops.append(
                 Op(ids[name], name, node.op, reads, writes, phases[name], pure and not fused, tuple(sorted(ids[a] for a in after[name])),
-                   produced if node.op in kinds.REUSES_INPUT else ())
+                   tuple(v for v in reusable if values[v].producer is not None))
             )  # fmt: skip
         finals = tuple(dict.fromkeys(value_of[o] for t in outputs if (o := self.owner(t)) in value_of))
         resident = sum(self._resident(name) for name in self.step_inputs if name in self.nodes)
@@ -469,6 +513,26 @@ class _Translation:
             tensor_shapes={tensor: shape for tensor, (shape, _) in self.shapes.items()},
             **rest,
         )
+
+    def _reusable(self, node: Any, owners: Sequence[str]) -> Sequence[str]:
+        """Those of an op's inputs whose buffer its kernel may take over, in the order in which it tries."""
+        if node.op in kinds.REUSES_INPUT:
+            return owners
+        if node.op in kinds.REUSES_FIRST_INPUT:
+            return owners[:1]
+        if node.op in kinds.FUSED and b"Add" in node.attr["fused_ops"].list.s:  # the sum is formed in place of what is added
+            with_input = [kind for kind in node.attr["fused_ops"].list.s if kind in kinds.FUSED_WITH_INPUT]
+            return owners[2 + with_input.index(b"Add") :][:1]
+        return ()
+
+    def _hidden_inputs(self, node: Any, owners: Sequence[str]) -> Iterator[str]:
+        """What oneDNN's pass makes a gradient op read beside its inputs."""
+        for (forward, gradient), at in kinds.HIDDEN_OUTPUT.items():
+            if node.op != gradient:
+                continue
+            name, index = split_input(owners[at])
+            if self.nodes[name].op == forward and index == 0 and f"{name}:1" in self.shapes:
+                yield f"{name}:1"
 
     def _resident(self, name: str) -> int:
         external = self.captures.get(name)

@@ -1,10 +1,15 @@
 """Rewrites of the optimized graph: the same numbers, with less held at once."""
 
+import keras
+import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_remat.backends.base import load_backend
 from keras_remat.backends.tensorflow.rewrite import attached_nodes, rewrite_for_memory
+from keras_remat.problem import Problem
+from keras_remat.schedule import Schedule
 
 
 def node(name, op, *inputs, dtype=tf.float32, **types):
@@ -188,3 +193,59 @@ def test_what_no_root_depends_on_is_dropped():
     ]  # fmt: skip
     assert set(rewritten(nodes, "out", "effect")) == {"a", "b", "out", "effect"}
     assert set(rewritten(nodes, "out")) == {"a", "out"}
+
+
+def dense_model(optimizer, width=40):
+    """A model that ``optimizer`` trains."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((width,)), keras.layers.Dense(width, activation="tanh"), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse", jit_compile=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"),
+    [({}, 4), ({"weight_decay": 0.01}, 4), ({"clipnorm": 0.1}, 4), ({"nesterov": True}, 0), ({"use_ema": True}, 4)],
+)
+def test_momentum_is_one_op_with_the_bits_of_plain_training(options, fused):
+    """Nesterov's way reads the momentum twice and stays as it is."""
+    x = np.random.default_rng(0).standard_normal((16, 40), dtype=np.float32)
+    batch = (x, x[:, :1])
+    plain, ours = (dense_model(keras.optimizers.SGD(0.1, momentum=0.9, **options)) for _ in range(2))
+    backend = load_backend()
+    for model in (plain, ours):
+        backend.example_batch(model, batch)
+    traced = backend.trace(ours, batch)
+    kinds = [op.kind for op in traced.graph.ops]
+    assert kinds.count("ResourceApplyKerasMomentum") == fused
+    assert traced.plain_surplus_bytes == (2 * 40 * 40 * 4 if fused else 0)
+    problem = Problem(traced.graph, backend.estimated_profile(traced))
+    run = backend.lower(traced, problem, Schedule.store_all(traced.graph))
+    train = plain.make_train_function() or plain.train_function
+    for _ in range(5):
+        train(iter([batch]))
+        run(batch)
+    keras_models.assert_same_bits(keras_models.state_of(plain), keras_models.state_of(ours))
+
+
+def test_momentum_that_somebody_else_reads_is_left_alone():
+    """The difference has a second reader."""
+    scalar = {"mu", "eta"}
+    nodes = {
+        n.name: n
+        for n in (
+            node("w", "Placeholder", dtype=tf.resource), node("m", "Placeholder", dtype=tf.resource), node("g", "Placeholder"),
+            node("mu", "Const"), node("eta", "Const"), node("read", "ReadVariableOp", "m"), node("a", "Mul", "read", "mu"),
+            node("b", "Mul", "g", "eta"), node("s", "Sub", "a", "b"), node("assign", "AssignVariableOp", "m", "s"),
+            node("again", "ReadVariableOp", "m", "^assign"), node("add", "AssignAddVariableOp", "w", "again"), node("look", "Abs", "s"),
+        )
+    }  # fmt: skip
+    order = {name: at for at, name in enumerate(nodes)}
+    watched = rewrite_for_memory(nodes, ["add", "assign", "look"], order, scalar)
+    assert watched["add"].op == "AssignAddVariableOp"
+    alone = rewrite_for_memory({n: d for n, d in nodes.items() if n != "look"}, ["add", "assign"], order, scalar)
+    assert alone["add"].op == "ResourceApplyKerasMomentum"
+    assert list(alone["add"].input) == ["w", "m", "eta", "g", "mu"]
+    assert set(alone) == {"w", "m", "g", "mu", "eta", "add"}
+    unknown = rewrite_for_memory({n: d for n, d in nodes.items() if n != "look"}, ["add", "assign"], order)
+    assert unknown["add"].op == "AssignAddVariableOp", "which factor is the rate is not known"

@@ -190,3 +190,44 @@ def test_sparse_batch_is_refused_with_a_reason():
     model, (x, y) = keras_models.mlp()
     with pytest.raises(UnsupportedModelError, match="dense tensors"):
         BACKEND.trace(model, (tf.sparse.from_dense(x), y))
+
+
+# ------------------------------------------------------------------ what oneDNN does with memory
+
+
+def pooled():
+    """Two convolutions added up, pooled, and classified per pixel."""
+    inputs = keras.Input((16, 16, 4))
+    x = keras.layers.Conv2D(4, 3, padding="same")(inputs)
+    x = keras.layers.MaxPooling2D()(keras.layers.Add()([x, keras.layers.Conv2D(4, 1)(x)]))
+    model = keras.Model(inputs, keras.layers.Conv2D(3, 1, activation="softmax")(x))
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    return model, (np.zeros((8, 16, 16, 4), np.float32), np.zeros((8, 8, 8), np.int32))
+
+
+@pytest.mark.skipif(bool(tf.config.list_logical_devices("GPU")), reason="oneDNN runs on the CPU")
+def test_pooling_has_an_index_per_element_that_its_gradient_reads():
+    graph = traced_model(pooled)[1].graph
+    (forward,) = [op for op in graph.ops if op.kind == "MaxPool"]
+    (gradient,) = [op for op in graph.ops if op.kind == "MaxPoolGrad"]
+    output, index = forward.outputs
+    assert graph.values[index].nbytes * 4 == graph.values[output].nbytes == 8 * 8 * 8 * 4 * 4
+    assert graph.readers[index] == (gradient.id,)
+
+
+def test_buffers_that_kernels_take_over():
+    """The loss hands the logits' buffer to their gradient, not the labels'; a fused sum is formed in place of what is added."""
+    graph = traced_model(pooled)[1].graph
+    (loss,) = [op for op in graph.ops if op.kind == "SparseSoftmaxCrossEntropyWithLogits"]
+    logits = max(loss.inputs, key=lambda v: graph.values[v].nbytes)
+    assert loss.may_reuse == (logits,)
+    sums = [op for op in graph.ops if op.kind == "_FusedConv2D" and op.may_reuse]
+    assert len(sums) == 1
+    assert {graph.values[v].nbytes for v in sums[0].may_reuse} == {graph.values[sums[0].outputs[0]].nbytes}
+
+
+def test_zeros_for_a_variable_that_went_through_a_loop_have_its_bytes():
+    graph = traced_model(keras_models.lstm)[1].graph
+    zeros = [op for op in graph.ops if op.kind == "Fill" and "while/zeros" in op.name]
+    assert zeros
+    assert all(graph.values[op.outputs[0]].shape is not None for op in zeros)
