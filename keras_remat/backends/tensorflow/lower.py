@@ -5,9 +5,8 @@ name, and a reader reads the newest copy before it. Views are copied with the in
 does: assignments after the reads they follow (S4), and the order of what touches the allocator's pool (:mod:`.ordering`). The function runs
 verbatim: neither Grappler nor a common-subexpression pass sees it, by a configuration that travels with the call.
 
-Loops and branches are single ops while their times are not measured yet, because that is how the profiler can time them; with a measured
-profile they are marked for TensorFlow's lowering to ``Switch`` and ``Merge``, which runs an LSTM's step in two thirds of the time and
-computes the same bits.
+Loops and branches are marked for TensorFlow's lowering to ``Switch`` and ``Merge``, which runs an LSTM's step in two thirds of the time of calls
+of functions and computes the same bits. Few of a loop's iterations run at once: what more of them hold differs from step to step.
 """
 
 from __future__ import annotations
@@ -22,6 +21,9 @@ from keras_remat.backends.tensorflow.trace import TensorFlowStep, split_input, t
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
 
+#: As fast as the ten that TensorFlow's loops have by default.
+_PARALLEL_ITERATIONS = 2
+
 
 class LoweredStep:
     """A train step that runs one schedule; call it with a batch of the traced shape.
@@ -33,7 +35,7 @@ class LoweredStep:
 
     def __init__(self, traced: TensorFlowStep, problem: Problem, schedule: Schedule, smallest_bytes: int):
         self.traced, self.problem, self.schedule = traced, problem, schedule
-        writer = _Writer(traced, schedule, inline_control_flow=problem.profile.source == "measured")
+        writer = _Writer(traced, schedule)
         ordered = ordering.ordered_positions(problem, schedule, smallest_bytes)
         self._function = _build(traced, writer, writer.write(ordered))
         self.names = writer.names
@@ -66,8 +68,8 @@ def _is_none(leaf: Any) -> bool:
 class _Writer:
     """Writes the nodes of one schedule."""
 
-    def __init__(self, traced: TensorFlowStep, schedule: Schedule, *, inline_control_flow: bool):
-        self.traced, self.schedule, self._inline_control_flow = traced, schedule, inline_control_flow
+    def __init__(self, traced: TensorFlowStep, schedule: Schedule):
+        self.traced, self.schedule = traced, schedule
         self.names: list[tuple[str, ...]] = []  # names of the nodes at every position
         self._nodes: list[Any] = []
         self._newest: dict[str, str] = {}  # op name → name of its newest copy
@@ -117,8 +119,10 @@ class _Writer:
         for attribute in ("_output_shapes", "_class"):
             if attribute in copy.attr:
                 del copy.attr[attribute]
-        if self._inline_control_flow and copy.op in kinds.CONTROL_FLOW:
+        if copy.op in kinds.CONTROL_FLOW:
             copy.attr["_lower_using_switch_merge"].b = True
+            if "parallel_iterations" in copy.attr:
+                copy.attr["parallel_iterations"].i = _PARALLEL_ITERATIONS
         self._nodes.append(copy)
 
     def _controls(self, node: Any) -> list[str]:

@@ -12,7 +12,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -136,21 +136,27 @@ def measured_profile(lowered: LoweredStep, planes: list[Any], resident_bytes: in
         planes: what :meth:`Recorder.stop` returned.
         resident_bytes: bytes in use on the device between steps.
     """
+    graph = lowered.traced.graph
     op_of = {name: op_id for names, op_id in zip(lowered.names, lowered.schedule.order, strict=True) for name in names}
+    loops = {name: op_id for name, op_id in op_of.items() if graph.ops[op_id].kind in kinds.CONTROL_FLOW}
     part_of = {name: part for names in lowered.names for part, name in enumerate(names)}
     durations: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))  # op id → its node → seconds
+    inside: dict[int, float] = defaultdict(float)  # id of a loop or branch → seconds of all kernels that ran in it
     for plane in planes:
         for name, _, duration_ps, _ in _events(plane):
             node, separator, _ = name.rpartition(":")
-            op_id = op_of.get(node) if separator else None
-            if op_id is not None:
-                durations[op_id][part_of[node]].append(duration_ps * 1e-12)
-    graph = lowered.traced.graph
-    if len(durations) < len(graph.needed) // 2:
+            if separator and node in op_of:
+                durations[op_of[node]][part_of[node]].append(duration_ps * 1e-12)
+            elif separator and (op_id := _enclosing(node, loops)) is not None:
+                inside[op_id] += duration_ps * 1e-12
+    if len(durations) < max(1, len(graph.needed) // 2):
         return None
+    runs = median(len(seconds) for parts in durations.values() for seconds in parts.values())
+    for op_id, total_s in inside.items():
+        durations[op_id] = {0: [total_s / runs]}
     base = estimated_profile(lowered.traced, resident_bytes)
     outputs = {op.id: [graph.values[v].nbytes for v in op.outputs] for op in graph.ops}
-    workspace = _workspace(allocation_events(planes), op_of, outputs)
+    workspace = _workspace(allocation_events(planes), op_of, loops, outputs, _ends(planes, op_of))
     times = [sum(map(median, durations[op.id].values())) if op.id in durations else base.op_time_s[op.id] for op in graph.ops]
     workspaces = [workspace.get(op.id, 0) if op.id in durations else base.op_workspace_bytes[op.id] for op in graph.ops]
     return Profile(tuple(times), tuple(workspaces), base.resident_bytes, "measured", device_name(), "tensorflow")
@@ -184,21 +190,29 @@ def allocation_events(planes: list[Any]) -> list[tuple[int, str, dict[str, Any]]
 
 
 def _workspace(
-    memory: list[tuple[int, str, dict[str, Any]]], op_of: dict[str, int], outputs: dict[int, list[int]]
+    memory: list[tuple[int, str, dict[str, Any]]],
+    op_of: dict[str, int],
+    loops: dict[str, int],
+    outputs: dict[int, list[int]],
+    ends: dict[str, list[int]],
 ) -> dict[int, int]:
     """Op id → the most bytes it asked for at once that are none of its outputs.
 
-    Kernels of oneDNN may have an output more than their op, which nobody reads (the indices of a ``MaxPool``).
+    Kernels of oneDNN may have an output more than their op; and some kernels, those of reductions, ask for their output as if it were workspace:
+    what is as large as an output and outlives the op is one.
 
     Args:
         memory: as :func:`allocation_events` returns it.
         op_of: a node's name → op id.
+        loops: those of them that are loops or branches; all that is asked for inside is their workspace.
         outputs: op id → bytes of its outputs.
+        ends: a node's name → when its runs ended, in picoseconds, ascending.
     """
+    freed = _freed(memory)
     held: dict[int, int] = defaultdict(int)
     most: dict[int, int] = defaultdict(int)
     owner: dict[int, tuple[int, int]] = {}
-    for _, name, stats in memory:
+    for start, name, stats in memory:
         address = stats.get("addr", 0)
         if name == "MemoryDeallocation":
             if address in owner:
@@ -206,15 +220,16 @@ def _workspace(
                 held[op_id] -= nbytes
             continue
         node = str(stats.get("tf_op", ""))
-        allocating = _op_of_allocation(node, op_of)
+        allocating = op_of[node] if node in op_of else _enclosing(node, loops)
         nbytes = int(stats.get("requested_bytes", 0))  # the chunk is larger, by as much as the pool happens to be fragmented
         region = stats.get("region_type")
-        is_surplus = (
-            region == "output"
-            and node in op_of
-            and not any(abs(nbytes - n) < max(_ALIGNMENT_BYTES, _PADDING * n) for n in outputs[op_of[node]])
-        )
-        if allocating is None or not (region == "temp" or is_surplus):
+        if allocating is None:
+            continue
+        if node in op_of and any(abs(nbytes - n) < max(_ALIGNMENT_BYTES, _PADDING * n) for n in outputs[op_of[node]]):
+            end = next((end for end in ends.get(node, ()) if end >= start), start)
+            if region == "output" or freed.get((address, start), inf) > end:
+                continue
+        elif region not in ("temp", "output"):
             continue
         owner[address] = (allocating, nbytes)
         held[allocating] += nbytes
@@ -222,10 +237,35 @@ def _workspace(
     return most
 
 
-def _op_of_allocation(name: str, op_of: dict[str, int]) -> int | None:
-    """An allocation's op, under its own name or behind the name of the function call it ran in."""
-    while name:
-        if name in op_of:
-            return op_of[name]
-        _, _, name = name.partition("/")
+def _freed(memory: list[tuple[int, str, dict[str, Any]]]) -> dict[tuple[int, int], int]:
+    """Address and time of every allocation → when it was given back."""
+    given: dict[int, int] = {}
+    freed: dict[tuple[int, int], int] = {}
+    for at, name, stats in memory:
+        address = stats.get("addr", 0)
+        if name == "MemoryAllocation":
+            given[address] = at
+        elif address in given:
+            freed[address, given.pop(address)] = at
+    return freed
+
+
+def _ends(planes: list[Any], op_of: dict[str, int]) -> dict[str, list[int]]:
+    """Node name → when its runs ended, in picoseconds, ascending."""
+    ends: dict[str, list[int]] = defaultdict(list)
+    for plane in planes:
+        for name, start, duration, _ in _events(plane):
+            node, separator, _ = name.rpartition(":")
+            if separator and node in op_of:
+                ends[node].append(start + duration)
+    return {node: sorted(times) for node, times in ends.items()}
+
+
+def _enclosing(name: str, loops: dict[str, int]) -> int | None:
+    """The loop or branch that a node was written out from: its name is in front."""
+    at = name.find("/")
+    while at >= 0:
+        if name[:at] in loops:
+            return loops[name[:at]]
+        at = name.find("/", at + 1)
     return None
