@@ -77,11 +77,11 @@ class StepPlanner:
     def calibrated(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> Problem:
         """``problem`` with as many resident bytes as it takes to predict ``schedule``'s measured peak.
 
-        What a model of the allocator cannot know (the pool that earlier code left behind, batches that the input pipeline holds) is
-        about the same under every schedule of a step.
+        What a model of the allocator cannot know is about the same under every schedule of a step. But that a few steps took less than a replay
+        of the allocator predicts says nothing: the input pipeline holds more at others.
         """
         surplus = measured_peak_bytes - self._backend.predicted_peak_bytes(problem, schedule)
-        resident = max(0, problem.profile.resident_bytes + surplus)
+        resident = max(0, problem.profile.resident_bytes + (max(0, surplus) if self._backend.fragments else surplus))
         return replace(problem, profile=replace(problem.profile, resident_bytes=resident))
 
     def quick(self, problem: Problem, batch_size: int) -> Plan:

@@ -70,7 +70,6 @@ class _Candidate:
     tried: list[tuple[Usage, Plan, RunStep]] = field(default_factory=list)  # plans that measured over the limit
     plain_exceeded: bool = False  # the plain step was measured, or ran out of memory, over the limit
     out_of_memory: int = 0
-    failure: InfeasibleBudgetError | ScheduleNotFoundError | None = None  # why no further batch can be trained
 
     def enter(self, phase: str) -> None:
         self.phase, self.steps_in_phase = phase, 0
@@ -162,8 +161,6 @@ class StepTuner:
                 candidate = self._candidates[key] = self._prepare(batch, may_split)
         self._main = self._main or candidate
         while True:
-            if candidate.failure is not None:
-                raise candidate.failure
             try:
                 return self._train(candidate, batch)
             except StepOutOfMemoryError as error:
@@ -306,7 +303,7 @@ class StepTuner:
             candidate.enter("settled")
             return candidate
         problem = self._trace(candidate, batch)
-        peak = self._backend.predicted_peak_bytes(problem, Schedule.store_all(problem.graph))
+        peak = self._plain_peak_bytes(candidate)
         if self._options.plan is not None and not self._candidates:  # it is for the shape that training begins with
             self._options.plan.check(problem)
             return self._with_plan(candidate, self._options.plan, "verify")
@@ -347,7 +344,7 @@ class StepTuner:
         known = self._known_costs(candidate.batch_size)
         if known is not None and micro_batches == 1 and known.graph.has_ops_of(graph):
             profile = replace(profile, op_time_s=known.profile.op_time_s, op_workspace_bytes=known.profile.op_workspace_bytes)
-        candidate.problem = self._with_pool(Problem(graph, profile, name=self._model.name))
+        candidate.problem = self._with_pool(candidate, Problem(graph, profile, name=self._model.name))
         candidate.micro_batches = micro_batches
         return candidate.problem
 
@@ -358,10 +355,11 @@ class StepTuner:
             return self._costs
         return main.problem if main.micro_batches == 1 and size <= main.batch_size else None
 
-    def _with_pool(self, problem: Problem) -> Problem:
+    def _with_pool(self, candidate: _Candidate, problem: Problem) -> Problem:
         """``problem`` with the allocator as it is; what came beside the batch since the epoch began are the batches after it."""
         idle = self._backend.bytes_in_use() - problem.graph.input_bytes if self.idle_bytes is None else self.idle_bytes
-        return self._backend.with_pool(problem, idle)
+        assert candidate.traced is not None
+        return self._backend.with_pool(candidate.traced, problem, idle)
 
     def _micro_batched(self, candidate: _Candidate, batch: Any, error: InfeasibleBudgetError | ScheduleNotFoundError) -> Plan:
         """A plan that trains the batch in pieces and sums their gradients; raises ``error`` where that is not allowed or does not help."""
@@ -398,6 +396,13 @@ class StepTuner:
         self._with_plan(candidate, plan, "warm-up")
         return True
 
+    def _plain_peak_bytes(self, candidate: _Candidate) -> int:
+        """What Keras's own step is predicted to need."""
+        problem, traced = candidate.problem, candidate.traced
+        assert problem is not None
+        assert traced is not None
+        return self._backend.predicted_peak_bytes(problem, Schedule.store_all(problem.graph)) + traced.plain_surplus_bytes
+
     def _cached(self, problem: Problem) -> Plan | None:
         try:
             return self._planner.cached(problem)
@@ -412,7 +417,7 @@ class StepTuner:
         if main.problem is None or size > main.batch_size or main.micro_batches > 1:
             return False
         resident = main.problem.profile.resident_bytes
-        peak = self._backend.predicted_peak_bytes(main.problem, Schedule.store_all(main.problem.graph))
+        peak = self._plain_peak_bytes(main)
         return resident + (peak - resident) * size / main.batch_size <= self.usable_bytes
 
     def _with_plan(self, candidate: _Candidate, plan: Plan, phase: str) -> _Candidate:
@@ -434,7 +439,7 @@ class StepTuner:
     def _advance(self, candidate: _Candidate, batch: Any) -> None:
         """What follows from the steps measured so far."""
         if candidate.phase == "plain" and candidate.steps_in_phase > self._options.profile_steps:
-            self._after_plain(candidate, batch)
+            self._after_plain(candidate)
         elif candidate.phase == "warm-up" and candidate.steps_in_phase >= 1:
             candidate.enter("record")
         elif candidate.phase == "record" and candidate.steps_in_phase >= self._options.profile_steps:
@@ -443,7 +448,7 @@ class StepTuner:
         elif candidate.phase == "verify":
             self._verify(candidate, batch)
 
-    def _after_plain(self, candidate: _Candidate, batch: Any) -> None:
+    def _after_plain(self, candidate: _Candidate) -> None:
         steps = candidate.measured[1:]  # the first one compiles
         usage = Usage(median(u.time_s for u in steps), max(u.peak_bytes for u in candidate.measured))
         if candidate is self._main and self._report.baseline is None:
@@ -457,23 +462,18 @@ class StepTuner:
             candidate.enter("settled")
             return
         assert candidate.problem is not None
-        predicted = self._backend.predicted_peak_bytes(candidate.problem, candidate.schedule)
+        predicted = self._plain_peak_bytes(candidate)
         self.event(
             "exceeded",
             f"The plain step takes {format_bytes(usage.peak_bytes)} measured ({format_bytes(predicted)} predicted), over "
             f"{format_bytes(self.limit_bytes)}: planning.",
         )
+        # it ran in no order and by other ops, which says little about ours: those are planned for as if it had not run
         candidate.plain_exceeded = True
-        candidate.problem = self._planner.calibrated(candidate.problem, candidate.schedule, usage.peak_bytes)
         profiled = candidate.problem.profile.source == "measured"
         with self._planning():
-            try:
-                with self._progress("planning"):
-                    plan = (self._planner.best if profiled else self._planner.quick)(candidate.problem, candidate.batch_size)
-            except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-                if not self._cut(candidate, batch, error):
-                    candidate.failure = error  # this batch is trained already; the next one is refused
-                return
+            with self._progress("planning"):
+                plan = (self._planner.best if profiled else self._planner.quick)(candidate.problem, candidate.batch_size)
             self._with_plan(candidate, plan, "verify" if profiled else "warm-up")
 
     def _after_recording(self, candidate: _Candidate) -> None:
@@ -487,10 +487,10 @@ class StepTuner:
             self.event("profile", "The profiler saw too few ops; the plan stays with estimated op times.")
             candidate.enter("verify")
             return
-        problem = self._with_pool(replace(candidate.problem, profile=profile))
+        problem = self._with_pool(candidate, replace(candidate.problem, profile=profile))
         peak = max(u.peak_bytes for u in candidate.measured)
         candidate.problem = problem = self._planner.calibrated(problem, candidate.schedule, peak)
-        plain = self._backend.predicted_peak_bytes(problem, Schedule.store_all(problem.graph))
+        plain = self._plain_peak_bytes(candidate)
         if plain <= self.usable_bytes and candidate.micro_batches == 1 and not candidate.plain_exceeded:
             self.event(
                 "plain",
