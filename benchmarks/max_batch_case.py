@@ -21,7 +21,8 @@ import paper_models
 
 import keras_remat
 from keras_remat.autotune import BatchSearch, forward_overhead, search_batch_size
-from keras_remat.backends.base import Backend, RunStep, load_backend
+from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
+from keras_remat.backends.examples import repeated_batch
 from keras_remat.max_batch import AsItIsNow, Trainer, measured_scaling, verified_search
 from keras_remat.planning import plan_problem, traced_model
 from keras_remat.scaling import BatchScaling
@@ -48,10 +49,12 @@ class Measurement:
         self.options = options
         self.paper = paper_models.PAPER_MODELS[options["model"]]
         self.model = self.paper.build(self.paper.pixels)
+        self.batch = self.paper.batch(self.paper.plain_batch)
         self.backend: Backend = load_backend()
         self.limit_bytes = int(options["limit_bytes"] or 0)
         self.plain_batch, self.plain_s_per_sample = 0, math.nan
         self.scaling: BatchScaling
+        self.traced: TracedStep
         self.predicted: dict[int, int] = {}  # batch → peak, of the newest order
 
     def row(self, **row: Any) -> None:
@@ -72,7 +75,7 @@ class Measurement:
 
     def _measured(self, run: RunStep, size: int, steps: int) -> tuple[int, float]:
         """Trains ``steps`` steps after a first one; the highest allocator peak of them all, and the median seconds without the first."""
-        batch = self.paper.batch(size)
+        batch = repeated_batch(self.batch, size)
         peaks, times_s = [], []
         for _ in range(1 + steps):
             logs, usage = self.backend.measure(lambda: run(batch))
@@ -92,7 +95,7 @@ class Measurement:
     def _plain(self) -> None:
         """The largest batch of plain Keras: found by training, one sample more at a time."""
         size = self.paper.plain_batch
-        self.backend.example_batch(self.model, self.paper.batch(1))  # builds the model
+        self.backend.example_batch(self.model, self.batch)  # builds the model
         peak, seconds = self._train_plain(size)
         self.limit_bytes = self.limit_bytes or peak
         while peak > self.limit_bytes and size > 1:
@@ -115,11 +118,8 @@ class Measurement:
 
     def _profile(self) -> None:
         self.model.train_function = None
-        step = traced_model(
-            self.backend, self.model, self.paper.batch(self.paper.plain_batch), _UNLIMITED_BYTES, 0.0, "measured",
-            self.options["seed"],
-        )  # fmt: skip
-        self.scaling = measured_scaling(self.backend, self.model, step)
+        step = traced_model(self.backend, self.model, self.batch, _UNLIMITED_BYTES, 0.0, "measured", self.options["seed"])
+        self.traced, self.scaling = step.traced, measured_scaling(self.backend, self.model, step)
 
     def _search(self, name: str) -> BatchSearch:
         """What the product finds, its plan with what was measured; Chen's schedules go the same way."""
@@ -128,24 +128,24 @@ class Measurement:
         start = self.paper.plain_batch
         if name == "auto":
             return keras_remat.find_max_batch_size(
-                self.model, self.paper.batch(start), limit, margin=options["margin"], time_limit_s=options["search_s"],
+                self.model, self.batch, limit, margin=options["margin"], time_limit_s=options["search_s"],
                 seed=options["seed"],
             )  # fmt: skip
         search = search_batch_size(
             self.scaling, start, limit, budget, self.backend, solver=name, time_limit_s=options["chen_s"], seed=options["seed"]
         )
-        train = Trainer(self.backend, self.model, self.paper.batch(start), budget)
+        train = Trainer(self.backend, self.model, self.batch, budget)
         return verified_search(
-            search, self.scaling, train, budget, self.backend, graph_of=train.graph, solver=name, solve_s=options["chen_s"] / 4,
+            search, self.scaling, train, budget, self.backend, traced=self.traced, graph_of=train.graph, solver=name, solve_s=options["chen_s"] / 4,
             seed=options["seed"],
         )  # fmt: skip
 
     def train(self, size: int, schedule: keras_remat.Schedule) -> tuple[int, float]:
         """Really trains ``size`` samples per step by a schedule; as :meth:`_measured`. The peak is predicted just before."""
         gc.collect()
-        spec = self.backend.resized_spec(self.paper.batch(1), size)
+        spec = self.backend.resized_spec(self.batch, size)
         traced = self.backend.trace(self.model, spec)
-        problem = AsItIsNow(self.scaling, self.backend).of(carried_problem(self.scaling.at(size), traced.graph))
+        problem = AsItIsNow(self.scaling, self.backend, traced).of(carried_problem(self.scaling.at(size), traced.graph))
         if not traced.graph.has_ops_of(
             self.scaling.at(size).graph
         ):  # TensorFlow folds an op at some sizes: the order is another
@@ -164,7 +164,7 @@ class Measurement:
         tried = [(schedule, *self.train(size, schedule))]
         while tried[-1][1] > self.limit_bytes and len(tried) <= _REPLANS:
             over = max(0, tried[-1][1] - self.predicted[size])
-            problem = AsItIsNow(self.scaling, self.backend).at(size)
+            problem = AsItIsNow(self.scaling, self.backend, self.traced).at(size)
             try:
                 plan = plan_problem(
                     problem, self.limit_bytes - over, self.backend, solver=name, time_limit_s=self.options["search_s"] / 6,

@@ -295,7 +295,6 @@ class Measurement:
         self.result |= {
             "ops": len(traced.graph.ops), "values": len(traced.graph.values), "floor_bytes": problem.floor_bytes,
             "least_predicted_bytes": least, "planner_rss_bytes": growth, "trace_s": trace_s, "lower_s": lower_s,
-            "store_all_predicted_bytes": backend.predicted_peak_bytes(problem, schedule),
         }  # fmt: skip
         return traced, problem, store_all
 
@@ -339,7 +338,9 @@ class Measurement:
             row["events"] = [event.message for event in remat.report.events]
         plan = remat.plan
         if plan is None:
-            row |= {"predicted_bytes": self.result["store_all_predicted_bytes"], "measured_bytes": max(probe.peaks[-3:])}
+            store_all = keras_remat.Schedule.store_all(remat.problem.graph)
+            predicted = self.backend.predicted_peak_bytes(remat.problem, store_all)
+            row |= {"predicted_bytes": predicted, "measured_bytes": max(probe.peaks[-3:])}
             row |= {"fit_peak_bytes": max(probe.peaks[1:]), "overhead": 0.0, "recomputed": 0, "to_swap_s": None}
             return None
         row |= {

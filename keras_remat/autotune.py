@@ -29,7 +29,6 @@ from keras_remat.graph import FORWARD
 from keras_remat.plan import Plan
 from keras_remat.planning import new_order, reused_plan
 from keras_remat.problem import Problem
-from keras_remat.scaling import BatchScaling
 from keras_remat.schedule import Schedule
 from keras_remat.simulate import simulate
 from keras_remat.time_fit import CostFit
@@ -49,6 +48,10 @@ _LEAST_TARGET = 0.85
 
 class Scaling(Protocol):
     """A train step at any batch size."""
+
+    @property
+    def fit(self) -> CostFit | None:
+        """Costs as functions of the size; ``None`` where they are in proportion to bytes."""
 
     def at(self, size: int) -> Problem:
         """The problem at ``size`` samples."""
@@ -158,7 +161,7 @@ def _bound(problem: Problem, max_overhead: float | Literal["forward"]) -> float:
 
 
 def search_batch_size(
-    scaling: BatchScaling,
+    scaling: Scaling,
     start: int,
     limit_bytes: int,
     budget_bytes: int,

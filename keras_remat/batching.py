@@ -148,7 +148,7 @@ class BatchTrainer:
         if least > at_most or plan.problem is None or not plan.problem.graph.has_ops_of(scaling.at(size).graph):
             return
         with steps.long_task("looking for a larger batch"):
-            now = AsItIsNow(scaling, steps.backend)
+            now = AsItIsNow(scaling, steps.backend, steps.measured_main()[0])
             error = peak_bytes - steps.backend.predicted_peak_bytes(now.at(size), plan.solution.schedule)
             orders = dict.fromkeys(p.plan.solution.schedule for p in reversed(self.search.probes) if p.plan is not None)
             found = SizeSearch(now, max(1, steps.usable_bytes - error), steps.backend, "forward", at_most, self._seed)

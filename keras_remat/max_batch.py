@@ -30,7 +30,7 @@ from keras_remat.problem import Problem
 from keras_remat.profile import Profile
 from keras_remat.scaling import BatchScaling, batch_scaling
 from keras_remat.schedule import Schedule, Usage
-from keras_remat.time_fit import carried_problem
+from keras_remat.time_fit import CostFit, carried_problem
 
 #: A size is the largest when one that is this share larger does not train.
 RESOLUTION = 0.03
@@ -38,15 +38,15 @@ RESOLUTION = 0.03
 MOST_SIZES = 10
 #: Steps per size; the second one finds the allocator's pool as the first one left it.
 STEPS = 2
-#: An order predicted to be over the budget by no more than this share of it may still be run; and the first one that runs.
-WORTH_RUNNING, FIRST_CHANCE = 0.1, 0.03
+#: An order predicted to be over the budget by no more than this share of it may still be run.
+WORTH_RUNNING = 0.1
 #: Seconds for a plan to measure a second size under.
 _SECOND_PLAN_S = 1.0
 #: How far above the least size worth running an order is solved for.
 _AIM = 1.02
 #: Of the time that is left after tracing, what the search with the quick solver and the one with the thorough solver may take; and of the time
 #: limit, what one solve afterwards may.
-_QUICK_SHARE, _LATE_SHARE, _SOLVE_SHARE = 0.15, 0.35, 0.1
+_QUICK_SHARE, _LATE_SHARE, _SOLVE_SHARE = 0.15, 0.45, 0.1
 #: The least of the time limit that the search gets, however long tracing took.
 _LEAST_SHARE = 0.3
 
@@ -95,8 +95,9 @@ def find_max_batch_size(
     step = traced_model(backend, model, batch, memory_limit, margin, profile, seed)
     scaling = measured_scaling(backend, model, step)
     left_s = max(_LEAST_SHARE * time_limit_s, time_limit_s - (time.perf_counter() - started))
+    now = AsItIsNow(scaling, backend, step.traced if profile == "measured" else None)
     search = search_batch_size(
-        scaling, batch_size_of(step.batch), step.limit_bytes, step.budget_bytes, backend, max_overhead=max_overhead,
+        now, batch_size_of(step.batch), step.limit_bytes, step.budget_bytes, backend, max_overhead=max_overhead,
         time_limit_s=_QUICK_SHARE * left_s, late_solver="auto", late_time_limit_s=_LATE_SHARE * left_s, seed=seed,
     )  # fmt: skip
     search = replace(search, search_time_s=time.perf_counter() - started)
@@ -104,7 +105,7 @@ def find_max_batch_size(
         return search
     trainer = Trainer(backend, model, step.batch, step.budget_bytes)
     return verified_search(
-        search, scaling, trainer, step.budget_bytes, backend, graph_of=trainer.graph, max_overhead=max_overhead,
+        search, scaling, trainer, step.budget_bytes, backend, traced=step.traced, graph_of=trainer.graph, max_overhead=max_overhead,
         solve_s=_SOLVE_SHARE * time_limit_s, deadline_s=started + time_limit_s, seed=seed,
     )  # fmt: skip
 
@@ -138,24 +139,28 @@ def _profile_at(size: int, traced: TracedStep, backend: Backend, model: Any, ste
         )
     except (InfeasibleBudgetError, ScheduleNotFoundError):
         return None
-    arrays = backend.example_batch(model, repeated_batch(step.batch, size))
-    measured = measured_problem(backend, model, traced, problem, plan, arrays)
+    measured = measured_problem(backend, model, traced, problem, plan, repeated_batch(step.batch, size))
     return None if measured is problem else measured.profile
 
 
 class AsItIsNow:
     """A scaling with what the device's allocator has in use and free now, before any batch is there.
 
-    Where the allocator is not replayed, problems stay as they are.
+    Where the allocator is not replayed, or no step is given that tells where variables are, problems stay as they are.
     """
 
-    def __init__(self, scaling: BatchScaling, backend: Backend):
-        self._scaling, self._replayed = scaling, backend.fragments
+    def __init__(self, scaling: BatchScaling, backend: Backend, traced: TracedStep | None):
+        self._scaling, self._replayed = scaling, backend.fragments and traced is not None
         self._idle_bytes, self._pool = 0, None
-        if backend.fragments:
+        if backend.fragments and traced is not None:
             gc.collect()  # the step before is in reference cycles
             self._idle_bytes = backend.bytes_in_use()
-            self._pool = backend.with_pool(self._resident(scaling.at(1)), self._idle_bytes).profile.pool
+            self._pool = backend.with_pool(traced, self._resident(scaling.at(1)), self._idle_bytes).profile.pool
+
+    @property
+    def fit(self) -> CostFit | None:
+        """The scaling's."""
+        return self._scaling.fit
 
     def _resident(self, problem: Problem) -> Problem:
         resident = self._idle_bytes + problem.graph.input_bytes
@@ -202,13 +207,13 @@ class Trainer:
         """Trains at most :data:`STEPS` steps; the last one's time and the highest peak, or ``None`` when the device ran out of memory."""
         backend, traced = self._backend, self._trace(size)
         assert plan.problem is not None
-        arrays = backend.example_batch(self._model, repeated_batch(self._batch, size))
+        batch = repeated_batch(self._batch, size)
         run = backend.lower(traced, replace(plan.problem, graph=traced.graph), plan.solution.schedule)
         usages: list[Usage] = []
         with preserved_state(backend, self._model):
             try:
                 while len(usages) < STEPS and all(usage.peak_bytes <= self._budget for usage in usages):
-                    usages.append(backend.measure(lambda: run(arrays))[1])
+                    usages.append(backend.measure(lambda: run(batch))[1])
             except Exception as error:
                 if not backend.is_out_of_memory(error):
                     raise
@@ -223,6 +228,7 @@ def verified_search(
     budget_bytes: int,
     backend: Backend,
     *,
+    traced: TracedStep | None = None,
     graph_of: Callable[[int], Graph] | None = None,
     max_overhead: float | Literal["forward"] | None = "forward",
     at_most: int | None = None,
@@ -239,6 +245,7 @@ def verified_search(
         train: runs a size, see :class:`Trainer`.
         budget_bytes: what the device may have in use; the measured peak is held against it.
         backend: whose allocator decides.
+        traced: the model's step at any size, which tells where its variables are.
         graph_of: the graph of the train step that really runs at a size; ``None`` where it is the scaling's.
         max_overhead, at_most, seed: as in :func:`~keras_remat.autotune.search_batch_size`.
         solver: for the sizes that no known order fits.
@@ -250,8 +257,8 @@ def verified_search(
         were, where none trained.
     """
     verifier = _Verifier(
-        search, scaling, train, budget_bytes, backend, graph_of, max_overhead, at_most or search.max_batch_size * 2**10, solver, solve_s,
-        deadline_s, seed,
+        search, scaling, train, budget_bytes, backend, traced, graph_of, max_overhead, at_most or search.max_batch_size * 2**10, solver,
+        solve_s, deadline_s, seed,
     )  # fmt: skip
     verifier.run()
     return verifier.result()
@@ -260,10 +267,11 @@ def verified_search(
 class _Verifier:
     def __init__(
         self, search: BatchSearch, scaling: BatchScaling, train: Train, budget_bytes: int, backend: Backend,
-        graph_of: Callable[[int], Graph] | None, max_overhead: float | Literal["forward"] | None, at_most: int, solver: str,
-        solve_s: float, deadline_s: float, seed: int,
+        traced: TracedStep | None, graph_of: Callable[[int], Graph] | None, max_overhead: float | Literal["forward"] | None,
+        at_most: int, solver: str, solve_s: float, deadline_s: float, seed: int,
     ):  # fmt: skip
         self.search, self.scaling, self.train, self.budget, self.backend = search, scaling, train, budget_bytes, backend
+        self.traced = traced
         self.graph_of, self.max_overhead, self.at_most, self.solver = graph_of, max_overhead, at_most, solver
         self.solve_s, self.deadline_s, self.seed = solve_s, deadline_s, seed
         self.started = time.perf_counter()
@@ -283,7 +291,7 @@ class _Verifier:
             if most is None:
                 break
             begun = time.perf_counter()
-            now = AsItIsNow(self.scaling, self.backend)
+            now = AsItIsNow(self.scaling, self.backend, self.traced)
             chosen = self._chosen(most, now)
             if chosen is None:
                 break
@@ -308,11 +316,8 @@ class _Verifier:
         """What predictions are held against, by what the last size that ran measured above its own.
 
         How far off a prediction is differs from run to run, with the chunks that the one before left free: half of it is taken to be
-        there again, and all of it after the second failure. The first size to run may be predicted to be a little over: a failure costs a
-        single step, and a size that is too small another one.
+        there again, and all of it after the second failure.
         """
-        if not self.good and not self.failures:
-            return int(self.budget * (1 + FIRST_CHANCE))
         return max(1, self.budget - (self.error if self.failures > 1 else self.error // 2))
 
     def _next(self, size: int) -> int | None:
@@ -336,8 +341,8 @@ class _Verifier:
         found.best_of(orders, first, downwards=not self.good)
         if not found.good and (not self.good or self._in_time(self.solve_s + self.longest_s)):
             found.attempt(first, self.solver, self.solve_s)
-        if found.good < self._lowest:
-            return self._worth_running(first, now)
+        if found.good < self._lowest:  # what a replay of the allocator says holds
+            return None if self.backend.fragments else self._worth_running(first, now)
         plan = found.fastest
         if plan.solution.schedule not in self.orders:
             self.orders.append(plan.solution.schedule)

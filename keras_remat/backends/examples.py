@@ -69,14 +69,20 @@ def batch_size_of(batch: Any) -> int:
 def repeated_batch(batch: Any, size: int) -> Any:
     """``size`` samples: those of ``batch`` from the first on, again and again.
 
+    They are gathered on the device, where a batch of ``fit`` is: TensorFlow puts an array that is converted into the device's pool or leaves it
+    outside, as its address happens to be aligned.
+
     Args:
         batch: arrays whose first dimension is the batch's; ``None`` stays ``None``.
         size: samples wanted.
+
+    Returns:
+        The framework's arrays.
     """
     import keras
 
     at = np.arange(size) % batch_size_of(batch)
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf)[at], batch)
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else keras.ops.take(leaf, at, axis=0), batch)
 
 
 def _array(leaf: Any, rng: np.random.Generator) -> Any:
