@@ -271,6 +271,7 @@ def measured_problem(backend: Backend, model: Any, traced: TracedStep, problem: 
 
 def problem_now(backend: Backend, traced: TracedStep, profile: Profile, name: str) -> Problem:
     """The problem of a step whose batch is there, with the allocator as it is."""
+    gc.collect()  # what is in reference cycles would be free by the time a plan runs
     problem = Problem(traced.graph, profile, name=name)
     return backend.with_pool(traced, problem, backend.bytes_in_use() - traced.graph.input_bytes)
 

@@ -357,6 +357,7 @@ class StepTuner:
 
     def _with_pool(self, candidate: _Candidate, problem: Problem) -> Problem:
         """``problem`` with the allocator as it is; what came beside the batch since the epoch began are the batches after it."""
+        gc.collect()  # what is in reference cycles would be free by the time the plan runs
         idle = self._backend.bytes_in_use() - problem.graph.input_bytes if self.idle_bytes is None else self.idle_bytes
         assert candidate.traced is not None
         return self._backend.with_pool(candidate.traced, problem, idle)
