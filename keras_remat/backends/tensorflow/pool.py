@@ -17,8 +17,9 @@ is reset afterwards.
 A variable's tensor tells where it is, and its own size, not that of its chunk: that is taken to reach to what comes next, where this is less than
 twice as far. Where the batches are that the input pipeline holds, nobody says: they are taken to be in gaps of just their size.
 
-Known limits: while a session of the user's own profiler runs, or with a single free chunk, there is no answer; nothing else may allocate
-meanwhile.
+Where all that is free is one chunk, f is 0 and tells nothing; a hole is made in it first.
+
+Known limits: while a session of the user's own profiler runs, there is no answer; nothing else may allocate meanwhile.
 """
 
 from __future__ import annotations
@@ -120,9 +121,11 @@ def _address(tensor: Any) -> int:
 
 
 def _probed() -> tuple[Chunk, ...]:
-    measured = _free_and_largest(_FIRST_BYTES)
+    measured = _free_and_largest(_FIRST_BYTES) or _only_chunk()
     if measured is None:
         return ()
+    if measured[0] == measured[1]:
+        return (_largest_chunk(measured[1]),)
     # more exactly, by a larger allocation
     measured = _free_and_largest(_aligned(max(_FIRST_BYTES, measured[1] / 4)))
     if measured is None:
@@ -147,9 +150,28 @@ def _probed() -> tuple[Chunk, ...]:
         else:  # cut off a chunk of at least twice this size
             request = _aligned(request * _GROWTH)
         del tensor
-    # and of the largest, which is too large to be known to the byte
-    tensor, chunk_bytes = _allocate(_aligned(max(_WHOLE_SHARE * largest, largest - _WHOLE_BYTES)))
-    return (*found, Chunk(_address(tensor), chunk_bytes))
+    return (*found, _largest_chunk(largest))
+
+
+def _largest_chunk(nbytes: float) -> Chunk:
+    """The largest chunk, of about ``nbytes``, while the others are held."""
+    tensor, chunk_bytes = _allocate(_aligned(max(_WHOLE_SHARE * nbytes, nbytes - _WHOLE_BYTES)))
+    return Chunk(_address(tensor), chunk_bytes)
+
+
+def _only_chunk() -> tuple[float, float] | None:
+    """Free bytes, twice, where all of them are one chunk: with a hole of a bytes cut off its beginning and b held behind it, f = a / (F − b)."""
+    hole, nbytes = _allocate(_FIRST_BYTES)
+    if nbytes > _FIRST_BYTES:  # it was handed out whole
+        return nbytes, nbytes
+    kept, _ = _allocate(_FIRST_BYTES)
+    apart = _address(kept) - _address(hole)
+    del hole
+    measured = _free_and_largest(_FIRST_BYTES) if apart == _FIRST_BYTES else None
+    if measured is None or abs(measured[0] - measured[1] - _FIRST_BYTES) > _ALIGNMENT_BYTES:
+        return None  # there are more of them
+    free = measured[0] + _FIRST_BYTES
+    return free, free
 
 
 def _aligned(nbytes: float) -> int:

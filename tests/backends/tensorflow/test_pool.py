@@ -12,6 +12,7 @@ from keras_remat.backends.base import load_backend
 from keras_remat.backends.tensorflow import pool, private
 from keras_remat.backends.tensorflow.measure import bytes_in_use
 from keras_remat.backends.tensorflow.profile import Recorder, allocation_events
+from keras_remat.profile import Chunk
 from keras_remat.units import MIB
 
 
@@ -22,6 +23,14 @@ def tf():
 
 def empty(tf, mib):
     return tf.raw_ops.Empty(shape=[int(mib * MIB)], dtype=tf.uint8)
+
+
+def all_but_the_largest(tf, mib):
+    """Holds every free chunk but the largest, which has room for ``mib``."""
+    gc.collect()
+    room = empty(tf, mib)
+    del room
+    return [tf.raw_ops.Empty(shape=[chunk.nbytes - 256], dtype=tf.uint8) for chunk in pool.free_chunks()[:-1]]
 
 
 def total(chunks):
@@ -43,6 +52,17 @@ def test_a_chunk_that_is_freed_between_two_that_are_kept_is_found(tf):
     assert total(after) == total(before) + used - bytes_in_use()
     assert any(chunk.address <= hole < chunk.address + chunk.nbytes for chunk in after)
     assert not any(chunk.address <= hole < chunk.address + chunk.nbytes for chunk in before)
+
+
+def test_a_single_chunk_is_found(tf):
+    """All others are held; what is left is what the allocator then hands out whole."""
+    held = all_but_the_largest(tf, 50)
+    used = bytes_in_use()
+    (only,) = pool.free_chunks()
+    assert bytes_in_use() == used
+    whole = tf.raw_ops.Empty(shape=[only.nbytes - 256], dtype=tf.uint8)
+    assert (pool._address(whole), bytes_in_use() - used) == (only.address, only.nbytes)
+    del held
 
 
 def test_where_a_variable_is_that_an_op_takes_a_buffer_for(tf):
@@ -78,7 +98,7 @@ def test_resource_that_is_no_variable_is_nowhere(tf):
 
 
 def test_batch_is_looked_for_in_a_gap_of_its_size(tf):
-    gc.collect()
+    held = all_but_the_largest(tf, 200)
     kept = [empty(tf, mib) for mib in (40, 3, 40)]
     at = pool._address(kept[1])
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -87,8 +107,9 @@ def test_batch_is_looked_for_in_a_gap_of_its_size(tf):
     traced = load_backend().trace(model, load_backend().example_batch(model, batch))
     del kept[2], kept[0]
     gaps = list(pool.Residents(traced, pool.free_chunks()).gaps([3 * MIB]))
-    assert any(gap.address <= at < gap.address + gap.nbytes for gap in gaps)
+    assert Chunk(at, 3 * MIB) in gaps
     assert not list(pool.Residents(traced, pool.free_chunks()).gaps([]))
+    del held
 
 
 def test_fragmentation_of_what_was_found_is_what_the_allocator_says(tf):
