@@ -98,18 +98,15 @@ def test_resource_that_is_no_variable_is_nowhere(tf):
 
 
 def test_batch_is_looked_for_in_a_gap_of_its_size(tf):
-    held = all_but_the_largest(tf, 200)
-    kept = [empty(tf, mib) for mib in (40, 3, 40)]
-    at = pool._address(kept[1])
+    """Between chunks of 40 MiB lie 3, then 9; nothing that the step holds is as large."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", jit_compile=False)
     batch = (np.ones((2, 1), np.float32), np.ones((2, 1), np.float32))
     traced = load_backend().trace(model, load_backend().example_batch(model, batch))
-    del kept[2], kept[0]
-    gaps = list(pool.Residents(traced, pool.free_chunks()).gaps([3 * MIB]))
-    assert Chunk(at, 3 * MIB) in gaps
-    assert not list(pool.Residents(traced, pool.free_chunks()).gaps([]))
-    del held
+    residents = pool.Residents(traced, [Chunk(at * MIB, 40 * MIB) for at in (0, 43, 92)])
+    assert list(residents.gaps([3 * MIB])) == [Chunk(40 * MIB, 3 * MIB)]
+    assert list(residents.gaps([2 * MIB, 5 * MIB])) == [Chunk(40 * MIB, 3 * MIB), Chunk(83 * MIB, 9 * MIB)]
+    assert not list(residents.gaps([]))
 
 
 def test_fragmentation_of_what_was_found_is_what_the_allocator_says(tf):
