@@ -121,7 +121,10 @@ def _address(tensor: Any) -> int:
 
 
 def _probed() -> tuple[Chunk, ...]:
-    measured = _free_and_largest(_FIRST_BYTES) or _only_chunk()
+    fragmentation = _fragmentation(_FIRST_BYTES)
+    if fragmentation is None:
+        return ()
+    measured = _free_and_largest(_FIRST_BYTES) if fragmentation[1] > 0 else _only_chunk()
     if measured is None:
         return ()
     if measured[0] == measured[1]:
@@ -181,6 +184,18 @@ def _aligned(nbytes: float) -> int:
 def _free_and_largest(nbytes: int) -> tuple[float, float] | None:
     """Free bytes, and those of the largest free chunk, from an allocation of ``nbytes`` that is given back at once; ``None`` where that does not
     tell."""
+    measured = _fragmentation(nbytes)
+    if measured is None:
+        return None
+    taken, before, after = measured
+    if not 0 < before < 1 or not 0 <= after < 1 or after == before:
+        return None
+    free = taken * (1 - after) / (before - after) if after < before else taken * after / (after - before)
+    return free, free * (1 - before)
+
+
+def _fragmentation(nbytes: int) -> tuple[int, float, float] | None:
+    """The chunk that ``nbytes`` got for a moment, and the fragmentation without and with it; ``None`` where no recording says."""
     recorder = Recorder()
     if not recorder.start():
         return None
@@ -192,10 +207,7 @@ def _free_and_largest(nbytes: int) -> tuple[float, float] | None:
         if stats.get("requested_bytes") == nbytes and "fragmentation" in stats
     }
     before, after = said.get("MemoryDeallocation"), said.get("MemoryAllocation")
-    if before is None or after is None or not 0 < before < 1 or not 0 <= after < 1 or after == before:
-        return None
-    free = taken * (1 - after) / (before - after) if after < before else taken * after / (after - before)
-    return free, free * (1 - before)
+    return None if before is None or after is None else (taken, before, after)
 
 
 def _allocate(nbytes: int) -> tuple[Any, int]:
