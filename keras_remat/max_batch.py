@@ -3,8 +3,8 @@
 What :mod:`keras_remat.autotune` finds by prediction is run, and where prediction and device disagree, the device wins. A found size is
 trained for a few real steps, on the given samples repeated, and every variable is put back. What was measured above (or below) the
 prediction is taken off (or added to) what may be used, and the largest size that a known order reaches by that is the next to run: smaller
-after a failure, larger after a success. Where known orders reach no further, one more is solved for; an order predicted to be a little over
-the limit still has its chance on the device. It ends when sizes that train and that do not are 3 % apart, or the time is over.
+after a failure, larger after a success. Where known orders reach no further, one more is solved for; where the allocator is not replayed, an order
+predicted to be a little over the limit still has its chance on the device. It ends when sizes that train and that do not are 3 % apart, or the time is over.
 
 A size may have a graph of its own, where the framework folds an op at some sizes and not at others: every size is compared with its own trace
 before it runs, and planned anew where the ops are others.

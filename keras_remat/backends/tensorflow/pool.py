@@ -124,13 +124,13 @@ def _probed() -> tuple[Chunk, ...]:
     fragmentation = _fragmentation(_FIRST_BYTES)
     if fragmentation is None:
         return ()
-    measured = _free_and_largest(_FIRST_BYTES) if fragmentation[1] > 0 else _only_chunk()
+    measured = _free_and_largest(fragmentation) if fragmentation[1] > 0 else _only_chunk()
     if measured is None:
         return ()
     if measured[0] == measured[1]:
         return (_largest_chunk(measured[1]),)
     # more exactly, by a larger allocation
-    measured = _free_and_largest(_aligned(max(_FIRST_BYTES, measured[1] / 4)))
+    measured = _free_and_largest(_fragmentation(_aligned(max(_FIRST_BYTES, measured[1] / 4))))
     if measured is None:
         return ()
     free, largest = measured
@@ -138,9 +138,8 @@ def _probed() -> tuple[Chunk, ...]:
     found: list[Chunk] = []
     request = _FIRST_BYTES
     for _ in range(_MOST_REQUESTS):
-        if (
-            free - sum(chunk.nbytes for chunk in found) - largest < request / 2
-        ):  # what is left beside the largest chunk is no chunk of this size
+        beside_bytes = free - largest - sum(chunk.nbytes for chunk in found)
+        if beside_bytes < request / 2:  # that is no chunk of this size
             break
         if request > largest:
             logger.debug("keras_remat: the allocator's free chunks do not add up to its fragmentation")
@@ -170,7 +169,7 @@ def _only_chunk() -> tuple[float, float] | None:
     kept, _ = _allocate(_FIRST_BYTES)
     apart = _address(kept) - _address(hole)
     del hole
-    measured = _free_and_largest(_FIRST_BYTES) if apart == _FIRST_BYTES else None
+    measured = _free_and_largest(_fragmentation(_FIRST_BYTES)) if apart == _FIRST_BYTES else None
     if measured is None or abs(measured[0] - measured[1] - _FIRST_BYTES) > _ALIGNMENT_BYTES:
         return None  # there are more of them
     free = measured[0] + _FIRST_BYTES
@@ -181,13 +180,11 @@ def _aligned(nbytes: float) -> int:
     return int(nbytes) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
 
-def _free_and_largest(nbytes: int) -> tuple[float, float] | None:
-    """Free bytes, and those of the largest free chunk, from an allocation of ``nbytes`` that is given back at once; ``None`` where that does not
-    tell."""
-    measured = _fragmentation(nbytes)
-    if measured is None:
+def _free_and_largest(fragmentation: tuple[int, float, float] | None) -> tuple[float, float] | None:
+    """Free bytes, and those of the largest free chunk, from what :func:`_fragmentation` says; ``None`` where that does not tell."""
+    if fragmentation is None:
         return None
-    taken, before, after = measured
+    taken, before, after = fragmentation
     if not 0 < before < 1 or not 0 <= after < 1 or after == before:
         return None
     free = taken * (1 - after) / (before - after) if after < before else taken * after / (after - before)
