@@ -153,7 +153,8 @@ class Measurement:
             schedule = plan.solution.schedule
         keras_remat.validate(problem, schedule)
         self.predicted[size] = self.backend.predicted_peak_bytes(problem, schedule)
-        return self._measured(self.backend.lower(traced, problem, schedule), size, self.options["steps"])
+        run = self.backend.lower(traced, problem.with_budget(self.limit_bytes), schedule)
+        return self._measured(run, size, self.options["steps"])
 
     def trained(self, size: int, schedule: keras_remat.Schedule, name: str) -> tuple[keras_remat.Schedule, int, float]:
         """Trains by a known order, and where that is over the limit by one made again for this size and what was measured, as ``fit`` does.

@@ -257,7 +257,9 @@ class Measurement:
                 continue
             if plan is not None:
                 schedule = plan.solution.schedule
-                variants.append(Variant(budget, backend.lower(traced, problem, schedule), initial))
+                variants.append(
+                    Variant(budget, backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule), initial)
+                )
         take_turns(model, self.state, variants, models.batches(data, self.case.batch_size), options["steps"], backend)
         self._compare(variants)
 
@@ -274,7 +276,7 @@ class Measurement:
         growth = _memory_high_water() - before
         schedule = keras_remat.Schedule.store_all(traced.graph)
         started = time.perf_counter()
-        store_all = backend.lower(traced, problem, schedule)
+        store_all = backend.lower(traced, problem.with_budget(2 * self.result["plain_peak_bytes"]), schedule)  # in order
         lower_s = time.perf_counter() - started
         with preserved_state(backend, model):
             store_all(batch)
@@ -288,7 +290,7 @@ class Measurement:
         if profile is None:
             raise RuntimeError("the profiler saw too few ops")
         problem = keras_remat.Problem(traced.graph, profile, name=self.case.name)
-        store_all = backend.lower(traced, problem, schedule)
+        store_all = backend.lower(traced, problem, schedule)  # no budget, no pressure: in no order
         before = _memory_high_water(reset=True)
         least = smallest_budget(problem, backend, options["probe_time_limit_s"])
         growth = max(growth, _memory_high_water() - before)

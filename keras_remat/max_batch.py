@@ -25,12 +25,13 @@ from keras_remat.backends.examples import batch_size_of, repeated_batch
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.graph import Graph
 from keras_remat.plan import Plan
-from keras_remat.planning import TracedModel, measured_problem, plan_problem, reused_plan, traced_model
+from keras_remat.planning import TracedModel, measured_problem, plan_problem, reused_plan, traced_model, usable_bytes
 from keras_remat.problem import Problem
 from keras_remat.profile import Profile
 from keras_remat.scaling import BatchScaling, batch_scaling
 from keras_remat.schedule import Schedule, Usage
 from keras_remat.time_fit import CostFit, carried_problem
+from keras_remat.units import parse_bytes
 
 #: A size is the largest when one that is this share larger does not train.
 RESOLUTION = 0.03
@@ -92,6 +93,8 @@ def find_max_batch_size(
         raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     started = time.perf_counter()
     backend = load_backend()
+    if profile == "measured":
+        backend.reserve(usable_bytes(parse_bytes(memory_limit, total_bytes=backend.device_memory_bytes()), margin))
     step = traced_model(backend, model, batch, memory_limit, margin, profile, seed)
     scaling = measured_scaling(backend, model, step)
     left_s = max(_LEAST_SHARE * time_limit_s, time_limit_s - (time.perf_counter() - started))
@@ -208,7 +211,8 @@ class Trainer:
         backend, traced = self._backend, self._trace(size)
         assert plan.problem is not None
         batch = repeated_batch(self._batch, size)
-        run = backend.lower(traced, replace(plan.problem, graph=traced.graph), plan.solution.schedule)
+        problem = replace(plan.problem, graph=traced.graph, budget_bytes=plan.budget_bytes)
+        run = backend.lower(traced, problem, plan.solution.schedule)
         usages: list[Usage] = []
         with preserved_state(backend, self._model):
             try:

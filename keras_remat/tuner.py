@@ -426,7 +426,8 @@ class StepTuner:
         assert candidate.problem is not None
         with self._progress("building the rematerialized step"):
             schedule = plan.solution.schedule
-            candidate.run = self._backend.lower(candidate.traced, candidate.problem, schedule)
+            problem = candidate.problem.with_budget(plan.budget_bytes)
+            candidate.run = self._backend.lower(candidate.traced, problem, schedule)
         self._set_plan(candidate, plan)
         recording_helps = phase != "warm-up" or self._backend.measures_op_times
         candidate.enter(phase if recording_helps else "verify")

@@ -133,6 +133,9 @@ class FakeBackend:
     def with_pool(self, traced, problem, idle_bytes):
         return problem
 
+    def reserve(self, limit_bytes):
+        self.reserved_bytes = limit_bytes
+
     def predicted_peak_bytes(self, problem, schedule):
         return simulate(problem, schedule).peak_bytes + self.allocator_bytes(problem, schedule)
 

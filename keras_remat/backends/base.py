@@ -135,11 +135,23 @@ class Backend(Protocol):
             idle_bytes: what is in use while there is no batch.
         """
 
+    def reserve(self, limit_bytes: int) -> None:
+        """Has the device's allocator take what is free of the limit from the system in one piece, where it would grow by many small ones.
+
+        What runs afterwards finds one large chunk, so that less of it is lost between small ones. Where that cannot be had, nothing happens.
+        """
+
     def recorder(self) -> ProfileRecorder:
         """A recorder for a measured profile."""
 
     def lower(self, traced: TracedStep, problem: Problem, schedule: Schedule) -> RunStep:
-        """A step that runs ``schedule``."""
+        """A step that runs ``schedule``.
+
+        Args:
+            traced: the step.
+            problem: its graph and costs. Without a budget, a schedule that recomputes nothing may run in any order.
+            schedule: a legal order.
+        """
 
     def predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """The peak the device's allocator will show for ``schedule``."""

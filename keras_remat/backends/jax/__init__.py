@@ -118,6 +118,9 @@ class JaxBackend:
     def with_pool(self, traced: Any, problem: Problem, idle_bytes: int) -> Problem:
         return problem  # compiling tells the peak
 
+    def reserve(self, limit_bytes: int) -> None:
+        """Nothing: one buffer holds all temporaries."""
+
     def recorder(self) -> _Recorder:
         return _Recorder(self._device)
 

@@ -54,7 +54,7 @@ def lower(traced: TensorFlowStep, problem: Problem, schedule: Schedule, smallest
 
     Args:
         traced: the step the problem's graph came from.
-        problem: its graph and costs.
+        problem: its graph and costs, and the budget; without one, a schedule that recomputes nothing is no order at all.
         schedule: a legal order.
         smallest_bytes: what the pool serves at least; 0 orders all that holds data.
     """

@@ -104,6 +104,9 @@ class TensorFlowBackend:
         known = Pool(free, tuple(residents.homes()), tuple(residents.gaps(inputs)) if held else (), held, ahead)
         return replace(problem, profile=replace(problem.profile, resident_bytes=resident, pool=known))
 
+    def reserve(self, limit_bytes: int) -> None:
+        pool.reserve(min(limit_bytes, measure.device_memory_bytes()) - measure.bytes_in_use())
+
     def recorder(self) -> ProfileRecorder:
         return _Recorder()
 

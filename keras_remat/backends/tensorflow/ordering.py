@@ -5,6 +5,8 @@ their buffers earlier, and from other chunks of the pool in every step, so that 
 nothing can be predicted. So every op that touches the pool waits for the one before it that does. What it costs in parallelism between ops
 is small, since an op of that size uses all cores by itself. All other ops, the many small ones, run as soon as their inputs are there;
 recomputations among them wait too, or they would run early and their values be there for nothing.
+
+Where nothing is computed twice and no budget is to be kept, nothing waits: the step runs as TensorFlow runs the plain one, and is as fast.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ def ordered_positions(problem: Problem, schedule: Schedule, smallest_bytes: int)
     """For every position of the order, whether its op runs after the last such op before it.
 
     Args:
-        problem: the graph and its costs.
+        problem: the graph, its costs, and the budget that the order keeps, if it has to keep one.
         schedule: a legal order.
         smallest_bytes: what the allocator's pool serves at least (:data:`~.allocator.CPU_SMALL_BYTES` on the CPU).
     """
+    if problem.budget_bytes is None and not schedule.recomputed:
+        return [False] * len(schedule.order)
     graph, workspace = problem.graph, problem.profile.op_workspace_bytes
     pooled = [value.producer is not None and value.nbytes >= smallest_bytes for value in graph.values]
     touches = [

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_remat.backends import host
 from keras_remat.backends.tensorflow import kinds, private
 from keras_remat.backends.tensorflow.allocator import CPU_SMALL_BYTES
 from keras_remat.backends.tensorflow.profile import Recorder, allocation_events, device_name
@@ -55,6 +56,22 @@ def free_chunks() -> tuple[Chunk, ...]:
     """The free chunks of at least :data:`~.allocator.CPU_SMALL_BYTES`, the smallest first; empty where they cannot be told."""
     try:
         return _probed()
+    finally:
+        tf.config.experimental.reset_memory_stats(device_name())
+
+
+def reserve(nbytes: int) -> None:
+    """Has the CPU's pool grow by a region of at least ``nbytes``, unless it has a free chunk of that size; no page of it is touched.
+
+    A pool that grows as it is needed has regions of 2, 4, 8 … MiB, which no chunk reaches across. A process whose address space is limited
+    keeps those: a region that is reserved would be missing elsewhere. A GPU's pool takes all it may have when it starts.
+    """
+    if nbytes < CPU_SMALL_BYTES or host.address_space_is_limited() or device_name().startswith("GPU"):
+        return
+    try:
+        tf.raw_ops.Empty(shape=[-(-nbytes // MIB), MIB], dtype=tf.uint8)
+    except tf.errors.ResourceExhaustedError:  # more than the machine promises: it grows as it is needed
+        logger.debug("keras_remat: no free region of %d bytes", nbytes)
     finally:
         tf.config.experimental.reset_memory_stats(device_name())
 

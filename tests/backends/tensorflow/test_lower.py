@@ -137,6 +137,21 @@ def test_every_variable_is_accessed_in_one_order():
         assert writes > 10
 
 
+def test_without_a_budget_and_recomputation_nothing_waits_for_memory():
+    """Such a step has the parallelism of the plain one; any other runs what touches the pool in its order."""
+    b = bench("mlp")
+    again = Schedule((*b.store_all.order[:1], *b.store_all.order))
+
+    def controls(problem, schedule):
+        graph = lower(b.traced, problem, schedule, 0)._function.graph
+        return sum(len(op.control_inputs) for op in graph.get_operations())
+
+    free, budget = controls(b.problem, b.store_all), b.problem.with_budget(2**40)
+    assert controls(budget, b.store_all) > free
+    assert controls(b.problem, again) > free
+    keras_models.assert_same_bits(b.train_with(lower(b.traced, budget, b.store_all))[0], b.reference[0])
+
+
 def test_no_option_leaks():
     b = bench("mlp")
     before = tf.config.optimizer.get_experimental_options(), context.context().function_call_options
@@ -159,7 +174,7 @@ def wide():
 
 
 def measured_peak(b, schedule):
-    run = lower(b.traced, b.problem, schedule, CPU_SMALL_BYTES)
+    run = lower(b.traced, b.problem.with_budget(2**40), schedule, CPU_SMALL_BYTES)
     b.train_with(run, 1)
     return max(BACKEND.measure(lambda: run(b.data))[1].peak_bytes for _ in range(3))
 
@@ -187,7 +202,7 @@ def test_every_step_takes_the_same_peak_and_the_predicted_one():
     """What touches the pool runs in one order, so a step without variables of the pool's size repeats itself chunk for chunk."""
     b = Bench(lambda: keras_models.wide_mlp(width=48))
     schedule = b.store_all
-    run = lower(b.traced, b.problem, schedule, CPU_SMALL_BYTES)
+    run = lower(b.traced, b.problem.with_budget(2**40), schedule, CPU_SMALL_BYTES)
     b.train_with(run, 2)
     in_use = BACKEND.bytes_in_use()
     problem = Problem(b.traced.graph, BACKEND.estimated_profile(b.traced, in_use))

@@ -11,7 +11,6 @@ much; it is made to hold a region that the buffer can be cut from, once, untouch
 from __future__ import annotations
 
 import logging
-import resource
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from keras_remat.backends.base import RunStep
-from keras_remat.backends.tensorflow import measure, private
+from keras_remat.backends.tensorflow import measure, pool, private
 from keras_remat.backends.tensorflow.compiled import lower as lowering
 from keras_remat.backends.tensorflow.compiled import profile as profiling
 from keras_remat.backends.tensorflow.compiled import trace as tracing
@@ -31,7 +30,6 @@ from keras_remat.problem import Problem
 from keras_remat.profile import Profile
 from keras_remat.schedule import Schedule, Usage
 from keras_remat.simulate import simulate
-from keras_remat.units import MIB
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -133,14 +131,9 @@ class CompiledBackend(TensorFlowBackend):
         return step
 
     def _reserve(self, nbytes: int) -> None:
-        """Makes the CPU's allocator hold a free region of ``nbytes``; not in a capped address space, which it would use up."""
-        capped = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-        if nbytes > self._reserved_bytes and not capped and not tf.config.list_logical_devices("GPU"):
+        if nbytes > self._reserved_bytes:
             self._reserved_bytes = nbytes
-            try:
-                tf.raw_ops.Empty(shape=[-(-nbytes // MIB), MIB], dtype=tf.uint8, init=False)
-            except tf.errors.ResourceExhaustedError:  # more than the machine promises: the buffer takes what chunk there is
-                logger.debug("keras_remat: no free region of %d bytes", nbytes)
+            pool.reserve(nbytes)
 
     def predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         resident = problem.profile.resident_bytes
