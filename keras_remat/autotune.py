@@ -40,8 +40,14 @@ _RESOLUTION = 0.01
 _LARGEST_SIZE = 2**40
 #: An order that reaches this share of the size it was made for has not failed; how much larger the sizes are that get another chance.
 _NEAR, _AGAIN = 0.97, 1.1
+#: The first and the longest step up, as shares of the size, of a search around a known order.
+_FIRST_STEP, _MOST_STEP = 0.08, 0.3
+#: After so many of them without a find it ends.
+_MOST_FAILURES = 8
 #: Of the time limit, what one solve may take.
 _SOLVE_SHARE = 0.25
+#: Of the time of the thorough solver, what is left for steps from known orders, and what one of them may take.
+_STRETCH_SHARE, _STRETCH_SOLVE_SHARE = 0.35, 0.12
 #: The least budget a solver is given, as a share of the real one, for what the allocator wastes.
 _LEAST_TARGET = 0.85
 
@@ -173,6 +179,7 @@ def search_batch_size(
     time_limit_s: float = 60.0,
     late_solver: str | None = None,
     late_time_limit_s: float = 60.0,
+    afterwards_s: Callable[[Plan], float] | None = None,
     seed: int = 0,
     progress: Callable[[Probe], None] | None = None,
 ) -> BatchSearch:
@@ -188,7 +195,8 @@ def search_batch_size(
         solver: a quick one, asked at many sizes.
         time_limit_s: after this no new size is tried; no solve gets more than a quarter of it.
         late_solver: a thorough one, asked at sizes above the largest that ``solver`` reached; ``None`` for none.
-        late_time_limit_s: seconds for that, beside the others; no solve gets more than a quarter of it.
+        late_time_limit_s: seconds for that and for steps from known orders, beside the others; no solve gets more than a quarter of it.
+        afterwards_s: seconds that have to be left of the late time when a plan is the result; ``None`` for none.
         seed: for the solvers.
         progress: called with every probe.
 
@@ -201,7 +209,8 @@ def search_batch_size(
     search.begin(min(start, search.at_most), solver, _SOLVE_SHARE * time_limit_s)
     search.climb(solver, _SOLVE_SHARE * time_limit_s, search.started + time_limit_s)
     if late_solver is not None:
-        search.climb(late_solver, _SOLVE_SHARE * late_time_limit_s, time.perf_counter() + late_time_limit_s)
+        search.afterwards_s = afterwards_s
+        search.climb_and_stretch(late_solver, late_time_limit_s)
     return replace(search.result(limit_bytes), fit=scaling.fit)
 
 
@@ -228,6 +237,9 @@ class SizeSearch:
         self.good = self.plain = 0
         self.probes: list[Probe] = []
         self.failure: RematError | None = None
+        self.afterwards_s: Callable[[Plan], float] | None = (
+            None  # what has to be left of the time, by the plan that is the result
+        )
         self.target_share = 1.0  # of the budget, that solvers get: the rest is what the allocator wastes
 
     def begin(self, size: int, solver: str, solve_s: float) -> None:
@@ -242,6 +254,11 @@ class SizeSearch:
                 raise self.failure or ScheduleNotFoundError(self.budget, self.scaling.at(1).floor_bytes, solver="batch search")
             size //= 2
 
+    def begin_with(self, size: int, plan: Plan) -> None:
+        """Takes a plan that is known to fit at ``size`` for what was reached."""
+        self.good = size
+        self._tell(Probe.of(size, plan))
+
     def climb(self, solver: str, solve_s: float, deadline_s: float) -> None:
         """Solves between the largest size reached and the least that no schedule fits, or this solver failed at.
 
@@ -250,18 +267,41 @@ class SizeSearch:
         fails, again = self._ceiling(), True
         while again:
             begun = self.good
-            while fails - self.good > max(1, int(self.good * _RESOLUTION)) and time.perf_counter() < deadline_s:
+            while fails - self.good > max(1, int(self.good * _RESOLUTION)) and self._left_s(deadline_s) > 0:
                 mean = (self.good * fails) ** 0.5
                 size = min(fails - 1, max(self.good + 1, _round(math.ceil(_NEAR * mean), int(mean / _NEAR))))
                 if fails > self.at_most and self.at_most <= 2 * self.good:
                     size = self.at_most
                 before = self.good
                 self.attempt(size, solver, solve_s)
-                if self.good < size and (self.good == before or self.good < _NEAR * size):
+                if self.good == before:
                     fails = size
             fails = min(self.at_most + 1, int(self.good * _AGAIN) + 1)
             self.seed += 1
-            again = begun < self.good < self.at_most and time.perf_counter() < deadline_s
+            again = begun < self.good < self.at_most and self._left_s(deadline_s) > 0
+
+    def stretch(self, solve_s: float, deadline_s: float) -> None:
+        """Solves around the order that reaches furthest, for sizes a little above: by smaller steps after failures, by larger ones otherwise."""
+        step, failures, most = _FIRST_STEP, 0, self._ceiling() - 1
+        while self.good < most and failures < _MOST_FAILURES and self._left_s(deadline_s) > 0:
+            before, size = self.good, min(most, max(self.good + 1, int(self.good * (1 + step))))
+            self.seed += 1
+            self.attempt(size, "nearby", min(solve_s, self._left_s(deadline_s)), start=self.fastest.solution.schedule)
+            if self.good > before:
+                step, failures = min(2 * step, _MOST_STEP), 0
+            else:
+                step, failures = step / 2 if step > _RESOLUTION else _FIRST_STEP, failures + 1
+
+    def climb_and_stretch(self, solver: str, time_limit_s: float) -> None:
+        """Both, in a time together: new orders first, then steps from the best of them."""
+        deadline_s = time.perf_counter() + time_limit_s
+        self.climb(solver, _SOLVE_SHARE * time_limit_s, deadline_s - _STRETCH_SHARE * time_limit_s)
+        self.stretch(_STRETCH_SOLVE_SHARE * time_limit_s, deadline_s)
+
+    def _left_s(self, deadline_s: float) -> float:
+        """Seconds for solving until a deadline."""
+        afterwards_s = self.afterwards_s(self.fastest) if self.afterwards_s is not None and self.good else 0.0
+        return deadline_s - time.perf_counter() - afterwards_s
 
     def _ceiling(self) -> int:
         """The least size found whose floor is over the budget; above ``at_most`` where that is none."""
@@ -273,13 +313,14 @@ class SizeSearch:
             fits, fails = (middle, fails) if self.scaling.at(middle).floor_bytes <= self.budget else (fits, middle)
         return self.at_most + 1 if fits == self.at_most else fails
 
-    def attempt(self, size: int, solver: str, solve_s: float) -> bool:
-        """Solves at ``size``; whether any size was reached that is larger than those before."""
+    def attempt(self, size: int, solver: str, solve_s: float, start: Schedule | None = None) -> bool:
+        """Solves at ``size``, from ``start`` where one is given; whether any size was reached that is larger than those before."""
         problem, before = self.scaling.at(size), self.good
         try:
             order, waste = new_order(
-                problem, self.budget, self.target_share, self.backend, solver=solver, time_limit_s=solve_s, seed=self.seed
-            )
+                problem, self.budget, self.target_share, self.backend, solver=solver, time_limit_s=solve_s,
+                start=start, seed=self.seed,
+            )  # fmt: skip
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self.failure = error
             self.target_share = (1 + self.target_share) / 2  # compaction may have what the allocator wastes

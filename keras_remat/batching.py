@@ -152,10 +152,10 @@ class BatchTrainer:
             error = peak_bytes - steps.backend.predicted_peak_bytes(now.at(size), plan.solution.schedule)
             orders = dict.fromkeys(p.plan.solution.schedule for p in reversed(self.search.probes) if p.plan is not None)
             found = SizeSearch(now, max(1, steps.usable_bytes - error), steps.backend, "forward", at_most, self._seed)
-            found.good = size
+            found.begin_with(size, plan)
             found.best_of([plan.solution.schedule, *orders], least)
             late_s = _LATE_SHARE * self._search_s
-            found.climb("auto", _SOLVE_SHARE * late_s, time.perf_counter() + late_s)
+            found.climb_and_stretch("auto", late_s)
         if found.good >= least:
             self._steps_up += 1
             message = (
@@ -185,8 +185,10 @@ class BatchTrainer:
                 traced, problem = self._steps.measured_main()
                 measured = self._steps.measured_elsewhere()
                 scaling = batch_scaling(self._steps.backend, self._model, traced, problem, batch, measured)
+                self._steps.reserve()
+                now = AsItIsNow(scaling, self._steps.backend, traced)
                 search = search_batch_size(
-                    scaling, loader, self._steps.limit_bytes, self._steps.usable_bytes, self._steps.backend,
+                    now, loader, self._steps.limit_bytes, self._steps.usable_bytes, self._steps.backend,
                     at_most=at_most, time_limit_s=(1 - _LATE_SHARE) * self._search_s, late_solver="auto",
                     late_time_limit_s=_LATE_SHARE * self._search_s, seed=self._seed,
                 )  # fmt: skip

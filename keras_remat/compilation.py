@@ -204,6 +204,10 @@ class StepChoice:
         """As in :class:`~keras_remat.tuner.StepTuner`."""
         return self._tuner.measured_elsewhere()
 
+    def reserve(self) -> None:
+        """As :meth:`~keras_remat.tuner.StepTuner.reserve`."""
+        self._tuner.reserve()
+
     def forget_main(self, expected: Plan | None = None, costs: Problem | None = None) -> None:
         """The next batch's shape becomes the main one; one that does not fit is refused, not handed to another backend."""
         self._grown = True

@@ -45,9 +45,11 @@ WORTH_RUNNING = 0.1
 _SECOND_PLAN_S = 1.0
 #: How far above the least size worth running an order is solved for.
 _AIM = 1.02
-#: Of the time that is left after tracing, what the search with the quick solver and the one with the thorough solver may take; and of the time
-#: limit, what one solve afterwards may.
-_QUICK_SHARE, _LATE_SHARE, _SOLVE_SHARE = 0.15, 0.45, 0.1
+#: Of the time that is left after tracing, what the search with the quick solver may take, the thorough one has the rest; of that, what is kept
+#: for a size to run, at most; and of the time limit, what one solve afterwards may take.
+_QUICK_SHARE, _RUNNING_SHARE, _SOLVE_SHARE = 0.25, 0.6, 0.1
+#: Measured seconds of a step are often this many times the predicted ones, the first of a size all the more.
+_LATER = 1.3
 #: The least of the time limit that the search gets, however long tracing took.
 _LEAST_SHARE = 0.3
 
@@ -96,12 +98,20 @@ def find_max_batch_size(
     if profile == "measured":
         backend.reserve(usable_bytes(parse_bytes(memory_limit, total_bytes=backend.device_memory_bytes()), margin))
     step = traced_model(backend, model, batch, memory_limit, margin, profile, seed)
+    traced_s = time.perf_counter() - started
     scaling = measured_scaling(backend, model, step)
     left_s = max(_LEAST_SHARE * time_limit_s, time_limit_s - (time.perf_counter() - started))
+    late_s = (1 - _QUICK_SHARE) * left_s
     now = AsItIsNow(scaling, backend, step.traced if profile == "measured" else None)
+
+    def running_s(plan: Plan) -> float:
+        """What a size takes that runs: about as long as the size given took, and longer steps."""
+        return min(_RUNNING_SHARE * late_s, traced_s + _LATER * STEPS * plan.predicted.time_s)
+
     search = search_batch_size(
         now, batch_size_of(step.batch), step.limit_bytes, step.budget_bytes, backend, max_overhead=max_overhead,
-        time_limit_s=_QUICK_SHARE * left_s, late_solver="auto", late_time_limit_s=_LATE_SHARE * left_s, seed=seed,
+        time_limit_s=_QUICK_SHARE * left_s, late_solver="auto", late_time_limit_s=late_s,
+        afterwards_s=running_s if profile == "measured" else None, seed=seed,
     )  # fmt: skip
     search = replace(search, search_time_s=time.perf_counter() - started)
     if profile == "estimated":

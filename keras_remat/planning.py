@@ -9,10 +9,11 @@ import gc
 import logging
 import time
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from keras_remat.backends.base import Backend, TracedStep, load_backend, preserved_state
-from keras_remat.compaction import WORTH_COMPACTING, compacted
+from keras_remat.compaction import compacted
 from keras_remat.correction import Correction
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.plan import Plan
@@ -20,7 +21,7 @@ from keras_remat.problem import Problem
 from keras_remat.profile import Profile
 from keras_remat.schedule import Schedule, Solution, Usage
 from keras_remat.simulate import simulate
-from keras_remat.solvers import check_floor, solve
+from keras_remat.solvers import check_floor, nearby, solve
 from keras_remat.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,10 @@ logger = logging.getLogger(__name__)
 _QUICK_PLAN_S = 10.0
 #: Of the time for a plan, what the quick solver may take before "auto", and what "auto" has at least.
 _QUICK_SHARE, _SLOW_SHARE = 0.25, 0.5
-#: Of the time for a new order, what its one solve may take.
-_SOLVE_SHARE = 0.7
+#: How many of the orders that a solver finds are replayed, the last ones.
+_REPLAYED = 8
+#: Of the time for a new order, what its one solve may take; and up to which peak, in budgets, the rest of it is worth spending.
+_SOLVE_SHARE, _LITTLE_OVER = 0.7, 1.08
 
 
 def plan_problem(
@@ -134,9 +137,12 @@ def new_order(
     *,
     solver: str,
     time_limit_s: float,
+    start: Schedule | None = None,
     seed: int = 0,
 ) -> tuple[Schedule, float]:
     """One solve and at most one compaction: an order that need not fit, in a time that is bounded also where none does.
+
+    Of all that the solver finds on its way, it is the order that the allocator needs least for.
 
     Args:
         problem: graph and profile; its own budget plays no part.
@@ -145,6 +151,7 @@ def new_order(
         backend: whose allocator decides.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
         time_limit_s: seconds for both.
+        start: a known order to begin with (:mod:`keras_remat.solvers.nearby`) instead of solving anew.
 
     Returns:
         The order, and the allocator's peak over the bytes alive, a ratio of at least 1 or so.
@@ -155,12 +162,22 @@ def new_order(
     check_floor(problem.with_budget(budget_bytes))
     deadline_s = time.perf_counter() + time_limit_s
     solver = backend.auto_solver if solver == "auto" else solver
-    target = min(budget_bytes, max(problem.floor_bytes, int(target_share * budget_bytes)))
-    solution = solve(problem.with_budget(target), solver=solver, time_limit_s=_SOLVE_SHARE * time_limit_s, seed=seed)
-    assert solution.usage is not None
-    order, peak = solution.schedule, backend.predicted_peak_bytes(problem, solution.schedule)
+    target = problem.with_budget(min(budget_bytes, max(problem.floor_bytes, int(target_share * budget_bytes))))
+    solve_s = _SOLVE_SHARE * time_limit_s
+    seen: list[Schedule] = []
+    if start is None:
+        final = solve(
+            target, solver=solver, time_limit_s=solve_s, seed=seed, progress=lambda found: seen.append(found.schedule)
+        )
+        seen.append(final.schedule)
+    else:
+        seen.extend(islice(nearby.schedules(target, start, time_limit_s=solve_s, seed=seed), _REPLAYED))
+        if not seen:
+            raise ScheduleNotFoundError(target.budget_bytes or 0, problem.floor_bytes, solver="nearby")
+    order = min(list(dict.fromkeys(seen))[-_REPLAYED:], key=lambda order: backend.predicted_peak_bytes(problem, order))
+    peak = backend.predicted_peak_bytes(problem, order)
     left_s = deadline_s - time.perf_counter()
-    if backend.fragments and left_s > 0 and budget_bytes < peak <= WORTH_COMPACTING * budget_bytes:
+    if backend.fragments and left_s > 0 and budget_bytes < peak <= _LITTLE_OVER * budget_bytes:
         order = compacted(problem, order, budget_bytes, backend, time_limit_s=left_s, seed=seed)
         peak = backend.predicted_peak_bytes(problem, order)
     return order, peak / max(1, simulate(problem, order).peak_bytes)

@@ -136,6 +136,7 @@ class StepTuner:
         self._recorder: ProfileRecorder | None = None
         self._expected: Plan | None = None
         self._costs: Problem | None = None
+        self._reserved = False
         self.steps_run = 0
         self.idle_bytes: int | None = None
         self.installed: Installed | None = None
@@ -255,6 +256,12 @@ class StepTuner:
         """
         self._main, self._expected, self._costs = None, expected, costs
 
+    def reserve(self) -> None:
+        """Has the device's allocator take what is free of the limit in one piece, once: steps that need about as much lose less of it then."""
+        if not self._reserved:
+            self._reserved = True
+            self._backend.reserve(self.usable_bytes)
+
     def close(self) -> None:
         """Stops a recording that is under way."""
         recorder, self._recorder = self._recorder, None
@@ -304,6 +311,10 @@ class StepTuner:
             return candidate
         problem = self._trace(candidate, batch)
         peak = self._plain_peak_bytes(candidate)
+        if not self._plain_may_run or peak > self.usable_bytes:
+            self.reserve()
+            problem = candidate.problem = self._with_pool(candidate, problem)
+            peak = self._plain_peak_bytes(candidate)
         if self._options.plan is not None and not self._candidates:  # it is for the shape that training begins with
             self._options.plan.check(problem)
             return self._with_plan(candidate, self._options.plan, "verify")
