@@ -7,7 +7,9 @@ solving anything. So a size that fails wastes little, and one that succeeds says
    largest plain batch.
 2. Between the largest size reached and the least whose floor is over the budget, the problem is solved for a new order at their geometric mean,
    first with a quick solver, then with a thorough one. The size that the new order reaches counts, be it above or below the one it was
-   made for; a size that it does not reach closes the bracket from above.
+   made for. The bracket is closed from above only by a size whose order reaches no further than those before: most that are over the budget
+   there are so by what the allocator wastes, and reach further than any made for a smaller size.
+3. Last come steps from the order that reaches furthest (:meth:`SizeSearch.stretch`): a little above its reach, annealing begins with it.
 
 The solver's budget is the allowed one less what the allocator was seen to waste; a new order that is a little over the budget is compacted
 (:mod:`keras_remat.compaction`) before it is given up. Feasibility need not be monotone in the size: a schedule that was found is never given

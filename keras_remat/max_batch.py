@@ -49,7 +49,7 @@ _AIM = 1.02
 #: for a size to run, at most; and of the time limit, what one solve afterwards may take.
 _QUICK_SHARE, _RUNNING_SHARE, _SOLVE_SHARE = 0.25, 0.6, 0.1
 #: Measured seconds of a step are often this many times the predicted ones, the first of a size all the more.
-_LATER = 1.3
+_LATER = 1.5
 #: The least of the time limit that the search gets, however long tracing took.
 _LEAST_SHARE = 0.3
 

@@ -115,6 +115,61 @@ def test_order_that_is_known_is_used_where_the_solver_fails(monkeypatch):
     assert len(calls) > 2
 
 
+def test_an_order_that_reaches_less_than_it_was_made_for_closes_nothing(monkeypatch):
+    """The allocator wastes a tenth of everything: at first no order reaches the size it was solved for, and still the search goes on above."""
+    import keras_remat.autotune as module
+
+    real, sizes = module.new_order, []
+
+    def new_order(problem, *arguments, **options):
+        sizes.append(problem.graph.values[0].shape[0])
+        return real(problem, *arguments, **options)
+
+    monkeypatch.setattr(module, "new_order", new_order)
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: simulate(problem, schedule).peak_bytes // 10)
+    found = search(store_all_peak(40), start=10, backend=backend, max_overhead=None)
+    short = next(k for k, probe in enumerate(found.probes) if "is over" in probe.reason)
+    reached = max(probe.batch_size for probe in found.probes[:short] if probe.plan is not None)
+    assert found.probes[short].batch_size > reached
+    assert max(sizes[1:]) >= found.probes[short].batch_size
+    assert found.max_batch_size > reached
+
+
+def test_late_time_begins_with_the_best_known_order_and_leaves_what_comes_afterwards(monkeypatch):
+    import keras_remat.autotune as module
+
+    starts, clock = [], [0.0]
+
+    def new_order(problem, budget, share, backend, *, solver, time_limit_s, start=None, seed=0):
+        clock[0] += time_limit_s
+        starts.append((solver, start))
+        raise ScheduleNotFoundError(budget, problem.floor_bytes)
+
+    monkeypatch.setattr(module, "new_order", new_order)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    found = search(
+        store_all_peak(40), time_limit_s=10.0, late_solver="auto", late_time_limit_s=100.0, afterwards_s=lambda plan: 40.0
+    )
+    assert found.max_batch_size == 40
+    assert {solver for solver, start in starts if start is None} == {"greedy", "auto"}
+    assert {start for solver, start in starts if solver == "nearby"} == {found.plan.solution.schedule}
+    assert clock[0] <= 10.0 + 100.0 - 40.0 + 25.0, "the last solve may end late"
+
+
+def test_steps_from_a_known_order_end_when_none_helps(monkeypatch):
+    import keras_remat.autotune as module
+
+    tried = []
+
+    def new_order(problem, budget, *arguments, solver, **options):
+        tried.append(solver)
+        raise ScheduleNotFoundError(budget, problem.floor_bytes)
+
+    monkeypatch.setattr(module, "new_order", new_order)
+    search(store_all_peak(40), late_solver="auto", late_time_limit_s=60.0)
+    assert 0 < tried.count("nearby") < 20
+
+
 @pytest.mark.parametrize("start", [1, 16])
 def test_not_even_one_sample_fits(start):
     budget = chain_problem(1).floor_bytes - 1

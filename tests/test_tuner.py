@@ -51,6 +51,16 @@ def test_plain_step_that_fits_is_left_alone():
     assert backend.traced == [SIZE]
 
 
+@pytest.mark.parametrize(("limit", "reserved"), [(PLAIN, []), (TIGHT, [TIGHT])])
+def test_a_limit_that_will_be_needed_is_reserved_once(monkeypatch, limit, reserved):
+    backend, asked = FakeBackend(), []
+    monkeypatch.setattr(backend, "reserve", asked.append)
+    tuner, _ = tuner_on(backend, options(limit=limit))
+    train(tuner, 4)
+    tuner.run(batch_of(0, SIZE - 1))
+    assert asked == reserved
+
+
 def test_without_a_limit_the_devices_memory_is_it():
     tuner, report = tuner_on(FakeBackend(memory_bytes=PLAIN * 2), options(limit=None, margin=0.25))
     assert tuner.limit_bytes == report.limit_bytes == PLAIN * 2

@@ -24,6 +24,10 @@ from keras_remat.schedule import Schedule, Usage
 Result = TypeVar("Result")
 
 
+#: How much of the limit is reserved, where the device has it. A chunk is cut when it is at least twice what is asked for.
+_RESERVED_LIMITS = 2
+
+
 class _Recorder:
     """:class:`.profile.Recorder` behind the backend's interface."""
 
@@ -105,7 +109,8 @@ class TensorFlowBackend:
         return replace(problem, profile=replace(problem.profile, resident_bytes=resident, pool=known))
 
     def reserve(self, limit_bytes: int) -> None:
-        pool.reserve(min(limit_bytes, measure.device_memory_bytes()) - measure.bytes_in_use())
+        in_use = measure.bytes_in_use()
+        pool.reserve(min(_RESERVED_LIMITS * (limit_bytes - in_use), measure.device_memory_bytes() - in_use))
 
     def recorder(self) -> ProfileRecorder:
         return _Recorder()

@@ -54,6 +54,32 @@ def test_a_chunk_that_is_freed_between_two_that_are_kept_is_found(tf):
     assert not any(chunk.address <= hole < chunk.address + chunk.nbytes for chunk in before)
 
 
+def largest_free(tf):
+    gc.collect()
+    return max((chunk.nbytes for chunk in pool.free_chunks()), default=0)
+
+
+def test_what_is_reserved_is_one_free_chunk_and_counts_nothing(tf):
+    wanted, used = largest_free(tf) + 30 * MIB, bytes_in_use()
+    pool.reserve(wanted)
+    assert largest_free(tf) >= wanted
+    assert bytes_in_use() == used
+    assert tf.config.experimental.get_memory_info("CPU:0")["peak"] <= used + MIB, "nor is it in the peak that is measured next"
+    reserved = largest_free(tf)
+    pool.reserve(wanted)
+    assert largest_free(tf) == reserved, "it is there already"
+
+
+def test_what_cannot_be_reserved_is_left(tf, monkeypatch):
+    before = largest_free(tf)
+    pool.reserve(2**50)
+    pool.reserve(-5)
+    assert largest_free(tf) == before
+    monkeypatch.setattr(pool.host, "address_space_is_limited", lambda: True)
+    pool.reserve(before + 30 * MIB)
+    assert largest_free(tf) == before
+
+
 def test_a_single_chunk_is_found(tf):
     """All others are held; what is left is what the allocator then hands out whole."""
     held = all_but_the_largest(tf, 50)
