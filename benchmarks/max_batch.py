@@ -2,14 +2,14 @@
 
     python benchmarks/max_batch.py --output table.md --json results.json --check
 
-The models are those of the Checkmate paper's section 6.4 (:mod:`paper_models`, which states resolutions and departures). Each runs in a
-process of its own (:mod:`max_batch_case`). The limit is the allocator's measured peak of plain Keras at a batch of about ten, unless
-``--limit`` gives one; every byte of the device's allocator counts. At most one extra forward pass of overhead per sample is allowed, by
-measured op times. ``auto`` is :func:`keras_remat.find_max_batch_size`, whose answer is the column *searched*; Chen's schedules go through the
-same search and verification. Every batch in the table was trained, on data of its own: from the size the search said, sizes go down while
-the measured peak is over the limit, then up by 3 % until it is; a size that measures over it is planned again, twice at most. Rows are
-printed, and written to the JSON file, as they come; models that the JSON file has already are not run again, so that a run can be stopped
-and continued.
+The models are those of the Checkmate paper's section 6.4 (:mod:`paper_models`, which states resolutions and departures). Plain Keras and every
+solver run in processes of their own (:mod:`max_batch_case`), so that none finds what another left in the allocator's pool. The limit is the
+allocator's measured peak of plain Keras at a batch of about ten, unless ``--limit`` gives one; every byte of the device's allocator counts. At
+most one extra forward pass of overhead per sample is allowed, by measured op times. ``auto`` is :func:`keras_remat.find_max_batch_size`, whose
+answer is the column *searched*; Chen's schedules go through the same search and verification. Every batch in the table was trained, on data of its
+own: from the size the search said, sizes go down while the measured peak is over the limit, then up by 3 % until it is; a size that measures over
+it is planned again, twice at most. Rows are printed, and written to the JSON file, as they come; models that the JSON file has already are not run
+again, so that a run can be stopped and continued.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--search-time", type=float, default=60.0, metavar="S", help="time_limit_s of auto (default 60)")
     result.add_argument("--chen-time", type=float, default=20.0, metavar="S", help="for one of Chen's solvers (default 20)")
     result.add_argument("--seed", type=int, default=0)
-    result.add_argument("--timeout", type=float, default=900.0, metavar="S", help="for one model (default 900)")
+    result.add_argument("--timeout", type=float, default=900.0, metavar="S", help="for one process (default 900)")
     result.add_argument("--output", type=Path, metavar="FILE.md", help="where the tables are written beside standard output")
     result.add_argument("--json", type=Path, metavar="FILE.json", help="where every number is written, after every row")
     result.add_argument("--check", action="store_true", help="exit with 1 when a bound fails")
@@ -79,7 +79,18 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(name: str, options: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
-    """The rows of one model, as its process writes them; a process that fails adds a row with its error."""
+    """The rows of one model, as its processes write them; one that fails adds a row with its error, and plain's is the last then."""
+    plain: dict[str, Any] | None = None
+    for row in _child(name, options | {"solvers": ()}, timeout_s):
+        yield row
+        plain = None if "error" in row else row
+    for solver in options["solvers"] if plain is not None else ():
+        last = solver == options["solvers"][-1]
+        yield from _child(name, options | {"solvers": (solver,), "plain": plain, "predictions": last}, timeout_s)
+
+
+def _child(name: str, options: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
+    """The rows of one process."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p),
         "TF_CPP_MIN_LOG_LEVEL": "2",

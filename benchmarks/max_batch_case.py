@@ -1,6 +1,7 @@
-"""One model of the maximum batch benchmark, in a process of its own: ``python max_batch_case.py OPTIONS.json``; rows go to standard output.
+"""Plain Keras or solvers of the maximum batch benchmark, one model in a process of its own: ``python max_batch_case.py OPTIONS.json``.
 
-:mod:`max_batch` writes the options and reads the rows, one JSON object per line, each written as soon as it is known.
+:mod:`max_batch` writes the options and reads the rows from standard output, one JSON object per line, each written as soon as it is known.
+With the row of plain Keras among the options, it is not measured again.
 """
 
 from __future__ import annotations
@@ -63,8 +64,16 @@ class Measurement:
 
     def run(self) -> None:
         """Everything, row by row."""
-        self._plain()
-        self._profile()
+        plain = self.options.get("plain")
+        if plain is None:
+            self._plain()
+        else:
+            self.limit_bytes, self.plain_batch = plain["limit_bytes"], plain["batch"]
+            self.plain_s_per_sample = plain["seconds"] / plain["batch"]
+            self.backend.example_batch(self.model, self.batch)  # builds the model
+        if self.options["solvers"]:
+            self.backend.reserve(self.limit_bytes)  # as find_max_batch_size does, for every solver
+            self._profile()
         for name in self.options["solvers"]:
             try:
                 self._solver(name)
@@ -110,7 +119,7 @@ class Measurement:
             size, (peak, seconds) = size + 1, more
         self.plain_batch, self.plain_s_per_sample = size, seconds / size
         self.row(
-            row="batch", solver="plain", limit_bytes=self.limit_bytes, batch=size, ratio=1.0, measured_bytes=peak, time_ratio=1.0,
+            row="batch", solver="plain", limit_bytes=self.limit_bytes, batch=size, ratio=1.0, measured_bytes=peak, seconds=seconds, time_ratio=1.0,
             failed_batch=size + 1, failed_bytes=more[0], predicted_bytes=None, overhead=0.0, search_s=None, pixels=self.paper.pixels,
         )  # fmt: skip
 
@@ -204,7 +213,7 @@ class Measurement:
             allowed_overhead=allowed, time_ratio=seconds / size / self.plain_s_per_sample, search_s=search_s, failed_batch=more,
             failed_bytes=failed, recomputed=len(schedule.recomputed), found_by=plan.solution.solver, pixels=self.paper.pixels,
         )  # fmt: skip
-        if name == self.options["solvers"][-1]:
+        if self.options["predictions"]:
             self._predictions(size, peak, schedule)
 
     def _overhead(self, size: int, schedule: keras_remat.Schedule) -> tuple[float, float]:
