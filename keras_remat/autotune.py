@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from typing import Literal, Protocol
 
 from keras_remat.backends.base import Backend
@@ -44,12 +45,12 @@ _LARGEST_SIZE = 2**40
 _NEAR, _AGAIN = 0.97, 1.1
 #: The first and the longest step up, as shares of the size, of a search around a known order.
 _FIRST_STEP, _MOST_STEP = 0.08, 0.3
-#: After so many of them without a find it ends.
-_MOST_FAILURES = 8
+#: After so many of them without a find it ends; and the shares of the budget that new orders are solved for there.
+_MOST_FAILURES, _TARGETS = 16, (0.96, 1.0, 0.92)
 #: Of the time limit, what one solve may take.
 _SOLVE_SHARE = 0.25
 #: Of the time of the thorough solver, what is left for steps from known orders, and what one of them may take.
-_STRETCH_SHARE, _STRETCH_SOLVE_SHARE = 0.35, 0.12
+_STRETCH_SHARE, _STRETCH_SOLVE_SHARE = 0.6, 0.12
 #: The least budget a solver is given, as a share of the real one, for what the allocator wastes.
 _LEAST_TARGET = 0.85
 
@@ -283,12 +284,22 @@ class SizeSearch:
             again = begun < self.good < self.at_most and self._left_s(deadline_s) > 0
 
     def stretch(self, solve_s: float, deadline_s: float) -> None:
-        """Solves around the order that reaches furthest, for sizes a little above: by smaller steps after failures, by larger ones otherwise."""
+        """Solves for sizes a little above the largest: by smaller steps after failures, by larger ones otherwise.
+
+        It begins with the order that reaches furthest, or anew with a quick solver and another share of the budget, in turn.
+        """
         step, failures, most = _FIRST_STEP, 0, self._ceiling() - 1
-        while self.good < most and failures < _MOST_FAILURES and self._left_s(deadline_s) > 0:
+        for turn in count():
+            if self.good >= most or failures >= _MOST_FAILURES or self._left_s(deadline_s) <= 0:
+                return
             before, size = self.good, min(most, max(self.good + 1, int(self.good * (1 + step))))
+            allowed_s = min(solve_s, self._left_s(deadline_s))
             self.seed += 1
-            self.attempt(size, "nearby", min(solve_s, self._left_s(deadline_s)), start=self.fastest.solution.schedule)
+            if turn % 2:
+                self.target_share = _TARGETS[turn // 2 % len(_TARGETS)]
+                self.attempt(size, "greedy", allowed_s)
+            else:
+                self.attempt(size, "nearby", allowed_s, start=self.fastest.solution.schedule)
             if self.good > before:
                 step, failures = min(2 * step, _MOST_STEP), 0
             else:
@@ -297,7 +308,8 @@ class SizeSearch:
     def climb_and_stretch(self, solver: str, time_limit_s: float) -> None:
         """Both, in a time together: new orders first, then steps from the best of them."""
         deadline_s = time.perf_counter() + time_limit_s
-        self.climb(solver, _SOLVE_SHARE * time_limit_s, deadline_s - _STRETCH_SHARE * time_limit_s)
+        left_s = self._left_s(deadline_s)
+        self.climb(solver, _SOLVE_SHARE * time_limit_s, deadline_s - _STRETCH_SHARE * left_s)
         self.stretch(_STRETCH_SOLVE_SHARE * time_limit_s, deadline_s)
 
     def _left_s(self, deadline_s: float) -> float:

@@ -33,7 +33,7 @@ _QUICK_SHARE, _SLOW_SHARE = 0.25, 0.5
 #: How many of the orders that a solver finds are replayed, the last ones.
 _REPLAYED = 8
 #: Of the time for a new order, what its one solve may take; and up to which peak, in budgets, the rest of it is worth spending.
-_SOLVE_SHARE, _LITTLE_OVER = 0.7, 1.08
+_SOLVE_SHARE, _LITTLE_OVER = 0.7, 1.05
 
 
 def plan_problem(

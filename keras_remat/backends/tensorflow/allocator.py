@@ -13,6 +13,7 @@ the pool grows by, is a guess.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ _APART = 2**50
 CPU_SMALL_BYTES = 256 * KIB
 #: Steps for which ``fit``'s input pipeline holds as many batches as it can; then the epoch ends, and it holds one less at every step.
 _FULL_STEPS = 3
+#: Problems for which it is remembered what their ops do with the pool.
+_REMEMBERED = 3
 #: More than this it does not hold; what is in use beside it is the waste in chunks that variables have moved to.
 _MOST_AHEAD = 3
 #: A share of a batch that is none: garbage, or what was freed since the epoch began.
@@ -191,7 +194,7 @@ def replayed_peak_bytes(
         steps: at most; each finds the pool as the one before left it, and variables that are assigned, and the batch, lie elsewhere every time.
             Once a step finds what an earlier one did, the rest would repeat.
     """
-    graph, values, profile, pool = problem.graph, problem.graph.values, problem.profile, problem.profile.pool
+    profile, pool, uses = problem.profile, problem.profile.pool, _uses(problem, smallest_bytes)
     homes = dict(pool.homes) if pool else {}
     allocator = BestFitAllocator(
         smallest_bytes=smallest_bytes, pool_bytes=pool_bytes, free_chunks=pool.free_chunks if pool else (),
@@ -200,20 +203,16 @@ def replayed_peak_bytes(
     resident = allocator.allocate(profile.resident_bytes) if pool_bytes else None
     base = 0 if pool_bytes else profile.resident_bytes
     # the batches are in chunks of the pool too, some of them already
-    inputs = [v.nbytes for v in values if v.producer is None and v.nbytes >= smallest_bytes] if pool else []
+    inputs = [v.nbytes for v in problem.graph.values if v.producer is None and v.nbytes >= smallest_bytes] if pool else []
     ahead, batches = 0, deque[list[_Chunk | None]]()
     if pool:
-        base += pool.held_bytes - pool.ahead_bytes - graph.input_bytes  # what is in use now
+        base += pool.held_bytes - pool.ahead_bytes - problem.graph.input_bytes  # what is in use now
     if pool and inputs:
         ahead = min(_MOST_AHEAD, ceil(pool.ahead_bytes / sum(inputs) - _LITTLE)) if pipeline else 0
         held = min(ahead + 1, round(pool.held_bytes / sum(inputs)))
         places = list(pool.batch_chunks)
         batches.extend([_placed(allocator, places, nbytes) for nbytes in inputs] for _ in range(held))
-    large = [max(1, smallest_bytes) <= value.nbytes and value.producer is not None for value in values]
-    reads = [[v for v in op.inputs if large[v]] for op in graph.ops]
-    writes = [[v for v in op.outputs if large[v]] for op in graph.ops]
-    dying = _dying(schedule, reads, writes, [v for v in graph.outputs if large[v]])
-    kept = set(graph.outputs)
+    runs = uses.of(schedule)
     # by its first home, or the op that assigns it → where the variable is
     variables: dict[Any, _Chunk | None] = {home.address: allocator.chunk_at(home.address) for home in homes.values()}
     seen: set[tuple[Any, ...]] = set()
@@ -227,34 +226,91 @@ def replayed_peak_bytes(
         seen.add(found)
         while len(batches) <= min(ahead, _FULL_STEPS + ahead - 1 - of_epoch):
             batches.append([allocator.allocate(nbytes) for nbytes in inputs])
-        for k, op_id in enumerate(schedule.order):
-            ending = dying[k]
-            if writes[op_id]:
-                op = graph.ops[op_id]
-                donors = {v: values[v].nbytes for v in op.may_reuse if v in ending and v not in kept}
-                for value_id in writes[op_id]:
-                    nbytes = values[value_id].nbytes
-                    donor = next((v for v, size in donors.items() if size == nbytes), None)
-                    if donor is None:
-                        chunks[value_id] = allocator.allocate(nbytes)
-                    else:
-                        del donors[donor]
-                        chunks[value_id] = chunks.pop(donor)
-            allocator.release(allocator.allocate(profile.op_workspace_bytes[op_id]))
-            if ending and graph.ops[op_id].kind in kinds.TAKES_OVER:
+        for writes, donors, workspace, name, ending in runs:
+            dying = ending
+            taken_over: set[int] = set()
+            for value_id, nbytes in writes:
+                donor = next((v for v, size in donors if size == nbytes and v in ending and v not in taken_over), None)
+                if donor is None:
+                    chunks[value_id] = allocator.allocate(nbytes)
+                else:
+                    taken_over.add(donor)
+                    chunks[value_id] = chunks.pop(donor)
+            if workspace:
+                allocator.release(allocator.allocate(workspace))
+            if name is not None and dying:
                 # the variable's buffer is the value's from now on, and the one it had is free
-                taken, *ending = ending
-                name = graph.ops[op_id].name
+                taken, *dying = dying
                 variable = homes[name].address if name in homes else name
-                old = variables[variable] if variable in variables else allocator.foreign(values[taken].nbytes)
+                old = variables[variable] if variable in variables else allocator.foreign(problem.graph.values[taken].nbytes)
                 variables[variable] = chunks.pop(taken)
                 allocator.release(old)
-            for value_id in ending:
+            for value_id in dying:
                 allocator.release(chunks.pop(value_id, None))
         for chunk in (*chunks.values(), *(batches.popleft() if pipeline else ())):
             allocator.release(chunk)
     allocator.release(resident)
     return base + allocator.peak_bytes
+
+
+#: What a run of an op does with the pool: the large values it writes, those whose buffers it may take over, its workspace, its name where it
+#: assigns a variable, and the values that are read last here.
+_Run = tuple[list[tuple[int, int]], list[tuple[int, int]], int, str | None, list[int]]
+
+
+class _Uses:
+    """What the ops of a graph do with the pool, worked out once for all schedules."""
+
+    def __init__(self, problem: Problem, smallest_bytes: int):
+        graph, values = problem.graph, problem.graph.values
+        self._problem, self._smallest_bytes = weakref.ref(problem), smallest_bytes
+        large = [max(1, smallest_bytes) <= value.nbytes and value.producer is not None for value in values]
+        kept = {v for v in graph.outputs if large[v]}
+        self._kept = kept
+        self._reads = [[v for v in op.inputs if large[v]] for op in graph.ops]
+        self._writes = [[(v, values[v].nbytes) for v in op.outputs if large[v]] for op in graph.ops]
+        self._donors = [
+            [(v, values[v].nbytes) for v in op.may_reuse if v not in kept] if self._writes[op.id] else [] for op in graph.ops
+        ]
+        self._workspace = [nbytes if nbytes >= smallest_bytes else 0 for nbytes in problem.profile.op_workspace_bytes]
+        self._assigns = [op.name if op.kind in kinds.TAKES_OVER else None for op in graph.ops]
+
+    def are_of(self, problem: Problem, smallest_bytes: int) -> bool:
+        """Whether they are those of just this problem."""
+        return self._problem() is problem and self._smallest_bytes == smallest_bytes
+
+    def of(self, schedule: Schedule) -> list[_Run]:
+        """The runs of a schedule that the pool sees; a value dies where its newest instance is read last, or is computed and never read."""
+        last: dict[int, int] = {}
+        dying: list[list[int]] = [[] for _ in schedule.order]
+        for k, op_id in enumerate(schedule.order):
+            for value_id in self._reads[op_id]:
+                last[value_id] = k
+            for value_id, _ in self._writes[op_id]:
+                if value_id in last:
+                    dying[last[value_id]].append(value_id)
+                last[value_id] = k
+        for value_id, k in last.items():
+            if value_id not in self._kept:
+                dying[k].append(value_id)
+        return [
+            (self._writes[op_id], self._donors[op_id], self._workspace[op_id], self._assigns[op_id], dying[k])
+            for k, op_id in enumerate(schedule.order)
+            if self._writes[op_id] or self._workspace[op_id] or dying[k]
+        ]
+
+
+_newest_uses: list[_Uses] = []
+
+
+def _uses(problem: Problem, smallest_bytes: int) -> _Uses:
+    """Remembered for the problems asked for last, which searches ask for again and again."""
+    for uses in _newest_uses:
+        if uses.are_of(problem, smallest_bytes):
+            return uses
+    _newest_uses.insert(0, _Uses(problem, smallest_bytes))
+    del _newest_uses[_REMEMBERED:]
+    return _newest_uses[0]
 
 
 def _placed(allocator: BestFitAllocator, places: list[Chunk], nbytes: int) -> _Chunk:
@@ -264,24 +320,3 @@ def _placed(allocator: BestFitAllocator, places: list[Chunk], nbytes: int) -> _C
             del places[at]
             return allocator.chunk_at(place.address)
     return allocator.foreign(nbytes)
-
-
-def _dying(schedule: Schedule, reads: list[list[int]], writes: list[list[int]], outputs: list[int]) -> list[list[int]]:
-    """For every position the values whose newest instance is read last, or computed and never read, there."""
-    last: dict[int, int] = {}
-    ends: list[tuple[int, int]] = []
-    for k, op_id in enumerate(schedule.order):
-        for value_id in reads[op_id]:
-            last[value_id] = k
-        for value_id in writes[op_id]:
-            if value_id in last:
-                ends.append((last[value_id], value_id))
-            last[value_id] = k
-    dying: list[list[int]] = [[] for _ in schedule.order]
-    for k, value_id in ends:
-        dying[k].append(value_id)
-    kept = set(outputs)
-    for value_id, k in last.items():
-        if value_id not in kept:
-            dying[k].append(value_id)
-    return dying
