@@ -240,9 +240,7 @@ class SizeSearch:
         self.good = self.plain = 0
         self.probes: list[Probe] = []
         self.failure: RematError | None = None
-        self.afterwards_s: Callable[[Plan], float] | None = (
-            None  # what has to be left of the time, by the plan that is the result
-        )
+        self.afterwards_s: Callable[[Plan], float] | None = None  # that have to be left, by the plan that is the result
         self.target_share = 1.0  # of the budget, that solvers get: the rest is what the allocator wastes
 
     def begin(self, size: int, solver: str, solve_s: float) -> None:

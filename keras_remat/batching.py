@@ -25,6 +25,7 @@ from keras_remat.max_batch import AsItIsNow
 from keras_remat.plan import Plan
 from keras_remat.report import AutotuneReport
 from keras_remat.scaling import BatchScaling, batch_scaling
+from keras_remat.schedule import Schedule
 from keras_remat.units import format_bytes
 
 #: The search may take as long as this many steps of training, but at least and at most so many seconds; of it, the share of the thorough
@@ -182,15 +183,16 @@ class BatchTrainer:
             return
         try:
             with self._steps.long_task("searching the largest batch that fits"):
-                traced, problem = self._steps.measured_main()
-                measured = self._steps.measured_elsewhere()
-                scaling = batch_scaling(self._steps.backend, self._model, traced, problem, batch, measured)
-                self._steps.reserve()
-                now = AsItIsNow(scaling, self._steps.backend, traced)
+                steps, backend = self._steps, self._steps.backend
+                traced, problem = steps.measured_main()
+                scaling = batch_scaling(backend, self._model, traced, problem, batch, steps.measured_elsewhere())
+                most = None if at_most is None else scaling.at(at_most)
+                if most is None or backend.predicted_peak_bytes(most, Schedule.store_all(most.graph)) > steps.usable_bytes:
+                    steps.reserve()  # memory is what bounds the size
                 search = search_batch_size(
-                    now, loader, self._steps.limit_bytes, self._steps.usable_bytes, self._steps.backend,
-                    at_most=at_most, time_limit_s=(1 - _LATE_SHARE) * self._search_s, late_solver="auto",
-                    late_time_limit_s=_LATE_SHARE * self._search_s, seed=self._seed,
+                    AsItIsNow(scaling, backend, traced), loader, steps.limit_bytes, steps.usable_bytes, backend, at_most=at_most,
+                    time_limit_s=(1 - _LATE_SHARE) * self._search_s, late_solver="auto", late_time_limit_s=_LATE_SHARE * self._search_s,
+                    seed=self._seed,
                 )  # fmt: skip
         except (UnsupportedModelError, InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self._steps.event("search", f"No larger batch: {error}")

@@ -136,7 +136,7 @@ class Backend(Protocol):
         """
 
     def reserve(self, limit_bytes: int) -> None:
-        """Has the device's allocator take what is free of the limit from the system in one piece, where it would grow by many small ones.
+        """Has the device's allocator take as much as is free of the limit from the system in one piece, where it would grow by small ones.
 
         What runs afterwards finds one large chunk, so that less of it is lost between small ones. Where that cannot be had, nothing happens.
         """
