@@ -101,7 +101,7 @@ class TensorFlowBackend:
         inputs = [v.nbytes for v in problem.graph.values if v.producer is None and v.nbytes >= _smallest_bytes()]
         resident = problem.profile.resident_bytes
         if not inputs:  # no batch is the pool's, so nothing comes and goes between steps
-            resident = min(resident, max(in_use, traced.resident_bytes))
+            resident = min(resident, in_use or traced.resident_bytes)
         ahead = max(0, resident - idle_bytes - problem.graph.input_bytes) if inputs else 0
         held = max(0, in_use - idle_bytes) if inputs else problem.graph.input_bytes
         residents = pool.Residents(traced, free)
