@@ -24,7 +24,8 @@ from keras_remat.schedule import Schedule, Usage
 Result = TypeVar("Result")
 
 
-#: How much of the limit is reserved, where the device has it. A chunk is cut when it is at least twice what is asked for.
+#: How much of what is free of the limit is reserved at most, where the device has it: a chunk is cut when it is at least twice what is asked for. The
+#: allocator's own tables take a thirty-second of its regions.
 _RESERVED_LIMITS = 2
 
 
@@ -110,7 +111,9 @@ class TensorFlowBackend:
 
     def reserve(self, limit_bytes: int) -> None:
         in_use = measure.bytes_in_use()
-        pool.reserve(min(_RESERVED_LIMITS * (limit_bytes - in_use), measure.device_memory_bytes() - in_use))
+        nbytes = min(_RESERVED_LIMITS * (limit_bytes - in_use), measure.device_memory_bytes() - in_use)
+        if nbytes > 0:
+            pool.reserve(2 ** (nbytes.bit_length() - 1))  # what regions are; one byte more would take twice as much
 
     def recorder(self) -> ProfileRecorder:
         return _Recorder()
