@@ -85,17 +85,20 @@ class StepPlanner:
         return replace(problem, profile=replace(problem.profile, resident_bytes=resident))
 
     def quick(self, problem: Problem, batch_size: int) -> Plan:
-        """A plan to train under while profiling: a quick one, or, where none is found quickly, one by the chosen solver in its full time.
+        """A plan to train under while profiling: a quick one, or, where none is found quickly, one by the chosen solver in half of its time or all.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
         if not self._backend.measures_op_times:  # it is the last one, too
             return self.best(problem, batch_size)
-        try:
-            return self._solve(problem, batch_size, "greedy", min(_QUICK_SOLVE_S, self._options.solver_time_limit_s))
-        except ScheduleNotFoundError:
-            return self.best(problem, batch_size)
+        limit_s = self._options.solver_time_limit_s
+        for solver, time_limit_s in (("greedy", min(_QUICK_SOLVE_S, limit_s)), (self._options.solver, limit_s / 2)):
+            try:
+                return self._solve(problem, batch_size, solver, time_limit_s)
+            except ScheduleNotFoundError as error:
+                logger.debug("keras_remat: %s", error)
+        return self.best(problem, batch_size)
 
     def best(self, problem: Problem, batch_size: int) -> Plan:
         """The chosen solver's plan.
