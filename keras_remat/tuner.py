@@ -150,7 +150,7 @@ class StepTuner:
 
         Args:
             batch: what ``train_step`` gets.
-            may_split: whether a batch that fits under no schedule may be trained in micro-batches.
+            may_split: whether the size of a step is not given: a batch that fits under no schedule may then be trained in micro-batches.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit; this batch was not trained.
@@ -311,7 +311,7 @@ class StepTuner:
             return candidate
         problem = self._trace(candidate, batch)
         peak = self._plain_peak_bytes(candidate)
-        if not self._plain_may_run or peak > self.usable_bytes:
+        if may_split and (not self._plain_may_run or peak > self.usable_bytes):  # larger batches will follow
             self.reserve()
             problem = candidate.problem = self._with_pool(candidate, problem)
             peak = self._plain_peak_bytes(candidate)

@@ -51,13 +51,14 @@ def test_plain_step_that_fits_is_left_alone():
     assert backend.traced == [SIZE]
 
 
-@pytest.mark.parametrize(("limit", "reserved"), [(PLAIN, []), (TIGHT, [TIGHT])])
-def test_a_limit_that_will_be_needed_is_reserved_once(monkeypatch, limit, reserved):
+@pytest.mark.parametrize(("limit", "grows", "reserved"), [(PLAIN, True, []), (TIGHT, False, []), (TIGHT, True, [TIGHT])])
+def test_a_limit_that_larger_steps_will_need_is_reserved_once(monkeypatch, limit, grows, reserved):
     backend, asked = FakeBackend(), []
     monkeypatch.setattr(backend, "reserve", asked.append)
     tuner, _ = tuner_on(backend, options(limit=limit))
-    train(tuner, 4)
-    tuner.run(batch_of(0, SIZE - 1))
+    for step in range(4):
+        tuner.run(batch_of(step * SIZE, SIZE), may_split=grows)
+    tuner.run(batch_of(0, SIZE - 1), may_split=grows)
     assert asked == reserved
 
 
