@@ -47,9 +47,9 @@ _SECOND_PLAN_S = 1.0
 _AIM = 1.02
 #: Of the time that is left after tracing, what the search with the quick solver may take, the thorough one has the rest; of that, what is kept
 #: for a size to run, at most; and of the time limit, what one solve afterwards may take.
-_QUICK_SHARE, _RUNNING_SHARE, _SOLVE_SHARE = 0.25, 0.6, 0.1
-#: Measured seconds of a step are often this many times the predicted ones, the first of a size all the more.
-_LATER = 1.5
+_QUICK_SHARE, _RUNNING_SHARE, _SOLVE_SHARE = 0.25, 0.8, 0.1
+#: Measured seconds of a step, the first of a size with what it brings along, over the predicted ones.
+_LATER = 2.0
 #: The least of the time limit that the search gets, however long tracing took.
 _LEAST_SHARE = 0.3
 
@@ -105,7 +105,7 @@ def find_max_batch_size(
     now = AsItIsNow(scaling, backend, step.traced if profile == "measured" else None)
 
     def running_s(plan: Plan) -> float:
-        """What a size takes that runs: about as long as the size given took, and longer steps."""
+        """What a size takes that runs: to be chosen and traced about as long as the size given took, and longer steps."""
         return min(_RUNNING_SHARE * late_s, traced_s + _LATER * STEPS * plan.predicted.time_s)
 
     search = search_batch_size(
