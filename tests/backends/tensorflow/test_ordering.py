@@ -17,7 +17,7 @@ def chain(sizes, workspace=None, kind="x"):
     """A chain of ops with one output each."""
     ops = tuple(Op(i, f"op{i}", kind, (i - 1,) if i else (), (i,)) for i in range(len(sizes)))
     graph = Graph(ops, tuple(Value(i, f"v{i}", n, producer=i) for i, n in enumerate(sizes)), (len(sizes) - 1,))
-    return Problem(graph, Profile((1.0,) * len(sizes), tuple(workspace or [0] * len(sizes)), 0))
+    return Problem(graph, Profile((1.0,) * len(sizes), tuple(workspace or [0] * len(sizes)), 0), budget_bytes=2**40)
 
 
 def test_what_writes_or_reads_a_large_value_is_ordered():
@@ -30,6 +30,12 @@ def test_workspace_and_loops_count():
     assert ordered_positions(problem, Schedule.store_all(problem.graph), 100) == [False, True, False]
     loops = chain([1, 1], kind="While")
     assert ordered_positions(loops, Schedule.store_all(loops.graph), 100) == [True, True]
+
+
+def test_without_a_budget_nothing_waits_unless_something_is_computed_again():
+    problem = chain([100, 100, 100]).with_budget(None)
+    assert ordered_positions(problem, Schedule((0, 1, 2)), 100) == [False, False, False]
+    assert ordered_positions(problem, Schedule((0, 1, 0, 2)), 100) == [True, True, True, True]
 
 
 def test_step_inputs_are_not_of_the_pool():

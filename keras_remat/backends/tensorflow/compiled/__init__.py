@@ -130,6 +130,9 @@ class CompiledBackend(TensorFlowBackend):
         self._reserve(_REGION_SHARE * (self.predicted_peak_bytes(problem, schedule) - problem.profile.resident_bytes))
         return step
 
+    def reserve(self, limit_bytes: int) -> None:
+        """Nothing: :meth:`lower` has the region made that a step's one buffer is cut from; a smaller one would be handed out whole."""
+
     def _reserve(self, nbytes: int) -> None:
         if nbytes > self._reserved_bytes:
             self._reserved_bytes = nbytes
