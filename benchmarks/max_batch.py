@@ -32,6 +32,8 @@ MODELS = ("VGG19", "MobileNet", "UNet", "ResNet50", "FCN8", "SegNet")
 SOLVERS = ("chen_sqrt_n", "chen_greedy", "auto")
 #: What ``--check`` demands of ``auto`` over plain Keras: on one model at least, and as geometric mean; and of every prediction.
 BEST_RATIO, MEAN_RATIO, PREDICTION = 5.1, 3.0, 0.05
+#: Seconds that the whole search of ResNet50 may take.
+SEARCH_S = 60.0
 #: The size that the search said may be off the largest that trains by this factor.
 SEARCHED = 1.03
 
@@ -197,6 +199,8 @@ def failed_bounds(rows: list[dict[str, Any]]) -> list[str]:
                 )
             if not r["batch"] / SEARCHED <= r.get("searched", r["batch"]) <= r["batch"] * SEARCHED:
                 failures.append(f"{r['model']} {r['solver']}: the search said {r['searched']}, {r['batch']} is what trains")
+            if r["model"] == "ResNet50" and r["solver"] == "auto" and r["search_s"] > SEARCH_S:
+                failures.append(f"{r['model']} {r['solver']}: the search took {r['search_s']:.0f} s, more than {SEARCH_S:.0f}")
             if r["failed_bytes"] <= r["limit_bytes"]:
                 failures.append(f"{r['model']} {r['solver']}: batch {r['failed_batch']} trains too")
         if r["row"] == "prediction" and abs(error_of(r)) > PREDICTION:

@@ -53,6 +53,7 @@ def test_accepts_what_holds(max_batch):
     [
         (batch_row(measured_bytes=1001), "measured 1001 bytes, limit 1000"),
         (batch_row(failed_bytes=1000), "batch 50 trains too"),
+        (batch_row(model="ResNet50", search_s=61.0), "the search took 61 s, more than 60"),
         (batch_row(ratio=5.0), "the best ratio is 5.00, less than 5.1"),
         (batch_row(ratio=2.9), "the geometric mean is 2.90, less than 3"),
         (batch_row(solver="chen_greedy"), "the geometric mean is nan"),
