@@ -93,29 +93,29 @@ class StepPlanner:
         if not self._backend.measures_op_times:  # it is the last one, too
             return self.best(problem, batch_size)
         limit_s = self._options.solver_time_limit_s
-        for solver, time_limit_s in (("greedy", min(_QUICK_SOLVE_S, limit_s)), (self._options.solver, limit_s / 2)):
+        for solver, time_limit_s in (("greedy_first", min(_QUICK_SOLVE_S, limit_s)), (self._options.solver, limit_s / 2)):
             try:
                 return self._solve(problem, batch_size, solver, time_limit_s)
             except ScheduleNotFoundError as error:
                 logger.debug("keras_remat: %s", error)
         return self.best(problem, batch_size)
 
-    def best(self, problem: Problem, batch_size: int) -> Plan:
-        """The chosen solver's plan.
+    def best(self, problem: Problem, batch_size: int, known: Schedule | None = None) -> Plan:
+        """The chosen solver's plan, or that of the ``known`` order where it is as fast.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
-        return self._solve(problem, batch_size, self._options.solver, self._options.solver_time_limit_s)
+        return self._solve(problem, batch_size, self._options.solver, self._options.solver_time_limit_s, known=known)
 
-    def nearest(self, problem: Problem, batch_size: int, saving_bytes: int) -> Plan:
+    def nearest(self, problem: Problem, batch_size: int, saving_bytes: int, known: Schedule | None = None) -> Plan:
         """A plan within the limit, or, where there is none, one over it that still saves as much of ``saving_bytes`` as a quick solver can.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: a quarter of it cannot be saved either.
         """
         try:
-            return self.best(problem, batch_size)
+            return self.best(problem, batch_size, known)
         except (InfeasibleBudgetError, ScheduleNotFoundError):
             for share in _PARTIAL_SAVINGS:
                 try:
@@ -124,11 +124,19 @@ class StepPlanner:
                     logger.debug("keras_remat: %s", error)
             raise
 
-    def _solve(self, problem: Problem, batch_size: int, solver: str, time_limit_s: float, more_bytes: int = 0) -> Plan:
+    def _solve(
+        self,
+        problem: Problem,
+        batch_size: int,
+        solver: str,
+        time_limit_s: float,
+        more_bytes: int = 0,
+        known: Schedule | None = None,
+    ) -> Plan:
         try:
             return plan_problem(
                 problem, self.usable_bytes + more_bytes, self._backend,
-                solver=solver, time_limit_s=time_limit_s, seed=self._options.seed,
+                solver=solver, time_limit_s=time_limit_s, seed=self._options.seed, known=known,
             )  # fmt: skip
         except InfeasibleBudgetError as error:
             advice = describe_limit_error(error, self.limit_bytes, batch_size, problem.profile.resident_bytes)

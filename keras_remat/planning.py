@@ -44,6 +44,7 @@ def plan_problem(
     solver: str = "auto",
     time_limit_s: float = 30.0,
     seed: int = 0,
+    known: Schedule | None = None,
 ) -> Plan:
     """Solves a traced problem so that the *allocator's* peak stays under the budget.
 
@@ -55,6 +56,7 @@ def plan_problem(
         backend: whose allocator decides.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
         time_limit_s: seconds for all solves together; each gets a part of what is left, and a late one a tenth of it at least.
+        known: a legal order that may keep to the budget and will do where "auto" finds no faster one, the one that runs now for instance.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
@@ -70,14 +72,17 @@ def plan_problem(
     solver = backend.auto_solver if solver == "auto" else solver
     if solver != "auto":
         return _corrected(problem, budget_bytes, backend, budget_bytes, solver, deadline_s, seed)[0]
-    # how much the allocator needs above a schedule is found out by the quick solver; the slow one starts from there
-    quick: Plan | None = None
+    # how much the allocator needs above a schedule is told by the known one or by a quick solver; the slow one starts from there
+    quick = None if known is None else reused_plan(problem, known, budget_bytes, backend)
     start = budget_bytes
-    try:
-        quick_deadline_s = time.perf_counter() + _QUICK_SHARE * time_limit_s
-        quick, start = _corrected(problem, budget_bytes, backend, budget_bytes, "greedy", quick_deadline_s, seed)
-    except ScheduleNotFoundError as error:
-        logger.debug("keras_remat: %s", error)
+    if quick is not None:
+        start -= max(0, quick.predicted.peak_bytes - simulate(problem, quick.solution.schedule).peak_bytes)
+    else:
+        try:
+            quick_deadline_s = time.perf_counter() + _QUICK_SHARE * time_limit_s
+            quick, start = _corrected(problem, budget_bytes, backend, budget_bytes, "greedy_first", quick_deadline_s, seed)
+        except ScheduleNotFoundError as error:
+            logger.debug("keras_remat: %s", error)
     deadline_s = max(deadline_s, time.perf_counter() + _SLOW_SHARE * time_limit_s)
     try:
         plan, _ = _corrected(problem, budget_bytes, backend, start, solver, deadline_s, seed)

@@ -523,7 +523,7 @@ class StepTuner:
         assert running is not None
         try:
             with self._progress("solving for the schedule"):
-                plan = self._planner.nearest(problem, candidate.batch_size, saving_bytes)
+                plan = self._planner.nearest(problem, candidate.batch_size, saving_bytes, running.solution.schedule)
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self.event("kept", f"The plan that is running stays: {error}")
             self._keep_running(candidate)

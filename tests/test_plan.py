@@ -211,6 +211,30 @@ def test_allocator_that_always_needs_more_ends_in_not_found():
     assert caught.value.floor_bytes == PROBLEM.floor_bytes
 
 
+def test_known_order_is_the_plan_where_the_solver_finds_none_and_tells_what_the_allocator_wastes(monkeypatch):
+    waste = SIZE * 512
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: waste)
+    known = quick(backend=backend).solution.schedule
+    asked = []
+
+    def solve(problem, *, solver, **options):
+        asked.append((solver, problem.budget_bytes))
+        raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
+
+    monkeypatch.setattr("keras_remat.correction.solve", solve)
+    plan = quick(backend=backend, solver="auto", known=known)
+    assert asked == [("auto", BUDGET - waste)]
+    assert plan.solution.schedule == known
+    assert plan.predicted.peak_bytes <= BUDGET
+
+
+def test_known_order_over_the_budget_is_left_out():
+    known = Schedule.store_all(PROBLEM.graph)
+    plan = quick(solver="auto", known=known)
+    assert plan.solution.schedule != known
+    assert plan.predicted.peak_bytes <= BUDGET
+
+
 def test_solver_that_finds_nothing_at_all_is_not_asked_again(monkeypatch):
     asked = []
 

@@ -119,16 +119,16 @@ def test_first_plan_gets_more_time_where_less_finds_none(monkeypatch):
 
     real, asked = planner.plan_problem, []
 
-    def plan(problem, budget, backend, *, solver, time_limit_s, seed):
+    def plan(problem, budget, backend, *, solver, time_limit_s, **options):
         asked.append((solver, time_limit_s))
         if len(asked) < 3:
             raise ScheduleNotFoundError(budget, problem.floor_bytes)
-        return real(problem, budget, backend, solver=solver, time_limit_s=time_limit_s, seed=seed)
+        return real(problem, budget, backend, solver=solver, time_limit_s=time_limit_s, **options)
 
     monkeypatch.setattr(planner, "plan_problem", plan)
     tuner, _ = tuner_on(FakeBackend(), options(solver="anneal", solver_time_limit_s=8.0))
     train(tuner, 1)
-    assert asked == [("greedy", 4.0), ("anneal", 4.0), ("anneal", 8.0)]
+    assert asked == [("greedy_first", 4.0), ("anneal", 4.0), ("anneal", 8.0)]
 
 
 def test_surplus_seen_while_recording_is_in_the_plan_that_is_swapped_in():

@@ -62,6 +62,7 @@ SOLVERS: Mapping[str, Solver] = _Registry(
         "dtr_size": "dtr:solve_size",
         "dtr_random": "dtr:solve_random",
         "greedy": "greedy",
+        "greedy_first": "greedy:solve_first",
         "backward": "backward",
         "intervals": "intervals",
         "anneal": "anneal",

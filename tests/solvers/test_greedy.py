@@ -43,6 +43,29 @@ def test_candidates_get_faster() -> None:
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_first_finds_a_schedule_exactly_where_all_of_them_do(seed: int) -> None:
+    problem = mixed_problem(seed)
+    try:
+        fastest = greedy.solve(problem)
+    except ScheduleNotFoundError:
+        with pytest.raises(ScheduleNotFoundError):
+            greedy.solve_first(problem, seed=seed)
+        return
+    first = greedy.solve_first(problem, seed=seed)
+    validate(problem, first.schedule)
+    assert first.usage is not None
+    assert fastest.usage is not None
+    assert first.usage.time_s >= fastest.usage.time_s
+
+
+def test_first_begins_with_another_policy_by_seed() -> None:
+    problem = mixed_problem(31, "training").with_budget(None)
+    problem = problem.with_budget((problem.floor_bytes + simulate(problem, Schedule.store_all(problem.graph)).peak_bytes) // 2)
+    found = {greedy.solve_first(problem, seed=seed).schedule for seed in range(len(greedy.POLICIES))}
+    assert len(found) > 1
+
+
 def updates_at_the_end(layers: int) -> Problem:
     """Gradients 0..layers-1, each 10 bytes and read by its own update (no output), all updates at the end."""
     gradients = [Op(i, f"g{i}", "Grad", (i - 1,) if i else (), (i,)) for i in range(layers)]

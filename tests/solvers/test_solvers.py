@@ -25,7 +25,7 @@ from tests.solvers.brute_force import fastest
 
 QUICK = {
     "store_all", "chen_sqrt_n", "chen_sqrt_n_ap", "chen_sqrt_n_linear", "chen_greedy", "chen_greedy_ap", "chen_greedy_linear", "griewank",
-    "chain_dp", "dtr", "dtr_eq", "dtr_local", "dtr_msps", "dtr_lru", "dtr_size", "dtr_random",
+    "chain_dp", "dtr", "dtr_eq", "dtr_local", "dtr_msps", "dtr_lru", "dtr_size", "dtr_random", "greedy_first",
 }  # fmt: skip
 NEEDS = {"checkmate_milp_cbc": "cylp", "intervals": "ortools"}
 
