@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count
 from typing import Literal, Protocol
 
@@ -43,16 +43,20 @@ _RESOLUTION = 0.01
 _LARGEST_SIZE = 2**40
 #: An order that reaches this share of the size it was made for has not failed; how much larger the sizes are that get another chance.
 _NEAR, _AGAIN = 0.97, 1.1
+#: Up to how much above the largest size, as a ratio, the thorough solver begins.
+_NOT_FAR = 1.25
 #: The first and the longest step up, as shares of the size, of a search around a known order.
-_FIRST_STEP, _MOST_STEP = 0.08, 0.3
+_FIRST_STEP, _MOST_STEP = 0.05, 0.3
 #: After so many of them without a find it ends; and the shares of the budget that new orders are solved for there.
 _MOST_FAILURES, _TARGETS = 16, (0.96, 1.0, 0.92)
 #: Of the time limit, what one solve may take.
 _SOLVE_SHARE = 0.25
 #: Of the time of the thorough solver, what is left for steps from known orders, and what one of them may take.
 _STRETCH_SHARE, _STRETCH_SOLVE_SHARE = 0.6, 0.12
+#: Problems that are kept for sizes that come up again.
+_REMEMBERED = 32
 #: The least budget a solver is given, as a share of the real one, for what the allocator wastes.
-_LEAST_TARGET = 0.85
+_LEAST_TARGET = 0.88
 
 
 class Scaling(Protocol):
@@ -162,7 +166,14 @@ def forward_overhead(problem: Problem) -> float:
 
 def is_allowed(problem: Problem, plan: Plan, max_overhead: float | Literal["forward"] | None) -> bool:
     """Whether a plan's overhead keeps to the bound; ``"forward"`` is one extra forward pass, ``None`` no bound."""
-    return max_overhead is None or plan.overhead <= _bound(problem, max_overhead)
+    return is_overhead_allowed(problem, plan.predicted.time_s, max_overhead)
+
+
+def is_overhead_allowed(problem: Problem, time_s: float, max_overhead: float | Literal["forward"] | None) -> bool:
+    """Whether a step of ``time_s`` seconds keeps to the bound, see :func:`is_allowed`."""
+    if max_overhead is None or problem.store_all_time_s <= 0:
+        return True
+    return time_s / problem.store_all_time_s - 1 <= _bound(problem, max_overhead)
 
 
 def _bound(problem: Problem, max_overhead: float | Literal["forward"]) -> float:
@@ -234,7 +245,8 @@ class SizeSearch:
         self, scaling: Scaling, budget_bytes: int, backend: Backend, max_overhead: float | Literal["forward"] | None,
         at_most: int, seed: int, progress: Callable[[Probe], None] | None = None,
     ):  # fmt: skip
-        self.scaling, self.budget, self.backend, self.max_overhead = scaling, budget_bytes, backend, max_overhead
+        self.budget, self.backend, self.max_overhead = budget_bytes, backend, max_overhead
+        self._problem_at = lru_cache(_REMEMBERED)(scaling.at)
         self.at_most, self.seed, self.progress = at_most, seed, progress
         self.started = time.perf_counter()
         self.good = self.plain = 0
@@ -249,10 +261,10 @@ class SizeSearch:
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
         """
-        self.plain = self.reach(Schedule.store_all(self.scaling.at(size).graph), size)
+        self.plain = self.reach(Schedule.store_all(self._problem_at(size).graph), size)
         while not self.good and not self.attempt(size, solver, solve_s):
             if size == 1:
-                raise self.failure or ScheduleNotFoundError(self.budget, self.scaling.at(1).floor_bytes, solver="batch search")
+                raise self.failure or ScheduleNotFoundError(self.budget, self._problem_at(1).floor_bytes, solver="batch search")
             size //= 2
 
     def begin_with(self, size: int, plan: Plan) -> None:
@@ -260,12 +272,17 @@ class SizeSearch:
         self.good = size
         self._tell(Probe.of(size, plan))
 
-    def climb(self, solver: str, solve_s: float, deadline_s: float) -> None:
+    def climb(self, solver: str, solve_s: float, deadline_s: float, below: float = math.inf) -> None:
         """Solves between the largest size reached and the least that no schedule fits, or this solver failed at.
 
         A failure may be the allocator's waste, or the seed: sizes a little above the largest get another chance as long as that helps.
+
+        Args:
+            solver, solve_s: who is asked, and for how long at most.
+            deadline_s: by ``time.perf_counter``.
+            below: sizes from here on are not tried at first.
         """
-        fails, again = self._ceiling(), True
+        fails, again = min(self._ceiling, max(self.good + 2, math.ceil(below) if below < math.inf else self._ceiling)), True
         while again:
             begun = self.good
             while fails - self.good > max(1, int(self.good * _RESOLUTION)) and self._left_s(deadline_s) > 0:
@@ -286,7 +303,7 @@ class SizeSearch:
 
         It begins with the order that reaches furthest, or anew with a quick solver and another share of the budget, in turn.
         """
-        step, failures, most = _FIRST_STEP, 0, self._ceiling() - 1
+        step, failures, most = _FIRST_STEP, 0, self._ceiling - 1
         for turn in count():
             if self.good >= most or failures >= _MOST_FAILURES or self._left_s(deadline_s) <= 0:
                 return
@@ -295,9 +312,13 @@ class SizeSearch:
             self.seed += 1
             if turn % 2:
                 self.target_share = _TARGETS[turn // 2 % len(_TARGETS)]
-                self.attempt(size, "greedy", allowed_s)
-            else:
-                self.attempt(size, "nearby", allowed_s, start=self.fastest.solution.schedule)
+                self.attempt(size, "greedy_first", allowed_s)
+            else:  # the allocator will waste about as much as with the order to begin with
+                best = self.fastest
+                assert best.problem is not None
+                used = simulate(best.problem, best.solution.schedule).peak_bytes / best.predicted.peak_bytes
+                self.target_share = max(_LEAST_TARGET, min(1.0, used))
+                self.attempt(size, "nearby", allowed_s, start=best.solution.schedule)
             if self.good > before:
                 step, failures = min(2 * step, _MOST_STEP), 0
             else:
@@ -307,7 +328,7 @@ class SizeSearch:
         """Both, in a time together: new orders first, then steps from the best of them."""
         deadline_s = time.perf_counter() + time_limit_s
         left_s = self._left_s(deadline_s)
-        self.climb(solver, _SOLVE_SHARE * time_limit_s, deadline_s - _STRETCH_SHARE * left_s)
+        self.climb(solver, _SOLVE_SHARE * time_limit_s, deadline_s - _STRETCH_SHARE * left_s, _NOT_FAR * self.good)
         self.stretch(_STRETCH_SOLVE_SHARE * time_limit_s, deadline_s)
 
     def _left_s(self, deadline_s: float) -> float:
@@ -315,19 +336,20 @@ class SizeSearch:
         afterwards_s = self.afterwards_s(self.fastest) if self.afterwards_s is not None and self.good else 0.0
         return deadline_s - time.perf_counter() - afterwards_s
 
+    @cached_property
     def _ceiling(self) -> int:
         """The least size found whose floor is over the budget; above ``at_most`` where that is none."""
         fits, fails = self.good, 2 * self.good
-        while fits < self.at_most and self.scaling.at(min(fails, self.at_most)).floor_bytes <= self.budget:
+        while fits < self.at_most and self._problem_at(min(fails, self.at_most)).floor_bytes <= self.budget:
             fits, fails = min(fails, self.at_most), 2 * fails
         while fits < self.at_most and fails - fits > max(1, int(fits * _RESOLUTION)):
             middle = min(self.at_most, (fits + fails) // 2)
-            fits, fails = (middle, fails) if self.scaling.at(middle).floor_bytes <= self.budget else (fits, middle)
+            fits, fails = (middle, fails) if self._problem_at(middle).floor_bytes <= self.budget else (fits, middle)
         return self.at_most + 1 if fits == self.at_most else fails
 
     def attempt(self, size: int, solver: str, solve_s: float, start: Schedule | None = None) -> bool:
         """Solves at ``size``, from ``start`` where one is given; whether any size was reached that is larger than those before."""
-        problem, before = self.scaling.at(size), self.good
+        problem, before = self._problem_at(size), self.good
         try:
             order, waste = new_order(
                 problem, self.budget, self.target_share, self.backend, solver=solver, time_limit_s=solve_s,
@@ -339,7 +361,7 @@ class SizeSearch:
             self._tell(Probe(size, None, 0.0, str(error)))
             return False
         self.target_share = max(_LEAST_TARGET, min(1.0, 1 / waste))
-        self.reach(order, size)
+        self.reach(order, size, self.good + 1)
         if self.good < size:
             self._tell(Probe(size, None, 0.0, self._reason(problem, order)))
         return self.good > before
@@ -354,27 +376,28 @@ class SizeSearch:
         assert self.max_overhead is not None
         return f"overhead {overhead:.1%} is over the bound of {_bound(problem, self.max_overhead):.1%}"
 
-    def reach(self, order: Schedule, size: int) -> int:
-        """The largest size found at which an order fits, 0 for none: by steps up or down from ``size``, then bisection.
+    def reach(self, order: Schedule, size: int, least: int = 1) -> int:
+        """The largest size found at which an order fits: by steps up or down from ``size``, then bisection; 0 where that is below ``least``.
 
         Its plan there is among the probes afterwards.
         """
-        plan = self.plan_at(order, size)
-        fits, fails = (size, self.at_most + 1) if plan is not None else (0, size)
-        step = 1
-        while plan is not None and fits < self.at_most and fails > self.at_most:  # up, in longer and longer steps
+        fits, fails = (size, self.at_most + 1) if self.fits(order, size) else (0, size)
+        if not fits and 1 < least < size:
+            if not self.fits(order, least):
+                return 0
+            fits = least
+        step, up = 1, fits == size
+        while up and fits < self.at_most and fails > self.at_most:  # in longer and longer steps
             other = min(self.at_most, _round(fits + step, fits + 2 * step))
-            larger = self.plan_at(order, other)
-            plan, fits, fails, step = (larger, other, fails, 2 * step) if larger else (plan, fits, other, step)
-        while fits == 0 and fails > 1:  # down, to the nearest that fits
-            other = max(1, fails - step)
-            plan = self.plan_at(order, other)
-            fits, fails, step = (other, fails, step) if plan else (0, other, 2 * step)
+            fits, fails, step = (other, fails, 2 * step) if self.fits(order, other) else (fits, other, step)
+        while fits == 0 and fails > least:  # down, to the nearest that fits
+            other = max(least, fails - step)
+            fits, fails, step = (other, fails, step) if self.fits(order, other) else (0, other, 2 * step)
         while fits and fails - fits > max(1, int(fits * _RESOLUTION)) and fails <= self.at_most:
             quarter = (fails - fits) // 4
             middle = _round(max(fits + 1, fits + quarter), min(fails - 1, fails - quarter))
-            other_plan = self.plan_at(order, middle)
-            plan, fits, fails = (other_plan, middle, fails) if other_plan else (plan, fits, middle)
+            fits, fails = (middle, fails) if self.fits(order, middle) else (fits, middle)
+        plan = reused_plan(self._problem_at(fits), order, self.budget, self.backend) if fits else None
         if plan is not None:
             self._tell(Probe.of(fits, plan))
             self.good = max(self.good, fits)
@@ -390,7 +413,7 @@ class SizeSearch:
         """
         for order in orders:
             size = max(first, self.good)
-            if (downwards and not self.good) or self.plan_at(order, size) is not None:
+            if (downwards and not self.good) or self.fits(order, size):
                 self.reach(order, size)
 
     @property
@@ -399,11 +422,13 @@ class SizeSearch:
         plans = [p.plan for p in self.probes if p.plan is not None and p.batch_size == self.good]
         return min(plans, key=lambda plan: plan.predicted.time_s)
 
-    def plan_at(self, order: Schedule, size: int) -> Plan | None:
-        """A known order at a size; ``None`` where it does not fit or its overhead is over the bound."""
-        problem = self.scaling.at(size)
-        plan = reused_plan(problem, order, self.budget, self.backend)
-        return plan if plan is not None and is_allowed(problem, plan, self.max_overhead) else None
+    def fits(self, order: Schedule, size: int) -> bool:
+        """Whether a known order keeps to the budget and to the bound of the overhead at a size."""
+        problem = self._problem_at(size)
+        usage = simulate(problem, order)
+        if usage.peak_bytes > self.budget or not is_overhead_allowed(problem, usage.time_s, self.max_overhead):
+            return False
+        return self.backend.predicted_peak_bytes(problem, order) <= self.budget
 
     def _tell(self, probe: Probe) -> None:
         self.probes.append(probe)

@@ -148,7 +148,7 @@ def _profile_at(size: int, traced: TracedStep, backend: Backend, model: Any, ste
     problem, order = carried_problem(step.problem, traced.graph), step.plan.solution.schedule
     try:
         plan = reused_plan(problem, order, step.budget_bytes, backend) or plan_problem(
-            problem, step.budget_bytes, backend, solver="greedy", time_limit_s=_SECOND_PLAN_S
+            problem, step.budget_bytes, backend, solver="greedy_first", time_limit_s=_SECOND_PLAN_S
         )
     except (InfeasibleBudgetError, ScheduleNotFoundError):
         return None

@@ -32,8 +32,10 @@ _QUICK_PLAN_S = 10.0
 _QUICK_SHARE, _SLOW_SHARE = 0.25, 0.5
 #: How many of the orders that a solver finds are replayed, the last ones.
 _REPLAYED = 8
+#: Seconds for moving the ops of a new order about: it helps soon or not at all.
+_COMPACTING_S = 1.0
 #: Of the time for a new order, what its one solve may take; and up to which peak, in budgets, the rest of it is worth spending.
-_SOLVE_SHARE, _LITTLE_OVER = 0.7, 1.05
+_SOLVE_SHARE, _LITTLE_OVER = 0.7, 1.1
 
 
 def plan_problem(
@@ -183,7 +185,7 @@ def new_order(
     peak = backend.predicted_peak_bytes(problem, order)
     left_s = deadline_s - time.perf_counter()
     if backend.fragments and left_s > 0 and budget_bytes < peak <= _LITTLE_OVER * budget_bytes:
-        order = compacted(problem, order, budget_bytes, backend, time_limit_s=left_s, seed=seed)
+        order = compacted(problem, order, budget_bytes, backend, time_limit_s=min(left_s, _COMPACTING_S), seed=seed)
         peak = backend.predicted_peak_bytes(problem, order)
     return order, peak / max(1, simulate(problem, order).peak_bytes)
 
@@ -268,7 +270,7 @@ def traced_model(
     problem = problem_now(backend, traced, backend.estimated_profile(traced, backend.bytes_in_use()), model.name)
     plan: Plan | None = None
     if profile == "measured":
-        plan = plan_problem(problem, budget, backend, solver="greedy", time_limit_s=_QUICK_PLAN_S, seed=seed)
+        plan = plan_problem(problem, budget, backend, solver="greedy_first", time_limit_s=_QUICK_PLAN_S, seed=seed)
         problem = measured_problem(backend, model, traced, problem, plan, arrays)
     return TracedModel(arrays, traced, problem, limit, budget, plan)
 

@@ -7,6 +7,10 @@ models and by a third on small ones. Replaying a schedule's allocations through 
 The replay begins with the chunks that are free and those that variables and batches are in, where the profile knows them (:mod:`.pool`). From
 there it repeats a step chunk for chunk, so that what it says and what is measured differ by no more than the alignment of small values.
 
+What is wasted in a chunk is wasted as long as its tensor lives. An order that recomputes can do without most of that: a *spacer*, memory that is
+asked for just before an op and given back right after it, takes what would be wasted of the op's chunk, so that the chunk is cut to fit and the rest
+of it free for others. While the op runs nothing is saved, afterwards all of it. Which ops are worth one is told by the first step of the replay.
+
 Known limits: where the pool is not known, it is taken to be new; when the input pipeline makes its batches, and where the next region lies that
 the pool grows by, is a guess.
 """
@@ -36,6 +40,8 @@ _APART = 2**50
 CPU_SMALL_BYTES = 256 * KIB
 #: Steps for which ``fit``'s input pipeline holds as many batches as it can; then the epoch ends, and it holds one less at every step.
 _FULL_STEPS = 3
+#: A spacer below this is not worth its two nodes.
+_LEAST_SPACER_BYTES = 512 * KIB
 #: Problems for which it is remembered what their ops do with the pool.
 _REMEMBERED = 3
 #: More than this it does not hold; what is in use beside it is the waste in chunks that variables have moved to.
@@ -139,6 +145,21 @@ class BestFitAllocator:
         self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
         return chunk
 
+    def spacer_bytes(self, nbytes: int) -> int:
+        """What has to be held while ``nbytes`` are allocated, so that their chunk fits; 0 where it does, or no spacer would come from that chunk."""
+        if nbytes <= 0 or nbytes < self._smallest:
+            return 0
+        rounded = -(-nbytes // _MIN_ALLOCATION_BYTES) * _MIN_ALLOCATION_BYTES
+        at = bisect_left(self._free, (rounded, -1))
+        if at == len(self._free):
+            return 0
+        size = self._free[at][0]
+        spare = size - rounded
+        cut_anyway = size >= 2 * rounded or spare >= _MAX_INTERNAL_FRAGMENTATION_BYTES
+        if cut_anyway or spare < max(self._smallest, _LEAST_SPACER_BYTES) or bisect_left(self._free, (spare, -1)) != at:
+            return 0
+        return spare
+
     def chunk_at(self, address: int) -> _Chunk:
         """The chunk that begins there.
 
@@ -182,7 +203,21 @@ def replayed_peak_bytes(
     pipeline: bool = False,
     steps: int = 20,
 ) -> int:
-    """The allocator's peak over ``steps`` runs of a schedule, resident bytes included.
+    """The allocator's peak over ``steps`` runs of a schedule without spacers, resident bytes included; arguments as in :func:`replayed`."""
+    return replayed(problem, schedule, smallest_bytes=smallest_bytes, pool_bytes=pool_bytes, pipeline=pipeline, steps=steps)[0]
+
+
+def replayed(
+    problem: Problem,
+    schedule: Schedule,
+    *,
+    smallest_bytes: int = 0,
+    pool_bytes: int = 0,
+    pipeline: bool = False,
+    steps: int = 20,
+    spaced: bool = False,
+) -> tuple[int, dict[int, int]]:
+    """Runs a schedule through the allocator, without spacers and, where that is wanted, the schedule recomputes, and the pool is known, with them.
 
     Args:
         problem: the graph and its costs.
@@ -193,8 +228,27 @@ def replayed_peak_bytes(
             the same one again and again.
         steps: at most; each finds the pool as the one before left it, and variables that are assigned, and the batch, lie elsewhere every time.
             Once a step finds what an earlier one did, the rest would repeat.
+        spaced: whether there may be spacers.
+
+    Returns:
+        The peak over all steps, resident bytes included, and position in the order → bytes of its spacer; none where they lower nothing.
     """
-    profile, pool, uses = problem.profile, problem.profile.pool, _uses(problem, smallest_bytes)
+    uses = _uses(problem, smallest_bytes)
+    arguments = problem, uses.of(schedule), smallest_bytes, pool_bytes, pipeline, steps
+    peak = _replay(*arguments, None)
+    if not spaced or problem.profile.pool is None or len(set(schedule.order)) == len(schedule.order):
+        return peak, {}
+    spacers: dict[int, int] = {}
+    spaced_peak = _replay(*arguments, spacers)
+    return (spaced_peak, {at: nbytes for at, nbytes in spacers.items() if nbytes}) if spaced_peak < peak else (peak, {})
+
+
+def _replay(
+    problem: Problem, runs: list[_Run], smallest_bytes: int, pool_bytes: int, pipeline: bool, steps: int,
+    spacers: dict[int, int] | None,
+) -> int:  # fmt: skip
+    """The peak; ``spacers`` is filled in by the first step, and is what the others keep to."""
+    profile, pool = problem.profile, problem.profile.pool
     homes = dict(pool.homes) if pool else {}
     allocator = BestFitAllocator(
         smallest_bytes=smallest_bytes, pool_bytes=pool_bytes, free_chunks=pool.free_chunks if pool else (),
@@ -212,7 +266,6 @@ def replayed_peak_bytes(
         held = min(ahead + 1, round(pool.held_bytes / sum(inputs)))
         places = list(pool.batch_chunks)
         batches.extend([_placed(allocator, places, nbytes) for nbytes in inputs] for _ in range(held))
-    runs = uses.of(schedule)
     # by its first home, or the op that assigns it → where the variable is
     variables: dict[Any, _Chunk | None] = {home.address: allocator.chunk_at(home.address) for home in homes.values()}
     seen: set[tuple[Any, ...]] = set()
@@ -226,9 +279,14 @@ def replayed_peak_bytes(
         seen.add(found)
         while len(batches) <= min(ahead, _FULL_STEPS + ahead - 1 - of_epoch):
             batches.append([allocator.allocate(nbytes) for nbytes in inputs])
-        for writes, donors, workspace, name, ending in runs:
+        for position, writes, donors, workspace, name, ending in runs:
             dying = ending
             taken_over: set[int] = set()
+            spacer: _Chunk | None = None
+            if spacers is not None:
+                if step == 0 and writes and not any(size == writes[0][1] and v in ending for v, size in donors):
+                    spacers[position] = allocator.spacer_bytes(writes[0][1])
+                spacer = allocator.allocate(spacers.get(position, 0))
             for value_id, nbytes in writes:
                 donor = next((v for v, size in donors if size == nbytes and v in ending and v not in taken_over), None)
                 if donor is None:
@@ -247,15 +305,16 @@ def replayed_peak_bytes(
                 allocator.release(old)
             for value_id in dying:
                 allocator.release(chunks.pop(value_id, None))
+            allocator.release(spacer)
         for chunk in (*chunks.values(), *(batches.popleft() if pipeline else ())):
             allocator.release(chunk)
     allocator.release(resident)
     return base + allocator.peak_bytes
 
 
-#: What a run of an op does with the pool: the large values it writes, those whose buffers it may take over, its workspace, its name where it
-#: assigns a variable, and the values that are read last here.
-_Run = tuple[list[tuple[int, int]], list[tuple[int, int]], int, str | None, list[int]]
+#: What a run of an op does with the pool: its position in the order, the large values it writes, those whose buffers it may take over, its
+#: workspace, its name where it assigns a variable, and the values that are read last here.
+_Run = tuple[int, list[tuple[int, int]], list[tuple[int, int]], int, str | None, list[int]]
 
 
 class _Uses:
@@ -294,7 +353,7 @@ class _Uses:
             if value_id not in self._kept:
                 dying[k].append(value_id)
         return [
-            (self._writes[op_id], self._donors[op_id], self._workspace[op_id], self._assigns[op_id], dying[k])
+            (k, self._writes[op_id], self._donors[op_id], self._workspace[op_id], self._assigns[op_id], dying[k])
             for k, op_id in enumerate(schedule.order)
             if self._writes[op_id] or self._workspace[op_id] or dying[k]
         ]

@@ -2,8 +2,9 @@
 
 The optimized graph is written once more, node by node in the order of the schedule; an op that repeats becomes a copy under another
 name, and a reader reads the newest copy before it. Views are copied with the instance they look at. Control edges carry what no tensor
-does: assignments after the reads they follow (S4), and the order of what touches the allocator's pool (:mod:`.ordering`). The function runs
-verbatim: neither Grappler nor a common-subexpression pass sees it, by a configuration that travels with the call.
+does: assignments after the reads they follow (S4), and the order of what touches the allocator's pool (:mod:`.ordering`). What an op is to find
+taken of that pool (a spacer, :mod:`.allocator`) an ``Empty`` takes before it, without touching a page. The function runs verbatim: neither
+Grappler nor a common-subexpression pass sees it, by a configuration that travels with the call.
 
 Loops and branches are marked for TensorFlow's lowering to ``Switch`` and ``Merge``, which runs an LSTM's step in two thirds of the time of calls
 of functions and computes the same bits. Few of a loop's iterations run at once: what more of them hold differs from step to step.
@@ -11,7 +12,7 @@ of functions and computes the same bits. Few of a loop's iterations run at once:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,11 +34,13 @@ class LoweredStep:
         schedule: the order it runs.
     """
 
-    def __init__(self, traced: TensorFlowStep, problem: Problem, schedule: Schedule, smallest_bytes: int):
+    def __init__(
+        self, traced: TensorFlowStep, problem: Problem, schedule: Schedule, smallest_bytes: int, spacers: Mapping[int, int]
+    ):
         self.traced, self.problem, self.schedule = traced, problem, schedule
         writer = _Writer(traced, schedule)
         ordered = ordering.ordered_positions(problem, schedule, smallest_bytes)
-        self._function = _build(traced, writer, writer.write(ordered))
+        self._function = _build(traced, writer, writer.write(ordered, spacers))
         self.names = writer.names
 
     def __call__(self, batch: Any) -> Any:
@@ -49,7 +52,13 @@ class LoweredStep:
         return tf.nest.pack_sequence_as(structure, flat)
 
 
-def lower(traced: TensorFlowStep, problem: Problem, schedule: Schedule, smallest_bytes: int = 0) -> LoweredStep:
+def lower(
+    traced: TensorFlowStep,
+    problem: Problem,
+    schedule: Schedule,
+    smallest_bytes: int = 0,
+    spacers: Mapping[int, int] | None = None,
+) -> LoweredStep:
     """Returns a step that runs ``schedule``, whose ops may change places as far as the allocator's pool does not see it.
 
     Args:
@@ -57,8 +66,9 @@ def lower(traced: TensorFlowStep, problem: Problem, schedule: Schedule, smallest
         problem: its graph and costs, and the budget; without one, a schedule that recomputes nothing is no order at all.
         schedule: a legal order.
         smallest_bytes: what the pool serves at least; 0 orders all that holds data.
+        spacers: position in the order → bytes that are held while its op runs (:func:`.allocator.replayed`).
     """
-    return LoweredStep(traced, problem, schedule, smallest_bytes)
+    return LoweredStep(traced, problem, schedule, smallest_bytes, spacers or {})
 
 
 def _is_none(leaf: Any) -> bool:
@@ -77,27 +87,55 @@ class _Writer:
         self._views: dict[tuple[str, tuple[str, ...]], str] = {}
         self._placed: set[str] = set()
         self.used_placeholders: set[str] = set()
+        self._last: tuple[str, ...] = ()  # names of the last nodes that others would have waited for
         self.ends: list[str] = []  # what the step returns, as tensor names
 
-    def write(self, ordered: Sequence[bool]) -> Any:
-        """Returns the GraphDef; an op at a position that is ``ordered`` runs after the last such op before it."""
+    def write(self, ordered: Sequence[bool], spacers: Mapping[int, int]) -> Any:
+        """Returns the GraphDef; an op at a position that is ``ordered`` runs after the last such op before it, and while its spacer is held."""
         graph = self.traced.graph
         before: tuple[str, ...] = ()
-        for op_id, waits in zip(self.schedule.order, ordered, strict=True):
+        for position, (op_id, waits) in enumerate(zip(self.schedule.order, ordered, strict=True)):
             nodes = self.traced.node_names[graph.ops[op_id].name]
+            spacer = f"remat_spacer_{position}" if waits and position in spacers else None
+            if spacer is not None:
+                self._take(spacer, spacers[position], before)
+                before = (spacer,)
             self.names.append(tuple(self._emit(name, before if waits else ()) for name in nodes))
             before = self.names[-1] if waits else before
+            if spacer is not None:
+                before = (self._give_back(spacer, before),)
+        self._last = before
         self.ends = [self._tensor(tensor) for tensor in self.traced.output_tensors]
         self._finish()
         document = tf.compat.v1.GraphDef(versions=self.traced.versions, library=self.traced.library)
         document.node.extend(self._nodes)
         return document
 
+    def _take(self, name: str, nbytes: int, before: Sequence[str]) -> None:
+        """Asks for memory, which is not touched."""
+        shape, empty = tf.compat.v1.NodeDef(name=f"{name}/shape", op="Const"), tf.compat.v1.NodeDef(name=name, op="Empty")
+        shape.attr["dtype"].type = tf.int32.as_datatype_enum
+        shape.attr["value"].tensor.CopyFrom(tf.make_tensor_proto([nbytes], tf.int32))
+        empty.attr["dtype"].type = tf.uint8.as_datatype_enum
+        empty.attr["init"].b = False
+        empty.input.extend([shape.name, *(f"^{earlier}" for earlier in before)])
+        self._nodes.extend([shape, empty])
+
+    def _give_back(self, spacer: str, after: Sequence[str]) -> str:
+        """The name of a node that has the spacer until the nodes ``after`` have run."""
+        name = f"{spacer}/held"
+        node = tf.compat.v1.NodeDef(name=name, op="Shape")
+        node.attr["T"].type = tf.uint8.as_datatype_enum
+        node.attr["out_type"].type = tf.int32.as_datatype_enum
+        node.input.extend([spacer, *(f"^{earlier}" for earlier in after)])
+        self._nodes.append(node)
+        return name
+
     def _finish(self) -> None:
         done = tf.compat.v1.NodeDef(name="remat_done", op="NoOp")
         graph = self.traced.graph
         once = (self.names[k] for k, i in enumerate(self.schedule.order) if not graph.ops[i].recomputable)
-        done.input.extend(f"^{name}" for names in once for name in names)
+        done.input.extend(f"^{name}" for name in dict.fromkeys((*self._last, *(name for names in once for name in names))))
         self._nodes.append(done)
 
     def _emit(self, op_name: str, before: Sequence[str]) -> str:

@@ -53,6 +53,7 @@ class TensorFlowBackend:
     fragments = True
     auto_solver = "auto"
     _has_pipeline = False  # whether the steps are those of a ``fit``
+    _spaced = False  # whether steps have spacers: they count on chunks that come back as they were, in one region that is large enough
 
     def check(self, model: Any) -> str | None:
         if model.run_eagerly:
@@ -113,16 +114,22 @@ class TensorFlowBackend:
         in_use = measure.bytes_in_use()
         nbytes = min(_RESERVED_LIMITS * (limit_bytes - in_use), measure.device_memory_bytes() - in_use)
         if nbytes > 0:
-            pool.reserve(2 ** (nbytes.bit_length() - 1))  # what regions are; one byte more would take twice as much
+            # what regions are; one byte more would take twice as much
+            self._spaced = pool.reserve(2 ** (nbytes.bit_length() - 1)) or self._spaced
 
     def recorder(self) -> ProfileRecorder:
         return _Recorder()
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
-        return lowering.lower(traced, problem, schedule, _smallest_bytes())
+        return lowering.lower(traced, problem, schedule, _smallest_bytes(), self._replayed(problem, schedule)[1])
 
     def predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        return allocator.replayed_peak_bytes(problem, schedule, smallest_bytes=_smallest_bytes(), pipeline=self._has_pipeline)
+        return self._replayed(problem, schedule)[0]
+
+    def _replayed(self, problem: Problem, schedule: Schedule) -> tuple[int, dict[int, int]]:
+        return allocator.replayed(
+            problem, schedule, smallest_bytes=_smallest_bytes(), pipeline=self._has_pipeline, spaced=self._spaced
+        )
 
     def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         return None

@@ -60,18 +60,22 @@ def free_chunks() -> tuple[Chunk, ...]:
         tf.config.experimental.reset_memory_stats(device_name())
 
 
-def reserve(nbytes: int) -> None:
+def reserve(nbytes: int) -> bool:
     """Has the CPU's pool grow by a region of at least ``nbytes``, unless it has a free chunk of that size; no page of it is touched.
+
+    Returns whether it has one now.
 
     A pool that grows as it is needed has regions of 2, 4, 8 … MiB, which no chunk reaches across. A process whose address space is limited
     keeps those: a region that is reserved would be missing elsewhere. A GPU's pool takes all it may have when it starts.
     """
     if nbytes < CPU_SMALL_BYTES or host.address_space_is_limited() or device_name().startswith("GPU"):
-        return
+        return False
     try:
         tf.raw_ops.Empty(shape=[-(-nbytes // MIB), MIB], dtype=tf.uint8)
+        return True
     except tf.errors.ResourceExhaustedError:  # more than the machine promises: it grows as it is needed
         logger.debug("keras_remat: no free region of %d bytes", nbytes)
+        return False
     finally:
         tf.config.experimental.reset_memory_stats(device_name())
 

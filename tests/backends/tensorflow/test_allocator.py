@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_remat.backends.tensorflow.allocator import BestFitAllocator, replayed_peak_bytes
+from keras_remat.backends.tensorflow.allocator import BestFitAllocator, replayed, replayed_peak_bytes
 from keras_remat.graph import Graph, Op, Value, chain_example
 from keras_remat.problem import Problem
 from keras_remat.profile import Chunk, Pool, Profile
@@ -75,6 +75,57 @@ def test_used_chunk_joins_the_free_one_behind_it(address_mib, found):
     pool = BestFitAllocator(free_chunks=[Chunk(address_mib * MIB, 5 * MIB)], used_chunks=[Chunk(0, 3 * MIB)])
     pool.release(pool.chunk_at(0))
     assert (pool.allocate(8 * MIB).address == 0) == found
+
+
+@pytest.mark.parametrize(
+    ("free", "request_mib", "spacer_mib"),
+    [
+        ((10,), 6, 4),  # it would be handed out whole
+        ((12,), 6, 0),  # it is cut in any case
+        ((6, 10), 6, 0),  # the first fits
+        ((4, 10), 6, 0),  # a spacer of 4 MiB would come from another chunk
+        ((3, 10), 6, 4),
+        ((10,), 11, 0),  # the pool grows
+        ((10,), 0, 0),
+        ((400,), 250, 0),  # 128 MiB more are cut off
+    ],
+)
+def test_spacer_is_what_would_be_wasted(free, request_mib, spacer_mib):
+    pool = BestFitAllocator(free_chunks=chunks(*free), smallest_bytes=256 * KIB)
+    assert pool.spacer_bytes(request_mib * MIB) == spacer_mib * MIB
+    if spacer_mib:
+        held = pool.allocate(spacer_mib * MIB)
+        assert pool.allocate(request_mib * MIB).size == request_mib * MIB
+        pool.release(held)
+        assert pool.bytes_in_use == request_mib * MIB
+
+
+def test_spacer_of_less_than_half_a_mib_is_not_worth_it():
+    assert BestFitAllocator(free_chunks=chunks(10)).spacer_bytes(10 * MIB - 300 * KIB) == 0
+
+
+def spaced_example(pool=None):
+    """A value of 6 MiB, which would lie in the chunk of 10 as long as one of 4 is needed beside it; a small one is computed twice."""
+    ops = (
+        Op(0, "a", "x", (), (0,)), Op(1, "b", "x", (0,), (1,)), Op(2, "c", "x", (0, 1), (2,)), Op(3, "d", "x", (2,), (3,)),
+    )  # fmt: skip
+    sizes = (6, 4, 1, 1)
+    graph = Graph(ops, tuple(Value(v, f"v{v}", n * MIB, producer=v) for v, n in enumerate(sizes)), (3,))
+    return Problem(graph, Profile((1.0,) * 4, (0,) * 4, 20 * MIB, pool=pool))
+
+
+def test_spacer_leaves_the_rest_of_a_chunk_to_what_comes_next():
+    problem = spaced_example(Pool((Chunk(0, 10 * MIB), Chunk(64 * MIB, 32 * MIB))))
+    twice = Schedule((0, 1, 2, 2, 3))
+    assert replayed(problem, twice) == ((20 + 10 + 4 + 1) * MIB, {})
+    assert replayed(problem, twice, spaced=True) == ((20 + 6 + 4 + 1) * MIB, {0: 4 * MIB})
+
+
+def test_no_spacers_without_recomputation_or_a_known_pool_or_a_gain():
+    known = Pool((Chunk(0, 10 * MIB), Chunk(64 * MIB, 32 * MIB)))
+    assert replayed(spaced_example(known), Schedule((0, 1, 2, 3)), spaced=True)[1] == {}
+    assert replayed(spaced_example(), Schedule((0, 1, 2, 2, 3)), spaced=True)[1] == {}
+    assert replayed(spaced_example(Pool(chunks(64))), Schedule((0, 1, 2, 2, 3)), spaced=True)[1] == {}
 
 
 def test_two_assignments_of_one_variable_move_it_twice():

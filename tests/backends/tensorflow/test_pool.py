@@ -61,7 +61,7 @@ def largest_free(tf):
 
 def test_what_is_reserved_is_one_free_chunk_and_counts_nothing(tf):
     wanted, used = largest_free(tf) + 30 * MIB, bytes_in_use()
-    pool.reserve(wanted)
+    assert pool.reserve(wanted)
     assert largest_free(tf) >= wanted
     assert bytes_in_use() == used
     assert tf.config.experimental.get_memory_info("CPU:0")["peak"] <= used + MIB, "nor is it in the peak that is measured next"
@@ -72,11 +72,11 @@ def test_what_is_reserved_is_one_free_chunk_and_counts_nothing(tf):
 
 def test_what_cannot_be_reserved_is_left(tf, monkeypatch):
     before = largest_free(tf)
-    pool.reserve(2**50)
-    pool.reserve(-5)
+    assert not pool.reserve(2**50)
+    assert not pool.reserve(-5)
     assert largest_free(tf) == before
     monkeypatch.setattr(pool.host, "address_space_is_limited", lambda: True)
-    pool.reserve(before + 30 * MIB)
+    assert not pool.reserve(before + 30 * MIB)
     assert largest_free(tf) == before
 
 
