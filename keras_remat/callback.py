@@ -127,6 +127,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         self._trainer: BatchTrainer | None = None
         self._learning_rate_factor = 1.0
         self._announced = self._last_call = False
+        self._training_s = 0.0  # of this epoch, planning included
         self.report = AutotuneReport()
 
     @property
@@ -194,7 +195,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         assert self._trainer is not None
         assert tuner.installed is not None
         try:
-            return self._trainer.run(batch)
+            with self._training():
+                return self._trainer.run(batch)
         except UnsupportedModelError as error:
             tuner.installed.restore()
             self._unmodified(error)
@@ -202,7 +204,17 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 
     def finish(self) -> Any:
         """Trains what was held back of this epoch."""
-        return self._trainer.finish() if self._trainer is not None else None
+        with self._training():
+            return self._trainer.finish() if self._trainer is not None else None
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Counts what a person with a stopwatch would: batches that are put together and steps that are watched take time too."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._training_s += time.perf_counter() - started
 
     def is_current(self) -> bool:
         """Whether Keras announced this call to this callback."""
@@ -223,6 +235,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         self._last_call = steps is not None and batch + self._model.steps_per_execution >= steps
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._training_s = 0.0
         if self._tuner is not None:
             self._tuner.take_counter()
             self._tuner.epoch_begins()
@@ -232,8 +245,9 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             usage = EpochUsage(epoch, 0, 0, 0.0, 0.0, 0, 0)
         else:
             counter = self._tuner.take_counter()
+            step_time_s = max(counter.step_time_s, self._training_s - counter.planning_time_s)
             usage = EpochUsage(
-                epoch, counter.samples, counter.steps, counter.step_time_s, counter.planning_time_s, counter.peak_bytes,
+                epoch, counter.samples, counter.steps, step_time_s, counter.planning_time_s, counter.peak_bytes,
                 self.report.batch_size or 0,
             )  # fmt: skip
         self.report.epochs.append(usage)

@@ -119,7 +119,7 @@ class StepPlanner:
         except (InfeasibleBudgetError, ScheduleNotFoundError):
             for share in _PARTIAL_SAVINGS:
                 try:
-                    return self._solve(problem, batch_size, "greedy", _QUICK_SOLVE_S, int((1 - share) * saving_bytes))
+                    return self._solve(problem, batch_size, "greedy_first", _QUICK_SOLVE_S, int((1 - share) * saving_bytes))
                 except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
                     logger.debug("keras_remat: %s", error)
             raise

@@ -33,7 +33,7 @@ class EpochUsage:
     Args:
         epoch: as Keras counts it.
         samples, steps: how many were trained.
-        step_time_s: seconds inside train steps.
+        step_time_s: seconds of training: inside steps, and between them for putting batches together.
         planning_time_s: seconds spent tracing, solving and compiling during the epoch.
         peak_bytes: the allocator's highest peak over the measured steps.
         batch_size: samples per executed step at the epoch's end.

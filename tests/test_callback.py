@@ -2,6 +2,7 @@
 
 import csv
 import json
+import time
 import warnings
 
 import keras
@@ -430,3 +431,24 @@ def test_malformed_plan_file_is_refused_by_name(tmp_path):
     path.write_text('{"format": "keras_remat.plan", "version": 1}')
     with pytest.raises(keras_remat.InvalidProblemError, match=r"plan\.json"):
         callback(plan=path)
+
+
+def test_putting_batches_together_counts_as_training(monkeypatch):
+    """A stopwatch around the epoch would count it; ``remat_samples_per_s`` and ``remat_speedup`` do too."""
+    from keras_remat.grouping import BatchGrouper
+
+    real, taken = BatchGrouper.take, []
+
+    def take(self, samples):
+        taken.append(samples)
+        time.sleep(0.2)
+        return real(self, samples)
+
+    monkeypatch.setattr(BatchGrouper, "take", take)
+    model, data = small()
+    remat = keras_remat.RematAutotune(batch_size=48, **QUICK)
+    fit(model, data, remat, epochs=6)
+    assert taken
+    last = remat.report.epochs[-1]
+    assert last.step_time_s >= 0.2 * last.steps
+    assert last.samples_per_s <= last.samples / (0.2 * last.steps)
