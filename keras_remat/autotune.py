@@ -54,7 +54,7 @@ _SOLVE_SHARE = 0.25
 #: Of the time of the thorough solver, what is left for steps from known orders, and what one of them may take.
 _STRETCH_SHARE, _STRETCH_SOLVE_SHARE = 0.6, 0.12
 #: Problems that are kept for sizes that come up again.
-_REMEMBERED = 32
+_REMEMBERED = 12
 #: The least budget a solver is given, as a share of the real one, for what the allocator wastes.
 _LEAST_TARGET = 0.88
 
@@ -282,7 +282,7 @@ class SizeSearch:
             deadline_s: by ``time.perf_counter``.
             below: sizes from here on are not tried at first.
         """
-        fails, again = min(self._ceiling, max(self.good + 2, math.ceil(below) if below < math.inf else self._ceiling)), True
+        fails, again = int(min(self._ceiling, max(self.good + 2, below))), True
         while again:
             begun = self.good
             while fails - self.good > max(1, int(self.good * _RESOLUTION)) and self._left_s(deadline_s) > 0:

@@ -49,7 +49,7 @@ _AIM = 1.02
 #: for a size to run, at most; and of the time limit, what one solve afterwards may take.
 _QUICK_SHARE, _RUNNING_SHARE, _SOLVE_SHARE = 0.25, 0.8, 0.1
 #: Measured seconds of a step, the first of a size with what it brings along, over the predicted ones.
-_LATER = 2.0
+_LATER = 2.5
 #: The least of the time limit that the search gets, however long tracing took.
 _LEAST_SHARE = 0.3
 
