@@ -194,19 +194,6 @@ class BestFitAllocator:
         self._add(chunk)
 
 
-def replayed_peak_bytes(
-    problem: Problem,
-    schedule: Schedule,
-    *,
-    smallest_bytes: int = 0,
-    pool_bytes: int = 0,
-    pipeline: bool = False,
-    steps: int = 20,
-) -> int:
-    """The allocator's peak over ``steps`` runs of a schedule without spacers, resident bytes included; arguments as in :func:`replayed`."""
-    return replayed(problem, schedule, smallest_bytes=smallest_bytes, pool_bytes=pool_bytes, pipeline=pipeline, steps=steps)[0]
-
-
 def replayed(
     problem: Problem,
     schedule: Schedule,
