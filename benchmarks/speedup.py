@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", default="unet,transformer", metavar="A,B")
     parser.add_argument("--budget", type=float, default=0.6, help="limit of keep, of the plain activation peak")
     parser.add_argument("--steps", type=int, default=10, help="per epoch")
-    parser.add_argument("--epochs", type=int, default=8, help="the last one counts; planning has to be over by then")
+    parser.add_argument("--epochs", type=int, default=8, help="the last one without planning counts")
     parser.add_argument("--output", type=Path, metavar="FILE.md", help="where the table is written beside standard output")
     arguments = parser.parse_args(argv)
     worst = 0.0

@@ -127,13 +127,13 @@ class BestFitAllocator:
         """Hands out a chunk of at least ``nbytes``; ``None`` for nothing or for requests served elsewhere."""
         if nbytes <= 0 or nbytes < self._smallest:
             return None
-        rounded = -(-nbytes // _MIN_ALLOCATION_BYTES) * _MIN_ALLOCATION_BYTES
+        rounded = _rounded(nbytes)
         at = bisect_left(self._free, (rounded, -1))
         if at == len(self._free):
             self._extend(rounded)
             at = bisect_left(self._free, (rounded, -1))
         chunk = self._chunk_at[self._free.pop(at)[1]]
-        if chunk.size >= 2 * rounded or chunk.size - rounded >= _MAX_INTERNAL_FRAGMENTATION_BYTES:
+        if _is_cut(chunk.size, rounded):
             rest = _Chunk(chunk.address + rounded, chunk.size - rounded)
             rest.before, rest.behind = chunk, chunk.behind
             if chunk.behind is not None:
@@ -149,14 +149,17 @@ class BestFitAllocator:
         """What has to be held while ``nbytes`` are allocated, so that their chunk fits; 0 where it does, or no spacer would come from that chunk."""
         if nbytes <= 0 or nbytes < self._smallest:
             return 0
-        rounded = -(-nbytes // _MIN_ALLOCATION_BYTES) * _MIN_ALLOCATION_BYTES
+        rounded = _rounded(nbytes)
         at = bisect_left(self._free, (rounded, -1))
         if at == len(self._free):
             return 0
         size = self._free[at][0]
         spare = size - rounded
-        cut_anyway = size >= 2 * rounded or spare >= _MAX_INTERNAL_FRAGMENTATION_BYTES
-        if cut_anyway or spare < max(self._smallest, _LEAST_SPACER_BYTES) or bisect_left(self._free, (spare, -1)) != at:
+        if (
+            _is_cut(size, rounded)
+            or spare < max(self._smallest, _LEAST_SPACER_BYTES)
+            or bisect_left(self._free, (spare, -1)) != at
+        ):
             return 0
         return spare
 
@@ -192,6 +195,15 @@ class BestFitAllocator:
                 right.behind.before = left
             chunk = left
         self._add(chunk)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _MIN_ALLOCATION_BYTES) * _MIN_ALLOCATION_BYTES
+
+
+def _is_cut(chunk_bytes: int, request_bytes: int) -> bool:
+    """Whether a chunk is split for a request, and not handed out whole."""
+    return chunk_bytes >= 2 * request_bytes or chunk_bytes - request_bytes >= _MAX_INTERNAL_FRAGMENTATION_BYTES
 
 
 def replayed(
