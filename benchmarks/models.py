@@ -170,13 +170,15 @@ class VariationalAutoencoder(keras.Model):
         self.loss_mean, self.divergence_mean = keras.metrics.Mean("loss"), keras.metrics.Mean("divergence")
         relu = {"padding": "same", "activation": "relu"}
         self.encoder = keras.Sequential(
-            [keras.Input((pixels, pixels, 3)), layers.Conv2D(filters, 3, 2, **relu), layers.Conv2D(2 * filters, 3, 2, **relu),
-             layers.Flatten(), layers.Dense(2 * latent)]
+            [keras.Input((pixels, pixels, 3)), layers.Conv2D(filters, 3, **relu), layers.Conv2D(filters, 3, 2, **relu),
+             layers.Conv2D(2 * filters, 3, **relu), layers.Conv2D(2 * filters, 3, 2, **relu), layers.Flatten(), layers.Dense(2 * latent)]
         )  # fmt: skip
         self.decoder = keras.Sequential(
             [keras.Input((latent,)), layers.Dense(quarter * quarter * 2 * filters, activation="relu"),
-             layers.Reshape((quarter, quarter, 2 * filters)), layers.Conv2DTranspose(2 * filters, 3, 2, **relu),
-             layers.Conv2DTranspose(filters, 3, 2, **relu), layers.Conv2D(3, 3, padding="same", activation="sigmoid")]
+             layers.Reshape((quarter, quarter, 2 * filters)), layers.Conv2D(2 * filters, 3, **relu),
+             layers.Conv2DTranspose(2 * filters, 3, 2, **relu), layers.Conv2D(2 * filters, 3, **relu),
+             layers.Conv2DTranspose(filters, 3, 2, **relu), layers.Conv2D(filters, 3, **relu),
+             layers.Conv2D(3, 3, padding="same", activation="sigmoid")]
         )  # fmt: skip
 
     @property

@@ -26,7 +26,7 @@ _SOLVE_SHARE = 0.7
 #: The share of the time left that compacting may take, and of all of it at last.
 _COMPACTING_SHARE, _LAST_SHARE = 0.1, 0.3
 #: Seconds that a solve gets at least, however late it is, and at least this share of what the longest one took that found something.
-#: With nothing found, it goes on for this many times the time limit.
+#: With nothing found, and patience, it goes on for this many times the time limit.
 _LEAST_SOLVE_S, _LATE_SHARE, _PATIENCE = 0.5, 0.7, 4
 #: The least a correction takes off, as a share of what is above the floor.
 _LEAST_STEP = 0.05
@@ -69,12 +69,13 @@ class Correction:
         self._closest: Replayed | None = None
         self._misses = 0  # of what lowering told
 
-    def run(self, start: int, deadline_s: float) -> tuple[Replayed, int]:
+    def run(self, start: int, deadline_s: float, *, patient: bool = True) -> tuple[Replayed, int]:
         """Returns the schedule and the target that it was solved for.
 
         Args:
             start: the first target, in bytes.
             deadline_s: by ``time.perf_counter``; a late solve gets about what the ones before it took all the same.
+            patient: whether it goes on after the deadline while nothing was found.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: none was found.
@@ -83,9 +84,10 @@ class Correction:
         started = time.perf_counter()
         limit_s = deadline_s - started
         least_s = max(_LEAST_SOLVE_S, limit_s / _MAX_CORRECTIONS)
+        late_s = _PATIENCE * limit_s if patient else 0.0
         for _ in range(_MAX_CORRECTIONS):
             left_s = deadline_s - time.perf_counter()
-            if target < self._problem.floor_bytes or left_s < (-_PATIENCE * limit_s if self._chosen is None else least_s):
+            if target < self._problem.floor_bytes or left_s < (-late_s if self._chosen is None else least_s):
                 break
             solving = time.perf_counter()
             try:

@@ -74,15 +74,17 @@ class StepPlanner:
         """Time by the problem's op times and the allocator's peak."""
         return Usage(simulate(problem, schedule).time_s, self._backend.predicted_peak_bytes(problem, schedule))
 
-    def calibrated(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> Problem:
-        """``problem`` with as many resident bytes as it takes to predict ``schedule``'s measured peak.
+    def calibrated(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> tuple[Problem, int]:
+        """``problem`` with its resident bytes corrected by what ``schedule`` measured, and how many bytes more a plan had better leave free.
 
-        What a model of the allocator cannot know is about the same under every schedule of a step. But that a few steps took less than a replay
-        of the allocator predicts says nothing: the input pipeline holds more at others.
+        What a model of the allocator cannot know is the same under every schedule of a step, unless the allocator fragments: then about half of
+        what one took above its replay is seen again under others. It is predicted, and the other half left free. And that a few steps took less
+        than a replay says nothing: the input pipeline holds more at others.
         """
         surplus = measured_peak_bytes - self._backend.predicted_peak_bytes(problem, schedule)
-        resident = max(0, problem.profile.resident_bytes + (max(0, surplus) if self._backend.fragments else surplus))
-        return replace(problem, profile=replace(problem.profile, resident_bytes=resident))
+        spare = max(0, surplus) // 2 if self._backend.fragments else 0
+        resident = max(0, problem.profile.resident_bytes + (spare if self._backend.fragments else surplus))
+        return replace(problem, profile=replace(problem.profile, resident_bytes=resident)), spare
 
     def quick(self, problem: Problem, batch_size: int) -> Plan:
         """A plan to train under while profiling: a quick one, or, where none is found quickly, one by the chosen solver in half of its time or all.
@@ -100,26 +102,31 @@ class StepPlanner:
                 logger.debug("keras_remat: %s", error)
         return self.best(problem, batch_size)
 
-    def best(self, problem: Problem, batch_size: int, known: Schedule | None = None) -> Plan:
-        """The chosen solver's plan, or that of the ``known`` order where it is as fast.
+    def best(self, problem: Problem, batch_size: int, known: Schedule | None = None, spare_bytes: int = 0) -> Plan:
+        """The chosen solver's plan, or that of the ``known`` order where it is as fast; ``spare_bytes`` of the limit are left free.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
-        return self._solve(problem, batch_size, self._options.solver, self._options.solver_time_limit_s, known=known)
+        return self._solve(problem, batch_size, self._options.solver, self._options.solver_time_limit_s, -spare_bytes, known)
 
-    def nearest(self, problem: Problem, batch_size: int, saving_bytes: int, known: Schedule | None = None) -> Plan:
-        """A plan within the limit, or, where there is none, one over it that still saves as much of ``saving_bytes`` as a quick solver can.
+    def nearest(
+        self, problem: Problem, batch_size: int, saving_bytes: int, known: Schedule | None = None, spare_bytes: int = 0
+    ) -> Plan:
+        """A plan within the limit less ``spare_bytes``, or, where there is none, one over it that still saves as much of ``saving_bytes`` as a
+        quick solver can.
 
         Raises:
-            InfeasibleBudgetError, ScheduleNotFoundError: a quarter of it cannot be saved either.
+            InfeasibleBudgetError, ScheduleNotFoundError: a quarter of it cannot be saved either, or nothing has to be saved.
         """
         try:
-            return self.best(problem, batch_size, known)
+            return self.best(problem, batch_size, known, spare_bytes)
         except (InfeasibleBudgetError, ScheduleNotFoundError):
-            for share in _PARTIAL_SAVINGS:
+            for share in _PARTIAL_SAVINGS if saving_bytes > 0 else ():
                 try:
-                    return self._solve(problem, batch_size, "greedy_first", _QUICK_SOLVE_S, int((1 - share) * saving_bytes))
+                    return self._solve(
+                        problem, batch_size, "greedy_first", _QUICK_SOLVE_S, int((1 - share) * saving_bytes) - spare_bytes
+                    )
                 except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
                     logger.debug("keras_remat: %s", error)
             raise

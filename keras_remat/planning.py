@@ -58,7 +58,8 @@ def plan_problem(
         backend: whose allocator decides.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
         time_limit_s: seconds for all solves together; each gets a part of what is left, and a late one a tenth of it at least.
-        known: a legal order that may keep to the budget and will do where "auto" finds no faster one, the one that runs now for instance.
+        known: a legal order that may keep to the budget and will do where "auto" finds no faster one, the one that runs now for instance. Where
+            it does not keep to it, solvers stop at the time limit all the same, also with nothing found.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
@@ -82,12 +83,14 @@ def plan_problem(
     else:
         try:
             quick_deadline_s = time.perf_counter() + _QUICK_SHARE * time_limit_s
-            quick, start = _corrected(problem, budget_bytes, backend, budget_bytes, "greedy_first", quick_deadline_s, seed)
+            quick, start = _corrected(
+                problem, budget_bytes, backend, budget_bytes, "greedy_first", quick_deadline_s, seed, patient=known is None
+            )
         except ScheduleNotFoundError as error:
             logger.debug("keras_remat: %s", error)
     deadline_s = max(deadline_s, time.perf_counter() + _SLOW_SHARE * time_limit_s)
     try:
-        plan, _ = _corrected(problem, budget_bytes, backend, start, solver, deadline_s, seed)
+        plan, _ = _corrected(problem, budget_bytes, backend, start, solver, deadline_s, seed, patient=known is None)
     except ScheduleNotFoundError:
         if quick is None:
             raise
@@ -96,12 +99,20 @@ def plan_problem(
 
 
 def _corrected(
-    problem: Problem, budget_bytes: int, backend: Backend, start: int, solver: str, deadline_s: float, seed: int
+    problem: Problem,
+    budget_bytes: int,
+    backend: Backend,
+    start: int,
+    solver: str,
+    deadline_s: float,
+    seed: int,
+    *,
+    patient: bool = True,
 ) -> tuple[Plan, int]:
     """One solver's plan that keeps to the budget, and the target that it was solved for; arguments as in :class:`.correction.Correction`."""
     store_all = Schedule.store_all(problem.graph)
     baseline = Usage(simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all))
-    found, target = Correction(problem, budget_bytes, backend, solver, seed).run(start, deadline_s)
+    found, target = Correction(problem, budget_bytes, backend, solver, seed).run(start, deadline_s, patient=patient)
     return _plan_of(problem, budget_bytes, found.solution, baseline, found.peak_bytes), target
 
 

@@ -66,6 +66,7 @@ class _Candidate:
     may_split: bool = False
     steps_in_phase: int = 0
     resident_bytes: int = 0  # the most in use between two of its steps
+    spare_bytes: int = 0  # left free of the limit, for what its steps may take above their predictions
     measured: list[Usage] = field(default_factory=list)
     tried: list[tuple[Usage, Plan, RunStep]] = field(default_factory=list)  # plans that measured over the limit
     plain_exceeded: bool = False  # the plain step was measured, or ran out of memory, over the limit
@@ -261,6 +262,16 @@ class StepTuner:
         if not self._reserved:
             self._reserved = True
             self._backend.reserve(self.usable_bytes)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Has the variables lie close together in the device's memory, wherever loading and training had put them, where that matters."""
+        if not self._backend.fragments:
+            return
+        before = self._backend.bytes_in_use()
+        self._backend.snapshot(self._model)()
+        if self.idle_bytes is not None:
+            self.idle_bytes -= before - self._backend.bytes_in_use()
 
     def close(self) -> None:
         """Stops a recording that is under way."""
@@ -311,8 +322,14 @@ class StepTuner:
             return candidate
         problem = self._trace(candidate, batch)
         peak = self._plain_peak_bytes(candidate)
-        if may_split and (not self._plain_may_run or peak > self.usable_bytes):  # larger batches will follow
-            self.reserve()
+        if not self._plain_may_run or peak > self.usable_bytes:
+            before = self._backend.bytes_in_use()
+            if may_split:  # larger batches will follow
+                self.reserve()
+            else:
+                self._tidy()
+            resident = problem.profile.resident_bytes - (before - self._backend.bytes_in_use())
+            problem = replace(problem, profile=replace(problem.profile, resident_bytes=resident))
             problem = candidate.problem = self._with_pool(candidate, problem)
             peak = self._plain_peak_bytes(candidate)
         if self._options.plan is not None and not self._candidates:  # it is for the shape that training begins with
@@ -502,7 +519,7 @@ class StepTuner:
             return
         problem = self._with_pool(candidate, replace(candidate.problem, profile=profile))
         peak = max(u.peak_bytes for u in candidate.measured)
-        candidate.problem = problem = self._planner.calibrated(problem, candidate.schedule, peak)
+        candidate.problem, candidate.spare_bytes = self._planner.calibrated(problem, candidate.schedule, peak)
         plain = self._plain_peak_bytes(candidate)
         if plain <= self.usable_bytes and candidate.micro_batches == 1 and not candidate.plain_exceeded:
             self.event(
@@ -523,26 +540,32 @@ class StepTuner:
         assert running is not None
         try:
             with self._progress("solving for the schedule"):
-                plan = self._planner.nearest(problem, candidate.batch_size, saving_bytes, running.solution.schedule)
+                known = None if saving_bytes else running.solution.schedule
+                plan = self._planner.nearest(problem, candidate.batch_size, saving_bytes, known, candidate.spare_bytes)
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self.event("kept", f"The plan that is running stays: {error}")
             self._keep_running(candidate)
             return
         now = self._planner.predict(problem, running.solution.schedule)
-        if not saving_bytes and now.peak_bytes <= self.usable_bytes and plan.predicted.time_s >= now.time_s:
+        if (
+            not saving_bytes
+            and now.peak_bytes + candidate.spare_bytes <= self.usable_bytes
+            and plan.predicted.time_s >= now.time_s
+        ):
             self._keep_running(candidate)
             return
         self._with_plan(candidate, plan, "verify")
         self.event("swap", f"Swapped in. {plan}")
 
     def _keep_running(self, candidate: _Candidate) -> None:
-        """The running plan stays; what it predicts follows the newest profile."""
+        """The running plan stays; what it predicts follows the newest profile and all that it took above its replay."""
         problem, plan = candidate.problem, candidate.plan
         assert problem is not None
         assert plan is not None
         predicted, store_all = (
             self._planner.predict(problem, s) for s in (plan.solution.schedule, Schedule.store_all(problem.graph))
         )
+        predicted = replace(predicted, peak_bytes=predicted.peak_bytes + candidate.spare_bytes)
         plan = replace(plan, predicted=predicted, store_all=store_all, profile_source=problem.profile.source)
         self._set_plan(candidate, plan)
         candidate.enter("verify")
@@ -565,7 +588,8 @@ class StepTuner:
                     f"Measured peak {format_bytes(usage.peak_bytes)} is over the limit of {format_bytes(self.limit_bytes)} "
                     f"({format_bytes(plan.predicted.peak_bytes)} predicted): planning again for {format_bytes(over)} less.",
                 )
-                candidate.problem = self._planner.calibrated(problem, plan.solution.schedule, usage.peak_bytes)
+                candidate.problem, spare = self._planner.calibrated(problem, plan.solution.schedule, usage.peak_bytes)
+                candidate.spare_bytes += spare
                 with self._planning():
                     self._replan(candidate, over)
                 return

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from fake_backend import FakeBackend, chain_problem, store_all_peak
 
+from keras_remat import correction
 from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
@@ -177,9 +178,7 @@ def test_a_lowered_step_over_the_budget_is_planned_again():
 def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkeypatch):
     """The allocator needs more for the first order only; a solver that finds nothing at the lower target is asked in between."""
     asked = []
-    from keras_remat import correction as module
-
-    real = module.solve
+    real = correction.solve
 
     def solve(problem, **options):
         asked.append(problem.budget_bytes)
@@ -187,7 +186,7 @@ def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkey
             raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
         return real(problem, **options)
 
-    monkeypatch.setattr(module, "solve", solve)
+    monkeypatch.setattr(correction, "solve", solve)
     backend = FakeBackend(allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) == 1 else 0)
     plan = quick(backend=backend)
     assert asked[0] == BUDGET > asked[2] > asked[1]
@@ -246,6 +245,30 @@ def test_solver_that_finds_nothing_at_all_is_not_asked_again(monkeypatch):
     with pytest.raises(ScheduleNotFoundError):
         quick()
     assert asked == [BUDGET]
+
+
+@pytest.mark.parametrize(("patient", "solves"), [(True, 2), (False, 1)])
+def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, solves):
+    """With nothing found that the allocator agrees to, the target is corrected once more, unless something runs already."""
+    asked, late_s = [], 5.0
+    clock = {"s": 0.0}
+    monkeypatch.setattr("keras_remat.correction.time.perf_counter", lambda: clock["s"])
+    real = correction.solve
+
+    def solve(problem, **options):
+        asked.append(problem.budget_bytes)
+        clock["s"] += late_s
+        return real(problem, **{**options, "time_limit_s": 1.0})
+
+    monkeypatch.setattr("keras_remat.correction.solve", solve)
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) < 2 else 0)
+    way = correction.Correction(PROBLEM, BUDGET, backend, "greedy", 0)
+    if patient:
+        assert way.run(BUDGET, late_s / 2)[0].peak_bytes <= BUDGET
+    else:
+        with pytest.raises(ScheduleNotFoundError):
+            way.run(BUDGET, late_s / 2, patient=False)
+    assert len(asked) == solves
 
 
 def test_limit_error_says_what_would_do():

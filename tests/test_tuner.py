@@ -141,6 +141,29 @@ def test_surplus_seen_while_recording_is_in_the_plan_that_is_swapped_in():
     assert "within" in report.events[-1].message
 
 
+def test_where_the_allocator_fragments_half_of_a_surplus_is_predicted_and_half_left_free():
+    """Other orders may show it again or not: the limit holds in both cases, and the prediction is half of it off at most."""
+    surplus = 2 * SIZE * 1024
+    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
+    backend.fragments = True
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 20)
+    assert event_kinds(report) == ["risk", "swap", "measured"]
+    assert tuner.plan.measured.peak_bytes == tuner.plan.predicted.peak_bytes + surplus // 2
+    assert tuner.plan.measured.peak_bytes <= TIGHT
+
+
+def test_where_the_allocator_fragments_a_plan_that_stays_is_predicted_with_all_that_it_measured():
+    surplus = SIZE * 1024 // 2
+    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
+    backend.fragments = True
+    plan = plan_problem(chain_problem(SIZE), TIGHT, backend, solver="greedy")
+    tuner, report = tuner_on(backend, options(limit=plan.predicted.peak_bytes + surplus))
+    train(tuner, 20)
+    assert event_kinds(report) == ["risk", "measured"]
+    assert tuner.plan.measured.peak_bytes == tuner.plan.predicted.peak_bytes == plan.predicted.peak_bytes + surplus
+
+
 def test_measured_peak_over_the_limit_tightens_until_it_holds():
     surplus = 2 * SIZE * 1024
     backend = FakeBackend()

@@ -175,7 +175,10 @@ class Backend(Protocol):
         """Whether the framework raised ``error`` because the device had no memory left."""
 
     def snapshot(self, model: Any) -> Callable[[], None]:
-        """Copies the model's, the optimizers' and the metrics' variables to the host; what it returns puts them back."""
+        """Copies the model's, the optimizers' and the metrics' variables to the host; what it returns puts them back.
+
+        Where the allocator fragments, they lie close together in its memory afterwards.
+        """
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         """Makes Keras's train loop ask ``runner`` for every batch; ``model`` is inside ``fit``."""

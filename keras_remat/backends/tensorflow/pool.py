@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -48,6 +49,8 @@ _GROWTH = 1.9
 #: The first request; odd, so that hardly a chunk is of just this size.
 _FIRST_BYTES = CPU_SMALL_BYTES + 37 * _ALIGNMENT_BYTES
 _MOST_REQUESTS = 400
+#: Chunks that are held at most to have one cut.
+_MOST_HELD = 16
 #: The largest chunk is handed out whole for a request that is this share of it, and no further below it than that.
 _WHOLE_SHARE, _WHOLE_BYTES = 0.75, 100 * MIB
 
@@ -78,6 +81,23 @@ def reserve(nbytes: int) -> bool:
         return False
     finally:
         tf.config.experimental.reset_memory_stats(device_name())
+
+
+@contextmanager
+def spaced(nbytes: int) -> Iterator[None]:
+    """While it is open, what would be wasted of the chunk for a request of ``nbytes`` is held: the chunk is cut to fit."""
+    tensor, chunk_bytes = _allocate(nbytes)
+    address = _address(tensor)
+    del tensor
+    spare = chunk_bytes - _aligned(nbytes + _ALIGNMENT_BYTES - 1)
+    held: list[Any] = []
+    # smaller chunks may come first
+    while spare >= CPU_SMALL_BYTES and len(held) < _MOST_HELD and (not held or _address(held[-1]) != address):
+        held.append(tf.raw_ops.Empty(shape=[spare], dtype=tf.uint8))
+    try:
+        yield
+    finally:
+        held.clear()
 
 
 class Residents:

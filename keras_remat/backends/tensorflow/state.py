@@ -2,7 +2,9 @@
 
 Assigning an array makes a new tensor the variable's: in another chunk of the pool than the one it had, up to twice as large, or in none, when the
 array happens to lie at an aligned address and is not copied. What is resident would differ from one put-back to the next, and so would the peak
-of the steps after it. So a large variable of the CPU's pool gives its chunk back first, and its value is copied into the hole.
+of the steps after it. So all large variables of the CPU's pool give their chunks back first, and then their values are copied into the pool anew,
+the largest first, each into a chunk of just its size: whatever steps ran before, the variables lie close together afterwards, and what is free is in
+as few chunks as can be.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_remat.backends.tensorflow import pool
 from keras_remat.backends.tensorflow.allocator import CPU_SMALL_BYTES
 from keras_remat.backends.tensorflow.profile import device_name
 
@@ -34,11 +37,15 @@ def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
 
     def put_back() -> None:
         try:
+            large = []
             for variable, value in zip(variables, saved, strict=True):
                 if in_pool and _is_large(variable):
-                    _refill(variable.value, value)
+                    _replace(variable.value, tf.zeros([0], variable.value.dtype))
+                    large.append((variable.value, value))
                 else:
                     variable.assign(value)
+            for variable, value in sorted(large, key=lambda pair: -pair[1].nbytes):
+                _refill(variable, value)
         except BaseException:
             for variable, value in zip(variables, saved, strict=True):
                 array = value if value.dtype != np.uint8 else value.view(variable.value.dtype.as_numpy_dtype)
@@ -63,12 +70,14 @@ def _bytes_of(variable: Any) -> np.ndarray:
 
 
 def _refill(variable: tf.Variable, value: np.ndarray) -> None:
-    """Frees what a variable holds and copies ``value``, its bytes, to where the allocator puts it then."""
-    _replace(variable, tf.zeros([0], variable.dtype))
+    """Copies ``value``, the bytes of a variable that holds nothing, to where the allocator puts it, in a chunk of just its size."""
     host = tf.experimental.dlpack.from_dlpack(value.__dlpack__())  # shares the array's memory
     size = variable.dtype.size
-    copy = tf.bitcast(tf.reshape(tf.raw_ops.DeepCopy(x=host), [-1, size] if size > 1 else [-1]), variable.dtype)
-    _replace(variable, tf.reshape(copy, variable.shape))
+    with pool.spaced(value.nbytes):
+        copy = tf.raw_ops.DeepCopy(x=host)
+    _replace(
+        variable, tf.reshape(tf.bitcast(tf.reshape(copy, [-1, size] if size > 1 else [-1]), variable.dtype), variable.shape)
+    )
 
 
 def _replace(variable: tf.Variable, tensor: Any) -> None:

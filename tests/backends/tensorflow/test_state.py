@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import pool, state
 from keras_remat.backends.tensorflow.measure import bytes_in_use
-from keras_remat.units import KIB
+from keras_remat.units import KIB, MIB
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "uint8", "bool")
 on_cpu = pytest.mark.skipif(bool(tf.config.list_logical_devices("GPU")), reason="the pool of a GPU is not told")
@@ -59,6 +59,28 @@ def test_large_variables_come_back_to_where_they_were():
         put_back()
         assert [pool._address(v.value.value()) for v in variables] == at
         assert bytes_in_use() == used
+
+
+@on_cpu
+def test_variables_that_steps_moved_apart_come_back_close_together():
+    """A step assigns new tensors; where those lie far apart, what is free between them is of no use to large ones."""
+    variables = [keras.Variable(np.full((300 + 40 * k, KIB), float(k), np.float32)) for k in range(6)]
+    pool.reserve(256 * MIB)
+    put_back = state.snapshot(variables)
+    between = []
+    for variable in variables:  # each to another place, with a gap in front of it
+        between.append(tf.raw_ops.Empty(shape=[8 * MIB], dtype=tf.uint8))
+        variable.assign(tf.raw_ops.Empty(shape=variable.shape, dtype=tf.float32, init=True))
+    del between
+    expected = [(np.float32(k) * np.ones((300 + 40 * k, KIB), np.float32)).tobytes() for k in range(6)]
+    largest = max(chunk.nbytes for chunk in pool.free_chunks())
+    used = bytes_in_use()
+    put_back()
+    assert values_of(variables) == expected
+    assert bytes_in_use() <= used
+    assert max(chunk.nbytes for chunk in pool.free_chunks()) >= largest
+    sizes = {v.value.value().shape.num_elements() * 4 for v in variables}
+    assert used - sum(sizes) <= bytes_in_use() <= used, "every variable is in a chunk of just its size"
 
 
 @on_cpu
