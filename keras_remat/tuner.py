@@ -265,11 +265,9 @@ class StepTuner:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Has the variables lie close together in the device's memory, wherever loading and training had put them, where that matters."""
-        if not self._backend.fragments:
-            return
+        """Has the variables lie close together in the device's memory, wherever loading and training had put them."""
         before = self._backend.bytes_in_use()
-        self._backend.snapshot(self._model)()
+        self._backend.tidy(self._model)
         if self.idle_bytes is not None:
             self.idle_bytes -= before - self._backend.bytes_in_use()
 
@@ -324,10 +322,8 @@ class StepTuner:
         peak = self._plain_peak_bytes(candidate)
         if not self._plain_may_run or peak > self.usable_bytes:
             before = self._backend.bytes_in_use()
-            if may_split:  # larger batches will follow
-                self.reserve()
-            else:
-                self._tidy()
+            if self._main is None:  # a main step counts on where the variables are
+                (self.reserve if may_split else self._tidy)()  # larger batches will follow, or not
             resident = problem.profile.resident_bytes - (before - self._backend.bytes_in_use())
             problem = replace(problem, profile=replace(problem.profile, resident_bytes=resident))
             problem = candidate.problem = self._with_pool(candidate, problem)

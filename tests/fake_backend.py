@@ -84,6 +84,7 @@ class FakeBackend:
     Attributes:
         ran: per step what ran (``"plain"`` or the schedule) and the numbers of its samples.
         traced: batch sizes, in order.
+        tidied_at: how many steps had run whenever the variables were moved together.
         recording: whether a recorder is running.
         fails_at: numbers of the calls of a step, from 1, that run out of memory after they have changed the state.
         has_bytes: steps that need more run out of memory, whatever was promised.
@@ -102,7 +103,7 @@ class FakeBackend:
         self.memory_bytes, self.profiler, self.layers, self.folds = memory_bytes, profiler, layers, folds
         self.allocator_bytes = allocator_bytes or (lambda problem, schedule: 0)
         self.surplus_bytes = surplus_bytes or (lambda what, size: 0)
-        self.ran, self.traced = [], []
+        self.ran, self.traced, self.tidied_at = [], [], []
         self.recording = False
         self.calls, self.peak_at_failure, self.slowness = 0, 0, slowness
         self.fails_at, self.has_bytes, self.can_be_cut, self.plain_surplus_bytes = set(), 2**60, True, 0
@@ -135,6 +136,9 @@ class FakeBackend:
 
     def reserve(self, limit_bytes):
         self.reserved_bytes = limit_bytes
+
+    def tidy(self, model):
+        self.tidied_at.append(len(self.ran))
 
     def predicted_peak_bytes(self, problem, schedule):
         return simulate(problem, schedule).peak_bytes + self.allocator_bytes(problem, schedule)

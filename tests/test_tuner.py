@@ -60,6 +60,7 @@ def test_a_limit_that_larger_steps_will_need_is_reserved_once(monkeypatch, limit
         tuner.run(batch_of(step * SIZE, SIZE), may_split=grows)
     tuner.run(batch_of(0, SIZE - 1), may_split=grows)
     assert asked == reserved
+    assert backend.tidied_at == ([] if limit == PLAIN else [0]), "once, before anything was planned"
 
 
 def test_without_a_limit_the_devices_memory_is_it():

@@ -141,6 +141,9 @@ class Backend(Protocol):
         What runs afterwards finds one large chunk, so that less of it is lost between small ones. Where that cannot be had, nothing happens.
         """
 
+    def tidy(self, model: Any) -> None:
+        """Has the model's variables lie close together in the device's memory, their values as they are, where steps lose less of it then."""
+
     def recorder(self) -> ProfileRecorder:
         """A recorder for a measured profile."""
 

@@ -121,6 +121,9 @@ class JaxBackend:
     def reserve(self, limit_bytes: int) -> None:
         """Nothing: one buffer holds all temporaries."""
 
+    def tidy(self, model: Any) -> None:
+        """Nothing: one buffer holds all temporaries."""
+
     def recorder(self) -> _Recorder:
         return _Recorder(self._device)
 

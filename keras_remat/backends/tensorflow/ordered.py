@@ -117,6 +117,10 @@ class TensorFlowBackend:
             # what regions are; one byte more would take twice as much
             self._spaced = pool.reserve(2 ** (nbytes.bit_length() - 1)) or self._spaced
 
+    def tidy(self, model: Any) -> None:
+        if not profiling.device_name().startswith("GPU"):  # there, variables are put back by assigning to them
+            self.snapshot(model)()
+
     def recorder(self) -> ProfileRecorder:
         return _Recorder()
 
