@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_remat.backends.base import load_backend
 from keras_remat.backends.tensorflow import pool, state
 from keras_remat.backends.tensorflow.measure import bytes_in_use
 from keras_remat.units import KIB, MIB
@@ -81,6 +82,20 @@ def test_variables_that_steps_moved_apart_come_back_close_together():
     assert max(chunk.nbytes for chunk in pool.free_chunks()) >= largest
     sizes = {v.value.value().shape.num_elements() * 4 for v in variables}
     assert used - sum(sizes) <= bytes_in_use() <= used, "every variable is in a chunk of just its size"
+
+
+@on_cpu
+def test_tidying_a_model_leaves_its_values_and_takes_no_memory():
+    model = keras.Sequential([keras.Input((600,)), keras.layers.Dense(900), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.fit(np.ones((8, 600)), np.ones((8, 1)), verbose=0)
+    model.set_weights([2 * w for w in model.get_weights()])
+    variables = [*model.variables, *model.optimizer.variables]
+    before, used = values_of(variables), bytes_in_use()
+    load_backend().tidy(model)
+    assert values_of(variables) == before
+    assert bytes_in_use() <= used
+    assert np.isfinite(model.fit(np.ones((8, 600)), np.ones((8, 1)), verbose=0).history["loss"][0])
 
 
 @on_cpu
