@@ -278,7 +278,7 @@ def _replay(
         seen.add(found)
         while len(batches) <= min(ahead, _FULL_STEPS + ahead - 1 - of_epoch):
             batches.append([allocator.allocate(nbytes) for nbytes in inputs])
-        for position, writes, donors, workspace, name, ending in runs:
+        for position, writes, donors, early, late, name, ending in runs:
             dying = ending
             taken_over: set[int] = set()
             spacer: _Chunk | None = None
@@ -286,6 +286,7 @@ def _replay(
                 if step == 0 and writes and not any(size == writes[0][1] and v in ending for v, size in donors):
                     spacers[position] = allocator.spacer_bytes(writes[0][1])
                 spacer = allocator.allocate(spacers.get(position, 0))
+            before = allocator.allocate(early)
             for value_id, nbytes in writes:
                 donor = next((v for v, size in donors if size == nbytes and v in ending and v not in taken_over), None)
                 if donor is None:
@@ -293,8 +294,8 @@ def _replay(
                 else:
                     taken_over.add(donor)
                     chunks[value_id] = chunks.pop(donor)
-            if workspace:
-                allocator.release(allocator.allocate(workspace))
+            allocator.release(allocator.allocate(late))
+            allocator.release(before)
             if name is not None and dying:
                 # the variable's buffer is the value's from now on, and the one it had is free
                 taken, *dying = dying
@@ -312,8 +313,8 @@ def _replay(
 
 
 #: What a run of an op does with the pool: its position in the order, the large values it writes, those whose buffers it may take over, its
-#: workspace, its name where it assigns a variable, and the values that are read last here.
-_Run = tuple[int, list[tuple[int, int]], list[tuple[int, int]], int, str | None, list[int]]
+#: workspace that it asks for before its outputs and after them, its name where it assigns a variable, and the values that are read last here.
+_Run = tuple[int, list[tuple[int, int]], list[tuple[int, int]], int, int, str | None, list[int]]
 
 
 class _Uses:
@@ -330,7 +331,9 @@ class _Uses:
         self._donors = [
             [(v, values[v].nbytes) for v in op.may_reuse if v not in kept] if self._writes[op.id] else [] for op in graph.ops
         ]
-        self._workspace = [nbytes if nbytes >= smallest_bytes else 0 for nbytes in problem.profile.op_workspace_bytes]
+        workspace = [nbytes if nbytes >= smallest_bytes else 0 for nbytes in problem.profile.op_workspace_bytes]
+        early = [op.kind in kinds.WORKSPACE_FIRST for op in graph.ops]
+        self._workspace = [(n, 0) if first else (0, n) for n, first in zip(workspace, early, strict=True)]
         self._assigns = [op.name if op.kind in kinds.TAKES_OVER else None for op in graph.ops]
 
     def are_of(self, problem: Problem, smallest_bytes: int) -> bool:
@@ -352,9 +355,9 @@ class _Uses:
             if value_id not in self._kept:
                 dying[k].append(value_id)
         return [
-            (k, self._writes[op_id], self._donors[op_id], self._workspace[op_id], self._assigns[op_id], dying[k])
+            (k, self._writes[op_id], self._donors[op_id], *self._workspace[op_id], self._assigns[op_id], dying[k])
             for k, op_id in enumerate(schedule.order)
-            if self._writes[op_id] or self._workspace[op_id] or dying[k]
+            if self._writes[op_id] or any(self._workspace[op_id]) or dying[k]
         ]
 
 

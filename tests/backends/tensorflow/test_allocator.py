@@ -202,3 +202,12 @@ def test_replay_reuses_the_buffer_of_a_dying_input():
     assert (
         replayed_peak_bytes(problem, Schedule((0, 1)), pool_bytes=0) == 6 * MIB  # 7 without
     )  # the 2 MiB region is not split for 1 MiB + rest
+
+
+@pytest.mark.parametrize(("kind", "peak"), [("Conv2DBackpropInput", 4), ("MaxPoolGrad", 3)])
+def test_workspace_lies_behind_the_output_or_before_it(kind, peak):
+    """1 MiB of output and 1 of workspace are cut off 4: the next 2 get all 3 behind an output at the front, and just 2 behind one in the middle."""
+    ops = (Op(0, "a", kind, (), (0,)), Op(1, "b", "b", (0,), (1,)))
+    values = (Value(0, "a", MIB, producer=0), Value(1, "b", 2 * MIB, producer=1))
+    profile = Profile((1.0, 1.0), (MIB, 0), 0, pool=Pool(chunks(4), (), (), 0, 0))
+    assert replayed_peak_bytes(Problem(Graph(ops, values, (1,)), profile), Schedule((0, 1))) == peak * MIB
