@@ -46,11 +46,13 @@ def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
                     variable.assign(value)
             for variable, value in sorted(large, key=lambda pair: -pair[1].nbytes):
                 _refill(variable, value)
-        except BaseException:
+        except BaseException as error:
             for variable, value in zip(variables, saved, strict=True):
-                array = value if value.dtype != np.uint8 else value.view(variable.value.dtype.as_numpy_dtype)
+                copy = _aligned_copy(value.reshape(-1).view(np.uint8))  # it is used where it is
+                array = copy.view(variable.value.dtype.as_numpy_dtype)
                 _replace(variable.value, tf.reshape(tf.convert_to_tensor(array), variable.value.shape))
-            raise
+            if not isinstance(error, tf.errors.ResourceExhaustedError):  # a full pool that cannot grow holds them no longer
+                raise
 
     return put_back
 
@@ -61,11 +63,14 @@ def _is_large(variable: Any) -> bool:
 
 def _bytes_of(variable: Any) -> np.ndarray:
     """A variable's bytes, copied to an address that TensorFlow can use as it is."""
-    shared = np.asarray(memoryview(tf.bitcast(variable.value.value(), tf.uint8))).reshape(-1)
-    room = np.empty(shared.nbytes + _ALIGNMENT_BYTES, np.uint8)
+    return _aligned_copy(np.asarray(memoryview(tf.bitcast(variable.value.value(), tf.uint8))).reshape(-1))
+
+
+def _aligned_copy(values: np.ndarray) -> np.ndarray:
+    room = np.empty(values.nbytes + _ALIGNMENT_BYTES, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT_BYTES
-    copy = room[start : start + shared.nbytes]
-    copy[...] = shared
+    copy = room[start : start + values.nbytes]
+    copy[...] = values
     return copy
 
 

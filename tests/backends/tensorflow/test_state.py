@@ -99,6 +99,29 @@ def test_tidying_a_model_leaves_its_values_and_takes_no_memory():
 
 
 @on_cpu
+def test_pool_that_has_no_room_left_half_way_keeps_no_value_back(monkeypatch):
+    variables = [keras.Variable(np.full((256, KIB), float(k), np.float32)) for k in range(4)]
+    before = values_of(variables)
+    put_back = state.snapshot(variables)
+    real, asked = pool.spaced, []
+
+    def full(nbytes):
+        asked.append(nbytes)
+        if len(asked) == 3:
+            raise tf.errors.ResourceExhaustedError(None, None, "no room")
+        return real(nbytes)
+
+    monkeypatch.setattr(pool, "spaced", full)
+    for _ in range(2):
+        clear(variables)
+        put_back()
+        assert values_of(variables) == before
+        for v in variables:
+            v.assign_add(np.ones(v.shape, np.float32))  # in place, and not in what was saved
+    assert len(asked) == 7
+
+
+@on_cpu
 def test_interrupt_half_way_leaves_no_variable_empty(monkeypatch):
     variables = [keras.Variable(np.full((256, KIB), float(k), np.float32)) for k in range(4)]
     before = values_of(variables)
