@@ -258,7 +258,8 @@ class StepTuner:
         self._main, self._expected, self._costs = None, expected, costs
 
     def reserve(self) -> None:
-        """Has the device's allocator take what is free of the limit in one piece, once: steps that need about as much lose less of it then."""
+        """Has the device's allocator take what is free of the limit in one piece, once, and the variables moved
+        close together: steps that need about as much lose less of it then."""
         if not self._reserved:
             self._reserved = True
             self._backend.reserve(self.usable_bytes)
@@ -322,8 +323,10 @@ class StepTuner:
         peak = self._plain_peak_bytes(candidate)
         if not self._plain_may_run or peak > self.usable_bytes:
             before = self._backend.bytes_in_use()
-            if self._main is None:  # a main step counts on where the variables are
-                (self.reserve if may_split else self._tidy)()  # larger batches will follow, or not
+            if self._main is None and may_split:  # larger batches will follow
+                self.reserve()
+            elif self._main is None:  # a main step counts on where the variables are
+                self._tidy()
             resident = problem.profile.resident_bytes - (before - self._backend.bytes_in_use())
             problem = replace(problem, profile=replace(problem.profile, resident_bytes=resident))
             problem = candidate.problem = self._with_pool(candidate, problem)
