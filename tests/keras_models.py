@@ -63,6 +63,15 @@ def uneven_convnet(batch=24, size=45):
     return model, (rng.random((batch, size, size, 3), "float32"), rng.random((batch, 3), "float32"))
 
 
+def segmenter(batch=24, size=64, classes=3):
+    """A class per pixel: the sparse loss's gradient begins with a constant of the targets' size."""
+    rng = _seeded()
+    inputs = layers.Input((size, size, 2))
+    x = layers.Conv2D(4, 3, padding="same", activation="relu")(inputs)
+    model = _compiled(keras.Model(inputs, layers.Conv2D(classes, 1)(x)), _sparse())
+    return model, (rng.random((batch, size, size, 2), "float32"), rng.integers(0, classes, (batch, size, size)).astype("int32"))
+
+
 def _sparse():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 

@@ -2,9 +2,10 @@
 
 The optimized graph is written once more, node by node in the order of the schedule; an op that repeats becomes a copy under another
 name, and a reader reads the newest copy before it. Views are copied with the instance they look at. Control edges carry what no tensor
-does: assignments after the reads they follow (S4), and the order of what touches the allocator's pool (:mod:`.ordering`). What an op is to find
-taken of that pool (a spacer, :mod:`.allocator`) an ``Empty`` takes before it, without touching a page. The function runs verbatim: neither
-Grappler nor a common-subexpression pass sees it, by a configuration that travels with the call.
+does: assignments after the reads they follow (S4), and the order of what touches the allocator's pool (:mod:`.ordering`). What is to be taken of
+that pool before an op (a cut, :mod:`.allocator`) ``Empty`` takes, without touching a page. The function runs verbatim: neither
+Grappler nor a common-subexpression pass sees it, by a configuration that travels with the call. TensorFlow folds constants all the same, when a
+function first runs; large ones would stay in use and are in no plan, so a constant that such an op reads is an argument of the function.
 
 Loops and branches are marked for TensorFlow's lowering to ``Switch`` and ``Merge``, which runs an LSTM's step in two thirds of the time of calls
 of functions and computes the same bits. Few of a loop's iterations run at once: what more of them hold differs from step to step.
@@ -12,12 +13,14 @@ of functions and computes the same bits. Few of a loop's iterations run at once:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from graphlib import TopologicalSorter
 from typing import Any
 
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import kinds, ordering, private
+from keras_remat.backends.tensorflow.allocator import Cut
 from keras_remat.backends.tensorflow.trace import TensorFlowStep, split_input, tensor_key
 from keras_remat.problem import Problem
 from keras_remat.schedule import Schedule
@@ -35,18 +38,24 @@ class LoweredStep:
     """
 
     def __init__(
-        self, traced: TensorFlowStep, problem: Problem, schedule: Schedule, smallest_bytes: int, spacers: Mapping[int, int]
+        self,
+        traced: TensorFlowStep,
+        problem: Problem,
+        schedule: Schedule,
+        smallest_bytes: int,
+        cuts: Mapping[int, tuple[Cut, ...]],
     ):
         self.traced, self.problem, self.schedule = traced, problem, schedule
-        writer = _Writer(traced, schedule)
+        self._handed_in = {name: _constant(traced.nodes[name]) for name in sorted(_unfolded(traced, smallest_bytes))}
+        writer = _Writer(traced, schedule, self._handed_in.keys())
         ordered = ordering.ordered_positions(problem, schedule, smallest_bytes)
-        self._function = _build(traced, writer, writer.write(ordered, spacers))
+        self._function = _build(traced, writer, writer.write(ordered, cuts), self._handed_in)
         self.names = writer.names
 
     def __call__(self, batch: Any) -> Any:
         """Runs one step; returns what ``train_step`` returns."""
         leaves = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(batch) if not _is_none(leaf)]
-        outputs = iter(private.call_verbatim(self._function, leaves))
+        outputs = iter(private.call_verbatim(self._function, [*leaves, *self._handed_in.values()]))
         structure = self.traced.output_structure
         flat = [next(outputs) if isinstance(leaf, tf.Tensor) else leaf for leaf in tf.nest.flatten(structure)]
         return tf.nest.pack_sequence_as(structure, flat)
@@ -57,7 +66,7 @@ def lower(
     problem: Problem,
     schedule: Schedule,
     smallest_bytes: int = 0,
-    spacers: Mapping[int, int] | None = None,
+    cuts: Mapping[int, tuple[Cut, ...]] | None = None,
 ) -> LoweredStep:
     """Returns a step that runs ``schedule``, whose ops may change places as far as the allocator's pool does not see it.
 
@@ -66,9 +75,9 @@ def lower(
         problem: its graph and costs, and the budget; without one, a schedule that recomputes nothing is no order at all.
         schedule: a legal order.
         smallest_bytes: what the pool serves at least; 0 orders all that holds data.
-        spacers: position in the order → bytes that are held while its op runs (:func:`.allocator.replayed`).
+        cuts: position in the order → what is done to the pool before its op (:func:`.replay.replayed`).
     """
-    return LoweredStep(traced, problem, schedule, smallest_bytes, spacers or {})
+    return LoweredStep(traced, problem, schedule, smallest_bytes, cuts or {})
 
 
 def _is_none(leaf: Any) -> bool:
@@ -78,8 +87,8 @@ def _is_none(leaf: Any) -> bool:
 class _Writer:
     """Writes the nodes of one schedule."""
 
-    def __init__(self, traced: TensorFlowStep, schedule: Schedule):
-        self.traced, self.schedule = traced, schedule
+    def __init__(self, traced: TensorFlowStep, schedule: Schedule, unfolded: Set[str]):
+        self.traced, self.schedule, self.unfolded = traced, schedule, unfolded
         self.names: list[tuple[str, ...]] = []  # names of the nodes at every position
         self._nodes: list[Any] = []
         self._newest: dict[str, str] = {}  # op name → name of its newest copy
@@ -90,20 +99,20 @@ class _Writer:
         self._last: tuple[str, ...] = ()  # names of the last nodes that others would have waited for
         self.ends: list[str] = []  # what the step returns, as tensor names
 
-    def write(self, ordered: Sequence[bool], spacers: Mapping[int, int]) -> Any:
-        """Returns the GraphDef; an op at a position that is ``ordered`` runs after the last such op before it, and while its spacer is held."""
+    def write(self, ordered: Sequence[bool], cuts: Mapping[int, tuple[Cut, ...]]) -> Any:
+        """Returns the GraphDef; an op at a position that is ``ordered`` runs after the last such op before it, and after its cuts."""
         graph = self.traced.graph
         before: tuple[str, ...] = ()
         for position, (op_id, waits) in enumerate(zip(self.schedule.order, ordered, strict=True)):
             nodes = self.traced.node_names[graph.ops[op_id].name]
-            spacer = f"remat_spacer_{position}" if waits and position in spacers else None
-            if spacer is not None:
-                self._take(spacer, spacers[position], before)
-                before = (spacer,)
+            edges: list[str] = []
+            for at, cut in enumerate(cuts.get(position, ()) if waits else ()):
+                before = self._prepare(f"remat_cut_{position}_{at}", cut, before)
+                edges.append(f"remat_cut_{position}_{at}/edge")
             self.names.append(tuple(self._emit(name, before if waits else ()) for name in nodes))
             before = self.names[-1] if waits else before
-            if spacer is not None:
-                before = (self._give_back(spacer, before),)
+            if edges:
+                before = self._give_back(f"remat_cut_{position}/done", edges, before)
         self._last = before
         self.ends = [self._tensor(tensor) for tensor in self.traced.output_tensors]
         self._finish()
@@ -111,7 +120,16 @@ class _Writer:
         document.node.extend(self._nodes)
         return document
 
-    def _take(self, name: str, nbytes: int, before: Sequence[str]) -> None:
+    def _prepare(self, name: str, cut: Cut, before: Sequence[str]) -> tuple[str, ...]:
+        """Does what a cut says but for the edge, which is taken and held; the names of the last nodes of it."""
+        taken: list[str] = []
+        for at, nbytes in enumerate((*cut.plugs, *((cut.spare_bytes,) if cut.spare_bytes else ()))):
+            before = self._take(f"{name}/{at}", nbytes, before)
+            taken.extend(before)
+        before = self._take(f"{name}/edge", cut.edge_bytes, before)
+        return self._give_back(f"{name}/cut", taken, before) if taken else before
+
+    def _take(self, name: str, nbytes: int, before: Sequence[str]) -> tuple[str, ...]:
         """Asks for memory, which is not touched."""
         shape, empty = tf.compat.v1.NodeDef(name=f"{name}/shape", op="Const"), tf.compat.v1.NodeDef(name=name, op="Empty")
         shape.attr["dtype"].type = tf.int32.as_datatype_enum
@@ -120,16 +138,17 @@ class _Writer:
         empty.attr["init"].b = False
         empty.input.extend([shape.name, *(f"^{earlier}" for earlier in before)])
         self._nodes.extend([shape, empty])
+        return (name,)
 
-    def _give_back(self, spacer: str, after: Sequence[str]) -> str:
-        """The name of a node that has the spacer until the nodes ``after`` have run."""
-        name = f"{spacer}/held"
-        node = tf.compat.v1.NodeDef(name=name, op="Shape")
+    def _give_back(self, name: str, taken: Sequence[str], after: Sequence[str]) -> tuple[str, ...]:
+        """The name of a node that has what was taken until the nodes ``after`` have run."""
+        node = tf.compat.v1.NodeDef(name=name, op="ShapeN")
         node.attr["T"].type = tf.uint8.as_datatype_enum
+        node.attr["N"].i = len(taken)
         node.attr["out_type"].type = tf.int32.as_datatype_enum
-        node.input.extend([spacer, *(f"^{earlier}" for earlier in after)])
+        node.input.extend([*taken, *(f"^{earlier}" for earlier in after)])
         self._nodes.append(node)
-        return name
+        return (name,)
 
     def _finish(self) -> None:
         done = tf.compat.v1.NodeDef(name="remat_done", op="NoOp")
@@ -178,7 +197,7 @@ class _Writer:
         if name not in self.traced.folded:
             return _reference(self._newest[name], index)
         node = self.traced.nodes[name]
-        if node.op == "Placeholder":
+        if node.op == "Placeholder" or name in self.unfolded:
             self.used_placeholders.add(name)
             return _reference(name, index)
         inputs = tuple(self._tensor(tensor_key(i)) for i in node.input if not i.startswith("^"))
@@ -191,15 +210,37 @@ class _Writer:
         return _reference(self._views[key], index)
 
 
+def _unfolded(traced: TensorFlowStep, smallest_bytes: int) -> Set[str]:
+    """Names of constants that are handed to the function: one behind every op with a large output that depends on constants alone."""
+    first: dict[str, str] = {}  # name of a node that depends on constants alone → the first of them
+    found: set[str] = set()
+    sources = {name: [split_input(i)[0] for i in node.input if not i.startswith("^")] for name, node in traced.nodes.items()}
+    for name in TopologicalSorter(sources).static_order():
+        node = traced.nodes[name]
+        if node.op == "Const":
+            first[name] = name
+        elif sources[name] and all(source in first for source in sources[name]) and not private.is_stateful(node.op):
+            first[name] = first[sources[name][0]]
+            outputs = traced.graph.ops[traced.op_id[name]].outputs if name in traced.op_id else ()
+            if any(traced.graph.values[v].nbytes >= max(1, smallest_bytes) for v in outputs):
+                found.add(first[name])
+    return found
+
+
+def _constant(node: Any) -> Any:
+    """A ``Const`` node's value."""
+    return tf.constant(tf.make_ndarray(node.attr["value"].tensor))
+
+
 def _reference(name: str, index: int) -> str:
     return name if index == 0 else f"{name}:{index}"
 
 
-def _build(traced: TensorFlowStep, writer: _Writer, document: Any) -> Any:
-    """The concrete function of a written GraphDef: batch in, ``train_step``'s tensors out, every effect done."""
+def _build(traced: TensorFlowStep, writer: _Writer, document: Any, constants: Mapping[str, Any]) -> Any:
+    """The concrete function of a written GraphDef: batch and constants in, ``train_step``'s tensors out, every effect done."""
 
     def build(*placeholders: Any) -> list[Any]:
-        mapped = {name: tensor for (name, *_), tensor in zip(traced.inputs, placeholders, strict=True)}
+        mapped = dict(zip([*(name for name, *_ in traced.inputs), *constants], placeholders, strict=True))
         mapped |= {name: private.capture(external) for name, external in traced.captures.items()}
         used = {f"{name}:0": tensor for name, tensor in mapped.items() if name in writer.used_placeholders}
         *outputs, done = tf.graph_util.import_graph_def(
@@ -208,4 +249,5 @@ def _build(traced: TensorFlowStep, writer: _Writer, document: Any) -> Any:
         with tf.control_dependencies([done]):
             return [tf.identity(output) for output in outputs]
 
-    return private.build_function(build, [tf.TensorSpec(shape, dtype) for _, dtype, shape in traced.inputs])
+    specs = [tf.TensorSpec(shape, dtype) for _, dtype, shape in traced.inputs]
+    return private.build_function(build, [*specs, *(tf.TensorSpec(c.shape, c.dtype) for c in constants.values())])

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_remat.backends import examples
 from keras_remat.backends.base import Installed, ProfileRecorder, RunStep, StepRunner
-from keras_remat.backends.tensorflow import allocator, measure, pool, private, state
+from keras_remat.backends.tensorflow import allocator, measure, pool, private, replay, state
 from keras_remat.backends.tensorflow import lower as lowering
 from keras_remat.backends.tensorflow import profile as profiling
 from keras_remat.backends.tensorflow import trace as tracing
@@ -53,7 +53,9 @@ class TensorFlowBackend:
     fragments = True
     auto_solver = "auto"
     _has_pipeline = False  # whether the steps are those of a ``fit``
-    _spaced = False  # whether steps have spacers: they count on chunks that come back as they were, in one region that is large enough
+    _may_cut = (
+        False  # whether steps have cuts: they count on chunks that come back as they were, in one region that is large enough
+    )
 
     def check(self, model: Any) -> str | None:
         if model.run_eagerly:
@@ -115,7 +117,7 @@ class TensorFlowBackend:
         nbytes = min(_RESERVED_LIMITS * (limit_bytes - in_use), measure.device_memory_bytes() - in_use)
         if nbytes > 0:
             # what regions are; one byte more would take twice as much
-            self._spaced = pool.reserve(2 ** (nbytes.bit_length() - 1)) or self._spaced
+            self._may_cut = pool.reserve(2 ** (nbytes.bit_length() - 1)) or self._may_cut
 
     def tidy(self, model: Any) -> None:
         if not profiling.device_name().startswith("GPU"):  # there, variables are put back by assigning to them
@@ -130,9 +132,9 @@ class TensorFlowBackend:
     def predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         return self._replayed(problem, schedule)[0]
 
-    def _replayed(self, problem: Problem, schedule: Schedule) -> tuple[int, dict[int, int]]:
-        return allocator.replayed(
-            problem, schedule, smallest_bytes=_smallest_bytes(), pipeline=self._has_pipeline, spaced=self._spaced
+    def _replayed(self, problem: Problem, schedule: Schedule) -> tuple[int, dict[int, tuple[allocator.Cut, ...]]]:
+        return replay.replayed(
+            problem, schedule, smallest_bytes=_smallest_bytes(), pipeline=self._has_pipeline, may_cut=self._may_cut
         )
 
     def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:

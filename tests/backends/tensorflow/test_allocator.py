@@ -1,8 +1,11 @@
 """Best fit with coalescing, against cases worked out by hand from the rules of TensorFlow's BFC allocator."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from keras_remat.backends.tensorflow.allocator import BestFitAllocator, replayed
+from keras_remat.backends.tensorflow.allocator import BestFitAllocator, Cut
+from keras_remat.backends.tensorflow.replay import replayed
 from keras_remat.graph import Graph, Op, Value, chain_example
 from keras_remat.problem import Problem
 from keras_remat.profile import Chunk, Pool, Profile
@@ -12,14 +15,14 @@ from keras_remat.units import KIB, MIB
 
 
 def replayed_peak_bytes(*arguments, **options):
-    peak, spacers = replayed(*arguments, **options)
-    assert not spacers
+    peak, cuts = replayed(*arguments, **options)
+    assert not cuts
     return peak
 
 
 def chunks(*sizes_mib):
     """Free chunks that are no neighbours."""
-    return tuple(Chunk((at + 1) * 2**40, mib * MIB) for at, mib in enumerate(sizes_mib))
+    return tuple(Chunk((at + 1) * 2**40, int(mib * MIB)) for at, mib in enumerate(sizes_mib))
 
 
 def test_requests_are_rounded_to_256_bytes():
@@ -84,54 +87,90 @@ def test_used_chunk_joins_the_free_one_behind_it(address_mib, found):
 
 
 @pytest.mark.parametrize(
-    ("free", "request_mib", "spacer_mib"),
+    ("free", "request_mib", "cut"),
     [
-        ((10,), 6, 4),  # it would be handed out whole
-        ((12,), 6, 0),  # it is cut in any case
-        ((6, 10), 6, 0),  # the first fits
-        ((4, 10), 6, 0),  # a spacer of 4 MiB would come from another chunk
-        ((3, 10), 6, 4),
-        ((10,), 11, 0),  # the pool grows
-        ((10,), 0, 0),
-        ((400,), 250, 0),  # 128 MiB more are cut off
+        ((10,), 6, Cut((), 4 * MIB - 256 * KIB, 256 * KIB)),  # it would be handed out whole
+        ((12,), 6, None),  # it is cut in any case
+        ((6, 10), 6, None),  # the first fits
+        ((4, 10), 6, Cut((4 * MIB,), 4 * MIB - 256 * KIB, 256 * KIB)),  # without the plug, 4 MiB would be found elsewhere
+        ((5.5, 10), 6, Cut((int(5.5 * MIB),), 4 * MIB - 256 * KIB, 256 * KIB)),
+        ((5, 5, 10), 6, None),  # plugs would take more than the cut saves
+        ((0.5, 10), 6, Cut((), 0, 4 * MIB)),  # all that is spare is held
+        ((10,), 11, None),  # the pool grows
+        ((10,), 0, None),
+        ((400,), 250, None),  # 128 MiB more are cut off
     ],
 )
-def test_spacer_is_what_would_be_wasted(free, request_mib, spacer_mib):
+def test_cut_leaves_a_chunk_that_fits(free, request_mib, cut):
     pool = BestFitAllocator(free_chunks=chunks(*free), smallest_bytes=256 * KIB)
-    assert pool.spacer_bytes(request_mib * MIB) == spacer_mib * MIB
-    if spacer_mib:
-        held = pool.allocate(spacer_mib * MIB)
-        assert pool.allocate(request_mib * MIB).size == request_mib * MIB
-        pool.release(held)
-        assert pool.bytes_in_use == request_mib * MIB
+    request = request_mib * MIB
+    room = request + 4 * MIB if cut is not None and not cut.spare_bytes else request
+    assert pool.cut_for(request, request, room) == cut
 
 
-def test_spacer_of_less_than_half_a_mib_is_not_worth_it():
-    assert BestFitAllocator(free_chunks=chunks(10)).spacer_bytes(10 * MIB - 300 * KIB) == 0
+def test_cut_of_less_than_half_a_mib_is_not_worth_it():
+    nbytes = 10 * MIB - 300 * KIB
+    assert BestFitAllocator(free_chunks=chunks(10)).cut_for(nbytes, nbytes, nbytes) is None
 
 
-def spaced_example(pool=None):
-    """A value of 6 MiB, which would lie in the chunk of 10 as long as one of 4 is needed beside it; a small one is computed twice."""
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 60), st.integers(0, 40))
+def test_cuts_take_no_more_than_they_save_and_leave_the_pool_as_it_was(free, quarters, more):
+    """Sizes in quarters of a MiB: what is in use beside the request is less than what would have been wasted."""
+    quarter = MIB // 4
+    pool = BestFitAllocator(
+        free_chunks=tuple(Chunk((at + 1) * 2**40, n * quarter) for at, n in enumerate(free)), smallest_bytes=256 * KIB
+    )
+    request, room, before = quarters * quarter, (quarters + more) * quarter, pool.free_chunks
+    wasted = BestFitAllocator(free_chunks=tuple(Chunk(a, n) for n, a in before)).allocate(request).size - request
+    cut = pool.cut_for(request, request, room)
+    if cut is None:
+        return
+    edge = pool.take(cut)
+    chunk = pool.allocate(request)
+    assert chunk.size == request
+    assert pool.peak_bytes - room < wasted
+    pool.release(chunk)
+    pool.release(edge)
+    assert pool.bytes_in_use == 0
+    assert pool.free_chunks == before
+
+
+def cut_example(pool=None):
+    """A value of 6 MiB, which would lie in the chunk of 10 as long as one of 3 is needed beside it; a small one is computed twice."""
     ops = (
         Op(0, "a", "x", (), (0,)), Op(1, "b", "x", (0,), (1,)), Op(2, "c", "x", (0, 1), (2,)), Op(3, "d", "x", (2,), (3,)),
     )  # fmt: skip
-    sizes = (6, 4, 1, 1)
+    sizes = (6, 3, 1, 1)
     graph = Graph(ops, tuple(Value(v, f"v{v}", n * MIB, producer=v) for v, n in enumerate(sizes)), (3,))
     return Problem(graph, Profile((1.0,) * 4, (0,) * 4, 20 * MIB, pool=pool))
 
 
-def test_spacer_leaves_the_rest_of_a_chunk_to_what_comes_next():
-    problem = spaced_example(Pool((Chunk(0, 10 * MIB), Chunk(64 * MIB, 32 * MIB))))
+def test_cut_leaves_the_rest_of_a_chunk_to_what_comes_next():
+    problem = cut_example(Pool((Chunk(0, 10 * MIB), Chunk(64 * MIB, 32 * MIB))))
     twice = Schedule((0, 1, 2, 2, 3))
-    assert replayed(problem, twice) == ((20 + 10 + 4 + 1) * MIB, {})
-    assert replayed(problem, twice, spaced=True) == ((20 + 6 + 4 + 1) * MIB, {0: 4 * MIB})
+    assert replayed(problem, twice) == ((20 + 10 + 3 + 1) * MIB, {})
+    peak, cuts = replayed(problem, twice, may_cut=True)
+    assert peak == (20 + 6 + 3 + 1) * MIB
+    assert cuts[0] == (Cut((), 0, 4 * MIB),)  # there is room for it then
 
 
-def test_no_spacers_without_recomputation_or_a_known_pool_or_a_gain():
+def test_no_cuts_without_recomputation_or_a_known_pool_or_a_gain():
     known = Pool((Chunk(0, 10 * MIB), Chunk(64 * MIB, 32 * MIB)))
-    assert replayed(spaced_example(known), Schedule((0, 1, 2, 3)), spaced=True)[1] == {}
-    assert replayed(spaced_example(), Schedule((0, 1, 2, 2, 3)), spaced=True)[1] == {}
-    assert replayed(spaced_example(Pool(chunks(64))), Schedule((0, 1, 2, 2, 3)), spaced=True)[1] == {}
+    assert replayed(cut_example(known), Schedule((0, 1, 2, 3)), may_cut=True)[1] == {}
+    assert replayed(cut_example(), Schedule((0, 1, 2, 2, 3)), may_cut=True)[1] == {}
+    assert replayed(cut_example(Pool(chunks(64))), Schedule((0, 1, 2, 2, 3)), may_cut=True)[1] == {}
+
+
+def test_cuts_for_several_requests_of_an_op_are_made_one_after_the_other():
+    """Two outputs of 6 and 5 MiB and chunks of 9 and 10 that would be handed out whole."""
+    ops = (Op(0, "a", "x", (), (0, 1)), Op(1, "b", "x", (0, 1), (2,)), Op(2, "c", "x", (2,), (3,)))
+    values = tuple(Value(v, f"v{v}", n * MIB, producer=p) for v, (n, p) in enumerate(((6, 0), (5, 0), (1, 1), (1, 2))))
+    problem = Problem(Graph(ops, values, (3,)), Profile((1.0,) * 3, (0,) * 3, 0, pool=Pool((*chunks(9, 9.5),))))
+    order = Schedule((0, 1, 1, 2))
+    assert replayed(problem, order)[0] == int(18.5 * MIB) + MIB
+    peak, cuts = replayed(problem, order, smallest_bytes=256 * KIB, may_cut=True)
+    assert peak == 12 * MIB
+    assert cuts[0][1].plugs[0] == 6 * MIB  # what the first request gets is taken when the second is cut
 
 
 def test_two_assignments_of_one_variable_move_it_twice():

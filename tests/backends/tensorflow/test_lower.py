@@ -1,6 +1,7 @@
 """A lowered schedule computes what the step computes, bit for bit, in any legal order, and takes the memory it says."""
 
 import functools
+import gc
 import os
 import random
 import subprocess
@@ -15,6 +16,7 @@ import tensorflow as tf
 from random_schedules import random_schedule
 from tensorflow.python.eager import context
 
+from keras_remat.backends.base import preserved_state
 from keras_remat.backends.tensorflow import backend, kinds
 from keras_remat.backends.tensorflow.allocator import CPU_SMALL_BYTES
 from keras_remat.backends.tensorflow.lower import lower
@@ -216,7 +218,7 @@ def test_every_step_takes_the_same_peak_and_the_predicted_one():
     assert peaks.pop() == pytest.approx(BACKEND.predicted_peak_bytes(problem, schedule), rel=0.02)
 
 
-_SPACED = """
+_CUT = """
 import random
 
 import keras_models
@@ -237,7 +239,7 @@ problem = Problem(traced.graph, ordered.estimated_profile(traced, in_use))
 problem = ordered.with_pool(traced, problem, in_use - problem.graph.input_bytes)
 assert problem.profile.pool is not None
 orders = (random_schedule(random.Random(seed), traced.graph, recompute=0.01) for seed in range(50))
-schedule, peak, spacers = next((order, *found) for order in orders if (found := ordered._replayed(problem, order))[1])
+schedule, peak, cuts = next((order, *found) for order in orders if (found := ordered._replayed(problem, order))[1])
 budgeted = problem.with_budget(peak)
 steps = [lower.lower(traced, budgeted, schedule, CPU_SMALL_BYTES), ordered.lower(traced, budgeted, schedule),
          lower.lower(traced, problem, Schedule.store_all(traced.graph), CPU_SMALL_BYTES)]
@@ -253,12 +255,29 @@ assert abs(peaks[1] - peak) <= 0.02 * peak, (peaks, peak)
 """
 
 
-def test_steps_with_spacers_compute_the_same_bits_and_take_the_peak_that_is_predicted():
-    """In a process of its own, where one region has all that is free: spacers make the peak lower, and nothing else changes."""
+def test_steps_with_cuts_compute_the_same_bits_and_take_the_peak_that_is_predicted():
+    """In a process of its own, where one region has all that is free: cuts make the peak lower, and nothing else changes."""
     tests = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
-    done = subprocess.run([sys.executable, "-c", _SPACED], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", _CUT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_large_ops_of_constants_run_in_every_step_and_leave_nothing_behind():
+    """A loss per pixel has a gradient that begins with a constant, repeated: TensorFlow would fold it when the step first runs, and keep it."""
+    b = Bench(keras_models.segmenter)
+    large = [
+        op.name
+        for op in b.traced.graph.ops
+        if op.kind == "Tile" and b.traced.graph.values[op.outputs[0]].nbytes >= CPU_SMALL_BYTES
+    ]
+    assert large
+    run = lower(b.traced, b.problem.with_budget(2**40), b.store_all, CPU_SMALL_BYTES)
+    before = BACKEND.bytes_in_use()
+    with preserved_state(BACKEND, b.model):
+        run(b.data)
+        gc.collect()
+        assert BACKEND.bytes_in_use() <= before
 
 
 def test_lowered_step_survives_saving_the_model(tmp_path):
