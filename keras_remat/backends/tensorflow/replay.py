@@ -67,8 +67,10 @@ def replayed(
         return _replay(*arguments, None), {}
     cuts: dict[int, tuple[Cut, ...]] = {}
     peak = _replay(*arguments, cuts)
-    uncut = _replay(*arguments, None) if peak > problem.profile.resident_bytes + _most_alive(runs) else peak
-    return (peak, cuts) if peak < uncut or not cuts else (uncut, {})
+    if peak <= problem.profile.resident_bytes + _most_alive(runs):
+        return peak, cuts
+    uncut = _replay(*arguments, None)
+    return (peak, cuts) if peak < uncut else (uncut, {})
 
 
 def _replay(
