@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import count
+from statistics import median
 from typing import Literal, Protocol
 
 from keras_remat.backends.base import Backend
@@ -55,6 +57,8 @@ _SOLVE_SHARE = 0.25
 _STRETCH_SHARE, _STRETCH_SOLVE_SHARE = 0.6, 0.12
 #: Problems that are kept for sizes that come up again.
 _REMEMBERED = 12
+#: How many of the last orders tell what the allocator wastes.
+_WASTES = 5
 #: The least budget a solver is given, as a share of the real one, for what the allocator wastes.
 _LEAST_TARGET = 0.88
 
@@ -254,6 +258,7 @@ class SizeSearch:
         self.failure: RematError | None = None
         self.afterwards_s: Callable[[Plan], float] | None = None  # that have to be left, by the plan that is the result
         self.target_share = 1.0  # of the budget, that solvers get: the rest is what the allocator wastes
+        self.wastes: deque[float] = deque(maxlen=_WASTES)  # what it needed for the last orders, over the bytes alive
 
     def begin(self, size: int, solver: str, solve_s: float) -> None:
         """Finds a first size that fits, at ``size`` or below.
@@ -360,7 +365,8 @@ class SizeSearch:
             self.target_share = (1 + self.target_share) / 2  # compaction may have what the allocator wastes
             self._tell(Probe(size, None, 0.0, str(error)))
             return False
-        self.target_share = max(_LEAST_TARGET, min(1.0, 1 / waste))
+        self.wastes.append(waste)  # most orders waste little, and now and then one much
+        self.target_share = max(_LEAST_TARGET, min(1.0, 1 / median(self.wastes)))
         self.reach(order, size, self.good + 1)
         if self.good < size:
             self._tell(Probe(size, None, 0.0, self._reason(problem, order)))

@@ -66,7 +66,9 @@ class CostFit:
     @cached_property
     def _workspaces(self) -> tuple[_Floats, _Floats]:
         measured = np.array([self.profiles[size].op_workspace_bytes for size in self.sizes], dtype=float)
-        return _affine(self.sizes, measured)
+        # one that is seen at the largest size alone was too small to be seen at the others
+        in_proportion = np.outer(np.array(self.sizes) / self.sizes[-1], measured[-1])
+        return _affine(self.sizes, np.where(measured == 0, in_proportion, measured))
 
     def op_time_s(self, size: int) -> tuple[float, ...]:
         """Seconds per op at a batch size."""

@@ -46,8 +46,11 @@ TAKES_OVER = frozenset({"AssignVariableOp"})
 #: on a CPU, hands it a second output that the graph does not show, which says for every element of the first where in its window it came from.
 HIDDEN_OUTPUT = {("MaxPool", "MaxPoolGrad"): 1}
 
+#: Asks for scratch as large as its first output, whatever the size (``sparse_xent_op.cc``, ``xent_op.cc``).
+SCRATCH = frozenset({"SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"})
+
 #: Asks for its workspace before its output (``maxpooling_op.cc``; oneDNN's kernel, which half precision does not have everywhere, asks for none).
-WORKSPACE_FIRST = frozenset({"MaxPoolGrad"})
+WORKSPACE_FIRST = frozenset({"MaxPoolGrad"}) | SCRATCH
 
 #: Updates of a weight and its slot that need nothing beside the gradient.
 IN_PLACE_UPDATES = frozenset({"ResourceApplyKerasMomentum"})

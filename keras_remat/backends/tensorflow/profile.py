@@ -45,7 +45,8 @@ def device_name() -> str:
 def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None) -> Profile:
     """A profile from shapes alone: floating-point operations or bytes moved at fixed rates, whichever takes longer.
 
-    Workspace is taken as none: how much a kernel wants depends on the device, and a guess that is too high would refuse what fits.
+    Workspace is taken as none, but where it is known: how much a kernel wants depends on the device, and a guess that is too high would refuse
+    what fits.
 
     Args:
         traced: the step.
@@ -53,9 +54,13 @@ def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None)
     """
     ops = traced.graph.ops
     resident = max(traced.resident_bytes, resident_bytes or 0)
-    return Profile(
-        tuple(_estimated_time_s(traced, op) for op in ops), (0,) * len(ops), resident, "estimated", device_name(), "tensorflow"
-    )
+    times, workspaces = (_estimated_time_s(traced, op) for op in ops), (_known_workspace(traced, op) for op in ops)
+    return Profile(tuple(times), tuple(workspaces), resident, "estimated", device_name(), "tensorflow")
+
+
+def _known_workspace(traced: TensorFlowStep, op: Op) -> int:
+    """Bytes that a kernel asks for whatever its device; the recorder does not see them while they are few."""
+    return traced.graph.values[op.outputs[0]].nbytes if op.kind in kinds.SCRATCH else 0
 
 
 def _estimated_time_s(traced: TensorFlowStep, op: Op) -> float:
@@ -158,7 +163,7 @@ def measured_profile(lowered: LoweredStep, planes: list[Any], resident_bytes: in
     outputs = {op.id: [graph.values[v].nbytes for v in op.outputs] for op in graph.ops}
     workspace = _workspace(allocation_events(planes), op_of, loops, outputs, _ends(planes, op_of))
     times = [sum(map(median, durations[op.id].values())) if op.id in durations else base.op_time_s[op.id] for op in graph.ops]
-    workspaces = [workspace.get(op.id, 0) if op.id in durations else base.op_workspace_bytes[op.id] for op in graph.ops]
+    workspaces = [max(workspace.get(op.id, 0), base.op_workspace_bytes[op.id]) for op in graph.ops]
     return Profile(tuple(times), tuple(workspaces), base.resident_bytes, "measured", device_name(), "tensorflow")
 
 
