@@ -5,7 +5,7 @@ The allocator's ``bytes_in_use`` counts whole chunks. A free chunk is handed out
 models and by a third on small ones. Replaying a schedule's allocations through the same rules predicts that part of the peak (:mod:`.replay`).
 
 Most of it need not be. Where an op would get a chunk that is too large, a :class:`Cut` before the op leaves it one that fits: the spare part of the
-chunk is taken, then an *edge* of 256 KiB behind it, and the spare part given back. What is left behind the edge is just what the op asks for, and the
+chunk is taken, then an *edge* of 320 KiB behind it, and the spare part given back. What is left behind the edge is just what the op asks for, and the
 edge keeps it from growing together with the rest::
 
     free chunk            |                              |
@@ -37,6 +37,8 @@ _APART = 2**50
 CPU_SMALL_BYTES = 256 * KIB
 #: Less than this is not worth cutting off.
 _LEAST_SPARE_BYTES = 512 * KIB
+#: The smallest piece of a cut: chunks of this size are among those that are known to be free (:mod:`.pool`), and smaller ones may not be.
+_LEAST_EDGE_BYTES = 320 * KIB
 
 
 @dataclass(frozen=True)
@@ -159,13 +161,13 @@ class BestFitAllocator:
             wanted_bytes: the request and those that follow while it is held.
             room_bytes: what may be in use beside what is now; at least ``wanted_bytes``.
         """
-        rounded, least = _rounded(nbytes), max(self._smallest, _MIN_ALLOCATION_BYTES)
+        rounded, least = _rounded(nbytes), _LEAST_EDGE_BYTES
         at = bisect_left(self._free, (rounded, -1))
         if nbytes < max(1, self._smallest) or at == len(self._free):
             return None
         size = self._free[at][0]
         spare = size - rounded
-        if _is_cut(size, rounded) or spare < max(least, _LEAST_SPARE_BYTES):
+        if _is_cut(size, rounded) or spare < _LEAST_SPARE_BYTES:
             return None
         smaller = [other for other, _ in self._free[:at] if other >= least]
         up_to = [0, *accumulate(smaller)]

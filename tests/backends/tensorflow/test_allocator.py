@@ -89,11 +89,11 @@ def test_used_chunk_joins_the_free_one_behind_it(address_mib, found):
 @pytest.mark.parametrize(
     ("free", "request_mib", "cut"),
     [
-        ((10,), 6, Cut((), 4 * MIB - 256 * KIB, 256 * KIB)),  # it would be handed out whole
+        ((10,), 6, Cut((), 4 * MIB - 320 * KIB, 320 * KIB)),  # it would be handed out whole
         ((12,), 6, None),  # it is cut in any case
         ((6, 10), 6, None),  # the first fits
-        ((4, 10), 6, Cut((4 * MIB,), 4 * MIB - 256 * KIB, 256 * KIB)),  # without the plug, 4 MiB would be found elsewhere
-        ((5.5, 10), 6, Cut((int(5.5 * MIB),), 4 * MIB - 256 * KIB, 256 * KIB)),
+        ((4, 10), 6, Cut((4 * MIB,), 4 * MIB - 320 * KIB, 320 * KIB)),  # without the plug, 4 MiB would be found elsewhere
+        ((5.5, 10), 6, Cut((int(5.5 * MIB),), 4 * MIB - 320 * KIB, 320 * KIB)),
         ((5, 5, 10), 6, None),  # plugs would take more than the cut saves
         ((0.5, 10), 6, Cut((), 0, 4 * MIB)),  # all that is spare is held
         ((10,), 11, None),  # the pool grows
@@ -170,7 +170,7 @@ def test_cuts_for_several_requests_of_an_op_are_made_one_after_the_other():
     assert replayed(problem, order)[0] == int(18.5 * MIB) + MIB
     peak, cuts = replayed(problem, order, smallest_bytes=256 * KIB, may_cut=True)
     assert peak == int(13.5 * MIB)  # for a moment, with two plugs: what the first request will get, and what its cut has left
-    assert cuts[0][1] == Cut((6 * MIB, 3 * MIB - 256 * KIB), cuts[0][1].spare_bytes, cuts[0][1].edge_bytes)
+    assert cuts[0][1] == Cut((6 * MIB, 3 * MIB - 320 * KIB), cuts[0][1].spare_bytes, cuts[0][1].edge_bytes)
 
 
 def test_two_assignments_of_one_variable_move_it_twice():
