@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import count
-from statistics import median
+from statistics import median_low
 from typing import Literal, Protocol
 
 from keras_remat.backends.base import Backend
@@ -50,7 +50,7 @@ _NOT_FAR = 1.25
 #: The first and the longest step up, as shares of the size, of a search around a known order.
 _FIRST_STEP, _MOST_STEP = 0.05, 0.3
 #: After so many of them without a find it ends; and the shares of the budget that new orders are solved for there.
-_MOST_FAILURES, _TARGETS = 16, (0.96, 1.0, 0.92)
+_MOST_FAILURES, _TARGETS = 16, (0.98, 1.0, 0.96)
 #: Of the time limit, what one solve may take.
 _SOLVE_SHARE = 0.25
 #: Of the time of the thorough solver, what is left for steps from known orders, and what one of them may take.
@@ -258,7 +258,7 @@ class SizeSearch:
         self.failure: RematError | None = None
         self.afterwards_s: Callable[[Plan], float] | None = None  # that have to be left, by the plan that is the result
         self.target_share = 1.0  # of the budget, that solvers get: the rest is what the allocator wastes
-        self.wastes: deque[float] = deque(maxlen=_WASTES)  # what it needed for the last orders, over the bytes alive
+        self.wastes = deque([1.0], _WASTES)  # what it needed for the last orders, over the bytes alive
 
     def begin(self, size: int, solver: str, solve_s: float) -> None:
         """Finds a first size that fits, at ``size`` or below.
@@ -318,11 +318,11 @@ class SizeSearch:
             if turn % 2:
                 self.target_share = _TARGETS[turn // 2 % len(_TARGETS)]
                 self.attempt(size, "greedy_first", allowed_s)
-            else:  # the allocator will waste about as much as with the order to begin with
+            else:  # the allocator will waste about as much as with the order to begin with, or nothing
                 best = self.fastest
                 assert best.problem is not None
                 used = simulate(best.problem, best.solution.schedule).peak_bytes / best.predicted.peak_bytes
-                self.target_share = max(_LEAST_TARGET, min(1.0, used))
+                self.target_share = max(_LEAST_TARGET, min(1.0, used)) if turn % 4 else 1.0
                 self.attempt(size, "nearby", allowed_s, start=best.solution.schedule)
             if self.good > before:
                 step, failures = min(2 * step, _MOST_STEP), 0
@@ -366,7 +366,7 @@ class SizeSearch:
             self._tell(Probe(size, None, 0.0, str(error)))
             return False
         self.wastes.append(waste)  # most orders waste little, and now and then one much
-        self.target_share = max(_LEAST_TARGET, min(1.0, 1 / median(self.wastes)))
+        self.target_share = max(_LEAST_TARGET, min(1.0, 1 / median_low(self.wastes)))
         self.reach(order, size, self.good + 1)
         if self.good < size:
             self._tell(Probe(size, None, 0.0, self._reason(problem, order)))
