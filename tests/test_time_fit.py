@@ -31,6 +31,13 @@ def test_affine_costs_are_found_again_at_any_size():
     assert fit.step_errors == pytest.approx({8: 0, 16: 0}, abs=1e-12)
 
 
+def test_workspace_that_only_the_largest_size_shows_is_in_proportion():
+    """The first was too small to be seen at the smaller sizes; the second is there at none."""
+    fit = CostFit({4: profile_of((1.0, 1.0), (0, 0)), 8: profile_of((1.0, 1.0), (0, 0)), 16: profile_of((1.0, 1.0), (400, 0))})
+    assert fit.op_workspace_bytes(4) == (100, 0)
+    assert fit.op_workspace_bytes(160) == (4000, 0)
+
+
 def test_no_coefficient_is_negative_and_what_the_fit_misses_is_told():
     """The first op is faster at the larger size; the second grows faster than the batch; the third does as it should."""
     fit = CostFit({4: profile_of((2.0, 1.0, 1.0)), 8: profile_of((1.0, 4.0, 2.0))})

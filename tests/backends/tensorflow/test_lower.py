@@ -251,7 +251,7 @@ for step in steps:
 keras_models.assert_same_bits(states[0], states[2])
 keras_models.assert_same_bits(states[1], states[2])
 assert peaks[1] < peaks[0], peaks
-assert abs(peaks[1] - peak) <= 0.02 * peak, (peaks, peak)
+assert abs(peaks[1] - peak) <= 0.005 * peak, (peaks, peak)
 """
 
 

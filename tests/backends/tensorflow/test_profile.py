@@ -200,6 +200,16 @@ def test_time_of_an_op_of_two_nodes_is_the_sum_of_theirs():
     assert profile.op_time_s[traced.op_id[kernel]] == pytest.approx(11e-6)
 
 
+def test_scratch_of_a_cross_entropy_is_known_without_a_recording():
+    """As large as the losses it computes."""
+    model, batch = keras_models.segmenter()
+    traced = BACKEND.trace(model, BACKEND.example_batch(model, batch))
+    profile = estimated_profile(traced)
+    (op,) = (op for op in traced.graph.ops if op.kind == "SparseSoftmaxCrossEntropyWithLogits")
+    assert profile.op_workspace_bytes[op.id] == traced.graph.values[op.outputs[0]].nbytes == 4 * batch[1].size
+    assert sum(profile.op_workspace_bytes) == profile.op_workspace_bytes[op.id]
+
+
 def test_workspace_is_the_most_temporary_bytes_held_at_once(mlp):
     traced = mlp[2]
     lowered = lowered_with(traced)
