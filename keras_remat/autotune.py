@@ -46,7 +46,7 @@ _LARGEST_SIZE = 2**40
 #: An order that reaches this share of the size it was made for has not failed; how much larger the sizes are that get another chance.
 _NEAR, _AGAIN = 0.97, 1.1
 #: Up to how much above the largest size, as a ratio, the thorough solver begins.
-_NOT_FAR = 1.25
+_NOT_FAR = 1.1
 #: The first and the longest step up, as shares of the size, of a search around a known order.
 _FIRST_STEP, _MOST_STEP = 0.05, 0.3
 #: After so many of them without a find it ends; and the shares of the budget that new orders are solved for there.
