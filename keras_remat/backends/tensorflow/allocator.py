@@ -154,7 +154,7 @@ class BestFitAllocator:
         return chunk
 
     def cut_for(self, nbytes: int, wanted_bytes: int, room_bytes: int) -> Cut | None:
-        """What leaves a chunk for ``nbytes`` that fits; ``None`` where there is one already, or nothing would be gained.
+        """What leaves a chunk for ``nbytes`` that fits; ``None`` where there is one already, or it would take more than is wasted otherwise.
 
         Args:
             nbytes: the request.

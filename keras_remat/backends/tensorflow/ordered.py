@@ -53,9 +53,8 @@ class TensorFlowBackend:
     fragments = True
     auto_solver = "auto"
     _has_pipeline = False  # whether the steps are those of a ``fit``
-    _may_cut = (
-        False  # whether steps have cuts: they count on chunks that come back as they were, in one region that is large enough
-    )
+    #: Whether steps have cuts: they count on chunks that come back as they were, in one region that is large enough.
+    may_cut = False
 
     def check(self, model: Any) -> str | None:
         if model.run_eagerly:
@@ -117,7 +116,7 @@ class TensorFlowBackend:
         nbytes = min(_RESERVED_LIMITS * (limit_bytes - in_use), measure.device_memory_bytes() - in_use)
         if nbytes > 0:
             # what regions are; one byte more would take twice as much
-            self._may_cut = pool.reserve(2 ** (nbytes.bit_length() - 1)) or self._may_cut
+            self.may_cut = pool.reserve(2 ** (nbytes.bit_length() - 1)) or self.may_cut
 
     def tidy(self, model: Any) -> None:
         if not profiling.device_name().startswith("GPU"):  # there, variables are put back by assigning to them
@@ -127,14 +126,15 @@ class TensorFlowBackend:
         return _Recorder()
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
-        return lowering.lower(traced, problem, schedule, _smallest_bytes(), self._replayed(problem, schedule)[1])
+        return lowering.lower(traced, problem, schedule, _smallest_bytes(), self.replayed(problem, schedule)[1])
 
     def predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        return self._replayed(problem, schedule)[0]
+        return self.replayed(problem, schedule)[0]
 
-    def _replayed(self, problem: Problem, schedule: Schedule) -> tuple[int, dict[int, tuple[allocator.Cut, ...]]]:
+    def replayed(self, problem: Problem, schedule: Schedule) -> tuple[int, dict[int, tuple[allocator.Cut, ...]]]:
+        """The peak of a schedule's steps and, by position, the cuts that they would have (:func:`.replay.replayed`)."""
         return replay.replayed(
-            problem, schedule, smallest_bytes=_smallest_bytes(), pipeline=self._has_pipeline, may_cut=self._may_cut
+            problem, schedule, smallest_bytes=_smallest_bytes(), pipeline=self._has_pipeline, may_cut=self.may_cut
         )
 
     def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:

@@ -95,7 +95,7 @@ def test_used_chunk_joins_the_free_one_behind_it(address_mib, found):
         ((4, 10), 6, Cut((4 * MIB,), 4 * MIB - 320 * KIB, 320 * KIB)),  # without the plug, 4 MiB would be found elsewhere
         ((5.5, 10), 6, Cut((int(5.5 * MIB),), 4 * MIB - 320 * KIB, 320 * KIB)),
         ((5, 5, 10), 6, None),  # plugs would take more than the cut saves
-        ((0.5, 10), 6, Cut((), 0, 4 * MIB)),  # all that is spare is held
+        ((0.5, 10), 6, Cut((), 0, 4 * MIB)),  # all that is spare is held, where there is room
         ((10,), 11, None),  # the pool grows
         ((10,), 0, None),
         ((400,), 250, None),  # 128 MiB more are cut off
@@ -108,6 +108,12 @@ def test_cut_leaves_a_chunk_that_fits(free, request_mib, cut):
     assert pool.cut_for(request, request, room) == cut
 
 
+def test_where_plugs_would_take_too_much_all_that_is_spare_is_held():
+    """As much as would be wasted, but while the op runs only."""
+    pool = BestFitAllocator(free_chunks=chunks(15, 15, 40))
+    assert pool.cut_for(24 * MIB, 24 * MIB, 24 * MIB) == Cut((), 0, 16 * MIB)
+
+
 def test_cut_of_less_than_half_a_mib_is_not_worth_it():
     nbytes = 10 * MIB - 300 * KIB
     assert BestFitAllocator(free_chunks=chunks(10)).cut_for(nbytes, nbytes, nbytes) is None
@@ -115,7 +121,7 @@ def test_cut_of_less_than_half_a_mib_is_not_worth_it():
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 60), st.integers(0, 40))
 def test_cuts_take_no_more_than_they_save_and_leave_the_pool_as_it_was(free, quarters, more):
-    """Sizes in quarters of a MiB: what is in use beside the request is less than what would have been wasted."""
+    """Sizes in quarters of a MiB: no more is in use beside the request, and before it, than would have been wasted."""
     quarter = MIB // 4
     pool = BestFitAllocator(
         free_chunks=tuple(Chunk((at + 1) * 2**40, n * quarter) for at, n in enumerate(free)), smallest_bytes=256 * KIB
@@ -128,7 +134,7 @@ def test_cuts_take_no_more_than_they_save_and_leave_the_pool_as_it_was(free, qua
     edge = pool.take(cut)
     chunk = pool.allocate(request)
     assert chunk.size == request
-    assert pool.peak_bytes - room < wasted
+    assert pool.peak_bytes - room <= wasted
     pool.release(chunk)
     pool.release(edge)
     assert pool.bytes_in_use == 0

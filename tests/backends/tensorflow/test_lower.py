@@ -239,7 +239,7 @@ problem = Problem(traced.graph, ordered.estimated_profile(traced, in_use))
 problem = ordered.with_pool(traced, problem, in_use - problem.graph.input_bytes)
 assert problem.profile.pool is not None
 orders = (random_schedule(random.Random(seed), traced.graph, recompute=0.01) for seed in range(50))
-schedule, peak, cuts = next((order, *found) for order in orders if (found := ordered._replayed(problem, order))[1])
+schedule, peak, cuts = next((order, *found) for order in orders if (found := ordered.replayed(problem, order))[1])
 budgeted = problem.with_budget(peak)
 steps = [lower.lower(traced, budgeted, schedule, CPU_SMALL_BYTES), ordered.lower(traced, budgeted, schedule),
          lower.lower(traced, problem, Schedule.store_all(traced.graph), CPU_SMALL_BYTES)]
