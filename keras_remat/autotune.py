@@ -48,7 +48,7 @@ _NEAR, _AGAIN = 0.97, 1.1
 #: Up to how much above the largest size, as a ratio, the thorough solver begins.
 _NOT_FAR = 1.1
 #: The first and the longest step up, as shares of the size, of a search around a known order.
-_FIRST_STEP, _MOST_STEP = 0.05, 0.3
+_FIRST_STEP, _MOST_STEP = 0.02, 0.3
 #: After so many of them without a find it ends; and the shares of the budget that new orders are solved for there.
 _MOST_FAILURES, _TARGETS = 16, (0.98, 1.0, 0.96)
 #: Of the time limit, what one solve may take.
