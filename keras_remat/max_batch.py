@@ -47,7 +47,7 @@ _SECOND_PLAN_S = 1.0
 _AIM = 1.02
 #: Of the time that is left after tracing, what the search with the quick solver may take, the thorough one has the rest; of that, what is kept
 #: for a size to run, at most; and of the time limit, what one solve afterwards may take.
-_QUICK_SHARE, _RUNNING_SHARE, _SOLVE_SHARE = 0.25, 0.85, 0.1
+_QUICK_SHARE, _RUNNING_SHARE, _SOLVE_SHARE = 0.25, 0.9, 0.1
 #: Measured seconds of a step, the first of a size with what it brings along, over the predicted ones.
 _LATER = 2.5
 #: The least of the time limit that the search gets, however long tracing took.
