@@ -2,7 +2,7 @@
 
     python benchmarks/cuts.py --models ResNet50,UNet --output table.md
 
-The models are those of :mod:`paper_models`, profiled as :func:`keras_remat.find_max_batch_size` does. At a batch of four, and of eight, times
+The models are those of :mod:`paper_models`, profiled as :func:`keras_remat.find_max_batch_size` does. At a batch of twice, and of three times,
 plain Keras's, the first schedule of a quick solver for a share of a limit is lowered twice: with the cuts of
 :mod:`keras_remat.backends.tensorflow.allocator`, and without any. *Alive* is what values, workspaces and resident bytes take at most, *waste* what a measured
 peak is above that. The limit is the predicted peak of the plain step at the batch that was profiled; only the share of it that is asked for matters here.
@@ -34,7 +34,7 @@ from keras_remat.schedule import Usage
 from keras_remat.solvers import solve
 
 #: Batches, in plain Keras's, and the budgets of the solver, in limits.
-SIZES, SHARES = (4, 8), (1.0, 0.95, 0.9)
+SIZES, SHARES = (2, 3), (1.0, 0.95, 0.9)
 #: Seconds for one solve.
 SOLVE_S = 4.0
 COLUMNS = (

@@ -57,8 +57,8 @@ _SOLVE_SHARE = 0.25
 _STRETCH_SHARE, _STRETCH_SOLVE_SHARE = 0.6, 0.12
 #: Problems that are kept for sizes that come up again.
 _REMEMBERED = 12
-#: How many of the last orders tell what the allocator wastes.
-_WASTES = 5
+#: How many of the last orders tell what the allocator wastes, and from where on that is more than of most.
+_WASTES, _MUCH_WASTE = 5, 1.03
 #: The least budget a solver is given, as a share of the real one, for what the allocator wastes.
 _LEAST_TARGET = 0.88
 
@@ -259,6 +259,7 @@ class SizeSearch:
         self.afterwards_s: Callable[[Plan], float] | None = None  # that have to be left, by the plan that is the result
         self.target_share = 1.0  # of the budget, that solvers get: the rest is what the allocator wastes
         self.wastes = deque([1.0], _WASTES)  # what it needed for the last orders, over the bytes alive
+        self.waste = 1.0  # the last one, 1 where no order was found
 
     def begin(self, size: int, solver: str, solve_s: float) -> None:
         """Finds a first size that fits, at ``size`` or below.
@@ -297,6 +298,9 @@ class SizeSearch:
                     size = self.at_most
                 before = self.good
                 self.attempt(size, solver, solve_s)
+                if self.good < size and self.waste > _MUCH_WASTE:  # with another order the allocator may not
+                    self.target_share = _TARGETS[0]
+                    self.attempt(size, "greedy_first", solve_s)
                 if self.good == before:
                     fails = size
             fails = min(self.at_most + 1, int(self.good * _AGAIN) + 1)
@@ -363,8 +367,10 @@ class SizeSearch:
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self.failure = error
             self.target_share = (1 + self.target_share) / 2  # compaction may have what the allocator wastes
+            self.waste = 1.0
             self._tell(Probe(size, None, 0.0, str(error)))
             return False
+        self.waste = waste
         self.wastes.append(waste)  # most orders waste little, and now and then one much
         self.target_share = max(_LEAST_TARGET, min(1.0, 1 / median_low(self.wastes)))
         self.reach(order, size, self.good + 1)
