@@ -53,7 +53,8 @@ class TensorFlowBackend:
     fragments = True
     auto_solver = "auto"
     _has_pipeline = False  # whether the steps are those of a ``fit``
-    #: Whether steps have cuts: they count on chunks that come back as they were, in one region that is large enough.
+    #: Whether steps have cuts: they count on chunks that come back as they were, in one region that is large enough. The steps of a ``fit`` have
+    #: none: where its input pipeline puts the next batches is not known, and an order may need more with cuts made for another pool.
     may_cut = False
 
     def check(self, model: Any) -> str | None:
@@ -134,8 +135,9 @@ class TensorFlowBackend:
     def replayed(self, problem: Problem, schedule: Schedule) -> tuple[int, dict[int, tuple[allocator.Cut, ...]]]:
         """The peak of a schedule's steps and, by position, the cuts that they would have (:func:`.replay.replayed`)."""
         return replay.replayed(
-            problem, schedule, smallest_bytes=_smallest_bytes(), pipeline=self._has_pipeline, may_cut=self.may_cut
-        )
+            problem, schedule, smallest_bytes=_smallest_bytes(), pipeline=self._has_pipeline,
+            may_cut=self.may_cut and not self._has_pipeline,
+        )  # fmt: skip
 
     def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         return None
