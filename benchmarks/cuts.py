@@ -22,7 +22,7 @@ from statistics import mean
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import paper_models
-from max_batch import MODELS, head
+from max_batch import MODELS, head, one_of
 from step_memory import MIB, machine
 
 import keras_remat
@@ -113,17 +113,20 @@ def rows_of(name: str) -> list[Row]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark, every model in a process of its own; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--models", type=one_of(MODELS), default=MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--output", type=Path, metavar="FILE.md", help="where the table is written beside standard output")
     arguments = parser.parse_args(argv)
     lines = [f"{machine()}; float32, SGD", "", head(COLUMNS)]
     print("\n".join(lines), flush=True)
     rows: list[Row] = []
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
-        for found in processes.map(rows_of, arguments.models.split(",")):
+        for found in processes.map(rows_of, arguments.models):
             rows += found
             lines += map(str, found)
             print(*found, sep="\n", flush=True)
+    if not rows:
+        print("No order was found for any model.")
+        return 1
     wastes, uncut = [row.waste for row in rows], [row.uncut_waste for row in rows]
     lines += [
         "",

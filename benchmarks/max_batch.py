@@ -41,8 +41,8 @@ SEARCHED = 1.03
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--models", type=_one_of(MODELS), default=MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}")
-    result.add_argument("--solvers", type=_one_of(SOLVERS), default=SOLVERS, metavar="A,B", help=f"of {', '.join(SOLVERS)}")
+    result.add_argument("--models", type=one_of(MODELS), default=MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}")
+    result.add_argument("--solvers", type=one_of(SOLVERS), default=SOLVERS, metavar="A,B", help=f"of {', '.join(SOLVERS)}")
     result.add_argument(
         "--limit", type=float, metavar="MIB", help="memory limit; by default what plain Keras needs at the model's batch"
     )
@@ -60,7 +60,9 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _one_of(known: tuple[str, ...]) -> Any:
+def one_of(known: tuple[str, ...]) -> Any:
+    """What parses names of ``known``, separated by commas."""
+
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
         for name in names:
