@@ -70,6 +70,8 @@ class _Candidate:
     measured: list[Usage] = field(default_factory=list)
     tried: list[tuple[Usage, Plan, RunStep]] = field(default_factory=list)  # plans that measured over the limit
     plain_exceeded: bool = False  # the plain step was measured, or ran out of memory, over the limit
+    recorder: ProfileRecorder | None = None  # while its steps are recorded
+    profile: Profile | None = None  # of a recording that is over
     out_of_memory: int = 0
 
     def enter(self, phase: str) -> None:
@@ -134,7 +136,6 @@ class StepTuner:
         self._guard = StepGuard(model, backend)
         self._candidates: dict[Any, _Candidate] = {}
         self._main: _Candidate | None = None
-        self._recorder: ProfileRecorder | None = None
         self._expected: Plan | None = None
         self._costs: Problem | None = None
         self._reserved = False
@@ -175,12 +176,15 @@ class StepTuner:
         self.idle_bytes = self._backend.bytes_in_use()
 
     def _train(self, candidate: _Candidate, batch: Any) -> Any:
-        if candidate.phase == "record" and candidate.steps_in_phase == 0:
-            self._recorder = self._backend.recorder()
-            if not self._recorder.start():
-                self._recorder = None
-                self.event("profile", "A profiler session is running already; the plan stays with estimated op times.")
-                candidate.enter("verify")
+        for other in self._candidates.values():
+            if other is not candidate:  # its recording has to do with the steps it has seen: this one is none of its
+                self._end_recording(other)
+        if candidate.phase == "record" and candidate.recorder is None:
+            if candidate.steps_in_phase:
+                with self._planning():
+                    self._after_recording(candidate)
+            else:
+                self._begin_recording(candidate)
         guarded = candidate.phase != "settled" or candidate.steps_in_phase == 0
         result, usage = self._guard.run(lambda: candidate.run(batch), guarded=guarded)
         self._count(candidate, usage)
@@ -274,9 +278,10 @@ class StepTuner:
 
     def close(self) -> None:
         """Stops a recording that is under way."""
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None and self._main is not None:
-            recorder.stop(self._main.run, 0)
+        for candidate in self._candidates.values():
+            recorder, candidate.recorder = candidate.recorder, None
+            if recorder is not None:
+                recorder.stop(candidate.run, 0)
 
     def _count(self, candidate: _Candidate, usage: Usage) -> None:
         self.steps_run += 1
@@ -472,6 +477,7 @@ class StepTuner:
         elif candidate.phase == "warm-up" and candidate.steps_in_phase >= 1:
             candidate.enter("record")
         elif candidate.phase == "record" and candidate.steps_in_phase >= self._options.profile_steps:
+            self._end_recording(candidate)
             with self._planning():
                 self._after_recording(candidate)
         elif candidate.phase == "verify":
@@ -505,13 +511,24 @@ class StepTuner:
                 plan = (self._planner.best if profiled else self._planner.quick)(candidate.problem, candidate.batch_size)
             self._with_plan(candidate, plan, "verify" if profiled else "warm-up")
 
+    def _begin_recording(self, candidate: _Candidate) -> None:
+        recorder = self._backend.recorder()
+        if recorder.start():
+            candidate.recorder, candidate.profile = recorder, None
+        else:
+            self.event("profile", "A profiler session is running already; the plan stays with estimated op times.")
+            candidate.enter("verify")
+
+    def _end_recording(self, candidate: _Candidate) -> None:
+        recorder, candidate.recorder = candidate.recorder, None
+        if recorder is not None:
+            with self._planning(), self._progress("reading the profile"):
+                candidate.profile = recorder.stop(candidate.run, candidate.resident_bytes)
+
     def _after_recording(self, candidate: _Candidate) -> None:
-        assert self._recorder is not None
         assert candidate.problem is not None
         assert candidate.plan is not None
-        recorder, self._recorder = self._recorder, None
-        with self._progress("reading the profile"):
-            profile = recorder.stop(candidate.run, candidate.resident_bytes)
+        profile = candidate.profile
         if profile is None:
             self.event("profile", "The profiler saw too few ops; the plan stays with estimated op times.")
             candidate.enter("verify")

@@ -150,8 +150,10 @@ class FakeBackend:
         return SimpleNamespace(start=self._start_recording, stop=self._stop_recording)
 
     def _start_recording(self):
-        self.recording = self.profiler != "busy"
-        return self.recording
+        if self.recording or self.profiler == "busy":  # there is one session at a time
+            return False
+        self.recording = True
+        return True
 
     def _stop_recording(self, lowered, resident_bytes):
         assert self.recording

@@ -481,6 +481,26 @@ def test_profile_that_saw_too_little_leaves_the_estimated_plan():
     assert tuner.settled
 
 
+@pytest.mark.parametrize("first", [2, 3])
+def test_a_recording_has_no_steps_of_other_shapes_and_what_it_saw_counts(first):
+    larger = int(1.2 * SIZE)
+    backend = FakeBackend()
+    tuner, report = tuner_on(backend, options(profile_steps=3))
+    train(tuner, first)  # in the midst of its recording
+    assert backend.recording
+    for _ in range(8):
+        for size in (larger, SIZE):
+            recording, ran = backend.recording, len(backend.ran)
+            train(tuner, 1, size)
+            assert len(backend.ran) == ran + 1
+            assert not (recording and backend.recording), "two shapes in one recording"
+    assert tuner.settled
+    assert "profile" not in event_kinds(report)
+    assert tuner.plan.profile_source == "measured"
+    assert tuner.measured_elsewhere().keys() == {larger}
+    assert backend.samples == [*range(first * SIZE), *(list(range(larger)) + list(range(SIZE))) * 8]
+
+
 def test_close_ends_a_recording():
     backend = FakeBackend()
     tuner, _ = tuner_on(backend, options())
