@@ -29,6 +29,8 @@ import keras_remat
 
 #: The limit of *max*, in peaks of the plain step.
 PLAIN_LIMIT = 1.15
+#: So many epochs of every fit are timed.
+TIMED = 3
 
 
 class Stopwatch(keras.callbacks.Callback):
@@ -50,8 +52,8 @@ class Stopwatch(keras.callbacks.Callback):
 
 
 def compare(name: str, mode: str, budget: float, steps: int, epochs: int) -> tuple[float, float, float, str]:
-    """Returns the reported speedup of the last epoch in which nothing was planned, or of the last one, the stopwatch's, the epoch's seconds of planning,
-    which only the stopwatch counts, and whether the report's baseline was measured."""
+    """Returns the reported speedup, the stopwatch's, the seconds of planning in what was timed, which only the stopwatch counts, and whether the report's
+    baseline was measured. Numbers are medians over the last epochs in which nothing was planned, or the last one where there is none."""
     model, case = models.make(name)
     data = case.steps(steps)
 
@@ -69,11 +71,13 @@ def compare(name: str, mode: str, budget: float, steps: int, epochs: int) -> tup
     limit = int(resident + budget * (peak - resident)) if mode == "keep" else int(PLAIN_LIMIT * peak)
     remat = keras_remat.RematAutotune(memory_limit=limit, batch_size=mode, solver_time_limit_s=10.0, verbose=0)
     during, after = fit(remat), fit()
-    plain_s = median([sum(before.epochs[-1]), sum(after.epochs[-1])])
-    report = remat.report
-    timed = list(zip(report.epochs, during.epochs, strict=True))
-    last, seconds = next((pair for pair in reversed(timed) if pair[0].planning_time_s == 0), timed[-1])
-    return report.speedup(last), plain_s / sum(seconds), last.planning_time_s, str(report.baseline_source)
+    plain_s = median(map(sum, before.epochs[-TIMED:] + after.epochs[-TIMED:]))
+    timed = list(zip(remat.report.epochs, during.epochs, strict=True))
+    undisturbed = [pair for pair in timed if pair[0].planning_time_s == 0]
+    epochs, seconds = zip(*(undisturbed or timed[-1:])[-TIMED:], strict=True)
+    reported = median(map(remat.report.speedup, epochs))
+    planning_s = sum(epoch.planning_time_s for epoch in epochs)
+    return reported, plain_s / median(map(sum, seconds)), planning_s, str(remat.report.baseline_source)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", default="unet,transformer", metavar="A,B")
     parser.add_argument("--budget", type=float, default=0.6, help="limit of keep, of the plain activation peak")
     parser.add_argument("--steps", type=int, default=10, help="per epoch")
-    parser.add_argument("--epochs", type=int, default=8, help="the last one without planning counts")
+    parser.add_argument("--epochs", type=int, default=8, help="the last three without planning count")
     parser.add_argument("--output", type=Path, metavar="FILE.md", help="where the table is written beside standard output")
     arguments = parser.parse_args(argv)
     worst = 0.0

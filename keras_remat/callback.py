@@ -248,7 +248,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             step_time_s = max(counter.step_time_s, self._training_s - counter.planning_time_s)
             usage = EpochUsage(
                 epoch, counter.samples, counter.steps, step_time_s, counter.planning_time_s, counter.peak_bytes,
-                self.report.batch_size or 0,
+                self.report.batch_size or 0, self.report.baseline_samples_per_s,
             )  # fmt: skip
         self.report.epochs.append(usage)
         if logs is not None:

@@ -37,6 +37,7 @@ class EpochUsage:
         planning_time_s: seconds spent tracing, solving and compiling during the epoch.
         peak_bytes: the allocator's highest peak over the measured steps.
         batch_size: samples per executed step at the epoch's end.
+        plain_samples_per_s: of the plain step, as far as it was known at the epoch's end; a predicted one follows the steps of its epoch.
     """
 
     epoch: int
@@ -46,6 +47,7 @@ class EpochUsage:
     planning_time_s: float
     peak_bytes: int
     batch_size: int
+    plain_samples_per_s: float | None = None
 
     @property
     def samples_per_s(self) -> float:
@@ -83,7 +85,7 @@ class AutotuneReport:
 
     def speedup(self, epoch: EpochUsage) -> float:
         """Samples per second of ``epoch`` over the plain step's; 1.0 while that is unknown."""
-        plain = self.baseline_samples_per_s
+        plain = epoch.plain_samples_per_s or self.baseline_samples_per_s
         return epoch.samples_per_s / plain if plain and epoch.samples_per_s > 0 else 1.0
 
     def epoch_logs(self, epoch: EpochUsage) -> dict[str, float]:

@@ -32,6 +32,7 @@ from typing import Any
 
 from keras_remat.backends.base import Backend, Installed, ProfileRecorder, RunStep, TracedStep
 from keras_remat.backends.examples import batch_size_of
+from keras_remat.baseline import PredictedBaseline, order_cost
 from keras_remat.errors import InfeasibleBudgetError, InvalidProblemError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.guard import StepGuard, StepOutOfMemoryError
 from keras_remat.plan import Plan
@@ -50,6 +51,8 @@ _MAX_TIGHTENINGS = 3
 _MAX_OUT_OF_MEMORY = 4
 #: Numbers of micro-batches that are tried for a batch that fits under no schedule.
 _MICRO_BATCHES = (2, 4, 8)
+#: Steps from so many seconds on are worth a comparison with a smaller plain step; in shorter ones, what is not the ops' weighs more than order.
+_LONG_STEP_S = 0.05
 
 
 @dataclass
@@ -136,6 +139,8 @@ class StepTuner:
         self._guard = StepGuard(model, backend)
         self._candidates: dict[Any, _Candidate] = {}
         self._main: _Candidate | None = None
+        self._baseline = PredictedBaseline(report)
+        self._baseline_shape: _Candidate | None = None  # whose steps it is predicted from
         self._expected: Plan | None = None
         self._costs: Problem | None = None
         self._reserved = False
@@ -172,6 +177,7 @@ class StepTuner:
 
     def epoch_begins(self) -> None:
         """Notes what is in use while the input pipeline holds no batch."""
+        self._baseline.epoch_begins()
         gc.collect()
         self.idle_bytes = self._backend.bytes_in_use()
 
@@ -182,6 +188,7 @@ class StepTuner:
         if candidate.phase == "record" and candidate.recorder is None:
             if candidate.steps_in_phase:
                 with self._planning():
+                    self._compare_with_plain(candidate, batch)
                     self._after_recording(candidate)
             else:
                 self._begin_recording(candidate)
@@ -200,6 +207,8 @@ class StepTuner:
 
     def _watch(self, candidate: _Candidate, batch: Any, usage: Usage) -> None:
         """Plans a final step again that takes more than the limit after all: what shares the allocator's pool changes as training goes on."""
+        if candidate is self._baseline_shape and candidate.steps_in_phase > 1:  # the first one is guarded
+            self._baseline.step(usage.time_s)
         if candidate.plan is None or usage.peak_bytes <= self.limit_bytes or len(candidate.tried) >= _MAX_TIGHTENINGS:
             return
         if candidate.plan.solution.schedule not in [plan.solution.schedule for _, plan, _ in candidate.tried]:
@@ -479,6 +488,7 @@ class StepTuner:
         elif candidate.phase == "record" and candidate.steps_in_phase >= self._options.profile_steps:
             self._end_recording(candidate)
             with self._planning():
+                self._compare_with_plain(candidate, batch)
                 self._after_recording(candidate)
         elif candidate.phase == "verify":
             self._verify(candidate, batch)
@@ -487,7 +497,8 @@ class StepTuner:
         steps = candidate.measured[1:]  # the first one compiles
         usage = Usage(median(u.time_s for u in steps), max(u.peak_bytes for u in candidate.measured))
         if candidate is self._main and self._report.baseline is None:
-            self._baseline(usage, candidate.batch_size, "measured")
+            self._report.baseline, self._report.baseline_batch_size = usage, candidate.batch_size
+            self._report.baseline_source = "measured"
         if usage.peak_bytes <= self.limit_bytes:
             self.event(
                 "fits",
@@ -524,6 +535,25 @@ class StepTuner:
         if recorder is not None:
             with self._planning(), self._progress("reading the profile"):
                 candidate.profile = recorder.stop(candidate.run, candidate.resident_bytes)
+
+    def _compare_with_plain(self, candidate: _Candidate, batch: Any) -> None:
+        """Measures what order costs, where the plain step of the main shape will not run and that can be told from its noise."""
+        problem = candidate.problem
+        assert problem is not None
+        may_fit = not candidate.plain_exceeded and self._plain_peak_bytes(candidate) <= self.usable_bytes
+        if candidate is not self._main or self._report.baseline is not None or candidate.micro_batches > 1 or may_fit:
+            return
+        if min(usage.time_s for usage in candidate.measured) < _LONG_STEP_S:
+            return
+        with self._progress("measuring smaller plain steps, to compare with"):
+            cost = order_cost(self._backend, self._model, batch, problem, self.usable_bytes)
+        if cost is not None:
+            self._baseline.order_share = cost.share
+            self.event(
+                "baseline",
+                f"Without recomputation a step of {cost.batch_size} samples takes {format_seconds(cost.free_s)} as Keras runs it and "
+                f"{format_seconds(cost.ordered_s)} op by op, measured: the plain step's time is predicted by that.",
+            )
 
     def _after_recording(self, candidate: _Candidate) -> None:
         assert candidate.problem is not None
@@ -629,8 +659,9 @@ class StepTuner:
         assert candidate.problem is not None
         self._set_plan(candidate, plan)
         self._planner.keep(plan, candidate.problem.graph)
-        if candidate is self._main:
-            self._predicted_baseline(candidate, usage)
+        if candidate is self._main and self._report.baseline_source != "measured" and self._baseline_shape in (None, candidate):
+            self._baseline_shape = candidate
+            self._baseline.begin(plan, candidate.batch_size, usage.time_s)
         self.event(
             "measured",
             f"Step of {candidate.batch_size} samples: {format_bytes(usage.peak_bytes)} measured "
@@ -676,18 +707,6 @@ class StepTuner:
             self._planner.limit_bytes = min(before, predicted - 1)
         self._with_plan(candidate, plan, "warm-up" if problem.profile.source == "estimated" else "verify")
         self.event("swap", f"The limit is {format_bytes(self.limit_bytes)} from here on. {plan}")
-
-    def _predicted_baseline(self, candidate: _Candidate, usage: Usage) -> None:
-        """The plain step never ran: its time is predicted from the measured one, by the ratio of op times."""
-        if self._report.baseline is not None:
-            return
-        assert candidate.plan is not None
-        plan = candidate.plan
-        ratio = plan.store_all.time_s / plan.predicted.time_s if plan.predicted.time_s > 0 else 1.0
-        self._baseline(Usage(usage.time_s * ratio, plan.store_all.peak_bytes), candidate.batch_size, "predicted")
-
-    def _baseline(self, usage: Usage, batch_size: int, source: Any) -> None:
-        self._report.baseline, self._report.baseline_batch_size, self._report.baseline_source = usage, batch_size, source
 
     # ---------------------------------------------------------------- bookkeeping
 

@@ -48,7 +48,7 @@ def trained(*backends):
     return sorted(number for backend in backends for number in backend.samples)
 
 
-@pytest.mark.parametrize(("slowness", "stays"), [(2.0, "ordered"), (0.5, "compiled")])
+@pytest.mark.parametrize(("slowness", "stays"), [(2e-3, "ordered"), (0.5e-3, "compiled")])
 def test_both_are_measured_and_the_faster_stays(slowness, stays):
     compiled, ordered = Compiled(slowness=slowness), FakeBackend()
     choice, report = choice_of(compiled, ordered)
@@ -66,7 +66,7 @@ def test_both_are_measured_and_the_faster_stays(slowness, stays):
 
 
 def test_within_the_limit_comes_before_faster():
-    compiled, ordered = Compiled(surplus_bytes=lambda what, size: PLAIN), FakeBackend(slowness=3.0)
+    compiled, ordered = Compiled(surplus_bytes=lambda what, size: PLAIN), FakeBackend(slowness=3e-3)
     choice, _ = choice_of(compiled, ordered)
     train(choice, 40)
     assert choice.backend is ordered
@@ -128,7 +128,7 @@ def test_plain_that_fits_is_left_alone():
 
 
 def test_odd_batches_do_not_disturb_a_trial():
-    compiled, ordered = Compiled(), FakeBackend(slowness=2.0)
+    compiled, ordered = Compiled(), FakeBackend(slowness=2e-3)
     choice, _ = choice_of(compiled, ordered)
     at = 0
     for _ in range(15):

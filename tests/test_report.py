@@ -17,6 +17,7 @@ def test_speedup_compares_samples_per_second():
     report = AutotuneReport(baseline=Usage(0.5, 1), baseline_batch_size=10, baseline_source="measured")
     assert report.baseline_samples_per_s == 20.0
     assert report.speedup(EpochUsage(1, 100, 10, 2.0, 0.0, 0, 10)) == 2.5
+    assert report.speedup(EpochUsage(1, 100, 10, 2.0, 0.0, 0, 10, 25.0)) == 2.0
     assert report.speedup(EpochUsage(1, 0, 0, 0.0, 0.0, 0, 0)) == 1.0
 
 
