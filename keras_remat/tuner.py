@@ -51,8 +51,9 @@ _MAX_TIGHTENINGS = 3
 _MAX_OUT_OF_MEMORY = 4
 #: Numbers of micro-batches that are tried for a batch that fits under no schedule.
 _MICRO_BATCHES = (2, 4, 8)
-#: Steps from so many seconds on are worth a comparison with a smaller plain step; in shorter ones, what is not the ops' weighs more than order.
-_LONG_STEP_S = 0.05
+#: Steps from so many seconds on are compared in earnest; in shorter ones, what is not the ops' weighs more than what is. How many plain ones run then
+#: before larger batches take over, and how many of them are guarded: the copies make steps up to a fifth slower.
+_LONG_STEP_S, _PLAIN_STEPS, _GUARDED_PLAIN_STEPS = 0.05, 8, 2
 
 
 @dataclass
@@ -192,8 +193,7 @@ class StepTuner:
                     self._after_recording(candidate)
             else:
                 self._begin_recording(candidate)
-        guarded = candidate.phase != "settled" or candidate.steps_in_phase == 0
-        result, usage = self._guard.run(lambda: candidate.run(batch), guarded=guarded)
+        result, usage = self._guard.run(lambda: candidate.run(batch), guarded=self._must_be_guarded(candidate))
         self._count(candidate, usage)
         candidate.steps_in_phase += 1
         if candidate.phase != "settled":
@@ -204,6 +204,13 @@ class StepTuner:
         else:
             self._watch(candidate, batch, usage)
         return result
+
+    def _must_be_guarded(self, candidate: _Candidate) -> bool:
+        """Whether the next step has to be undone if it runs out of memory, whatever the copy costs."""
+        if candidate.phase == "settled":
+            return candidate.steps_in_phase == 0
+        seen = candidate.phase == "plain" and candidate.steps_in_phase >= _GUARDED_PLAIN_STEPS
+        return not (seen and self._takes_long(candidate))
 
     def _watch(self, candidate: _Candidate, batch: Any, usage: Usage) -> None:
         """Plans a final step again that takes more than the limit after all: what shares the allocator's pool changes as training goes on."""
@@ -481,7 +488,7 @@ class StepTuner:
 
     def _advance(self, candidate: _Candidate, batch: Any) -> None:
         """What follows from the steps measured so far."""
-        if candidate.phase == "plain" and candidate.steps_in_phase > self._options.profile_steps:
+        if candidate.phase == "plain" and candidate.steps_in_phase > self._plain_steps(candidate):
             self._after_plain(candidate)
         elif candidate.phase == "warm-up" and candidate.steps_in_phase >= 1:
             candidate.enter("record")
@@ -493,8 +500,19 @@ class StepTuner:
         elif candidate.phase == "verify":
             self._verify(candidate, batch)
 
+    def _plain_steps(self, candidate: _Candidate) -> int:
+        """How many plain steps are measured after the first; those over the limit are not prolonged."""
+        fits = max(usage.peak_bytes for usage in candidate.measured) <= self.limit_bytes
+        is_baseline = candidate is self._main and self._report.baseline is None and self._takes_long(candidate)
+        return max(self._options.profile_steps, _PLAIN_STEPS if fits and is_baseline else 0)
+
+    def _takes_long(self, candidate: _Candidate) -> bool:
+        return min(usage.time_s for usage in candidate.measured) >= _LONG_STEP_S
+
     def _after_plain(self, candidate: _Candidate) -> None:
         steps = candidate.measured[1:]  # the first one compiles
+        if len(steps) > _GUARDED_PLAIN_STEPS:
+            steps = candidate.measured[_GUARDED_PLAIN_STEPS:]
         usage = Usage(median(u.time_s for u in steps), max(u.peak_bytes for u in candidate.measured))
         if candidate is self._main and self._report.baseline is None:
             self._report.baseline, self._report.baseline_batch_size = usage, candidate.batch_size
@@ -543,7 +561,7 @@ class StepTuner:
         may_fit = not candidate.plain_exceeded and self._plain_peak_bytes(candidate) <= self.usable_bytes
         if candidate is not self._main or self._report.baseline is not None or candidate.micro_batches > 1 or may_fit:
             return
-        if min(usage.time_s for usage in candidate.measured) < _LONG_STEP_S:
+        if not self._takes_long(candidate):
             return
         with self._progress("measuring smaller plain steps, to compare with"):
             cost = order_cost(self._backend, self._model, batch, problem, self.usable_bytes)

@@ -89,6 +89,16 @@ def test_short_steps_are_not_compared():
     assert backend.traced == [SIZE]
 
 
+@pytest.mark.parametrize(("slowness", "steps"), [(1.0, 9), (1e-3, 3)])
+def test_long_plain_steps_are_measured_more_often(slowness, steps):
+    backend = FakeBackend(slowness=slowness)
+    tuner, report = tuner_on(backend, TunerOptions(memory_limit=None, profile_steps=2))
+    for step in range(12):
+        assert (report.baseline is not None) == tuner.settled == (step >= steps)
+        tuner.run(batch_of(step * SIZE, SIZE))
+    assert report.baseline.time_s == pytest.approx(16.0 * slowness)
+
+
 def test_the_prediction_follows_the_steps():
     report = AutotuneReport()
     baseline = PredictedBaseline(report)
