@@ -84,7 +84,7 @@ class Measurement:
 
     def _measured(self, run: RunStep, size: int, steps: int) -> tuple[int, float]:
         """Trains ``steps`` steps after a first one; the highest allocator peak of them all, and the median seconds without the first."""
-        batch = repeated_batch(self.batch, size)
+        batch = repeated_batch(self.backend, self.batch, size)
         peaks, times_s = [], []
         for _ in range(1 + steps):
             logs, usage = self.backend.measure(lambda: run(batch))

@@ -213,7 +213,8 @@ def search_batch_size(
         solver: a quick one, asked at many sizes.
         time_limit_s: after this no new size is tried; no solve gets more than a quarter of it.
         late_solver: a thorough one, asked at sizes above the largest that ``solver`` reached; ``None`` for none.
-        late_time_limit_s: seconds for that and for steps from known orders, beside the others; no solve gets more than a quarter of it.
+        late_time_limit_s: seconds for that and for steps from known orders, beside what is left of the others; no solve gets more than a
+            quarter of it.
         afterwards_s: seconds that have to be left of the late time when a plan is the result; ``None`` for none.
         seed: for the solvers.
         progress: called with every probe.
@@ -225,10 +226,11 @@ def search_batch_size(
         scaling, budget_bytes, backend, max_overhead, _LARGEST_SIZE if at_most is None else at_most, seed, progress
     )
     search.begin(min(start, search.at_most), solver, _SOLVE_SHARE * time_limit_s)
-    search.climb(solver, _SOLVE_SHARE * time_limit_s, search.started + time_limit_s)
+    late_s = search.started + time_limit_s
+    search.climb(solver, _SOLVE_SHARE * time_limit_s, late_s, try_again=late_solver is None)
     if late_solver is not None:
         search.afterwards_s = afterwards_s
-        search.climb_and_stretch(late_solver, late_time_limit_s)
+        search.climb_and_stretch(late_solver, late_time_limit_s + max(0.0, late_s - time.perf_counter()))
     return replace(search.result(limit_bytes), fit=scaling.fit)
 
 
@@ -278,7 +280,7 @@ class SizeSearch:
         self.good = size
         self._tell(Probe.of(size, plan))
 
-    def climb(self, solver: str, solve_s: float, deadline_s: float, below: float = math.inf) -> None:
+    def climb(self, solver: str, solve_s: float, deadline_s: float, below: float = math.inf, *, try_again: bool = True) -> None:
         """Solves between the largest size reached and the least that no schedule fits, or this solver failed at.
 
         A failure may be the allocator's waste, or the seed: sizes a little above the largest get another chance as long as that helps.
@@ -287,13 +289,15 @@ class SizeSearch:
             solver, solve_s: who is asked, and for how long at most.
             deadline_s: by ``time.perf_counter``.
             below: sizes from here on are not tried at first.
+            try_again: whether they get it.
         """
         fails, again = int(min(self._ceiling, max(self.good + 2, below))), True
         while again:
             begun = self.good
             while fails - self.good > max(1, int(self.good * _RESOLUTION)) and self._left_s(deadline_s) > 0:
                 mean = (self.good * fails) ** 0.5
-                size = min(fails - 1, max(self.good + 1, _round(math.ceil(_NEAR * mean), int(mean / _NEAR))))
+                least = max(self.good + 1, math.ceil(_NEAR * mean))
+                size = _round(least, max(least, min(fails - 1, int(mean / _NEAR))))
                 if fails > self.at_most and self.at_most <= 2 * self.good:
                     size = self.at_most
                 before = self.good
@@ -305,12 +309,12 @@ class SizeSearch:
                     fails = size
             fails = min(self.at_most + 1, int(self.good * _AGAIN) + 1)
             self.seed += 1
-            again = begun < self.good < self.at_most and self._left_s(deadline_s) > 0
+            again = try_again and begun < self.good < self.at_most and self._left_s(deadline_s) > 0
 
-    def stretch(self, solve_s: float, deadline_s: float) -> None:
+    def stretch(self, solver: str, solve_s: float, deadline_s: float) -> None:
         """Solves for sizes a little above the largest: by smaller steps after failures, by larger ones otherwise.
 
-        It begins with the order that reaches furthest, or anew with a quick solver and another share of the budget, in turn.
+        It begins with the order that reaches furthest, or anew with another share of the budget, with a quick solver or with ``solver``, in turn.
         """
         step, failures, most = _FIRST_STEP, 0, self._ceiling - 1
         for turn in count():
@@ -321,7 +325,7 @@ class SizeSearch:
             self.seed += 1
             if turn % 2:
                 self.target_share = _TARGETS[turn // 2 % len(_TARGETS)]
-                self.attempt(size, "greedy_first", allowed_s)
+                self.attempt(size, solver if turn % 4 == 3 else "greedy_first", allowed_s)
             else:  # the allocator will waste about as much as with the order to begin with, or nothing
                 best = self.fastest
                 assert best.problem is not None
@@ -338,7 +342,7 @@ class SizeSearch:
         deadline_s = time.perf_counter() + time_limit_s
         left_s = self._left_s(deadline_s)
         self.climb(solver, _SOLVE_SHARE * time_limit_s, deadline_s - _STRETCH_SHARE * left_s, _NOT_FAR * self.good)
-        self.stretch(_STRETCH_SOLVE_SHARE * time_limit_s, deadline_s)
+        self.stretch(solver, _STRETCH_SOLVE_SHARE * time_limit_s, deadline_s)
 
     def _left_s(self, deadline_s: float) -> float:
         """Seconds for solving until a deadline."""

@@ -117,7 +117,7 @@ def order_cost(backend: Backend, model: Any, batch: Any, problem: Problem, usabl
         smaller = carried_problem(problem, traced.graph)
         peak = backend.predicted_peak_bytes(smaller, Schedule.store_all(traced.graph)) + traced.plain_surplus_bytes
         if peak <= usable_bytes:
-            return _measured(backend, model, traced, smaller.with_budget(usable_bytes), repeated_batch(batch, size))
+            return _measured(backend, model, traced, smaller.with_budget(usable_bytes), repeated_batch(backend, batch, size))
     return None
 
 

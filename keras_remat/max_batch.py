@@ -37,8 +37,9 @@ from keras_remat.units import parse_bytes
 RESOLUTION = 0.03
 #: Sizes that are trained at most.
 MOST_SIZES = 10
-#: Steps per size; the second one finds the allocator's pool as the first one left it.
-STEPS = 2
+#: Steps per size; the second one finds the allocator's pool as the first one left it. Where that would end too late, it can be left out if the first
+#: one's peak is off the prediction, which is of many steps, by no more than this share.
+STEPS, AS_PREDICTED = 2, 0.005
 #: An order predicted to be over the budget by no more than this share of it may still be run.
 WORTH_RUNNING = 0.1
 #: Seconds for a plan to measure a second size under.
@@ -48,7 +49,7 @@ _AIM = 1.02
 #: Of the time that is left after tracing, what the search with the quick solver may take, the thorough one has the rest; of that, what is kept
 #: for a size to run, at most; and of the time limit, what one solve afterwards may take.
 _QUICK_SHARE, _RUNNING_SHARE, _SOLVE_SHARE = 0.25, 0.9, 0.1
-#: Measured seconds of a step, the first of a size with what it brings along, over the predicted ones.
+#: Measured seconds of the first step of a size, with what it brings along, over the predicted ones.
 _LATER = 2.5
 #: The least of the time limit that the search gets, however long tracing took.
 _LEAST_SHARE = 0.3
@@ -105,8 +106,8 @@ def find_max_batch_size(
     now = AsItIsNow(scaling, backend, step.traced if profile == "measured" else None)
 
     def running_s(plan: Plan) -> float:
-        """What a size takes that runs: to be chosen and traced about as long as the size given took, and longer steps."""
-        return min(_RUNNING_SHARE * late_s, traced_s + _LATER * STEPS * plan.predicted.time_s)
+        """What a size takes that runs: to be chosen and traced about as long as the size given took, and a longer step."""
+        return min(_RUNNING_SHARE * late_s, traced_s + _LATER * plan.predicted.time_s)
 
     search = search_batch_size(
         now, batch_size_of(step.batch), step.limit_bytes, step.budget_bytes, backend, max_overhead=max_overhead,
@@ -116,7 +117,7 @@ def find_max_batch_size(
     search = replace(search, search_time_s=time.perf_counter() - started)
     if profile == "estimated":
         return search
-    trainer = Trainer(backend, model, step.batch, step.budget_bytes)
+    trainer = Trainer(backend, model, step.batch, step.budget_bytes, started + time_limit_s)
     return verified_search(
         search, scaling, trainer, step.budget_bytes, backend, traced=step.traced, graph_of=trainer.graph, max_overhead=max_overhead,
         solve_s=_SOLVE_SHARE * time_limit_s, deadline_s=started + time_limit_s, seed=seed,
@@ -152,7 +153,7 @@ def _profile_at(size: int, traced: TracedStep, backend: Backend, model: Any, ste
         )
     except (InfeasibleBudgetError, ScheduleNotFoundError):
         return None
-    measured = measured_problem(backend, model, traced, problem, plan, repeated_batch(step.batch, size))
+    measured = measured_problem(backend, model, traced, problem, plan, repeated_batch(backend, step.batch, size))
     return None if measured is problem else measured.profile
 
 
@@ -199,10 +200,12 @@ class Trainer:
         model: compiled and built.
         batch: what ``train_step`` gets.
         budget_bytes: a step that measures over it is the last one of its size.
+        deadline_s: by ``time.perf_counter``; what would end later and can be left out is left out.
     """
 
-    def __init__(self, backend: Backend, model: Any, batch: Any, budget_bytes: int):
+    def __init__(self, backend: Backend, model: Any, batch: Any, budget_bytes: int, deadline_s: float = math.inf):
         self._backend, self._model, self._batch, self._budget = backend, model, batch, budget_bytes
+        self._deadline_s = deadline_s
         self._traced: tuple[int, TracedStep] | None = None  # of the newest size
 
     def _trace(self, size: int) -> TracedStep:
@@ -220,19 +223,28 @@ class Trainer:
         """Trains at most :data:`STEPS` steps; the last one's time and the highest peak, or ``None`` when the device ran out of memory."""
         backend, traced = self._backend, self._trace(size)
         assert plan.problem is not None
-        batch = repeated_batch(self._batch, size)
+        batch = repeated_batch(backend, self._batch, size)
         problem = replace(plan.problem, graph=traced.graph, budget_bytes=plan.budget_bytes)
         run = backend.lower(traced, problem, plan.solution.schedule)
         usages: list[Usage] = []
         with preserved_state(backend, self._model):
             try:
-                while len(usages) < STEPS and all(usage.peak_bytes <= self._budget for usage in usages):
+                while not self._is_enough(usages, plan):
                     usages.append(backend.measure(lambda: run(batch))[1])
             except Exception as error:
                 if not backend.is_out_of_memory(error):
                     raise
                 return None
         return Usage(usages[-1].time_s, max(usage.peak_bytes for usage in usages))
+
+    def _is_enough(self, usages: list[Usage], plan: Plan) -> bool:
+        if not usages:
+            return False
+        last, predicted = usages[-1], plan.predicted.peak_bytes
+        if len(usages) == STEPS or last.peak_bytes > self._budget:
+            return True
+        as_predicted = self._backend.fragments and abs(last.peak_bytes - predicted) <= AS_PREDICTED * predicted
+        return as_predicted and time.perf_counter() + last.time_s > self._deadline_s
 
 
 def verified_search(

@@ -141,6 +141,9 @@ class FakeBackend:
     def tidy(self, model):
         self.tidied_at.append(len(self.ran))
 
+    def room_for(self, like, samples):
+        return nullcontext()
+
     def predicted_peak_bytes(self, problem, schedule):
         return simulate(problem, schedule).peak_bytes + self.allocator_bytes(problem, schedule)
 

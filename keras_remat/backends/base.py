@@ -144,6 +144,10 @@ class Backend(Protocol):
     def tidy(self, model: Any) -> None:
         """Has the model's variables lie close together in the device's memory, their values as they are, where steps lose less of it then."""
 
+    def room_for(self, like: Any, samples: int) -> AbstractContextManager[None]:
+        """A context in which an array of ``samples`` samples like ``like`` is made where the device's memory has room of just its size, if that can be
+        had; what :meth:`predicted_peak_bytes` says of steps outside of ``fit`` counts on it."""
+
     def recorder(self) -> ProfileRecorder:
         """A recorder for a measured profile."""
 

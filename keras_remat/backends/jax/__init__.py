@@ -8,6 +8,7 @@ ops cannot be timed, so op times stay estimates.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import jax
@@ -123,6 +124,10 @@ class JaxBackend:
 
     def tidy(self, model: Any) -> None:
         """Nothing: one buffer holds all temporaries."""
+
+    def room_for(self, like: Any, samples: int) -> AbstractContextManager[None]:
+        """Nothing to do: one buffer holds all temporaries."""
+        return nullcontext()
 
     def recorder(self) -> _Recorder:
         return _Recorder(self._device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -122,6 +124,11 @@ class TensorFlowBackend:
     def tidy(self, model: Any) -> None:
         if not profiling.device_name().startswith("GPU"):  # there, variables are put back by assigning to them
             self.snapshot(model)()
+
+    def room_for(self, like: Any, samples: int) -> AbstractContextManager[None]:
+        nbytes = tf.as_dtype(like.dtype).size * samples * math.prod(like.shape[1:])
+        in_pool = nbytes >= allocator.CPU_SMALL_BYTES and not profiling.device_name().startswith("GPU")
+        return pool.spaced(nbytes) if in_pool else nullcontext()
 
     def recorder(self) -> ProfileRecorder:
         return _Recorder()

@@ -30,6 +30,8 @@ _FULL_STEPS = 3
 _REMEMBERED = 3
 #: More than this it does not hold; what is in use beside it is the waste in chunks that variables have moved to.
 _MOST_AHEAD = 3
+#: For a cut that nothing else is in the way of.
+_UNBOUNDED_BYTES = 2**62
 #: A share of a batch that is none: garbage, or what was freed since the epoch began.
 _LITTLE = 0.1
 
@@ -52,7 +54,7 @@ def replayed(
         smallest_bytes: requests below this do not count (:data:`~.allocator.CPU_SMALL_BYTES` on the CPU).
         pool_bytes: as in :class:`~.allocator.BestFitAllocator`; the resident bytes are taken from it.
         pipeline: whether every step has a batch of its own, and as many more lie beside it as the pool's ``ahead_bytes`` come to; else it is
-            the same one again and again.
+            the same one again and again, in chunks that fit.
         steps: at most; each finds the pool as the one before left it, and variables that are assigned, and the batch, lie elsewhere every time.
             Once a step finds what an earlier one did, the rest would repeat.
         may_cut: whether there may be cuts.
@@ -110,7 +112,7 @@ def _replay(
             break
         seen.add(found)
         while len(batches) <= min(ahead, _FULL_STEPS + ahead - 1 - of_epoch):
-            batches.append([allocator.allocate(nbytes) for nbytes in inputs])
+            batches.append([allocator.allocate(nbytes) if pipeline else _cut_to_fit(allocator, nbytes) for nbytes in inputs])
         for position, early, writes, late, name, ending in runs:
             dying = ending
             edges: list[Block | None] = []
@@ -267,6 +269,16 @@ def _uses(problem: Problem, smallest_bytes: int) -> _Uses:
     _newest_uses.insert(0, _Uses(problem, smallest_bytes))
     del _newest_uses[_REMEMBERED:]
     return _newest_uses[0]
+
+
+def _cut_to_fit(allocator: BestFitAllocator, nbytes: int) -> Block | None:
+    """A chunk of just that size, as a batch outside of ``fit`` gets (:func:`.pool.spaced`)."""
+    peak_bytes, cut = allocator.peak_bytes, allocator.cut_for(nbytes, nbytes, _UNBOUNDED_BYTES)
+    edge = None if cut is None else allocator.take(cut)
+    chunk = allocator.allocate(nbytes)
+    allocator.release(edge)
+    allocator.peak_bytes = max(peak_bytes, allocator.bytes_in_use)  # that was before the step
+    return chunk
 
 
 def _placed(allocator: BestFitAllocator, places: list[Chunk], nbytes: int) -> Block:

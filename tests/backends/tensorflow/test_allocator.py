@@ -191,10 +191,11 @@ def test_two_assignments_of_one_variable_move_it_twice():
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "held", "ahead", "peak"), [(False, 0, 0, 7), (True, 0, 0, 7), (True, 3, 0, 6), (True, 0, 3, 10)]
+    ("pipeline", "held", "ahead", "peak"), [(False, 0, 0, 6), (True, 0, 0, 7), (True, 3, 0, 6), (True, 0, 3, 10)]
 )
 def test_inputs_take_chunks_of_a_known_pool(pipeline, held, ahead, peak):
-    """A batch gets a chunk of 4 MiB for 3, unless there is one already, whose chunk serves the next; one more ahead gets 3."""
+    """A batch gets a chunk of 4 MiB for 3, unless it is made outside of ``fit``, or there is one already, whose chunk serves the next; one more
+    ahead gets 3."""
     ops = (Op(0, "a", "a", (0,), (1,)),)
     graph = Graph(ops, (Value(0, "x", 3 * MIB), Value(1, "a", MIB, producer=0)), (1,))
     pool = Pool(chunks(4, 64), (), (), held * MIB, ahead * MIB)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from keras_remat.backends.base import load_backend
+from keras_remat.backends.examples import repeated_batch
 from keras_remat.backends.tensorflow import pool, private
 from keras_remat.backends.tensorflow.measure import bytes_in_use
 from keras_remat.backends.tensorflow.profile import Recorder, allocation_events
@@ -152,3 +153,18 @@ def test_the_users_profiler_session_is_left_alone(tf, tmp_path):
         assert pool.free_chunks() == ()
     finally:
         tf.profiler.experimental.stop()
+
+
+def test_a_batch_that_is_made_gets_a_chunk_of_its_size(tf):
+    held = all_but_the_largest(tf, 64)
+    kept = [empty(tf, mib) for mib in (30.0, 1.0)]
+    backend, batch = load_backend(), (tf.ones([4, 1024, 1024]), tf.zeros([4], tf.int32), None)
+    del kept[0]  # less than twice the batch that is made: handed out whole otherwise
+    before = bytes_in_use()
+    x, y, nothing = repeated_batch(backend, batch, 5)
+    assert bytes_in_use() - before == pytest.approx(5 * 4 * MIB, abs=512)
+    assert (tuple(x.shape), tuple(y.shape), nothing) == ((5, 1024, 1024), (5,), None)
+    del x, y
+    assert bytes_in_use() == before
+    assert held
+    assert kept

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -135,6 +136,10 @@ class CompiledBackend(TensorFlowBackend):
 
     def tidy(self, model: Any) -> None:
         """Nothing: all that a step needs is one buffer."""
+
+    def room_for(self, like: Any, samples: int) -> AbstractContextManager[None]:
+        """Nothing to do: one buffer holds all temporaries."""
+        return nullcontext()
 
     def _reserve(self, nbytes: int) -> None:
         if nbytes > self._reserved_bytes:
