@@ -53,7 +53,7 @@ _MAX_OUT_OF_MEMORY = 4
 _MICRO_BATCHES = (2, 4, 8)
 #: Steps from so many seconds on are compared in earnest; in shorter ones, what is not the ops' weighs more than what is. How many plain ones run then
 #: before larger batches take over, and how many of them are guarded: the copies make steps up to a fifth slower.
-_LONG_STEP_S, _PLAIN_STEPS, _GUARDED_PLAIN_STEPS = 0.05, 8, 2
+_LONG_STEP_S, _PLAIN_STEPS, _GUARDED_PLAIN_STEPS = 0.1, 8, 2
 
 
 @dataclass

@@ -4,7 +4,8 @@
 |---|---|
 | 6 | the package itself: the public names |
 | 5 | callback, the command line |
-| 4 | plan, planning, planner, guard, tuner, compilation, grouping, batching, autotune, scaling, time_fit, max_batch, compaction, correction, report, show |
+| 4 | plan, planning, planner, guard, tuner, baseline, compilation, grouping, batching, report, show |
+| 4 | autotune, scaling, time_fit, max_batch, compaction, correction |
 | 3 | solvers/* and backends/*, which never import each other |
 | 2 | schedule, simulate, validate |
 | 1 | graph, profile, problem, serialize |
@@ -26,7 +27,7 @@ LAYERS = [
     (r"keras_remat", 6),
     (r"keras_remat\.(callback|cli|__main__)", 5),
     (
-        r"keras_remat\.(plan|planning|planner|guard|tuner|compilation|grouping|batching|autotune|scaling|time_fit|max_batch|compaction|correction|report|show)",
+        r"keras_remat\.(plan|planning|planner|guard|tuner|compilation|grouping|batching|autotune|scaling|time_fit|max_batch|baseline|compaction|correction|report|show)",
         4,
     ),
     (r"keras_remat\.(solvers|backends)(\..+)?", 3),
