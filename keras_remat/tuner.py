@@ -32,7 +32,7 @@ from typing import Any
 
 from keras_remat.backends.base import Backend, Installed, ProfileRecorder, RunStep, TracedStep
 from keras_remat.backends.examples import batch_size_of
-from keras_remat.baseline import PredictedBaseline, order_cost
+from keras_remat.baseline import PredictedBaseline
 from keras_remat.errors import InfeasibleBudgetError, InvalidProblemError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.guard import StepGuard, StepOutOfMemoryError
 from keras_remat.plan import Plan
@@ -189,7 +189,6 @@ class StepTuner:
         if candidate.phase == "record" and candidate.recorder is None:
             if candidate.steps_in_phase:
                 with self._planning():
-                    self._compare_with_plain(candidate, batch)
                     self._after_recording(candidate)
             else:
                 self._begin_recording(candidate)
@@ -495,7 +494,6 @@ class StepTuner:
         elif candidate.phase == "record" and candidate.steps_in_phase >= self._options.profile_steps:
             self._end_recording(candidate)
             with self._planning():
-                self._compare_with_plain(candidate, batch)
                 self._after_recording(candidate)
         elif candidate.phase == "verify":
             self._verify(candidate, batch)
@@ -553,25 +551,6 @@ class StepTuner:
         if recorder is not None:
             with self._planning(), self._progress("reading the profile"):
                 candidate.profile = recorder.stop(candidate.run, candidate.resident_bytes)
-
-    def _compare_with_plain(self, candidate: _Candidate, batch: Any) -> None:
-        """Measures what order costs, where the plain step of the main shape will not run and that can be told from its noise."""
-        problem = candidate.problem
-        assert problem is not None
-        may_fit = not candidate.plain_exceeded and self._plain_peak_bytes(candidate) <= self.usable_bytes
-        if candidate is not self._main or self._report.baseline is not None or candidate.micro_batches > 1 or may_fit:
-            return
-        if not self._takes_long(candidate):
-            return
-        with self._progress("measuring smaller plain steps, to compare with"):
-            cost = order_cost(self._backend, self._model, batch, problem, self.usable_bytes)
-        if cost is not None:
-            self._baseline.order_share = cost.share
-            self.event(
-                "baseline",
-                f"Without recomputation a step of {cost.batch_size} samples takes {format_seconds(cost.free_s)} as Keras runs it and "
-                f"{format_seconds(cost.ordered_s)} op by op, measured: the plain step's time is predicted by that.",
-            )
 
     def _after_recording(self, candidate: _Candidate) -> None:
         assert candidate.problem is not None

@@ -78,7 +78,6 @@ class FakeBackend:
         allocator_bytes: what the allocator needs above the simulated peak, from (problem, schedule).
         surplus_bytes: what a step measures above its predicted peak, from ("plain" or the schedule, batch size).
         slowness: times the simulated seconds of a step.
-        order_cost: times the seconds of a step that runs in order, which is any with a budget.
         profiler: ``"free"``, ``"busy"`` (the user's session runs) or ``"blind"`` (too few ops are seen).
         folds: whether a layer is folded away at a batch size, as Grappler does at some.
 
@@ -99,14 +98,14 @@ class FakeBackend:
 
     def __init__(
         self, memory_bytes=2**40, *, allocator_bytes=None, surplus_bytes=None, profiler="free", layers=8, slowness=1e-3,
-        order_cost=1.0, folds=lambda size: False,
+        folds=lambda size: False,
     ):  # fmt: skip
         self.memory_bytes, self.profiler, self.layers, self.folds = memory_bytes, profiler, layers, folds
         self.allocator_bytes = allocator_bytes or (lambda problem, schedule: 0)
         self.surplus_bytes = surplus_bytes or (lambda what, size: 0)
         self.ran, self.traced, self.tidied_at = [], [], []
         self.recording = False
-        self.calls, self.peak_at_failure, self.slowness, self.order_cost = 0, 0, slowness, order_cost
+        self.calls, self.peak_at_failure, self.slowness = 0, 0, slowness
         self.fails_at, self.has_bytes, self.can_be_cut, self.plain_surplus_bytes = set(), 2**60, True, 0
 
     def check(self, model):
@@ -195,8 +194,7 @@ class FakeBackend:
         schedule = Schedule.store_all(problem.graph) if what == "plain" else what
         usage = simulate(problem, schedule)
         peak = self.predicted_peak_bytes(problem, schedule) + self.surplus_bytes(what, len(samples))
-        ordered = self.order_cost if self._ran_problem.budget_bytes is not None else 1.0
-        return result, Usage(usage.time_s * self.slowness * ordered, peak)
+        return result, Usage(usage.time_s * self.slowness, peak)
 
     def bytes_in_use(self):
         return RESIDENT_BYTES
