@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     """Prints a line per model; returns 1 when a report is more than 5 % off."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="unet,transformer", metavar="A,B")
+    parser.add_argument("--batch-sizes", default="keep,max", metavar="A,B", help="of keep and max")
     parser.add_argument("--budget", type=float, default=0.6, help="limit of keep, of the plain activation peak")
     parser.add_argument("--steps", type=int, default=10, help="per epoch")
     parser.add_argument("--epochs", type=int, default=8, help="the last three without planning count")
@@ -98,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         "|---|---|---:|---:|---:|---:|---|",
     ]
     print("\n".join(lines), flush=True)
-    for name, mode in product(arguments.models.split(","), ("keep", "max")):
+    for name, mode in product(arguments.models.split(","), arguments.batch_sizes.split(",")):
         reported, timed, planning_s, source = compare(name, mode, arguments.budget, arguments.steps, arguments.epochs)
         off = reported / timed - 1
         worst = max(worst, abs(off))
