@@ -141,7 +141,7 @@ class StepTuner:
         self._candidates: dict[Any, _Candidate] = {}
         self._main: _Candidate | None = None
         self._baseline = PredictedBaseline(report)
-        self._baseline_shape: _Candidate | None = None  # whose steps it is predicted from
+        self._baseline_shape: _Candidate | None = None  # whose steps the baseline is measured on, or predicted from
         self._expected: Plan | None = None
         self._costs: Problem | None = None
         self._reserved = False
@@ -213,7 +213,8 @@ class StepTuner:
 
     def _watch(self, candidate: _Candidate, batch: Any, usage: Usage) -> None:
         """Plans a final step again that takes more than the limit after all: what shares the allocator's pool changes as training goes on."""
-        if candidate is self._baseline_shape and candidate.steps_in_phase > 1:  # the first one is guarded
+        is_baseline = candidate is self._baseline_shape and self._report.baseline_source == "predicted"
+        if is_baseline and candidate.steps_in_phase > 1:  # the first one is guarded
             self._baseline.step(usage.time_s)
         if candidate.plan is None or usage.peak_bytes <= self.limit_bytes or len(candidate.tried) >= _MAX_TIGHTENINGS:
             return
@@ -487,8 +488,10 @@ class StepTuner:
 
     def _advance(self, candidate: _Candidate, batch: Any) -> None:
         """What follows from the steps measured so far."""
-        if candidate.phase == "plain" and candidate.steps_in_phase > self._plain_steps(candidate):
-            self._after_plain(candidate)
+        if candidate.phase == "plain" and candidate.steps_in_phase > self._options.profile_steps:
+            usage = self._measured_plain(candidate)
+            if candidate.steps_in_phase > self._plain_steps(candidate, usage):
+                self._after_plain(candidate, usage)
         elif candidate.phase == "warm-up" and candidate.steps_in_phase >= 1:
             candidate.enter("record")
         elif candidate.phase == "record" and candidate.steps_in_phase >= self._options.profile_steps:
@@ -498,23 +501,27 @@ class StepTuner:
         elif candidate.phase == "verify":
             self._verify(candidate, batch)
 
-    def _plain_steps(self, candidate: _Candidate) -> int:
-        """How many plain steps are measured after the first; those over the limit are not prolonged."""
-        fits = max(usage.peak_bytes for usage in candidate.measured) <= self.limit_bytes
-        is_baseline = candidate is self._main and self._report.baseline is None and self._takes_long(candidate)
-        return max(self._options.profile_steps, _PLAIN_STEPS if fits and is_baseline else 0)
+    def _plain_steps(self, candidate: _Candidate, usage: Usage) -> int:
+        """How many plain steps are measured after the first: more where larger ones will take over that are compared with them."""
+        compared = candidate.may_split and candidate is self._baseline_shape and usage.peak_bytes <= self.limit_bytes
+        return max(self._options.profile_steps, _PLAIN_STEPS if compared and self._takes_long(candidate) else 0)
 
     def _takes_long(self, candidate: _Candidate) -> bool:
         return min(usage.time_s for usage in candidate.measured) >= _LONG_STEP_S
 
-    def _after_plain(self, candidate: _Candidate) -> None:
+    def _measured_plain(self, candidate: _Candidate) -> Usage:
+        """What the plain steps so far took, which is the baseline if they are the first."""
         steps = candidate.measured[1:]  # the first one compiles
         if len(steps) > _GUARDED_PLAIN_STEPS:
             steps = candidate.measured[_GUARDED_PLAIN_STEPS:]
         usage = Usage(median(u.time_s for u in steps), max(u.peak_bytes for u in candidate.measured))
-        if candidate is self._main and self._report.baseline is None:
+        if candidate is self._main and self._baseline_shape in (None, candidate):
+            self._baseline_shape = candidate
             self._report.baseline, self._report.baseline_batch_size = usage, candidate.batch_size
             self._report.baseline_source = "measured"
+        return usage
+
+    def _after_plain(self, candidate: _Candidate, usage: Usage) -> None:
         if usage.peak_bytes <= self.limit_bytes:
             self.event(
                 "fits",

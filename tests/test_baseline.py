@@ -32,13 +32,14 @@ def test_the_baseline_of_a_fit_follows_the_steps_of_the_epoch():
     assert backend.traced == [SIZE]
 
 
-@pytest.mark.parametrize(("slowness", "steps"), [(1.0, 9), (1e-3, 3)])
-def test_long_plain_steps_are_measured_more_often(slowness, steps):
+@pytest.mark.parametrize(("slowness", "grows", "steps"), [(1.0, True, 9), (1.0, False, 3), (1e-3, True, 3)])
+def test_long_plain_steps_are_measured_more_often_where_larger_ones_will_follow(slowness, grows, steps):
     backend = FakeBackend(slowness=slowness)
     tuner, report = tuner_on(backend, TunerOptions(memory_limit=None, profile_steps=2))
     for step in range(12):
-        assert (report.baseline is not None) == tuner.settled == (step >= steps)
-        tuner.run(batch_of(step * SIZE, SIZE))
+        assert (report.baseline is not None) == (step >= 3)
+        assert tuner.settled == (step >= steps)
+        tuner.run(batch_of(step * SIZE, SIZE), may_split=grows)
     assert report.baseline.time_s == pytest.approx(16.0 * slowness)
 
 
