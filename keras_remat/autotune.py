@@ -226,11 +226,11 @@ def search_batch_size(
         scaling, budget_bytes, backend, max_overhead, _LARGEST_SIZE if at_most is None else at_most, seed, progress
     )
     search.begin(min(start, search.at_most), solver, _SOLVE_SHARE * time_limit_s)
-    late_s = search.started + time_limit_s
-    search.climb(solver, _SOLVE_SHARE * time_limit_s, late_s, try_again=late_solver is None)
+    quick_deadline_s = search.started + time_limit_s
+    search.climb(solver, _SOLVE_SHARE * time_limit_s, quick_deadline_s, try_again=late_solver is None)
     if late_solver is not None:
         search.afterwards_s = afterwards_s
-        search.climb_and_stretch(late_solver, late_time_limit_s + max(0.0, late_s - time.perf_counter()))
+        search.climb_and_stretch(late_solver, late_time_limit_s + max(0.0, quick_deadline_s - time.perf_counter()))
     return replace(search.result(limit_bytes), fit=scaling.fit)
 
 
