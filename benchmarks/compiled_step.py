@@ -1,24 +1,28 @@
-"""Compiled train steps of Keras on JAX or TensorFlow, side by side: peak bytes, step time, compile time.
+"""Compiled train steps of Keras on JAX or TensorFlow, side by side: peak bytes, step time, compile
+time.
 
 Cases, each in a process of its own, same model, weights, seeds and batches:
 
 * ``plain``: Keras's own compiled step;
 * on TensorFlow, ``recompute_grad``: every block of the model under ``tf.recompute_grad``;
 * on JAX, ``RematScope``: the model built under ``keras.RematScope(mode="full")``;
-* ``dots_saveable``, ``nothing_saveable``: every block of the model under ``jax.checkpoint`` with that policy;
-* ``ours@X``: this package with the measured peak of X as budget, for each of the above that saves anything, and at half of plain's
-  temporary memory;
+* ``dots_saveable``, ``nothing_saveable``: every block of the model under ``jax.checkpoint`` with
+  that policy;
+* ``ours@X``: this package with the measured peak of X as budget, for each of the above that saves
+  anything, and at half of plain's temporary memory;
 * ``ours@min``: this package at the smallest peak it can plan.
 
-``temp`` is the compiled step's temporary memory, ``peak`` adds arguments and outputs (JAX: ``memory_analysis``; TensorFlow: the device
-allocator's peak, see ``compiled_step_tensorflow.py``); ``time`` is the median wall time
-of a step, ``cpu`` the least processor time of one (steadier on a busy machine; on a GPU it means little);
-the ratio behind ``compile s`` (tracing, planning, compiling) is one of processor times too. ``loss`` is the largest relative
-difference to plain's losses over the first steps.
+``temp`` is the compiled step's temporary memory, ``peak`` adds arguments and outputs (JAX:
+``memory_analysis``; TensorFlow: the device allocator's peak, see ``compiled_step_tensorflow.py``);
+``time`` is the median wall time of a step, ``cpu`` the least processor time of one (steadier on a
+busy machine; on a GPU it means little); the ratio behind ``compile s`` (tracing, planning,
+compiling) is one of processor times too. ``loss`` is the largest relative difference to plain's
+losses over the first steps.
 
     KERAS_BACKEND=jax python benchmarks/compiled_step.py --models mixer transformer
     KERAS_BACKEND=tensorflow python benchmarks/compiled_step.py
-    KERAS_BACKEND=jax python benchmarks/compiled_step.py --scale 16          # 16 times the batch: for a GPU
+    KERAS_BACKEND=jax python benchmarks/compiled_step.py --scale 16          # 16 times the batch:
+    for a GPU
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ ON_TENSORFLOW = os.environ.setdefault("KERAS_BACKEND", "jax") == "tensorflow"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-PEERS = ("recompute_grad",) if ON_TENSORFLOW else ("RematScope", "dots_saveable", "nothing_saveable")
+PEERS = (
+    ("recompute_grad",) if ON_TENSORFLOW else ("RematScope", "dots_saveable", "nothing_saveable")
+)
 MODELS = ("mixer", "transformer", "mobilenet", "resnet")
 LOSS_STEPS = 3
 PLANS_FOR_LEAST = 4
@@ -51,7 +57,9 @@ def blocks_of(name):
         h = layers.Permute((2, 1))(layers.LayerNormalization()(x))
         h = layers.Dropout(0.1)(layers.Dense(2 * tokens, activation="gelu")(h))
         x = layers.Add()([x, layers.Permute((2, 1))(layers.Dense(tokens)(h))])
-        h = layers.Dropout(0.1)(layers.Dense(4 * dim, activation="gelu")(layers.LayerNormalization()(x)))
+        h = layers.Dropout(0.1)(
+            layers.Dense(4 * dim, activation="gelu")(layers.LayerNormalization()(x))
+        )
         return layers.Add()([x, layers.Dense(dim)(h)])
 
     def transformer_block(x):
@@ -106,7 +114,8 @@ def build(name, case, scale):
     import numpy as np
 
     class Checkpointed(keras.layers.Layer):
-        """A block under ``jax.checkpoint``; its seeds and moving averages go in and out as values."""
+        """A block under ``jax.checkpoint``; its seeds and moving averages go in and out as
+        values."""
 
         def __init__(self, block, policy):
             super().__init__()
@@ -144,20 +153,28 @@ def build(name, case, scale):
                 x = Recomputed(block)(x)
             else:
                 x = Checkpointed(block, policy)(x) if policy else block(x)
-        pool = keras.layers.GlobalAveragePooling1D() if len(shape) == 2 else keras.layers.GlobalAveragePooling2D()
+        pool = (
+            keras.layers.GlobalAveragePooling1D()
+            if len(shape) == 2
+            else keras.layers.GlobalAveragePooling2D()
+        )
         model = keras.Model(inputs, keras.layers.Dense(10)(pool(x)))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(1e-2, momentum=0.9), loss)
     rng = np.random.default_rng(0)
-    return model, (rng.normal(size=(batch, *shape)).astype("float32"), rng.integers(0, 10, batch).astype("int32"))
+    return model, (
+        rng.normal(size=(batch, *shape)).astype("float32"),
+        rng.integers(0, 10, batch).astype("int32"),
+    )
 
 
 def compile_ours(model, batch, budget, smallest):
-    """Returns the compiled step for a budget, or for the smallest peak that can be planned, and its numbers."""
+    """Returns the compiled step for a budget, or for the smallest peak that can be planned, and its
+    numbers."""
     from keras_remat.backends.jax import backend
+    from keras_remat.core.problem import Problem
     from keras_remat.errors import RematError
-    from keras_remat.planning import plan_problem
-    from keras_remat.problem import Problem
+    from keras_remat.planning.make_plan import plan_problem
 
     device, compilations = backend(), []
     batch = device.example_batch(model, batch)
@@ -188,7 +205,10 @@ def compile_ours(model, batch, budget, smallest):
     if best is None:
         raise SystemExit("no plan near the floor")
     run = device.lower(traced, problem, best.solution.schedule)
-    return run.compiled, {"tries": len(compilations), "recomputed": sum(best.solution.schedule.recomputed.values())}
+    return run.compiled, {
+        "tries": len(compilations),
+        "recomputed": sum(best.solution.schedule.recomputed.values()),
+    }
 
 
 def run_case(name, case, scale, budget, steps):
@@ -237,11 +257,26 @@ def run_case(name, case, scale, budget, steps):
 
 def in_process(name, case, scale, steps, budget=0):
     """Runs one case in a process of its own; returns its numbers, or ``{"error": …}``."""
-    command = [sys.executable, __file__, "--run", case, "--models", name, "--scale", str(scale), "--budget", str(budget)]
-    done = subprocess.run([*command, "--steps", str(steps)], capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        __file__,
+        "--run",
+        case,
+        "--models",
+        name,
+        "--scale",
+        str(scale),
+        "--budget",
+        str(budget),
+    ]
+    done = subprocess.run(
+        [*command, "--steps", str(steps)], capture_output=True, text=True, check=False
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        said = [line.strip() for line in done.stderr.splitlines() if "Error" in line] or [f"exit status {done.returncode}"]
+        said = [line.strip() for line in done.stderr.splitlines() if "Error" in line] or [
+            f"exit status {done.returncode}"
+        ]
         return {"error": said[-1][:150]}
     return json.loads(lines[-1])
 
@@ -257,7 +292,11 @@ def print_row(name, case, numbers, plain):
         f"{name:12} {case:22} {numbers['temp'] / mib:9.1f} {numbers['temp'] / plain['temp']:6.2f} {numbers['peak'] / mib:9.1f} "
         f"{numbers['time_s'] * 1e3:9.1f} {numbers['time_s'] / plain['time_s']:6.2f} {numbers['cpu_s'] / plain['cpu_s']:6.2f} "
         f"{numbers['compile_s']:8.1f} {numbers['compile_cpu_s'] / plain['compile_cpu_s']:6.2f} {loss:8.1e}"
-        + (f"   {numbers['tries']} compilations, {numbers['recomputed']} recomputed" if "tries" in numbers else ""),
+        + (
+            f"   {numbers['tries']} compilations, {numbers['recomputed']} recomputed"
+            if "tries" in numbers
+            else ""
+        ),
         flush=True,
     )
 
@@ -274,10 +313,23 @@ def main():
     parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
-        print(json.dumps(run_case(arguments.models[0], arguments.run, arguments.scale, arguments.budget, arguments.steps)))
+        print(
+            json.dumps(
+                run_case(
+                    arguments.models[0],
+                    arguments.run,
+                    arguments.scale,
+                    arguments.budget,
+                    arguments.steps,
+                )
+            )
+        )
         return
-    print(f"{'model':12} {'case':22} {'temp MiB':>9} {'ratio':>6} {'peak MiB':>9} {'step ms':>9} {'ratio':>6} {'cpu':>6} "
-          f"{'compile s':>8} {'ratio':>5} {'loss':>8}", flush=True)  # fmt: skip
+    print(
+        f"{'model':12} {'case':22} {'temp MiB':>9} {'ratio':>6} {'peak MiB':>9} {'step ms':>9} {'ratio':>6} {'cpu':>6} "
+        f"{'compile s':>8} {'ratio':>5} {'loss':>8}",
+        flush=True,
+    )
     everything = {}
     for name in arguments.models:
         cases = everything[name] = {}
@@ -292,7 +344,9 @@ def main():
             continue
         for peer in arguments.peers:
             measure(peer)
-        resident = 0 if ON_TENSORFLOW else plain["peak"] - plain["temp"]  # a budget on TensorFlow is of temporary bytes
+        resident = (
+            0 if ON_TENSORFLOW else plain["peak"] - plain["temp"]
+        )  # a budget on TensorFlow is of temporary bytes
         measure("ours@half", resident + plain["temp"] // 2)
         for peer in arguments.peers:
             if "error" not in cases[peer] and cases[peer]["temp"] < 0.95 * plain["temp"]:

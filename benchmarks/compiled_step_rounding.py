@@ -1,12 +1,16 @@
-"""How far compiled train steps on JAX are from the same steps in float64: whether a difference between two of them is more than rounding.
+"""How far compiled train steps on JAX are from the same steps in float64: whether a difference
+between two of them is more than rounding.
 
-Three steps of SGD from the same weights on the same batch, in a process each: in float64; Keras's own compiled step (``plain``); ``jax.checkpoint`` around
-every block (``nothing_saveable``); this package with every value kept (``kept``) and at half of plain's temporary memory (``half``).
+Three steps of SGD from the same weights on the same batch, in a process each: in float64; Keras's
+own compiled step (``plain``); ``jax.checkpoint`` around every block (``nothing_saveable``); this
+package with every value kept (``kept``) and at half of plain's temporary memory (``half``).
 
-``update`` is the distance of the first step's weight updates from float64's, relative, in the 2-norm over all weights; a loss's is
-relative too. The last column is the first step's updates against plain's.
+``update`` is the distance of the first step's weight updates from float64's, relative, in the
+2-norm over all weights; a loss's is relative too. The last column is the first step's updates
+against plain's.
 
-A ReLU's gradient jumps where its input changes sign, which rounding does to inputs near zero. With ``--smooth`` every ReLU is a softplus.
+A ReLU's gradient jumps where its input changes sign, which rounding does to inputs near zero. With
+``--smooth`` every ReLU is a softplus.
 
     python benchmarks/compiled_step_rounding.py --models resnet mobilenet
     python benchmarks/compiled_step_rounding.py --models resnet mobilenet --smooth
@@ -32,7 +36,8 @@ STEPS = 3
 
 
 def trained(name, case, weights, smooth):
-    """Trains a few steps from the weights of a file, which the first case writes; returns losses, and updates of the first step."""
+    """Trains a few steps from the weights of a file, which the first case writes; returns losses,
+    and updates of the first step."""
     import jax
     import keras
 
@@ -40,9 +45,9 @@ def trained(name, case, weights, smooth):
     from keras_remat.backends.jax.lower import lower, lower_plain
     from keras_remat.backends.jax.measure import copy_state, memory
     from keras_remat.backends.jax.private import state_values
-    from keras_remat.planning import plan_problem
-    from keras_remat.problem import Problem
-    from keras_remat.schedule import Schedule
+    from keras_remat.core.problem import Problem
+    from keras_remat.core.schedule import Schedule
+    from keras_remat.planning.make_plan import plan_problem
 
     if case == "float64":
         jax.config.update("jax_enable_x64", True)
@@ -65,7 +70,10 @@ def trained(name, case, weights, smooth):
     elif case == "half":
         used = memory(lower_plain(traced))
         step = lower(
-            traced, plan_problem(problem, used.peak_bytes - used.temp_bytes // 2, device, time_limit_s=10.0).solution.schedule
+            traced,
+            plan_problem(
+                problem, used.peak_bytes - used.temp_bytes // 2, device, time_limit_s=10.0
+            ).solution.schedule,
         )
     else:
         step = lower_plain(traced)
@@ -75,20 +83,29 @@ def trained(name, case, weights, smooth):
         logs, state = step(state, batch)
         losses.append(float(logs["loss"]))
         if number == 0:
-            updates = np.concatenate([(np.asarray(b, "float64") - a).ravel() for a, b in zip(before, state[0], strict=True)])
+            updates = np.concatenate(
+                [
+                    (np.asarray(b, "float64") - a).ravel()
+                    for a, b in zip(before, state[0], strict=True)
+                ]
+            )
     return np.array(losses), updates
 
 
 def main():
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["resnet", "mobilenet"], choices=compiled_step.MODELS)
+    parser.add_argument(
+        "--models", nargs="+", default=["resnet", "mobilenet"], choices=compiled_step.MODELS
+    )
     parser.add_argument("--smooth", action="store_true", help="softplus for ReLU")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
         case, folder = arguments.run
-        losses, updates = trained(arguments.models[0], case, Path(folder, "weights.npz"), arguments.smooth)
+        losses, updates = trained(
+            arguments.models[0], case, Path(folder, "weights.npz"), arguments.smooth
+        )
         np.savez(Path(folder, case), losses=losses, updates=updates)
         return
     losses = "".join(f"{f'loss {i + 1}':>10}" for i in range(STEPS))
@@ -104,8 +121,14 @@ def main():
         true, update = found["float64"]
         for case in CASES:
             off = abs(found[case][0] - true) / abs(true)
-            away = [np.linalg.norm(found[case][1] - u) / np.linalg.norm(u) for u in (update, found["plain"][1])]
-            print(f"{name:12} {case:18} {''.join(f'{x:10.1e}' for x in off)} {away[0]:10.1e} {away[1]:10.1e}", flush=True)
+            away = [
+                np.linalg.norm(found[case][1] - u) / np.linalg.norm(u)
+                for u in (update, found["plain"][1])
+            ]
+            print(
+                f"{name:12} {case:18} {''.join(f'{x:10.1e}' for x in off)} {away[0]:10.1e} {away[1]:10.1e}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The cases of ``compiled_step.py`` on TensorFlow with ``jit_compile=True``, one in a process.
 
-``temp`` is what the device allocator's peak shows above what was in use before a step. XLA takes its temporary memory as one buffer; a large free
-region, made once, lets the allocator count that buffer exactly.
+``temp`` is what the device allocator's peak shows above what was in use before a step. XLA takes
+its temporary memory as one buffer; a large free region, made once, lets the allocator count that
+buffer exactly.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import keras
 import tensorflow as tf
 
 from keras_remat.backends.base import preserved_state
-from keras_remat.backends.tensorflow import measure
 from keras_remat.backends.tensorflow.compiled import CompiledBackend
+from keras_remat.backends.tensorflow.memory import measure
+from keras_remat.core.problem import Problem
 from keras_remat.errors import RematError
-from keras_remat.planning import plan_problem
-from keras_remat.problem import Problem
+from keras_remat.planning.make_plan import plan_problem
 
 MIB = 2**20
 #: Room for every case's buffer twice over; untouched, so no memory of the machine.
@@ -45,7 +46,8 @@ def measured(backend, model, step, batch):
 
 
 def ours(model, batch, budget, smallest):
-    """Returns a step for ``budget`` temporary bytes, or for the smallest peak that halving the way to the floor finds, and its numbers."""
+    """Returns a step for ``budget`` temporary bytes, or for the smallest peak that halving the way
+    to the floor finds, and its numbers."""
     backend = CompiledBackend()
     traced = backend.trace(model, batch)
     problem = Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()))
@@ -74,7 +76,10 @@ def ours(model, batch, budget, smallest):
             break
     if best is None:
         raise SystemExit("Error: no plan near the floor")
-    return best[1], {"tries": tries, "recomputed": sum(best[2].solution.schedule.recomputed.values())}
+    return best[1], {
+        "tries": tries,
+        "recomputed": sum(best[2].solution.schedule.recomputed.values()),
+    }
 
 
 def run_case(model, batch, case, budget, steps, loss_steps):
@@ -89,7 +94,10 @@ def run_case(model, batch, case, budget, steps, loss_steps):
     else:
         step = tf.function(model.train_step, autograph=False, jit_compile=True)
         measured(backend, model, step, batch)
-    result["compile_s"], result["compile_cpu_s"] = time.perf_counter() - started, time.process_time() - started_cpu
+    result["compile_s"], result["compile_cpu_s"] = (
+        time.perf_counter() - started,
+        time.process_time() - started_cpu,
+    )
     losses, wall, cpu, temp = [], [], [], 0
     for _ in range(steps):
         before, c = measure.bytes_in_use(), time.process_time()
@@ -99,6 +107,12 @@ def run_case(model, batch, case, budget, steps, loss_steps):
         temp = max(temp, usage.peak_bytes - before)
         losses.append(float(logs["loss"]))
     return {
-        **result, "temp": temp, "peak": before + temp, "time_s": statistics.median(wall[1:]), "cpu_s": min(cpu[1:]),
-        "losses": losses[:loss_steps], "device_peak": usage.peak_bytes, "device": measure.device_name(),
-    }  # fmt: skip
+        **result,
+        "temp": temp,
+        "peak": before + temp,
+        "time_s": statistics.median(wall[1:]),
+        "cpu_s": min(cpu[1:]),
+        "losses": losses[:loss_steps],
+        "device_peak": usage.peak_bytes,
+        "device": measure.device_name(),
+    }

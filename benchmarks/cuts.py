@@ -1,11 +1,15 @@
-"""What the allocator wastes, with and without cuts: the same orders, predicted and really trained both ways.
+"""What the allocator wastes, with and without cuts: the same orders, predicted and really trained
+both ways.
 
     python benchmarks/cuts.py --models ResNet50,UNet --output table.md
 
-The models are those of :mod:`paper_models`, profiled as :func:`keras_remat.find_max_batch_size` does. At a batch of twice, and of three times,
-plain Keras's, the first schedule of a quick solver for a share of a limit is lowered twice: with the cuts of
-:mod:`keras_remat.backends.tensorflow.allocator`, and without any. *Alive* is what values, workspaces and resident bytes take at most, *waste* what a measured
-peak is above that. The limit is the predicted peak of the plain step at the batch that was profiled; only the share of it that is asked for matters here.
+The models are those of :mod:`paper_models`, profiled as :func:`keras_remat.find_max_batch_size`
+does. At a batch of twice, and of three times, plain Keras's, the first schedule of a quick solver
+for a share of a limit is lowered twice: with the cuts of
+:mod:`keras_remat.backends.tensorflow.memory.best_fit`, and without any. *Alive* is what values,
+workspaces and resident bytes take at most, *waste* what a measured peak is above that. The limit is
+the predicted peak of the plain step at the batch that was profiled; only the share of it that is
+asked for matters here.
 """
 
 from __future__ import annotations
@@ -27,10 +31,10 @@ from step_memory import MIB, machine
 
 import keras_remat
 from keras_remat.backends.base import load_backend
-from keras_remat.max_batch import AsItIsNow, Trainer, measured_scaling
-from keras_remat.plan import Plan
-from keras_remat.planning import traced_model
-from keras_remat.schedule import Usage
+from keras_remat.batch_size.find import AsItIsNow, Trainer, measured_scaling
+from keras_remat.core.schedule import Usage
+from keras_remat.planning.make_plan import traced_model
+from keras_remat.planning.plan import Plan
 from keras_remat.solvers import solve
 
 #: Batches, in plain Keras's, and the budgets of the solver, in limits.
@@ -38,8 +42,19 @@ SIZES, SHARES = (2, 3), (1.0, 0.95, 0.9)
 #: Seconds for one solve.
 SOLVE_S = 4.0
 COLUMNS = (
-    "model", "batch", "alive MiB", "predicted", "measured", "waste", "uncut: predicted", "measured", "waste", "cuts", "step s", "uncut step s",
-)  # fmt: skip
+    "model",
+    "batch",
+    "alive MiB",
+    "predicted",
+    "measured",
+    "waste",
+    "uncut: predicted",
+    "measured",
+    "waste",
+    "cuts",
+    "step s",
+    "uncut step s",
+)
 _UNLIMITED_BYTES = 2**50
 
 
@@ -67,12 +82,27 @@ class Row:
         return self.uncut_usage.peak_bytes / self.alive_bytes - 1
 
     def __str__(self) -> str:
-        peaks = (self.predicted_bytes, self.usage.peak_bytes), (self.uncut_predicted_bytes, self.uncut_usage.peak_bytes)
-        (predicted, measured), (uncut_predicted, uncut) = ([f"{nbytes / MIB:.1f}" for nbytes in pair] for pair in peaks)
+        peaks = (
+            (self.predicted_bytes, self.usage.peak_bytes),
+            (self.uncut_predicted_bytes, self.uncut_usage.peak_bytes),
+        )
+        (predicted, measured), (uncut_predicted, uncut) = (
+            [f"{nbytes / MIB:.1f}" for nbytes in pair] for pair in peaks
+        )
         cells = (
-            self.model, self.batch, f"{self.alive_bytes / MIB:.1f}", predicted, measured, f"{self.waste:.1%}", uncut_predicted, uncut,
-            f"{self.uncut_waste:.1%}", self.cuts, f"{self.usage.time_s:.2f}", f"{self.uncut_usage.time_s:.2f}",
-        )  # fmt: skip
+            self.model,
+            self.batch,
+            f"{self.alive_bytes / MIB:.1f}",
+            predicted,
+            measured,
+            f"{self.waste:.1%}",
+            uncut_predicted,
+            uncut,
+            f"{self.uncut_waste:.1%}",
+            self.cuts,
+            f"{self.usage.time_s:.2f}",
+            f"{self.uncut_usage.time_s:.2f}",
+        )
         return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -82,7 +112,9 @@ def rows_of(name: str) -> list[Row]:
     model, batch = paper.build(paper.pixels), paper.batch(paper.plain_batch)
     backend.example_batch(model, batch)  # builds the model
     step = traced_model(backend, model, batch, _UNLIMITED_BYTES, 0.0, "measured", 0)
-    limit = backend.predicted_peak_bytes(step.problem, keras_remat.Schedule.store_all(step.problem.graph))
+    limit = backend.predicted_peak_bytes(
+        step.problem, keras_remat.Schedule.store_all(step.problem.graph)
+    )
     backend.reserve(limit)
     backend.tidy(model)
     scaling = measured_scaling(backend, model, step)
@@ -93,7 +125,9 @@ def rows_of(name: str) -> list[Row]:
             problem = AsItIsNow(scaling, backend, step.traced).at(size)
             budget = max(problem.floor_bytes, int(share * limit))
             try:
-                solution = solve(problem.with_budget(budget), solver="greedy_first", time_limit_s=SOLVE_S)
+                solution = solve(
+                    problem.with_budget(budget), solver="greedy_first", time_limit_s=SOLVE_S
+                )
             except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError):
                 continue
             assert solution.usage is not None
@@ -102,19 +136,48 @@ def rows_of(name: str) -> list[Row]:
                 problem = AsItIsNow(scaling, backend, step.traced).at(size)
                 peak, cuts = backend.replayed(problem, solution.schedule)
                 predicted = Usage(solution.usage.time_s, peak)
-                plan = Plan(problem.graph.fingerprint, budget, solution, solution.usage, predicted, problem=problem)
+                plan = Plan(
+                    problem.graph.fingerprint,
+                    budget,
+                    solution,
+                    solution.usage,
+                    predicted,
+                    problem=problem,
+                )
                 usage = train(size, plan)
                 assert usage is not None
                 runs[backend.may_cut] = peak, usage
-            rows.append(Row(name, size, solution.usage.peak_bytes, *runs[True], *runs[False], sum(map(len, cuts.values()))))
+            rows.append(
+                Row(
+                    name,
+                    size,
+                    solution.usage.peak_bytes,
+                    *runs[True],
+                    *runs[False],
+                    sum(map(len, cuts.values())),
+                )
+            )
     return rows
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark, every model in a process of its own; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=one_of(MODELS), default=MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help="where the table is written beside standard output")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models",
+        type=one_of(MODELS),
+        default=MODELS,
+        metavar="A,B",
+        help=f"of {', '.join(MODELS)}",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.md",
+        help="where the table is written beside standard output",
+    )
     arguments = parser.parse_args(argv)
     lines = [f"{machine()}; float32, SGD", "", head(COLUMNS)]
     print("\n".join(lines), flush=True)

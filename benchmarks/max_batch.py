@@ -1,15 +1,19 @@
-"""The largest batch under a fixed memory limit: plain Keras, Chen's segment checkpoints, and the search over schedules.
+"""The largest batch under a fixed memory limit: plain Keras, Chen's segment checkpoints, and the
+search over schedules.
 
     python benchmarks/max_batch.py --output table.md --json results.json --check
 
-The models are those of the Checkmate paper's section 6.4 (:mod:`paper_models`, which states resolutions and departures). Plain Keras and every
-solver run in processes of their own (:mod:`max_batch_case`), so that none finds what another left in the allocator's pool. The limit is the
-allocator's measured peak of plain Keras at a batch of about ten, unless ``--limit`` gives one; every byte of the device's allocator counts. At
-most one extra forward pass of overhead per sample is allowed, by measured op times. ``auto`` is :func:`keras_remat.find_max_batch_size`, whose
-answer is the column *searched*; Chen's schedules go through the same search and verification. Every batch in the table was trained, on data of its
-own: from the size the search said, sizes go down while the measured peak is over the limit, then up by 3 % until it is; a size that measures over
-it is planned again, twice at most. Rows are printed, and written to the JSON file, as they come; models that the JSON file has already are not run
-again, so that a run can be stopped and continued.
+The models are those of the Checkmate paper's section 6.4 (:mod:`paper_models`, which states
+resolutions and departures). Plain Keras and every solver run in processes of their own
+(:mod:`max_batch_case`), so that none finds what another left in the allocator's pool. The limit is
+the allocator's measured peak of plain Keras at a batch of about ten, unless ``--limit`` gives one;
+every byte of the device's allocator counts. At most one extra forward pass of overhead per sample
+is allowed, by measured op times. ``auto`` is :func:`keras_remat.find_max_batch_size`, whose answer
+is the column *searched*; Chen's schedules go through the same search and verification. Every batch
+in the table was trained, on data of its own: from the size the search said, sizes go down while the
+measured peak is over the limit, then up by 3 % until it is; a size that measures over it is planned
+again, twice at most. Rows are printed, and written to the JSON file, as they come; models that the
+JSON file has already are not run again, so that a run can be stopped and continued.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ from step_memory import HERE, MIB, geometric_mean, machine
 
 MODELS = ("VGG19", "MobileNet", "UNet", "ResNet50", "FCN8", "SegNet")
 SOLVERS = ("chen_sqrt_n", "chen_greedy", "auto")
-#: What ``--check`` demands of ``auto`` over plain Keras: on one model at least, and as geometric mean; and of every prediction.
+#: What ``--check`` demands of ``auto`` over plain Keras: on one model at least, and as geometric
+#: mean; and of every prediction.
 BEST_RATIO, MEAN_RATIO, PREDICTION = 5.1, 3.0, 0.05
 #: Seconds that the whole search of ResNet50 may take.
 SEARCH_S = 60.0
@@ -40,22 +45,71 @@ SEARCHED = 1.03
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--models", type=one_of(MODELS), default=MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}")
-    result.add_argument("--solvers", type=one_of(SOLVERS), default=SOLVERS, metavar="A,B", help=f"of {', '.join(SOLVERS)}")
-    result.add_argument(
-        "--limit", type=float, metavar="MIB", help="memory limit; by default what plain Keras needs at the model's batch"
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     result.add_argument(
-        "--steps", type=int, default=2, help="timed steps per batch of a schedule, after a first one (default 2)"
+        "--models",
+        type=one_of(MODELS),
+        default=MODELS,
+        metavar="A,B",
+        help=f"of {', '.join(MODELS)}",
     )
-    result.add_argument("--margin", type=float, default=0.0, help="share of the limit that the search leaves free (default 0)")
-    result.add_argument("--search-time", type=float, default=60.0, metavar="S", help="time_limit_s of auto (default 60)")
-    result.add_argument("--chen-time", type=float, default=20.0, metavar="S", help="for one of Chen's solvers (default 20)")
+    result.add_argument(
+        "--solvers",
+        type=one_of(SOLVERS),
+        default=SOLVERS,
+        metavar="A,B",
+        help=f"of {', '.join(SOLVERS)}",
+    )
+    result.add_argument(
+        "--limit",
+        type=float,
+        metavar="MIB",
+        help="memory limit; by default what plain Keras needs at the model's batch",
+    )
+    result.add_argument(
+        "--steps",
+        type=int,
+        default=2,
+        help="timed steps per batch of a schedule, after a first one (default 2)",
+    )
+    result.add_argument(
+        "--margin",
+        type=float,
+        default=0.0,
+        help="share of the limit that the search leaves free (default 0)",
+    )
+    result.add_argument(
+        "--search-time",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time_limit_s of auto (default 60)",
+    )
+    result.add_argument(
+        "--chen-time",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="for one of Chen's solvers (default 20)",
+    )
     result.add_argument("--seed", type=int, default=0)
-    result.add_argument("--timeout", type=float, default=900.0, metavar="S", help="for one process (default 900)")
-    result.add_argument("--output", type=Path, metavar="FILE.md", help="where the tables are written beside standard output")
-    result.add_argument("--json", type=Path, metavar="FILE.json", help="where every number is written, after every row")
+    result.add_argument(
+        "--timeout", type=float, default=900.0, metavar="S", help="for one process (default 900)"
+    )
+    result.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.md",
+        help="where the tables are written beside standard output",
+    )
+    result.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE.json",
+        help="where every number is written, after every row",
+    )
     result.add_argument("--check", action="store_true", help="exit with 1 when a bound fails")
     return result
 
@@ -67,7 +121,9 @@ def one_of(known: tuple[str, ...]) -> Any:
         names = tuple(text.split(","))
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"unknown name {name!r}; there are {', '.join(known)}")
+                raise argparse.ArgumentTypeError(
+                    f"unknown name {name!r}; there are {', '.join(known)}"
+                )
         return names
 
     return parse
@@ -76,27 +132,36 @@ def one_of(known: tuple[str, ...]) -> Any:
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What a child is told beside its model."""
     return {
-        "limit_bytes": None if arguments.limit is None else int(arguments.limit * MIB), "steps": arguments.steps,
-        "solvers": arguments.solvers, "margin": arguments.margin, "search_s": arguments.search_time, "chen_s": arguments.chen_time,
+        "limit_bytes": None if arguments.limit is None else int(arguments.limit * MIB),
+        "steps": arguments.steps,
+        "solvers": arguments.solvers,
+        "margin": arguments.margin,
+        "search_s": arguments.search_time,
+        "chen_s": arguments.chen_time,
         "seed": arguments.seed,
-    }  # fmt: skip
+    }
 
 
 def rows_of(name: str, options: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
-    """The rows of one model, as its processes write them; one that fails adds a row with its error, and plain's is the last then."""
+    """The rows of one model, as its processes write them; one that fails adds a row with its error,
+    and plain's is the last then."""
     plain: dict[str, Any] | None = None
     for row in _child(name, options | {"solvers": ()}, timeout_s):
         yield row
         plain = None if "error" in row else row
     for solver in options["solvers"] if plain is not None else ():
         last = solver == options["solvers"][-1]
-        yield from _child(name, options | {"solvers": (solver,), "plain": plain, "predictions": last}, timeout_s)
+        yield from _child(
+            name, options | {"solvers": (solver,), "plain": plain, "predictions": last}, timeout_s
+        )
 
 
 def _child(name: str, options: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
     """The rows of one process."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p),
+        "PYTHONPATH": os.pathsep.join(
+            p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p
+        ),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     with tempfile.TemporaryDirectory(prefix="max_batch_") as directory:
@@ -104,9 +169,12 @@ def _child(name: str, options: dict[str, Any], timeout_s: float) -> Iterator[dic
         request.write_text(json.dumps(options | {"model": name}))
         with noise.open("w") as stderr:
             process = subprocess.Popen(
-                [sys.executable, str(HERE / "max_batch_case.py"), str(request)], env=environment, stdout=subprocess.PIPE,
-                stderr=stderr, text=True,
-            )  # fmt: skip
+                [sys.executable, str(HERE / "max_batch_case.py"), str(request)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
         late = threading.Event()
         timer = threading.Timer(timeout_s, lambda: (late.set(), process.kill()))
         timer.start()
@@ -119,18 +187,43 @@ def _child(name: str, options: dict[str, Any], timeout_s: float) -> Iterator[dic
             process.kill()
             process.wait()
         if late.is_set():
-            yield {"model": name, "row": "batch", "solver": "", "error": f"not done after {timeout_s:.0f} s"}
+            yield {
+                "model": name,
+                "row": "batch",
+                "solver": "",
+                "error": f"not done after {timeout_s:.0f} s",
+            }
         elif process.returncode != 0:
-            last = [line for line in noise.read_text().splitlines() if line.strip()][-1:] or ["no message"]
-            yield {"model": name, "row": "batch", "solver": "", "error": f"exit status {process.returncode}: {last[0]}"}
+            last = [line for line in noise.read_text().splitlines() if line.strip()][-1:] or [
+                "no message"
+            ]
+            yield {
+                "model": name,
+                "row": "batch",
+                "solver": "",
+                "error": f"exit status {process.returncode}: {last[0]}",
+            }
 
 
 # -------------------------------------------------------------------- what a person reads
 
 COLUMNS = (
-    "model", "solver", "pixels", "limit MiB", "batch", "over plain", "searched", "predicted", "measured", "error", "overhead predicted",
-    "time per sample / plain", "search s", "fails at", "with MiB",
-)  # fmt: skip
+    "model",
+    "solver",
+    "pixels",
+    "limit MiB",
+    "batch",
+    "over plain",
+    "searched",
+    "predicted",
+    "measured",
+    "error",
+    "overhead predicted",
+    "time per sample / plain",
+    "search s",
+    "fails at",
+    "with MiB",
+)
 PREDICTION_COLUMNS = ("model", "profiled batch", "batch", "predicted MiB", "measured MiB", "error")
 
 
@@ -155,20 +248,42 @@ def line(row: dict[str, Any]) -> str:
 
     error = "–" if row["predicted_bytes"] is None else f"{error_of(row):+.1%}"
     if row["row"] == "prediction":
-        cells = [row["model"], row["profiled"], row["batch"], mib("predicted_bytes"), mib("measured_bytes"), error]
+        cells = [
+            row["model"],
+            row["profiled"],
+            row["batch"],
+            mib("predicted_bytes"),
+            mib("measured_bytes"),
+            error,
+        ]
     else:
         cells = [
-            row["model"], row["solver"], row["pixels"], mib("limit_bytes"), row["batch"], f"{row['ratio']:.2f}",
-            row.get("searched", "–"), mib("predicted_bytes"), mib("measured_bytes"), error, f"{row['overhead']:.1%}",
-            f"{row['time_ratio']:.2f}", "–" if row["search_s"] is None else f"{row['search_s']:.0f}", row["failed_batch"],
+            row["model"],
+            row["solver"],
+            row["pixels"],
+            mib("limit_bytes"),
+            row["batch"],
+            f"{row['ratio']:.2f}",
+            row.get("searched", "–"),
+            mib("predicted_bytes"),
+            mib("measured_bytes"),
+            error,
+            f"{row['overhead']:.1%}",
+            f"{row['time_ratio']:.2f}",
+            "–" if row["search_s"] is None else f"{row['search_s']:.0f}",
+            row["failed_batch"],
             mib("failed_bytes"),
-        ]  # fmt: skip
+        ]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def ratios(rows: list[dict[str, Any]], solver: str) -> dict[str, float]:
     """Model → measured batch over plain Keras's."""
-    return {r["model"]: r["ratio"] for r in rows if r["row"] == "batch" and r["solver"] == solver and "error" not in r}
+    return {
+        r["model"]: r["ratio"]
+        for r in rows
+        if r["row"] == "batch" and r["solver"] == solver and "error" not in r
+    }
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -184,7 +299,9 @@ def summary(rows: list[dict[str, Any]]) -> str:
             )
     errors = [abs(error_of(r)) for r in rows if r["row"] == "prediction"]
     if errors:
-        lines.append(f"Predicted against measured peak at batches not profiled: largest error {max(errors):.1%}")
+        lines.append(
+            f"Predicted against measured peak at batches not profiled: largest error {max(errors):.1%}"
+        )
     return "\n\n".join(lines)
 
 
@@ -194,15 +311,21 @@ def failed_bounds(rows: list[dict[str, Any]]) -> list[str]:
     for r in rows:
         if r["row"] == "batch" and "error" not in r:
             if r["measured_bytes"] > r["limit_bytes"]:
-                failures.append(f"{r['model']} {r['solver']}: measured {r['measured_bytes']} bytes, limit {r['limit_bytes']}")
+                failures.append(
+                    f"{r['model']} {r['solver']}: measured {r['measured_bytes']} bytes, limit {r['limit_bytes']}"
+                )
             if r["overhead"] > r.get("allowed_overhead", math.inf):
                 failures.append(
                     f"{r['model']} {r['solver']}: overhead {r['overhead']:.1%}, one forward pass is {r['allowed_overhead']:.1%}"
                 )
             if not r["batch"] / SEARCHED <= r.get("searched", r["batch"]) <= r["batch"] * SEARCHED:
-                failures.append(f"{r['model']} {r['solver']}: the search said {r['searched']}, {r['batch']} is what trains")
+                failures.append(
+                    f"{r['model']} {r['solver']}: the search said {r['searched']}, {r['batch']} is what trains"
+                )
             if r["model"] == "ResNet50" and r["solver"] == "auto" and r["search_s"] > SEARCH_S:
-                failures.append(f"{r['model']} {r['solver']}: the search took {r['search_s']:.0f} s, more than {SEARCH_S:.0f}")
+                failures.append(
+                    f"{r['model']} {r['solver']}: the search took {r['search_s']:.0f} s, more than {SEARCH_S:.0f}"
+                )
             if r["failed_bytes"] <= r["limit_bytes"]:
                 failures.append(f"{r['model']} {r['solver']}: batch {r['failed_batch']} trains too")
         if r["row"] == "prediction" and abs(error_of(r)) > PREDICTION:
@@ -213,7 +336,9 @@ def failed_bounds(rows: list[dict[str, Any]]) -> list[str]:
     if max(found, default=0.0) < BEST_RATIO:
         failures.append(f"the best ratio is {max(found, default=0.0):.2f}, less than {BEST_RATIO}")
     if not found or geometric_mean(found) < MEAN_RATIO:
-        failures.append(f"the geometric mean is {geometric_mean(found):.2f}, less than {MEAN_RATIO:g}")
+        failures.append(
+            f"the geometric mean is {geometric_mean(found):.2f}, less than {MEAN_RATIO:g}"
+        )
     return failures
 
 
@@ -227,7 +352,8 @@ def document(header: str, rows: list[dict[str, Any]]) -> str:
 
 
 def known_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier run's JSON file, without the models that it did not finish; none where there is no such file."""
+    """The rows of an earlier run's JSON file, without the models that it did not finish; none where
+    there is no such file."""
     if not path.exists():
         return []
     rows = json.loads(path.read_text())["rows"]
@@ -252,7 +378,9 @@ def main(argv: list[str] | None = None) -> int:
             rows.append(row)
             print(line(row), flush=True)
             if arguments.json:
-                arguments.json.write_text(json.dumps({"machine": header, "rows": rows}, indent=1), encoding="utf-8")
+                arguments.json.write_text(
+                    json.dumps({"machine": header, "rows": rows}, indent=1), encoding="utf-8"
+                )
     print(f"\n{summary(rows)}")
     if arguments.output:
         arguments.output.write_text(document(header, rows), encoding="utf-8")

@@ -1,7 +1,9 @@
-"""Plain Keras or solvers of the maximum batch benchmark, one model in a process of its own: ``python max_batch_case.py OPTIONS.json``.
+"""Plain Keras or solvers of the maximum batch benchmark, one model in a process of its own:
+``python max_batch_case.py OPTIONS.json``.
 
-:mod:`max_batch` writes the options and reads the rows from standard output, one JSON object per line, each written as soon as it is known.
-With the row of plain Keras among the options, it is not measured again.
+:mod:`max_batch` writes the options and reads the rows from standard output, one JSON object per
+line, each written as soon as it is known. With the row of plain Keras among the options, it is not
+measured again.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import paper_models
 
 import keras_remat
-from keras_remat.autotune import BatchSearch, forward_overhead, search_batch_size
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
-from keras_remat.backends.examples import repeated_batch
-from keras_remat.max_batch import AsItIsNow, Trainer, measured_scaling, verified_search
-from keras_remat.planning import plan_problem, traced_model
-from keras_remat.scaling import BatchScaling
-from keras_remat.time_fit import carried_problem
+from keras_remat.backends.batches import repeated_batch
+from keras_remat.batch_size.cost_fit import carried_problem
+from keras_remat.batch_size.find import AsItIsNow, Trainer, measured_scaling, verified_search
+from keras_remat.batch_size.scaling import BatchScaling
+from keras_remat.batch_size.search import BatchSearch, forward_overhead, search_batch_size
+from keras_remat.planning.make_plan import plan_problem, traced_model
 
 #: How far one step up goes from a batch that trained.
 STEP_UP = 0.03
-#: Steps of plain Keras per batch after a first one; its ops run in another order every time, and its highest peak comes late.
+#: Steps of plain Keras per batch after a first one; its ops run in another order every time, and
+#: its highest peak comes late.
 _PLAIN_STEPS = 7
 #: How often a size that measures over the limit is planned again.
 _REPLANS = 2
@@ -83,7 +86,8 @@ class Measurement:
     # ---------------------------------------------------------------- plain Keras
 
     def _measured(self, run: RunStep, size: int, steps: int) -> tuple[int, float]:
-        """Trains ``steps`` steps after a first one; the highest allocator peak of them all, and the median seconds without the first."""
+        """Trains ``steps`` steps after a first one; the highest allocator peak of them all, and the
+        median seconds without the first."""
         batch = repeated_batch(self.backend, self.batch, size)
         peaks, times_s = [], []
         for _ in range(1 + steps):
@@ -111,7 +115,9 @@ class Measurement:
             size -= 1
             peak, seconds = self._train_plain(size)
         if peak > self.limit_bytes:
-            raise RuntimeError(f"plain Keras needs {peak} bytes for one sample, more than the limit of {self.limit_bytes}")
+            raise RuntimeError(
+                f"plain Keras needs {peak} bytes for one sample, more than the limit of {self.limit_bytes}"
+            )
         while True:
             more = self._train_plain(size + 1)
             if more[0] > self.limit_bytes:
@@ -119,54 +125,102 @@ class Measurement:
             size, (peak, seconds) = size + 1, more
         self.plain_batch, self.plain_s_per_sample = size, seconds / size
         self.row(
-            row="batch", solver="plain", limit_bytes=self.limit_bytes, batch=size, ratio=1.0, measured_bytes=peak, seconds=seconds, time_ratio=1.0,
-            failed_batch=size + 1, failed_bytes=more[0], predicted_bytes=None, overhead=0.0, search_s=None, pixels=self.paper.pixels,
-        )  # fmt: skip
+            row="batch",
+            solver="plain",
+            limit_bytes=self.limit_bytes,
+            batch=size,
+            ratio=1.0,
+            measured_bytes=peak,
+            seconds=seconds,
+            time_ratio=1.0,
+            failed_batch=size + 1,
+            failed_bytes=more[0],
+            predicted_bytes=None,
+            overhead=0.0,
+            search_s=None,
+            pixels=self.paper.pixels,
+        )
 
     # ---------------------------------------------------------------- planning
 
     def _profile(self) -> None:
         self.model.train_function = None
-        step = traced_model(self.backend, self.model, self.batch, _UNLIMITED_BYTES, 0.0, "measured", self.options["seed"])
+        step = traced_model(
+            self.backend,
+            self.model,
+            self.batch,
+            _UNLIMITED_BYTES,
+            0.0,
+            "measured",
+            self.options["seed"],
+        )
         self.traced, self.scaling = step.traced, measured_scaling(self.backend, self.model, step)
 
     def _search(self, name: str) -> BatchSearch:
-        """What the product finds, its plan with what was measured; Chen's schedules go the same way."""
+        """What the product finds, its plan with what was measured; Chen's schedules go the same
+        way."""
         options, limit = self.options, self.limit_bytes
         budget = int(limit * (1 - options["margin"]))
         start = self.paper.plain_batch
         if name == "auto":
             return keras_remat.find_max_batch_size(
-                self.model, self.batch, limit, margin=options["margin"], time_limit_s=options["search_s"],
+                self.model,
+                self.batch,
+                limit,
+                margin=options["margin"],
+                time_limit_s=options["search_s"],
                 seed=options["seed"],
-            )  # fmt: skip
+            )
         search = search_batch_size(
-            self.scaling, start, limit, budget, self.backend, solver=name, time_limit_s=options["chen_s"], seed=options["seed"]
+            self.scaling,
+            start,
+            limit,
+            budget,
+            self.backend,
+            solver=name,
+            time_limit_s=options["chen_s"],
+            seed=options["seed"],
         )
         train = Trainer(self.backend, self.model, self.batch, budget)
         return verified_search(
-            search, self.scaling, train, budget, self.backend, traced=self.traced, graph_of=train.graph, solver=name, solve_s=options["chen_s"] / 4,
+            search,
+            self.scaling,
+            train,
+            budget,
+            self.backend,
+            traced=self.traced,
+            graph_of=train.graph,
+            solver=name,
+            solve_s=options["chen_s"] / 4,
             seed=options["seed"],
-        )  # fmt: skip
+        )
 
     def train(self, size: int, schedule: keras_remat.Schedule) -> tuple[int, float]:
-        """Really trains ``size`` samples per step by a schedule; as :meth:`_measured`. The peak is predicted just before."""
+        """Really trains ``size`` samples per step by a schedule; as :meth:`_measured`. The peak is
+        predicted just before."""
         gc.collect()
         spec = self.backend.resized_spec(self.batch, size)
         traced = self.backend.trace(self.model, spec)
-        problem = AsItIsNow(self.scaling, self.backend, traced).of(carried_problem(self.scaling.at(size), traced.graph))
+        problem = AsItIsNow(self.scaling, self.backend, traced).of(
+            carried_problem(self.scaling.at(size), traced.graph)
+        )
         if not traced.graph.has_ops_of(
             self.scaling.at(size).graph
         ):  # TensorFlow folds an op at some sizes: the order is another
-            plan = plan_problem(problem, self.limit_bytes, self.backend, solver="greedy", seed=self.options["seed"])
+            plan = plan_problem(
+                problem, self.limit_bytes, self.backend, solver="greedy", seed=self.options["seed"]
+            )
             schedule = plan.solution.schedule
         keras_remat.validate(problem, schedule)
         self.predicted[size] = self.backend.predicted_peak_bytes(problem, schedule)
         run = self.backend.lower(traced, problem.with_budget(self.limit_bytes), schedule)
         return self._measured(run, size, self.options["steps"])
 
-    def trained(self, size: int, schedule: keras_remat.Schedule, name: str) -> tuple[keras_remat.Schedule, int, float]:
-        """Trains by a known order, and where that is over the limit by one made again for this size and what was measured, as ``fit`` does.
+    def trained(
+        self, size: int, schedule: keras_remat.Schedule, name: str
+    ) -> tuple[keras_remat.Schedule, int, float]:
+        """Trains by a known order, and where that is over the limit by one made again for this size
+        and what was measured, as ``fit`` does.
 
         Returns:
             The order that needs least, with its peak and seconds.
@@ -177,9 +231,13 @@ class Measurement:
             problem = AsItIsNow(self.scaling, self.backend, self.traced).at(size)
             try:
                 plan = plan_problem(
-                    problem, self.limit_bytes - over, self.backend, solver=name, time_limit_s=self.options["search_s"] / 6,
+                    problem,
+                    self.limit_bytes - over,
+                    self.backend,
+                    solver=name,
+                    time_limit_s=self.options["search_s"] / 6,
                     seed=self.options["seed"],
-                )  # fmt: skip
+                )
             except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError):
                 break
             if plan.overhead > forward_overhead(problem):
@@ -208,18 +266,34 @@ class Measurement:
             size, schedule, peak, seconds = more, next_schedule, failed, next_seconds
         overhead, allowed = self._overhead(size, schedule)
         self.row(
-            row="batch", solver=name, limit_bytes=self.limit_bytes, batch=size, ratio=size / self.plain_batch,
-            searched=search.max_batch_size, predicted_bytes=predicted, measured_bytes=peak, overhead=overhead,
-            allowed_overhead=allowed, time_ratio=seconds / size / self.plain_s_per_sample, search_s=search_s, failed_batch=more,
-            failed_bytes=failed, recomputed=len(schedule.recomputed), found_by=plan.solution.solver, pixels=self.paper.pixels,
-        )  # fmt: skip
+            row="batch",
+            solver=name,
+            limit_bytes=self.limit_bytes,
+            batch=size,
+            ratio=size / self.plain_batch,
+            searched=search.max_batch_size,
+            predicted_bytes=predicted,
+            measured_bytes=peak,
+            overhead=overhead,
+            allowed_overhead=allowed,
+            time_ratio=seconds / size / self.plain_s_per_sample,
+            search_s=search_s,
+            failed_batch=more,
+            failed_bytes=failed,
+            recomputed=len(schedule.recomputed),
+            found_by=plan.solution.solver,
+            pixels=self.paper.pixels,
+        )
         if self.options["predictions"]:
             self._predictions(size, peak, schedule)
 
     def _overhead(self, size: int, schedule: keras_remat.Schedule) -> tuple[float, float]:
-        """The overhead of an order at this size, and one extra forward pass, both over the store-all time."""
+        """The overhead of an order at this size, and one extra forward pass, both over the
+        store-all time."""
         problem = self.scaling.at(size)
-        return keras_remat.simulate(problem, schedule).time_s / problem.store_all_time_s - 1, forward_overhead(problem)
+        return keras_remat.simulate(
+            problem, schedule
+        ).time_s / problem.store_all_time_s - 1, forward_overhead(problem)
 
     def _predictions(self, found: int, found_peak: int, schedule: keras_remat.Schedule) -> None:
         """Predicted and measured peak of the found order at batches that were not profiled."""
@@ -227,9 +301,12 @@ class Measurement:
         for size in (profiled // 2, 2 * profiled, found):
             measured = found_peak if size == found else self.train(size, schedule)[0]
             self.row(
-                row="prediction", batch=size, profiled=profiled, predicted_bytes=self.predicted[size],
+                row="prediction",
+                batch=size,
+                profiled=profiled,
+                predicted_bytes=self.predicted[size],
                 measured_bytes=measured,
-            )  # fmt: skip
+            )
 
 
 if __name__ == "__main__":

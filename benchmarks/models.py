@@ -1,7 +1,7 @@
 """The models the benchmarks train: eleven small versions of real work, with synthetic data.
 
-Every case is big enough that its activations matter (megabytes each) and small enough for a CPU. Batches differ from step to step, so that a
-step that reads something stale cannot go unnoticed.
+Every case is big enough that its activations matter (megabytes each) and small enough for a CPU.
+Batches differ from step to step, so that a step that reads something stale cannot go unnoticed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import numpy as np
 from keras import layers
 
 CLASSES = 10
-#: Small, so that the comparison of losses shows the steps' rounding and not what an untrained network makes of it: at usual rates two runs
-#: of the same plain ``fit`` part after a few steps.
+#: Small, so that the comparison of losses shows the steps' rounding and not what an untrained
+#: network makes of it: at usual rates two runs of the same plain ``fit`` part after a few steps.
 _LEARNING_RATE = 1e-6
 TOKENS = 1000
 
-#: What ``fit`` is given for a number of samples: ``x``, and where there are any ``y`` and ``sample_weight``.
+#: What ``fit`` is given for a number of samples: ``x``, and where there are any ``y`` and
+#: ``sample_weight``.
 Data = dict[str, Any]
 
 
@@ -73,8 +74,12 @@ def _application(
     name: str, optimizer: Callable[[], keras.optimizers.Optimizer], pixels: int = 128
 ) -> Callable[[], keras.Model]:
     def build() -> keras.Model:
-        model: keras.Model = getattr(keras.applications, name)(weights=None, input_shape=(pixels, pixels, 3), classes=CLASSES)
-        model.compile(optimizer(), "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
+        model: keras.Model = getattr(keras.applications, name)(
+            weights=None, input_shape=(pixels, pixels, 3), classes=CLASSES
+        )
+        model.compile(
+            optimizer(), "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False
+        )
         return model
 
     return build
@@ -97,7 +102,8 @@ def _convolutions(x: Any, filters: int) -> Any:
 
 
 def build_unet(pixels: int = 128, filters: int = 16, depth: int = 4) -> keras.Model:
-    """A U-Net (Ronneberger et al. 2015) with batch normalization: its skip connections live from the top of the forward phase to the end."""
+    """A U-Net (Ronneberger et al. 2015) with batch normalization: its skip connections live from
+    the top of the forward phase to the end."""
     inputs = x = keras.Input((pixels, pixels, 3))
     skips = []
     for level in range(depth):
@@ -120,7 +126,9 @@ def _masks(generator: np.random.Generator, samples: int, pixels: int = 128) -> D
     }
 
 
-def build_transformer(length: int = 256, width: int = 128, heads: int = 4, blocks: int = 4) -> keras.Model:
+def build_transformer(
+    length: int = 256, width: int = 128, heads: int = 4, blocks: int = 4
+) -> keras.Model:
     """A pre-norm transformer encoder with dropout in attention and in both residual branches."""
     inputs = keras.Input((length,), dtype="int32")
     x = layers.Embedding(TOKENS, width)(inputs)
@@ -148,38 +156,58 @@ def _sentences(length: int) -> Callable[[np.random.Generator, int], Data]:
 
 
 def build_bilstm(length: int = 96, width: int = 128) -> keras.Model:
-    """Two bidirectional LSTM layers and a dense block over every position; the recurrences are ``While`` ops."""
+    """Two bidirectional LSTM layers and a dense block over every position; the recurrences are
+    ``While`` ops."""
     inputs = keras.Input((length,), dtype="int32")
     x = layers.Embedding(TOKENS, width)(inputs)
     x = layers.Bidirectional(layers.LSTM(width, return_sequences=True))(x)
     x = layers.LayerNormalization()(layers.Dense(4 * width, activation="gelu")(x))
     x = layers.Bidirectional(layers.LSTM(width // 2))(x)
     model = keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(x))
-    model.compile(_adam(), "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
+    model.compile(
+        _adam(), "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False
+    )
     return model
 
 
 class VariationalAutoencoder(keras.Model):
-    """A convolutional VAE (Kingma & Welling 2013) with a train step of its own, written for TensorFlow."""
+    """A convolutional VAE (Kingma & Welling 2013) with a train step of its own, written for
+    TensorFlow."""
 
     def __init__(self, pixels: int = 64, latent: int = 16, filters: int = 32):
         super().__init__()
         quarter = pixels // 4
         self.latent = latent
         self.seed = keras.random.SeedGenerator(1)
-        self.loss_mean, self.divergence_mean = keras.metrics.Mean("loss"), keras.metrics.Mean("divergence")
+        self.loss_mean, self.divergence_mean = (
+            keras.metrics.Mean("loss"),
+            keras.metrics.Mean("divergence"),
+        )
         relu = {"padding": "same", "activation": "relu"}
         self.encoder = keras.Sequential(
-            [keras.Input((pixels, pixels, 3)), layers.Conv2D(filters, 3, **relu), layers.Conv2D(filters, 3, 2, **relu),
-             layers.Conv2D(2 * filters, 3, **relu), layers.Conv2D(2 * filters, 3, 2, **relu), layers.Flatten(), layers.Dense(2 * latent)]
-        )  # fmt: skip
+            [
+                keras.Input((pixels, pixels, 3)),
+                layers.Conv2D(filters, 3, **relu),
+                layers.Conv2D(filters, 3, 2, **relu),
+                layers.Conv2D(2 * filters, 3, **relu),
+                layers.Conv2D(2 * filters, 3, 2, **relu),
+                layers.Flatten(),
+                layers.Dense(2 * latent),
+            ]
+        )
         self.decoder = keras.Sequential(
-            [keras.Input((latent,)), layers.Dense(quarter * quarter * 2 * filters, activation="relu"),
-             layers.Reshape((quarter, quarter, 2 * filters)), layers.Conv2D(2 * filters, 3, **relu),
-             layers.Conv2DTranspose(2 * filters, 3, 2, **relu), layers.Conv2D(2 * filters, 3, **relu),
-             layers.Conv2DTranspose(filters, 3, 2, **relu), layers.Conv2D(filters, 3, **relu),
-             layers.Conv2D(3, 3, padding="same", activation="sigmoid")]
-        )  # fmt: skip
+            [
+                keras.Input((latent,)),
+                layers.Dense(quarter * quarter * 2 * filters, activation="relu"),
+                layers.Reshape((quarter, quarter, 2 * filters)),
+                layers.Conv2D(2 * filters, 3, **relu),
+                layers.Conv2DTranspose(2 * filters, 3, 2, **relu),
+                layers.Conv2D(2 * filters, 3, **relu),
+                layers.Conv2DTranspose(filters, 3, 2, **relu),
+                layers.Conv2D(filters, 3, **relu),
+                layers.Conv2D(3, 3, padding="same", activation="sigmoid"),
+            ]
+        )
 
     @property
     def metrics(self) -> list[keras.metrics.Metric]:
@@ -225,8 +253,13 @@ def build_two_inputs() -> keras.Model:
     image, row = keras.Input((64, 64, 3), name="image"), keras.Input((20,), name="row")
     x = _convolutions(image, 32)
     x = _convolutions(layers.MaxPooling2D()(x), 64)
-    x = layers.Concatenate()([layers.GlobalAveragePooling2D()(x), layers.Dense(16, activation="relu")(row)])
-    kind, amount = layers.Dense(5, activation="softmax", name="kind"), layers.Dense(1, name="amount")
+    x = layers.Concatenate()(
+        [layers.GlobalAveragePooling2D()(x), layers.Dense(16, activation="relu")(row)]
+    )
+    kind, amount = (
+        layers.Dense(5, activation="softmax", name="kind"),
+        layers.Dense(1, name="amount"),
+    )
     model = keras.Model({"image": image, "row": row}, {"kind": kind(x), "amount": amount(x)})
     losses = {"kind": "sparse_categorical_crossentropy", "amount": "mse"}
     model.compile(_adam(), losses, metrics={"kind": ["accuracy"]}, jit_compile=False)
@@ -236,17 +269,23 @@ def build_two_inputs() -> keras.Model:
 def _rows(generator: np.random.Generator, samples: int) -> Data:
     image, row = (samples, 64, 64, 3), (samples, 20)
     return {
-        "x": {"image": generator.random(image, dtype=np.float32), "row": generator.random(row, dtype=np.float32)},
+        "x": {
+            "image": generator.random(image, dtype=np.float32),
+            "row": generator.random(row, dtype=np.float32),
+        },
         "y": {
             "kind": generator.integers(0, 5, (samples,)).astype(np.int32),
             "amount": generator.random((samples, 1), dtype=np.float32),
         },
-        "sample_weight": {key: generator.random((samples,), dtype=np.float32) for key in ("kind", "amount")},
+        "sample_weight": {
+            key: generator.random((samples,), dtype=np.float32) for key in ("kind", "amount")
+        },
     }
 
 
 def build_mixed_precision() -> keras.Model:
-    """A CNN under ``mixed_float16``: half-precision activations, a dynamically scaled loss, an update only where gradients are finite."""
+    """A CNN under ``mixed_float16``: half-precision activations, a dynamically scaled loss, an
+    update only where gradients are finite."""
     before = keras.mixed_precision.dtype_policy()
     keras.mixed_precision.set_dtype_policy("mixed_float16")
     try:
@@ -255,7 +294,9 @@ def build_mixed_precision() -> keras.Model:
             x = layers.MaxPooling2D()(_convolutions(x, filters))
         x = layers.Dense(CLASSES)(layers.GlobalAveragePooling2D()(x))
         model = keras.Model(inputs, layers.Activation("softmax", dtype="float32")(x))
-        model.compile(_adam(), "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
+        model.compile(
+            _adam(), "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False
+        )
     finally:
         keras.mixed_precision.set_dtype_policy(before)
     return model

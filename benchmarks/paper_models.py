@@ -1,10 +1,12 @@
-"""The six models of the Checkmate paper's maximum batch size experiment, at resolutions that two CPU cores can train.
+"""The six models of the Checkmate paper's maximum batch size experiment, at resolutions that two
+CPU cores can train.
 
-Jain et al. 2020, arXiv 1910.02653, section 6.4: VGG19, MobileNet, U-Net, ResNet50, FCN8 and SegNet. The first, second and fourth are
-those of ``keras.applications``; the others are built here from their papers. All are float32 and trained by plain SGD, so that what is
-resident is the weights and the batch. Departures from the models' papers: ten classes in place of 1,000; 'same' padding in the U-Net and half its
-width; a quarter of the width of the two convolutions in FCN8 that were dense layers; nearest-neighbour unpooling in SegNet, which does
-not remember where the maxima were.
+Jain et al. 2020, arXiv 1910.02653, section 6.4: VGG19, MobileNet, U-Net, ResNet50, FCN8 and SegNet.
+The first, second and fourth are those of ``keras.applications``; the others are built here from
+their papers. All are float32 and trained by plain SGD, so that what is resident is the weights and
+the batch. Departures from the models' papers: ten classes in place of 1,000; 'same' padding in the
+U-Net and half its width; a quarter of the width of the two convolutions in FCN8 that were dense
+layers; nearest-neighbour unpooling in SegNet, which does not remember where the maxima were.
 """
 
 from __future__ import annotations
@@ -53,13 +55,19 @@ class PaperModel:
 
 
 def _compiled(model: keras.Model) -> keras.Model:
-    model.compile(keras.optimizers.SGD(_LEARNING_RATE), "sparse_categorical_crossentropy", jit_compile=False)
+    model.compile(
+        keras.optimizers.SGD(_LEARNING_RATE), "sparse_categorical_crossentropy", jit_compile=False
+    )
     return model
 
 
 def _application(name: str) -> Callable[[int], keras.Model]:
     def build(pixels: int) -> keras.Model:
-        return _compiled(getattr(keras.applications, name)(weights=None, input_shape=(pixels, pixels, 3), classes=CLASSES))
+        return _compiled(
+            getattr(keras.applications, name)(
+                weights=None, input_shape=(pixels, pixels, 3), classes=CLASSES
+            )
+        )
 
     return build
 
@@ -71,7 +79,8 @@ def _two_convolutions(x: Any, filters: int) -> Any:
 
 
 def unet(pixels: int, filters: int = 32, depth: int = 4) -> keras.Model:
-    """U-Net (Ronneberger, Fischer, Brox 2015, arXiv 1505.04597, figure 1) with ``filters`` channels at the top, where the paper has 64."""
+    """U-Net (Ronneberger, Fischer, Brox 2015, arXiv 1505.04597, figure 1) with ``filters`` channels
+    at the top, where the paper has 64."""
     inputs = x = keras.Input((pixels, pixels, 3))
     skips = []
     for level in range(depth):
@@ -97,7 +106,8 @@ def _vgg16_stages(x: Any) -> list[Any]:
 
 
 def fcn8(pixels: int, width: int = 1024) -> keras.Model:
-    """FCN-8s (Long, Shelhamer, Darrell 2015, arXiv 1411.4038, figure 3): VGG16 made convolutional, scores of three stages added.
+    """FCN-8s (Long, Shelhamer, Darrell 2015, arXiv 1411.4038, figure 3): VGG16 made convolutional,
+    scores of three stages added.
 
     Args:
         pixels: a multiple of 32.
@@ -106,7 +116,9 @@ def fcn8(pixels: int, width: int = 1024) -> keras.Model:
     inputs = keras.Input((pixels, pixels, 3))
     _, _, pool3, pool4, x = _vgg16_stages(inputs)
     for size in (7, 1):
-        x = layers.Dropout(0.5, seed=1)(layers.Conv2D(width, size, padding="same", activation="relu")(x))
+        x = layers.Dropout(0.5, seed=1)(
+            layers.Conv2D(width, size, padding="same", activation="relu")(x)
+        )
     x = layers.Conv2D(FCN_CLASSES, 1)(x)
     for skip in (pool4, pool3):
         x = layers.Conv2DTranspose(FCN_CLASSES, 4, strides=2, padding="same", use_bias=False)(x)
@@ -116,10 +128,13 @@ def fcn8(pixels: int, width: int = 1024) -> keras.Model:
 
 
 def segnet(pixels: int) -> keras.Model:
-    """SegNet (Badrinarayanan, Kendall, Cipolla 2015, arXiv 1511.00561, figure 2): VGG16's convolutions with batch normalization, and their mirror image."""
+    """SegNet (Badrinarayanan, Kendall, Cipolla 2015, arXiv 1511.00561, figure 2): VGG16's
+    convolutions with batch normalization, and their mirror image."""
 
     def convolution(x: Any, filters: int) -> Any:
-        return layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(filters, 3, padding="same")(x)))
+        return layers.ReLU()(
+            layers.BatchNormalization()(layers.Conv2D(filters, 3, padding="same")(x))
+        )
 
     inputs = x = keras.Input((pixels, pixels, 3))
     for filters, convolutions in _VGG16:

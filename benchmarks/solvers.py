@@ -1,19 +1,24 @@
-"""Overhead against budget, one line per solver: the plot everyone knows from the Checkmate paper, and the numbers behind it.
+"""Overhead against budget, one line per solver: the plot everyone knows from the Checkmate paper,
+and the numbers behind it.
 
-    python benchmarks/solvers.py run --graphs DIR [--solvers auto,dtr] [--budgets 0.9,0.5,floor] [--time-limit 30] [--output DIR]
-    python benchmarks/solvers.py coarse --graphs DIR [--budgets 0.7,0.5] [--time-limit 60]
-    python benchmarks/solvers.py op-level [--models ResNet50,DenseNet121,transformer] [--budgets 0.7,0.5,0.35] [--output DIR]
-    python benchmarks/solvers.py export MODEL.keras --batch-size 16 --output PROBLEM.json
+    python benchmarks/solvers.py run --graphs DIR [--solvers auto,dtr] [--budgets 0.9,0.5,floor]
+    [--time-limit 30] [--output DIR] python benchmarks/solvers.py coarse --graphs DIR [--budgets
+    0.7,0.5] [--time-limit 60] python benchmarks/solvers.py op-level [--models
+    ResNet50,DenseNet121,transformer] [--budgets 0.7,0.5,0.35] [--output DIR] python
+    benchmarks/solvers.py export MODEL.keras --batch-size 16 --output PROBLEM.json
 
-``run`` takes every problem file of the folder (or of the environment variable ``KERAS_REMAT_GRAPHS``), every budget as a share of the
-store-all peak (``floor`` means the floor × 1.02), and every solver, each in a fresh process, and reports overhead, bound, gap, seconds
-and the peak memory of the solver's processes. Schedules are validated on the way out of the solver. Every row is printed and added to
-``solvers.jsonl`` as soon as it is there, and rows that file already has are not solved again, so that a run can be stopped and
-continued, and solvers can be run one after the other; at the end it writes ``solvers.md`` and one ``NAME.png`` per graph. ``coarse``
-states what coarsening loses: the interval search's overhead on the full graph and through its coarse problem, with their proved bounds.
-``op-level`` traces models of ``benchmarks/models.py`` (with estimated costs), solves their train steps by ``auto`` and ``dtr`` at the
-same budgets, and prints the table (written to ``op_level.md``) and the geometric mean of auto's overhead over dtr's, where both have one.
-``export`` traces a saved Keras model's train step into a problem file.
+``run`` takes every problem file of the folder (or of the environment variable
+``KERAS_REMAT_GRAPHS``), every budget as a share of the store-all peak (``floor`` means the floor ×
+1.02), and every solver, each in a fresh process, and reports overhead, bound, gap, seconds and the
+peak memory of the solver's processes. Schedules are validated on the way out of the solver. Every
+row is printed and added to ``solvers.jsonl`` as soon as it is there, and rows that file already has
+are not solved again, so that a run can be stopped and continued, and solvers can be run one after
+the other; at the end it writes ``solvers.md`` and one ``NAME.png`` per graph. ``coarse`` states
+what coarsening loses: the interval search's overhead on the full graph and through its coarse
+problem, with their proved bounds. ``op-level`` traces models of ``benchmarks/models.py`` (with
+estimated costs), solves their train steps by ``auto`` and ``dtr`` at the same budgets, and prints
+the table (written to ``op_level.md``) and the geometric mean of auto's overhead over dtr's, where
+both have one. ``export`` traces a saved Keras model's train step into a problem file.
 """
 
 from __future__ import annotations
@@ -30,14 +35,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_remat import serialize, solvers
+from keras_remat import solvers
+from keras_remat.core import serialize
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, MissingPackageError, ScheduleNotFoundError
-from keras_remat.problem import Problem
-from keras_remat.schedule import Schedule
-from keras_remat.simulate import simulate
-from keras_remat.solvers import greedy, intervals
-from keras_remat.solvers.coarsen import Coarse, small_value_threshold
-from keras_remat.solvers.reorder import memory_aware_order
+from keras_remat.solvers.orders.coarsen import Coarse, small_value_threshold
+from keras_remat.solvers.orders.reorder import memory_aware_order
+from keras_remat.solvers.search import greedy, intervals
 
 BUDGETS = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,floor"
 FLOOR_FACTOR = 1.02
@@ -48,15 +54,23 @@ def budget_bytes(budget: str, peak_bytes: int, floor_bytes: int) -> int:
     return int(floor_bytes * FLOOR_FACTOR) if budget == "floor" else int(float(budget) * peak_bytes)
 
 
-def solve_once(path: str, budget: str, solver: str, time_limit_s: float, seed: int) -> dict[str, Any]:
+def solve_once(
+    path: str, budget: str, solver: str, time_limit_s: float, seed: int
+) -> dict[str, Any]:
     """One row of the table, solved in this process."""
     problem = serialize.load_problem(path)
     store_all = simulate(problem, Schedule.store_all(problem.graph))
     problem = problem.with_budget(budget_bytes(budget, store_all.peak_bytes, problem.floor_bytes))
     row: dict[str, Any] = {
-        "graph": Path(path).stem, "ops": len(problem.graph.ops), "budget": budget, "budget_bytes": problem.budget_bytes,
-        "share": (problem.budget_bytes or 0) / store_all.peak_bytes, "solver": solver, "time_limit_s": time_limit_s, "seed": seed,
-    }  # fmt: skip
+        "graph": Path(path).stem,
+        "ops": len(problem.graph.ops),
+        "budget": budget,
+        "budget_bytes": problem.budget_bytes,
+        "share": (problem.budget_bytes or 0) / store_all.peak_bytes,
+        "solver": solver,
+        "time_limit_s": time_limit_s,
+        "seed": seed,
+    }
     started = time.perf_counter()
     try:
         solution = solvers.solve(problem, solver=solver, time_limit_s=time_limit_s, seed=seed)
@@ -66,12 +80,22 @@ def solve_once(path: str, budget: str, solver: str, time_limit_s: float, seed: i
         assert solution.usage is not None
         lower = solution.lower_bound_s
         row |= {
-            "result": solution.status, "by": solution.solver, "peak_bytes": solution.usage.peak_bytes,
-            "overhead": solution.usage.time_s / store_all.time_s - 1, "gap": solution.gap,
+            "result": solution.status,
+            "by": solution.solver,
+            "peak_bytes": solution.usage.peak_bytes,
+            "overhead": solution.usage.time_s / store_all.time_s - 1,
+            "gap": solution.gap,
             "bound": None if lower is None else lower / store_all.time_s - 1,
-        }  # fmt: skip
-    own, children = (resource.getrusage(who).ru_maxrss * 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return row | {"seconds": time.perf_counter() - started, "memory_bytes": own, "child_memory_bytes": children}
+        }
+    own, children = (
+        resource.getrusage(who).ru_maxrss * 1024
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return row | {
+        "seconds": time.perf_counter() - started,
+        "memory_bytes": own,
+        "child_memory_bytes": children,
+    }
 
 
 REFUSES_OVER_OPS = {
@@ -81,13 +105,15 @@ REFUSES_OVER_OPS = {
     "lp_rounding": 150,
     "dtr_random": 1000,
 }
-"""Solvers left out on larger graphs, where their programs of ops × ops variables (or their thrashing) take the whole limit for nothing."""
+"""Solvers left out on larger graphs, where their programs of ops × ops variables (or their
+thrashing) take the whole limit for nothing."""
 KILLED_AFTER = 3.0
 """Time limits after which a solver that does not keep its own is killed; its row says so."""
 
 
 def run(options: argparse.Namespace) -> None:
-    """Solves everything and writes table, rows and plots; rows found in ``solvers.jsonl`` are not solved again."""
+    """Solves everything and writes table, rows and plots; rows found in ``solvers.jsonl`` are not
+    solved again."""
     folder = options.graphs or os.environ.get("KERAS_REMAT_GRAPHS")
     if folder is None:
         raise SystemExit("give --graphs DIR or set KERAS_REMAT_GRAPHS")
@@ -97,13 +123,18 @@ def run(options: argparse.Namespace) -> None:
     names = options.solvers.split(",") if options.solvers else list(solvers.SOLVERS)
     rows = solve_all(paths, names, options)
     output = Path(options.output)
-    (output / "solvers.md").write_text("\n".join([*overview(rows), *TABLE_HEAD, *map(table_line, rows)]) + "\n")
+    (output / "solvers.md").write_text(
+        "\n".join([*overview(rows), *TABLE_HEAD, *map(table_line, rows)]) + "\n"
+    )
     for name in dict.fromkeys(row["graph"] for row in rows):
         plot([row for row in rows if row["graph"] == name], output / f"{name}.png")
 
 
-def solve_all(paths: Sequence[Path], names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of every graph, budget and solver, old ones of the output folder first; new ones are printed and added to its ``solvers.jsonl``."""
+def solve_all(
+    paths: Sequence[Path], names: Sequence[str], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Rows of every graph, budget and solver, old ones of the output folder first; new ones are
+    printed and added to its ``solvers.jsonl``."""
     log = Path(options.output) / "solvers.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
@@ -130,12 +161,23 @@ def op_level(options: argparse.Namespace) -> None:
         if not path.exists():
             subprocess.run([sys.executable, __file__, "trace", path.stem, str(path)], check=True)
     rows = solve_all(paths, ("auto", "dtr"), options)
-    found = {(row["graph"], row["budget"], row["solver"]): row["overhead"] for row in rows if "overhead" in row}
-    ratios = [found[g, b, "auto"] / found[g, b, "dtr"] for g, b, name in found if name == "auto" and found.get((g, b, "dtr"))]
+    found = {
+        (row["graph"], row["budget"], row["solver"]): row["overhead"]
+        for row in rows
+        if "overhead" in row
+    }
+    ratios = [
+        found[g, b, "auto"] / found[g, b, "dtr"]
+        for g, b, name in found
+        if name == "auto" and found.get((g, b, "dtr"))
+    ]
     lines = [*TABLE_HEAD, *map(table_line, rows)]
     if ratios:
         mean = math.exp(sum(math.log(max(ratio, 1e-9)) for ratio in ratios) / len(ratios))
-        lines += ["", f"Overhead of auto over that of dtr, geometric mean of {len(ratios)} budgets: {mean:.3f}"]
+        lines += [
+            "",
+            f"Overhead of auto over that of dtr, geometric mean of {len(ratios)} budgets: {mean:.3f}",
+        ]
         print(*lines[-2:], sep="\n")
     (output / "op_level.md").write_text("\n".join(lines) + "\n")
 
@@ -149,7 +191,9 @@ def trace(name: str, path: str) -> None:
     model, case = models.make(name)
     backend = load_backend()
     traced = backend.trace(model, models.batches(case.steps(1), case.batch_size)[0])
-    serialize.save_problem(Problem(traced.graph, backend.estimated_profile(traced), name=name), path)
+    serialize.save_problem(
+        Problem(traced.graph, backend.estimated_profile(traced), name=name), path
+    )
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, str, str, float, int]:
@@ -157,21 +201,46 @@ def key_of(row: dict[str, Any]) -> tuple[str, str, str, float, int]:
     return row["graph"], row["budget"], row["solver"], row["time_limit_s"], row["seed"]
 
 
-def solve_in_process(path: Path, budget: str, solver: str, time_limit_s: float, seed: int) -> dict[str, Any]:
+def solve_in_process(
+    path: Path, budget: str, solver: str, time_limit_s: float, seed: int
+) -> dict[str, Any]:
     """One row, solved in a process of its own, which is killed when it does not end."""
-    command = [sys.executable, __file__, "one", str(path), budget, solver, str(time_limit_s), str(seed)]
-    row = {"graph": path.stem, "budget": budget, "solver": solver, "time_limit_s": time_limit_s, "seed": seed}
+    command = [
+        sys.executable,
+        __file__,
+        "one",
+        str(path),
+        budget,
+        solver,
+        str(time_limit_s),
+        str(seed),
+    ]
+    row = {
+        "graph": path.stem,
+        "budget": budget,
+        "solver": solver,
+        "time_limit_s": time_limit_s,
+        "seed": seed,
+    }
     problem = serialize.load_problem(path)
     ops = len(problem.graph.ops)
     if ops > REFUSES_OVER_OPS.get(solver, ops):
         return row | {"ops": ops, "result": f"left out over {REFUSES_OVER_OPS[solver]} ops"}
     started = time.perf_counter()
     try:
-        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=KILLED_AFTER * time_limit_s + 20)
+        answer = subprocess.run(
+            command,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=KILLED_AFTER * time_limit_s + 20,
+        )
     except subprocess.TimeoutExpired:
         return row | {"ops": ops, "result": "killed", "seconds": time.perf_counter() - started}
     except subprocess.CalledProcessError as error:
-        raise SystemExit(f"{' '.join(command)} ended with status {error.returncode}:\n{error.stderr}") from error
+        raise SystemExit(
+            f"{' '.join(command)} ended with status {error.returncode}:\n{error.stderr}"
+        ) from error
     return row | json.loads(answer.stdout.splitlines()[-1])
 
 
@@ -183,12 +252,21 @@ TABLE_HEAD = (
 
 def table_line(row: dict[str, Any]) -> str:
     """A row in Markdown."""
-    overhead, bound, gap = ("–" if row.get(key) is None else f"{100 * row[key]:.3f} %" for key in ("overhead", "bound", "gap"))
+    overhead, bound, gap = (
+        "–" if row.get(key) is None else f"{100 * row[key]:.3f} %"
+        for key in ("overhead", "bound", "gap")
+    )
     seconds = f"{row['seconds']:.1f}" if "seconds" in row else "–"
     memory = "–"
-    if "memory_bytes" in row:  # auto has up to two processes of CP-SAT beside its own; the larger one is known
+    if (
+        "memory_bytes" in row
+    ):  # auto has up to two processes of CP-SAT beside its own; the larger one is known
         memory = f"{(row['memory_bytes'] + 2 * row['child_memory_bytes']) / 2**20:.0f} MiB"
-    solver = row["solver"] if row.get("by", row["solver"]) == row["solver"] else f"{row['solver']} ({row['by']})"
+    solver = (
+        row["solver"]
+        if row.get("by", row["solver"]) == row["solver"]
+        else f"{row['solver']} ({row['by']})"
+    )
     return (
         f"| {row['graph']} ({row['ops']}) | {row['budget']} | {solver} | {row['result']} | {overhead} | {bound} "
         f"| {gap} | {seconds} | {memory} |"
@@ -196,21 +274,40 @@ def table_line(row: dict[str, Any]) -> str:
 
 
 def overview(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Per graph a table of overheads, a line per solver, and the proved bound; ∞ is proved infeasible, – not found, blank not tried."""
+    """Per graph a table of overheads, a line per solver, and the proved bound; ∞ is proved
+    infeasible, – not found, blank not tried."""
     lines: list[str] = []
     for graph in dict.fromkeys(row["graph"] for row in rows):
         own = {(row["solver"], row["budget"]): row for row in rows if row["graph"] == graph}
         budgets = list(dict.fromkeys(budget for _, budget in own))
         shares = [
-            next((f" ({r['share']:.3f})" for (_, b), r in own.items() if b == budget and "share" in r), "")
+            next(
+                (
+                    f" ({r['share']:.3f})"
+                    for (_, b), r in own.items()
+                    if b == budget and "share" in r
+                ),
+                "",
+            )
             for budget in budgets
         ]
-        names = [b if b != "floor" else f"floor × {FLOOR_FACTOR}{share}" for b, share in zip(budgets, shares, strict=True)]
-        lines += [f"| {graph}: overhead in % at | {' | '.join(names)} |", "|---" * (len(budgets) + 1) + "|"]
+        names = [
+            b if b != "floor" else f"floor × {FLOOR_FACTOR}{share}"
+            for b, share in zip(budgets, shares, strict=True)
+        ]
+        lines += [
+            f"| {graph}: overhead in % at | {' | '.join(names)} |",
+            "|---" * (len(budgets) + 1) + "|",
+        ]
         for solver in dict.fromkeys(solver for solver, _ in own):
-            lines.append(f"| {solver} | {' | '.join(overview_cell(own.get((solver, budget), {})) for budget in budgets)} |")
+            lines.append(
+                f"| {solver} | {' | '.join(overview_cell(own.get((solver, budget), {})) for budget in budgets)} |"
+            )
         bounds = [own.get(("auto", budget), {}).get("bound") for budget in budgets]
-        lines += [f"| *proved bound* | {' | '.join('' if b is None else f'{100 * b:.2f}' for b in bounds)} |", ""]
+        lines += [
+            f"| *proved bound* | {' | '.join('' if b is None else f'{100 * b:.2f}' for b in bounds)} |",
+            "",
+        ]
     return lines
 
 
@@ -219,11 +316,14 @@ def overview_cell(row: dict[str, Any]) -> str:
     if "overhead" in row:
         text = f"{100 * abs(row['overhead']):.2f}"  # never below zero but for the last bit of a sum
         return f"**{text}**" if row["result"] == "optimal" else text
-    return {"InfeasibleBudgetError": "∞", "ScheduleNotFoundError": "–"}.get(row.get("result", ""), "")
+    return {"InfeasibleBudgetError": "∞", "ScheduleNotFoundError": "–"}.get(
+        row.get("result", ""), ""
+    )
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Overhead against budget, one line per solver; budgets where a solver found nothing are missing from its line."""
+    """Overhead against budget, one line per solver; budgets where a solver found nothing are
+    missing from its line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -231,13 +331,34 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for solver in dict.fromkeys(row["solver"] for row in rows):
-        points = sorted((row["share"], 100 * row["overhead"]) for row in rows if row["solver"] == solver and "overhead" in row)
+        points = sorted(
+            (row["share"], 100 * row["overhead"])
+            for row in rows
+            if row["solver"] == solver and "overhead" in row
+        )
         if points:
             width = 2.5 if solver == "auto" else 0.8
-            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, linewidth=width, label=solver)
-    best = {row["share"]: 100 * row["bound"] for row in rows if row["solver"] == "auto" and row.get("bound") is not None}
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                marker="o",
+                markersize=3,
+                linewidth=width,
+                label=solver,
+            )
+    best = {
+        row["share"]: 100 * row["bound"]
+        for row in rows
+        if row["solver"] == "auto" and row.get("bound") is not None
+    }
     if best:
-        axes.plot(sorted(best), [best[x] for x in sorted(best)], linestyle=":", color="black", label="lower bound")
+        axes.plot(
+            sorted(best),
+            [best[x] for x in sorted(best)],
+            linestyle=":",
+            color="black",
+            label="lower bound",
+        )
     axes.set_xlabel("budget / store-all peak")
     axes.set_ylabel("overhead in %")
     axes.set_yscale("symlog", linthresh=1)
@@ -248,38 +369,67 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def coarse(options: argparse.Namespace) -> None:
-    """Prints the interval search's overhead on the whole graph and on its coarse problem, expanded; all on the same base order."""
-    print("| graph (ops) | budget | big ops | whole | coarse | loss |", "|---|---|---|---|---|---|", sep="\n")
+    """Prints the interval search's overhead on the whole graph and on its coarse problem, expanded;
+    all on the same base order."""
+    print(
+        "| graph (ops) | budget | big ops | whole | coarse | loss |",
+        "|---|---|---|---|---|---|",
+        sep="\n",
+    )
     for path in sorted(Path(options.graphs or os.environ["KERAS_REMAT_GRAPHS"]).glob("*.json")):
         for budget in options.budgets.split(","):
             problem = serialize.load_problem(path)
             store_all = simulate(problem, Schedule.store_all(problem.graph))
-            problem = problem.with_budget(budget_bytes(budget, store_all.peak_bytes, problem.floor_bytes))
+            problem = problem.with_budget(
+                budget_bytes(budget, store_all.peak_bytes, problem.floor_bytes)
+            )
             base = memory_aware_order(problem, sorted(problem.graph.needed))
             if simulate(problem, Schedule(base)).peak_bytes <= (problem.budget_bytes or 0):
                 continue
             small = Coarse(problem, base, small_value_threshold(problem, base))
             whole, solved = best_by_intervals(problem, base, options.time_limit)
-            part, part_solved = best_by_intervals(small.problem, tuple(range(len(small.ops))), options.time_limit, small)
+            part, part_solved = best_by_intervals(
+                small.problem, tuple(range(len(small.ops))), options.time_limit, small
+            )
             cells = [
-                "–" if best is None else f"{100 * (best / store_all.time_s - 1):.3f} %{' (optimal)' if end else ''}"
+                "–"
+                if best is None
+                else f"{100 * (best / store_all.time_s - 1):.3f} %{' (optimal)' if end else ''}"
                 for best, end in ((whole, solved), (part, part_solved))
             ]
-            loss = "–" if whole is None or part is None else f"{100 * (part - whole) / store_all.time_s:+.3f} points"
+            loss = (
+                "–"
+                if whole is None or part is None
+                else f"{100 * (part - whole) / store_all.time_s:+.3f} points"
+            )
             ops = len(problem.graph.needed)
-            print(f"| {path.stem} ({ops}) | {budget} | {len(small.ops)} | {' | '.join(cells)} | {loss} |", flush=True)
+            print(
+                f"| {path.stem} ({ops}) | {budget} | {len(small.ops)} | {' | '.join(cells)} | {loss} |",
+                flush=True,
+            )
 
 
 def best_by_intervals(
     problem: Problem, base: Sequence[int], time_limit_s: float, through: Coarse | None = None
 ) -> tuple[float | None, bool]:
-    """Seconds of the interval search's best schedule, expanded if coarse, and whether its program was solved."""
+    """Seconds of the interval search's best schedule, expanded if coarse, and whether its program
+    was solved."""
     full = problem if through is None else through.full
     deadline_s = time.perf_counter() + time_limit_s
-    known = [s.order for s in greedy.candidates(problem, deadline_s=time.perf_counter() + time_limit_s / 4, orders=[base])]
-    search = intervals.improve(problem, base, known, deadline_s=deadline_s, work=float("inf"), depth=intervals.DEPTHS[0])
+    known = [
+        s.order
+        for s in greedy.candidates(
+            problem, deadline_s=time.perf_counter() + time_limit_s / 4, orders=[base]
+        )
+    ]
+    search = intervals.improve(
+        problem, base, known, deadline_s=deadline_s, work=float("inf"), depth=intervals.DEPTHS[0]
+    )
     end = intervals.yield_into(known, search)
-    usages = [simulate(full, Schedule(order if through is None else through.expand(order))) for order in known]
+    usages = [
+        simulate(full, Schedule(order if through is None else through.expand(order)))
+        for order in known
+    ]
     fitting = [usage.time_s for usage in usages if usage.peak_bytes <= (full.budget_bytes or 0)]
     return min(fitting, default=None), end.solved
 
@@ -294,13 +444,16 @@ def export(options: argparse.Namespace) -> None:
     backend = load_backend()
     traced = backend.trace(model, backend.example_batch(model, options.batch_size))
     serialize.save_problem(
-        Problem(traced.graph, backend.estimated_profile(traced), name=Path(options.model).stem), options.output
+        Problem(traced.graph, backend.estimated_profile(traced), name=Path(options.model).stem),
+        options.output,
     )
 
 
 def main() -> None:
     """The command line of the module docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     bench = commands.add_parser("run")
     bench.add_argument("--graphs")
@@ -332,9 +485,19 @@ def main() -> None:
     exporting.add_argument("--output", required=True)
     exporting.set_defaults(run=export)
     one = commands.add_parser("one")
-    for name, kind in (("path", str), ("budget", str), ("solver", str), ("time_limit", float), ("seed", int)):
+    for name, kind in (
+        ("path", str),
+        ("budget", str),
+        ("solver", str),
+        ("time_limit", float),
+        ("seed", int),
+    ):
         one.add_argument(name, type=kind)
-    one.set_defaults(run=lambda o: print(json.dumps(solve_once(o.path, o.budget, o.solver, o.time_limit, o.seed))))
+    one.set_defaults(
+        run=lambda o: print(
+            json.dumps(solve_once(o.path, o.budget, o.solver, o.time_limit, o.seed))
+        )
+    )
     options = parser.parse_args()
     options.run(options)
 

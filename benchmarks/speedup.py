@@ -1,11 +1,13 @@
-"""Whether the reported speedup is what a stopwatch shows: plain ``fit`` and ``fit`` with ``RematAutotune``, timed from outside.
+"""Whether the reported speedup is what a stopwatch shows: plain ``fit`` and ``fit`` with
+``RematAutotune``, timed from outside.
 
     python benchmarks/speedup.py --models unet,transformer --output table.md
 
-``remat_speedup`` in an epoch's logs is samples per second of its steps over those of the plain step, measured where plain steps ran and predicted
-where they could not. Each model is asked for both: with batches as given under a limit that plain steps do not keep (*keep*, predicted), and with the
-largest batch under the peak of the plain step (*max*, measured). Here plain ``fit`` does run, in the same process, before and after, and all are timed
-between Keras's own batch hooks.
+``remat_speedup`` in an epoch's logs is samples per second of its steps over those of the plain
+step, measured where plain steps ran and predicted where they could not. Each model is asked for
+both: with batches as given under a limit that plain steps do not keep (*keep*, predicted), and with
+the largest batch under the peak of the plain step (*max*, measured). Here plain ``fit`` does run,
+in the same process, before and after, and all are timed between Keras's own batch hooks.
 """
 
 from __future__ import annotations
@@ -51,25 +53,40 @@ class Stopwatch(keras.callbacks.Callback):
         self.epochs[-1].append(time.perf_counter() - self._started)
 
 
-def compare(name: str, mode: str, budget: float, steps: int, epochs: int) -> tuple[float, float, float, str]:
-    """Returns the reported speedup, the stopwatch's, the seconds of planning in what was timed, which only the stopwatch counts, and whether the report's
-    baseline was measured. Numbers are medians over the last epochs in which nothing was planned, or the last one where there is none."""
+def compare(
+    name: str, mode: str, budget: float, steps: int, epochs: int
+) -> tuple[float, float, float, str]:
+    """Returns the reported speedup, the stopwatch's, the seconds of planning in what was timed,
+    which only the stopwatch counts, and whether the report's baseline was measured. Numbers are
+    medians over the last epochs in which nothing was planned, or the last one where there is
+    none."""
     model, case = models.make(name)
     data = case.steps(steps)
 
     def fit(*callbacks: keras.callbacks.Callback) -> Stopwatch:
         stopwatch = Stopwatch()
         model.fit(
-            **data, batch_size=case.batch_size, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, stopwatch]
+            **data,
+            batch_size=case.batch_size,
+            epochs=epochs,
+            verbose=0,
+            shuffle=False,
+            callbacks=[*callbacks, stopwatch],
         )
         return stopwatch
 
-    watching = keras_remat.RematAutotune(batch_size="keep", verbose=0)  # no limit that bites: tells what plain steps take
+    watching = keras_remat.RematAutotune(
+        batch_size="keep", verbose=0
+    )  # no limit that bites: tells what plain steps take
     before = fit(watching)
     peak = watching.report.baseline.peak_bytes
     resident = watching.problem.profile.resident_bytes
-    limit = int(resident + budget * (peak - resident)) if mode == "keep" else int(PLAIN_LIMIT * peak)
-    remat = keras_remat.RematAutotune(memory_limit=limit, batch_size=mode, solver_time_limit_s=10.0, verbose=0)
+    limit = (
+        int(resident + budget * (peak - resident)) if mode == "keep" else int(PLAIN_LIMIT * peak)
+    )
+    remat = keras_remat.RematAutotune(
+        memory_limit=limit, batch_size=mode, solver_time_limit_s=10.0, verbose=0
+    )
     during, after = fit(remat), fit()
     plain_s = median(map(sum, before.epochs[-TIMED:] + after.epochs[-TIMED:]))
     timed = list(zip(remat.report.epochs, during.epochs, strict=True))
@@ -77,18 +94,34 @@ def compare(name: str, mode: str, budget: float, steps: int, epochs: int) -> tup
     epochs, seconds = zip(*(undisturbed or timed[-1:])[-TIMED:], strict=True)
     reported = median(map(remat.report.speedup, epochs))
     planning_s = sum(epoch.planning_time_s for epoch in epochs)
-    return reported, plain_s / median(map(sum, seconds)), planning_s, str(remat.report.baseline_source)
+    return (
+        reported,
+        plain_s / median(map(sum, seconds)),
+        planning_s,
+        str(remat.report.baseline_source),
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints a line per model; returns 1 when a report is more than 5 % off."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="unet,transformer", metavar="A,B")
     parser.add_argument("--batch-sizes", default="keep,max", metavar="A,B", help="of keep and max")
-    parser.add_argument("--budget", type=float, default=0.6, help="limit of keep, of the plain activation peak")
+    parser.add_argument(
+        "--budget", type=float, default=0.6, help="limit of keep, of the plain activation peak"
+    )
     parser.add_argument("--steps", type=int, default=10, help="per epoch")
-    parser.add_argument("--epochs", type=int, default=8, help="the last three without planning count")
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help="where the table is written beside standard output")
+    parser.add_argument(
+        "--epochs", type=int, default=8, help="the last three without planning count"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.md",
+        help="where the table is written beside standard output",
+    )
     arguments = parser.parse_args(argv)
     worst = 0.0
     lines = [
@@ -100,10 +133,14 @@ def main(argv: list[str] | None = None) -> int:
     ]
     print("\n".join(lines), flush=True)
     for name, mode in product(arguments.models.split(","), arguments.batch_sizes.split(",")):
-        reported, timed, planning_s, source = compare(name, mode, arguments.budget, arguments.steps, arguments.epochs)
+        reported, timed, planning_s, source = compare(
+            name, mode, arguments.budget, arguments.steps, arguments.epochs
+        )
         off = reported / timed - 1
         worst = max(worst, abs(off))
-        lines.append(f"| {name} | {mode} | {reported:.3f} | {timed:.3f} | {off:+.1%} | {planning_s:.1f} | {source} |")
+        lines.append(
+            f"| {name} | {mode} | {reported:.3f} | {timed:.3f} | {off:+.1%} | {planning_s:.1f} | {source} |"
+        )
         print(lines[-1], flush=True)
     if arguments.output:
         arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,9 +1,10 @@
 """One model of the step memory benchmark, measured in a process of its own.
 
-``python step_case.py OPTIONS.json RESULT.json``; :mod:`step_memory` writes the options and reads the result. The order matters for what is
-measured: plain ``fit`` first, then ``fit`` with ``RematAutotune`` under the smallest limit it keeps, then one ``fit`` per other limit, each
-from the same initial weights, and last the comparison, in which plain, store-all and rematerialized steps take turns so that the machine's
-moods hit all of them.
+``python step_case.py OPTIONS.json RESULT.json``; :mod:`step_memory` writes the options and reads
+the result. The order matters for what is measured: plain ``fit`` first, then ``fit`` with
+``RematAutotune`` under the smallest limit it keeps, then one ``fit`` per other limit, each from the
+same initial weights, and last the comparison, in which plain, store-all and rematerialized steps
+take turns so that the machine's moods hit all of them.
 """
 
 from __future__ import annotations
@@ -27,24 +28,28 @@ import numpy as np
 
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend, preserved_state
-from keras_remat.planning import plan_problem
+from keras_remat.planning.make_plan import plan_problem
 
 #: Steps each variant runs before the next one takes its turn; the first of them is not timed.
 _TURN_STEPS = 5
-#: Seconds the input pipeline gets after a step to fill its buffers again, before what is resident is read.
+#: Seconds the input pipeline gets after a step to fill its buffers again, before what is resident
+#: is read.
 _REFILL_S = 0.05
-#: Probes of the search for the least predicted peak; the last interval is at most the range divided by two to this power.
+#: Probes of the search for the least predicted peak; the last interval is at most the range divided
+#: by two to this power.
 _PROBES = 4
 #: Limits that are tried, each above the one before, until ``fit`` keeps one.
 _LIMITS = 4
 
 
 class Probe(keras.callbacks.Callback):
-    """Peak bytes and time of every step of a ``fit``, measured from outside of what is being measured.
+    """Peak bytes and time of every step of a ``fit``, measured from outside of what is being
+    measured.
 
     Args:
         backend: whose allocator is asked.
-        callback: the ``RematAutotune`` of this ``fit``; listed after it, so that its plan can be looked at.
+        callback: the ``RematAutotune`` of this ``fit``; listed after it, so that its plan can be
+            looked at.
     """
 
     def __init__(self, backend: Backend, callback: Any = None):
@@ -79,20 +84,30 @@ class Probe(keras.callbacks.Callback):
 def _reset_peak() -> None:
     import tensorflow as tf
 
-    tf.config.experimental.reset_memory_stats("GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0")
+    tf.config.experimental.reset_memory_stats(
+        "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+    )
 
 
 def _peak_bytes() -> int:
     import tensorflow as tf
 
-    return int(tf.config.experimental.get_memory_info("GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0")["peak"])
+    return int(
+        tf.config.experimental.get_memory_info(
+            "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+        )["peak"]
+    )
 
 
 class State:
     """The variables of a model and its optimizer, to take and to put back."""
 
     def __init__(self, model: keras.Model):
-        variables = [*model.variables, *model.optimizer.variables, *(v for m in model.metrics for v in m.variables)]
+        variables = [
+            *model.variables,
+            *model.optimizer.variables,
+            *(v for m in model.metrics for v in m.variables),
+        ]
         self._variables = list({id(v): v for v in variables}.values())
 
     def take(self) -> list[np.ndarray]:
@@ -120,9 +135,15 @@ class Variant:
 
 
 def take_turns(
-    model: keras.Model, state: State, variants: list[Variant], batches: list[Any], steps: int, backend: Backend
+    model: keras.Model,
+    state: State,
+    variants: list[Variant],
+    batches: list[Any],
+    steps: int,
+    backend: Backend,
 ) -> None:
-    """Every variant trains ``steps`` steps on the same batches from its own state, a few at a time."""
+    """Every variant trains ``steps`` steps on the same batches from its own state, a few at a
+    time."""
     for start in range(0, steps, _TURN_STEPS):
         for variant in variants:
             state.put_back(variant.state)
@@ -137,7 +158,8 @@ def take_turns(
 
 
 def smallest_budget(problem: keras_remat.Problem, backend: Backend, time_limit_s: float) -> int:
-    """The least allocator peak of a greedy plan, by bisection of the budget between floor and store-all."""
+    """The least allocator peak of a greedy plan, by bisection of the budget between floor and
+    store-all."""
     low = problem.floor_bytes
     best = backend.predicted_peak_bytes(problem, keras_remat.Schedule.store_all(problem.graph))
     for _ in range(_PROBES):
@@ -153,9 +175,11 @@ def smallest_budget(problem: keras_remat.Problem, backend: Backend, time_limit_s
 
 
 class ChildrenMemory:
-    """The most resident memory that processes started from this one took together, sampled while the ``with`` block runs.
+    """The most resident memory that processes started from this one took together, sampled while
+    the ``with`` block runs.
 
-    (``RUSAGE_CHILDREN`` counts what a child shares with its parent between ``fork`` and ``exec``, which is all the parent has.)
+    (``RUSAGE_CHILDREN`` counts what a child shares with its parent between ``fork`` and ``exec``,
+    which is all the parent has.)
 
     Attributes:
         peak_bytes: the most so far.
@@ -173,8 +197,12 @@ class ChildrenMemory:
             for thread in Path("/proc/self/task").iterdir():
                 try:
                     for child in (thread / "children").read_text().split():
-                        if Path(f"/proc/{child}/cmdline").read_bytes() != own:  # it has come to run its own program
-                            total += int(Path(f"/proc/{child}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                        if (
+                            Path(f"/proc/{child}/cmdline").read_bytes() != own
+                        ):  # it has come to run its own program
+                            total += int(
+                                Path(f"/proc/{child}/statm").read_text().split()[1]
+                            ) * os.sysconf("SC_PAGE_SIZE")
                 except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
                     continue
             self.peak_bytes = max(self.peak_bytes, total)
@@ -189,17 +217,25 @@ class ChildrenMemory:
 
 
 def _memory_high_water(reset: bool = False) -> int:
-    """The process's resident set at its highest, in bytes; ``reset`` starts counting again from what it is now."""
+    """The process's resident set at its highest, in bytes; ``reset`` starts counting again from
+    what it is now."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024
 
 
 def _fit(model: keras.Model, data: Any, batch_size: int, callbacks: list[Any], epochs: int) -> None:
-    """On a CPU the whole data set is in the allocator's bytes; as tensors it is there once, in the same place in every fit."""
+    """On a CPU the whole data set is in the allocator's bytes; as tensors it is there once, in the
+    same place in every fit."""
     gc.collect()  # what the fit before had is held by reference cycles
-    model.fit(**data, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+    model.fit(
+        **data, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks
+    )
 
 
 class Measurement:
@@ -209,7 +245,11 @@ class Measurement:
         self.options = options
         self.model, self.case = models.make(options["model"])
         self.backend = load_backend()
-        self.result: dict[str, Any] = {"model": self.case.name, "is_cnn": self.case.is_cnn, "rows": []}
+        self.result: dict[str, Any] = {
+            "model": self.case.name,
+            "is_cnn": self.case.is_cnn,
+            "rows": [],
+        }
 
     def run(self) -> dict[str, Any]:
         with ChildrenMemory() as children:
@@ -224,7 +264,8 @@ class Measurement:
         backend.example_batch(model, batch)  # builds the model
         self.state = State(model)
         initial = self.state.take()
-        # without a limit that bites the callback leaves the step alone, and tells what is resident when it comes to plan
+        # without a limit that bites the callback leaves the step alone, and tells what is resident
+        # when it comes to plan
         watching, probe = keras_remat.RematAutotune(batch_size="keep", verbose=0), Probe(backend)
         _fit(model, data, self.case.batch_size, [watching, probe], epochs=2)
         plain_peak = max(probe.peaks[1:])
@@ -242,7 +283,9 @@ class Measurement:
         self.result["smallest_bytes"] = (
             int(self.result["least_predicted_bytes"] / (1 - options["margin"])) + 1
         )  # until it is measured
-        for budget in sorted(options["budgets"], key=lambda budget: budget != "smallest"):  # fractions are held against it
+        for budget in sorted(
+            options["budgets"], key=lambda budget: budget != "smallest"
+        ):  # fractions are held against it
             row: dict[str, Any] = {"budget": budget}
             self.result["rows"].append(row)
             try:
@@ -258,25 +301,41 @@ class Measurement:
             if plan is not None:
                 schedule = plan.solution.schedule
                 variants.append(
-                    Variant(budget, backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule), initial)
+                    Variant(
+                        budget,
+                        backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule),
+                        initial,
+                    )
                 )
-        take_turns(model, self.state, variants, models.batches(data, self.case.batch_size), options["steps"], backend)
+        take_turns(
+            model,
+            self.state,
+            variants,
+            models.batches(data, self.case.batch_size),
+            options["steps"],
+            backend,
+        )
         self._compare(variants)
 
     def _plan(self, batch: Any) -> tuple[TracedStep, keras_remat.Problem, RunStep]:
-        """Traces, profiles store-all steps and searches for the smallest limit; what that takes is part of the result."""
+        """Traces, profiles store-all steps and searches for the smallest limit; what that takes is
+        part of the result."""
         model, backend, options = self.model, self.backend, self.options
         before = _memory_high_water(reset=True)
         started = time.perf_counter()
         traced = backend.trace(model, batch)
         trace_s = time.perf_counter() - started
         problem = keras_remat.Problem(
-            traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()), name=self.case.name
+            traced.graph,
+            backend.estimated_profile(traced, backend.bytes_in_use()),
+            name=self.case.name,
         )
         growth = _memory_high_water() - before
         schedule = keras_remat.Schedule.store_all(traced.graph)
         started = time.perf_counter()
-        store_all = backend.lower(traced, problem.with_budget(2 * self.result["plain_peak_bytes"]), schedule)  # in order
+        store_all = backend.lower(
+            traced, problem.with_budget(2 * self.result["plain_peak_bytes"]), schedule
+        )  # in order
         lower_s = time.perf_counter() - started
         with preserved_state(backend, model):
             store_all(batch)
@@ -295,20 +354,27 @@ class Measurement:
         least = smallest_budget(problem, backend, options["probe_time_limit_s"])
         growth = max(growth, _memory_high_water() - before)
         self.result |= {
-            "ops": len(traced.graph.ops), "values": len(traced.graph.values), "floor_bytes": problem.floor_bytes,
-            "least_predicted_bytes": least, "planner_rss_bytes": growth, "trace_s": trace_s, "lower_s": lower_s,
-        }  # fmt: skip
+            "ops": len(traced.graph.ops),
+            "values": len(traced.graph.values),
+            "floor_bytes": problem.floor_bytes,
+            "least_predicted_bytes": least,
+            "planner_rss_bytes": growth,
+            "trace_s": trace_s,
+            "lower_s": lower_s,
+        }
         return traced, problem, store_all
 
     def _limit_bytes(self, budget: str) -> tuple[int, bool]:
-        """The limit of a fraction, never below 1.1 × the smallest measured peak; and whether it had to be raised for that."""
+        """The limit of a fraction, never below 1.1 × the smallest measured peak; and whether it had
+        to be raised for that."""
         resident = self.result["resident_bytes"]
         wanted = resident + int(float(budget) * (self.result["plain_peak_bytes"] - resident))
         least = int(1.1 * self.result["smallest_bytes"])
         return max(wanted, least), wanted < least
 
     def _smallest(self, row: dict[str, Any], initial: list[np.ndarray]) -> keras_remat.Plan | None:
-        """``fit`` under the smallest limit that it keeps: from the least predicted peak up, until one holds."""
+        """``fit`` under the smallest limit that it keeps: from the least predicted peak up, until
+        one holds."""
         limit = int(self.result["least_predicted_bytes"] / (1 - self.options["margin"])) + 1
         for attempt in range(1, _LIMITS + 1):
             row |= {"limit_bytes": limit, "raised": False, "attempts": attempt}
@@ -325,14 +391,21 @@ class Measurement:
             limit = max(int(1.03 * limit), row["measured_bytes"])
         raise AssertionError("the loop returns or raises")
 
-    def _train_within(self, limit: int, row: dict[str, Any], initial: list[np.ndarray]) -> keras_remat.Plan | None:
+    def _train_within(
+        self, limit: int, row: dict[str, Any], initial: list[np.ndarray]
+    ) -> keras_remat.Plan | None:
         """One ``fit`` with ``RematAutotune`` under the limit; fills in the row."""
         options = self.options
         self.state.put_back(initial)
         remat = keras_remat.RematAutotune(
-            memory_limit=limit, batch_size="keep", solver=options["solver"], margin=options["margin"],
-            solver_time_limit_s=options["solver_time_limit_s"], seed=options["seed"], verbose=0,
-        )  # fmt: skip
+            memory_limit=limit,
+            batch_size="keep",
+            solver=options["solver"],
+            margin=options["margin"],
+            solver_time_limit_s=options["solver_time_limit_s"],
+            seed=options["seed"],
+            verbose=0,
+        )
         probe = Probe(self.backend, remat)
         try:
             _fit(self.model, self.data, self.case.batch_size, [remat, probe], epochs=3)
@@ -343,17 +416,27 @@ class Measurement:
             store_all = keras_remat.Schedule.store_all(remat.problem.graph)
             predicted = self.backend.predicted_peak_bytes(remat.problem, store_all)
             row |= {"predicted_bytes": predicted, "measured_bytes": max(probe.peaks[-3:])}
-            row |= {"fit_peak_bytes": max(probe.peaks[1:]), "overhead": 0.0, "recomputed": 0, "to_swap_s": None}
+            row |= {
+                "fit_peak_bytes": max(probe.peaks[1:]),
+                "overhead": 0.0,
+                "recomputed": 0,
+                "to_swap_s": None,
+            }
             return None
         row |= {
-            "predicted_bytes": plan.predicted.peak_bytes, "measured_bytes": probe.final_peak_bytes,
-            "fit_peak_bytes": max(probe.peaks), "overhead": plan.overhead, "recomputed": len(plan.solution.schedule.recomputed),
-            "to_swap_s": probe.swapped_after_s, "solver": plan.solution.solver,
-        }  # fmt: skip
+            "predicted_bytes": plan.predicted.peak_bytes,
+            "measured_bytes": probe.final_peak_bytes,
+            "fit_peak_bytes": max(probe.peaks),
+            "overhead": plan.overhead,
+            "recomputed": len(plan.solution.schedule.recomputed),
+            "to_swap_s": probe.swapped_after_s,
+            "solver": plan.solution.solver,
+        }
         return plan
 
     def _compare(self, variants: list[Variant]) -> None:
-        """Times, weights and losses of the variants against plain and store-all; how far two runs of the plain step part is the measure."""
+        """Times, weights and losses of the variants against plain and store-all; how far two runs
+        of the plain step part is the measure."""
         plain, again, store_all, *rest = variants
         plain_s = median([*plain.times_s, *again.times_s])
         self.result |= {
@@ -370,7 +453,10 @@ class Measurement:
 
 def _loss_difference(variant: Variant, reference: Variant) -> float:
     """The largest relative difference of two loss curves."""
-    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(variant.losses, reference.losses, strict=True))
+    return max(
+        abs(a - b) / max(abs(b), 1e-12)
+        for a, b in zip(variant.losses, reference.losses, strict=True)
+    )
 
 
 def _plain_step(model: keras.Model) -> RunStep:

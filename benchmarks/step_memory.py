@@ -1,14 +1,17 @@
-"""Plain against rematerialized training steps on eleven models: allocator peaks, time, and whether the numbers stay the same.
+"""Plain against rematerialized training steps on eleven models: allocator peaks, time, and whether
+the numbers stay the same.
 
     python benchmarks/step_memory.py --output table.md --json results.json --check
 
-Each model runs in a process of its own (:mod:`step_case`), one after the other; a model that fails is a row with its error. Limits are set
-between what is resident and the plain step's peak, both measured in the same process: limit = resident + budget · (plain peak − resident),
-every byte of the device's allocator counted. The smallest limit is the first that ``fit`` keeps, going up from the least predicted peak; a
-limit below 1.1 × the peak measured there is raised to that, and marked ↑. "plain twice" is the largest relative difference between the losses of
-two runs of Keras's own step, the measure for "loss difference", which is ours against plain. A model is trained by ``model.fit`` with
-:class:`keras_remat.RematAutotune`; peaks are read by a callback beside it. ``--check`` holds the results against the bounds below and exits
-with 1 when one fails.
+Each model runs in a process of its own (:mod:`step_case`), one after the other; a model that fails
+is a row with its error. Limits are set between what is resident and the plain step's peak, both
+measured in the same process: limit = resident + budget · (plain peak − resident), every byte of the
+device's allocator counted. The smallest limit is the first that ``fit`` keeps, going up from the
+least predicted peak; a limit below 1.1 × the peak measured there is raised to that, and marked ↑.
+"plain twice" is the largest relative difference between the losses of two runs of Keras's own step,
+the measure for "loss difference", which is ours against plain. A model is trained by ``model.fit``
+with :class:`keras_remat.RematAutotune`; peaks are read by a callback beside it. ``--check`` holds
+the results against the bounds below and exits with 1 when one fails.
 """
 
 from __future__ import annotations
@@ -30,9 +33,18 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 MODELS = (
-    "VGG16", "ResNet50", "MobileNetV2", "EfficientNetB0", "DenseNet121", "unet", "transformer", "bilstm", "vae", "two_inputs",
+    "VGG16",
+    "ResNet50",
+    "MobileNetV2",
+    "EfficientNetB0",
+    "DenseNet121",
+    "unet",
+    "transformer",
+    "bilstm",
+    "vae",
+    "two_inputs",
     "mixed_float16",
-)  # fmt: skip
+)
 MIB = 2**20
 
 
@@ -51,20 +63,46 @@ class Bounds:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--models", type=_models, default=MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}")
-    result.add_argument(
-        "--budgets", type=_budgets, default=("0.7", "0.5", "smallest"), metavar="A,B", help='fractions, or "smallest"'
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--steps", type=_positive, default=20, help="compared and timed steps per variant (default 20)")
-    result.add_argument("--quick", action="store_true", help="budget 0.5 only, 4 steps, short solves")
+    result.add_argument(
+        "--models", type=_models, default=MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}"
+    )
+    result.add_argument(
+        "--budgets",
+        type=_budgets,
+        default=("0.7", "0.5", "smallest"),
+        metavar="A,B",
+        help='fractions, or "smallest"',
+    )
+    result.add_argument(
+        "--steps",
+        type=_positive,
+        default=20,
+        help="compared and timed steps per variant (default 20)",
+    )
+    result.add_argument(
+        "--quick", action="store_true", help="budget 0.5 only, 4 steps, short solves"
+    )
     result.add_argument("--solver", default="auto")
     result.add_argument("--solver-time-limit", type=float, default=10.0, metavar="S")
-    result.add_argument("--margin", type=float, default=0.05, help="of RematAutotune (default 0.05)")
+    result.add_argument(
+        "--margin", type=float, default=0.05, help="of RematAutotune (default 0.05)"
+    )
     result.add_argument("--seed", type=int, default=0)
-    result.add_argument("--timeout", type=float, default=900.0, metavar="S", help="for one model (default 900)")
-    result.add_argument("--output", type=Path, metavar="FILE.md", help="where the table is written beside standard output")
-    result.add_argument("--json", type=Path, metavar="FILE.json", help="where every number is written")
+    result.add_argument(
+        "--timeout", type=float, default=900.0, metavar="S", help="for one model (default 900)"
+    )
+    result.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.md",
+        help="where the table is written beside standard output",
+    )
+    result.add_argument(
+        "--json", type=Path, metavar="FILE.json", help="where every number is written"
+    )
     result.add_argument("--check", action="store_true", help="exit with 1 when a bound fails")
     return result
 
@@ -73,7 +111,9 @@ def _models(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
         if name not in MODELS:
-            raise argparse.ArgumentTypeError(f"unknown model {name!r}; there are {', '.join(MODELS)}")
+            raise argparse.ArgumentTypeError(
+                f"unknown model {name!r}; there are {', '.join(MODELS)}"
+            )
     return names
 
 
@@ -85,7 +125,9 @@ def _budgets(text: str) -> tuple[str, ...]:
         except ValueError:
             ok = False
         if not ok:
-            raise argparse.ArgumentTypeError(f'a budget is a fraction up to 1 or "smallest", not {budget!r}')
+            raise argparse.ArgumentTypeError(
+                f'a budget is a fraction up to 1 or "smallest", not {budget!r}'
+            )
     return budgets
 
 
@@ -101,12 +143,19 @@ def machine() -> str:
     model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.partition(":")[2].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         model = names[0] if names else model
     cores = len(os.sched_getaffinity(0))
     versions = ", ".join(
         f"{label} {_version(*names)}"
-        for label, names in (("TensorFlow", ("tensorflow", "tensorflow-cpu")), ("Keras", ("keras",)))
+        for label, names in (
+            ("TensorFlow", ("tensorflow", "tensorflow-cpu")),
+            ("Keras", ("keras",)),
+        )
     )
     return f"{model}, {cores} cores, {versions}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
 
@@ -121,9 +170,12 @@ def _version(*names: str) -> str:
 
 
 def run_case(name: str, options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Measures one model in a process of its own; a failure comes back as ``{"model", "error"}``."""
+    """Measures one model in a process of its own; a failure comes back as ``{"model",
+    "error"}``."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p),
+        "PYTHONPATH": os.pathsep.join(
+            p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p
+        ),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     with tempfile.TemporaryDirectory(prefix="step_memory_") as directory:
@@ -133,14 +185,25 @@ def run_case(name: str, options: dict[str, Any], timeout_s: float) -> dict[str, 
         started = time.perf_counter()
         try:
             process = subprocess.run(
-                command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=timeout_s,
+                command,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=timeout_s,
                 check=False,
-            )  # fmt: skip
+            )
         except subprocess.TimeoutExpired:
             return {"model": name, "error": f"not done after {timeout_s:.0f} s"}
         if process.returncode != 0 or not answer.exists():
-            last = [line for line in process.stderr.splitlines() if line.strip()][-1:] or ["no message"]
-            return {"model": name, "error": f"exit status {process.returncode}: {last[0]}", "stderr": process.stderr[-4000:]}
+            last = [line for line in process.stderr.splitlines() if line.strip()][-1:] or [
+                "no message"
+            ]
+            return {
+                "model": name,
+                "error": f"exit status {process.returncode}: {last[0]}",
+                "stderr": process.stderr[-4000:],
+            }
         result: dict[str, Any] = json.loads(answer.read_text())
         return result | {"wall_s": time.perf_counter() - started}
 
@@ -159,9 +222,23 @@ def within(row: dict[str, Any]) -> bool:
 
 
 COLUMNS = (
-    "model", "budget", "plain MiB", "limit", "predicted", "measured", "error", "ok", "overhead predicted", "time / plain",
-    "store-all / plain", "weights equal", "loss difference", "plain twice", "to swap s", "planner MiB",
-)  # fmt: skip
+    "model",
+    "budget",
+    "plain MiB",
+    "limit",
+    "predicted",
+    "measured",
+    "error",
+    "ok",
+    "overhead predicted",
+    "time / plain",
+    "store-all / plain",
+    "weights equal",
+    "loss difference",
+    "plain twice",
+    "to swap s",
+    "planner MiB",
+)
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -173,7 +250,9 @@ def table(results: list[dict[str, Any]]) -> str:
             continue
         for row in result["rows"]:
             lines.append(
-                _line(result, row) if "error" not in row else _error_line(result["model"], row["budget"], row["error"])
+                _line(result, row)
+                if "error" not in row
+                else _error_line(result["model"], row["budget"], row["error"])
             )
     return "\n".join(lines)
 
@@ -191,13 +270,23 @@ def _line(result: dict[str, Any], row: dict[str, Any]) -> str:
         return "–" if row.get(key) is None else format(row[key], pattern)
 
     cells = [
-        result["model"], row["budget"] + ("↑" if row["raised"] else ""), mib(result["plain_peak_bytes"]), mib(row["limit_bytes"]),
-        mib(row["predicted_bytes"]), mib(row["measured_bytes"]), f"{error_of(row):+.1%}", "yes" if within(row) else "**NO**",
-        f"{row['overhead']:.1%}", optional("time_ratio", ".2f"), f"{result['store_all_time_ratio']:.2f}",
-        {None: "–", True: "yes", False: "**NO**"}[row.get("equal_weights")], optional("loss_difference", ".0e"),
+        result["model"],
+        row["budget"] + ("↑" if row["raised"] else ""),
+        mib(result["plain_peak_bytes"]),
+        mib(row["limit_bytes"]),
+        mib(row["predicted_bytes"]),
+        mib(row["measured_bytes"]),
+        f"{error_of(row):+.1%}",
+        "yes" if within(row) else "**NO**",
+        f"{row['overhead']:.1%}",
+        optional("time_ratio", ".2f"),
+        f"{result['store_all_time_ratio']:.2f}",
+        {None: "–", True: "yes", False: "**NO**"}[row.get("equal_weights")],
+        optional("loss_difference", ".0e"),
         f"{result['plain_again_difference']:.0e}",
-        optional("to_swap_s", ".0f"), f"{result['planner_rss_bytes'] / MIB:.0f}",
-    ]  # fmt: skip
+        optional("to_swap_s", ".0f"),
+        f"{result['planner_rss_bytes'] / MIB:.0f}",
+    ]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -208,13 +297,22 @@ def geometric_mean(numbers: list[float]) -> float:
 
 def measured_rows(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Every row that was measured, with the result it belongs to."""
-    return [(result, row) for result in results if "error" not in result for row in result["rows"] if "error" not in row]
+    return [
+        (result, row)
+        for result in results
+        if "error" not in result
+        for row in result["rows"]
+        if "error" not in row
+    ]
 
 
 def time_ratios(results: list[dict[str, Any]], budget: str) -> list[float]:
-    """Swapped over plain step time of the CNNs at a budget; a plain step that was left alone counts as 1."""
+    """Swapped over plain step time of the CNNs at a budget; a plain step that was left alone counts
+    as 1."""
     return [
-        row.get("time_ratio", 1.0) for result, row in measured_rows(results) if result["is_cnn"] and row["budget"] == budget
+        row.get("time_ratio", 1.0)
+        for result, row in measured_rows(results)
+        if result["is_cnn"] and row["budget"] == budget
     ]
 
 
@@ -225,10 +323,14 @@ def summary(results: list[dict[str, Any]], budgets: tuple[str, ...]) -> str:
         for budget in budgets
     ]
     stored = [r["store_all_time_ratio"] for r in results if r.get("is_cnn") and "error" not in r]
-    lines.append(f"Geometric mean over the CNNs, store-all swapped over plain: {geometric_mean(stored):.3f}")
+    lines.append(
+        f"Geometric mean over the CNNs, store-all swapped over plain: {geometric_mean(stored):.3f}"
+    )
     errors = [abs(error_of(row)) for _, row in measured_rows(results)]
     if errors:
-        lines.append(f"Predicted against measured peak: median error {median(errors):.1%}, largest {max(errors):.1%}")
+        lines.append(
+            f"Predicted against measured peak: median error {median(errors):.1%}, largest {max(errors):.1%}"
+        )
     return "\n\n".join(lines)
 
 
@@ -244,24 +346,40 @@ def failed_bounds(results: list[dict[str, Any]], bounds: Bounds | None = None) -
     for result, row in measured_rows(results):
         case = f"{result['model']} at {row['budget']}"
         if not within(row) and row["budget"] != "smallest":
-            failures.append(f"{case}: measured {row['measured_bytes']} bytes, over the limit of {row['limit_bytes']}")
+            failures.append(
+                f"{case}: measured {row['measured_bytes']} bytes, over the limit of {row['limit_bytes']}"
+            )
         if abs(error_of(row)) > bounds.prediction:
-            failures.append(f"{case}: predicted peak is {error_of(row):+.1%} off, more than {bounds.prediction:.0%}")
+            failures.append(
+                f"{case}: predicted peak is {error_of(row):+.1%} off, more than {bounds.prediction:.0%}"
+            )
         if row.get("equal_weights") is False:
             failures.append(f"{case}: weights differ from those without recomputation")
         if row.get("loss_difference", 0.0) > bounds.loss:
-            failures.append(f"{case}: loss differs by {row['loss_difference']:.1e} from plain, more than {bounds.loss:.0e}")
+            failures.append(
+                f"{case}: loss differs by {row['loss_difference']:.1e} from plain, more than {bounds.loss:.0e}"
+            )
         if (row.get("to_swap_s") or 0.0) > slowest.get(result["model"], math.inf):
-            failures.append(f"{case}: {row['to_swap_s']:.0f} s to the swapped step, more than {slowest[result['model']]:.0f}")
+            failures.append(
+                f"{case}: {row['to_swap_s']:.0f} s to the swapped step, more than {slowest[result['model']]:.0f}"
+            )
         if result["planner_rss_bytes"] > bounds.planner_bytes:
-            failures.append(f"{case}: the planner took {result['planner_rss_bytes']} bytes, more than {bounds.planner_bytes}")
+            failures.append(
+                f"{case}: the planner took {result['planner_rss_bytes']} bytes, more than {bounds.planner_bytes}"
+            )
     means = [(geometric_mean(time_ratios(results, "0.5")), bounds.half_time, "at 0.5")]
     stored = [r["store_all_time_ratio"] for r in results if r.get("is_cnn") and "error" not in r]
     means.append((geometric_mean(stored), bounds.store_all_time, "store-all"))
-    failures += [f"CNNs {what}: {mean:.3f} of the plain time, more than {bound}" for mean, bound, what in means if mean > bound]
+    failures += [
+        f"CNNs {what}: {mean:.3f} of the plain time, more than {bound}"
+        for mean, bound, what in means
+        if mean > bound
+    ]
     errors = [abs(error_of(row)) for _, row in measured_rows(results)]
     if errors and median(errors) > bounds.median_prediction:
-        failures.append(f"median prediction error {median(errors):.1%}, more than {bounds.median_prediction:.0%}")
+        failures.append(
+            f"median prediction error {median(errors):.1%}, more than {bounds.median_prediction:.0%}"
+        )
     return failures
 
 
@@ -272,23 +390,33 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.quick:
         budgets, steps, solve_s = ("0.5",), 4, min(3.0, solve_s)
     options = {
-        "budgets": budgets, "steps": steps, "solver": arguments.solver, "margin": arguments.margin, "solver_time_limit_s": solve_s,
-        "seed": arguments.seed, "probe_time_limit_s": 2.0 if arguments.quick else 4.0,
-    }  # fmt: skip
+        "budgets": budgets,
+        "steps": steps,
+        "solver": arguments.solver,
+        "margin": arguments.margin,
+        "solver_time_limit_s": solve_s,
+        "seed": arguments.seed,
+        "probe_time_limit_s": 2.0 if arguments.quick else 4.0,
+    }
     header = f"{machine()}; solver {arguments.solver}, {solve_s:g} s; {steps} steps; margin {arguments.margin:.0%}"
     print(header, flush=True)
     results = []
     for name in arguments.models:
         results.append(run_case(name, options, arguments.timeout))
         print(
-            table(results[-1:]) if len(results) == 1 else table(results[-1:]).partition("\n")[2].partition("\n")[2], flush=True
+            table(results[-1:])
+            if len(results) == 1
+            else table(results[-1:]).partition("\n")[2].partition("\n")[2],
+            flush=True,
         )
     document = f"{header}\n\n{table(results)}\n\n{summary(results, budgets)}\n"
     print(f"\n{summary(results, budgets)}")
     if arguments.output:
         arguments.output.write_text(document, encoding="utf-8")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": header, "results": results}, indent=1), encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps({"machine": header, "results": results}, indent=1), encoding="utf-8"
+        )
     failures = failed_bounds(results)
     for failure in failures:
         print(f"BOUND: {failure}")

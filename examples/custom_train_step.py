@@ -1,8 +1,10 @@
-"""A variational autoencoder with a ``train_step`` of its own, trained within a memory limit: same losses as without.
+"""A variational autoencoder with a ``train_step`` of its own, trained within a memory limit: same
+losses as without.
 
     python examples/custom_train_step.py
 
-Nothing in the model knows of rematerialization: the callback traces whatever ``train_step`` does, random draws included.
+Nothing in the model knows of rematerialization: the callback traces whatever ``train_step`` does,
+random draws included.
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ PIXELS, LATENT, MIB = 64, 16, 2**20
 
 
 class Autoencoder(keras.Model):
-    """Encoder, a random draw, decoder; the loss is reconstruction plus divergence from the prior."""
+    """Encoder, a random draw, decoder; the loss is reconstruction plus divergence from the
+    prior."""
 
     def __init__(self):
         super().__init__()
         self.seed = keras.random.SeedGenerator(1)
         self.mean_loss = keras.metrics.Mean("loss")
         self.encoder = keras.Sequential([keras.Input((PIXELS, PIXELS, 3))])
-        self.decoder = keras.Sequential([keras.Input((LATENT,)), layers.Dense(8 * 8 * 128), layers.Reshape((8, 8, 128))])
+        self.decoder = keras.Sequential(
+            [keras.Input((LATENT,)), layers.Dense(8 * 8 * 128), layers.Reshape((8, 8, 128))]
+        )
         for filters in (32, 64, 128):
             self._block(self.encoder, layers.Conv2D(filters, 3, strides=2, padding="same"))
         for filters in (64, 32, 32):
@@ -56,9 +61,15 @@ class Autoencoder(keras.Model):
         images, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             mean, log_variance = ops.split(self.encoder(images, training=True), 2, axis=1)
-            drawn = mean + ops.exp(0.5 * log_variance) * keras.random.normal(ops.shape(mean), seed=self.seed)
-            errors = ops.sum(ops.square(images - self.decoder(drawn, training=True)), axis=(1, 2, 3))
-            divergence = 0.5 * ops.sum(ops.square(mean) + ops.exp(log_variance) - 1 - log_variance, axis=1)
+            drawn = mean + ops.exp(0.5 * log_variance) * keras.random.normal(
+                ops.shape(mean), seed=self.seed
+            )
+            errors = ops.sum(
+                ops.square(images - self.decoder(drawn, training=True)), axis=(1, 2, 3)
+            )
+            divergence = 0.5 * ops.sum(
+                ops.square(mean) + ops.exp(log_variance) - 1 - log_variance, axis=1
+            )
             loss = ops.mean(errors + divergence)
         gradients = tape.gradient(loss, self.trainable_weights)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
@@ -71,7 +82,9 @@ def train(images: np.ndarray, callback: keras_remat.RematAutotune) -> list[float
     keras.utils.set_random_seed(0)
     model = Autoencoder()
     model.compile(keras.optimizers.Adam(1e-4), jit_compile=False)
-    return model.fit(images, batch_size=32, epochs=3, shuffle=False, verbose=0, callbacks=[callback]).history["loss"]
+    return model.fit(
+        images, batch_size=32, epochs=3, shuffle=False, verbose=0, callbacks=[callback]
+    ).history["loss"]
 
 
 def main() -> int:

@@ -1,8 +1,10 @@
-"""KERAS_BACKEND=jax: plain fit, then the same fit under a memory limit; measured peaks of both compiled steps.
+"""KERAS_BACKEND=jax: plain fit, then the same fit under a memory limit; measured peaks of both
+compiled steps.
 
     python examples/jax_fit.py
 
-Needs no TensorFlow. The peak of a compiled step is what XLA's buffer assignment allocates beside what is in use anyway.
+Needs no TensorFlow. The peak of a compiled step is what XLA's buffer assignment allocates beside
+what is in use anyway.
 """
 
 import os
@@ -36,7 +38,11 @@ def main():
 
     def fit(**options):
         remat = keras_remat.RematAutotune(batch_size="keep", solver="greedy", verbose=0, **options)
-        losses = build().fit(x, y, batch_size=32, epochs=2, verbose=0, shuffle=False, callbacks=[remat]).history["loss"]
+        losses = (
+            build()
+            .fit(x, y, batch_size=32, epochs=2, verbose=0, shuffle=False, callbacks=[remat])
+            .history["loss"]
+        )
         return remat, losses
 
     watching, plain_losses = fit()

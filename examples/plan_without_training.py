@@ -2,7 +2,8 @@
 
     python examples/plan_without_training.py [plan.json]
 
-``profile="estimated"`` runs nothing at all; ``"measured"``, the default, runs a few steps and puts every variable back.
+``profile="estimated"`` runs nothing at all; ``"measured"``, the default, runs a few steps and puts
+every variable back.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from keras import layers
 
 import keras_remat
-from keras_remat.show import plan_text
+from keras_remat.reporting.text import plan_text
 
 BATCH_SIZE, PIXELS = 16, 64
 
@@ -31,7 +32,9 @@ def build() -> keras.Model:
         y = layers.ReLU()(layers.BatchNormalization()(x))
         y = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(32, 3, padding="same")(y)))
         x = x + layers.Conv2D(32, 3, padding="same")(y)
-    model = keras.Model(inputs, layers.Dense(10, activation="softmax")(layers.GlobalAveragePooling2D()(x)))
+    model = keras.Model(
+        inputs, layers.Dense(10, activation="softmax")(layers.GlobalAveragePooling2D()(x))
+    )
     model.compile("adam", "sparse_categorical_crossentropy", jit_compile=False)
     return model
 
@@ -44,7 +47,13 @@ def main(path: str = "plan.json") -> int:
     plan = keras_remat.make_plan(model, BATCH_SIZE, limit, solver_time_limit_s=10)
     plan.save(path)
     print(
-        plan_text(plan.solution, budget_bytes=plan.budget_bytes, store_all=plan.store_all, predicted=plan.predicted), flush=True
+        plan_text(
+            plan.solution,
+            budget_bytes=plan.budget_bytes,
+            store_all=plan.store_all,
+            predicted=plan.predicted,
+        ),
+        flush=True,
     )
 
     generator = np.random.default_rng(0)

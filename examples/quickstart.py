@@ -1,9 +1,11 @@
-"""A U-Net trains with 60 % of the memory its plain training step takes; about a minute on two CPU cores, no downloads.
+"""A U-Net trains with 60 % of the memory its plain training step takes; about a minute on two CPU
+cores, no downloads.
 
     pip install -e '.[tensorflow-cpu]' && python examples/quickstart.py
 
-The first ``fit`` only measures: without a limit nothing has to change. The second one gets 60 % of that peak as its limit. Peaks are those of
-the device's allocator; on a CPU that is oneDNN's, which also counts the data set.
+The first ``fit`` only measures: without a limit nothing has to change. The second one gets 60 % of
+that peak as its limit. Peaks are those of the device's allocator; on a CPU that is oneDNN's, which
+also counts the data set.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def block(x, filters: int, name: str):
     """Twice convolution, batch normalization, ReLU."""
     for at in "ab":
         x = layers.Conv2D(filters, 3, padding="same", use_bias=False, name=f"{name}_conv_{at}")(x)
-        x = layers.ReLU(name=f"{name}_relu_{at}")(layers.BatchNormalization(name=f"{name}_norm_{at}")(x))
+        x = layers.ReLU(name=f"{name}_relu_{at}")(
+            layers.BatchNormalization(name=f"{name}_norm_{at}")(x)
+        )
     return x
 
 
@@ -44,13 +48,16 @@ def build(pixels: int, filters: int = 16, depth: int = 4) -> keras.Model:
     for level in reversed(range(depth)):
         x = layers.Conv2DTranspose(filters * 2**level, 2, strides=2, name=f"up_{level}")(x)
         x = block(layers.Concatenate()([x, skips[level]]), filters * 2**level, f"up_{level}")
-    model = keras.Model(inputs, layers.Conv2D(1, 1, activation="sigmoid", name="mask")(x), name="unet")
+    model = keras.Model(
+        inputs, layers.Conv2D(1, 1, activation="sigmoid", name="mask")(x), name="unet"
+    )
     model.compile("adam", "binary_crossentropy", jit_compile=False)
     return model
 
 
 def layer_of(op_name: str) -> str:
-    """The Keras layer in an op's name: ``gradient_tape/unet_1/down_0_norm_a_1/…`` → ``down_0_norm_a``."""
+    """The Keras layer in an op's name: ``gradient_tape/unet_1/down_0_norm_a_1/…`` →
+    ``down_0_norm_a``."""
     scopes = [part for part in op_name.split("/")[:-1] if part != "gradient_tape"]
     layer = scopes[1] if len(scopes) > 1 else op_name.split("/")[0]
     name, _, number = layer.rpartition("_")
@@ -67,12 +74,16 @@ def print_recomputed(problem: keras_remat.Problem, plan: keras_remat.Plan, top: 
         layers[layer_of(op.name)] += extra
     print(f"Recomputed: {len(runs)} of {len(problem.graph.ops)} ops in {len(layers)} layers")
     print("  by kind   " + ", ".join(f"{kind} {count}" for kind, count in kinds.most_common(top)))
-    print("  by layer  " + ", ".join(f"{layer} {count}" for layer, count in layers.most_common(top)))
+    print(
+        "  by layer  " + ", ".join(f"{layer} {count}" for layer, count in layers.most_common(top))
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 0 when the measured peak kept the limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pixels", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0, help="for the solver (default 10)")
@@ -83,13 +94,20 @@ def main(argv: list[str] | None = None) -> int:
     y = generator.integers(0, 2, (len(x), pixels, pixels, 1)).astype(np.float32)
 
     watching = keras_remat.RematAutotune(batch_size="keep")
-    build(pixels).fit(x, y, batch_size=batch_size, epochs=2, verbose=0, shuffle=False, callbacks=[watching])
+    build(pixels).fit(
+        x, y, batch_size=batch_size, epochs=2, verbose=0, shuffle=False, callbacks=[watching]
+    )
     plain = watching.report.baseline
     limit = plain.peak_bytes * 6 // 10
-    print(f"Plain step: {plain.peak_bytes / MIB:.1f} MiB measured. Now with a limit of {limit / MIB:.1f} MiB:", flush=True)
+    print(
+        f"Plain step: {plain.peak_bytes / MIB:.1f} MiB measured. Now with a limit of {limit / MIB:.1f} MiB:",
+        flush=True,
+    )
 
     keras.backend.clear_session()
-    remat = keras_remat.RematAutotune(memory_limit=limit, batch_size="keep", solver_time_limit_s=arguments.seconds)
+    remat = keras_remat.RematAutotune(
+        memory_limit=limit, batch_size="keep", solver_time_limit_s=arguments.seconds
+    )
     model = build(pixels)
     model.fit(x, y, batch_size=batch_size, epochs=4, verbose=2, shuffle=False, callbacks=[remat])
 

@@ -1,9 +1,11 @@
-"""``RematAutotune``: the Keras life cycle around :class:`~keras_remat.tuner.StepTuner`.
+"""``RematAutotune``: the Keras life cycle around
+:class:`~keras_remat.training.step_trainer.StepTuner`.
 
-Keras makes the train function before ``on_train_begin``, looks it up at every step, and does not call ``on_train_end`` after an
-exception. So the replacement happens in ``on_train_begin``; the original comes back in ``on_train_end``, when a step raises, and, for a
-``fit`` that ended without notice (Ctrl-C, another callback's exception), at the next call that no ``on_train_batch_begin`` of this callback
-announced.
+Keras makes the train function before ``on_train_begin``, looks it up at every step, and does not
+call ``on_train_end`` after an exception. So the replacement happens in ``on_train_begin``; the
+original comes back in ``on_train_end``, when a step raises, and, for a ``fit`` that ended without
+notice (Ctrl-C, another callback's exception), at the next call that no ``on_train_batch_begin`` of
+this callback announced.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ import keras
 from tqdm import tqdm
 
 from keras_remat.backends.base import COMPILATIONS, Backend, load_backends
-from keras_remat.batching import BatchTrainer
-from keras_remat.compilation import StepChoice
+from keras_remat.core.problem import Problem
 from keras_remat.errors import UnsupportedModelError
-from keras_remat.plan import Plan, load_plan
-from keras_remat.planner import TunerOptions
-from keras_remat.problem import Problem
-from keras_remat.report import AutotuneReport, EpochUsage, Event
+from keras_remat.planning.fit_plans import TunerOptions
+from keras_remat.planning.plan import Plan, load_plan
+from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 from keras_remat.solvers import SOLVERS
+from keras_remat.training.backend_race import StepChoice
+from keras_remat.training.batch_trainer import BatchTrainer
 from keras_remat.units import check_memory_limit
 
 logger = logging.getLogger(__name__)
@@ -38,35 +40,44 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     """Trains within a memory limit by recomputing what is cheap instead of keeping it.
 
     Args:
-        memory_limit: every byte the device's allocator may have in use (weights, slots, data, activations, gradients, workspace):
-            an int, ``"8GiB"``, ``"80%"`` of what the device has, or ``None`` for all it has.
-        batch_size: ``"max"`` joins the batches ``fit`` was given into the largest that fits with at most one extra forward pass of
-            recomputation; an int is the most it may become; ``"keep"`` trains with the batches as they come. Except with ``"keep"``, a batch
-            that fits under no schedule is trained in micro-batches with summed gradients, where the backend can, with a warning.
-        solver: a name in ``keras_remat.SOLVERS``; ``"auto"`` is ``"greedy"`` for compiled steps on TensorFlow.
+        memory_limit: every byte the device's allocator may have in use (weights, slots, data,
+            activations, gradients, workspace): an int, ``"8GiB"``, ``"80%"`` of what the device
+            has, or ``None`` for all it has.
+        batch_size: ``"max"`` joins the batches ``fit`` was given into the largest that fits with at
+            most one extra forward pass of recomputation; an int is the most it may become;
+            ``"keep"`` trains with the batches as they come. Except with ``"keep"``, a batch that
+            fits under no schedule is trained in micro-batches with summed gradients, where the
+            backend can, with a warning.
+        solver: a name in ``keras_remat.SOLVERS``; ``"auto"`` is ``"greedy"`` for compiled steps on
+            TensorFlow.
         solver_time_limit_s: seconds for the solver.
         profile_steps: real training steps that are measured before the final plan is made.
         margin: share of the limit that is kept free.
-        learning_rate_scaling: ``None``, ``"linear"`` or ``"sqrt"``: how the learning rate follows a changed batch size.
-        plan: a :class:`~keras_remat.plan.Plan` or the path of one, to use instead of planning.
+        learning_rate_scaling: ``None``, ``"linear"`` or ``"sqrt"``: how the learning rate follows a
+            changed batch size.
+        plan: a :class:`~keras_remat.planning.plan.Plan` or the path of one, to use instead of
+            planning.
         cache_dir: where plans are kept and found again by the graph's fingerprint.
         report_path: where the report is written when training ends.
         seed: for the solver.
-        compilation: how a rematerialized step runs: ``"compiled"`` as one XLA program, ``"ordered"`` op by op by TensorFlow's executor, ``"auto"``
-            as the model trains: for ``jit_compile=True`` on TensorFlow both are measured and the faster one that keeps to the limit stays;
-            without it, ordered; on JAX every step is compiled.
-        verbose: 0 is silent, 1 prints a closing table and a bar for what takes more than a second, ``"auto"`` follows ``fit``.
+        compilation: how a rematerialized step runs: ``"compiled"`` as one XLA program,
+            ``"ordered"`` op by op by TensorFlow's executor, ``"auto"`` as the model trains: for
+            ``jit_compile=True`` on TensorFlow both are measured and the faster one that keeps to
+            the limit stays; without it, ordered; on JAX every step is compiled.
+        verbose: 0 is silent, 1 prints a closing table and a bar for what takes more than a second,
+            ``"auto"`` follows ``fit``.
 
     Attributes:
-        plan: the :class:`~keras_remat.plan.Plan` in force, or ``None``.
+        plan: the :class:`~keras_remat.planning.plan.Plan` in force, or ``None``.
         problem: the traced step with its costs, or ``None``.
-        report: the :class:`~keras_remat.report.AutotuneReport`.
+        report: the :class:`~keras_remat.reporting.fit_report.AutotuneReport`.
 
     Raises:
         ValueError, TypeError: a wrong argument; the message has the accepted forms.
-        InfeasibleBudgetError: from ``fit``, at the first batch, before anything was trained: no schedule can meet the limit.
-        ScheduleNotFoundError: from ``fit``, before the batch in question was trained: no schedule was found under the limit, or under what
-            the device had left when it ran out of memory.
+        InfeasibleBudgetError: from ``fit``, at the first batch, before anything was trained: no
+            schedule can meet the limit.
+        ScheduleNotFoundError: from ``fit``, before the batch in question was trained: no schedule
+            was found under the limit, or under what the device had left when it ran out of memory.
 
     Example:
         ``model.fit(x, y, callbacks=[RematAutotune(memory_limit="2GiB", batch_size="keep")])``
@@ -100,14 +111,20 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         _check_number("margin", margin, least=0, below=1)
         _check_int("seed", seed, least=0)
         if learning_rate_scaling not in (None, "linear", "sqrt"):
-            raise ValueError(f'learning_rate_scaling must be None, "linear" or "sqrt", got {learning_rate_scaling!r}')
+            raise ValueError(
+                f'learning_rate_scaling must be None, "linear" or "sqrt", got {learning_rate_scaling!r}'
+            )
         if compilation not in COMPILATIONS:
-            raise ValueError(f"compilation must be one of {', '.join(map(repr, COMPILATIONS))}, got {compilation!r}")
+            raise ValueError(
+                f"compilation must be one of {', '.join(map(repr, COMPILATIONS))}, got {compilation!r}"
+            )
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f'verbose must be "auto", 0, 1 or 2, got {verbose!r}')
         for name, path in (("plan", plan), ("cache_dir", cache_dir), ("report_path", report_path)):
             if path is not None and not isinstance(path, (str, os.PathLike, Plan)):
-                raise TypeError(f"{name} must be a path{' or a Plan' if name == 'plan' else ''}, got {path!r}")
+                raise TypeError(
+                    f"{name} must be a path{' or a Plan' if name == 'plan' else ''}, got {path!r}"
+                )
         if plan is not None and not isinstance(plan, Plan):
             plan = load_plan(plan)
         self._options = TunerOptions(
@@ -137,7 +154,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 
     @property
     def problem(self) -> Problem | None:
-        """The traced step with its costs, whose op ids the plan speaks of; ``None`` before the first batch."""
+        """The traced step with its costs, whose op ids the plan speaks of; ``None`` before the
+        first batch."""
         return self._tuner.problem if self._tuner is not None else None
 
     # ---------------------------------------------------------------- Keras's life cycle
@@ -160,9 +178,14 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     def _install(self, backends: Sequence[Backend]) -> None:
         self._tuner = StepChoice(self._model, backends, self._options, self.report, self._progress)
         self._trainer = BatchTrainer(
-            self._model, self._tuner, self.report, self._batch_size, self._samples_per_epoch, self._batch_size_changed,
+            self._model,
+            self._tuner,
+            self.report,
+            self._batch_size,
+            self._samples_per_epoch,
+            self._batch_size_changed,
             self._options.seed,
-        )  # fmt: skip
+        )
         self._tuner.installed = backends[0].install(self._model, self)
 
     def _samples_per_epoch(self, loader_batch_size: int) -> int | None:
@@ -186,7 +209,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         with self._tuner.installed.variables():
             optimizer.learning_rate = float(optimizer.learning_rate) * factor
 
-    # ---------------------------------------------------------------- what the installed train function asks
+    # ---------------------------------------------------------------- what the installed train
+    # function asks
 
     def run(self, batch: Any) -> Any:
         """Trains one loader batch; see :class:`~keras_remat.backends.base.StepRunner`."""
@@ -209,7 +233,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Counts what a person with a stopwatch would: batches that are put together and steps that are watched take time too."""
+        """Counts what a person with a stopwatch would: batches that are put together and steps that
+        are watched take time too."""
         started = time.perf_counter()
         try:
             yield
@@ -247,9 +272,15 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             counter = self._tuner.take_counter()
             step_time_s = max(counter.step_time_s, self._training_s - counter.planning_time_s)
             usage = EpochUsage(
-                epoch, counter.samples, counter.steps, step_time_s, counter.planning_time_s, counter.peak_bytes,
-                self.report.batch_size or 0, self.report.baseline_samples_per_s,
-            )  # fmt: skip
+                epoch,
+                counter.samples,
+                counter.steps,
+                step_time_s,
+                counter.planning_time_s,
+                counter.peak_bytes,
+                self.report.batch_size or 0,
+                self.report.baseline_samples_per_s,
+            )
         self.report.epochs.append(usage)
         if logs is not None:
             logs.update(self.report.epoch_logs(usage))
@@ -283,7 +314,12 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     def _progress(self, text: str) -> Iterator[None]:
         started = time.perf_counter()
         with tqdm(
-            total=1, desc=f"keras_remat: {text}", leave=False, delay=1, disable=not self._shows(), bar_format="{desc} {elapsed}"
+            total=1,
+            desc=f"keras_remat: {text}",
+            leave=False,
+            delay=1,
+            disable=not self._shows(),
+            bar_format="{desc} {elapsed}",
         ) as bar:
             yield
             bar.update()
@@ -293,7 +329,9 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 def _checked_batch_size(batch_size: int | str) -> int | str:
     if isinstance(batch_size, str):
         if batch_size not in ("max", "keep"):
-            raise ValueError(f'batch_size must be "max", "keep" or a positive int, got {batch_size!r}')
+            raise ValueError(
+                f'batch_size must be "max", "keep" or a positive int, got {batch_size!r}'
+            )
         return batch_size
     _check_int("batch_size", batch_size, least=1)
     return int(batch_size)
@@ -307,10 +345,19 @@ def _check_int(name: str, value: Any, *, least: int) -> None:
 
 
 def _check_number(
-    name: str, value: Any, *, least: float | None = None, above: float | None = None, below: float | None = None
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    ok = (least is None or value >= least) and (above is None or value > above) and (below is None or value < below)
+    ok = (
+        (least is None or value >= least)
+        and (above is None or value > above)
+        and (below is None or value < below)
+    )
     if not ok or value != value:
         raise ValueError(f"{name}={value!r} is out of range")

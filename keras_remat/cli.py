@@ -1,8 +1,9 @@
 """The command line ``keras-remat``: ``solve``, ``plan``, ``max-batch`` and ``show``.
 
-Every subcommand is a pair of small functions: one declares its arguments, the other, which imports what it needs, does the
-work, so that ``keras-remat solve`` loads no framework. Results go to stdout, progress and errors to stderr. Exit status: 0 done,
-2 wrong use or unreadable file, 3 proved infeasible, 4 none found within the time.
+Every subcommand is a pair of small functions: one declares its arguments, the other, which imports
+what it needs, does the work, so that ``keras-remat solve`` loads no framework. Results go to
+stdout, progress and errors to stderr. Exit status: 0 done, 2 wrong use or unreadable file, 3 proved
+infeasible, 4 none found within the time.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 
 if TYPE_CHECKING:
-    from keras_remat.problem import Problem
-    from keras_remat.schedule import Solution
+    from keras_remat.core.problem import Problem
+    from keras_remat.core.schedule import Solution
 
 DONE, WRONG_USE, INFEASIBLE, NOT_FOUND = 0, 2, 3, 4
 
@@ -48,7 +49,9 @@ def _fail(error: Exception, status: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="keras-remat", description="Rematerialization plans for Keras models.")
+    parser = argparse.ArgumentParser(
+        prog="keras-remat", description="Rematerialization plans for Keras models."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in (_add_solve, _add_plan, _add_max_batch, _add_show):
         add(commands)
@@ -56,30 +59,46 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_solve(commands: Any) -> None:
-    solve = commands.add_parser("solve", help="find the cheapest schedule of a problem file for a budget")
+    solve = commands.add_parser(
+        "solve", help="find the cheapest schedule of a problem file for a budget"
+    )
     solve.add_argument("problem", metavar="PROBLEM.json", help="problem file")
     solve.add_argument(
-        "--budget", help='peak bytes allowed: "8GiB", "512MiB", a number of bytes, or "50%%" of the store-all peak '
+        "--budget",
+        help='peak bytes allowed: "8GiB", "512MiB", a number of bytes, or "50%%" of the store-all peak '
         "(default: the problem file's budget)",
-    )  # fmt: skip
+    )
     solve.add_argument("--solver", default="auto", help="name of the solver (default: auto)")
-    solve.add_argument("--time-limit", type=float, default=30.0, metavar="SECONDS", help="seconds to search (default: 30)")
+    solve.add_argument(
+        "--time-limit",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="seconds to search (default: 30)",
+    )
     solve.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
     solve.add_argument("--output", metavar="SOLUTION.json", help="where to write the solution")
     solve.set_defaults(run=_run_solve)
 
 
 def _run_solve(options: argparse.Namespace) -> int:
-    from keras_remat import serialize, solvers
-    from keras_remat.schedule import Schedule
-    from keras_remat.simulate import simulate
+    from keras_remat import solvers
+    from keras_remat.core import serialize
+    from keras_remat.core.schedule import Schedule
+    from keras_remat.core.simulate import simulate
 
     problem = serialize.load_problem(options.problem)
     store_all = simulate(problem, Schedule.store_all(problem.graph))
-    problem = problem.with_budget(_budget_bytes(options.budget, problem.budget_bytes, store_all.peak_bytes))
+    problem = problem.with_budget(
+        _budget_bytes(options.budget, problem.budget_bytes, store_all.peak_bytes)
+    )
     with _ProgressLine(problem, options.time_limit) as line:
         solution = solvers.solve(
-            problem, solver=options.solver, time_limit_s=options.time_limit, seed=options.seed, progress=line.update
+            problem,
+            solver=options.solver,
+            time_limit_s=options.time_limit,
+            seed=options.seed,
+            progress=line.update,
         )
     if options.output is not None:
         serialize.write_json(solution_to_dict(solution), options.output)
@@ -88,15 +107,27 @@ def _run_solve(options: argparse.Namespace) -> int:
 
 
 def _model_arguments(command: Any) -> None:
-    command.add_argument("model", metavar="MODEL.keras", help="a compiled model saved by model.save")
     command.add_argument(
-        "--batch-size", type=int, default=32, metavar="N", help="samples of the batch that is traced (default: 32)"
+        "model", metavar="MODEL.keras", help="a compiled model saved by model.save"
     )
     command.add_argument(
-        "--memory-limit", required=True, metavar="LIMIT", help='"8GiB", a number of bytes, or "80%%" of the device'
+        "--batch-size",
+        type=int,
+        default=32,
+        metavar="N",
+        help="samples of the batch that is traced (default: 32)",
     )
     command.add_argument(
-        "--profile", choices=("measured", "estimated"), default="measured", help="measured runs a few steps (default)"
+        "--memory-limit",
+        required=True,
+        metavar="LIMIT",
+        help='"8GiB", a number of bytes, or "80%%" of the device',
+    )
+    command.add_argument(
+        "--profile",
+        choices=("measured", "estimated"),
+        default="measured",
+        help="measured runs a few steps (default)",
     )
     command.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
 
@@ -115,21 +146,32 @@ def _add_plan(commands: Any) -> None:
     plan = commands.add_parser("plan", help="plan a saved model's train step for a memory limit")
     _model_arguments(plan)
     plan.add_argument("--solver", default="auto", help="name of the solver (default: auto)")
-    plan.add_argument("--time-limit", type=float, default=30.0, metavar="SECONDS", help="seconds to search (default: 30)")
+    plan.add_argument(
+        "--time-limit",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="seconds to search (default: 30)",
+    )
     plan.add_argument("--output", metavar="PLAN.json", help="where to write the plan")
     plan.set_defaults(run=_run_plan)
 
 
 def _run_plan(options: argparse.Namespace) -> int:
-    from keras_remat.planning import make_plan
+    from keras_remat.planning.make_plan import make_plan
     from keras_remat.units import check_memory_limit
 
     limit = _limit(options.memory_limit)
     check_memory_limit(limit)
     plan = make_plan(
-        _loaded_model(options.model), options.batch_size, limit,
-        solver=options.solver, solver_time_limit_s=options.time_limit, profile=options.profile, seed=options.seed,
-    )  # fmt: skip
+        _loaded_model(options.model),
+        options.batch_size,
+        limit,
+        solver=options.solver,
+        solver_time_limit_s=options.time_limit,
+        profile=options.profile,
+        seed=options.seed,
+    )
     if options.output is not None:
         plan.save(options.output)
     print(plan)
@@ -137,24 +179,33 @@ def _run_plan(options: argparse.Namespace) -> int:
 
 
 def _add_max_batch(commands: Any) -> None:
-    search = commands.add_parser("max-batch", help="find the largest batch a saved model can train with under a memory limit")
+    search = commands.add_parser(
+        "max-batch", help="find the largest batch a saved model can train with under a memory limit"
+    )
     _model_arguments(search)
     search.add_argument(
-        "--max-overhead", type=float, metavar="RATIO", help="bound on the slowdown per sample (default: one extra forward pass)"
+        "--max-overhead",
+        type=float,
+        metavar="RATIO",
+        help="bound on the slowdown per sample (default: one extra forward pass)",
     )
     search.set_defaults(run=_run_max_batch)
 
 
 def _run_max_batch(options: argparse.Namespace) -> int:
-    from keras_remat.max_batch import find_max_batch_size
+    from keras_remat.batch_size.find import find_max_batch_size
     from keras_remat.units import check_memory_limit
 
     limit = _limit(options.memory_limit)
     check_memory_limit(limit)
     search = find_max_batch_size(
-        _loaded_model(options.model), options.batch_size, limit,
-        max_overhead="forward" if options.max_overhead is None else options.max_overhead, profile=options.profile, seed=options.seed,
-    )  # fmt: skip
+        _loaded_model(options.model),
+        options.batch_size,
+        limit,
+        max_overhead="forward" if options.max_overhead is None else options.max_overhead,
+        profile=options.profile,
+        seed=options.seed,
+    )
     print(search)
     return DONE
 
@@ -162,16 +213,19 @@ def _run_max_batch(options: argparse.Namespace) -> int:
 def _add_show(commands: Any) -> None:
     show = commands.add_parser("show", help="print what a plan or a problem file holds")
     show.add_argument("file", metavar="PLAN.json|PROBLEM.json")
-    show.add_argument("--html", metavar="FILE", help="write a page with the memory curve (problem files)")
+    show.add_argument(
+        "--html", metavar="FILE", help="write a page with the memory curve (problem files)"
+    )
     show.set_defaults(run=_run_show)
 
 
 def _run_show(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from keras_remat import serialize, show
-    from keras_remat.plan import FORMAT, load_plan
-    from keras_remat.schedule import Schedule
+    from keras_remat.core import serialize
+    from keras_remat.core.schedule import Schedule
+    from keras_remat.planning.plan import FORMAT, load_plan
+    from keras_remat.reporting import text as show
 
     document = serialize.read_json(options.file, (serialize.FORMAT, FORMAT), 1)
     schedules = {}
@@ -179,10 +233,16 @@ def _run_show(options: argparse.Namespace) -> int:
         plan = load_plan(options.file)
         problem = plan.problem
         schedules["plan"] = plan.solution.schedule
-        print(show.plan_text(
-            plan.solution, budget_bytes=plan.budget_bytes, store_all=plan.store_all, predicted=plan.predicted,
-            measured=plan.measured, problem=problem,
-        ))  # fmt: skip
+        print(
+            show.plan_text(
+                plan.solution,
+                budget_bytes=plan.budget_bytes,
+                store_all=plan.store_all,
+                predicted=plan.predicted,
+                measured=plan.measured,
+                problem=problem,
+            )
+        )
         if problem is not None:
             problem = problem.with_budget(plan.budget_bytes)
     else:
@@ -193,7 +253,8 @@ def _run_show(options: argparse.Namespace) -> int:
             raise ValueError("the plan was saved without its problem, so there is no graph to draw")
         schedules = {"store-all": Schedule.store_all(problem.graph), **schedules}
         Path(options.html).write_text(
-            show.schedule_html(problem, schedules, title=problem.name or options.file), encoding="utf-8"
+            show.schedule_html(problem, schedules, title=problem.name or options.file),
+            encoding="utf-8",
         )
     return DONE
 
@@ -203,7 +264,9 @@ def _budget_bytes(given: str | None, in_file: int | None, store_all_peak_bytes: 
 
     if given is None:
         if in_file is None:
-            raise ValueError("the problem file has no budget_bytes: give --budget, such as 8GiB or 50%")
+            raise ValueError(
+                "the problem file has no budget_bytes: give --budget, such as 8GiB or 50%"
+            )
         return in_file
     return parse_bytes(_limit(given), total_bytes=store_all_peak_bytes, what="--budget")
 
@@ -249,8 +312,8 @@ def _summary(problem: Problem, solution: Solution, store_all_peak_bytes: int) ->
 
 
 class _ProgressLine:
-    """Best overhead, bound and gap on stderr while a solver runs: a tqdm bar over the time limit where tqdm is installed and stderr is
-    a terminal, else a line per improvement."""
+    """Best overhead, bound and gap on stderr while a solver runs: a tqdm bar over the time limit
+    where tqdm is installed and stderr is a terminal, else a line per improvement."""
 
     def __init__(self, problem: Problem, time_limit_s: float):
         self.problem, self.time_limit_s = problem, time_limit_s
@@ -264,15 +327,19 @@ class _ProgressLine:
                 from tqdm import tqdm
 
                 layout = "{desc} [{elapsed} of " + f"{self.time_limit_s:g} s]"
-                self.bar = tqdm(total=self.time_limit_s, bar_format=layout, desc="searching", leave=False, file=sys.stderr)
+                self.bar = tqdm(
+                    total=self.time_limit_s,
+                    bar_format=layout,
+                    desc="searching",
+                    leave=False,
+                    file=sys.stderr,
+                )
         return self
 
     def update(self, solution: Solution) -> None:
         """Shows a solution."""
         best_s = None if solution.usage is None else solution.usage.time_s
-        text = (
-            f"best overhead {_percent_over(self.problem, best_s)}, bound {_percent_over(self.problem, solution.lower_bound_s)}"
-        )
+        text = f"best overhead {_percent_over(self.problem, best_s)}, bound {_percent_over(self.problem, solution.lower_bound_s)}"
         text += "" if solution.gap is None else f", gap {100 * solution.gap:.2f}%"
         if self.bar is not None:
             self.bar.set_description_str(text)

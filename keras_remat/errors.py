@@ -1,7 +1,7 @@
 """Every exception of the package, with the numbers it speaks of as attributes.
 
-One message says what is wrong, the two numbers that disagree, and what to do. Plain misuse (a wrong type, a
-negative limit) raises the built-in ``ValueError`` or ``TypeError`` instead.
+One message says what is wrong, the two numbers that disagree, and what to do. Plain misuse (a wrong
+type, a negative limit) raises the built-in ``ValueError`` or ``TypeError`` instead.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ from keras_remat.units import format_bytes, format_unequal_bytes
 class RematError(Exception):
     """Base of every error this package raises on purpose.
 
-    Errors cross process borders (a solver may run in a process of its own), so they pickle with message and attributes.
+    Errors cross process borders (a solver may run in a process of its own), so they pickle with
+    message and attributes.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), self.args, self.__dict__)
 
 
-def _restore(kind: type[RematError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RematError:
-    error = kind.__new__(kind, *args)  # __init__ would want the numbers again, under other names for every class
+def _restore(
+    kind: type[RematError], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> RematError:
+    error = kind.__new__(
+        kind, *args
+    )  # __init__ would want the numbers again, under other names for every class
     error.__dict__.update(attributes)
     return error
 
@@ -32,11 +37,14 @@ class InvalidScheduleError(RematError, ValueError):
 
     Attributes:
         rule: the rule that is broken, ``"S1"`` to ``"S4"``.
-        position: index into the order where it is broken, or ``None`` when the rule concerns the whole order.
+        position: index into the order where it is broken, or ``None`` when the rule concerns the
+            whole order.
         op_id: the op concerned.
     """
 
-    def __init__(self, rule: str, message: str, *, position: int | None = None, op_id: int | None = None):
+    def __init__(
+        self, rule: str, message: str, *, position: int | None = None, op_id: int | None = None
+    ):
         super().__init__(f"{rule}: {message}")
         self.rule = rule
         self.position = position
@@ -52,7 +60,14 @@ class InvalidProblemError(RematError, ValueError):
         value: what was found there.
     """
 
-    def __init__(self, message: str, *, source: str | None = None, field: str | None = None, value: object = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        source: str | None = None,
+        field: str | None = None,
+        value: object = None,
+    ):
         where = ": ".join(part for part in (source, field) if part)
         super().__init__(f"{where}: {message}" if where else message)
         self.message = message
@@ -67,14 +82,19 @@ class InfeasibleBudgetError(RematError):
     Attributes:
         budget_bytes: the budget that was asked for.
         floor_bytes: no schedule needs less than this (resident bytes included).
-        op_name: the op that sets the floor, or ``None`` when an exact solver proved infeasibility above the floor.
+        op_name: the op that sets the floor, or ``None`` when an exact solver proved infeasibility
+            above the floor.
     """
 
-    def __init__(self, budget_bytes: int, floor_bytes: int, op_name: str | None = None, *, advice: str = ""):
+    def __init__(
+        self, budget_bytes: int, floor_bytes: int, op_name: str | None = None, *, advice: str = ""
+    ):
         need = f"op {op_name!r} alone needs" if op_name else "every schedule needs"
         budget, floor = format_unequal_bytes(budget_bytes, floor_bytes)
         message = f"No schedule fits {budget}: {need} {floor} with its inputs, outputs, workspace and the resident bytes. "
-        super().__init__(message + (advice or "Raise the memory limit to at least that, or use a smaller batch."))
+        super().__init__(
+            message + (advice or "Raise the memory limit to at least that, or use a smaller batch.")
+        )
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
         self.op_name = op_name
@@ -89,7 +109,14 @@ class ScheduleNotFoundError(RematError):
         floor_bytes: no schedule needs less than this.
     """
 
-    def __init__(self, budget_bytes: int, floor_bytes: int, best_peak_bytes: int | None = None, *, solver: str = ""):
+    def __init__(
+        self,
+        budget_bytes: int,
+        floor_bytes: int,
+        best_peak_bytes: int | None = None,
+        *,
+        solver: str = "",
+    ):
         budget, best = format_bytes(budget_bytes), "none found"
         if best_peak_bytes is not None:
             budget, peak = format_unequal_bytes(budget_bytes, best_peak_bytes)
@@ -130,13 +157,16 @@ class PeakExceededError(RematError):
 
     def __init__(self, peak_bytes: int, budget_bytes: int, *, what: str = "The schedule"):
         peak, budget = format_unequal_bytes(peak_bytes, budget_bytes)
-        super().__init__(f"{what} needs {peak}, over the budget of {budget}. Raise the memory limit or use a smaller batch.")
+        super().__init__(
+            f"{what} needs {peak}, over the budget of {budget}. Raise the memory limit or use a smaller batch."
+        )
         self.peak_bytes = peak_bytes
         self.budget_bytes = budget_bytes
 
 
 class UnsupportedModelError(RematError):
-    """The model, its compile options or one of its ops cannot be rematerialized here; training can go on unmodified."""
+    """The model, its compile options or one of its ops cannot be rematerialized here; training can
+    go on unmodified."""
 
 
 class MissingPackageError(RematError, ImportError):

@@ -1,7 +1,8 @@
 """Bytes and memory limits as people write them. The only module that knows 2**30.
 
-Accepted memory limits: a positive ``int`` of bytes, a size such as ``"8GiB"``, ``"512 MiB"`` or ``"8GB"`` (decimal), or a
-percentage such as ``"80%"`` of a known total. ``"8Gb"`` is refused: it could mean gigabits.
+Accepted memory limits: a positive ``int`` of bytes, a size such as ``"8GiB"``, ``"512 MiB"`` or
+``"8GB"`` (decimal), or a percentage such as ``"80%"`` of a known total. ``"8Gb"`` is refused: it
+could mean gigabits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_unequal_bytes(first: int, second: int) -> tuple[str, str]:
-    """Returns both numbers for people, with the exact bytes added where rounding would make unequal numbers look equal.
+    """Returns both numbers for people, with the exact bytes added where rounding would make unequal
+    numbers look equal.
 
     >>> format_unequal_bytes(3 * 2**30, 2**30), format_unequal_bytes(2**30 + 1, 2**30)
     (('3 GiB', '1 GiB'), ('1 GiB (1073741825 B)', '1 GiB (1073741824 B)'))
@@ -64,7 +66,9 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min {rest} s"
 
 
-def parse_bytes(limit: int | str, *, total_bytes: int | None = None, what: str = "memory_limit") -> int:
+def parse_bytes(
+    limit: int | str, *, total_bytes: int | None = None, what: str = "memory_limit"
+) -> int:
     """Returns a memory limit in bytes.
 
     Args:
@@ -74,7 +78,8 @@ def parse_bytes(limit: int | str, *, total_bytes: int | None = None, what: str =
 
     Raises:
         TypeError: ``limit`` is neither an int nor a string.
-        ValueError: not positive, not finite, over 100 %, an unknown unit, or a percentage of an unknown total.
+        ValueError: not positive, not finite, over 100 %, an unknown unit, or a percentage of an
+            unknown total.
 
     >>> parse_bytes("8GiB") == 8 * 2**30, parse_bytes("50%", total_bytes=1000)
     (True, 500)
@@ -96,7 +101,9 @@ def parse_bytes(limit: int | str, *, total_bytes: int | None = None, what: str =
         if not 0 < number <= 100:
             raise ValueError(f"{what}={limit!r} must be above 0% and at most 100%")
         if total_bytes is None:
-            raise ValueError(f"{what}={limit!r} is a percentage, but the total it refers to is unknown here; give bytes")
+            raise ValueError(
+                f"{what}={limit!r} is a percentage, but the total it refers to is unknown here; give bytes"
+            )
         return max(1, int(total_bytes * number / 100))
     if unit not in _UNITS:
         raise ValueError(f"{what}={limit!r} has the unknown unit {unit!r}; accepted: {ACCEPTED}")
@@ -107,6 +114,7 @@ def parse_bytes(limit: int | str, *, total_bytes: int | None = None, what: str =
 
 
 def check_memory_limit(limit: int | str | None) -> None:
-    """Raises what :func:`parse_bytes` would, without needing to know the device's total; ``None`` is accepted."""
+    """Raises what :func:`parse_bytes` would, without needing to know the device's total; ``None``
+    is accepted."""
     if limit is not None:
         parse_bytes(limit, total_bytes=TIB)

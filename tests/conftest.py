@@ -9,7 +9,8 @@ LONGEST = "test_jax.py"
 
 
 def pytest_collection_modifyitems(items):
-    """The file that takes longest first, then those with the most tests, so that workers that get whole files end at about the same time."""
+    """The file that takes longest first, then those with the most tests, so that workers that get
+    whole files end at about the same time."""
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.name != LONGEST, -tests[item.path], str(item.path)))
 

@@ -1,7 +1,8 @@
-"""A backend without a framework: its train step is a chain whose values grow with the batch, its allocator is the simulation.
+"""A backend without a framework: its train step is a chain whose values grow with the batch, its
+allocator is the simulation.
 
-What a real device does differently can be dialled in: an allocator that needs more than the simulated peak, measured peaks above the
-predicted ones, a profiler that is busy or sees nothing.
+What a real device does differently can be dialled in: an allocator that needs more than the
+simulated peak, measured peaks above the predicted ones, a profiler that is busy or sees nothing.
 """
 
 from contextlib import nullcontext
@@ -11,14 +12,14 @@ from types import SimpleNamespace
 import numpy as np
 
 from keras_remat.backends.base import TracedStep
+from keras_remat.core.graph import BACKWARD, FORWARD, Graph, Op, Value
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
-from keras_remat.graph import BACKWARD, FORWARD, Graph, Op, Value
-from keras_remat.problem import Problem
-from keras_remat.profile import Profile
-from keras_remat.report import AutotuneReport
-from keras_remat.schedule import Schedule, Usage
-from keras_remat.simulate import simulate
-from keras_remat.tuner import StepTuner
+from keras_remat.reporting.fit_report import AutotuneReport
+from keras_remat.training.step_trainer import StepTuner
 
 #: Bytes of one sample in every value of the chain.
 SAMPLE_BYTES = 1024
@@ -26,7 +27,8 @@ RESIDENT_BYTES = 10_000
 
 
 def chain_graph(batch_size, layers=8):
-    """``layers`` forward ops and as many backward ops; backward op i reads the gradient before it and forward values i and i−1."""
+    """``layers`` forward ops and as many backward ops; backward op i reads the gradient before it
+    and forward values i and i−1."""
     n = layers
     reads = [(i - 1,) if i else () for i in range(n)]
     for i in range(n):
@@ -34,7 +36,10 @@ def chain_graph(batch_size, layers=8):
         reads.append(tuple(([n + i - 1] if i else []) + ([layer - 1] if layer else []) + [layer]))
     phases = [FORWARD] * n + [BACKWARD] * n
     ops = tuple(Op(i, f"op{i}", phases[i], reads[i], (i,), phases[i]) for i in range(2 * n))
-    values = tuple(Value(i, f"v{i}", batch_size * SAMPLE_BYTES, (batch_size, 256), "float32", i) for i in range(2 * n))
+    values = tuple(
+        Value(i, f"v{i}", batch_size * SAMPLE_BYTES, (batch_size, 256), "float32", i)
+        for i in range(2 * n)
+    )
     return Graph(ops, values, (2 * n - 1,))
 
 
@@ -44,7 +49,9 @@ def chain_problem(batch_size, layers=8, source="estimated"):
 
 
 def profile_of(graph, source):
-    return Profile((1.0,) * len(graph.ops), (0,) * len(graph.ops), RESIDENT_BYTES, source, "FAKE:0", "fake")
+    return Profile(
+        (1.0,) * len(graph.ops), (0,) * len(graph.ops), RESIDENT_BYTES, source, "FAKE:0", "fake"
+    )
 
 
 def store_all_peak(batch_size, layers=8):
@@ -75,10 +82,13 @@ class FakeBackend:
 
     Args:
         memory_bytes: of the device.
-        allocator_bytes: what the allocator needs above the simulated peak, from (problem, schedule).
-        surplus_bytes: what a step measures above its predicted peak, from ("plain" or the schedule, batch size).
+        allocator_bytes: what the allocator needs above the simulated peak, from (problem,
+            schedule).
+        surplus_bytes: what a step measures above its predicted peak, from ("plain" or the schedule,
+            batch size).
         slowness: times the simulated seconds of a step.
-        profiler: ``"free"``, ``"busy"`` (the user's session runs) or ``"blind"`` (too few ops are seen).
+        profiler: ``"free"``, ``"busy"`` (the user's session runs) or ``"blind"`` (too few ops are
+            seen).
         folds: whether a layer is folded away at a batch size, as Grappler does at some.
 
     Attributes:
@@ -86,7 +96,8 @@ class FakeBackend:
         traced: batch sizes, in order.
         tidied_at: how many steps had run whenever the variables were moved together.
         recording: whether a recorder is running.
-        fails_at: numbers of the calls of a step, from 1, that run out of memory after they have changed the state.
+        fails_at: numbers of the calls of a step, from 1, that run out of memory after they have
+            changed the state.
         has_bytes: steps that need more run out of memory, whatever was promised.
         can_be_cut: whether the train step can be traced in micro-batches.
     """
@@ -97,16 +108,33 @@ class FakeBackend:
     auto_solver = "auto"
 
     def __init__(
-        self, memory_bytes=2**40, *, allocator_bytes=None, surplus_bytes=None, profiler="free", layers=8, slowness=1e-3,
+        self,
+        memory_bytes=2**40,
+        *,
+        allocator_bytes=None,
+        surplus_bytes=None,
+        profiler="free",
+        layers=8,
+        slowness=1e-3,
         folds=lambda size: False,
-    ):  # fmt: skip
-        self.memory_bytes, self.profiler, self.layers, self.folds = memory_bytes, profiler, layers, folds
+    ):
+        self.memory_bytes, self.profiler, self.layers, self.folds = (
+            memory_bytes,
+            profiler,
+            layers,
+            folds,
+        )
         self.allocator_bytes = allocator_bytes or (lambda problem, schedule: 0)
         self.surplus_bytes = surplus_bytes or (lambda what, size: 0)
         self.ran, self.traced, self.tidied_at = [], [], []
         self.recording = False
         self.calls, self.peak_at_failure, self.slowness = 0, 0, slowness
-        self.fails_at, self.has_bytes, self.can_be_cut, self.plain_surplus_bytes = set(), 2**60, True, 0
+        self.fails_at, self.has_bytes, self.can_be_cut, self.plain_surplus_bytes = (
+            set(),
+            2**60,
+            True,
+            0,
+        )
 
     def check(self, model):
         return None
@@ -167,21 +195,27 @@ class FakeBackend:
         assert problem.graph == traced.graph, "an order runs on the graph it was made for"
 
         def run(batch):
-            assert len(batch[0]) == traced.handles["samples"], "a lowered step runs batches of its own shape only"
+            assert len(batch[0]) == traced.handles["samples"], (
+                "a lowered step runs batches of its own shape only"
+            )
             return self._step(schedule, batch, problem)
 
         run.problem = problem
         return run
 
     def run_plain(self, batch):
-        return self._step("plain", batch, chain_problem(len(batch[0]), self._layers_at(len(batch[0]))))
+        return self._step(
+            "plain", batch, chain_problem(len(batch[0]), self._layers_at(len(batch[0])))
+        )
 
     def _step(self, what, batch, problem):
         self.ran.append((what, np.asarray(batch[0]).tolist()))
         self.calls += 1
         self._ran_problem = problem
         schedule = Schedule.store_all(problem.graph) if what == "plain" else what
-        peak = self.predicted_peak_bytes(replace(problem, profile=profile_of(problem.graph, "estimated")), schedule)
+        peak = self.predicted_peak_bytes(
+            replace(problem, profile=profile_of(problem.graph, "estimated")), schedule
+        )
         if self.calls in self.fails_at or peak > self.has_bytes:
             self.peak_at_failure = min(peak, self.has_bytes)
             raise FakeOutOfMemoryError
@@ -190,7 +224,9 @@ class FakeBackend:
     def measure(self, run):
         result = run()
         what, samples = self.ran[-1]
-        problem = replace(self._ran_problem, profile=profile_of(self._ran_problem.graph, "estimated"))
+        problem = replace(
+            self._ran_problem, profile=profile_of(self._ran_problem.graph, "estimated")
+        )
         schedule = Schedule.store_all(problem.graph) if what == "plain" else what
         usage = simulate(problem, schedule)
         peak = self.predicted_peak_bytes(problem, schedule) + self.surplus_bytes(what, len(samples))
@@ -230,7 +266,9 @@ class FakeBackend:
 def tuner_on(backend, options):
     """A tuner whose plain step is the backend's, and its report."""
     report = AutotuneReport()
-    tuner = StepTuner(SimpleNamespace(name="fake"), backend, options, report, lambda text: nullcontext())
+    tuner = StepTuner(
+        SimpleNamespace(name="fake"), backend, options, report, lambda text: nullcontext()
+    )
     tuner.installed = SimpleNamespace(run_plain=backend.run_plain, restore=lambda: None)
     return tuner, report
 

@@ -1,4 +1,5 @@
-"""Small models with what rematerialization gets wrong elsewhere: dropout, batch normalization, shared weights, control flow."""
+"""Small models with what rematerialization gets wrong elsewhere: dropout, batch normalization,
+shared weights, control flow."""
 
 import keras
 import numpy as np
@@ -13,7 +14,9 @@ def mixer(blocks=2, tokens=32, dim=64, dropout=0.1, optimizer="sgd"):
         h = layers.Dense(4 * dim, activation="gelu")(h)
         h = layers.Dropout(dropout)(h) if dropout else h
         x = layers.Add()([x, layers.Dense(dim)(h)])
-    return compiled(keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x))), optimizer)
+    return compiled(
+        keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x))), optimizer
+    )
 
 
 def convnet(blocks=1, size=16, filters=8):
@@ -37,7 +40,9 @@ def residual(blocks=5, size=32, filters=8):
         stride = 2 if at == blocks - 1 else 1
         h = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(filters, 1, stride)(x)))
         h = layers.BatchNormalization()(layers.Conv2D(4 * filters, 1)(h))
-        x = layers.ReLU()(layers.Add()([layers.Conv2D(4 * filters, 1, stride)(x) if stride > 1 else x, h]))
+        x = layers.ReLU()(
+            layers.Add()([layers.Conv2D(4 * filters, 1, stride)(x) if stride > 1 else x, h])
+        )
     return compiled(keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x))))
 
 
@@ -70,7 +75,8 @@ def batch(model, size=32, seed=0):
 
 
 def mixed_precision():
-    """Half-precision activations with a loss that is scaled: an update is a branch, on whether the gradients are finite."""
+    """Half-precision activations with a loss that is scaled: an update is a branch, on whether the
+    gradients are finite."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
         inputs = x = layers.Input((64,))

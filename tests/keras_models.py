@@ -1,6 +1,8 @@
-"""Small Keras models with what rematerialization gets wrong elsewhere: dropout, batch normalization, control flow, own train steps.
+"""Small Keras models with what rematerialization gets wrong elsewhere: dropout, batch
+normalization, control flow, own train steps.
 
-Every builder seeds Keras first, so two calls give models with equal weights and equal dropout masks. ``make()[1]`` is one batch.
+Every builder seeds Keras first, so two calls give models with equal weights and equal dropout
+masks. ``make()[1]`` is one batch.
 """
 
 import keras
@@ -53,7 +55,8 @@ def convnet(batch=8, size=16, filters=8, **options):
 
 
 def uneven_convnet(batch=24, size=45):
-    """Values whose sizes are no multiples of each other: a chunk that is free again seldom fits the next."""
+    """Values whose sizes are no multiples of each other: a chunk that is free again seldom fits the
+    next."""
     rng = _seeded()
     x = inputs = layers.Input((size, size, 3))
     for filters, strides in ((20, 1), (28, 3), (44, 1), (52, 3), (36, 1)):
@@ -69,7 +72,10 @@ def segmenter(batch=24, size=64, classes=3):
     inputs = layers.Input((size, size, 2))
     x = layers.Conv2D(4, 3, padding="same", activation="relu")(inputs)
     model = _compiled(keras.Model(inputs, layers.Conv2D(classes, 1)(x)), _sparse())
-    return model, (rng.random((batch, size, size, 2), "float32"), rng.integers(0, classes, (batch, size, size)).astype("int32"))
+    return model, (
+        rng.random((batch, size, size, 2), "float32"),
+        rng.integers(0, classes, (batch, size, size)).astype("int32"),
+    )
 
 
 def _sparse():
@@ -77,14 +83,17 @@ def _sparse():
 
 
 def transformer(batch=4, tokens=16, dim=32):
-    """One encoder block with dropout in attention and behind the dense layers, on embedded tokens."""
+    """One encoder block with dropout in attention and behind the dense layers, on embedded
+    tokens."""
     rng = _seeded()
     inputs = layers.Input((tokens,), dtype="int32")
     x = layers.Embedding(50, dim)(inputs)
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, dim // 2, dropout=0.1)(x, x))
     h = layers.Dropout(0.1)(layers.Dense(dim)(layers.Dense(2 * dim, activation="gelu")(x)))
     x = layers.LayerNormalization()(x + h)
-    model = _compiled(keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(x))), _sparse())
+    model = _compiled(
+        keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(x))), _sparse()
+    )
     return model, (rng.integers(0, 50, (batch, tokens)), rng.integers(0, 4, batch))
 
 
@@ -93,7 +102,9 @@ def lstm(batch=4, steps=6):
     rng = _seeded()
     inputs = layers.Input((steps, 5))
     x = layers.Bidirectional(layers.LSTM(8, dropout=0.1))(inputs)
-    model = _compiled(keras.Model(inputs, layers.Dense(1)(x)), optimizer=keras.optimizers.RMSprop(clipnorm=1.0))
+    model = _compiled(
+        keras.Model(inputs, layers.Dense(1)(x)), optimizer=keras.optimizers.RMSprop(clipnorm=1.0)
+    )
     return model, (rng.random((batch, steps, 5), "float32"), rng.random((batch, 1), "float32"))
 
 
@@ -102,9 +113,17 @@ def two_by_two(batch=8, weighted=True):
     rng = _seeded()
     a, b = layers.Input((6,), name="a"), layers.Input((4,), name="b")
     joined = layers.Concatenate()([layers.Dense(8, activation="tanh")(a), b])
-    outputs = {"p": layers.Dense(1, name="p")(joined), "q": layers.Dense(3, name="q")(layers.Add()([a, a]))}
+    outputs = {
+        "p": layers.Dense(1, name="p")(joined),
+        "q": layers.Dense(3, name="q")(layers.Add()([a, a])),
+    }
     model = keras.Model({"a": a, "b": b}, outputs)
-    model.compile("sgd", loss={"p": "mse", "q": _sparse()}, loss_weights={"p": 0.3, "q": 1.0}, weighted_metrics={"p": ["mae"]})
+    model.compile(
+        "sgd",
+        loss={"p": "mse", "q": _sparse()},
+        loss_weights={"p": 0.3, "q": 1.0},
+        weighted_metrics={"p": ["mae"]},
+    )
     x = {"a": rng.random((batch, 6), "float32"), "b": rng.random((batch, 4), "float32")}
     y = {"p": rng.random((batch, 1), "float32"), "q": rng.integers(0, 3, batch)}
     weights = {"p": rng.random(batch, "float32"), "q": rng.random(batch, "float32")}
@@ -138,14 +157,18 @@ class VAE(keras.Model):
     def call(self, x):
         h = self.encoder(x)
         mean, log_variance = self.mean(h), self.log_variance(h)
-        z = mean + keras.ops.exp(0.5 * log_variance) * keras.random.normal(keras.ops.shape(mean), seed=self.seeds)
+        z = mean + keras.ops.exp(0.5 * log_variance) * keras.random.normal(
+            keras.ops.shape(mean), seed=self.seeds
+        )
         return self.decoder(z), mean, log_variance
 
     def train_step(self, data):
         x = data[0] if isinstance(data, tuple) else data
         with tf.GradientTape() as tape:
             y, mean, log_variance = self(x)
-            divergence = -0.5 * keras.ops.mean(1 + log_variance - mean**2 - keras.ops.exp(log_variance))
+            divergence = -0.5 * keras.ops.mean(
+                1 + log_variance - mean**2 - keras.ops.exp(log_variance)
+            )
             loss = keras.ops.mean((x - y) ** 2) + 0.1 * divergence
         self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
         self.total.update_state(loss)
@@ -166,10 +189,17 @@ class GAN(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.generator = keras.Sequential([layers.Input((4,)), layers.Dense(8, activation="relu"), layers.Dense(6)])
-        self.discriminator = keras.Sequential([layers.Input((6,)), layers.Dense(8, activation="relu"), layers.Dense(1)])
+        self.generator = keras.Sequential(
+            [layers.Input((4,)), layers.Dense(8, activation="relu"), layers.Dense(6)]
+        )
+        self.discriminator = keras.Sequential(
+            [layers.Input((6,)), layers.Dense(8, activation="relu"), layers.Dense(1)]
+        )
         self.seeds = keras.random.SeedGenerator(3)
-        self.d_tracker, self.g_tracker = keras.metrics.Mean(name="d_loss"), keras.metrics.Mean(name="g_loss")
+        self.d_tracker, self.g_tracker = (
+            keras.metrics.Mean(name="d_loss"),
+            keras.metrics.Mean(name="g_loss"),
+        )
         self.built = True
 
     @property
@@ -186,11 +216,15 @@ class GAN(keras.Model):
         noise = keras.random.normal((keras.ops.shape(x)[0], 4), seed=self.seeds)
         with tf.GradientTape() as tape:
             real, fake = self.discriminator(x), self.discriminator(self.generator(noise))
-            d_loss = loss_of(keras.ops.ones_like(real), real) + loss_of(keras.ops.zeros_like(fake), fake)
+            d_loss = loss_of(keras.ops.ones_like(real), real) + loss_of(
+                keras.ops.zeros_like(fake), fake
+            )
         weights = self.discriminator.trainable_weights
         self.d_optimizer.apply(tape.gradient(d_loss, weights), weights)
         with tf.GradientTape() as tape:
-            fake = self.discriminator(self.generator(noise))  # by the discriminator that was just updated
+            fake = self.discriminator(
+                self.generator(noise)
+            )  # by the discriminator that was just updated
             g_loss = loss_of(keras.ops.ones_like(fake), fake)
         weights = self.generator.trainable_weights
         self.g_optimizer.apply(tape.gradient(g_loss, weights), weights)
@@ -220,10 +254,18 @@ MODELS = {
 
 
 def variables_of(model):
-    """Every variable a train step may write: weights, seeds, metrics, and those of all optimizers."""
+    """Every variable a train step may write: weights, seeds, metrics, and those of all
+    optimizers."""
     optimizers = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
     optimizers += [model.optimizer] if getattr(model, "optimizer", None) is not None else []
-    distinct = {id(v): v for v in [*model.variables, *model.metrics_variables, *(v for o in optimizers for v in o.variables)]}
+    distinct = {
+        id(v): v
+        for v in [
+            *model.variables,
+            *model.metrics_variables,
+            *(v for o in optimizers for v in o.variables),
+        ]
+    }
     return list(distinct.values())
 
 
@@ -234,4 +276,6 @@ def state_of(model):
 def assert_same_bits(first, second):
     assert len(first) == len(second)
     for a, b in zip(first, second, strict=True):
-        np.testing.assert_array_equal(a.view(np.uint8) if a.ndim else a, b.view(np.uint8) if b.ndim else b)
+        np.testing.assert_array_equal(
+            a.view(np.uint8) if a.ndim else a, b.view(np.uint8) if b.ndim else b
+        )

@@ -1,7 +1,9 @@
-"""Random problems for property tests: chains, U-shapes, layered graphs and training graphs, plain or with every feature.
+"""Random problems for property tests: chains, U-shapes, layered graphs and training graphs, plain
+or with every feature.
 
-Every generator takes a ``random.Random``, so a failing case is named by its seed. Shapes only say which op reads which earlier
-op (``reads[i]``); :func:`build` turns them into a problem and adds the features asked for.
+Every generator takes a ``random.Random``, so a failing case is named by its seed. Shapes only say
+which op reads which earlier op (``reads[i]``); :func:`build` turns them into a problem and adds the
+features asked for.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from keras_remat.graph import Graph, Op, Value
-from keras_remat.problem import Problem
-from keras_remat.profile import Profile
-from keras_remat.schedule import Schedule
-from keras_remat.simulate import simulate
+from keras_remat.core.graph import Graph, Op, Value
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def build(
         phases: phase per op; all ``"forward"`` when missing.
         max_bytes: values get 1 to this many bytes.
         max_time: ops take 1 to this many seconds.
-        outputs: ops whose first output is a graph output; the ops nobody reads when missing (one of them with ``unneeded_ops``).
+        outputs: ops whose first output is a graph output; the ops nobody reads when missing (one of
+            them with ``unneeded_ops``).
         name: name of the problem.
     """
     values: list[Value] = []
@@ -77,7 +80,9 @@ def build(
             inputs.append(rng.randrange(step_inputs))
         produced = []
         for _ in range(rng.choice((1, 1, 2, 3)) if features.multi_outputs else 1):
-            values.append(Value(len(values), f"v{i}.{len(produced)}", rng.randint(1, max_bytes), producer=i))
+            values.append(
+                Value(len(values), f"v{i}.{len(produced)}", rng.randint(1, max_bytes), producer=i)
+            )
             produced.append(values[-1].id)
         made.append(produced)
         activations = [v for v in dict.fromkeys(inputs) if v >= step_inputs]
@@ -102,10 +107,17 @@ def build(
         leaves = [i for i in range(len(reads)) if i not in read_ops]
         outputs = [rng.choice(leaves)] if features.unneeded_ops else leaves
     if features.may_reuse:  # takeovers need equal sizes, so make them likely
-        values = [Value(v.id, v.name, rng.choice((2, 4)), producer=v.producer) if rng.random() < 0.7 else v for v in values]
+        values = [
+            Value(v.id, v.name, rng.choice((2, 4)), producer=v.producer)
+            if rng.random() < 0.7
+            else v
+            for v in values
+        ]
     profile = Profile(
         tuple(float(rng.randint(1, max_time)) for _ in ops),
-        tuple(rng.choice((0, 0, rng.randint(1, max_bytes))) if features.workspace else 0 for _ in ops),
+        tuple(
+            rng.choice((0, 0, rng.randint(1, max_bytes))) if features.workspace else 0 for _ in ops
+        ),
         rng.randint(1, 20) if features.resident else 0,
     )
     graph = Graph(tuple(ops), tuple(values), tuple(made[i][0] for i in outputs))
@@ -119,21 +131,30 @@ def with_random_budget(rng: random.Random, problem: Problem) -> Problem:
 
 
 def with_budget_fraction(problem: Problem, fraction: float) -> Problem:
-    """The same problem with a budget of ``fraction`` of the store-all peak, but not below the floor."""
+    """The same problem with a budget of ``fraction`` of the store-all peak, but not below the
+    floor."""
     peak = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
     return problem.with_budget(max(problem.floor_bytes, int(peak * fraction)))
 
 
-def random_problem(rng: random.Random, max_ops: int = 7, features: Features = PLAIN, *, max_reads: int = 3) -> Problem:
+def random_problem(
+    rng: random.Random, max_ops: int = 7, features: Features = PLAIN, *, max_reads: int = 3
+) -> Problem:
     """Any directed acyclic graph of 1 to ``max_ops`` ops."""
     n = rng.randint(1, max_ops)
-    reads = [sorted(rng.sample(range(i), rng.randint(0 if i == 0 else 1, min(i, max_reads)))) for i in range(n)]
+    reads = [
+        sorted(rng.sample(range(i), rng.randint(0 if i == 0 else 1, min(i, max_reads))))
+        for i in range(n)
+    ]
     return build(rng, reads, features, name=f"random{n}")
 
 
-def chain_problem(n: int, *, nbytes: int = 1, time_s: float = 1.0, rng: random.Random | None = None) -> Problem:
-    """A training chain: ``n`` forward ops, then ``n`` backward ops, each reading the gradient before it and what its forward op
-    read and computed. Uniform, or with random bytes and times when ``rng`` is given."""
+def chain_problem(
+    n: int, *, nbytes: int = 1, time_s: float = 1.0, rng: random.Random | None = None
+) -> Problem:
+    """A training chain: ``n`` forward ops, then ``n`` backward ops, each reading the gradient
+    before it and what its forward op read and computed. Uniform, or with random bytes and times
+    when ``rng`` is given."""
     size = (lambda: rng.randint(1, 9)) if rng else (lambda: nbytes)
     seconds = (lambda: float(rng.randint(1, 5))) if rng else (lambda: time_s)
     ops, values = [], []
@@ -150,14 +171,18 @@ def chain_problem(n: int, *, nbytes: int = 1, time_s: float = 1.0, rng: random.R
 
 
 def u_shape_problem(rng: random.Random, depth: int, features: Features = PLAIN) -> Problem:
-    """Down ``depth`` ops and up again, each op on the way up also reading its partner on the way down."""
+    """Down ``depth`` ops and up again, each op on the way up also reading its partner on the way
+    down."""
     reads: list[list[int]] = [[i - 1] if i else [] for i in range(depth)]
     reads += [sorted({depth - 1 + i, depth - 1 - i}) for i in range(depth)]
     return build(rng, reads, features, name=f"u{depth}")
 
 
-def layered_problem(rng: random.Random, layers: int, width: int, features: Features = PLAIN) -> Problem:
-    """Layers of 1 to ``width`` ops, each reading up to three ops of the layer before and now and then one further back."""
+def layered_problem(
+    rng: random.Random, layers: int, width: int, features: Features = PLAIN
+) -> Problem:
+    """Layers of 1 to ``width`` ops, each reading up to three ops of the layer before and now and
+    then one further back."""
     reads: list[list[int]] = []
     previous: list[int] = []
     for _ in range(layers):
@@ -171,9 +196,12 @@ def layered_problem(rng: random.Random, layers: int, width: int, features: Featu
     return build(rng, reads, features, name=f"layered{layers}x{width}")
 
 
-def training_problem(rng: random.Random, forward_ops: int = 6, features: Features = PLAIN, *, chain: bool = False) -> Problem:
-    """A random forward graph and its mirror: the backward op of ``i`` reads the gradients of ``i``'s readers, the values ``i`` read,
-    and now and then the value ``i`` computed. The outputs are the gradients of the ops that read no other op, and the loss."""
+def training_problem(
+    rng: random.Random, forward_ops: int = 6, features: Features = PLAIN, *, chain: bool = False
+) -> Problem:
+    """A random forward graph and its mirror: the backward op of ``i`` reads the gradients of
+    ``i``'s readers, the values ``i`` read, and now and then the value ``i`` computed. The outputs
+    are the gradients of the ops that read no other op, and the loss."""
     n = forward_ops
     reads = [[i - 1] if i else [] for i in range(n)]
     if not chain:
@@ -204,7 +232,8 @@ SHAPES: dict[str, Callable[[random.Random, Features], Problem]] = {
 
 
 def mixed_problem(seed: int, shape: str | None = None, *, budget: bool = True) -> Problem:
-    """The problem a seed stands for: a shape (any when missing), random features, and a random budget unless told not to."""
+    """The problem a seed stands for: a shape (any when missing), random features, and a random
+    budget unless told not to."""
     rng = random.Random(seed)
     problem = SHAPES[shape or rng.choice(sorted(SHAPES))](rng, random_features(rng))
     return with_random_budget(rng, problem) if budget else problem

@@ -1,15 +1,17 @@
-"""Random legal schedules: any topological order, ops nobody needs, and recomputations wherever the rules allow them."""
+"""Random legal schedules: any topological order, ops nobody needs, and recomputations wherever the
+rules allow them."""
 
 from __future__ import annotations
 
 import random
 
-from keras_remat.graph import Graph
-from keras_remat.schedule import Schedule
+from keras_remat.core.graph import Graph
+from keras_remat.core.schedule import Schedule
 
 
 def random_schedule(rng: random.Random, graph: Graph, *, recompute: float = 0.15) -> Schedule:
-    """Returns an order that obeys S1 to S4; before every op each recomputable op repeats with probability ``recompute``."""
+    """Returns an order that obeys S1 to S4; before every op each recomputable op repeats with
+    probability ``recompute``."""
     chosen = set(graph.needed)
     for op in reversed(graph.ops):  # with some ops nobody needs, and what they read
         if op.id not in chosen and rng.random() < 0.3:
@@ -18,9 +20,17 @@ def random_schedule(rng: random.Random, graph: Graph, *, recompute: float = 0.15
                 op_id = stack.pop()
                 if op_id not in chosen:
                     chosen.add(op_id)
-                    stack += [p for v in graph.ops[op_id].inputs if (p := graph.values[v].producer) is not None]
+                    stack += [
+                        p
+                        for v in graph.ops[op_id].inputs
+                        if (p := graph.values[v].producer) is not None
+                    ]
     before = {
-        i: ({p for v in graph.ops[i].inputs if (p := graph.values[v].producer) is not None} | set(graph.ops[i].after)) & chosen
+        i: (
+            {p for v in graph.ops[i].inputs if (p := graph.values[v].producer) is not None}
+            | set(graph.ops[i].after)
+        )
+        & chosen
         for i in chosen
     }
     followers = {i: [op.id for op in graph.ops if i in op.after] for i in chosen}
@@ -38,8 +48,8 @@ def random_schedule(rng: random.Random, graph: Graph, *, recompute: float = 0.15
 
 
 def forget(graph, keep=()):
-    """A schedule that drops every recomputable forward value at the first backward op, except those of ops in ``keep``, and
-    recomputes what is read after that, once."""
+    """A schedule that drops every recomputable forward value at the first backward op, except those
+    of ops in ``keep``, and recomputes what is read after that, once."""
     order, have, dropped = [], set(), False
 
     def run(op_id):

@@ -1,4 +1,5 @@
-"""``RematAutotune`` inside ``fit``: what it changes, what it leaves alone, and that it always gives the train function back."""
+"""``RematAutotune`` inside ``fit``: what it changes, what it leaves alone, and that it always gives
+the train function back."""
 
 import csv
 import json
@@ -17,7 +18,7 @@ import keras_models  # noqa: E402
 
 import keras_remat  # noqa: E402
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction  # noqa: E402
-from keras_remat.report import LOG_KEYS  # noqa: E402
+from keras_remat.reporting.fit_report import LOG_KEYS  # noqa: E402
 from keras_remat.units import MIB  # noqa: E402
 
 QUICK = {"solver": "greedy", "profile_steps": 1, "solver_time_limit_s": 5.0, "verbose": 0}
@@ -38,7 +39,9 @@ def tight_limit(model, data, batch=BATCH, share=0.55):
     backend = keras_remat.backends.tensorflow.backend()
     arrays = backend.example_batch(model, tuple(part[:batch] for part in data))
     traced = backend.trace(model, arrays)
-    problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()))
+    problem = keras_remat.Problem(
+        traced.graph, backend.estimated_profile(traced, backend.bytes_in_use())
+    )
     del arrays
     resident = problem.profile.resident_bytes
     peak = backend.predicted_peak_bytes(problem, keras_remat.Schedule.store_all(traced.graph))
@@ -106,7 +109,9 @@ def test_plan_file_is_used_again_and_refused_by_another_model(tight_run, tmp_pat
     remat.plan.save(tmp_path / "plan.json")
     assert keras_remat.load_plan(tmp_path / "plan.json") == remat.plan
     model, data = model_and_data()
-    again = callback(2 * limit, plan=tmp_path / "plan.json")  # a limit that no other data in this process pushes the plan over
+    again = callback(
+        2 * limit, plan=tmp_path / "plan.json"
+    )  # a limit that no other data in this process pushes the plan over
     fit(model, data, again, batch_size=BATCH)
     assert again.plan.solution.schedule == remat.plan.solution.schedule
     assert "risk" not in [event.kind for event in again.report.events]
@@ -189,7 +194,8 @@ def test_exception_inside_a_step_gives_the_train_function_back():
         raise OSError("the disk is gone")
 
     data = tf.data.Dataset.from_generator(
-        batches, output_signature=(tf.TensorSpec((16, 16), tf.float32), tf.TensorSpec((16, 1), tf.float32))
+        batches,
+        output_signature=(tf.TensorSpec((16, 16), tf.float32), tf.TensorSpec((16, 1), tf.float32)),
     )
     with pytest.raises((OSError, tf.errors.OpError)):
         model.fit(data, callbacks=[callback()], verbose=0)
@@ -206,7 +212,9 @@ def test_compile_between_two_fits_and_saving_after(tmp_path):
     assert len(history["remat_speedup"]) == len(remat.report.epochs) == 2
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(loaded.predict(data[0], verbose=0), model.predict(data[0], verbose=0))
+    np.testing.assert_array_equal(
+        loaded.predict(data[0], verbose=0), model.predict(data[0], verbose=0)
+    )
 
 
 def test_second_fit_with_another_limit_plans_anew():
@@ -244,30 +252,57 @@ DATA = {
     "arrays": lambda x, y: {"x": x, "y": y, "batch_size": 16, "shuffle": False},
     "odd last batch": lambda x, y: {"x": x[:41], "y": y[:41], "batch_size": 16, "shuffle": False},
     "tf.data": lambda x, y: {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(16)},
-    "repeated tf.data": lambda x, y: {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(16).repeat(), "steps_per_epoch": 2},
+    "repeated tf.data": lambda x, y: {
+        "x": tf.data.Dataset.from_tensor_slices((x, y)).batch(16).repeat(),
+        "steps_per_epoch": 2,
+    },
     "PyDataset": lambda x, y: {"x": Batches(x, y), "shuffle": False},
     "generator": lambda x, y: {"x": forever(x, y), "steps_per_epoch": 3},
-    "class weights": lambda x, y: {"x": x, "y": (y > 0.5).astype(int), "batch_size": 16, "class_weight": {0: 1.0, 1: 3.0}, "shuffle": False},
-    "sample weights": lambda x, y: {"x": x, "y": y, "sample_weight": y[:, 0], "batch_size": 16, "shuffle": False},
-    "validation": lambda x, y: {"x": x, "y": y, "batch_size": 16, "validation_data": (x, y), "shuffle": False},
-}  # fmt: skip
+    "class weights": lambda x, y: {
+        "x": x,
+        "y": (y > 0.5).astype(int),
+        "batch_size": 16,
+        "class_weight": {0: 1.0, 1: 3.0},
+        "shuffle": False,
+    },
+    "sample weights": lambda x, y: {
+        "x": x,
+        "y": y,
+        "sample_weight": y[:, 0],
+        "batch_size": 16,
+        "shuffle": False,
+    },
+    "validation": lambda x, y: {
+        "x": x,
+        "y": y,
+        "batch_size": 16,
+        "validation_data": (x, y),
+        "shuffle": False,
+    },
+}
 
 
 @pytest.mark.parametrize("form", DATA)
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_data_in_every_form_trains_as_without_the_callback(form, steps_per_execution, monkeypatch):
-    """Every batch goes through the rematerialized step: the plain peak is taken as over any limit, the plan's as under it."""
+    """Every batch goes through the rematerialized step: the plain peak is taken as over any limit,
+    the plan's as under it."""
 
     def history(*callbacks):
         model, (x, y) = small()
         model.compile("adam", "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
-        result = model.fit(**DATA[form](x, y), epochs=2, verbose=0, callbacks=list(callbacks)).history
+        result = model.fit(
+            **DATA[form](x, y), epochs=2, verbose=0, callbacks=list(callbacks)
+        ).history
         assert_given_back(model)
         return result
 
     plain = history()
     remat = callback()
-    monkeypatch.setattr("keras_remat.tuner.StepTuner.usable_bytes", property(_never_enough_for_plain))
+    monkeypatch.setattr(
+        "keras_remat.training.step_trainer.StepTuner.usable_bytes",
+        property(_never_enough_for_plain),
+    )
     ours = history(remat)
     assert remat.plan is not None
     for key, values in plain.items():
@@ -275,13 +310,17 @@ def test_data_in_every_form_trains_as_without_the_callback(form, steps_per_execu
 
 
 def _never_enough_for_plain(tuner):
-    """What the plain step is compared with, which takes 0 bytes of the pool if nothing was trained before; plans are made for the limit."""
+    """What the plain step is compared with, which takes 0 bytes of the pool if nothing was trained
+    before; plans are made for the limit."""
     return -1
 
 
 def test_own_train_step_is_traced(monkeypatch):
     plain = fit(*keras_models.vae(48), epochs=2)
-    monkeypatch.setattr("keras_remat.tuner.StepTuner.usable_bytes", property(_never_enough_for_plain))
+    monkeypatch.setattr(
+        "keras_remat.training.step_trainer.StepTuner.usable_bytes",
+        property(_never_enough_for_plain),
+    )
     remat = callback()
     history = fit(*keras_models.vae(48), remat, epochs=2)
     assert remat.plan is not None
@@ -308,11 +347,17 @@ def test_eager_models_get_one_warning_and_train():
 
 def test_models_that_cannot_be_traced_get_one_warning_and_train():
     model, (x, y) = small()
-    sparse = tf.data.Dataset.from_tensor_slices((x, y)).batch(16).map(lambda a, b: (tf.sparse.from_dense(a), b))
+    sparse = (
+        tf.data.Dataset.from_tensor_slices((x, y))
+        .batch(16)
+        .map(lambda a, b: (tf.sparse.from_dense(a), b))
+    )
 
     class Densify(keras.layers.Layer):
         def call(self, a):
-            return tf.ensure_shape(tf.sparse.to_dense(a) if isinstance(a, tf.SparseTensor) else a, (None, 16))
+            return tf.ensure_shape(
+                tf.sparse.to_dense(a) if isinstance(a, tf.SparseTensor) else a, (None, 16)
+            )
 
     inputs = keras.layers.Input((16,), sparse=True)
     model = keras.Model(inputs, keras.layers.Dense(1)(Densify()(inputs)))
@@ -324,7 +369,10 @@ def test_models_that_cannot_be_traced_get_one_warning_and_train():
 
 
 def test_jit_compile_trains_in_order_when_asked_with_one_line(caplog, monkeypatch):
-    monkeypatch.setattr("keras_remat.tuner.StepTuner.usable_bytes", property(_never_enough_for_plain))
+    monkeypatch.setattr(
+        "keras_remat.training.step_trainer.StepTuner.usable_bytes",
+        property(_never_enough_for_plain),
+    )
     model, data = small()
     model.compile("adam", "mse", jit_compile=True)
     remat = callback(compilation="ordered")
@@ -360,7 +408,10 @@ def test_csv_logger_and_tensorboard_keep_the_columns(tmp_path):
 
 
 def test_the_users_profiler_session_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("keras_remat.tuner.StepTuner.usable_bytes", property(_never_enough_for_plain))
+    monkeypatch.setattr(
+        "keras_remat.training.step_trainer.StepTuner.usable_bytes",
+        property(_never_enough_for_plain),
+    )
     model, data = small()
     remat = callback()
     tf.profiler.experimental.start(str(tmp_path))
@@ -374,9 +425,18 @@ def test_the_users_profiler_session_is_left_alone(tmp_path, monkeypatch):
 
 
 def test_tensorboard_profiles_while_the_callback_works(tmp_path, monkeypatch):
-    monkeypatch.setattr("keras_remat.tuner.StepTuner.usable_bytes", property(_never_enough_for_plain))
+    monkeypatch.setattr(
+        "keras_remat.training.step_trainer.StepTuner.usable_bytes",
+        property(_never_enough_for_plain),
+    )
     model, data = small()
-    fit(model, data, callback(), keras.callbacks.TensorBoard(tmp_path, profile_batch=(2, 4)), epochs=2)
+    fit(
+        model,
+        data,
+        callback(),
+        keras.callbacks.TensorBoard(tmp_path, profile_batch=(2, 4)),
+        epochs=2,
+    )
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
@@ -434,8 +494,9 @@ def test_malformed_plan_file_is_refused_by_name(tmp_path):
 
 
 def test_putting_batches_together_counts_as_training(monkeypatch):
-    """A stopwatch around the epoch would count it; ``remat_samples_per_s`` and ``remat_speedup`` do too."""
-    from keras_remat.grouping import BatchGrouper
+    """A stopwatch around the epoch would count it; ``remat_samples_per_s`` and ``remat_speedup`` do
+    too."""
+    from keras_remat.training.grouping import BatchGrouper
 
     real, taken = BatchGrouper.take, []
 

@@ -8,19 +8,29 @@ import pytest
 from keras_remat import errors
 
 EXAMPLES = {
-    "InvalidScheduleError": errors.InvalidScheduleError("S1", "op 3 reads too early", position=2, op_id=3),
-    "InvalidProblemError": errors.InvalidProblemError("unknown id 9", source="p.json", field="ops[3].inputs", value=9),
+    "InvalidScheduleError": errors.InvalidScheduleError(
+        "S1", "op 3 reads too early", position=2, op_id=3
+    ),
+    "InvalidProblemError": errors.InvalidProblemError(
+        "unknown id 9", source="p.json", field="ops[3].inputs", value=9
+    ),
     "InfeasibleBudgetError": errors.InfeasibleBudgetError(5, 7, "conv"),
     "ScheduleNotFoundError": errors.ScheduleNotFoundError(8, 7, 9, solver="dtr"),
     "PlanMismatchError": errors.PlanMismatchError("a" * 64, "b" * 64),
     "PeakExceededError": errors.PeakExceededError(9, 7),
     "UnsupportedModelError": errors.UnsupportedModelError("run_eagerly=True cannot be traced"),
-    "MissingPackageError": errors.MissingPackageError("ortools", "The solver 'intervals'", "solvers"),
+    "MissingPackageError": errors.MissingPackageError(
+        "ortools", "The solver 'intervals'", "solvers"
+    ),
 }
 
 
 def test_there_is_an_example_of_every_error():
-    defined = {n for n, o in vars(errors).items() if isinstance(o, type) and issubclass(o, errors.RematError)}
+    defined = {
+        n
+        for n, o in vars(errors).items()
+        if isinstance(o, type) and issubclass(o, errors.RematError)
+    }
     assert set(EXAMPLES) == defined - {"RematError"}
 
 
@@ -36,7 +46,10 @@ def test_errors_survive_pickling_and_copying(error):
     ("name", "attributes"),
     [
         ("InvalidScheduleError", {"rule": "S1", "position": 2, "op_id": 3}),
-        ("InvalidProblemError", {"source": "p.json", "field": "ops[3].inputs", "value": 9, "message": "unknown id 9"}),
+        (
+            "InvalidProblemError",
+            {"source": "p.json", "field": "ops[3].inputs", "value": 9, "message": "unknown id 9"},
+        ),
         ("InfeasibleBudgetError", {"budget_bytes": 5, "floor_bytes": 7, "op_name": "conv"}),
         ("ScheduleNotFoundError", {"budget_bytes": 8, "floor_bytes": 7, "best_peak_bytes": 9}),
         ("PlanMismatchError", {"plan_fingerprint": "a" * 64, "graph_fingerprint": "b" * 64}),

@@ -1,4 +1,5 @@
-"""The examples run as a reader would run them; the benchmark reads its command line and reports what it was given."""
+"""The examples run as a reader would run them; the benchmark reads its command line and reports
+what it was given."""
 
 import importlib
 import importlib.util
@@ -10,13 +11,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.skipif(not (ROOT / "examples").exists(), reason="an installed package has no examples beside it")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "examples").exists(), reason="an installed package has no examples beside it"
+)
 
 
 def run(script, *arguments, timeout_s=900):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "KERAS_BACKEND": "tensorflow",
+    }
     command = [sys.executable, str(ROOT / script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
 
 
 @pytest.fixture
@@ -69,7 +78,14 @@ def test_benchmark_defaults(step_memory):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--models", "AlexNet"], ["--budgets", "half"], ["--budgets", "0"], ["--budgets", "1.5"], ["--steps", "0"]]
+    "arguments",
+    [
+        ["--models", "AlexNet"],
+        ["--budgets", "half"],
+        ["--budgets", "0"],
+        ["--budgets", "1.5"],
+        ["--steps", "0"],
+    ],
 )
 def test_benchmark_refuses(step_memory, arguments, capsys):
     with pytest.raises(SystemExit) as refusal:
@@ -80,16 +96,33 @@ def test_benchmark_refuses(step_memory, arguments, capsys):
 
 def row(**changes):
     return {
-        "budget": "0.5", "raised": False, "limit_bytes": 1000, "predicted_bytes": 900, "measured_bytes": 890, "fit_peak_bytes": 900,
-        "overhead": 0.02, "time_ratio": 1.05, "equal_weights": True, "loss_difference": 1e-6, "to_swap_s": 9.0, "recomputed": 3,
-    } | changes  # fmt: skip
+        "budget": "0.5",
+        "raised": False,
+        "limit_bytes": 1000,
+        "predicted_bytes": 900,
+        "measured_bytes": 890,
+        "fit_peak_bytes": 900,
+        "overhead": 0.02,
+        "time_ratio": 1.05,
+        "equal_weights": True,
+        "loss_difference": 1e-6,
+        "to_swap_s": 9.0,
+        "recomputed": 3,
+    } | changes
 
 
 def result(*rows, **changes):
     return {
-        "model": "unet", "is_cnn": True, "rows": list(rows), "plain_peak_bytes": 2000, "resident_bytes": 100, "floor_bytes": 300,
-        "store_all_time_ratio": 1.0, "plain_again_difference": 0.0, "planner_rss_bytes": 5 * 2**20,
-    } | changes  # fmt: skip
+        "model": "unet",
+        "is_cnn": True,
+        "rows": list(rows),
+        "plain_peak_bytes": 2000,
+        "resident_bytes": 100,
+        "floor_bytes": 300,
+        "store_all_time_ratio": 1.0,
+        "plain_again_difference": 0.0,
+        "planner_rss_bytes": 5 * 2**20,
+    } | changes
 
 
 def test_benchmark_accepts_what_holds(step_memory):

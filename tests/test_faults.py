@@ -1,7 +1,8 @@
 """Faults injected into a running ``fit``: out of memory at every stage, exceptions, Ctrl-C.
 
-Where training goes on, weights, optimizer slots, metrics and the order of the data must be those of an undisturbed run; where it ends, the
-state must be that of an undisturbed run up to there, and the model must have its own train function back.
+Where training goes on, weights, optimizer slots, metrics and the order of the data must be those of
+an undisturbed run; where it ends, the state must be that of an undisturbed run up to there, and the
+model must have its own train function back.
 """
 
 import gc
@@ -19,7 +20,7 @@ import keras_models  # noqa: E402
 
 import keras_remat  # noqa: E402
 import keras_remat.backends.tensorflow as tensorflow_backend  # noqa: E402
-from keras_remat.backends.tensorflow.lower import LoweredStep  # noqa: E402
+from keras_remat.backends.tensorflow.ordered.lower import LoweredStep  # noqa: E402
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction  # noqa: E402
 
 BATCH, BATCHES, ODD, EPOCHS = 1024, 4, 1000, 2
@@ -49,8 +50,8 @@ def bytes_in_use():
 
 
 def train(room, seen, epochs=EPOCHS, validation=False):
-    """One ``fit`` of a model made anew with ``room`` bytes above what TensorFlow still holds of earlier ones; returns the model, the
-    callback, and what was raised."""
+    """One ``fit`` of a model made anew with ``room`` bytes above what TensorFlow still holds of
+    earlier ones; returns the model, the callback, and what was raised."""
     limit = bytes_in_use() + room
     model, data = keras_models.mlp(BATCHES * BATCH + ODD, width=512, blocks=4)
     remat = keras_remat.RematAutotune(
@@ -64,16 +65,25 @@ def train(room, seen, epochs=EPOCHS, validation=False):
     )
     try:
         model.fit(
-            *data, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=[remat, seen],
+            *data,
+            batch_size=BATCH,
+            epochs=epochs,
+            shuffle=False,
+            verbose=0,
+            callbacks=[remat, seen],
             validation_data=tuple(part[:BATCH] for part in data) if validation else None,
-        )  # fmt: skip
+        )
     except BaseException as error:
         return model, remat, error
     return model, remat, None
 
 
 def state(model):
-    variables = [*model.variables, *model.optimizer.variables, *(v for m in model.metrics for v in m.variables)]
+    variables = [
+        *model.variables,
+        *model.optimizer.variables,
+        *(v for m in model.metrics for v in m.variables),
+    ]
     return [v.numpy() for v in {id(v): v for v in variables}.values()]
 
 
@@ -85,15 +95,21 @@ def limits():
     backend = tensorflow_backend.backend()
     batch = backend.example_batch(model, tuple(part[:BATCH] for part in data))
     traced = backend.trace(model, batch)
-    problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()))
-    resident, store_all = problem.profile.resident_bytes, keras_remat.Schedule.store_all(traced.graph)
+    problem = keras_remat.Problem(
+        traced.graph, backend.estimated_profile(traced, backend.bytes_in_use())
+    )
+    resident, store_all = (
+        problem.profile.resident_bytes,
+        keras_remat.Schedule.store_all(traced.graph),
+    )
     peak = backend.predicted_peak_bytes(problem, store_all)
     return {"tight": int(resident - before + 0.75 * (peak - resident)), "plain": 2**33}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(limits):
-    """By name of the limit: state, losses and plan of a run in which nothing goes wrong; nothing of it stays on the device."""
+    """By name of the limit: state, losses and plan of a run in which nothing goes wrong; nothing of
+    it stays on the device."""
     runs = {}
     for name, limit in limits.items():
         seen = Seen()
@@ -106,7 +122,8 @@ def undisturbed(limits):
 
 
 def inject(monkeypatch, owner, name, call, *, before):
-    """The ``call``-th call of a method raises out of memory, before or after it has done its work."""
+    """The ``call``-th call of a method raises out of memory, before or after it has done its
+    work."""
     calls, original = count(1), getattr(owner, name)
 
     def method(self, batch):
@@ -121,14 +138,15 @@ def inject(monkeypatch, owner, name, call, *, before):
     monkeypatch.setattr(owner, name, method)
 
 
-#: The first step, a recorded one, the swapped one, the odd last batch, and a settled one; the others take longer than they tell.
+#: The first step, a recorded one, the swapped one, the odd last batch, and a settled one; the
+#: others take longer than they tell.
 TELLING = {1, 2, 3, BATCHES + 1, STEPS - 2}
 
 
 @pytest.fixture
 def every_step_guarded(monkeypatch):
     """The copy before a step of milliseconds is never cheap; in these tests it counts as such."""
-    monkeypatch.setattr("keras_remat.guard.CHEAP_SHARE", 1e9)
+    monkeypatch.setattr("keras_remat.training.undo.CHEAP_SHARE", 1e9)
 
 
 @pytest.mark.usefixtures("every_step_guarded")
@@ -136,7 +154,10 @@ def every_step_guarded(monkeypatch):
     ("call", "when"),
     [
         pytest.param(
-            call, when, id=f"step {call}, {when}", marks=() if when == "after" and call in TELLING else pytest.mark.slow
+            call,
+            when,
+            id=f"step {call}, {when}",
+            marks=() if when == "after" and call in TELLING else pytest.mark.slow,
         )
         for call in range(1, STEPS + 1)
         for when in ("before", "after")
@@ -170,8 +191,12 @@ def test_plain_step_that_runs_out_of_memory(limits, undisturbed, monkeypatch, ca
     assert sum(epoch.samples for epoch in remat.report.epochs) == EPOCHS * (BATCHES * BATCH + ODD)
 
 
-@pytest.mark.parametrize("error", [ValueError("a user's callback"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"])
-@pytest.mark.parametrize("step", [1, pytest.param(3, marks=pytest.mark.slow), BATCHES + 3], ids="step {}".format)
+@pytest.mark.parametrize(
+    "error", [ValueError("a user's callback"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"]
+)
+@pytest.mark.parametrize(
+    "step", [1, pytest.param(3, marks=pytest.mark.slow), BATCHES + 3], ids="step {}".format
+)
 def test_fit_that_another_callback_ends(limits, undisturbed, error, step):
     seen = Seen(step, error)
     model, _, raised = train(limits["tight"], seen)
@@ -184,7 +209,7 @@ def test_fit_that_another_callback_ends(limits, undisturbed, error, step):
 
 
 def test_settled_step_whose_copy_is_dear_raises_what_the_framework_raises(limits, monkeypatch):
-    monkeypatch.setattr("keras_remat.guard.CHEAP_SHARE", 0.0)
+    monkeypatch.setattr("keras_remat.training.undo.CHEAP_SHARE", 0.0)
     inject(monkeypatch, LoweredStep, "__call__", STEPS - 2, before=True)
     model, _, raised = train(limits["tight"], Seen())
     assert isinstance(raised, tf.errors.ResourceExhaustedError)

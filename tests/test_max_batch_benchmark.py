@@ -1,4 +1,5 @@
-"""The maximum batch benchmark reads its command line, reports what it was given, and demands what it says."""
+"""The maximum batch benchmark reads its command line, reports what it was given, and demands what
+it says."""
 
 import importlib
 from pathlib import Path
@@ -6,7 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="an installed package has no benchmarks beside it")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "benchmarks").exists(), reason="an installed package has no benchmarks beside it"
+)
 
 
 @pytest.fixture
@@ -17,14 +20,33 @@ def max_batch(monkeypatch):
 
 def batch_row(**changes):
     return {
-        "model": "UNet", "row": "batch", "solver": "auto", "limit_bytes": 1000, "batch": 48, "ratio": 6.0, "searched": 48,
-        "predicted_bytes": 990, "measured_bytes": 980, "overhead": 0.1, "time_ratio": 1.1, "search_s": 9.0, "failed_batch": 50,
-        "failed_bytes": 1001, "pixels": 96,
-    } | changes  # fmt: skip
+        "model": "UNet",
+        "row": "batch",
+        "solver": "auto",
+        "limit_bytes": 1000,
+        "batch": 48,
+        "ratio": 6.0,
+        "searched": 48,
+        "predicted_bytes": 990,
+        "measured_bytes": 980,
+        "overhead": 0.1,
+        "time_ratio": 1.1,
+        "search_s": 9.0,
+        "failed_batch": 50,
+        "failed_bytes": 1001,
+        "pixels": 96,
+    } | changes
 
 
 def prediction_row(**changes):
-    row = {"model": "UNet", "row": "prediction", "profiled": 8, "batch": 4, "predicted_bytes": 99, "measured_bytes": 100}
+    row = {
+        "model": "UNet",
+        "row": "prediction",
+        "profiled": 8,
+        "batch": 4,
+        "predicted_bytes": 99,
+        "measured_bytes": 100,
+    }
     return row | changes
 
 
@@ -36,7 +58,9 @@ def test_models_and_solvers_exist(max_batch):
     assert max_batch.parser().parse_args([]).models == max_batch.MODELS
 
 
-@pytest.mark.parametrize("arguments", [["--models", "AlexNet"], ["--solvers", "dtr"], ["--limit", "much"]])
+@pytest.mark.parametrize(
+    "arguments", [["--models", "AlexNet"], ["--solvers", "dtr"], ["--limit", "much"]]
+)
 def test_bad_arguments_are_refused(max_batch, arguments, capsys):
     with pytest.raises(SystemExit) as refusal:
         max_batch.parser().parse_args(arguments)
@@ -58,7 +82,10 @@ def test_accepts_what_holds(max_batch):
         (batch_row(ratio=2.9), "the geometric mean is 2.90, less than 3"),
         (batch_row(solver="chen_greedy"), "the geometric mean is nan"),
         (prediction_row(predicted_bytes=94), "-6.0% off, more than 5%"),
-        ({"model": "UNet", "row": "batch", "solver": "auto", "error": "none | found"}, "UNet auto: none | found"),
+        (
+            {"model": "UNet", "row": "batch", "solver": "auto", "error": "none | found"},
+            "UNet auto: none | found",
+        ),
     ],
 )
 def test_names_the_bound_that_fails(max_batch, row, said):

@@ -1,4 +1,5 @@
-"""A hard cap on a process's memory, set by the operating system: plain ``fit`` dies in it, the same ``fit`` with the callback does not."""
+"""A hard cap on a process's memory, set by the operating system: plain ``fit`` dies in it, the same
+``fit`` with the callback does not."""
 
 import json
 import subprocess
@@ -15,7 +16,8 @@ if keras.backend.backend() != "tensorflow":
 if not sys.platform.startswith("linux"):
     pytest.skip("the address space is read from /proc", allow_module_level=True)
 
-#: ``fit`` of a wide MLP; the cap, in bytes above what the framework has mapped after one small ``fit``, is the first argument (0: none).
+#: ``fit`` of a wide MLP; the cap, in bytes above what the framework has mapped after one small
+#: ``fit``, is the first argument (0: none).
 SCRIPT = """
 import json, os, resource, sys
 import keras, keras_models, keras_remat, keras_remat.callback, keras_remat.backends.tensorflow
@@ -47,9 +49,18 @@ def run(room, how):
     """The finished process, and what it printed, if it got that far."""
     tests = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(room), how], capture_output=True, text=True, timeout=240, check=False,
-        env={"PATH": "", "PYTHONPATH": f"{tests}:{tests.parent}", "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"},
-    )  # fmt: skip
+        [sys.executable, "-c", SCRIPT, str(room), how],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={
+            "PATH": "",
+            "PYTHONPATH": f"{tests}:{tests.parent}",
+            "KERAS_BACKEND": "tensorflow",
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        },
+    )
     return done, json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 

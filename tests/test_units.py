@@ -5,24 +5,48 @@ import math
 import numpy as np
 import pytest
 
-from keras_remat.units import GIB, MIB, TIB, check_memory_limit, format_bytes, format_seconds, format_unequal_bytes, parse_bytes
+from keras_remat.units import (
+    GIB,
+    MIB,
+    TIB,
+    check_memory_limit,
+    format_bytes,
+    format_seconds,
+    format_unequal_bytes,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
     ("limit", "nbytes"),
     [
-        (1, 1), (np.int64(12), 12), ("1", 1), ("17B", 17), ("8GiB", 8 * GIB), ("8 GiB", 8 * GIB), (" 512MiB ", 512 * MIB),
-        ("8GB", 8 * 10**9), ("1.5KiB", 1536), (".5KiB", 512), ("2.KB", 2000), ("1TiB", TIB), ("3TB", 3 * 10**12),
-        ("9007199254740993", 2**53 + 1), ("9007199254740993B", 2**53 + 1),
+        (1, 1),
+        (np.int64(12), 12),
+        ("1", 1),
+        ("17B", 17),
+        ("8GiB", 8 * GIB),
+        ("8 GiB", 8 * GIB),
+        (" 512MiB ", 512 * MIB),
+        ("8GB", 8 * 10**9),
+        ("1.5KiB", 1536),
+        (".5KiB", 512),
+        ("2.KB", 2000),
+        ("1TiB", TIB),
+        ("3TB", 3 * 10**12),
+        ("9007199254740993", 2**53 + 1),
+        ("9007199254740993B", 2**53 + 1),
     ],
-)  # fmt: skip
+)
 def test_accepted_sizes(limit, nbytes):
     parsed = parse_bytes(limit)
     assert parsed == nbytes
     assert type(parsed) is int
 
 
-@pytest.mark.parametrize(("limit", "nbytes"), [("50%", 500), ("100%", 1000), ("0.1%", 1), ("12.5 %", 125), ("0.0001%", 1)])
+@pytest.mark.parametrize(
+    ("limit", "nbytes"),
+    [("50%", 500), ("100%", 1000), ("0.1%", 1), ("12.5 %", 125), ("0.0001%", 1)],
+)
 def test_percentages_of_a_known_total(limit, nbytes):
     assert parse_bytes(limit, total_bytes=1000) == nbytes
 
@@ -33,9 +57,37 @@ def test_percentage_is_exact_for_large_totals():
 
 @pytest.mark.parametrize(
     "limit",
-    ["8Gb", "8gib", "8 PiB", "", " ", "GiB", "-1GiB", "-5", "1e9", "nan", "inf", "0", "0B", "0.1B", "1,5GiB", "1.2.3", "0x10", "٣GiB",
-     0, -1, np.int32(-7), math.nan, math.inf, -math.inf, "0%", "101%", "-5%", "100.0001%"],
-)  # fmt: skip
+    [
+        "8Gb",
+        "8gib",
+        "8 PiB",
+        "",
+        " ",
+        "GiB",
+        "-1GiB",
+        "-5",
+        "1e9",
+        "nan",
+        "inf",
+        "0",
+        "0B",
+        "0.1B",
+        "1,5GiB",
+        "1.2.3",
+        "0x10",
+        "٣GiB",
+        0,
+        -1,
+        np.int32(-7),
+        math.nan,
+        math.inf,
+        -math.inf,
+        "0%",
+        "101%",
+        "-5%",
+        "100.0001%",
+    ],
+)
 def test_refused_values_name_the_argument(limit):
     with pytest.raises(ValueError, match="memory_limit"):
         parse_bytes(limit, total_bytes=1000)
@@ -70,9 +122,18 @@ def test_check_memory_limit_refuses(limit):
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (-1024, "-1 KiB"), (100 * MIB, "100 MiB"), (1_500_000, "1.43 MiB"), (GIB, "1 GiB"),
-     (5 * TIB, "5 TiB"), (10_000 * TIB, "10000 TiB")],
-)  # fmt: skip
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (-1024, "-1 KiB"),
+        (100 * MIB, "100 MiB"),
+        (1_500_000, "1.43 MiB"),
+        (GIB, "1 GiB"),
+        (5 * TIB, "5 TiB"),
+        (10_000 * TIB, "10000 TiB"),
+    ],
+)
 def test_format_bytes(nbytes, text):
     assert format_bytes(nbytes) == text
 
@@ -86,8 +147,16 @@ def test_unequal_numbers_never_read_equal():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (2e-6, "2 µs"), (0.00125, "1.25 ms"), (0.9996, "1 s"), (0.9996e-3, "1 ms"), (2.5, "2.5 s"), (75, "1 min 15 s"),
-     (3600, "60 min 0 s")],
-)  # fmt: skip
+    [
+        (0, "0 s"),
+        (2e-6, "2 µs"),
+        (0.00125, "1.25 ms"),
+        (0.9996, "1 s"),
+        (0.9996e-3, "1 ms"),
+        (2.5, "2.5 s"),
+        (75, "1 min 15 s"),
+        (3600, "60 min 0 s"),
+    ],
+)
 def test_format_seconds(seconds, text):
     assert format_seconds(seconds) == text

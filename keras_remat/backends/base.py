@@ -1,7 +1,8 @@
 """What every backend hands to the layers above it: one traced step, and the verbs that work on it.
 
-Nothing here imports a framework. A backend is a module (``keras_remat.backends.tensorflow``, ``keras_remat.backends.jax``) with a function
-``backend() -> Backend``; :func:`load_backend` picks the one Keras runs on.
+Nothing here imports a framework. A backend is a module (``keras_remat.backends.tensorflow``,
+``keras_remat.backends.jax``) with a function ``backend() -> Backend``; :func:`load_backend` picks
+the one Keras runs on.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from keras_remat.core.graph import Graph
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.errors import UnsupportedModelError
-from keras_remat.graph import Graph
-from keras_remat.problem import Problem
-from keras_remat.profile import Profile
-from keras_remat.schedule import Schedule, Usage
 
 Result = TypeVar("Result")
 #: Runs one training step on a batch and returns what ``train_step`` returns.
@@ -35,7 +36,8 @@ class TracedStep:
 
     Args:
         graph: what the step computes.
-        handles: op id → what the backend needs to run that op; nothing outside the backend looks inside.
+        handles: op id → what the backend needs to run that op; nothing outside the backend looks
+            inside.
         backend: ``"tensorflow"`` or ``"jax"``.
     """
 
@@ -45,7 +47,8 @@ class TracedStep:
 
     @property
     def plain_surplus_bytes(self) -> int:
-        """What Keras's own step needs above the graph without recomputation, where tracing has made it need less."""
+        """What Keras's own step needs above the graph without recomputation, where tracing has made
+        it need less."""
         return 0
 
 
@@ -53,13 +56,16 @@ class StepRunner(Protocol):
     """What an installed train function asks, in Keras's loop."""
 
     def run(self, batch: Any) -> Any:
-        """Trains a batch and returns logs. What it raises passes through, after the original train function is back."""
+        """Trains a batch and returns logs. What it raises passes through, after the original train
+        function is back."""
 
     def finish(self) -> Any:
-        """The epoch's data is over: trains what was held back and returns logs, or ``None`` when nothing was."""
+        """The epoch's data is over: trains what was held back and returns logs, or ``None`` when
+        nothing was."""
 
     def is_current(self) -> bool:
-        """Asked once before every call: ``False`` when the ``fit`` this was installed for is over; the original then takes the call."""
+        """Asked once before every call: ``False`` when the ``fit`` this was installed for is over;
+        the original then takes the call."""
 
     def is_last_call(self) -> bool:
         """Whether Keras makes no further call in this epoch."""
@@ -72,7 +78,8 @@ class Installed(Protocol):
         """Runs Keras's own step on a batch."""
 
     def variables(self) -> AbstractContextManager[None]:
-        """A context in which the model's variables have their values, and what is assigned to them counts for the next step."""
+        """A context in which the model's variables have their values, and what is assigned to them
+        counts for the next step."""
 
     def restore(self) -> None:
         """Puts Keras's own train function back; does nothing the second time."""
@@ -85,39 +92,47 @@ class ProfileRecorder(Protocol):
         """Starts; ``False`` when it cannot, because the user's own profiler session is running."""
 
     def stop(self, lowered: RunStep, resident_bytes: int) -> Profile | None:
-        """Stops and returns the profile of ``lowered``'s ops, or ``None`` when too few were seen. Its ``source`` says whether the op times
-        were measured; where they cannot be, they are estimates in proportion to the measured step."""
+        """Stops and returns the profile of ``lowered``'s ops, or ``None`` when too few were seen.
+        Its ``source`` says whether the op times were measured; where they cannot be, they are
+        estimates in proportion to the measured step."""
 
 
 class Backend(Protocol):
-    """The five verbs (trace, profile, lower, measure, restore) and what they need to know about the device."""
+    """The five verbs (trace, profile, lower, measure, restore) and what they need to know about the
+    device."""
 
     name: str
     compilation: str
     """``"compiled"`` or ``"ordered"``: whether a step runs as one compiled program, or op by op."""
     measures_op_times: bool
-    """Whether a recorder tells op times; where it does not, recording steps cannot make a plan better."""
+    """Whether a recorder tells op times; where it does not, recording steps cannot make a plan
+    better."""
     fragments: bool
-    """Whether the predicted peak depends on the order by more than what is alive, so that moving ops about can lower it."""
+    """Whether the predicted peak depends on the order by more than what is alive, so that moving
+    ops about can lower it."""
 
     auto_solver: str
     """The solver that ``"auto"`` stands for."""
 
     def check(self, model: Any) -> str | None:
-        """Raises :class:`UnsupportedModelError` for a model that cannot be rematerialized; returns a remark for the log or ``None``."""
+        """Raises :class:`UnsupportedModelError` for a model that cannot be rematerialized; returns
+        a remark for the log or ``None``."""
 
     def example_batch(self, model: Any, batch: Any) -> Any:
-        """``batch`` (arrays, specs or a batch size) as what ``train_step`` gets; builds the model if it is not built."""
+        """``batch`` (arrays, specs or a batch size) as what ``train_step`` gets; builds the model
+        if it is not built."""
 
     def resized_spec(self, batch: Any, size: int) -> Any:
-        """What :meth:`trace` needs to know of a batch like ``batch`` with ``size`` samples; nothing is allocated.
+        """What :meth:`trace` needs to know of a batch like ``batch`` with ``size`` samples; nothing
+        is allocated.
 
         Raises:
             UnsupportedModelError: an array whose first dimension is not the batch's.
         """
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TracedStep:
-        """The model's train step for batches of this shape, or one that trains the batch in pieces and adds up their gradients; pure.
+        """The model's train step for batches of this shape, or one that trains the batch in pieces
+        and adds up their gradients; pure.
 
         Raises:
             UnsupportedModelError: the step cannot be carried, or not be cut.
@@ -127,7 +142,8 @@ class Backend(Protocol):
         """Costs from shapes alone."""
 
     def with_pool(self, traced: TracedStep, problem: Problem, idle_bytes: int) -> Problem:
-        """``problem`` with the device's allocator as it is now in its profile, where that can be told.
+        """``problem`` with the device's allocator as it is now in its profile, where that can be
+        told.
 
         Args:
             traced: a step of the same model, for this or another batch size.
@@ -136,17 +152,21 @@ class Backend(Protocol):
         """
 
     def reserve(self, limit_bytes: int) -> None:
-        """Has the device's allocator take as much as is free of the limit from the system in one piece, where it would grow by small ones.
+        """Has the device's allocator take as much as is free of the limit from the system in one
+        piece, where it would grow by small ones.
 
-        What runs afterwards finds one large chunk, so that less of it is lost between small ones. Where that cannot be had, nothing happens.
+        What runs afterwards finds one large chunk, so that less of it is lost between small ones.
+        Where that cannot be had, nothing happens.
         """
 
     def tidy(self, model: Any) -> None:
-        """Has the model's variables lie close together in the device's memory, their values as they are, where steps lose less of it then."""
+        """Has the model's variables lie close together in the device's memory, their values as they
+        are, where steps lose less of it then."""
 
     def room_for(self, like: Any, samples: int) -> AbstractContextManager[None]:
-        """A context in which an array of ``samples`` samples like ``like`` is made where the device's memory has room of just its size, if that can be
-        had; what :meth:`predicted_peak_bytes` says of steps outside of ``fit`` counts on it."""
+        """A context in which an array of ``samples`` samples like ``like`` is made where the
+        device's memory has room of just its size, if that can be had; what
+        :meth:`predicted_peak_bytes` says of steps outside of ``fit`` counts on it."""
 
     def recorder(self) -> ProfileRecorder:
         """A recorder for a measured profile."""
@@ -156,7 +176,8 @@ class Backend(Protocol):
 
         Args:
             traced: the step.
-            problem: its graph and costs. Without a budget, a schedule that recomputes nothing may run in any order.
+            problem: its graph and costs. Without a budget, a schedule that recomputes nothing may
+                run in any order.
             schedule: a legal order.
         """
 
@@ -164,10 +185,12 @@ class Backend(Protocol):
         """The peak the device's allocator will show for ``schedule``."""
 
     def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
-        """The peak of ``schedule`` where lowering it tells, before it runs; ``None`` where only a run tells."""
+        """The peak of ``schedule`` where lowering it tells, before it runs; ``None`` where only a
+        run tells."""
 
     def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
-        """Runs once, waits for it, and returns its result with its time and the allocator's peak."""
+        """Runs once, waits for it, and returns its result with its time and the allocator's
+        peak."""
 
     def bytes_in_use(self) -> int:
         """Bytes the device's allocator has handed out now."""
@@ -176,13 +199,15 @@ class Backend(Protocol):
         """All the memory this process may use on the device."""
 
     def peak_bytes(self) -> int:
-        """The most the allocator has had in use since :meth:`measure` began, also when what it ran has failed."""
+        """The most the allocator has had in use since :meth:`measure` began, also when what it ran
+        has failed."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether the framework raised ``error`` because the device had no memory left."""
 
     def snapshot(self, model: Any) -> Callable[[], None]:
-        """Copies the model's, the optimizers' and the metrics' variables to the host; what it returns puts them back.
+        """Copies the model's, the optimizers' and the metrics' variables to the host; what it
+        returns puts them back.
 
         Where the allocator fragments, they lie close together in its memory afterwards.
         """
@@ -193,7 +218,8 @@ class Backend(Protocol):
 
 @contextmanager
 def preserved_state(backend: Backend, model: Any) -> Iterator[None]:
-    """Afterwards the model's, the optimizers' and the metrics' variables are what they were before."""
+    """Afterwards the model's, the optimizers' and the metrics' variables are what they were
+    before."""
     put_back = backend.snapshot(model)
     try:
         yield
@@ -219,7 +245,8 @@ def load_backends(model: Any, compilation: str = "auto") -> list[Backend]:
         compilation: one of :data:`COMPILATIONS`; ``"auto"`` follows the model.
 
     Raises:
-        UnsupportedModelError: Keras runs on a framework without one, or one that cannot do what is asked for.
+        UnsupportedModelError: Keras runs on a framework without one, or one that cannot do what is
+            asked for.
     """
     loaded: list[Backend] = _framework().backends(model, compilation)
     return loaded
@@ -230,5 +257,7 @@ def _framework() -> Any:
 
     name = keras.backend.backend()
     if name not in BACKENDS:
-        raise UnsupportedModelError(f"Keras runs on {name!r}; inside fit, rematerialization works on {' and '.join(BACKENDS)}.")
+        raise UnsupportedModelError(
+            f"Keras runs on {name!r}; inside fit, rematerialization works on {' and '.join(BACKENDS)}."
+        )
     return importlib.import_module(f"keras_remat.backends.{name}")

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from keras_remat.units import MIB
 
-#: Address space kept out of an ``RLIMIT_AS``, beside a tenth of what is left, and more for every core: a process that cannot start a
-#: thread aborts, and a thread takes a stack and a heap of its own.
+#: Address space kept out of an ``RLIMIT_AS``, beside a tenth of what is left, and more for every
+#: core: a process that cannot start a thread aborts, and a thread takes a stack and a heap of its
+#: own.
 _RESERVED_ADDRESS_BYTES, _RESERVED_BYTES_PER_CORE = 64 * MIB, 32 * MIB
 
 
@@ -27,9 +28,11 @@ def address_space_is_limited() -> bool:
 
 @contextmanager
 def address_space_for_threads() -> Iterator[None]:
-    """Keeps some of a limited address space from what runs inside, so that threads can be started after it.
+    """Keeps some of a limited address space from what runs inside, so that threads can be started
+    after it.
 
-    An allocator that grows by doubling takes what is left of the address space when it gets less than it asks for.
+    An allocator that grows by doubling takes what is left of the address space when it gets less
+    than it asks for.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     kept: mmap.mmap | None = None
@@ -46,9 +49,11 @@ def address_space_for_threads() -> Iterator[None]:
 
 
 def host_memory_bytes(in_use_bytes: int) -> int:
-    """The least of the machine's memory, the container's limit (cgroup) and what the address space limit (``RLIMIT_AS``) leaves.
+    """The least of the machine's memory, the container's limit (cgroup) and what the address space
+    limit (``RLIMIT_AS``) leaves.
 
-    Threads' stacks, Python and the planner take from the same address space, so some of it is left for them.
+    Threads' stacks, Python and the planner take from the same address space, so some of it is left
+    for them.
 
     Args:
         in_use_bytes: of what is mapped, the bytes that tensors take: they count as available.

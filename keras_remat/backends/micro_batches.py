@@ -1,8 +1,10 @@
-"""What training a batch in pieces means, whatever the framework: which models can be cut, and where.
+"""What training a batch in pieces means, whatever the framework: which models can be cut, and
+where.
 
-The pieces' gradients are weighted by their share of the samples, so for losses that are means over the batch (Keras's default reduction) the
-sum is the gradient of the whole batch, up to the order of floating-point additions. What looks at a whole batch does not get to see one:
-batch normalization normalizes over a micro-batch, and its moving averages move once per micro-batch.
+The pieces' gradients are weighted by their share of the samples, so for losses that are means over
+the batch (Keras's default reduction) the sum is the gradient of the whole batch, up to the order of
+floating-point additions. What looks at a whole batch does not get to see one: batch normalization
+normalizes over a micro-batch, and its moving averages move once per micro-batch.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ SEPARATION = "next_micro_batch"
 
 
 def check_can_be_cut(model: Any) -> None:
-    """Raises :class:`UnsupportedModelError` when summed gradients of pieces would not be those of the batch: the model has a ``train_step`` of
-    its own, or a loss that is no mean over the batch."""
+    """Raises :class:`UnsupportedModelError` when summed gradients of pieces would not be those of
+    the batch: the model has a ``train_step`` of its own, or a loss that is no mean over the
+    batch."""
     import keras
 
     if type(model).train_step is not keras.Model.train_step or "train_step" in vars(model):

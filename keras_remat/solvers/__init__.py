@@ -1,8 +1,9 @@
 """Every solver under one signature: ``Problem → Solution``.
 
-A solver is a module of this package with a function ``solve(problem, *, time_limit_s, seed) -> Solution``; ``SOLVERS`` maps its public
-name to it, and imports the module only when it is called. :func:`solve` is the way in: it refuses budgets below the floor before
-any solver runs, and lets no schedule out that :func:`keras_remat.validate.validate` does not accept.
+A solver is a module of this package with a function ``solve(problem, *, time_limit_s, seed) ->
+Solution``; ``SOLVERS`` maps its public name to it, and imports the module only when it is called.
+:func:`solve` is the way in: it refuses budgets below the floor before any solver runs, and lets no
+schedule out that :func:`keras_remat.core.validate.validate` does not accept.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Solution
+from keras_remat.core.simulate import simulate
+from keras_remat.core.validate import validate
 from keras_remat.errors import InfeasibleBudgetError
-from keras_remat.problem import Problem
-from keras_remat.schedule import Solution
-from keras_remat.simulate import simulate
-from keras_remat.validate import validate
 
 Solver = Callable[..., Solution]
 
@@ -29,7 +30,9 @@ class _Registry(Mapping[str, Solver]):
     def __getitem__(self, name: str) -> Solver:
         target = self._modules[name]
         module, _, function = target.partition(":")
-        solver: Solver = getattr(importlib.import_module(f"{__name__}.{module}"), function or "solve")
+        solver: Solver = getattr(
+            importlib.import_module(f"{__name__}.{module}"), function or "solve"
+        )
         return solver
 
     def __iter__(self) -> Iterator[str]:
@@ -41,31 +44,31 @@ class _Registry(Mapping[str, Solver]):
 
 SOLVERS: Mapping[str, Solver] = _Registry(
     {
-        "store_all": "store_all",
-        "chen_sqrt_n": "chen:sqrt_n",
-        "chen_sqrt_n_ap": "chen:sqrt_n_ap",
-        "chen_sqrt_n_linear": "chen:sqrt_n_linear",
-        "chen_greedy": "chen:greedy",
-        "chen_greedy_ap": "chen:greedy_ap",
-        "chen_greedy_linear": "chen:greedy_linear",
-        "griewank": "griewank",
-        "chain_dp": "chain_dp",
-        "checkmate_milp": "checkmate_milp:solve_highs",
-        "checkmate_milp_cbc": "checkmate_milp:solve_cbc",
-        "checkmate_lp": "lp_rounding:solve_deterministic",
-        "lp_rounding": "lp_rounding",
-        "dtr": "dtr",
-        "dtr_eq": "dtr:solve_eq",
-        "dtr_local": "dtr:solve_local",
-        "dtr_msps": "dtr:solve_msps",
-        "dtr_lru": "dtr:solve_lru",
-        "dtr_size": "dtr:solve_size",
-        "dtr_random": "dtr:solve_random",
-        "greedy": "greedy",
-        "greedy_first": "greedy:solve_first",
-        "backward": "backward",
-        "intervals": "intervals",
-        "anneal": "anneal",
+        "store_all": "papers.store_all",
+        "chen_sqrt_n": "papers.chen:sqrt_n",
+        "chen_sqrt_n_ap": "papers.chen:sqrt_n_ap",
+        "chen_sqrt_n_linear": "papers.chen:sqrt_n_linear",
+        "chen_greedy": "papers.chen:greedy",
+        "chen_greedy_ap": "papers.chen:greedy_ap",
+        "chen_greedy_linear": "papers.chen:greedy_linear",
+        "griewank": "papers.griewank",
+        "chain_dp": "papers.chain_dp",
+        "checkmate_milp": "papers.checkmate_milp:solve_highs",
+        "checkmate_milp_cbc": "papers.checkmate_milp:solve_cbc",
+        "checkmate_lp": "papers.lp_rounding:solve_deterministic",
+        "lp_rounding": "papers.lp_rounding",
+        "dtr": "papers.dtr",
+        "dtr_eq": "papers.dtr:solve_eq",
+        "dtr_local": "papers.dtr:solve_local",
+        "dtr_msps": "papers.dtr:solve_msps",
+        "dtr_lru": "papers.dtr:solve_lru",
+        "dtr_size": "papers.dtr:solve_size",
+        "dtr_random": "papers.dtr:solve_random",
+        "greedy": "search.greedy",
+        "greedy_first": "search.greedy:solve_first",
+        "backward": "search.backward",
+        "intervals": "search.intervals",
+        "anneal": "search.anneal",
         "auto": "auto",
     }
 )
@@ -86,7 +89,8 @@ def solve(
         solver: a name in ``SOLVERS``.
         time_limit_s: seconds the solver may take.
         seed: the same problem and seed give the same schedule.
-        progress: called with every better solution (and every better bound) while ``auto`` or ``greedy`` runs; other solvers call it once.
+        progress: called with every better solution (and every better bound) while ``auto`` or
+            ``greedy`` runs; other solvers call it once.
 
     Returns:
         A solution whose schedule is legal, within the budget, with ``usage`` filled in.

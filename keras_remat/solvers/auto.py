@@ -1,25 +1,36 @@
-"""The default solver: fast heuristics first, then improvement from the best schedule so far, until its work is done.
+"""The default solver: fast heuristics first, then improvement from the best schedule so far, until
+its work is done.
 
-1. No budget, or an order without recomputation that fits (the default one or the memory-aware one): optimal, done.
-2. :mod:`keras_remat.solvers.greedy` gives a first schedule; where the graph is not large, :mod:`keras_remat.solvers.dtr` gives others,
-   by several scores. Where they find nothing, :mod:`keras_remat.solvers.backward` finds one, or proves that there is none.
-3. :mod:`keras_remat.solvers.bound`, and :mod:`keras_remat.solvers.window_bound` with a few cuts, may prove the best schedule optimal.
-4. :mod:`keras_remat.solvers.intervals` searches around it, with more candidates whenever its program was solved.
-5. :mod:`keras_remat.solvers.anneal` and :mod:`keras_remat.solvers.neighbourhoods` take turns: the one works on the order itself, the
-   other solves parts of that program better than the whole can be solved, and sits out the turn after one without a find.
-6. After their first turn, on small graphs, :mod:`keras_remat.solvers.window_bound` with all cuts tries to close the gap from below.
+1. No budget, or an order without recomputation that fits (the default one or the memory-aware one):
+   optimal, done.
+2. :mod:`keras_remat.solvers.search.greedy` gives a first schedule; where the graph is not large,
+   :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores. Where they find nothing,
+   :mod:`keras_remat.solvers.search.backward` finds one, or proves that there is none.
+3. :mod:`keras_remat.solvers.bounds.cut_bound`, and :mod:`keras_remat.solvers.bounds.window_bound`
+   with a few cuts, may prove the best schedule optimal.
+4. :mod:`keras_remat.solvers.search.intervals` searches around it, with more candidates whenever its
+   program was solved.
+5. :mod:`keras_remat.solvers.search.anneal` and :mod:`keras_remat.solvers.search.neighbourhoods`
+   take turns: the one works on the order itself, the other solves parts of that program better than
+   the whole can be solved, and sits out the turn after one without a find.
+6. After their first turn, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
+   cuts tries to close the gap from below.
 
-Graphs of more than ``LARGE_OPS`` ops are coarsened first (:mod:`keras_remat.solvers.coarsen`), and steps 2, 4 and 5 work on the coarse
-problem; step 4 is left out, its program is too large. Without OR-Tools annealing does all of 4 and 5. Where step 2 finds nothing, the
-others start from a schedule for a somewhat larger budget. Recomputations there turns out to be room for are taken back
-(:mod:`keras_remat.solvers.trim`) wherever a schedule comes from.
+Graphs of more than ``LARGE_OPS`` ops are coarsened first
+(:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 4 and 5 work on the coarse problem; step 4
+is left out, its program is too large. Without OR-Tools annealing does all of 4 and 5. Where step 2
+finds nothing, the others start from a schedule for a somewhat larger budget. Recomputations there
+turns out to be room for are taken back (:mod:`keras_remat.solvers.orders.trim`) wherever a schedule
+comes from.
 
-Every schedule is checked by :func:`keras_remat.validate.validate` before it counts. ``KeyboardInterrupt`` ends the search and keeps the
-best schedule; before there is one it passes through. The bound is that of step 3 or 6; both hold for every legal order.
+Every schedule is checked by :func:`keras_remat.core.validate.validate` before it counts.
+``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one it passes
+through. The bound is that of step 3 or 6; both hold for every legal order.
 
-All steps but 3 and 6 end by counted work (:mod:`keras_remat.solvers.effort`), and a schedule replaces another only if it is faster by
-more than the tolerance of the proofs. So the same seed gives the same schedule, unless the clock ends one of these steps after all:
-on a machine that is very busy or very slow. How far the *bound* gets depends on the clock.
+All steps but 3 and 6 end by counted work (:mod:`keras_remat.solvers.orders.effort`), and a schedule
+replaces another only if it is faster by more than the tolerance of the proofs. So the same seed
+gives the same schedule, unless the clock ends one of these steps after all: on a machine that is
+very busy or very slow. How far the *bound* gets depends on the clock.
 """
 
 from __future__ import annotations
@@ -31,15 +42,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from keras_remat.errors import InfeasibleBudgetError, InvalidScheduleError, PeakExceededError, ScheduleNotFoundError
-from keras_remat.problem import Problem
-from keras_remat.schedule import Schedule, Solution
-from keras_remat.simulate import simulate
-from keras_remat.solvers import anneal, backward, bound, coarsen, cp_sat, dtr, greedy, intervals, neighbourhoods, window_bound
-from keras_remat.solvers.effort import effort_s
-from keras_remat.solvers.reorder import memory_aware_order
-from keras_remat.solvers.trim import trimmed
-from keras_remat.validate import validate
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule, Solution
+from keras_remat.core.simulate import simulate
+from keras_remat.core.validate import validate
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    InvalidScheduleError,
+    PeakExceededError,
+    ScheduleNotFoundError,
+)
+from keras_remat.solvers.bounds import cut_bound, window_bound
+from keras_remat.solvers.engines import cp_sat
+from keras_remat.solvers.orders import coarsen
+from keras_remat.solvers.orders.effort import effort_s
+from keras_remat.solvers.orders.reorder import memory_aware_order
+from keras_remat.solvers.orders.trim import trimmed
+from keras_remat.solvers.papers import dtr
+from keras_remat.solvers.search import anneal, backward, greedy, intervals, neighbourhoods
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +68,14 @@ Order = tuple[int, ...]
 LARGE_OPS = 700
 """Graphs with more needed ops are coarsened."""
 FEW_CUTS = 3
-"""Cuts of the window bound that is tried before the interval search, on every graph that is not coarsened."""
+"""Cuts of the window bound that is tried before the interval search, on every graph that is not
+coarsened."""
 PROOF_TOLERANCE = 3e-6
-"""Relative; the bounds give away a millionth for their solver's tolerances, so that meeting them exactly is not possible."""
+"""Relative; the bounds give away a millionth for their solver's tolerances, so that meeting them
+exactly is not possible."""
 PROVABLE_OPS = 150
-"""Graphs up to this size are worth the integer program of :mod:`keras_remat.solvers.window_bound`."""
+"""Graphs up to this size are worth the integer program of
+:mod:`keras_remat.solvers.bounds.window_bound`."""
 GREEDY_SHARE, BACKWARD_SHARE, INTERVALS_SHARE = 0.15, 0.2, 0.3
 """The work of these steps, as shares of the time limit."""
 TURNS = 4
@@ -66,11 +89,13 @@ NEARLY = (1.02, 1.05, 1.1, 1.2, 1.4)
 LATE_ANNEAL_SHARE = 0.2
 """The work of an annealing turn where there is no schedule yet."""
 TIGHTENINGS = 4
-"""Times that greedy is tried on a coarse problem whose schedules do not fit the whole one, each time with less room."""
+"""Times that greedy is tried on a coarse problem whose schedules do not fit the whole one, each
+time with less room."""
 NEIGHBOURHOODS_DEPTH = 2
 """Of the candidates of neighbourhoods in coarsened problems; twice that in others."""
 BOUND_SHARE, PROOF_SHARE, LAST_SHARE = 0.3, 0.7, 0.9
-"""The shares of the time limit by which the quick bounds, the exact one, and everything else end."""
+"""The shares of the time limit by which the quick bounds, the exact one, and everything else
+end."""
 
 
 def solve(
@@ -106,7 +131,13 @@ def solve(
 class _Search:
     """The best schedule and the best bound so far."""
 
-    def __init__(self, problem: Problem, time_limit_s: float, seed: int, progress: Callable[[Solution], None] | None):
+    def __init__(
+        self,
+        problem: Problem,
+        time_limit_s: float,
+        seed: int,
+        progress: Callable[[Solution], None] | None,
+    ):
         self.problem, self.seed, self.progress = problem, seed, progress
         self.started = time.perf_counter()
         self.limit_s = time_limit_s
@@ -131,10 +162,13 @@ class _Search:
         schedule = Schedule(self.best)
         status: Literal["optimal", "feasible"] = "optimal" if self.proved else "feasible"
         spent = time.perf_counter() - self.started
-        return Solution(schedule, self.solver, status, spent, self.bound_s, simulate(self.problem, schedule))
+        return Solution(
+            schedule, self.solver, status, spent, self.bound_s, simulate(self.problem, schedule)
+        )
 
     def offer(self, order: Sequence[int], solver: str) -> bool:
-        """Keeps ``order`` if it is legal, within the budget and faster than the best; returns whether it fits at all."""
+        """Keeps ``order`` if it is legal, within the budget and faster than the best; returns
+        whether it fits at all."""
         schedule = Schedule(tuple(order))
         try:
             validate(self.problem, schedule)
@@ -166,11 +200,15 @@ class _Search:
                 view = self._coarse(base)
         if large and self.best is None:
             self._greedy(whole, bases[:1])
-        self.bound_s = max(self.bound_s, bound.lower_bound_s(self.problem, deadline_s=self.at(BOUND_SHARE)))
+        self.bound_s = max(
+            self.bound_s, cut_bound.lower_bound_s(self.problem, deadline_s=self.at(BOUND_SHARE))
+        )
         self._report()
         if not large:
             chain = window_bound.longest_chain(self.problem)
-            widest = sorted(chain, key=lambda op_id: -bound.crossing_bytes(self.problem, op_id))[:FEW_CUTS]
+            widest = sorted(
+                chain, key=lambda op_id: -cut_bound.crossing_bytes(self.problem, op_id)
+            )[:FEW_CUTS]
             self._window_bound(sorted(widest), self.at(BOUND_SHARE))
         if self.proved:
             return
@@ -191,7 +229,8 @@ class _Search:
                 return
 
     def _with_cp_sat(self, step: Callable[[], None]) -> None:
-        """Takes a step that needs CP-SAT, if it is there; a process that died once, for want of memory as a rule, would die again."""
+        """Takes a step that needs CP-SAT, if it is there; a process that died once, for want of
+        memory as a rule, would die again."""
         if self.has_cp_sat:
             try:
                 step()
@@ -200,8 +239,11 @@ class _Search:
                 self.has_cp_sat = False
 
     def _coarse(self, base: Order) -> _View:
-        """A coarse view, with as much room set aside as greedy's schedules for it turn out to need in the problem itself."""
-        coarse = coarsen.Coarse(self.problem, base, coarsen.small_value_threshold(self.problem, base))
+        """A coarse view, with as much room set aside as greedy's schedules for it turn out to need
+        in the problem itself."""
+        coarse = coarsen.Coarse(
+            self.problem, base, coarsen.small_value_threshold(self.problem, base)
+        )
         view = _View(coarse.problem, coarse.expand, coarse.project)
         budget = self.problem.budget_bytes or 0
         for _ in range(TIGHTENINGS):
@@ -209,7 +251,9 @@ class _Search:
             if self.best is not None or not found:
                 self.coarse_best = found[-1] if found else None
                 break
-            peak = min(simulate(self.problem, Schedule(view.expand(order))).peak_bytes for order in found)
+            peak = min(
+                simulate(self.problem, Schedule(view.expand(order))).peak_bytes for order in found
+            )
             budget -= peak - (self.problem.budget_bytes or 0)
             if budget < view.problem.floor_bytes:
                 break
@@ -237,7 +281,9 @@ class _Search:
         sorts: tuple[backward.Sort, ...] = ("once", "few")
         for sort in sorts if self.best is None else ():
             steps = backward.steps_limit(BACKWARD_SHARE * self.limit_s)
-            answer = backward.search(self.problem, sort, max_steps=steps, deadline_s=self.at(LAST_SHARE))
+            answer = backward.search(
+                self.problem, sort, max_steps=steps, deadline_s=self.at(LAST_SHARE)
+            )
             if answer.infeasible:
                 budget = self.problem.budget_bytes or 0
                 raise InfeasibleBudgetError(budget, budget + 1)
@@ -250,7 +296,12 @@ class _Search:
         """The orders of the view that greedy gives; those that fit the problem are offered."""
         steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s)
         deadline_s = self.at(LAST_SHARE)
-        found = [s.order for s in greedy.candidates(view.problem, deadline_s=deadline_s, max_steps=steps, orders=bases)]
+        found = [
+            s.order
+            for s in greedy.candidates(
+                view.problem, deadline_s=deadline_s, max_steps=steps, orders=bases
+            )
+        ]
         for order in found:
             self.offer(view.expand(order), "greedy")
         return found
@@ -260,16 +311,21 @@ class _Search:
         if limit_s > 0:
             self.bound_s = max(
                 self.bound_s,
-                window_bound.lower_bound_s(self.problem, cuts, limit_s=limit_s, known_s=self.best_s if self.best else None),
+                window_bound.lower_bound_s(
+                    self.problem, cuts, limit_s=limit_s, known_s=self.best_s if self.best else None
+                ),
             )
             self._report()
 
     def _nearly(self, bases: Sequence[Order]) -> Order:
-        """An order to start from where none fits yet: greedy's for the least larger budget at which it finds one."""
+        """An order to start from where none fits yet: greedy's for the least larger budget at which
+        it finds one."""
         steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s / len(NEARLY))
         for factor in NEARLY:
             larger = self.problem.with_budget(int((self.problem.budget_bytes or 0) * factor))
-            for schedule in greedy.candidates(larger, deadline_s=self.at(BOUND_SHARE), max_steps=steps, orders=bases):
+            for schedule in greedy.candidates(
+                larger, deadline_s=self.at(BOUND_SHARE), max_steps=steps, orders=bases
+            ):
                 return schedule.order
         return bases[0]
 
@@ -288,7 +344,13 @@ class _Search:
         work = intervals.work_limit(INTERVALS_SHARE * self.limit_s)
         for depth in intervals.DEPTHS:
             orders = intervals.improve(
-                self.problem, base, known, depth=depth, deadline_s=self.at(LAST_SHARE), work=work, seed=self.seed
+                self.problem,
+                base,
+                known,
+                depth=depth,
+                deadline_s=self.at(LAST_SHARE),
+                work=work,
+                seed=self.seed,
             )
             found: list[Order] = []
             solved = True
@@ -308,18 +370,25 @@ class _Search:
                 return
 
     def _start(self, view: _View) -> Order:
-        """The best order of the view: of the coarse problem the best within *its* budget, since what is better only after trimming on the
-        whole problem uses room that other coarse orders do not have."""
+        """The best order of the view: of the coarse problem the best within *its* budget, since
+        what is better only after trimming on the whole problem uses room that other coarse orders
+        do not have."""
         if self.best is None:
             raise ValueError("needs a schedule to start from")
-        return self.coarse_best if view.problem is not self.problem and self.coarse_best else view.project(self.best)
+        return (
+            self.coarse_best
+            if view.problem is not self.problem and self.coarse_best
+            else view.project(self.best)
+        )
 
     def _anneal(self, view: _View, near: Order | None, seed: int, turns: int) -> None:
         share = turns * (LATE_ANNEAL_SHARE if self.best is None else ANNEAL_SHARE)
         rounds = anneal.rounds_limit(view.problem, share * self.limit_s)
         start = near if self.best is None else self._start(view)
         deadline_s = self.at(LAST_SHARE)
-        for order in anneal.improve(view.problem, start, deadline_s=deadline_s, seed=seed, max_rounds=rounds):
+        for order in anneal.improve(
+            view.problem, start, deadline_s=deadline_s, seed=seed, max_rounds=rounds
+        ):
             self.coarse_best = order
             self.offer(view.expand(order), "anneal")
 
@@ -329,7 +398,9 @@ class _Search:
         work = intervals.work_limit(NEIGHBOURHOODS_SHARE * self.limit_s)
         depth = NEIGHBOURHOODS_DEPTH * (2 if view.problem is self.problem else 1)
         start, deadline_s = self._start(view), self.at(LAST_SHARE)
-        for order in neighbourhoods.improve(view.problem, start, deadline_s=deadline_s, work=work, depth=depth, seed=seed):
+        for order in neighbourhoods.improve(
+            view.problem, start, deadline_s=deadline_s, work=work, depth=depth, seed=seed
+        ):
             self.coarse_best = order
             self.offer(view.expand(order), "neighbourhoods")
             if self.proved:
@@ -338,7 +409,8 @@ class _Search:
 
 @dataclass(frozen=True)
 class _View:
-    """The problem that heuristics work on, the way of its orders to orders of the problem to solve, and back."""
+    """The problem that heuristics work on, the way of its orders to orders of the problem to solve,
+    and back."""
 
     problem: Problem
     expand: Callable[[Sequence[int]], Order]

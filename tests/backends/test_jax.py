@@ -1,4 +1,5 @@
-"""Runs tests/backends/jax with Keras on JAX, in a process of its own, and without TensorFlow in it."""
+"""Runs tests/backends/jax with Keras on JAX, in a process of its own, and without TensorFlow in
+it."""
 
 import importlib.util
 import os
@@ -11,7 +12,9 @@ import pytest
 FOLDER = Path(__file__).parent / "jax"
 ROOT = FOLDER.parents[2]
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax") is None, reason="JAX is not installed"
+)
 
 
 def on_jax(*arguments):
@@ -19,8 +22,20 @@ def on_jax(*arguments):
 
 
 def on_backend(name, *arguments):
-    environment = {**os.environ, "KERAS_BACKEND": name, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": name,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_folder():
@@ -67,7 +82,9 @@ def test_jax_users_need_no_tensorflow():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"
+)
 def test_tensorflow_users_need_no_jax():
     done = on_backend("tensorflow", "-c", _BLOCKED.format(blocked=["jax", "jaxlib", "torch"]))
     assert done.returncode == 0, done.stderr[-3000:]

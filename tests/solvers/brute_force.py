@@ -1,8 +1,8 @@
 """The fastest schedule by exhaustive search: the reference for exact solvers on small problems.
 
-Dijkstra over states (first runs done, values alive, last op run in this stage). First runs are in default order. With
-``stages`` every stage runs each op at most once and in ascending order, which is exactly Checkmate's model; without it anything
-may be recomputed at any time.
+Dijkstra over states (first runs done, values alive, last op run in this stage). First runs are in
+default order. With ``stages`` every stage runs each op at most once and in ascending order, which
+is exactly Checkmate's model; without it anything may be recomputed at any time.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import heapq
 from itertools import combinations
 
-from keras_remat.graph import reused_bytes
-from keras_remat.problem import Problem
+from keras_remat.core.graph import reused_bytes
+from keras_remat.core.problem import Problem
 
 
 def fastest(problem: Problem, *, stages: bool = False) -> tuple[float, list[int]] | None:
@@ -28,7 +28,9 @@ def fastest(problem: Problem, *, stages: bool = False) -> tuple[float, list[int]
                 followers[earlier].append(position[i])
     wanted = set(graph.outputs) & produced
     start: tuple[int, frozenset[int], int] = (0, frozenset(), -1)
-    queue: list[tuple[float, int, tuple[int, frozenset[int], int], tuple[int, ...]]] = [(0.0, 0, start, ())]
+    queue: list[tuple[float, int, tuple[int, frozenset[int], int], tuple[int, ...]]] = [
+        (0.0, 0, start, ())
+    ]
     seen: set[tuple[int, frozenset[int], int]] = set()
     pushed = 0
     while queue:
@@ -42,7 +44,11 @@ def fastest(problem: Problem, *, stages: bool = False) -> tuple[float, list[int]
         following = [(seconds, (done, alive - {v}, last), order) for v in alive]
         for t in range(min(done + 1, len(ops))):
             op = graph.ops[ops[t]]
-            if t < done and (not op.recomputable or any(f < done for f in followers[ops[t]]) or (stages and t <= last)):
+            if t < done and (
+                not op.recomputable
+                or any(f < done for f in followers[ops[t]])
+                or (stages and t <= last)
+            ):
                 continue
             inputs = set(op.inputs) & produced
             if not inputs <= alive:
@@ -56,7 +62,11 @@ def fastest(problem: Problem, *, stages: bool = False) -> tuple[float, list[int]
                     if base - reused_bytes(op, graph.values, frozenset(dying)) <= limit:
                         after = (alive | set(op.outputs)) - set(dying)
                         cost = seconds + profile.op_time_s[ops[t]]
-                        state_after = (done + (t == done), after, -1 if t == done or not stages else t)
+                        state_after = (
+                            done + (t == done),
+                            after,
+                            -1 if t == done or not stages else t,
+                        )
                         following.append((cost, state_after, (*order, ops[t])))
         for cost, next_state, next_order in following:
             if next_state not in seen:

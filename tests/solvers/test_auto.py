@@ -1,4 +1,5 @@
-"""The default solver: valid, no worse than greedy, honest bounds, anytime, and fine without OR-Tools."""
+"""The default solver: valid, no worse than greedy, honest bounds, anytime, and fine without
+OR-Tools."""
 
 from __future__ import annotations
 
@@ -7,14 +8,23 @@ import time
 from collections import Counter
 
 import pytest
-from random_problems import chain_problem, mixed_problem, random_problem, training_problem, with_budget_fraction
+from random_problems import (
+    chain_problem,
+    mixed_problem,
+    random_problem,
+    training_problem,
+    with_budget_fraction,
+)
 
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule, Solution
+from keras_remat.core.simulate import simulate
+from keras_remat.core.validate import validate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
-from keras_remat.problem import Problem
-from keras_remat.schedule import Schedule, Solution
-from keras_remat.simulate import simulate
-from keras_remat.solvers import anneal, auto, bound, cp_sat, greedy, intervals, solve, window_bound
-from keras_remat.validate import validate
+from keras_remat.solvers import auto, solve
+from keras_remat.solvers.bounds import cut_bound, window_bound
+from keras_remat.solvers.engines import cp_sat
+from keras_remat.solvers.search import anneal, greedy, intervals
 from tests.solvers.brute_force import fastest
 
 
@@ -38,8 +48,16 @@ def cheapest_of_any_order(problem: Problem, max_runs: int) -> float | None:
         if len(order) < max_runs:
             ran = set(order)
             for op in ops:
-                ready = all(p is None or p in ran for p in (problem.graph.values[v].producer for v in op.inputs))
-                if op.id in needed and ready and (op.recomputable or op.id not in ran) and order[-1:] != (op.id,):
+                ready = all(
+                    p is None or p in ran
+                    for p in (problem.graph.values[v].producer for v in op.inputs)
+                )
+                if (
+                    op.id in needed
+                    and ready
+                    and (op.recomputable or op.id not in ran)
+                    and order[-1:] != (op.id,)
+                ):
                     extend((*order, op.id), seconds + problem.profile.op_time_s[op.id])
 
     extend((), 0.0)
@@ -51,7 +69,7 @@ def test_bound_never_exceeds_the_optimum_over_all_orders(seed: int) -> None:
     rng = random.Random(seed)
     problem = with_budget_fraction(random_problem(rng, 4), 0.75)
     best = cheapest_of_any_order(problem, 7)
-    lower = bound.lower_bound_s(problem, deadline_s=float("inf"))
+    lower = cut_bound.lower_bound_s(problem, deadline_s=float("inf"))
     assert lower >= problem.store_all_time_s
     chain = window_bound.longest_chain(problem)
     tighter = window_bound.lower_bound_s(problem, chain, limit_s=20)
@@ -61,9 +79,12 @@ def test_bound_never_exceeds_the_optimum_over_all_orders(seed: int) -> None:
 
 
 def test_bound_sees_what_a_cut_enforces() -> None:
-    """At the loss of a chain of 6 under 7 bytes, some of the 6 activations are gone and must be computed again."""
+    """At the loss of a chain of 6 under 7 bytes, some of the 6 activations are gone and must be
+    computed again."""
     problem = chain_problem(6).with_budget(5)
-    assert bound.lower_bound_s(problem, deadline_s=float("inf")) > problem.store_all_time_s + 0.5
+    assert (
+        cut_bound.lower_bound_s(problem, deadline_s=float("inf")) > problem.store_all_time_s + 0.5
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -102,7 +123,9 @@ def test_goes_on_without_ortools(monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(problem, time_limit_s=2).usage is not None
 
 
-def test_goes_on_when_the_cp_sat_process_dies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_goes_on_when_the_cp_sat_process_dies(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     if not cp_sat.available():
         pytest.skip("ortools is not installed")
     monkeypatch.setattr(cp_sat, "MEMORY_LIMIT_BYTES", 2**20)
@@ -146,7 +169,8 @@ CROSS_CHECKS = ("greedy", "dtr", "dtr_local", "chen_greedy_linear", "backward")
 
 
 def check_random_problem(seed: int, time_limit_s: float) -> str:
-    """Solves the problem of a seed; ``solve`` validates, and what is called infeasible no other solver may solve."""
+    """Solves the problem of a seed; ``solve`` validates, and what is called infeasible no other
+    solver may solve."""
     problem = mixed_problem(seed)
     try:
         solve(problem, time_limit_s=time_limit_s)
@@ -169,20 +193,27 @@ def test_random_problems_are_solved_or_proved_infeasible() -> None:
 
 @pytest.mark.slow
 def test_five_thousand_random_problems_stay_within_their_budgets() -> None:
-    """Chains, U-shapes, layered graphs and mirrored training graphs; every twentieth long enough for all steps."""
-    counts = Counter(check_random_problem(seed, 3.0 if seed % 20 == 0 else 0.3) for seed in range(5000))
+    """Chains, U-shapes, layered graphs and mirrored training graphs; every twentieth long enough
+    for all steps."""
+    counts = Counter(
+        check_random_problem(seed, 3.0 if seed % 20 == 0 else 0.3) for seed in range(5000)
+    )
     print(dict(counts))
     assert counts["solved"] > 3000
 
 
 @pytest.mark.parametrize("name", ["auto", "intervals", "anneal", "greedy"])
 @pytest.mark.parametrize("seed", [4, 11])
-def test_the_same_seed_gives_the_same_schedule(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_seed_gives_the_same_schedule(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Little work under a long time limit, so that the clock cannot strike."""
     monkeypatch.setattr(intervals, "WORK_PER_S", 0.002)
     monkeypatch.setattr(anneal, "STEP_S", 1e-3)
     problem = with_budget_fraction(training_problem(random.Random(seed), 12), 0.7)
-    first, second = (solve(problem, solver=name, time_limit_s=30, seed=1).schedule for _ in range(2))
+    first, second = (
+        solve(problem, solver=name, time_limit_s=30, seed=1).schedule for _ in range(2)
+    )
     assert len(first) > len(problem.graph.needed)
     assert first == second
 
@@ -192,11 +223,16 @@ def test_an_unfinished_search_is_repeatable_too() -> None:
     """The work limit strikes long before the program is solved, and the clock does not."""
     problem = with_budget_fraction(training_problem(random.Random(5), 40), 0.6)
     base = tuple(sorted(problem.graph.needed))
-    known = [s.order for s in greedy.candidates(problem, deadline_s=float("inf"), max_steps=2000, orders=[base])]
+    known = [
+        s.order
+        for s in greedy.candidates(problem, deadline_s=float("inf"), max_steps=2000, orders=[base])
+    ]
     runs = []
     for _ in range(2):
         found: list[tuple[int, ...]] = []
-        search = intervals.improve(problem, base, known, deadline_s=time.perf_counter() + 60, work=0.05, depth=4)
+        search = intervals.improve(
+            problem, base, known, deadline_s=time.perf_counter() + 60, work=0.05, depth=4
+        )
         end = intervals.yield_into(found, search)
         runs.append((found, end))
     assert runs[0] == runs[1]

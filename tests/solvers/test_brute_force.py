@@ -2,11 +2,11 @@
 
 import random
 
-from keras_remat.graph import chain_example
-from keras_remat.problem import Problem
-from keras_remat.profile import Profile
-from keras_remat.schedule import Schedule
-from keras_remat.validate import validate
+from keras_remat.core.graph import chain_example
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.validate import validate
 from tests.random_problems import mixed_problem
 from tests.solvers.brute_force import fastest
 

@@ -1,16 +1,17 @@
-"""What every solver must do, for every name in ``SOLVERS``: legal schedules within the budget, or an honest error."""
+"""What every solver must do, for every name in ``SOLVERS``: legal schedules within the budget, or
+an honest error."""
 
 import random
 
 import pytest
 
+from keras_remat.core.graph import chain_example
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.simulate import simulate
+from keras_remat.core.validate import validate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
-from keras_remat.graph import chain_example
-from keras_remat.problem import Problem
-from keras_remat.profile import Profile
-from keras_remat.simulate import simulate
 from keras_remat.solvers import SOLVERS, solve
-from keras_remat.validate import validate
 from tests.random_problems import (
     EVERYTHING,
     SHAPES,
@@ -24,9 +25,24 @@ from tests.random_problems import (
 from tests.solvers.brute_force import fastest
 
 QUICK = {
-    "store_all", "chen_sqrt_n", "chen_sqrt_n_ap", "chen_sqrt_n_linear", "chen_greedy", "chen_greedy_ap", "chen_greedy_linear", "griewank",
-    "chain_dp", "dtr", "dtr_eq", "dtr_local", "dtr_msps", "dtr_lru", "dtr_size", "dtr_random", "greedy_first",
-}  # fmt: skip
+    "store_all",
+    "chen_sqrt_n",
+    "chen_sqrt_n_ap",
+    "chen_sqrt_n_linear",
+    "chen_greedy",
+    "chen_greedy_ap",
+    "chen_greedy_linear",
+    "griewank",
+    "chain_dp",
+    "dtr",
+    "dtr_eq",
+    "dtr_local",
+    "dtr_msps",
+    "dtr_lru",
+    "dtr_size",
+    "dtr_random",
+    "greedy_first",
+}
 NEEDS = {"checkmate_milp_cbc": "cylp", "intervals": "ortools"}
 
 
@@ -51,7 +67,9 @@ def check(problem: Problem, solver: str, time_limit_s: float = 1.0) -> bool:
         check_not_found(problem, not_found)
         return False
     except InfeasibleBudgetError:
-        assert fastest(problem) is None  # with_random_budget stays above the floor, so this must have been proved
+        assert (
+            fastest(problem) is None
+        )  # with_random_budget stays above the floor, so this must have been proved
         return False
     validate(problem, solution.schedule)
     assert solution.usage == simulate(problem, solution.schedule)

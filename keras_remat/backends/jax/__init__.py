@@ -1,8 +1,10 @@
-"""Keras on JAX: trace the trainer's step, plan what XLA will put into memory, run the plan as one compiled step.
+"""Keras on JAX: trace the trainer's step, plan what XLA will put into memory, run the plan as one
+compiled step.
 
-Imports JAX and Keras, never TensorFlow, and no solver. Two things differ from a framework that runs op by op. What a schedule takes is known
-once it is compiled, before it runs (:meth:`JaxBackend.lowered_peak_bytes`), so a plan that the compiler breaks is never installed. And single
-ops cannot be timed, so op times stay estimates.
+Imports JAX and Keras, never TensorFlow, and no solver. Two things differ from a framework that runs
+op by op. What a schedule takes is known once it is compiled, before it runs
+(:meth:`JaxBackend.lowered_peak_bytes`), so a plan that the compiler breaks is never installed. And
+single ops cannot be timed, so op times stay estimates.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from keras_remat.backends import examples
+from keras_remat.backends import batches
 from keras_remat.backends.base import Installed, RunStep, StepRunner
 from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax import private
@@ -26,11 +28,11 @@ from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.calibrate import Calibration
 from keras_remat.backends.xla.kernel_costs import scaled
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
-from keras_remat.problem import Problem
-from keras_remat.profile import Profile
-from keras_remat.schedule import Schedule, Usage
-from keras_remat.simulate import simulate
 
 Result = TypeVar("Result")
 
@@ -61,16 +63,24 @@ class _Recorder:
         if step_time_s is None:
             return None
         assert isinstance(lowered, LoweredStep)
-        return scaled(profiling.estimated_profile(lowered.traced), lowered.schedule, step_time_s, resident_bytes)
+        return scaled(
+            profiling.estimated_profile(lowered.traced),
+            lowered.schedule,
+            step_time_s,
+            resident_bytes,
+        )
 
 
 class JaxBackend:
-    """The verbs of :class:`keras_remat.backends.base.Backend`, for one model: an instance remembers what was compiled."""
+    """The verbs of :class:`keras_remat.backends.base.Backend`, for one model: an instance remembers
+    what was compiled."""
 
     name, compilation = "jax", "compiled"
     measures_op_times = False
     fragments = False
-    auto_solver = "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
+    auto_solver = (
+        "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
+    )
 
     def __init__(self) -> None:
         self._device = Device()
@@ -89,12 +99,12 @@ class JaxBackend:
         return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
     def example_batch(self, model: Any, batch: Any) -> Any:
-        arrays = jax.tree.map(jnp.asarray, examples.example_batch(model, batch))
+        arrays = jax.tree.map(jnp.asarray, batches.example_batch(model, batch))
         private.build(model, tracing.as_specs(arrays))
         return arrays
 
     def resized_spec(self, batch: Any, size: int) -> Any:
-        samples = examples.batch_size_of(batch)
+        samples = batches.batch_size_of(batch)
 
         def resize(leaf: Any) -> Any:
             if len(leaf.shape) == 0 or leaf.shape[0] != samples:
@@ -106,8 +116,13 @@ class JaxBackend:
         return jax.tree.map(resize, batch)
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> JaxTracedStep:
-        if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):  # it is not going to run
-            like = next((t for t in reversed(self._traced.values()) if t.micro_batches == micro_batches), None)
+        if not all(
+            isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)
+        ):  # it is not going to run
+            like = next(
+                (t for t in reversed(self._traced.values()) if t.micro_batches == micro_batches),
+                None,
+            )
             return tracing.trace(model, batch, micro_batches, like)
         traced = tracing.trace(model, batch, micro_batches)
         self._traced[traced.graph.fingerprint] = traced
@@ -135,13 +150,20 @@ class JaxBackend:
     # ---------------------------------------------------------------- what schedules take
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
-        return LoweredStep(traced, schedule, self._compiled(traced, problem, schedule), self._device)
+        return LoweredStep(
+            traced, schedule, self._compiled(traced, problem, schedule), self._device
+        )
 
     def _compiled(self, traced: JaxTracedStep, problem: Problem, schedule: Schedule | None) -> Any:
-        """The step that runs a schedule, or Keras's own; what it takes is remembered, and the newest itself."""
+        """The step that runs a schedule, or Keras's own; what it takes is remembered, and the
+        newest itself."""
         key = (problem.graph.fingerprint, None if schedule is None else schedule.order)
         if self._newest is None or self._newest[0] != key:
-            compiled = lowering.lower_plain(traced) if schedule is None else lowering.lower(traced, schedule)
+            compiled = (
+                lowering.lower_plain(traced)
+                if schedule is None
+                else lowering.lower(traced, schedule)
+            )
             self._newest = (key, compiled)
             self._added_bytes[key] = memory(compiled).added_bytes
             calibration = self._plain if schedule is None else self._lowered
@@ -193,7 +215,8 @@ class JaxBackend:
 
 
 def _simulated(problem: Problem, schedule: Schedule | None) -> tuple[int, int]:
-    """Activation bytes of a schedule (``None``: store-all) and of store-all, by the model of the compiler."""
+    """Activation bytes of a schedule (``None``: store-all) and of store-all, by the model of the
+    compiler."""
     resident, store_all = problem.profile.resident_bytes, Schedule.store_all(problem.graph)
     most = simulate(problem, store_all).peak_bytes - resident
     return (most if schedule is None else simulate(problem, schedule).peak_bytes - resident), most

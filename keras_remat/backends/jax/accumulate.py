@@ -1,8 +1,10 @@
-"""One optimizer step from a batch that is trained in pieces: the gradients of micro-batches (:mod:`keras_remat.backends.micro_batches`), added up.
+"""One optimizer step from a batch that is trained in pieces: the gradients of micro-batches
+(:mod:`keras_remat.backends.micro_batches`), added up.
 
-The step is written out micro-batch after micro-batch and traced like any other. XLA would be free to run the pieces side by side, so the
-samples of each are made to depend on the gradients of the one before (:mod:`keras_remat.backends.jax.guard`). Not ``lax.scan``: its body would be one
-op, and nothing in it could be planned.
+The step is written out micro-batch after micro-batch and traced like any other. XLA would be free
+to run the pieces side by side, so the samples of each are made to depend on the gradients of the
+one before (:mod:`keras_remat.backends.jax.barrier`). Not ``lax.scan``: its body would be one op,
+and nothing in it could be planned.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ from typing import Any
 import jax
 import keras
 
-from keras_remat.backends.examples import batch_size_of
+from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.jax import private
-from keras_remat.backends.jax.guard import guard, never
+from keras_remat.backends.jax.barrier import guard, never
 from keras_remat.backends.micro_batches import SEPARATION, check_can_be_cut, pieces
 
 
 def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
-    """A train step ``(state, batch) → (logs, state)`` for ``model`` that trains a batch in ``count`` micro-batches.
+    """A train step ``(state, batch) → (logs, state)`` for ``model`` that trains a batch in
+    ``count`` micro-batches.
 
     Raises:
-        UnsupportedModelError: the model has a ``train_step`` of its own, or a loss that is no mean over the batch.
+        UnsupportedModelError: the model has a ``train_step`` of its own, or a loss that is no mean
+            over the batch.
     """
     check_can_be_cut(model)
 
@@ -37,10 +41,14 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
             if gradients is not None:
                 with jax.named_scope(SEPARATION):
                     condition = never([g for g in jax.tree.leaves(gradients) if g.size])
-                    piece = jax.tree.map(lambda leaf, condition=condition: guard(leaf, condition), piece)
+                    piece = jax.tree.map(
+                        lambda leaf, condition=condition: guard(leaf, condition), piece
+                    )
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(piece)
 
-            def weighted_loss(trainable: Any, others: Any, metrics: Any, share: float, *piece: Any) -> Any:
+            def weighted_loss(
+                trainable: Any, others: Any, metrics: Any, share: float, *piece: Any
+            ) -> Any:
                 loss, updates = model.compute_loss_and_updates(
                     trainable, others, metrics, *piece, training=True, optimizer_variables=slots
                 )
@@ -51,7 +59,9 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
                 trainable, others, metrics, (stop - start) / total, x, y, sample_weight
             )
             gradients = new if gradients is None else jax.tree.map(jax.numpy.add, gradients, new)
-            logs, metrics = private.update_metrics(model, metrics, loss, x, y, predicted, sample_weight)
+            logs, metrics = private.update_metrics(
+                model, metrics, loss, x, y, predicted, sample_weight
+            )
         trainable, slots = model.optimizer.stateless_apply(slots, gradients, trainable)
         return logs, (trainable, others, slots, metrics)
 

@@ -1,15 +1,18 @@
 """Where the trainer's state is, what a step does to it, and what the device had in use meanwhile.
 
-A compiled step takes the state, donates it, and gives a new one. Whoever runs a step does so through :class:`Device`, which knows the current
-state: inside ``fit`` the one Keras handed to the train function, else the one in the model's variables.
+A compiled step takes the state, donates it, and gives a new one. Whoever runs a step does so
+through :class:`Device`, which knows the current state: inside ``fit`` the one Keras handed to the
+train function, else the one in the model's variables.
 
-*Guard.* A step that fails has consumed its state. A step that runs right after :meth:`Device.snapshot` gives the copy back as the state,
-whatever it failed of, and is waited for, because JAX reports out of memory asynchronously. XLA allocates all that a step needs when it starts,
-so one that ran once will run again.
+*Guard.* A step that fails has consumed its state. A step that runs right after
+:meth:`Device.snapshot` gives the copy back as the state, whatever it failed of, and is waited for,
+because JAX reports out of memory asynchronously. XLA allocates all that a step needs when it
+starts, so one that ran once will run again.
 
-*Peak.* On a CPU, where JAX keeps no statistics: bytes of all live arrays, plus what buffer assignment says the step allocates beside its
-arguments, exact for what JAX allocates. On a GPU the allocator's peak, where it rose during the step. It cannot be reset, so where it did
-not rise the step took at most that, and the figure is made as on a CPU.
+*Peak.* On a CPU, where JAX keeps no statistics: bytes of all live arrays, plus what buffer
+assignment says the step allocates beside its arguments, exact for what JAX allocates. On a GPU the
+allocator's peak, where it rose during the step. It cannot be reset, so where it did not rise the
+step took at most that, and the figure is made as on a CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.lower import compile_step
 from keras_remat.backends.jax.measure import CompiledMemory, device_statistic, memory
 from keras_remat.backends.jax.trace import as_specs
-from keras_remat.schedule import Usage
+from keras_remat.core.schedule import Usage
 
 Result = TypeVar("Result")
 
@@ -39,17 +42,23 @@ class Device:
     def __init__(self) -> None:
         self.state: Any = None
         self.times_s: list[float] | None = None  # of the steps run while a recording is under way
-        self._plain: dict[Any, CompiledMemory] = {}  # of Keras's own step that ran, by the shapes of its batch
+        self._plain: dict[
+            Any, CompiledMemory
+        ] = {}  # of Keras's own step that ran, by the shapes of its batch
         self._kept: Any = None  # a copy of the state on the host, for the next step
         self._expected_peak_bytes, self._compile_s = 0, 0.0
 
     # ---------------------------------------------------------------- steps
 
-    def run(self, model: Any, step: Callable[[Any, Any], Any], batch: Any, used: CompiledMemory) -> Any:
+    def run(
+        self, model: Any, step: Callable[[Any, Any], Any], batch: Any, used: CompiledMemory
+    ) -> Any:
         """Runs ``step(state, batch) → (logs, state)`` on the current state and returns its logs."""
         kept, self._kept = self._kept, None
         state = self._current(model)
-        self._expected_peak_bytes = max(self._expected_peak_bytes, self.bytes_in_use() + used.added_bytes)
+        self._expected_peak_bytes = max(
+            self._expected_peak_bytes, self.bytes_in_use() + used.added_bytes
+        )
         started = time.perf_counter()
         try:
             logs, new_state = step(state, batch)
@@ -87,11 +96,17 @@ class Device:
         """Runs Keras's own train function on one batch and returns its logs."""
         specs = as_specs(batch)
         key = (jax.tree.structure(specs), *jax.tree.leaves(specs))
-        if key not in self._plain:  # JAX compiles a program once: this is the executable that the train function will find
+        if (
+            key not in self._plain
+        ):  # JAX compiles a program once: this is the executable that the train function will find
             started = time.perf_counter()
-            self._plain[key] = memory(compile_step(model.train_step, private.state_specs(model), specs))
+            self._plain[key] = memory(
+                compile_step(model.train_step, private.state_specs(model), specs)
+            )
             self._compile_s += time.perf_counter() - started
-        return self.run(model, lambda state, data: train_function(state, iter([data])), batch, self._plain[key])
+        return self.run(
+            model, lambda state, data: train_function(state, iter([data])), batch, self._plain[key]
+        )
 
     def recorded_time_s(self) -> float | None:
         """Ends a recording and returns the median time of its steps; ``None`` when none ran."""
@@ -101,7 +116,8 @@ class Device:
     # ---------------------------------------------------------------- memory
 
     def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
-        """Runs once, waits for it, and returns its result with its time (compiling left out) and the peak."""
+        """Runs once, waits for it, and returns its result with its time (compiling left out) and
+        the peak."""
         self._expected_peak_bytes, self._compile_s = self.bytes_in_use(), 0.0
         before = device_statistic("peak_bytes_in_use")
         started = time.perf_counter()
@@ -115,7 +131,8 @@ class Device:
         return result, Usage(elapsed_s - self._compile_s, peak)
 
     def peak_bytes(self) -> int:
-        """What the steps since :meth:`measure` began need, also when they failed, but no more than there is."""
+        """What the steps since :meth:`measure` began need, also when they failed, but no more than
+        there is."""
         limit = device_statistic("bytes_limit")
         return self._expected_peak_bytes if limit is None else min(limit, self._expected_peak_bytes)
 

@@ -1,14 +1,16 @@
 """A jaxpr as one flat list of equations over numbered values.
 
-Keras's train step comes as a few hundred calls (``jit``, ``custom_jvp_call``, ``remat`` …) of small jaxprs. A planner must see through
-them, so calls are inlined; control flow (``while``, ``scan``, ``cond``) is one equation each and carried whole. A ``remat`` the
-user wrote is inlined too: what it recomputes is the planner's decision now.
+Keras's train step comes as a few hundred calls (``jit``, ``custom_jvp_call``, ``remat`` …) of small
+jaxprs. A planner must see through them, so calls are inlined; control flow (``while``, ``scan``,
+``cond``) is one equation each and carried whole. A ``remat`` the user wrote is inlined too: what it
+recomputes is the planner's decision now.
 
-Dead equations are dropped and equal ones merged. XLA would do both, and a graph with equations that will not exist plans for memory that
-will not be used.
+Dead equations are dropped and equal ones merged. XLA would do both, and a graph with equations that
+will not exist plans for memory that will not be used.
 
-Limits: an equation with an effect (a callback, a debug print) is kept once, in its place. Sharding constraints of inlined calls are
-lost, which is one reason why a distributed model is refused before it comes here.
+Limits: an equation with an effect (a callback, a debug print) is kept once, in its place. Sharding
+constraints of inlined calls are lost, which is one reason why a distributed model is refused before
+it comes here.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class FlatProgram:
 
     Args:
         equations: in program order.
-        avals: abstract value of every number: first the inputs, then the constants, then what equations compute.
+        avals: abstract value of every number: first the inputs, then the constants, then what
+            equations compute.
         n_inputs: how many numbers are inputs.
         constants: arrays the program closes over; number ``n_inputs + i`` is ``constants[i]``.
         outputs: value numbers or literals.
@@ -104,7 +107,9 @@ def flatten(closed: Any) -> FlatProgram:
                 continue
             outputs = tuple(number(v.aval) for v in eqn.outvars)
             env.update(zip(eqn.outvars, outputs, strict=True))
-            equations.append(Equation(eqn, _kind(eqn), inner_scope, tuple(inputs), outputs, bool(eqn.effects)))
+            equations.append(
+                Equation(eqn, _kind(eqn), inner_scope, tuple(inputs), outputs, bool(eqn.effects))
+            )
         return [read(a) for a in jaxpr.outvars]
 
     outputs = walk(closed.jaxpr, closed.consts, range(n_inputs), "")
@@ -114,9 +119,14 @@ def flatten(closed: Any) -> FlatProgram:
 
 
 def _kind(eqn: Any) -> str:
-    """Name of an equation's primitive; the gradient of a convolution's kernel, which takes channels for samples, has a name of its own."""
+    """Name of an equation's primitive; the gradient of a convolution's kernel, which takes channels
+    for samples, has a name of its own."""
     name = str(eqn.primitive.name)
-    return KERNEL_GRADIENT if name == CONVOLUTION and eqn.params["dimension_numbers"].lhs_spec[0] != 0 else name
+    return (
+        KERNEL_GRADIENT
+        if name == CONVOLUTION and eqn.params["dimension_numbers"].lhs_spec[0] != 0
+        else name
+    )
 
 
 def _merge_equal(equations: list[Equation], outputs: list[Any]) -> tuple[list[Equation], list[Any]]:
@@ -142,9 +152,16 @@ def _merge_equal(equations: list[Equation], outputs: list[Any]) -> tuple[list[Eq
 
 
 def _identity(equation: Equation) -> Any:
-    """A key equal for equations that compute the same; ``None`` when a parameter cannot be hashed."""
-    inputs = tuple(a if isinstance(a, int) else ("literal", str(a.aval), repr(a.val)) for a in equation.inputs)
-    key = (equation.source.primitive, tuple(sorted(equation.source.params.items(), key=lambda item: item[0])), inputs)
+    """A key equal for equations that compute the same; ``None`` when a parameter cannot be
+    hashed."""
+    inputs = tuple(
+        a if isinstance(a, int) else ("literal", str(a.aval), repr(a.val)) for a in equation.inputs
+    )
+    key = (
+        equation.source.primitive,
+        tuple(sorted(equation.source.params.items(), key=lambda item: item[0])),
+        inputs,
+    )
     try:
         hash(key)
     except TypeError:
@@ -186,7 +203,9 @@ def _renumber(
         for old in equation.outputs:
             names[old] = len(new_avals)
             new_avals.append(avals[old])
-        renamed.append(replace(equation, inputs=inputs, outputs=tuple(names[o] for o in equation.outputs)))
+        renamed.append(
+            replace(equation, inputs=inputs, outputs=tuple(names[o] for o in equation.outputs))
+        )
     return FlatProgram(
         tuple(renamed),
         tuple(new_avals),

@@ -1,4 +1,5 @@
-"""A schedule as one compiled step: :mod:`keras_remat.backends.xla.protect` on JAX, and Keras's own step beside it."""
+"""A schedule as one compiled step: :mod:`keras_remat.backends.xla.protect` on JAX, and Keras's own
+step beside it."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_remat.backends.jax import private
+from keras_remat.backends.jax.barrier import guard, never
 from keras_remat.backends.jax.flatten import FlatProgram, nbytes
-from keras_remat.backends.jax.guard import guard, never
 from keras_remat.backends.jax.kinds import KINDS
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.protect import Run
-from keras_remat.schedule import Schedule
+from keras_remat.core.schedule import Schedule
 
 
 class _Writer:
@@ -51,13 +52,17 @@ class _Writer:
     def guard(self, value: Any, condition: Any) -> Any:
         return guard(value, condition)
 
-    def draw(self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any) -> list[Any]:
+    def draw(
+        self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any
+    ) -> list[Any]:
         def draw(*operands: Any) -> list[Any]:
             inner: dict[int, Any] = dict(zip(given, operands, strict=True))
             for at in equations:
                 equation = self._program.equations[at]
                 inputs = [inner[a] if isinstance(a, int) else a.val for a in equation.inputs]
-                inner.update(zip(equation.outputs, private.bind(equation.source, inputs), strict=True))
+                inner.update(
+                    zip(equation.outputs, private.bind(equation.source, inputs), strict=True)
+                )
             return [inner[number] for number in wanted]
 
         def nothing(*operands: Any) -> list[Any]:
@@ -73,10 +78,21 @@ def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, A
     def remat_step(state: Any, batch: Any) -> Any:
         leaves, tree = jax.tree.flatten((state, batch))
         if tree != traced.in_tree:
-            raise TypeError(f"the step was traced for arguments {traced.in_tree}, and was called with {tree}")
+            raise TypeError(
+                f"the step was traced for arguments {traced.in_tree}, and was called with {tree}"
+            )
         given = [*leaves, *program.constants]
         early = set(range(len(given))) - set(range(n_state, program.n_inputs))
-        run = Run(program, KINDS, traced.graph, traced.handles, traced.numbers, _Writer(program), given, early)
+        run = Run(
+            program,
+            KINDS,
+            traced.graph,
+            traced.handles,
+            traced.numbers,
+            _Writer(program),
+            given,
+            early,
+        )
         for op_id in schedule.order:
             run.op(op_id)
         return jax.tree.unflatten(traced.out_tree, [run.output(a) for a in program.outputs])
@@ -92,13 +108,15 @@ def lower(traced: JaxTracedStep, schedule: Schedule) -> Any:
         schedule: a legal order for ``traced.graph``.
 
     Returns:
-        A ``jax.stages.Compiled`` of ``(state, batch) → (logs, state)`` for the traced shapes; the state is donated.
+        A ``jax.stages.Compiled`` of ``(state, batch) → (logs, state)`` for the traced shapes; the
+        state is donated.
     """
     return compile_step(step_function(traced, schedule), traced.state_specs, traced.batch_specs)
 
 
 def lower_plain(traced: JaxTracedStep) -> Any:
-    """Compiles what was traced without a schedule (the model's own train step, as Keras would): the baseline."""
+    """Compiles what was traced without a schedule (the model's own train step, as Keras would): the
+    baseline."""
     return compile_step(traced.train_step, traced.state_specs, traced.batch_specs)
 
 

@@ -1,10 +1,11 @@
 """Bytes of a compiled step, known before it runs.
 
 ``memory_analysis()`` tells what XLA's buffer assignment will allocate, exactly. The peak is
-arguments (state and batch) + outputs − outputs that live in donated arguments + temporary buffers. On a GPU ``memory_stats()`` adds what
-the allocator saw, other users of the device included.
+arguments (state and batch) + outputs − outputs that live in donated arguments + temporary buffers.
+On a GPU ``memory_stats()`` adds what the allocator saw, other users of the device included.
 
-Known limit: on a CPU, scratch memory that a library behind one operation allocates for itself (convolutions) is not in the analysis.
+Known limit: on a CPU, scratch memory that a library behind one operation allocates for itself
+(convolutions) is not in the analysis.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def copy_state(state: Any) -> Any:
 
 
 def device_statistic(name: str) -> int | None:
-    """Returns one of the first device's allocator statistics (``"bytes_in_use"``, ``"peak_bytes_in_use"``, ``"bytes_limit"``), or ``None``
-    where it keeps none (CPU)."""
+    """Returns one of the first device's allocator statistics (``"bytes_in_use"``,
+    ``"peak_bytes_in_use"``, ``"bytes_limit"``), or ``None`` where it keeps none (CPU)."""
     statistics = jax.devices()[0].memory_stats()
     return int(statistics[name]) if statistics and name in statistics else None

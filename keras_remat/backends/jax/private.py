@@ -1,9 +1,10 @@
 """The only module that touches what JAX and Keras do not promise to keep.
 
-Everything here was read in, and is tested with, the versions in ``TESTED``. From JAX: the fields of an equation (``primitive``,
-``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``; from Keras: ``_symbolic_build``, ``_purge_model_variables``,
-``_update_metrics_variables``, ``_jax_state``, and the four lists of variables the JAX trainer carries as state, in its order. When a new
-version moves one of these, this is the file to mend.
+Everything here was read in, and is tested with, the versions in ``TESTED``. From JAX: the fields of
+an equation (``primitive``, ``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``;
+from Keras: ``_symbolic_build``, ``_purge_model_variables``, ``_update_metrics_variables``,
+``_jax_state``, and the four lists of variables the JAX trainer carries as state, in its order. When
+a new version moves one of these, this is the file to mend.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ CALLS = {
 
 
 def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Returns the jaxpr an equation merely calls and its constants, or ``None`` when the equation is an operation."""
+    """Returns the jaxpr an equation merely calls and its constants, or ``None`` when the equation
+    is an operation."""
     parameter = CALLS.get(eqn.primitive.name)
     inner = None if parameter is None else eqn.params.get(parameter)
     if inner is None:
@@ -65,7 +67,8 @@ def bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def state_variables(model: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """Returns trainable, non-trainable, optimizer and metrics variables: the state of the Keras JAX trainer, in its order."""
+    """Returns trainable, non-trainable, optimizer and metrics variables: the state of the Keras JAX
+    trainer, in its order."""
     return (
         list(model.trainable_variables),
         list(model.non_trainable_variables),
@@ -75,16 +78,20 @@ def state_variables(model: Any) -> tuple[list[Any], list[Any], list[Any], list[A
 
 
 def state_specs(model: Any) -> State:
-    """Returns shapes and dtypes of the trainer's state; works while ``fit`` has taken the values off the variables."""
+    """Returns shapes and dtypes of the trainer's state; works while ``fit`` has taken the values
+    off the variables."""
     trainable, non_trainable, optimizer, metrics = (
-        [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in group] for group in state_variables(model)
+        [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in group]
+        for group in state_variables(model)
     )
     return trainable, non_trainable, optimizer, metrics
 
 
 def state_values(model: Any) -> State:
     """Returns the arrays of the trainer's state (not copies)."""
-    trainable, non_trainable, optimizer, metrics = ([v.value for v in group] for group in state_variables(model))
+    trainable, non_trainable, optimizer, metrics = (
+        [v.value for v in group] for group in state_variables(model)
+    )
     return trainable, non_trainable, optimizer, metrics
 
 
@@ -96,27 +103,43 @@ def assign_state(model: Any, state: State) -> None:
 
 
 def purge_state(model: Any) -> None:
-    """Takes the arrays off the model's variables, as ``fit`` does before a step that donates them."""
+    """Takes the arrays off the model's variables, as ``fit`` does before a step that donates
+    them."""
     model._purge_model_variables(
-        trainable_variables=True, non_trainable_variables=True, optimizer_variables=True, metrics_variables=True
+        trainable_variables=True,
+        non_trainable_variables=True,
+        optimizer_variables=True,
+        metrics_variables=True,
     )
 
 
 def publish_state(model: Any, state: State) -> None:
-    """Tells ``fit`` which state is the current one when its step raises: it writes that one back to the variables, and no older one."""
-    groups = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+    """Tells ``fit`` which state is the current one when its step raises: it writes that one back to
+    the variables, and no older one."""
+    groups = (
+        "trainable_variables",
+        "non_trainable_variables",
+        "optimizer_variables",
+        "metrics_variables",
+    )
     model._jax_state = dict(zip(groups, state, strict=True))
     model._jax_state_synced = False
 
 
 def build(model: Any, batch: Any) -> None:
-    """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does before its first step."""
+    """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does
+    before its first step."""
     model._symbolic_build(data_batch=batch)
 
 
-def update_metrics(model: Any, metrics: Any, loss: Any, x: Any, y: Any, predicted: Any, sample_weight: Any) -> tuple[Any, Any]:
-    """Returns the logs and the metrics' new variables after a batch, as Keras's own ``train_step`` does."""
-    logs, new_metrics = model._update_metrics_variables(metrics, loss, x, y, predicted, sample_weight)
+def update_metrics(
+    model: Any, metrics: Any, loss: Any, x: Any, y: Any, predicted: Any, sample_weight: Any
+) -> tuple[Any, Any]:
+    """Returns the logs and the metrics' new variables after a batch, as Keras's own ``train_step``
+    does."""
+    logs, new_metrics = model._update_metrics_variables(
+        metrics, loss, x, y, predicted, sample_weight
+    )
     return logs, new_metrics
 
 

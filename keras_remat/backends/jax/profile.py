@@ -1,10 +1,11 @@
 """What each op of a traced JAX step costs.
 
-Bytes of values are exact (from shapes). Times: nothing inside one XLA program can be timed from outside, so the *split* over ops
-is always estimated, by arithmetic and memory traffic, each cluster counted as the one kernel XLA makes of it: it pays for what
-it reads and writes, and nothing for the values inside it. Only the *sum* can be measured, and the estimates scaled to it
-(:func:`keras_remat.backends.xla.kernel_costs.scaled`).
-``Profile.source`` is ``"estimated"`` in both cases, because op times decide about a plan by their ratios.
+Bytes of values are exact (from shapes). Times: nothing inside one XLA program can be timed from
+outside, so the *split* over ops is always estimated, by arithmetic and memory traffic, each cluster
+counted as the one kernel XLA makes of it: it pays for what it reads and writes, and nothing for the
+values inside it. Only the *sum* can be measured, and the estimates scaled to it
+(:func:`keras_remat.backends.xla.kernel_costs.scaled`). ``Profile.source`` is ``"estimated"`` in
+both cases, because op times decide about a plan by their ratios.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ from keras_remat.backends.jax.flatten import nbytes
 from keras_remat.backends.jax.kinds import CONVOLUTION, EXPENSIVE, KERNEL_GRADIENT, KINDS, RANDOM
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
-from keras_remat.backends.xla.kernel_costs import EXPENSIVE_FLOPS, FUSED_SHARE, GROUPED_FACTOR, RANDOM_FLOPS, kernel_time_s
-from keras_remat.profile import Profile
+from keras_remat.backends.xla.kernel_costs import (
+    EXPENSIVE_FLOPS,
+    FUSED_SHARE,
+    GROUPED_FACTOR,
+    RANDOM_FLOPS,
+    kernel_time_s,
+)
+from keras_remat.core.profile import Profile
 
 CPU_BUFFERS = {"random_bits": 4, "threefry2x32": 2, "erfc": 3}
-"""Primitives XLA:CPU expands into loops or pieces that need buffers of the result's size, and how many (read in buffer assignments)."""
+"""Primitives XLA:CPU expands into loops or pieces that need buffers of the result's size, and how
+many (read in buffer assignments)."""
 
 
 def estimated_profile(traced: JaxTracedStep, resident_bytes: int = 0) -> Profile:
@@ -32,7 +40,8 @@ def estimated_profile(traced: JaxTracedStep, resident_bytes: int = 0) -> Profile
 
     Args:
         traced: from :func:`~keras_remat.backends.jax.trace.trace`.
-        resident_bytes: bytes in use on the device between steps, if known; never less than what the step's inputs need.
+        resident_bytes: bytes in use on the device between steps, if known; never less than what the
+            step's inputs need.
     """
     platform = "gpu" if jax.default_backend() in ("gpu", "cuda", "rocm") else "cpu"
     device = jax.devices()[0]
@@ -40,14 +49,18 @@ def estimated_profile(traced: JaxTracedStep, resident_bytes: int = 0) -> Profile
         tuple(_seconds(traced, op.id, platform) for op in traced.graph.ops),
         tuple(_workspace_bytes(traced, op.id, platform) for op in traced.graph.ops),
         max(resident_bytes, sum(v.nbytes for v in traced.graph.values if v.producer is None)),
-        source="estimated", device=f"{device.platform}:{device.id} {device.device_kind}", backend="jax",
-    )  # fmt: skip
+        source="estimated",
+        device=f"{device.platform}:{device.id} {device.device_kind}",
+        backend="jax",
+    )
 
 
 def _seconds(traced: JaxTracedStep, op_id: int, platform: str) -> float:
     """Time of one cluster: the slower of its arithmetic and its traffic, and a launch."""
     avals, op = traced.program.avals, traced.graph.ops[op_id]
-    flops = math.fsum(_flops(traced.program.equations[at], avals, platform) for at in traced.handles[op_id])
+    flops = math.fsum(
+        _flops(traced.program.equations[at], avals, platform) for at in traced.handles[op_id]
+    )
     traffic = sum(nbytes(avals[traced.numbers[v]]) for v in (*op.inputs, *op.outputs))
     random = any(traced.program.equations[at].kind in KINDS.random for at in traced.handles[op_id])
     fused = op.kind in KINDS.elementwise and not random
@@ -57,7 +70,9 @@ def _seconds(traced: JaxTracedStep, op_id: int, platform: str) -> float:
 def _flops(equation: Equation, avals: Sequence[Any], platform: str) -> float:
     """Arithmetic of one equation, multiplications and additions counted apart."""
     params = equation.source.params
-    shape = [a.aval.shape if isinstance(a, private.Literal) else avals[a].shape for a in equation.inputs]
+    shape = [
+        a.aval.shape if isinstance(a, private.Literal) else avals[a].shape for a in equation.inputs
+    ]
     out = avals[equation.outputs[0]].shape
     if equation.kind == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -66,13 +81,20 @@ def _flops(equation: Equation, avals: Sequence[Any], platform: str) -> float:
         numbers = params["dimension_numbers"]
         kernel = shape[1]
         taps = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
-        # a dilated input (the gradient of a strided convolution) is mostly zeros that are not multiplied
-        slow = GROUPED_FACTOR[platform] if max(params["feature_group_count"], params["batch_group_count"]) > 1 else 1
+        # a dilated input (the gradient of a strided convolution) is mostly zeros that are not
+        # multiplied
+        slow = (
+            GROUPED_FACTOR[platform]
+            if max(params["feature_group_count"], params["batch_group_count"]) > 1
+            else 1
+        )
         return float(2 * slow * math.prod(out) * taps / math.prod(params["lhs_dilation"]))
     bodies = private.inner_jaxprs(params)
     if bodies:
         repeat = params.get("length", 1)
-        inner = (max if equation.kind == "cond" else math.fsum)(_body_flops(body) for body in bodies)
+        inner = (max if equation.kind == "cond" else math.fsum)(
+            _body_flops(body) for body in bodies
+        )
         return float(repeat) * inner
     elements = max([math.prod(out), *map(math.prod, shape)])
     each = 1
@@ -100,17 +122,26 @@ def _body_flops(jaxpr: Any) -> float:
 
 
 def _workspace_bytes(traced: JaxTracedStep, op_id: int, platform: str) -> int:
-    """Memory alive only inside one op: the body of a loop or branch with everything in it alive at once, and on a CPU the buffers
-    of an expanded primitive."""
+    """Memory alive only inside one op: the body of a loop or branch with everything in it alive at
+    once, and on a CPU the buffers of an expanded primitive."""
     most = 0
     for at in traced.handles[op_id]:
         equation = traced.program.equations[at]
-        most = max(most, *(_body_bytes(body) for body in private.inner_jaxprs(equation.source.params)), 0)
+        most = max(
+            most, *(_body_bytes(body) for body in private.inner_jaxprs(equation.source.params)), 0
+        )
         if platform == "cpu":
-            most = max(most, CPU_BUFFERS.get(equation.kind, 0) * nbytes(traced.program.avals[equation.outputs[0]]))
+            most = max(
+                most,
+                CPU_BUFFERS.get(equation.kind, 0)
+                * nbytes(traced.program.avals[equation.outputs[0]]),
+            )
     return most
 
 
 def _body_bytes(jaxpr: Any) -> int:
     own = sum(nbytes(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars)
-    return own + max((_body_bytes(body) for eqn in jaxpr.eqns for body in private.inner_jaxprs(eqn.params)), default=0)
+    return own + max(
+        (_body_bytes(body) for eqn in jaxpr.eqns for body in private.inner_jaxprs(eqn.params)),
+        default=0,
+    )

@@ -1,12 +1,15 @@
 """Take the place of Keras's train function while ``fit`` runs, and give it back.
 
-Keras looks ``model.train_function`` up at every step, so replacing the attribute takes effect with the next one. On JAX it is called with
-the trainer's whole state (weights, seeds and moving averages, optimizer slots, metrics) and returns the new one: ``(state, iterator) →
-(logs, state)``. Between these two the state is with the :class:`~keras_remat.backends.jax.device.Device`, where every step takes it and
-leaves the new one, so that a call may run no step, one, or several, of whichever function.
+Keras looks ``model.train_function`` up at every step, so replacing the attribute takes effect with
+the next one. On JAX it is called with the trainer's whole state (weights, seeds and moving
+averages, optimizer slots, metrics) and returns the new one: ``(state, iterator) → (logs, state)``.
+Between these two the state is with the :class:`~keras_remat.backends.jax.device.Device`, where
+every step takes it and leaves the new one, so that a call may run no step, one, or several, of
+whichever function.
 
-The state is donated, so what Keras holds after a step that raised is gone. It is told which state is current before the error passes
-through: weights and slots are then those of the last batch that was trained.
+The state is donated, so what Keras holds after a step that raised is gone. It is told which state
+is current before the error passes through: weights and slots are then those of the last batch that
+was trained.
 """
 
 from __future__ import annotations
@@ -28,15 +31,17 @@ class InstalledTrainFunction:
 
     Args:
         model: whose ``train_function`` Keras has made.
-        runner: when it is no longer current, the ``fit`` this was made for has ended without notice (an exception, Ctrl-C): the original
-            train function then comes back and takes the call.
+        runner: when it is no longer current, the ``fit`` this was made for has ended without notice
+            (an exception, Ctrl-C): the original train function then comes back and takes the call.
         device: holds the state while a call runs.
     """
 
     def __init__(self, model: Any, runner: StepRunner, device: Device):
         self._model, self._runner, self._device = model, runner, device
         current: Any = model.train_function
-        while isinstance(current, InstalledTrainFunction):  # left behind by a fit that ended without notice
+        while isinstance(
+            current, InstalledTrainFunction
+        ):  # left behind by a fit that ended without notice
             current = current.original
         self.original: Callable[..., Any] = current
         model.train_function = self
@@ -67,7 +72,9 @@ class InstalledTrainFunction:
                 batch = next(iterator)
             except StopIteration:
                 rest = self._runner.finish()
-                if rest is not None:  # its state has to be returned; the iterator ends once more at Keras's next call
+                if (
+                    rest is not None
+                ):  # its state has to be returned; the iterator ends once more at Keras's next call
                     return rest
                 if at == 0:
                     raise
@@ -84,7 +91,8 @@ class InstalledTrainFunction:
 
     @contextmanager
     def variables(self) -> Iterator[None]:
-        """Inside, the model's variables have their values, and what is assigned to them counts for the next step."""
+        """Inside, the model's variables have their values, and what is assigned to them counts for
+        the next step."""
         device = self._device
         if device.state is None:
             yield
@@ -97,6 +105,7 @@ class InstalledTrainFunction:
             private.purge_state(self._model)
 
     def restore(self) -> None:
-        """Puts the original train function back, unless somebody else has replaced this one meanwhile."""
+        """Puts the original train function back, unless somebody else has replaced this one
+        meanwhile."""
         if self._model.train_function is self:
             self._model.train_function = self.original

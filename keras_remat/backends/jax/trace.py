@@ -1,10 +1,13 @@
 """Keras's whole JAX train step as a graph: forward, loss, backward, optimizer, metrics.
 
-``jax.make_jaxpr(model.train_step)(state, data)`` on shapes alone, so nothing is allocated and the model's variables are not
-touched. The jaxpr is flattened (:mod:`~keras_remat.backends.jax.flatten`) and cut into the clusters XLA will materialize
-and ordered (:mod:`keras_remat.backends.xla.fused_graph`); one cluster is one op of the graph. ``Op.kind`` is the name of the cluster's last primitive.
+``jax.make_jaxpr(model.train_step)(state, data)`` on shapes alone, so nothing is allocated and the
+model's variables are not touched. The jaxpr is flattened (:mod:`~keras_remat.backends.jax.flatten`)
+and cut into the clusters XLA will materialize and ordered
+(:mod:`keras_remat.backends.xla.fused_graph`); one cluster is one op of the graph. ``Op.kind`` is
+the name of the cluster's last primitive.
 
-Backward is what JAX marks ``transpose(…)`` in its name stack. Every equation of a jaxpr is pure, random ones included (the seed is an input).
+Backward is what JAX marks ``transpose(…)`` in its name stack. Every equation of a jaxpr is pure,
+random ones included (the seed is an input).
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ class JaxTracedStep(TracedStep):
     """A traced Keras JAX train step.
 
     Args:
-        program: the flat equations; ``handles[op.id]`` holds the indices of an op's equations in it.
+        program: the flat equations; ``handles[op.id]`` holds the indices of an op's equations in
+            it.
         numbers: number in the program of every value of the graph (``numbers[value.id]``).
         state_specs: shapes and dtypes of the trainer's state.
         batch_specs: shapes and dtypes of the batch.
@@ -57,7 +61,9 @@ class JaxTracedStep(TracedStep):
 
 
 def _train_step(model: Any, micro_batches: int) -> Callable[[Any, Any], Any]:
-    step: Callable[[Any, Any], Any] = model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
+    step: Callable[[Any, Any], Any] = (
+        model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
+    )
     return step
 
 
@@ -73,9 +79,12 @@ def as_specs(batch: Any) -> Any:
 
 
 def check_supported(model: Any) -> None:
-    """Raises :class:`UnsupportedModelError` with the reason when the model's JAX step cannot be rematerialized."""
+    """Raises :class:`UnsupportedModelError` with the reason when the model's JAX step cannot be
+    rematerialized."""
     if keras.config.is_nnx_enabled():
-        raise UnsupportedModelError("Keras's NNX mode is on: its variables are no plain state of the train step.")
+        raise UnsupportedModelError(
+            "Keras's NNX mode is on: its variables are no plain state of the train step."
+        )
     if private.distribution() is not None:
         raise UnsupportedModelError(
             "A keras.distribution is active: the step would lose its sharding constraints. Train on one device, or without "
@@ -84,41 +93,60 @@ def check_supported(model: Any) -> None:
     if not getattr(model, "compiled", False):
         raise UnsupportedModelError("The model is not compiled: call model.compile(...) first.")
     if model.optimizer is None:
-        raise UnsupportedModelError("The model has no optimizer: there is no train step to plan for.")
+        raise UnsupportedModelError(
+            "The model has no optimizer: there is no train step to plan for."
+        )
     if model.run_eagerly or not model.jit_compile:
         raise UnsupportedModelError(
             "The model runs without compilation (run_eagerly=True or jit_compile=False); there is no compiled step to plan for."
         )
 
 
-def trace(model: Any, batch: Any, micro_batches: int = 1, like: JaxTracedStep | None = None) -> JaxTracedStep:
+def trace(
+    model: Any, batch: Any, micro_batches: int = 1, like: JaxTracedStep | None = None
+) -> JaxTracedStep:
     """Traces ``model.train_step`` for one batch shape, without running or allocating anything.
 
     Args:
-        model: a compiled Keras model on the JAX backend. Unbuilt parts (model, optimizer, metrics) are built as ``fit`` would.
+        model: a compiled Keras model on the JAX backend. Unbuilt parts (model, optimizer, metrics)
+            are built as ``fit`` would.
         batch: ``(x, y[, sample_weight])`` of arrays or ``jax.ShapeDtypeStruct``.
         micro_batches: more than 1 trains the batch in pieces, see :mod:`.accumulate`.
-        like: the same step for another batch size, if its ops are wanted: which values exist depends on how sizes compare, and so differs a
-            little from one batch size to another.
+        like: the same step for another batch size, if its ops are wanted: which values exist
+            depends on how sizes compare, and so differs a little from one batch size to another.
 
     Raises:
-        UnsupportedModelError: not compiled, eager, under a ``keras.distribution``, or a step that cannot be cut.
+        UnsupportedModelError: not compiled, eager, under a ``keras.distribution``, or a step that
+            cannot be cut.
     """
     check_supported(model)
     batch_specs = as_specs(batch)
     private.build(model, batch_specs)
     state_specs = private.state_specs(model)
-    closed, out_shape = jax.make_jaxpr(_train_step(model, micro_batches), return_shape=True)(state_specs, batch_specs)
+    closed, out_shape = jax.make_jaxpr(_train_step(model, micro_batches), return_shape=True)(
+        state_specs, batch_specs
+    )
     program = flatten(closed)
     n_state = len(jax.tree.leaves(state_specs))
     n_logs = len(jax.tree.leaves(out_shape[0]))
-    same = like is not None and [e.kind for e in like.program.equations] == [e.kind for e in program.equations]
+    same = like is not None and [e.kind for e in like.program.equations] == [
+        e.kind for e in program.equations
+    ]
     sizes = (like.program if like is not None and same else program).sizes
     state = list(enumerate(program.outputs[n_logs : n_logs + n_state]))
-    graph, numbers, handles = fused_graph(program, KINDS, state, lambda equation: "transpose(" in equation.scope, sizes)
+    graph, numbers, handles = fused_graph(
+        program, KINDS, state, lambda equation: "transpose(" in equation.scope, sizes
+    )
     return JaxTracedStep(
-        graph, handles, "jax",
-        program=program, numbers=numbers, state_specs=state_specs, batch_specs=batch_specs,
-        in_tree=jax.tree.structure((state_specs, batch_specs)), out_tree=jax.tree.structure(out_shape), model=model,
+        graph,
+        handles,
+        "jax",
+        program=program,
+        numbers=numbers,
+        state_specs=state_specs,
+        batch_specs=batch_specs,
+        in_tree=jax.tree.structure((state_specs, batch_specs)),
+        out_tree=jax.tree.structure(out_shape),
+        model=model,
         micro_batches=micro_batches,
-    )  # fmt: skip
+    )

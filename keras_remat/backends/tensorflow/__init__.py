@@ -1,11 +1,12 @@
-"""TensorFlow, the first backend: in order (:mod:`.ordered`) and, where XLA compiles, as one program (:mod:`.compiled`)."""
+"""TensorFlow, the first backend: in order (:mod:`.ordered`) and, where XLA compiles, as one program
+(:mod:`.compiled`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from keras_remat.backends.tensorflow.compiled import CompiledBackend
-from keras_remat.backends.tensorflow.ordered import TensorFlowBackend
+from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
 
 
 def backend() -> TensorFlowBackend:

@@ -1,9 +1,10 @@
 """The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
 
-Ten things have no public way in: running Grappler on a graph by hand, a variable's shape from its handle, a
-function's definition, what XLA says when it refuses to compile, asking which devices have a kernel for an op, capturing an eager
-tensor under a chosen name, calling a function with a session configuration of its own, reading the profiler's raw trace, building a model
-from a batch, and what Keras's own ``train_step`` does with the loss tracker.
+Ten things have no public way in: running Grappler on a graph by hand, a variable's shape from its
+handle, a function's definition, what XLA says when it refuses to compile, asking which devices have
+a kernel for an op, capturing an eager tensor under a chosen name, calling a function with a session
+configuration of its own, reading the profiler's raw trace, building a model from a batch, and what
+Keras's own ``train_step`` does with the loss tracker.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _CPU, _GPU = (f"/job:localhost/replica:0/task:0/device:{kind}:0" for kind in ("C
 def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[str, Any]) -> Any:
     """Returns the GraphDef after TensorFlow's default graph optimizations.
 
-    Grappler fuses and changes layouts only where it knows the device, and adds up and folds only where it knows the shapes; a traced graph
-    says neither the device of a node nor, for certain, the shape of a placeholder. For the time of the call nodes get the device that the
-    placer would give them, and placeholders become function arguments.
+    Grappler fuses and changes layouts only where it knows the device, and adds up and folds only
+    where it knows the shapes; a traced graph says neither the device of a node nor, for certain,
+    the shape of a placeholder. For the time of the call nodes get the device that the placer would
+    give them, and placeholders become function arguments.
 
     Args:
         graph_def: inlined or not; function calls are inlined here.
@@ -77,12 +79,17 @@ def _become_handle(node: Any, variable: Any) -> None:
 
 
 def _unshaped(node: Any) -> Any:
-    """Turns a placeholder into an ``EnsureShape`` of another placeholder, which is returned: Grappler believes no placeholder's shape."""
+    """Turns a placeholder into an ``EnsureShape`` of another placeholder, which is returned:
+    Grappler believes no placeholder's shape."""
     argument = tf.compat.v1.NodeDef()
     argument.CopyFrom(node)
     argument.name = f"{node.name}/argument"
     node.Clear()
-    node.name, node.op, node.device = argument.name.removesuffix("/argument"), "EnsureShape", argument.device
+    node.name, node.op, node.device = (
+        argument.name.removesuffix("/argument"),
+        "EnsureShape",
+        argument.device,
+    )
     node.input.append(argument.name)
     node.attr["T"].CopyFrom(argument.attr["dtype"])
     node.attr["shape"].CopyFrom(argument.attr["shape"])
@@ -90,7 +97,8 @@ def _unshaped(node: Any) -> Any:
 
 
 def constant_folded(graph_def: Any, fetches: Sequence[str]) -> Any:
-    """Returns a pure GraphDef with constants folded and equal nodes merged, and no operation that XLA has no kernel for.
+    """Returns a pure GraphDef with constants folded and equal nodes merged, and no operation that
+    XLA has no kernel for.
 
     Args:
         graph_def: without effects.
@@ -118,7 +126,8 @@ def constant_folded(graph_def: Any, fetches: Sequence[str]) -> Any:
 
 
 def variable_spec(handle: Any) -> Any:
-    """Shape and dtype of the variable behind a resource tensor; ``None`` where that is no variable."""
+    """Shape and dtype of the variable behind a resource tensor; ``None`` where that is no
+    variable."""
     data = getattr(handle, "_handle_data", None)
     entries = list(data.shape_and_type) if data is not None else []
     if len(entries) != 1:
@@ -133,17 +142,24 @@ def function_definition(function: Any) -> Any:
 
 @cache
 def _has_gpu_kernel(kind: str) -> bool:
-    return any(kernel.device_type == "GPU" for kernel in kernels.get_registered_kernels_for_op(kind).kernel)
+    return any(
+        kernel.device_type == "GPU" for kernel in kernels.get_registered_kernels_for_op(kind).kernel
+    )
 
 
 def rename_functions(graph_def: Any) -> None:
-    """Gives the library's functions names of their own, in place: TensorFlow refuses two definitions under one name, and Grappler
-    has changed definitions that the process already knows. The suffix is a hash of the library, so equal libraries stay equal."""
+    """Gives the library's functions names of their own, in place: TensorFlow refuses two
+    definitions under one name, and Grappler has changed definitions that the process already knows.
+    The suffix is a hash of the library, so equal libraries stay equal."""
     functions = graph_def.library.function
     if not functions:
         return
-    suffix = hashlib.sha256(graph_def.library.SerializeToString(deterministic=True)).hexdigest()[:16]
-    renamed = {function.signature.name: f"{function.signature.name}_{suffix}" for function in functions}
+    suffix = hashlib.sha256(graph_def.library.SerializeToString(deterministic=True)).hexdigest()[
+        :16
+    ]
+    renamed = {
+        function.signature.name: f"{function.signature.name}_{suffix}" for function in functions
+    }
     nodes = [*graph_def.node, *(node for function in functions for node in function.node_def)]
     for node in nodes:
         node.op = renamed.get(node.op, node.op)
@@ -160,14 +176,19 @@ def rename_functions(graph_def: Any) -> None:
 
 
 def keep_control_flow_functional(graph_def: Any) -> None:
-    """Makes ``While`` and ``If`` stay single ops, in place: without the mark nobody lowers them to ``Switch`` and ``Merge``."""
-    for node in (*graph_def.node, *(n for function in graph_def.library.function for n in function.node_def)):
+    """Makes ``While`` and ``If`` stay single ops, in place: without the mark nobody lowers them to
+    ``Switch`` and ``Merge``."""
+    for node in (
+        *graph_def.node,
+        *(n for function in graph_def.library.function for n in function.node_def),
+    ):
         if "_lower_using_switch_merge" in node.attr:
             del node.attr["_lower_using_switch_merge"]
 
 
 def is_stateful(kind: str) -> bool:
-    """Whether the OpDef of an operation type says it has state or an effect; unknown types count as stateful."""
+    """Whether the OpDef of an operation type says it has state or an effect; unknown types count as
+    stateful."""
     op_def = op_def_registry.get(kind)
     return True if op_def is None else bool(op_def.is_stateful)
 
@@ -178,7 +199,8 @@ def capture(external: Any) -> Any:
 
 
 def build_model(model: Any, batch: Any) -> None:
-    """Builds layers, optimizer, metrics and losses from one batch, as ``fit`` does before its first step."""
+    """Builds layers, optimizer, metrics and losses from one batch, as ``fit`` does before its first
+    step."""
     if not getattr(model, "compiled", False):
         raise ValueError("The model is not compiled: call model.compile(...) first.")
     model._symbolic_build(data_batch=batch)
@@ -198,9 +220,12 @@ def track_loss(model: Any, loss: Any, samples: int) -> None:
 
 
 def is_xla_refusal(error: Any) -> bool:
-    """Whether an error says that XLA cannot compile a function, and not that a step's values are wrong."""
+    """Whether an error says that XLA cannot compile a function, and not that a step's values are
+    wrong."""
     text = str(error.message)
-    return "XLA" in text and any(said in text for said in ("compile", "conversion failed", "compilation"))
+    return "XLA" in text and any(
+        said in text for said in ("compile", "conversion failed", "compilation")
+    )
 
 
 def read_trace(serialized: bytes) -> Any:
@@ -210,11 +235,16 @@ def read_trace(serialized: bytes) -> Any:
 
 def gpu_memory_limit_bytes() -> int:
     """What the allocator of the first GPU may take."""
-    return max(int(device.memory_limit) for device in device_lib.list_local_devices() if device.device_type == "GPU")
+    return max(
+        int(device.memory_limit)
+        for device in device_lib.list_local_devices()
+        if device.device_type == "GPU"
+    )
 
 
 def build_function(build: Callable[..., Sequence[Any]], signature: Sequence[Any]) -> Any:
-    """Makes a concrete function from ``build(*placeholders) -> outputs`` without automatic control dependencies.
+    """Makes a concrete function from ``build(*placeholders) -> outputs`` without automatic control
+    dependencies.
 
     Args:
         build: called once, with one placeholder per entry of ``signature``.
@@ -231,10 +261,12 @@ def _verbatim_options() -> Any:
 
 
 def call_verbatim(function: Any, args: Sequence[Any]) -> list[Any]:
-    """Runs a function made by :func:`build_function` exactly as it was built: no Grappler, no common-subexpression pass.
+    """Runs a function made by :func:`build_function` exactly as it was built: no Grappler, no
+    common-subexpression pass.
 
-    The options are those of this thread and this call; they are put back before it returns. (A ``StatefulPartitionedCall`` op, which takes
-    a configuration as an attribute, runs its body on the calling thread without the executor's trace events.)
+    The options are those of this thread and this call; they are put back before it returns. (A
+    ``StatefulPartitionedCall`` op, which takes a configuration as an attribute, runs its body on
+    the calling thread without the executor's trace events.)
     """
     eager = context.context()
     options = eager.function_call_options

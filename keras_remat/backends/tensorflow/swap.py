@@ -1,7 +1,8 @@
 """Take the place of Keras's train function while ``fit`` runs, and give it back.
 
-``fit`` looks ``model.train_function`` up at every step, so replacing the attribute takes effect with the next one. The signature is Keras
-3's: ``(iterator) -> logs``, up to ``steps_per_execution`` batches a call.
+``fit`` looks ``model.train_function`` up at every step, so replacing the attribute takes effect
+with the next one. The signature is Keras 3's: ``(iterator) -> logs``, up to ``steps_per_execution``
+batches a call.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ class InstalledTrainFunction:
 
     Args:
         model: whose ``train_function`` Keras has made.
-        runner: when it is no longer current, the ``fit`` this was made for has ended without notice (an exception, Ctrl-C): the original
-            train function then comes back and takes the call.
+        runner: when it is no longer current, the ``fit`` this was made for has ended without notice
+            (an exception, Ctrl-C): the original train function then comes back and takes the call.
     """
 
     def __init__(self, model: Any, runner: StepRunner):
         self._model, self._runner = model, runner
         current: Any = model.train_function
-        while isinstance(current, InstalledTrainFunction):  # left behind by a fit that ended without notice
+        while isinstance(
+            current, InstalledTrainFunction
+        ):  # left behind by a fit that ended without notice
             current = current.original
         self.original: Any = current
         model.train_function = self
@@ -69,11 +72,14 @@ class InstalledTrainFunction:
         return nullcontext()
 
     def restore(self) -> None:
-        """Puts the original train function back, unless somebody else has replaced this one meanwhile."""
+        """Puts the original train function back, unless somebody else has replaced this one
+        meanwhile."""
         if self._model.train_function is self:
             self._model.train_function = self.original
 
 
 def _without_optionals(batch: Any) -> Any:
     """Keras's iterators carry ``None`` (no sample weights, say) as an empty ``Optional``."""
-    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
+    return tf.nest.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
+    )

@@ -1,1 +1,2 @@
-"""What both frameworks share when XLA compiles a whole step: what will exist in memory, what protects a recomputation, what it costs. No framework."""
+"""What both frameworks share when XLA compiles a whole step: what will exist in memory, what
+protects a recomputation, what it costs. No framework."""

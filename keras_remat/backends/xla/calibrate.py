@@ -1,12 +1,14 @@
-"""What XLA needs for a schedule, in terms of what the model of its fusion predicts: one ratio, learnt from the compilations so far.
+"""What XLA needs for a schedule, in terms of what the model of its fusion predicts: one ratio,
+learnt from the compilations so far.
 
-The simulated peak of a schedule is a model of what XLA will put into memory; buffer packing, copies and kernels that need scratch come on
-top. How much depends on the model being trained and on how tight the schedule is, so each compilation gives a point: activation bytes
-(peak − resident) of the schedule relative to those of store-all, and compiled over simulated activation bytes. In between the ratio is taken on the line
-through the neighbours, outside it is that of the nearest point.
+The simulated peak of a schedule is a model of what XLA will put into memory; buffer packing, copies
+and kernels that need scratch come on top. How much depends on the model being trained and on how
+tight the schedule is, so each compilation gives a point: activation bytes (peak − resident) of the
+schedule relative to those of store-all, and compiled over simulated activation bytes. In between
+the ratio is taken on the line through the neighbours, outside it is that of the nearest point.
 
-Keras's own step and lowered schedules are calibrated apart: lowering keeps random bits and copies of small values out of the forward phase, so
-that even store-all takes less lowered than plain.
+Keras's own step and lowered schedules are calibrated apart: lowering keeps random bits and copies
+of small values out of the forward phase, so that even store-all takes less lowered than plain.
 
 Relative bytes hold at every batch size, so what was learnt at one serves the search over others.
 """
@@ -16,7 +18,8 @@ from __future__ import annotations
 from bisect import bisect
 
 FIRST_RATIO = 1.15
-"""Before anything was compiled: about what XLA:CPU needed on the models of ``benchmarks/compiled_step.py``."""
+"""Before anything was compiled: about what XLA:CPU needed on the models of
+``benchmarks/compiled_step.py``."""
 
 
 class Calibration:
@@ -32,7 +35,10 @@ class Calibration:
 
     def predict(self, simulated_bytes: int, store_all_bytes: int) -> int:
         """Activation bytes that the compiled schedule will need."""
-        return int(simulated_bytes * self._ratio(simulated_bytes / store_all_bytes if store_all_bytes else 1.0))
+        return int(
+            simulated_bytes
+            * self._ratio(simulated_bytes / store_all_bytes if store_all_bytes else 1.0)
+        )
 
     def _ratio(self, tightness: float) -> float:
         if not self._points:

@@ -1,17 +1,21 @@
-"""A whole train step that is compiled as one: a flat program as a graph of the values XLA will put into memory.
+"""A whole train step that is compiled as one: a flat program as a graph of the values XLA will put
+into memory.
 
-The program is cut into clusters (:mod:`keras_remat.backends.xla.fusion`); one cluster is one op. ``Op.kind`` is the kind of its last equation.
+The program is cut into clusters (:mod:`keras_remat.backends.xla.fusion`); one cluster is one op.
+``Op.kind`` is the kind of its last equation.
 
 Three decisions that a reader of the graph should know:
 
-* *State in, state out.* The new state is written over the donated old one, so a new-state value has 0 bytes here (its buffer is
-  already among the resident bytes) and comes ``after`` every reader of what it overwrites. Where a reader itself depends on the new
-  value the buffers cannot be shared, and the value is counted. So is a small one (a seed, a moving average): a few bytes are not worth
+* *State in, state out.* The new state is written over the donated old one, so a new-state value has
+  0 bytes here (its buffer is already among the resident bytes) and comes ``after`` every reader of
+  what it overwrites. Where a reader itself depends on the new value the buffers cannot be shared,
+  and the value is counted. So is a small one (a seed, a moving average): a few bytes are not worth
   forbidding every later copy of its readers, dropout among them.
-* *Order.* Weight updates stand right behind their gradient, not at the end of the step as they were traced: gradients
-  need not all live at once, and XLA's scheduler does the same.
-* *Phases.* Backward is what the framework marks as such; update is what depends on the backward phase and is
-  needed by no backward equation; the rest (metrics, seeds, moving averages) is forward.
+* *Order.* Weight updates stand right behind their gradient, not at the end of the step as they were
+  traced: gradients need not all live at once, and XLA's scheduler does the same.
+* *Phases.* Backward is what the framework marks as such; update is what depends on the backward
+  phase and is needed by no backward equation; the rest (metrics, seeds, moving averages) is
+  forward.
 
 All equations may be recomputed except those with an effect and those that write state.
 """
@@ -24,10 +28,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_remat.backends.xla.fusion import Cluster, Equation, Kinds, Program, clusters
-from keras_remat.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
+from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
 
 SMALL_STATE_BYTES = 16384
-"""Below this a new-state value is counted like any other instead of being tied to the buffer of the old one."""
+"""Below this a new-state value is counted like any other instead of being tied to the buffer of the
+old one."""
 
 
 def fused_graph(
@@ -37,7 +42,8 @@ def fused_graph(
     is_backward: Callable[[Equation], bool],
     sizes: Sequence[int] | None = None,
 ) -> tuple[Graph, tuple[int, ...], dict[int, tuple[int, ...]]]:
-    """Returns the graph of a program, the program's number of every value, and the equations of every op.
+    """Returns the graph of a program, the program's number of every value, and the equations of
+    every op.
 
     Args:
         program: the whole step.
@@ -54,9 +60,14 @@ def fused_graph(
     for at, part in enumerate(parts):
         for number in part.reads:
             readers[number].append(at)
-    after = {makers[new]: [r for r in readers[old] if r != makers[new]] for new, old in overwritten.items()}
+    after = {
+        makers[new]: [r for r in readers[old] if r != makers[new]]
+        for new, old in overwritten.items()
+    }
     order = _order(parts, makers, phases, after)
-    if order is None:  # two states that each depend on the other's new value: neither can be overwritten in place
+    if (
+        order is None
+    ):  # two states that each depend on the other's new value: neither can be overwritten in place
         overwritten, after = {}, {}
         order = _order(parts, makers, phases, after)
     assert order is not None, "a program is acyclic"
@@ -93,7 +104,9 @@ def fused_graph(
     return Graph(tuple(ops), tuple(values), outputs), tuple(numbers), handles
 
 
-def _phases(program: Program, parts: list[Cluster], is_backward: Callable[[Equation], bool]) -> list[str]:
+def _phases(
+    program: Program, parts: list[Cluster], is_backward: Callable[[Equation], bool]
+) -> list[str]:
     """Phase of every cluster."""
     marked = [is_backward(equation) for equation in program.equations]
     downstream: set[int] = set()
@@ -125,14 +138,21 @@ def _overwritten(
     for old, new in state:
         if not isinstance(new, int) or new not in makers or new in result:
             continue
-        same = program.describe(old) == program.describe(new) and program.sizes[old] >= SMALL_STATE_BYTES
+        same = (
+            program.describe(old) == program.describe(new)
+            and program.sizes[old] >= SMALL_STATE_BYTES
+        )
         late = {r for r in consumers[old] if r > makers[new]}
-        if same and not late & _descendants(makers[new], parts, consumers, until=max(late, default=-1)):
+        if same and not late & _descendants(
+            makers[new], parts, consumers, until=max(late, default=-1)
+        ):
             result[new] = old
     return result
 
 
-def _descendants(at: int, parts: list[Cluster], consumers: dict[int, list[int]], until: int) -> set[int]:
+def _descendants(
+    at: int, parts: list[Cluster], consumers: dict[int, list[int]], until: int
+) -> set[int]:
     """Clusters up to ``until`` that depend on cluster ``at``."""
     seen: set[int] = set()
     stack = [at]
@@ -144,8 +164,11 @@ def _descendants(at: int, parts: list[Cluster], consumers: dict[int, list[int]],
     return seen
 
 
-def _order(parts: list[Cluster], makers: dict[int, int], phases: list[str], after: dict[int, list[int]]) -> list[int] | None:
-    """A topological order, as it was traced but with updates as early as they can run; ``None`` when there is a cycle."""
+def _order(
+    parts: list[Cluster], makers: dict[int, int], phases: list[str], after: dict[int, list[int]]
+) -> list[int] | None:
+    """A topological order, as it was traced but with updates as early as they can run; ``None``
+    when there is a cycle."""
     waiting = [0] * len(parts)
     unlocks: dict[int, list[int]] = defaultdict(list)
     for at, part in enumerate(parts):

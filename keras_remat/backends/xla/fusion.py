@@ -1,21 +1,28 @@
-"""Which values XLA will put into memory, and the equations behind each: the ops a plan should decide about.
+"""Which values XLA will put into memory, and the equations behind each: the ops a plan should
+decide about.
 
-An equation list is the wrong granularity under XLA. Elementwise equations are fused into their readers and copied into
-several of them when that is cheap, so most intermediate values never exist, and keeping or recomputing one is no decision at all.
-This module cuts the program into *clusters*: one value (or the values of one equation) that will exist, with the chain of equations
-that leads to it from other values that exist. A chain that two clusters need stands in both, as XLA's fusion copies it.
+An equation list is the wrong granularity under XLA. Elementwise equations are fused into their
+readers and copied into several of them when that is cheap, so most intermediate values never exist,
+and keeping or recomputing one is no decision at all. This module cuts the program into *clusters*:
+one value (or the values of one equation) that will exist, with the chain of equations that leads to
+it from other values that exist. A chain that two clusters need stands in both, as XLA's fusion
+copies it.
 
-The rule follows XLA's instruction fusion (``InstructionFusion::ShouldFuse``, ``EffectivelyAtMostUnary``, ``IsExpensive`` in
-``xla/service/instruction_fusion.cc``). A value does *not* exist when
+The rule follows XLA's instruction fusion (``InstructionFusion::ShouldFuse``,
+``EffectivelyAtMostUnary``, ``IsExpensive`` in ``xla/service/instruction_fusion.cc``). A value does
+*not* exist when
 
-* its equation is elementwise, a broadcast, or a view, and all its readers can take it into their loop (elementwise ones and reductions; a
-  matrix product or convolution reads memory, except through a view), and
+* its equation is elementwise, a broadcast, or a view, and all its readers can take it into their
+  loop (elementwise ones and reductions; a matrix product or convolution reads memory, except
+  through a view), and
 * it has one reader, or it is cheap and comes from at most one value of about its own size.
 
-Why a rule and not the compiled module: a plan changes what is fused, so the module of the plain step does not tell; and reading it
-would cost one more compilation. What the rule gets wrong, the compiled peak corrects (:mod:`keras_remat.backends.xla.calibrate`).
+Why a rule and not the compiled module: a plan changes what is fused, so the module of the plain
+step does not tell; and reading it would cost one more compilation. What the rule gets wrong, the
+compiled peak corrects (:mod:`keras_remat.backends.xla.calibrate`).
 
-Known limits: XLA:GPU also copies some expensive chains, and emits several outputs from one kernel; neither is modelled.
+Known limits: XLA:GPU also copies some expensive chains, and emits several outputs from one kernel;
+neither is modelled.
 """
 
 from __future__ import annotations
@@ -56,7 +63,8 @@ class Equation:
 
     @property
     def separates(self) -> bool:
-        """Whether it only makes a micro-batch wait for the one before: their phases have nothing to do with each other."""
+        """Whether it only makes a micro-batch wait for the one before: their phases have nothing to
+        do with each other."""
         return SEPARATION in self.scope
 
 
@@ -88,12 +96,15 @@ class Kinds:
     """What a framework calls the operations the rule knows; all others read and write memory.
 
     Args:
-        views: their result is the same bytes; a transposition is one to a matrix product, which reads either layout.
+        views: their result is the same bytes; a transposition is one to a matrix product, which
+            reads either layout.
         cheap: fusible, and copied into every reader.
         expensive: fusible, but computed once per reader only when there is one reader.
         reductions: they take their input into their own loop, but their result exists.
-        random: fusible like an expensive one. On CPU each is a loop over several buffers of the result's size.
-        moving: those of ``cheap`` whose elements do not come from the same place of an input of the same size.
+        random: fusible like an expensive one. On CPU each is a loop over several buffers of the
+            result's size.
+        moving: those of ``cheap`` whose elements do not come from the same place of an input of the
+            same size.
         reshapes: those of ``views`` that move nothing.
         transposing: XLA:CPU makes a transposed copy of their first input.
     """
@@ -119,7 +130,8 @@ class Kinds:
 
 
 MAX_COPIED_CHAIN = 48
-"""Longest chain that is copied into several readers; XLA limits fusions by their operand count, this by length."""
+"""Longest chain that is copied into several readers; XLA limits fusions by their operand count,
+this by length."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,8 @@ class Cluster:
         equations: indices into the program, ascending; the last one computes ``outputs``.
         reads: numbers of the existing values and program inputs it reads, ascending.
         outputs: numbers of the values it computes.
-        may_reuse: those of ``reads`` that the compiler may overwrite with an output of the same size.
+        may_reuse: those of ``reads`` that the compiler may overwrite with an output of the same
+            size.
     """
 
     equations: tuple[int, ...]
@@ -149,14 +162,18 @@ class _Chain:
 
 
 def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None) -> list[Cluster]:
-    """Returns the clusters of a program, in the order of their last equations; together they compute every output.
+    """Returns the clusters of a program, in the order of their last equations; together they
+    compute every output.
 
     Args:
         program: the equations.
         kinds: the framework's names.
-        sizes: bytes of every number to decide by, if not the program's own: those of the same program for another batch size.
+        sizes: bytes of every number to decide by, if not the program's own: those of the same
+            program for another batch size.
     """
-    producer = {out: at for at, equation in enumerate(program.equations) for out in equation.outputs}
+    producer = {
+        out: at for at, equation in enumerate(program.equations) for out in equation.outputs
+    }
     readers: dict[int, list[int]] = defaultdict(list)
     for at, equation in enumerate(program.equations):
         for number in dict.fromkeys(equation.reads):
@@ -178,7 +195,10 @@ def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None)
                 and len(equation.outputs) == 1
                 and not equation.has_effect
                 and out not in in_memory
-                and (_reader_count(out, readers, program, kinds) <= 1 or _copied(chain, size[out], size, producer))
+                and (
+                    _reader_count(out, readers, program, kinds) <= 1
+                    or _copied(chain, size[out], size, producer)
+                )
             )
         if absent:
             chains[out] = chain
@@ -188,7 +208,8 @@ def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None)
 
 
 def _read_from_memory(program: Program, kinds: Kinds, kept: set[int]) -> set[int]:
-    """Numbers of the values that some reader, directly or through views, needs in memory; program outputs among them."""
+    """Numbers of the values that some reader, directly or through views, needs in memory; program
+    outputs among them."""
     needed: set[int] = set(kept)
     for equation in reversed(program.equations):
         for number in equation.reads:
@@ -200,17 +221,24 @@ def _read_from_memory(program: Program, kinds: Kinds, kept: set[int]) -> set[int
     return needed
 
 
-def _reader_count(number: int, readers: dict[int, list[int]], program: Program, kinds: Kinds) -> int:
+def _reader_count(
+    number: int, readers: dict[int, list[int]], program: Program, kinds: Kinds
+) -> int:
     """How many equations read a value, directly or through views."""
     total = 0
     for at in readers[number]:
         equation = program.equations[at]
-        total += _reader_count(equation.outputs[0], readers, program, kinds) if equation.kind in kinds.views else 1
+        total += (
+            _reader_count(equation.outputs[0], readers, program, kinds)
+            if equation.kind in kinds.views
+            else 1
+        )
     return total
 
 
 def _chain_behind(at: int, equation: Equation, kinds: Kinds, chains: dict[int, _Chain]) -> _Chain:
-    """The equations that must run with this one because their values do not exist, and the values they start from."""
+    """The equations that must run with this one because their values do not exist, and the values
+    they start from."""
     equations, leaves, expensive = {at}, set(), equation.kind in kinds.expensive | kinds.random
     for number in equation.reads:
         behind = chains.get(number)
@@ -230,7 +258,12 @@ def _copied(chain: _Chain, out_bytes: int, size: Sequence[int], producer: dict[i
 
 
 def _cluster(
-    program: Program, kinds: Kinds, root: Equation, chain: _Chain, producer: dict[int, int], size: Sequence[int]
+    program: Program,
+    kinds: Kinds,
+    root: Equation,
+    chain: _Chain,
+    producer: dict[int, int],
+    size: Sequence[int],
 ) -> Cluster:
     equations = tuple(sorted(chain.equations))
     reusable: set[int] = set()
@@ -245,7 +278,9 @@ def _cluster(
                     stack.append(here[number])
                 else:
                     blocked |= _leaves_below(program, here, here[number])
-        reusable = {n for n in reusable - blocked if n in producer and size[n] == size[root.outputs[0]]}
+        reusable = {
+            n for n in reusable - blocked if n in producer and size[n] == size[root.outputs[0]]
+        }
     return Cluster(equations, tuple(sorted(chain.leaves)), root.outputs, tuple(sorted(reusable)))
 
 

@@ -1,11 +1,14 @@
-"""A schedule written down for a compiler that reads dependencies, not order: its recomputations are protected from being undone.
+"""A schedule written down for a compiler that reads dependencies, not order: its recomputations are
+protected from being undone.
 
 The first run of every op is written down as it is; a repeated op must (a) not be merged with its
 first run and (b) not start before its turn. Both are had by one data dependency on what the
-step had computed by then: the *trigger*, one element of each value that the ops since the last recomputation left behind.
+step had computed by then: the *trigger*, one element of each value that the ops since the last
+recomputation left behind.
 
-On a CPU a trigger is read in the branch of a condition. Read by a slice, which XLA can fuse, a sum that many ops read may have no reader left that needs
-it in memory; it is then computed again in each of them, with all the sums before it.
+On a CPU a trigger is read in the branch of a condition. Read by a slice, which XLA can fuse, a sum
+that many ops read may have no reader left that needs it in memory; it is then computed again in
+each of them, with all the sums before it.
 
 As few guards as that needs:
 
@@ -14,18 +17,23 @@ As few guards as that needs:
 * a view needs none, its reader gets it;
 * else the cheapest input is guarded: a scalar literal, a bias, a kernel, before an activation.
 
-The backward phase is guarded in one more way, whatever the schedule: what it computes from forward values alone, and the small values
-it spreads over large ones, are kept apart from the forward phase. The graph says that a value inside a chain does not exist; merged
-with an equal one of the forward phase it would exist from there to here.
+The backward phase is guarded in one more way, whatever the schedule: what it computes from forward
+values alone, and the small values it spreads over large ones, are kept apart from the forward
+phase. The graph says that a value inside a chain does not exist; merged with an equal one of the
+forward phase it would exist from there to here.
 
-On a CPU, values are kept in memory in the same way. XLA computes an elementwise value again in every reader where all of them can take it into
-their loops, however many values it reads for that (``ComputeGloballyUnfusible`` in ``xla/service/instruction_fusion.cc``), and all of those then
-live until the last reader: a sum of residual branches that is recomputed, or read by the backward phase only, would exist nowhere, and what it
-was made of everywhere. A branch takes nothing into its loop, so what it reads exists.
+On a CPU, values are kept in memory in the same way. XLA computes an elementwise value again in
+every reader where all of them can take it into their loops, however many values it reads for that
+(``ComputeGloballyUnfusible`` in ``xla/service/instruction_fusion.cc``), and all of those then live
+until the last reader: a sum of residual branches that is recomputed, or read by the backward phase
+only, would exist nowhere, and what it was made of everywhere. A branch takes nothing into its loop,
+so what it reads exists.
 
-On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says why).
+On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says
+why).
 
-Equal equations on equal inputs are written once, so a chain that stands in several clusters does not blow the program up.
+Equal equations on equal inputs are written once, so a chain that stands in several clusters does
+not blow the program up.
 
 XLA decides the order inside these bounds. What it makes of the plan is measured.
 """
@@ -36,7 +44,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from keras_remat.backends.xla.fusion import Equation, Kinds, Program
-from keras_remat.graph import BACKWARD, FORWARD, UPDATE, Graph
+from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE, Graph
 
 SMALL_RESULT_BYTES = 16384
 """An equation with a smaller result is not guarded: keeping it costs no more than this."""
@@ -49,10 +57,12 @@ STALE_OPS = 8
 
 
 class Writer(Protocol):
-    """A framework that writes equations down. Values are its own objects; each is told from the others by identity."""
+    """A framework that writes equations down. Values are its own objects; each is told from the
+    others by identity."""
 
     uses_branches: bool
-    """Whether the branch of a condition costs next to nothing, as on a CPU; on a GPU the host would wait for the condition."""
+    """Whether the branch of a condition costs next to nothing, as on a CPU; on a GPU the host would
+    wait for the condition."""
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         """Writes equation number ``at`` on ``inputs`` and returns its outputs."""
@@ -70,10 +80,12 @@ class Writer(Protocol):
         """Whether a value's elements are floating-point numbers."""
 
     def may_guard(self, equation: Equation, value: Any) -> bool:
-        """Whether an input of an equation may be something that is known only when the step runs."""
+        """Whether an input of an equation may be something that is known only when the step
+        runs."""
 
     def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
-        """A boolean scalar that is false and can be known only when all ``triggers`` (non-empty values) exist.
+        """A boolean scalar that is false and can be known only when all ``triggers`` (non-empty
+        values) exist.
 
         Args:
             triggers: values.
@@ -83,8 +95,11 @@ class Writer(Protocol):
     def guard(self, value: Any, condition: Any) -> Any:
         """The same bits, depending on a condition from :meth:`never`."""
 
-    def draw(self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any) -> list[Any]:
-        """Writes equations in a branch that is taken when ``condition`` is false; ``given`` are all the values they read from outside.
+    def draw(
+        self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any
+    ) -> list[Any]:
+        """Writes equations in a branch that is taken when ``condition`` is false; ``given`` are all
+        the values they read from outside.
 
         Returns:
             The values of the numbers in ``wanted``.
@@ -106,12 +121,18 @@ class Run:
         early: Iterable[int],
     ):
         """Args:
-        program, kinds, graph, numbers, handles: as :func:`~keras_remat.backends.xla.fused_graph.fused_graph` takes and returns them.
-        writer: the framework.
-        given: the program's inputs, in the order of their numbers.
+        program, kinds, graph, numbers, handles: as
+        :func:`~keras_remat.backends.xla.fused_graph.fused_graph` takes and returns them. writer:
+        the framework. given: the program's inputs, in the order of their numbers.
         early: those of them that need nothing of the batch.
         """
-        self._program, self._kinds, self._graph, self._handles, self._numbers = program, kinds, graph, handles, numbers
+        self._program, self._kinds, self._graph, self._handles, self._numbers = (
+            program,
+            kinds,
+            graph,
+            handles,
+            numbers,
+        )
         self._writer = writer
         self._env: dict[int, Any] = dict(enumerate(given))
         self._written: dict[Any, tuple[tuple[Any, ...], list[Any]]] = {}
@@ -122,8 +143,12 @@ class Run:
         self._condition: Any = None
         self._guards: dict[int, tuple[Any, Any]] = {}
         self._current: set[int] = set()  # ids of values that depend on the newest trigger
-        self._late: set[int] = set()  # ids of values that depend on any trigger of the backward phase
-        self._held: list[Any] = []  # values whose ids are in the sets above stay alive, so that no id is used twice
+        self._late: set[int] = (
+            set()
+        )  # ids of values that depend on any trigger of the backward phase
+        self._held: list[
+            Any
+        ] = []  # values whose ids are in the sets above stay alive, so that no id is used twice
         self._condition_phase = FORWARD
 
     def op(self, op_id: int) -> None:
@@ -132,7 +157,10 @@ class Run:
         again = op_id in self._ran
         early = all(self._numbers[v] in self._early for v in op.inputs)
         if (
-            any(self._program.equations[at].kind in self._kinds.random for at in self._handles[op_id])
+            any(
+                self._program.equations[at].kind in self._kinds.random
+                for at in self._handles[op_id]
+            )
             and self._writer.uses_branches
         ):
             results = self._random(op_id)
@@ -152,7 +180,8 @@ class Run:
     def _pin(self, op_id: int, results: Mapping[int, Any]) -> None:
         """Has a value that comes from two large ones read in a branch.
 
-        That is the last such value on the way to the op's result: an operation on one large value, XLA copies into its readers anyway.
+        That is the last such value on the way to the op's result: an operation on one large value,
+        XLA copies into its readers anyway.
 
         Args:
             op_id: an op that has just run.
@@ -162,10 +191,16 @@ class Run:
         number = self._numbers[op.outputs[0]]
         equations, sizes = self._program.equations, self._program.sizes
         size = sizes[number]
-        if not self._writer.uses_branches or size < SMALL_RESULT_BYTES or len(self._graph.readers[op.outputs[0]]) < 2:
+        if (
+            not self._writer.uses_branches
+            or size < SMALL_RESULT_BYTES
+            or len(self._graph.readers[op.outputs[0]]) < 2
+        ):
             return
         makers: dict[int, int] = {}
-        large = {self._numbers[v] for v in op.inputs if sizes[self._numbers[v]] * 8 >= size}  # or made from such
+        large = {
+            self._numbers[v] for v in op.inputs if sizes[self._numbers[v]] * 8 >= size
+        }  # or made from such
         for at in self._handles[op_id]:
             makers.update((out, at) for out in equations[at].outputs)
             if not large.isdisjoint(equations[at].reads):
@@ -199,16 +234,21 @@ class Run:
 
     def _inputs(self, equation: Equation, inner: dict[int, Any]) -> list[Any]:
         return [
-            self._writer.literal(a) if not isinstance(a, int) else inner[a] if a in inner else self._env[a]
+            self._writer.literal(a)
+            if not isinstance(a, int)
+            else inner[a]
+            if a in inner
+            else self._env[a]
             for a in equation.inputs
         ]
 
     def _random(self, op_id: int) -> dict[int, Any]:
         """Runs an op that draws random numbers, as the branch of a condition that always takes it.
 
-        XLA:CPU starts every random loop of a step at its very beginning, since it reads nothing but seeds, and rather keeps the random
-        bits for the backward phase than the mask made of them, four times as much. It does neither across the border of a branch; and the
-        condition, which is the newest trigger, protects a recomputation as a guard does.
+        XLA:CPU starts every random loop of a step at its very beginning, since it reads nothing but
+        seeds, and rather keeps the random bits for the backward phase than the mask made of them,
+        four times as much. It does neither across the border of a branch; and the condition, which
+        is the newest trigger, protects a recomputation as a guard does.
         """
         op = self._graph.ops[op_id]
         numbers = [self._numbers[v] for v in op.inputs]
@@ -217,7 +257,9 @@ class Run:
             self._new_trigger()
         condition = self._writer.never(operands) if self._condition is None else self._condition
         wanted = [self._numbers[v] for v in op.outputs]
-        results = self._writer.draw(self._handles[op_id], dict(zip(numbers, operands, strict=True)), wanted, condition)
+        results = self._writer.draw(
+            self._handles[op_id], dict(zip(numbers, operands, strict=True)), wanted, condition
+        )
         self._current.update(map(id, results))
         if op.phase != FORWARD or op_id in self._ran:
             self._late.update(map(id, results))
@@ -242,18 +284,24 @@ class Run:
         return outputs
 
     def _guardable(self, equation: Equation) -> bool:
-        """Whether it matters if an equation is merged with another or starts early; a transposed copy counts as made by it."""
+        """Whether it matters if an equation is merged with another or starts early; a transposed
+        copy counts as made by it."""
         made = sum(self._program.sizes[o] for o in equation.outputs)
         if equation.kind in self._kinds.transposing:
             made = max(made, self._program.sizes[equation.reads[0]])
-        return made >= SMALL_RESULT_BYTES and bool(equation.reads) and equation.kind not in self._kinds.views
+        return (
+            made >= SMALL_RESULT_BYTES
+            and bool(equation.reads)
+            and equation.kind not in self._kinds.views
+        )
 
     def _keep_from_forward(self, equation: Equation, inputs: list[Any]) -> None:
         """Makes an equation of the backward phase share nothing large with the forward phase.
 
-        One that reads forward values only is guarded. Of another, the small values it spreads over its result are: a bias or scale is
-        spread in the forward phase too, and merged, the full-size copy would live from the one phase to the other. So would the transposed
-        copy of an image that XLA:CPU makes for the gradient of a convolution's kernel.
+        One that reads forward values only is guarded. Of another, the small values it spreads over
+        its result are: a bias or scale is spread in the forward phase too, and merged, the
+        full-size copy would live from the one phase to the other. So would the transposed copy of
+        an image that XLA:CPU makes for the gradient of a convolution's kernel.
         """
         if equation.kind in self._kinds.transposing and id(inputs[0]) not in self._late:
             self._guard_input(equation, inputs, 0, stale_ops=STALE_OPS)
@@ -262,7 +310,11 @@ class Run:
         elif equation.kind in self._kinds.elementwise:
             size = self._program.sizes[equation.outputs[0]]
             for at, atom in enumerate(equation.inputs):
-                if isinstance(atom, int) and self._program.sizes[atom] * 8 <= size and id(inputs[at]) not in self._late:
+                if (
+                    isinstance(atom, int)
+                    and self._program.sizes[atom] * 8 <= size
+                    and id(inputs[at]) not in self._late
+                ):
                     self._guard_input(equation, inputs, at, stale_ops=STALE_OPS)
 
     def _guard_cheapest(self, equation: Equation, inputs: list[Any]) -> None:
@@ -283,15 +335,26 @@ class Run:
         if usable:
             self._guard_input(equation, inputs, min(usable, key=cost))
 
-    def _guard_input(self, equation: Equation, inputs: list[Any], at: int, stale_ops: int = 1) -> None:
-        """Replaces one input by its guarded self; the trigger may be almost ``stale_ops`` ops old."""
-        if self._since and (self._condition is None or self._condition_phase == FORWARD or len(self._since) >= stale_ops):
+    def _guard_input(
+        self, equation: Equation, inputs: list[Any], at: int, stale_ops: int = 1
+    ) -> None:
+        """Replaces one input by its guarded self; the trigger may be almost ``stale_ops`` ops
+        old."""
+        if self._since and (
+            self._condition is None
+            or self._condition_phase == FORWARD
+            or len(self._since) >= stale_ops
+        ):
             self._new_trigger()
-        if self._condition is None:  # nothing has run yet: nothing to merge with, nothing to wait for
+        if (
+            self._condition is None
+        ):  # nothing has run yet: nothing to merge with, nothing to wait for
             return
         atom = equation.inputs[at]
         literal = not isinstance(atom, int)
-        original, key = (self._writer.array(atom), id(atom)) if literal else (inputs[at], id(inputs[at]))
+        original, key = (
+            (self._writer.array(atom), id(atom)) if literal else (inputs[at], id(inputs[at]))
+        )
         if key not in self._guards:
             self._guards[key] = (original, self._writer.guard(original, self._condition))
             self._held.append(self._guards[key])
@@ -300,7 +363,8 @@ class Run:
         self._late.add(id(inputs[at]))
 
     def _new_trigger(self) -> None:
-        """Makes the newest results that nothing has read yet the condition of the recomputations that follow."""
+        """Makes the newest results that nothing has read yet the condition of the recomputations
+        that follow."""
         read = {v for op_id in self._since for v in self._graph.ops[op_id].inputs}
         left = [
             self._env[self._numbers[v]]

@@ -1,4 +1,5 @@
-"""These tests need Keras on JAX, which it decides at its first import: ``tests/backends/test_jax.py`` runs them in a process of their own."""
+"""These tests need Keras on JAX, which it decides at its first import:
+``tests/backends/test_jax.py`` runs them in a process of their own."""
 
 import os
 
@@ -8,4 +9,6 @@ collect_ignore_glob = [] if RUNS_HERE else ["test_*.py"]
 
 def pytest_terminal_summary(terminalreporter):
     if not RUNS_HERE:
-        terminalreporter.write_line("tests/backends/jax: run through tests/backends/test_jax.py, or with KERAS_BACKEND=jax")
+        terminalreporter.write_line(
+            "tests/backends/jax: run through tests/backends/test_jax.py, or with KERAS_BACKEND=jax"
+        )

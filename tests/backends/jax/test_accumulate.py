@@ -1,4 +1,5 @@
-"""Micro-batches: the gradient of the whole batch, for less memory; refused where the sum would not be that."""
+"""Micro-batches: the gradient of the whole batch, for less memory; refused where the sum would not
+be that."""
 
 import jax_models as models
 import keras
@@ -13,8 +14,8 @@ from keras_remat.backends.jax.lower import lower, lower_plain
 from keras_remat.backends.jax.measure import copy_state, memory
 from keras_remat.backends.jax.private import build, state_values
 from keras_remat.backends.jax.trace import as_specs, trace
+from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
-from keras_remat.schedule import Schedule
 
 
 def dense(width=32, dropout=0.0):
@@ -56,7 +57,14 @@ def test_weights_and_metrics_are_those_of_the_whole_batch(count):
 def test_rows_of_an_embedding_are_summed():
     def step(count):
         keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((4,), dtype="int32"), layers.Embedding(9, 3), layers.Flatten(), layers.Dense(1)])
+        model = keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                layers.Embedding(9, 3),
+                layers.Flatten(),
+                layers.Dense(1),
+            ]
+        )
         model.compile(keras.optimizers.SGD(0.5), "mse")
         batch = (np.arange(32).reshape(8, 4) % 9).astype("int32"), np.ones((8, 1), "float32")
         build(model, as_specs(batch))
@@ -98,7 +106,10 @@ def test_the_forward_phase_of_every_piece_is_one():
     model = models.mixer()
     batch = models.batch(model)
     whole, cut = (trace(model, batch, count).graph for count in (1, 3))
-    count = {phase: [sum(op.phase == phase for op in graph.ops) for graph in (whole, cut)] for phase in ("forward", "backward")}
+    count = {
+        phase: [sum(op.phase == phase for op in graph.ops) for graph in (whole, cut)]
+        for phase in ("forward", "backward")
+    }
     for one, three in count.values():
         assert three == pytest.approx(3 * one, rel=0.2)
 
@@ -111,7 +122,9 @@ def test_fit_trains_in_micro_batches_where_no_schedule_fits():
     model, device = dense(512), backend()
     arrays = device.example_batch(model, (x[:2048], y[:2048]))
     traced = device.trace(model, arrays)
-    problem = keras_remat.Problem(traced.graph, device.estimated_profile(traced, device.bytes_in_use()))
+    problem = keras_remat.Problem(
+        traced.graph, device.estimated_profile(traced, device.bytes_in_use())
+    )
     remat = keras_remat.RematAutotune(
         memory_limit=problem.floor_bytes - 2**19,
         margin=0.0,

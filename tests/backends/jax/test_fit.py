@@ -1,4 +1,5 @@
-"""``RematAutotune`` inside ``fit`` on JAX: what it changes, what it leaves alone, and that it always gives the train function back."""
+"""``RematAutotune`` inside ``fit`` on JAX: what it changes, what it leaves alone, and that it
+always gives the train function back."""
 
 import csv
 import warnings
@@ -13,13 +14,19 @@ import keras_remat
 from keras_remat.backends.base import load_backend
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.swap import InstalledTrainFunction
-from keras_remat.report import LOG_KEYS
+from keras_remat.reporting.fit_report import LOG_KEYS
 
 BATCH = 32
 
 
 def callback(limit="8GiB", batch_size="keep", **options):
-    options = {"solver": "greedy", "profile_steps": 1, "solver_time_limit_s": 5.0, "verbose": 0, **options}
+    options = {
+        "solver": "greedy",
+        "profile_steps": 1,
+        "solver_time_limit_s": 5.0,
+        "verbose": 0,
+        **options,
+    }
     return keras_remat.RematAutotune(limit, batch_size, **options)
 
 
@@ -45,7 +52,9 @@ def tight_limit(model, data, share, batch=BATCH):
     backend = load_backend()
     arrays = backend.example_batch(model, tuple(part[:batch] for part in data))
     traced = backend.trace(model, arrays)
-    problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()))
+    problem = keras_remat.Problem(
+        traced.graph, backend.estimated_profile(traced, backend.bytes_in_use())
+    )
     peak = backend.predicted_peak_bytes(problem, keras_remat.Schedule.store_all(traced.graph))
     return int(problem.profile.resident_bytes + share * (peak - problem.profile.resident_bytes))
 
@@ -66,7 +75,8 @@ def assert_same_state(model, other, **tolerance):
 
 @pytest.fixture
 def over_any_limit(monkeypatch):
-    """The plain peak is over the limit, every schedule's under it: each batch shape is trained by a lowered step."""
+    """The plain peak is over the limit, every schedule's under it: each batch shape is trained by a
+    lowered step."""
     planned = []
 
     def bytes_for(tuner):
@@ -74,7 +84,9 @@ def over_any_limit(monkeypatch):
             planned.append(tuner)
         return 2**40 if planned else 1
 
-    monkeypatch.setattr("keras_remat.tuner.StepTuner.usable_bytes", property(bytes_for))
+    monkeypatch.setattr(
+        "keras_remat.training.step_trainer.StepTuner.usable_bytes", property(bytes_for)
+    )
 
 
 # ------------------------------------------------------------------ training under a limit
@@ -102,7 +114,9 @@ def test_recomputes_keeps_to_the_limit_and_says_how_it_knows(tight_run):
     assert remat.plan.recomputes
     assert remat.plan.profile_source == "estimated"
     assert remat.plan.measured.peak_bytes <= limit < remat.plan.store_all.peak_bytes
-    assert remat.plan.predicted.peak_bytes == pytest.approx(remat.plan.measured.peak_bytes, rel=0.05)
+    assert remat.plan.predicted.peak_bytes == pytest.approx(
+        remat.plan.measured.peak_bytes, rel=0.05
+    )
     assert [event.kind for event in remat.report.events] == ["risk", "measured"]
     assert remat.report.baseline_source == "predicted"
     assert [epoch.samples for epoch in remat.report.epochs] == [3 * BATCH] * 2
@@ -144,7 +158,9 @@ def test_max_joins_batches_and_trains_every_sample(monkeypatch):
     remat = callback("4GiB", "max", learning_rate_scaling="linear")
     rate = float(model.optimizer.learning_rate)
     rates = []
-    watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: rates.append(float(model.optimizer.learning_rate)))
+    watch = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: rates.append(float(model.optimizer.learning_rate))
+    )
     fit(model, data, remat, watch, epochs=3, batch_size=8)
     assert remat.report.max_batch_size == remat.report.batch_size == 3 * BATCH
     assert [epoch.samples for epoch in remat.report.epochs] == [3 * BATCH] * 3
@@ -162,7 +178,8 @@ def test_an_int_splits_loader_batches():
 
 
 def test_rest_of_an_epoch_of_unknown_length_is_in_the_state():
-    """The last samples are trained when the iterator ends; Keras must get the state that came of it."""
+    """The last samples are trained when the iterator ends; Keras must get the state that came of
+    it."""
 
     def batches(x, y):
         for at in range(0, len(x), 8):
@@ -206,9 +223,14 @@ def test_after_another_callback_broke_the_fit_training_goes_on_plainly(error, ov
 
 @pytest.mark.parametrize(
     ("message", "error"),
-    [("RESOURCE_EXHAUSTED: injected", keras_remat.RematError), ("INTERNAL: injected", jax.errors.JaxRuntimeError)],
+    [
+        ("RESOURCE_EXHAUSTED: injected", keras_remat.RematError),
+        ("INTERNAL: injected", jax.errors.JaxRuntimeError),
+    ],
 )
-def test_a_first_run_that_fails_leaves_the_state_as_it_was(message, error, over_any_limit, monkeypatch):
+def test_a_first_run_that_fails_leaves_the_state_as_it_was(
+    message, error, over_any_limit, monkeypatch
+):
     """The compiled step consumes its donated state, then fails."""
 
     def broken(state, batch):
@@ -219,12 +241,18 @@ def test_a_first_run_that_fails_leaves_the_state_as_it_was(message, error, over_
     model, data = small()
     before = [v.numpy() for v in model.variables]
     run = Device.run
-    monkeypatch.setattr(Device, "run", lambda self, model, step, batch, used: run(self, model, broken, batch, used))
+    monkeypatch.setattr(
+        Device, "run", lambda self, model, step, batch, used: run(self, model, broken, batch, used)
+    )
     remat = callback()
     with pytest.raises(error):
         fit(model, data, remat)
-    assert load_backend().is_out_of_memory(jax.errors.JaxRuntimeError(message)) == (error is keras_remat.RematError)
-    assert ("out-of-memory" in [event.kind for event in remat.report.events]) == (error is keras_remat.RematError)
+    assert load_backend().is_out_of_memory(jax.errors.JaxRuntimeError(message)) == (
+        error is keras_remat.RematError
+    )
+    assert ("out-of-memory" in [event.kind for event in remat.report.events]) == (
+        error is keras_remat.RematError
+    )
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
     assert int(model.optimizer.iterations) == 0
@@ -243,7 +271,9 @@ def test_compile_between_two_fits_and_saving_after(tmp_path, over_any_limit):
     assert len(history["remat_speedup"]) == len(remat.report.epochs) == 2
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(loaded.predict(data[0], verbose=0), model.predict(data[0], verbose=0))
+    np.testing.assert_array_equal(
+        loaded.predict(data[0], verbose=0), model.predict(data[0], verbose=0)
+    )
 
 
 # ------------------------------------------------------------------ every way to give data
@@ -272,21 +302,36 @@ DATA = {
     "odd last batch": lambda x, y: {"x": x[:75], "y": y[:75], "batch_size": BATCH},
     "PyDataset": lambda x, y: {"x": Batches(x, y)},
     "generator": lambda x, y: {"x": forever(x, y), "steps_per_epoch": 3},
-    "class weights": lambda x, y: {"x": x, "y": y, "batch_size": BATCH, "class_weight": {i: 1.0 + i for i in range(10)}},
-    "sample weights": lambda x, y: {"x": x, "y": y, "sample_weight": np.linspace(0, 1, len(y)), "batch_size": BATCH},
+    "class weights": lambda x, y: {
+        "x": x,
+        "y": y,
+        "batch_size": BATCH,
+        "class_weight": {i: 1.0 + i for i in range(10)},
+    },
+    "sample weights": lambda x, y: {
+        "x": x,
+        "y": y,
+        "sample_weight": np.linspace(0, 1, len(y)),
+        "batch_size": BATCH,
+    },
     "validation": lambda x, y: {"x": x, "y": y, "batch_size": BATCH, "validation_data": (x, y)},
 }
 
 
 @pytest.mark.parametrize(
-    ("form", "steps_per_execution"), [*((form, 1) for form in DATA), ("odd last batch", 2), ("generator", 2)]
+    ("form", "steps_per_execution"),
+    [*((form, 1) for form in DATA), ("odd last batch", 2), ("generator", 2)],
 )
-def test_data_in_every_form_trains_as_without_the_callback(form, steps_per_execution, over_any_limit):
+def test_data_in_every_form_trains_as_without_the_callback(
+    form, steps_per_execution, over_any_limit
+):
     def train(*callbacks):
         model, (x, y) = small()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("adam", loss, metrics=["accuracy"], steps_per_execution=steps_per_execution)
-        history = model.fit(**DATA[form](x, y), epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks)).history
+        history = model.fit(
+            **DATA[form](x, y), epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks)
+        ).history
         assert_given_back(model)
         return model, history
 
@@ -303,15 +348,20 @@ def test_inputs_and_outputs_in_dictionaries(over_any_limit):
     def train(*callbacks):
         keras.utils.set_random_seed(0)
         a, b = keras.Input((6,), name="a"), keras.Input((4,), name="b")
-        h = keras.layers.Dropout(0.2)(keras.layers.Concatenate()([keras.layers.Dense(8, activation="tanh")(a), b]))
+        h = keras.layers.Dropout(0.2)(
+            keras.layers.Concatenate()([keras.layers.Dense(8, activation="tanh")(a), b])
+        )
         model = keras.Model(
-            {"a": a, "b": b}, {"p": keras.layers.Dense(1, name="p")(h), "q": keras.layers.Dense(3, name="q")(h)}
+            {"a": a, "b": b},
+            {"p": keras.layers.Dense(1, name="p")(h), "q": keras.layers.Dense(3, name="q")(h)},
         )
         model.compile("sgd", loss={"p": "mse", "q": "mse"}, loss_weights={"p": 0.3, "q": 1.0})
         rng = np.random.default_rng(0)
         x = {"a": rng.random((64, 6), "float32"), "b": rng.random((64, 4), "float32")}
         y = {"p": rng.random((64, 1), "float32"), "q": rng.random((64, 3), "float32")}
-        return model.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks)).history
+        return model.fit(
+            x, y, batch_size=16, epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks)
+        ).history
 
     expected, remat = train(), callback()
     history = train(remat)
@@ -331,7 +381,9 @@ class OwnStep(keras.Model):
             y_pred, updated = self.stateless_call(trainable, non_trainable, x, training=True)
             return keras.ops.mean(keras.ops.square(y_pred - y)), updated
 
-        (loss, non_trainable), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable, non_trainable)
+        (loss, non_trainable), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+            trainable, non_trainable
+        )
         trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
         return {"own": loss}, (trainable, non_trainable, optimizer, metrics)
 
@@ -344,7 +396,12 @@ def test_own_train_step_is_traced(over_any_limit):
         model = OwnStep(inputs, keras.layers.Dense(1)(h))
         model.compile("adam")
         rng = np.random.default_rng(0)
-        return fit(model, (rng.random((96, 16), "float32"), rng.random((96, 1), "float32")), *callbacks, epochs=2)
+        return fit(
+            model,
+            (rng.random((96, 16), "float32"), rng.random((96, 1), "float32")),
+            *callbacks,
+            epochs=2,
+        )
 
     expected, remat = train(), callback()
     history = train(remat)
@@ -411,7 +468,9 @@ def test_plan_without_training_leaves_the_model_alone_and_its_file_is_used(tmp_p
     model, data = large()
     limit = tight_limit(model, data, 0.75)
     before = [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
-    plan = keras_remat.make_plan(model, tuple(part[:BATCH] for part in data), limit, solver="greedy")
+    plan = keras_remat.make_plan(
+        model, tuple(part[:BATCH] for part in data), limit, solver="greedy"
+    )
     for variable, value in zip((*model.variables, *model.optimizer.variables), before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
     assert plan.predicted.peak_bytes <= 0.95 * limit < plan.store_all.peak_bytes
@@ -431,5 +490,7 @@ def test_the_largest_batch_is_larger_with_recomputation():
     model, data = large()
     batch = tuple(part[:BATCH] for part in data)
     limit = tight_limit(model, data, 1.5)
-    search = keras_remat.find_max_batch_size(model, batch, limit, profile="estimated", time_limit_s=15.0)
+    search = keras_remat.find_max_batch_size(
+        model, batch, limit, profile="estimated", time_limit_s=15.0
+    )
     assert BATCH < search.plain_batch_size < search.max_batch_size

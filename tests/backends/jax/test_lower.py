@@ -11,16 +11,18 @@ from keras_remat.backends.jax.measure import copy_state, memory
 from keras_remat.backends.jax.private import state_values
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
-from keras_remat.problem import Problem
-from keras_remat.schedule import Schedule
-from keras_remat.simulate import simulate
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.core.validate import check_rules
 from keras_remat.solvers import solve
-from keras_remat.validate import check_rules
 
 MODELS = {
-    "mixer": partial(models.mixer, optimizer="adam"), "convnet": models.convnet, "recurrent": models.recurrent,
+    "mixer": partial(models.mixer, optimizer="adam"),
+    "convnet": models.convnet,
+    "recurrent": models.recurrent,
     "mixed precision": models.mixed_precision,
-}  # fmt: skip
+}
 
 
 def train(compiled, state, batches):
@@ -33,7 +35,8 @@ def train(compiled, state, batches):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_are_those_of_the_plain_step(name):
-    """Five steps, everything recomputed: losses, weights, slots, metrics, seeds and moving averages."""
+    """Five steps, everything recomputed: losses, weights, slots, metrics, seeds and moving
+    averages."""
     model = MODELS[name]()
     batches = [models.batch(model, seed=s) for s in range(5)]
     traced = trace(model, batches[0])
@@ -49,13 +52,19 @@ def test_numbers_are_those_of_the_plain_step(name):
             if np.issubdtype(one.dtype, np.integer):
                 np.testing.assert_array_equal(one, other)
             else:
-                np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4, err_msg=f"state group {group}")
+                np.testing.assert_allclose(
+                    one, other, rtol=1e-3, atol=1e-4, err_msg=f"state group {group}"
+                )
 
 
 def test_memory_is_saved_and_needs_the_guards(monkeypatch):
     model = models.mixer(blocks=4, dropout=0)
     traced = trace(model, models.batch(model, 64))
-    blocks = {op.id for op in traced.graph.ops if op.phase == "forward" and op.name.split("/")[0].startswith("jvp(add")}
+    blocks = {
+        op.id
+        for op in traced.graph.ops
+        if op.phase == "forward" and op.name.split("/")[0].startswith("jvp(add")
+    }
     schedule = forget(traced.graph, keep=blocks)
     plain = memory(lower_plain(traced)).temp_bytes
     assert memory(lower(traced, schedule)).temp_bytes <= 0.65 * plain
@@ -68,8 +77,15 @@ def test_sums_that_run_again_exist(monkeypatch):
     model = models.residual()
     traced = trace(model, models.batch(model, 16))
     problem = Problem(traced.graph, estimated_profile(traced))
-    resident, most = problem.profile.resident_bytes, simulate(problem, Schedule.store_all(traced.graph)).peak_bytes
-    schedule = solve(problem.with_budget(resident + int(0.3 * (most - resident))), solver="greedy", time_limit_s=5.0).schedule
+    resident, most = (
+        problem.profile.resident_bytes,
+        simulate(problem, Schedule.store_all(traced.graph)).peak_bytes,
+    )
+    schedule = solve(
+        problem.with_budget(resident + int(0.3 * (most - resident))),
+        solver="greedy",
+        time_limit_s=5.0,
+    ).schedule
     pinned = memory(lower(traced, schedule)).temp_bytes
     monkeypatch.setattr("keras_remat.backends.xla.protect.Run._pin", lambda *_: None)
     without = memory(lower(traced, schedule)).temp_bytes
@@ -79,11 +95,15 @@ def test_sums_that_run_again_exist(monkeypatch):
 def test_store_all_takes_no_more_than_plain():
     model = models.mixer(dropout=0)
     traced = trace(model, models.batch(model))
-    assert memory(lower(traced, Schedule.store_all(traced.graph))).temp_bytes <= memory(lower_plain(traced)).temp_bytes
+    assert (
+        memory(lower(traced, Schedule.store_all(traced.graph))).temp_bytes
+        <= memory(lower_plain(traced)).temp_bytes
+    )
 
 
 def test_a_nan_gradient_poisons_nothing_it_did_not_poison_before():
-    """An infinite target makes the newest gradients NaN; what the plain step keeps finite must stay finite."""
+    """An infinite target makes the newest gradients NaN; what the plain step keeps finite must stay
+    finite."""
     model = models.small()
     model.compile("sgd", "mse")
     x, _ = models.batch(model)
@@ -102,4 +122,6 @@ def test_another_structure_is_refused():
     model = models.mixer(1)
     traced = trace(model, models.batch(model))
     with pytest.raises(TypeError, match="traced for"):
-        step_function(traced, Schedule.store_all(traced.graph))(state_values(model), (np.zeros((32, 32, 64)),))
+        step_function(traced, Schedule.store_all(traced.graph))(
+            state_values(model), (np.zeros((32, 32, 64)),)
+        )

@@ -7,8 +7,8 @@ from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
 from keras_remat.backends.xla.kernel_costs import scaled
-from keras_remat.problem import Problem
-from keras_remat.simulate import simulate
+from keras_remat.core.problem import Problem
+from keras_remat.core.simulate import simulate
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,10 @@ def test_resident_bytes_are_the_arguments_of_the_compiled_step(setting):
 def test_the_prediction_is_near_what_the_compiler_needs(setting):
     traced = setting
     problem = Problem(traced.graph, estimated_profile(traced))
-    schedule = forget(traced.graph, {op.id for op in traced.graph.ops if op.phase == "forward" and op.kind in ("add", "lt")})
+    schedule = forget(
+        traced.graph,
+        {op.id for op in traced.graph.ops if op.phase == "forward" and op.kind in ("add", "lt")},
+    )
     predicted = simulate(problem, schedule).peak_bytes - problem.profile.resident_bytes
     assert 0.75 < memory(lower(traced, schedule)).temp_bytes / predicted < 1.5
 

@@ -1,4 +1,5 @@
-"""Taking the place of Keras's train function, and giving it back; with a model and a runner that only record."""
+"""Taking the place of Keras's train function, and giving it back; with a model and a runner that
+only record."""
 
 from types import SimpleNamespace
 

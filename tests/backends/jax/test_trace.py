@@ -7,8 +7,8 @@ import pytest
 from keras_remat.backends.jax.flatten import flatten, nbytes
 from keras_remat.backends.jax.private import state_specs
 from keras_remat.backends.jax.trace import trace
+from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
 from keras_remat.errors import UnsupportedModelError
-from keras_remat.graph import BACKWARD, FORWARD, UPDATE
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,13 @@ def test_tracing_leaves_the_model_alone():
 
 
 def test_calls_are_inlined_and_control_flow_is_carried(traced):
-    assert not {e.kind for e in traced.program.equations} & {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "remat2"}
+    assert not {e.kind for e in traced.program.equations} & {
+        "jit",
+        "pjit",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "remat2",
+    }
     model = models.recurrent()
     kinds = {op.kind for op in trace(model, models.batch(model)).graph.ops}
     assert kinds & {"scan", "while"}
@@ -43,14 +49,19 @@ def test_a_remat_the_user_wrote_is_the_planner_s_to_decide():
     def block(x):
         return jax.numpy.sin(jax.numpy.sin(x))
 
-    closed = jax.make_jaxpr(jax.grad(lambda x: block(x).sum()))(jax.ShapeDtypeStruct((8,), "float32"))
+    closed = jax.make_jaxpr(jax.grad(lambda x: block(x).sum()))(
+        jax.ShapeDtypeStruct((8,), "float32")
+    )
     kinds = [e.kind for e in flatten(closed).equations]
     assert not {"remat2", "checkpoint"} & set(kinds)
     assert kinds.count("sin") == 1  # the copy for the backward phase is merged with the first
 
 
 def test_phases(traced):
-    by_phase = {phase: [op for op in traced.graph.ops if op.phase == phase] for phase in (FORWARD, BACKWARD, UPDATE)}
+    by_phase = {
+        phase: [op for op in traced.graph.ops if op.phase == phase]
+        for phase in (FORWARD, BACKWARD, UPDATE)
+    }
     assert sum(op.kind == "dot_general" for op in by_phase[FORWARD]) == 5
     assert sum(op.kind == "dot_general" for op in by_phase[BACKWARD]) == 10  # two per layer
     assert len(by_phase[UPDATE]) >= len(state_specs(models.mixer())[0])
@@ -60,7 +71,9 @@ def test_phases(traced):
 def test_updates_follow_their_gradient_and_writes_follow_the_readers(traced):
     graph = traced.graph
     last_backward = max(op.id for op in graph.ops if op.phase == BACKWARD)
-    assert any(op.phase == UPDATE and op.id < last_backward // 2 + last_backward // 4 for op in graph.ops)
+    assert any(
+        op.phase == UPDATE and op.id < last_backward // 2 + last_backward // 4 for op in graph.ops
+    )
     written = [op for op in graph.ops if op.after]
     assert written
     for op in written:
@@ -98,7 +111,10 @@ def test_uncompiled_steps_are_refused(options):
 
 def test_a_model_without_compile_is_refused():
     with pytest.raises(UnsupportedModelError, match="compile"):
-        trace(keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)]), (np.zeros((2, 4)), np.zeros((2, 2))))
+        trace(
+            keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)]),
+            (np.zeros((2, 4)), np.zeros((2, 2))),
+        )
 
 
 def test_a_distribution_is_refused_with_a_reason():

@@ -1,4 +1,5 @@
-"""Taking the place of Keras's train function, and giving it back; with a model and a runner that only record."""
+"""Taking the place of Keras's train function, and giving it back; with a model and a runner that
+only record."""
 
 from types import SimpleNamespace
 
@@ -97,7 +98,12 @@ def test_last_call_of_an_epoch_trains_the_rest(rest, logs):
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("step"), KeyboardInterrupt(), tf.errors.ResourceExhaustedError(None, None, "memory")]
+    "error",
+    [
+        ValueError("step"),
+        KeyboardInterrupt(),
+        tf.errors.ResourceExhaustedError(None, None, "memory"),
+    ],
 )
 def test_what_a_step_raises_passes_through_and_the_original_is_back(error):
     model, _ = installed(Runner(error=error))
@@ -147,7 +153,9 @@ def test_empty_optionals_become_none():
     runner = Runner()
     model, _ = installed(runner)
     x = tf.ones((2, 3))
-    model.train_function(iter([({"a": x}, tf.experimental.Optional.empty(tf.TensorSpec(())), None)]))
+    model.train_function(
+        iter([({"a": x}, tf.experimental.Optional.empty(tf.TensorSpec(())), None)])
+    )
     ((inputs, targets, weights),) = runner.ran
     assert inputs["a"] is x
     assert targets is None

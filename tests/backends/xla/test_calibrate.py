@@ -7,7 +7,9 @@ def test_before_anything_was_compiled():
     assert Calibration().predict(1000, 2000) == int(1000 * FIRST_RATIO)
 
 
-@pytest.mark.parametrize(("simulated", "ratio"), [(100, 1.6), (400, 1.6), (600, 1.4), (800, 1.2), (1000, 1.2)])
+@pytest.mark.parametrize(
+    ("simulated", "ratio"), [(100, 1.6), (400, 1.6), (600, 1.4), (800, 1.2), (1000, 1.2)]
+)
 def test_in_between_on_the_line_outside_as_the_nearest(simulated, ratio):
     calibration = Calibration()
     calibration.learn(800, 1000, 960)

@@ -1,11 +1,13 @@
-"""A traced step without state: variables go in and their new values come out, and everything between is pure.
+"""A traced step without state: variables go in and their new values come out, and everything
+between is pure.
 
-XLA compiles it that way in the end. Done before planning, reads, writes and control edges are gone: what an operation needs is its inputs, any
-order that has those is legal, and a repeated operation cannot see a variable that has changed meanwhile. The operations are taken in the order
-they were traced in, which is the one that automatic control dependencies stand for.
+XLA compiles it that way in the end. Done before planning, reads, writes and control edges are gone:
+what an operation needs is its inputs, any order that has those is legal, and a repeated operation
+cannot see a variable that has changed meanwhile. The operations are taken in the order they were
+traced in, which is the one that automatic control dependencies stand for.
 
-The pure graph is then constant-folded by Grappler, with every pass off that makes operations XLA has no kernel for. Shapes must be static, as
-under XLA anyway. Loops and branches are carried whole.
+The pure graph is then constant-folded by Grappler, with every pass off that makes operations XLA
+has no kernel for. Shapes must be static, as under XLA anyway. Loops and branches are carried whole.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.tensorflow import kinds as op_kinds
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled.kinds import ALIASES, NOTHING
+from keras_remat.backends.tensorflow.graph import kinds as op_kinds
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.errors import UnsupportedModelError
 
@@ -48,7 +50,8 @@ class FlatProgram:
     Args:
         equations: in traced order.
         shapes, dtypes: of every number; a shape is ``None`` where TensorFlow does not know it.
-        given: names of the placeholders of the first numbers: batch, variables, other captured tensors.
+        given: names of the placeholders of the first numbers: batch, variables, other captured
+            tensors.
         outputs: numbers and literals.
         constants: name → ``Const`` node.
         versions, library: of the GraphDef.
@@ -71,7 +74,9 @@ class FlatProgram:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of every number."""
-        return tuple(nbytes(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+        return tuple(
+            nbytes(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
 
     def describe(self, number: int) -> tuple[tuple[int, ...] | None, str]:
         """Shape and dtype of a number."""
@@ -92,7 +97,8 @@ class Stateless:
         batch: how many of the given numbers are the batch's tensors, in flattening order.
         handles: variables (resource tensors), given next.
         captured: other eager tensors, given last.
-        written: numbers among the variables' → the new value, a number or literal among the program's outputs.
+        written: numbers among the variables' → the new value, a number or literal among the
+            program's outputs.
         returned: what the step returns: numbers or literals, in flattening order of its structure.
     """
 
@@ -108,25 +114,38 @@ def flatten(graph: Any) -> Stateless:
     """Returns a ``FuncGraph`` of a train step as a pure function.
 
     Raises:
-        UnsupportedModelError: it holds an operation with an effect that cannot be turned into a value.
+        UnsupportedModelError: it holds an operation with an effect that cannot be turned into a
+            value.
     """
     walk = _Walk(graph)
     captures = {placeholder.op.name: external for external, placeholder in graph.captures}
-    variables = [name for name, external in captures.items() if external.dtype == tf.resource and name in walk.state]
+    variables = [
+        name
+        for name, external in captures.items()
+        if external.dtype == tf.resource and name in walk.state
+    ]
     others = [name for name, external in captures.items() if external.dtype != tf.resource]
     batch = [t.op.name for t in graph.inputs if t.op.name not in captures]
     given = [*batch, *(_value_name(name) for name in variables), *others]
-    written = {name: walk.state[name] for name in variables if walk.state[name] != f"{_value_name(name)}:0"}
+    written = {
+        name: walk.state[name] for name in variables if walk.state[name] != f"{_value_name(name)}:0"
+    }
     returned = [walk.tensor(t.name) for t in graph.outputs]
     fetches = list(dict.fromkeys([*returned, *written.values()]))
     document = private.constant_folded(walk.document(given), fetches)
-    program = _numbered(document, given, fetches, {node.name: at for at, node in enumerate(walk.nodes)})
+    program = _numbered(
+        document, given, fetches, {node.name: at for at, node in enumerate(walk.nodes)}
+    )
     atom = dict(zip(fetches, program.outputs, strict=True))
     numbers = {name: len(batch) + at for at, name in enumerate(variables)}
     return Stateless(
-        program, len(batch), tuple(captures[name] for name in variables), tuple(captures[name] for name in others),
-        {numbers[name]: atom[new] for name, new in written.items()}, tuple(atom[t] for t in returned),
-    )  # fmt: skip
+        program,
+        len(batch),
+        tuple(captures[name] for name in variables),
+        tuple(captures[name] for name in others),
+        {numbers[name]: atom[new] for name, new in written.items()},
+        tuple(atom[t] for t in returned),
+    )
 
 
 def _value_name(handle: str) -> str:
@@ -185,7 +204,9 @@ class _Walk:
         elif node.op in ALIASES:
             self._same.update((f"{node.name}:{at}", tensor) for at, tensor in enumerate(inputs))
         elif node.op not in op_kinds.UNSUPPORTED and (
-            node.op == "Placeholder" or node.op in op_kinds.PURE_STATEFUL or not private.is_stateful(node.op)
+            node.op == "Placeholder"
+            or node.op in op_kinds.PURE_STATEFUL
+            or not private.is_stateful(node.op)
         ):
             self._append(node, node.op, node.name, inputs)
         elif (
@@ -193,9 +214,18 @@ class _Walk:
         ):  # stateful by name; what its functions do to variables would show as a variable among its inputs
             self._append(node, _STATELESS[node.op], node.name, inputs)
         else:
-            raise UnsupportedModelError(f"{node.op} ({node.name}) has an effect that cannot be compiled into one step.")
+            raise UnsupportedModelError(
+                f"{node.op} ({node.name}) has an effect that cannot be compiled into one step."
+            )
 
-    def _append(self, node: Any, kind: str, name: str, inputs: Sequence[str], attributes: Sequence[str] | None = None) -> str:
+    def _append(
+        self,
+        node: Any,
+        kind: str,
+        name: str,
+        inputs: Sequence[str],
+        attributes: Sequence[str] | None = None,
+    ) -> str:
         copy = tf.compat.v1.NodeDef(name=name, op=kind)
         copy.input.extend(inputs)
         for attribute, value in node.attr.items():
@@ -221,7 +251,9 @@ class _Walk:
         """An operation on one variable, as one on its current value."""
         handle, name = handles[0], node.name
         if len(handles) > 1 or node.op not in _ACCESS:
-            raise UnsupportedModelError(f"{node.op} ({name}) on a variable cannot be compiled into one step.")
+            raise UnsupportedModelError(
+                f"{node.op} ({name}) on a variable cannot be compiled into one step."
+            )
         current = self._current(handle)
         spec = self._specs[_value_name(handle)]
         how = _ACCESS[node.op]
@@ -240,7 +272,9 @@ class _Walk:
             rows = self._append(node, "ExpandDims", f"{name}/rows", [inputs[1], axis], ())
             self.nodes[-1].attr["T"].CopyFrom(node.attr["Tindices"])
             self._typed("Tdim", tf.int32)
-            self.state[handle] = self._append(node, how, name, [current, rows, inputs[2]], ("Tindices",))
+            self.state[handle] = self._append(
+                node, how, name, [current, rows, inputs[2]], ("Tindices",)
+            )
             self._typed("T", spec.dtype)
         else:
             self.state[handle] = self._append(node, how, name, [current, inputs[1]], ())
@@ -252,10 +286,16 @@ class _Walk:
 
 
 _ACCESS = {
-    "ReadVariableOp": "", "AssignVariableOp": "", "VariableShape": "", "AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub",
-    "ResourceGather": "GatherV2", "ResourceScatterAdd": "TensorScatterAdd", "ResourceScatterSub": "TensorScatterSub",
+    "ReadVariableOp": "",
+    "AssignVariableOp": "",
+    "VariableShape": "",
+    "AssignAddVariableOp": "AddV2",
+    "AssignSubVariableOp": "Sub",
+    "ResourceGather": "GatherV2",
+    "ResourceScatterAdd": "TensorScatterAdd",
+    "ResourceScatterSub": "TensorScatterSub",
     "ResourceScatterUpdate": "TensorScatterUpdate",
-}  # fmt: skip
+}
 """Operations on a variable, and what they are on its value."""
 
 _STATELESS = {"While": "StatelessWhile", "If": "StatelessIf", "Case": "StatelessCase"}
@@ -268,11 +308,14 @@ def _placeholder(name: str, spec: Any) -> Any:
     return node
 
 
-def _numbered(document: Any, given: Sequence[str], fetches: Sequence[str], order: Mapping[str, int]) -> FlatProgram:
+def _numbered(
+    document: Any, given: Sequence[str], fetches: Sequence[str], order: Mapping[str, int]
+) -> FlatProgram:
     """The nodes that the fetches need, as equations."""
     nodes = {node.name: node for node in document.node}
     inputs = {
-        name: [f"{n}:{i}" for n, i in map(_split, (i for i in node.input if i[0] != "^"))] for name, node in nodes.items()
+        name: [f"{n}:{i}" for n, i in map(_split, (i for i in node.input if i[0] != "^"))]
+        for name, node in nodes.items()
     }
     needed, stack = set(), [_split(t)[0] for t in fetches]
     while stack:
@@ -300,18 +343,27 @@ def _numbered(document: Any, given: Sequence[str], fetches: Sequence[str], order
             numbers.update((t.name, first + at) for at, t in enumerate(outputs))
             scope = name.rpartition("/")[0]
             computed = tuple(range(first, first + len(outputs)))
-            equations.append(Equation(node, node.op, scope, tuple(map(atom, inputs[name])), computed))
+            equations.append(
+                Equation(node, node.op, scope, tuple(map(atom, inputs[name])), computed)
+            )
     known = [tensors[t] for t in numbers]
     return FlatProgram(
         tuple(equations),
-        tuple(tuple(t.shape) if t.shape.is_fully_defined() else None for t in known), tuple(t.dtype for t in known),
-        tuple(given), tuple(atom(t) for t in fetches),
-        {literal.name: nodes[literal.name] for literal in literals.values()}, document.versions, document.library,
-    )  # fmt: skip
+        tuple(tuple(t.shape) if t.shape.is_fully_defined() else None for t in known),
+        tuple(t.dtype for t in known),
+        tuple(given),
+        tuple(atom(t) for t in fetches),
+        {literal.name: nodes[literal.name] for literal in literals.values()},
+        document.versions,
+        document.library,
+    )
 
 
-def _sorted(needed: set[str], inputs: Callable[[str], list[str]], order: Mapping[str, int]) -> list[str]:
-    """Node names in an order in which they can run, as traced; what Grappler made runs as soon as it can."""
+def _sorted(
+    needed: set[str], inputs: Callable[[str], list[str]], order: Mapping[str, int]
+) -> list[str]:
+    """Node names in an order in which they can run, as traced; what Grappler made runs as soon as
+    it can."""
     waiting = {name: len(set(inputs(name))) for name in needed}
     readers: dict[str, list[str]] = defaultdict(list)
     for name in needed:

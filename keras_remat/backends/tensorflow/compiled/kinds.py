@@ -1,7 +1,8 @@
-"""What TensorFlow calls the operations that the model of XLA's fusion (:mod:`keras_remat.backends.xla.fusion`) knows; tables, no logic.
+"""What TensorFlow calls the operations that the model of XLA's fusion
+(:mod:`keras_remat.backends.xla.fusion`) knows; tables, no logic.
 
-TensorFlow's elementwise operations spread a smaller operand by themselves, and some (``ReluGrad``, ``Mean``) are several of XLA's. A type is
-listed by what XLA makes of it.
+TensorFlow's elementwise operations spread a smaller operand by themselves, and some (``ReluGrad``,
+``Mean``) are several of XLA's. A type is listed by what XLA makes of it.
 """
 
 from keras_remat.backends.xla.fusion import Kinds
@@ -10,44 +11,164 @@ VIEWS = frozenset({"EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"
 
 MOVING = frozenset(
     {
-        "BroadcastTo", "Fill", "MatrixBandPart", "OneHot", "Pad", "PadV2", "Range", "Reverse", "ReverseV2", "Slice", "StridedSlice",
-        "StridedSliceGrad", "Tile",
+        "BroadcastTo",
+        "Fill",
+        "MatrixBandPart",
+        "OneHot",
+        "Pad",
+        "PadV2",
+        "Range",
+        "Reverse",
+        "ReverseV2",
+        "Slice",
+        "StridedSlice",
+        "StridedSliceGrad",
+        "Tile",
     }
-)  # fmt: skip
+)
 
 CHEAP = MOVING | frozenset(
     {
-        "Abs", "Add", "AddN", "AddV2", "BiasAdd", "Bitcast", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Cast", "Ceil", "ClipByValue", "Div",
-        "DivNoNan", "Equal", "Floor", "FloorDiv", "FloorMod", "Greater", "GreaterEqual", "Inv", "InvGrad", "Invert", "IsFinite", "IsInf",
-        "IsNan", "LeakyRelu", "LeakyReluGrad", "LeftShift", "Less", "LessEqual", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum",
-        "Minimum", "Mod", "Mul", "MulNoNan", "Neg", "NotEqual", "OnesLike", "RealDiv", "Reciprocal", "ReciprocalGrad", "Relu", "Relu6",
-        "Relu6Grad", "ReluGrad", "RightShift", "Rint", "Round", "RsqrtGrad", "Select", "SelectV2", "SigmoidGrad", "Sign", "Softsign",
-        "SoftsignGrad", "SqrtGrad", "Square", "SquaredDifference", "Sub", "TanhGrad", "TruncateDiv", "TruncateMod", "ZerosLike",
+        "Abs",
+        "Add",
+        "AddN",
+        "AddV2",
+        "BiasAdd",
+        "Bitcast",
+        "BitwiseAnd",
+        "BitwiseOr",
+        "BitwiseXor",
+        "Cast",
+        "Ceil",
+        "ClipByValue",
+        "Div",
+        "DivNoNan",
+        "Equal",
+        "Floor",
+        "FloorDiv",
+        "FloorMod",
+        "Greater",
+        "GreaterEqual",
+        "Inv",
+        "InvGrad",
+        "Invert",
+        "IsFinite",
+        "IsInf",
+        "IsNan",
+        "LeakyRelu",
+        "LeakyReluGrad",
+        "LeftShift",
+        "Less",
+        "LessEqual",
+        "LogicalAnd",
+        "LogicalNot",
+        "LogicalOr",
+        "Maximum",
+        "Minimum",
+        "Mod",
+        "Mul",
+        "MulNoNan",
+        "Neg",
+        "NotEqual",
+        "OnesLike",
+        "RealDiv",
+        "Reciprocal",
+        "ReciprocalGrad",
+        "Relu",
+        "Relu6",
+        "Relu6Grad",
+        "ReluGrad",
+        "RightShift",
+        "Rint",
+        "Round",
+        "RsqrtGrad",
+        "Select",
+        "SelectV2",
+        "SigmoidGrad",
+        "Sign",
+        "Softsign",
+        "SoftsignGrad",
+        "SqrtGrad",
+        "Square",
+        "SquaredDifference",
+        "Sub",
+        "TanhGrad",
+        "TruncateDiv",
+        "TruncateMod",
+        "ZerosLike",
     }
-)  # fmt: skip
+)
 
 EXPENSIVE = frozenset(
     {
-        "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atan2", "Atanh", "Cos", "Cosh", "Digamma", "Elu", "EluGrad", "Erf", "Erfc", "Erfinv",
-        "Exp", "Expm1", "Lgamma", "Log", "Log1p", "Pow", "Rsqrt", "Selu", "SeluGrad", "Sigmoid", "Sin", "Sinh", "Softplus",
-        "SoftplusGrad", "Sqrt", "Tan", "Tanh", "Xdivy", "Xlog1py", "Xlogy",
+        "Acos",
+        "Acosh",
+        "Asin",
+        "Asinh",
+        "Atan",
+        "Atan2",
+        "Atanh",
+        "Cos",
+        "Cosh",
+        "Digamma",
+        "Elu",
+        "EluGrad",
+        "Erf",
+        "Erfc",
+        "Erfinv",
+        "Exp",
+        "Expm1",
+        "Lgamma",
+        "Log",
+        "Log1p",
+        "Pow",
+        "Rsqrt",
+        "Selu",
+        "SeluGrad",
+        "Sigmoid",
+        "Sin",
+        "Sinh",
+        "Softplus",
+        "SoftplusGrad",
+        "Sqrt",
+        "Tan",
+        "Tanh",
+        "Xdivy",
+        "Xlog1py",
+        "Xlogy",
     }
-)  # fmt: skip
+)
 
-REDUCTIONS = frozenset({"All", "Any", "ArgMax", "ArgMin", "BiasAddGrad", "L2Loss", "Max", "Mean", "Min", "Prod", "Sum"})
+REDUCTIONS = frozenset(
+    {"All", "Any", "ArgMax", "ArgMin", "BiasAddGrad", "L2Loss", "Max", "Mean", "Min", "Prod", "Sum"}
+)
 
 RANDOM = frozenset(
     f"Stateless{name}{version}"
-    for name in ("RandomNormal", "RandomUniform", "RandomUniformFullInt", "RandomUniformInt", "TruncatedNormal")
+    for name in (
+        "RandomNormal",
+        "RandomUniform",
+        "RandomUniformFullInt",
+        "RandomUniformInt",
+        "TruncatedNormal",
+    )
     for version in ("", "V2")
 )
 
-KERNEL_GRADIENTS = frozenset({"Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter"})
+KERNEL_GRADIENTS = frozenset(
+    {"Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter"}
+)
 
 KINDS = Kinds(
-    views=VIEWS, cheap=CHEAP, expensive=EXPENSIVE, reductions=REDUCTIONS, random=RANDOM, moving=MOVING,
-    reshapes=frozenset({"EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}), transposing=KERNEL_GRADIENTS,
-)  # fmt: skip
+    views=VIEWS,
+    cheap=CHEAP,
+    expensive=EXPENSIVE,
+    reductions=REDUCTIONS,
+    random=RANDOM,
+    moving=MOVING,
+    reshapes=frozenset({"EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}),
+    transposing=KERNEL_GRADIENTS,
+)
 
 ALIASES = frozenset(
     {

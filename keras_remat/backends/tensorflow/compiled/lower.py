@@ -1,9 +1,10 @@
 """A schedule as one compiled step: :mod:`keras_remat.backends.xla.protect` on TensorFlow.
 
-The policy writes ``NodeDef``\\ s; they are imported once into a ``tf.function(jit_compile=True)`` that reads every variable before and assigns the
-changed ones after.
+The policy writes ``NodeDef``\\ s; they are imported once into a ``tf.function(jit_compile=True)``
+that reads every variable before and assigns the changed ones after.
 
-The guard of a value ``x`` is ``select(condition, 0, x)`` with a condition from :mod:`keras_remat.backends.tensorflow.guard`.
+The guard of a value ``x`` is ``select(condition, 0, x)`` with a condition from
+:mod:`keras_remat.backends.tensorflow.barrier`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.barrier import UNSIGNED, joined_bits
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram, Literal, nbytes
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
-from keras_remat.backends.tensorflow.guard import UNSIGNED, joined_bits
 from keras_remat.backends.xla.protect import Run
-from keras_remat.schedule import Schedule
+from keras_remat.core.schedule import Schedule
 
 
 class _Tensor:
@@ -40,10 +41,15 @@ class _Writer:
         self.document = tf.compat.v1.GraphDef(versions=program.versions, library=program.library)
         self._literals: dict[str, _Tensor] = {}
         self._constants: dict[Any, _Tensor] = {}
-        self.functions: list[Any] = []  # an executable looks its branches up by name for as long as it lives
+        self.functions: list[
+            Any
+        ] = []  # an executable looks its branches up by name for as long as it lives
         self._branches: dict[tuple[Any, ...], list[str]] = {}
         self._names: set[str] = set()
-        self.given = [_Tensor(f"{name}:0", program.dtypes[at], program.shapes[at]) for at, name in enumerate(program.given)]
+        self.given = [
+            _Tensor(f"{name}:0", program.dtypes[at], program.shapes[at])
+            for at, name in enumerate(program.given)
+        ]
         self._names.update(program.given)
 
     # ---------------------------------------------------------------- equations
@@ -53,7 +59,8 @@ class _Writer:
         name = self._fresh(equation.source.name)
         self.document.node.append(_copied(equation.source, name, [x.name for x in inputs]))
         return [
-            _Tensor(f"{name}:{i}", self._program.dtypes[o], self._program.shapes[o]) for i, o in enumerate(equation.outputs)
+            _Tensor(f"{name}:{i}", self._program.dtypes[o], self._program.shapes[o])
+            for i, o in enumerate(equation.outputs)
         ]
 
     def literal(self, atom: Any) -> Any:
@@ -76,10 +83,16 @@ class _Writer:
         return bool(value.dtype.is_floating or value.dtype.is_complex)
 
     def may_guard(self, equation: Any, value: Any) -> bool:
-        """XLA wants shapes, axes and permutations when it compiles: integers, and no random keys."""
+        """XLA wants shapes, axes and permutations when it compiles: integers, and no random
+        keys."""
         if equation.kind in KINDS.elementwise:
             return True
-        return bool(value.dtype.is_floating or value.dtype.is_complex or value.dtype.is_bool or value.dtype.is_unsigned)
+        return bool(
+            value.dtype.is_floating
+            or value.dtype.is_complex
+            or value.dtype.is_bool
+            or value.dtype.is_unsigned
+        )
 
     # ---------------------------------------------------------------- guards
 
@@ -99,10 +112,15 @@ class _Writer:
         """The bits of the triggers, taken in the branch for a condition that is false."""
         key = tuple((x.shape, x.dtype) for x in triggers)
         if key not in self._branches:
-            branches = (lambda *operands: tf.constant(1, tf.uint32), lambda *operands: _summed(joined_bits(operands)))
+            branches = (
+                lambda *operands: tf.constant(1, tf.uint32),
+                lambda *operands: _summed(joined_bits(operands)),
+            )
             specs = [tf.TensorSpec(x.shape, x.dtype) for x in triggers]
             self._branches[key] = [self._define(branch, specs) for branch in branches]
-        return self._if("remat_trigger", condition, triggers, [(tf.uint32, ())], self._branches[key])[0]
+        return self._if(
+            "remat_trigger", condition, triggers, [(tf.uint32, ())], self._branches[key]
+        )[0]
 
     def guard(self, value: Any, condition: Any) -> Any:
         return self._node(
@@ -118,15 +136,28 @@ class _Writer:
         if x.shape:
             rank = len(x.shape)
             begin, size = (self._constant([number] * rank, tf.int32) for number in (0, 1))
-            x = self._node("Slice", [x, begin, size], x.dtype, (1,) * rank, T=x.dtype, Index=tf.int32)
-            x = self._node("Reshape", [x, self._constant([], tf.int32)], x.dtype, (), T=x.dtype, Tshape=tf.int32)
+            x = self._node(
+                "Slice", [x, begin, size], x.dtype, (1,) * rank, T=x.dtype, Index=tf.int32
+            )
+            x = self._node(
+                "Reshape",
+                [x, self._constant([], tf.int32)],
+                x.dtype,
+                (),
+                T=x.dtype,
+                Tshape=tf.int32,
+            )
         if x.dtype.is_complex:
             real = tf.float32 if x.dtype == tf.complex64 else tf.float64
             x = self._node("Real", [x], real, (), T=x.dtype, Tout=real)
         if x.dtype.is_floating:
             unsigned = UNSIGNED[x.dtype.size]
             x = self._node("Bitcast", [x], unsigned, (), T=x.dtype, type=unsigned)
-        return x if x.dtype == tf.uint32 else self._node("Cast", [x], tf.uint32, (), SrcT=x.dtype, DstT=tf.uint32)
+        return (
+            x
+            if x.dtype == tf.uint32
+            else self._node("Cast", [x], tf.uint32, (), SrcT=x.dtype, DstT=tf.uint32)
+        )
 
     def _constant(self, value: Any, dtype: Any) -> _Tensor:
         key = (repr(value), dtype)
@@ -134,10 +165,14 @@ class _Writer:
             node = self.document.node.add(name=self._fresh("remat_constant"), op="Const")
             node.attr["dtype"].type = dtype.as_datatype_enum
             node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
-            self._constants[key] = _Tensor(f"{node.name}:0", dtype, () if not isinstance(value, list) else (len(value),))
+            self._constants[key] = _Tensor(
+                f"{node.name}:0", dtype, () if not isinstance(value, list) else (len(value),)
+            )
         return self._constants[key]
 
-    def _node(self, kind: str, inputs: Sequence[_Tensor], dtype: Any, shape: Any, **types: Any) -> _Tensor:
+    def _node(
+        self, kind: str, inputs: Sequence[_Tensor], dtype: Any, shape: Any, **types: Any
+    ) -> _Tensor:
         node = self.document.node.add(name=self._fresh(f"remat_{kind.lower()}"), op=kind)
         node.input.extend(x.name for x in inputs)
         for attribute, of in types.items():
@@ -153,13 +188,22 @@ class _Writer:
 
     # ---------------------------------------------------------------- random numbers
 
-    def draw(self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any) -> list[Any]:
+    def draw(
+        self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any
+    ) -> list[Any]:
         program = self._program
         names = self._branches.get(tuple(equations))
         if names is None:
-            branches = (self._nothing_branch(wanted), self._drawing_branch(equations, list(given), wanted))
-            specs = [tf.TensorSpec(program.shapes[number], program.dtypes[number]) for number in given]
-            names = self._branches[tuple(equations)] = [self._define(branch, specs) for branch in branches]
+            branches = (
+                self._nothing_branch(wanted),
+                self._drawing_branch(equations, list(given), wanted),
+            )
+            specs = [
+                tf.TensorSpec(program.shapes[number], program.dtypes[number]) for number in given
+            ]
+            names = self._branches[tuple(equations)] = [
+                self._define(branch, specs) for branch in branches
+            ]
         results = [(program.dtypes[n], program.shapes[n]) for n in wanted]
         return self._if("remat_draw", condition, list(given.values()), results, names)
 
@@ -171,7 +215,8 @@ class _Writer:
         results: Sequence[tuple[Any, Any]],
         branches: Sequence[str],
     ) -> list[_Tensor]:
-        """Writes a condition; ``results`` are dtypes and shapes, ``branches`` the functions for true and false."""
+        """Writes a condition; ``results`` are dtypes and shapes, ``branches`` the functions for
+        true and false."""
         node = self.document.node.add(name=self._fresh(name), op="StatelessIf")
         node.input.extend([condition.name, *(x.name for x in operands)])
         node.attr["Tcond"].type = tf.bool.as_datatype_enum
@@ -179,11 +224,15 @@ class _Writer:
         node.attr["Tout"].list.type.extend(dtype.as_datatype_enum for dtype, _ in results)
         for attribute, branch in zip(("then_branch", "else_branch"), branches, strict=True):
             node.attr[attribute].func.name = branch
-        return [_Tensor(f"{node.name}:{i}", dtype, shape) for i, (dtype, shape) in enumerate(results)]
+        return [
+            _Tensor(f"{node.name}:{i}", dtype, shape) for i, (dtype, shape) in enumerate(results)
+        ]
 
     def _nothing_branch(self, wanted: Sequence[int]) -> Callable[..., list[Any]]:
         program = self._program
-        return lambda *operands: [tf.zeros(program.shapes[number], program.dtypes[number]) for number in wanted]
+        return lambda *operands: [
+            tf.zeros(program.shapes[number], program.dtypes[number]) for number in wanted
+        ]
 
     def _drawing_branch(
         self, equations: Sequence[int], given: Sequence[int], wanted: Sequence[int]
@@ -192,11 +241,20 @@ class _Writer:
 
         def draw(*operands: Any) -> list[Any]:
             inner = _Writer(program, uses_branches=False)
-            known = {number: _Tensor(f"operand_{number}:0", program.dtypes[number], program.shapes[number]) for number in given}
-            mapped = {known[number].name: operand for number, operand in zip(given, operands, strict=True)}
+            known = {
+                number: _Tensor(
+                    f"operand_{number}:0", program.dtypes[number], program.shapes[number]
+                )
+                for number in given
+            }
+            mapped = {
+                known[number].name: operand for number, operand in zip(given, operands, strict=True)
+            }
             for at in equations:
                 equation = program.equations[at]
-                inputs = [known[a] if isinstance(a, int) else inner.literal(a) for a in equation.inputs]
+                inputs = [
+                    known[a] if isinstance(a, int) else inner.literal(a) for a in equation.inputs
+                ]
                 known.update(zip(equation.outputs, inner.write(at, inputs), strict=True))
             names = [known[number].name for number in wanted]
             return list(tf.graph_util.import_graph_def(inner.document, mapped, names, name=""))
@@ -215,8 +273,8 @@ class _Writer:
 def _summed(bits: Any) -> Any:
     """An odd number made of ``bits`` by a running sum.
 
-    XLA computes both branches of a condition and selects where they hold only what it thinks cheap, and what they read is fused with its source;
-    a running sum, even of two numbers, is not cheap.
+    XLA computes both branches of a condition and selects where they hold only what it thinks cheap,
+    and what they read is fused with its source; a running sum, even of two numbers, is not cheap.
     """
     sums = tf.cumsum(tf.bitcast(tf.stack([bits, tf.constant(1, tf.uint32)]), tf.int32))
     return tf.bitcast(sums[1], tf.uint32) | tf.constant(1, tf.uint32)
@@ -247,7 +305,16 @@ class LoweredStep:
         stateless, program = traced.stateless, traced.program
         writer = _Writer(program, uses_branches=not tf.config.list_logical_devices("GPU"))
         early = range(stateless.batch, program.n_given)
-        run = Run(program, KINDS, traced.graph, traced.handles, traced.numbers, writer, writer.given, early)
+        run = Run(
+            program,
+            KINDS,
+            traced.graph,
+            traced.handles,
+            traced.numbers,
+            writer,
+            writer.given,
+            early,
+        )
         for op_id in schedule.order:
             run.op(op_id)
         returned = [run.output(atom).name for atom in stateless.returned]
@@ -264,9 +331,20 @@ class LoweredStep:
             own = [n for n in dict.fromkeys([*returned, *written.values()]) if n not in given]
             used = {i for node in writer.document.node for i in node.input}
             mapped = {name: tensor for name, tensor in given.items() if name in used}
-            found = dict(zip(own, tf.graph_util.import_graph_def(writer.document, mapped, own, name=""), strict=True)) | given
+            found = (
+                dict(
+                    zip(
+                        own,
+                        tf.graph_util.import_graph_def(writer.document, mapped, own, name=""),
+                        strict=True,
+                    )
+                )
+                | given
+            )
             for number, name in written.items():
-                tf.raw_ops.AssignVariableOp(resource=stateless.handles[number - batch], value=found[name])
+                tf.raw_ops.AssignVariableOp(
+                    resource=stateless.handles[number - batch], value=found[name]
+                )
             return [found[name] for name in returned]
 
         specs = [tf.TensorSpec(program.shapes[at], program.dtypes[at]) for at in range(batch)]
@@ -276,10 +354,15 @@ class LoweredStep:
 
     def __call__(self, batch: Any) -> Any:
         """Runs one step; returns what ``train_step`` returns."""
-        leaves = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(batch) if not _is_none(leaf)]
+        leaves = [
+            tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(batch) if not _is_none(leaf)
+        ]
         outputs = iter(self._function(*leaves))
         structure = self.traced.output_structure
-        flat = [next(outputs) if isinstance(leaf, tf.Tensor) else leaf for leaf in tf.nest.flatten(structure)]
+        flat = [
+            next(outputs) if isinstance(leaf, tf.Tensor) else leaf
+            for leaf in tf.nest.flatten(structure)
+        ]
         return tf.nest.pack_sequence_as(structure, flat)
 
 

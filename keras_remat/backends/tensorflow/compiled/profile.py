@@ -1,17 +1,24 @@
-"""What each op of a compiled TensorFlow step costs, from shapes: nothing inside one XLA program can be timed from outside."""
+"""What each op of a compiled TensorFlow step costs, from shapes: nothing inside one XLA program can
+be timed from outside."""
 
 from __future__ import annotations
 
 from math import fsum, prod
 
-from keras_remat.backends.tensorflow import kinds as op_kinds
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
-from keras_remat.backends.tensorflow.profile import device_name, multiply_adds
+from keras_remat.backends.tensorflow.graph import kinds as op_kinds
+from keras_remat.backends.tensorflow.ordered.profile import device_name, multiply_adds
 from keras_remat.backends.xla.fusion import Equation
-from keras_remat.backends.xla.kernel_costs import EXPENSIVE_FLOPS, FUSED_SHARE, GROUPED_FACTOR, RANDOM_FLOPS, kernel_time_s
-from keras_remat.profile import Profile
+from keras_remat.backends.xla.kernel_costs import (
+    EXPENSIVE_FLOPS,
+    FUSED_SHARE,
+    GROUPED_FACTOR,
+    RANDOM_FLOPS,
+    kernel_time_s,
+)
+from keras_remat.core.profile import Profile
 
 CPU_BUFFERS = {"StatelessRandomUniformV2": 4, "StatelessRandomUniform": 4}
 """Operations XLA:CPU expands into loops that need buffers of the result's size, and how many."""
@@ -22,20 +29,25 @@ def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -
 
     Args:
         traced: from :func:`~keras_remat.backends.tensorflow.compiled.trace.trace`.
-        resident_bytes: bytes in use on the device between steps, if known; never less than what the step's inputs need.
+        resident_bytes: bytes in use on the device between steps, if known; never less than what the
+            step's inputs need.
     """
     program, graph, sizes = traced.program, traced.graph, traced.program.sizes
     platform = "gpu" if device_name().startswith("GPU") else "cpu"
     times = []
     for op in graph.ops:
-        flops = fsum(_flops(program, program.equations[at], platform) for at in traced.handles[op.id])
+        flops = fsum(
+            _flops(program, program.equations[at], platform) for at in traced.handles[op.id]
+        )
         traffic = sum(sizes[traced.numbers[v]] for v in (*op.inputs, *op.outputs))
         fused = op.kind in KINDS.elementwise and not any(
             program.equations[at].kind in KINDS.random for at in traced.handles[op.id]
         )
         times.append(kernel_time_s(flops, traffic, platform) * (FUSED_SHARE if fused else 1.0))
     resident = max(resident_bytes or 0, sum(v.nbytes for v in graph.values if v.producer is None))
-    workspace = tuple(_workspace_bytes(program, traced.handles[op.id], platform) for op in graph.ops)
+    workspace = tuple(
+        _workspace_bytes(program, traced.handles[op.id], platform) for op in graph.ops
+    )
     return Profile(tuple(times), workspace, resident, "estimated", device_name(), "tensorflow")
 
 
@@ -45,7 +57,9 @@ def _flops(program: FlatProgram, equation: Equation, platform: str) -> float:
     result = program.shapes[equation.outputs[0]]
     if equation.kind in op_kinds.MATMULS | op_kinds.CONVOLUTIONS:
         grouped = equation.kind.startswith("Depthwise")
-        return multiply_adds(equation.source, operands, result) * (GROUPED_FACTOR[platform] if grouped else 1)
+        return multiply_adds(equation.source, operands, result) * (
+            GROUPED_FACTOR[platform] if grouped else 1
+        )
     elements = float(max([prod(shape or ()) for shape in (*operands, result)], default=1))
     if equation.kind in KINDS.random:
         return elements * RANDOM_FLOPS[platform]
@@ -57,5 +71,7 @@ def _workspace_bytes(program: FlatProgram, equations: tuple[int, ...], platform:
     if platform != "cpu":
         return 0
     return max(
-        CPU_BUFFERS.get(program.equations[at].kind, 0) * program.sizes[program.equations[at].outputs[0]] for at in equations
+        CPU_BUFFERS.get(program.equations[at].kind, 0)
+        * program.sizes[program.equations[at].outputs[0]]
+        for at in equations
     )

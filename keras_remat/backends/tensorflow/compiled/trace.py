@@ -1,7 +1,8 @@
 """Keras's whole TensorFlow train step as a graph of the values XLA will put into memory.
 
-``train_step`` is traced as for ``jit_compile=True`` (loops and their gradients are traced differently for XLA), made stateless
-(:mod:`.flatten`), cut into clusters and ordered (:mod:`keras_remat.backends.xla.fused_graph`). Backward is what the gradient tape traced.
+``train_step`` is traced as for ``jit_compile=True`` (loops and their gradients are traced
+differently for XLA), made stateless (:mod:`.flatten`), cut into clusters and ordered
+(:mod:`keras_remat.backends.xla.fused_graph`). Backward is what the gradient tape traced.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.base import TracedStep
-from keras_remat.backends.tensorflow.accumulate import accumulated_train_step
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram, Stateless, flatten
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
-from keras_remat.backends.tensorflow.trace import data_spec
+from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
+from keras_remat.backends.tensorflow.graph.trace import data_spec
 from keras_remat.backends.xla.fused_graph import fused_graph
 from keras_remat.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledStep(TracedStep):
-    """A train step traced for XLA; ``handles[op.id]`` holds the indices of an op's equations in the program.
+    """A train step traced for XLA; ``handles[op.id]`` holds the indices of an op's equations in the
+    program.
 
     Args:
         stateless: the step as a pure function.
@@ -40,30 +42,57 @@ class CompiledStep(TracedStep):
         return self.stateless.program
 
 
-def trace(model: Any, batch: Any, micro_batches: int = 1, like: CompiledStep | None = None) -> CompiledStep:
+def trace(
+    model: Any, batch: Any, micro_batches: int = 1, like: CompiledStep | None = None
+) -> CompiledStep:
     """Traces ``model.train_step`` for batches of this shape; the model is not changed.
 
     Args:
-        model, batch, micro_batches: as in :func:`keras_remat.backends.tensorflow.trace.trace`.
-        like: the same step for another batch size, if its ops are wanted: which values exist depends on how sizes compare.
+        model, batch, micro_batches: as in
+            :func:`keras_remat.backends.tensorflow.graph.trace.trace`.
+        like: the same step for another batch size, if its ops are wanted: which values exist
+            depends on how sizes compare.
 
     Raises:
-        UnsupportedModelError: the step cannot be compiled as one; the message says which operation, and why.
+        UnsupportedModelError: the step cannot be compiled as one; the message says which operation,
+            and why.
     """
     structure = data_spec(batch)
-    train_step = model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches, separated=True)
-    concrete = tf.function(train_step, autograph=False, jit_compile=True).get_concrete_function(structure)
+    train_step = (
+        model.train_step
+        if micro_batches == 1
+        else accumulated_train_step(model, micro_batches, separated=True)
+    )
+    concrete = tf.function(train_step, autograph=False, jit_compile=True).get_concrete_function(
+        structure
+    )
     stateless = flatten(concrete.graph)
     program = stateless.program
     unknown = sorted(
-        {e.kind for e in program.equations for o in e.outputs if program.shapes[o] is None and program.dtypes[o] != tf.variant}
+        {
+            e.kind
+            for e in program.equations
+            for o in e.outputs
+            if program.shapes[o] is None and program.dtypes[o] != tf.variant
+        }
     )
     if unknown:
-        raise UnsupportedModelError(f"The shape of what {', '.join(unknown)} computes is not known, as XLA needs it.")
-    same = like is not None and [e.kind for e in like.program.equations] == [e.kind for e in program.equations]
+        raise UnsupportedModelError(
+            f"The shape of what {', '.join(unknown)} computes is not known, as XLA needs it."
+        )
+    same = like is not None and [e.kind for e in like.program.equations] == [
+        e.kind for e in program.equations
+    ]
     sizes = (like.program if like is not None and same else program).sizes
     state = list(stateless.written.items())
-    graph, numbers, handles = fused_graph(program, KINDS, state, lambda e: "gradient_tape/" in f"{e.scope}/", sizes)
+    graph, numbers, handles = fused_graph(
+        program, KINDS, state, lambda e: "gradient_tape/" in f"{e.scope}/", sizes
+    )
     return CompiledStep(
-        graph, handles, "tensorflow", stateless=stateless, numbers=numbers, output_structure=concrete.structured_outputs
+        graph,
+        handles,
+        "tensorflow",
+        stateless=stateless,
+        numbers=numbers,
+        output_structure=concrete.structured_outputs,
     )

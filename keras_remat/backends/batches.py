@@ -1,0 +1,182 @@
+"""Batches to plan with: the user's arrays, arrays for the user's specs, or arrays that follow from
+the model and its losses."""
+
+from __future__ import annotations
+
+import operator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+#: Loss names → what the target looks like. "same" is the output's shape; "index" drops its last
+#: dimension.
+_TARGETS = {
+    "sparse_categorical_crossentropy": "index",
+    "categorical_crossentropy": "same",
+    "binary_crossentropy": "same",
+    "mean_squared_error": "same",
+    "mse": "same",
+    "mean_absolute_error": "same",
+    "mae": "same",
+    "huber": "same",
+    "log_cosh": "same",
+    "kl_divergence": "same",
+    "poisson": "same",
+}
+
+
+def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:
+    """Returns ``batch`` as NumPy arrays, whatever form it came in.
+
+    Args:
+        model: a Keras model; needed when ``batch`` is an int.
+        batch: ``(x, y[, sample_weight])`` as arrays or as anything with ``shape`` and ``dtype``
+            (specs become random data), or an int: that many samples of what the model's inputs and
+            losses ask for.
+        seed: for random data.
+
+    Raises:
+        ValueError: an int that is not positive, a shape that is not fully known, or a model whose
+            inputs or targets do not follow.
+        TypeError: a bool or another type.
+    """
+    import keras
+
+    rng = np.random.default_rng(seed)
+    if isinstance(batch, bool):
+        raise TypeError("batch must be (x, y[, sample_weight]) or an int, got a bool")
+    if (
+        hasattr(batch, "__index__") and tuple(getattr(batch, "shape", ())) == ()
+    ):  # NumPy's integers have a shape
+        size = operator.index(batch)
+        if size <= 0:
+            raise ValueError(f"batch must be positive, got {size}")
+        return _from_model(model, size, rng)
+    if not isinstance(batch, (tuple, list, dict)) and not hasattr(batch, "shape"):
+        raise TypeError(
+            f"batch must be (x, y[, sample_weight]) as arrays or specs, or an int; got {type(batch).__name__}"
+        )
+    return keras.tree.map_structure(lambda leaf: _array(leaf, rng), batch)
+
+
+def batch_size_of(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its first array.
+
+    Raises:
+        ValueError: no array in it has a first dimension.
+    """
+    import keras
+
+    for leaf in keras.tree.flatten(batch):
+        shape = getattr(leaf, "shape", None)
+        if shape is not None and len(shape) > 0 and shape[0] is not None:
+            return int(shape[0])
+    raise ValueError("the batch holds no array with a first dimension, so its size is unknown")
+
+
+class Rooms(Protocol):
+    """What makes room for arrays; every backend does."""
+
+    def room_for(self, like: Any, samples: int) -> AbstractContextManager[None]:
+        """See :meth:`keras_remat.backends.base.Backend.room_for`."""
+
+
+def repeated_batch(backend: Rooms, batch: Any, size: int) -> Any:
+    """``size`` samples: those of ``batch`` from the first on, again and again.
+
+    They are gathered on the device, where a batch of ``fit`` is: TensorFlow puts an array that is
+    converted into the device's pool or leaves it outside, as its address happens to be aligned.
+
+    Args:
+        backend: of the framework Keras runs on.
+        batch: arrays whose first dimension is the batch's; ``None`` stays ``None``.
+        size: samples wanted.
+
+    Returns:
+        The framework's arrays.
+    """
+    import keras
+
+    at = np.arange(size) % batch_size_of(batch)
+
+    def repeated(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        with backend.room_for(leaf, size):
+            return keras.ops.take(leaf, at, axis=0)
+
+    return keras.tree.map_structure(repeated, batch)
+
+
+def _array(leaf: Any, rng: np.random.Generator) -> Any:
+    if leaf is None or isinstance(leaf, np.ndarray):
+        return leaf
+    import keras
+
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    symbolic = isinstance(leaf, keras.KerasTensor) or not hasattr(leaf, "__array__")
+    if shape is not None and dtype is not None and symbolic:
+        return _random(tuple(shape), getattr(dtype, "name", str(dtype)), rng)
+    return np.asarray(leaf)
+
+
+def _random(
+    shape: tuple[int | None, ...], dtype: str, rng: np.random.Generator, *, high: int = 2
+) -> np.ndarray:
+    if any(dim is None for dim in shape):
+        raise ValueError(
+            f"the shape {shape} is not fully known; give arrays or specs with every dimension"
+        )
+    known = tuple(int(dim) for dim in shape if dim is not None)
+    if "int" in dtype:
+        return rng.integers(0, high, known).astype(dtype)
+    if dtype == "bool":
+        return rng.integers(0, 2, known).astype(bool)
+    return rng.random(known).astype("float32" if dtype == "bfloat16" else dtype)
+
+
+def _from_model(model: Any, size: int, rng: np.random.Generator) -> tuple[Any, Any]:
+    import keras
+
+    inputs, outputs = getattr(model, "input", None), getattr(model, "output", None)
+    if inputs is None or outputs is None:
+        raise ValueError(
+            "the model's inputs do not follow from it (it is no functional model): give a batch (x, y)"
+        )
+    x = keras.tree.map_structure(lambda t: _random((size, *t.shape[1:]), t.dtype, rng), inputs)
+    loss = getattr(model, "loss", None)
+    losses: Any = (
+        loss
+        if isinstance(loss, (list, tuple, dict))
+        else keras.tree.map_structure(lambda _: loss, outputs)
+    )
+    if isinstance(losses, dict) and not isinstance(outputs, dict):
+        flat = keras.tree.flatten(outputs)
+        losses = (
+            [losses.get(name) for name in model.output_names]
+            if len(flat) == len(model.output_names)
+            else [None]
+        )
+    targets = [
+        _target(t, name, size, rng)
+        for t, name in zip(keras.tree.flatten(outputs), keras.tree.flatten(losses), strict=True)
+    ]
+    return x, keras.tree.pack_sequence_as(outputs, targets)
+
+
+def _target(output: Any, loss: Any, size: int, rng: np.random.Generator) -> np.ndarray:
+    name = (
+        loss
+        if isinstance(loss, str)
+        else getattr(loss, "name", None) or getattr(loss, "__name__", None)
+    )
+    form = _TARGETS.get(str(name))
+    if form is None:
+        raise ValueError(
+            f"the target of loss {name!r} does not follow from the model: give a batch (x, y)"
+        )
+    shape = (size, *output.shape[1:])
+    if form == "index":
+        return _random(shape[:-1], "int32", rng, high=int(shape[-1] or 2))
+    return _random(shape, "float32", rng)

@@ -1,0 +1,82 @@
+"""A data dependency that XLA can neither fold nor move: what keeps a recomputation a recomputation.
+
+XLA merges equal operations, ignores the order they were written in, and on CPU drops
+``optimization_barrier`` before scheduling. It cannot merge operations with different inputs, and
+cannot start one before its inputs exist. So some input ``x`` of a recomputation is replaced by a
+value equal to ``x`` that depends on a *trigger*: values that exist only when the recomputation
+should start.
+
+    bits = one element of each trigger value, as an unsigned integer, joined by bitwise or
+    x'   = select((bits | 1) == 0, 0, x)
+
+The condition is never true, whatever the bits, so ``x'`` has the bits of ``x``: a NaN or an
+infinity in the trigger changes nothing (an arithmetic guard such as ``x + where(t == t, 0, nan)``
+would spread it), and integers, booleans and keys pass. XLA's simplifier keeps no track of known
+bits, so the select survives until buffers are assigned; the code generator below may then drop it
+from the inner loop. An elementwise reader takes the select into its kernel; a product or
+convolution has its smallest operand copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def is_key(x: Any) -> bool:
+    """Whether ``x`` is an array of typed random keys."""
+    return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def first_bits(x: Any) -> jax.Array:
+    """Returns the first element of a non-empty array as ``uint32`` (wider elements keep their low
+    half)."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    element = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
+    if jnp.issubdtype(element.dtype, jnp.complexfloating):
+        element = lax.real(element)
+    if jnp.issubdtype(element.dtype, jnp.floating):
+        element = lax.bitcast_convert_type(element, _UNSIGNED[element.dtype.itemsize])
+    return lax.convert_element_type(element, jnp.uint32)
+
+
+def joined_bits(*triggers: Any) -> jax.Array:
+    """Returns the first elements of non-empty arrays as one ``uint32``, joined by bitwise or with
+    1."""
+    bits = jnp.uint32(1)
+    for x in triggers:
+        bits = lax.bitwise_or(bits, first_bits(x))
+    return bits
+
+
+def never(triggers: Sequence[Any], in_branch: bool = False) -> jax.Array:
+    """Returns a boolean scalar that is false and can be known only when all ``triggers`` (non-empty
+    arrays) exist.
+
+    Args:
+        triggers: arrays.
+        in_branch: whether they are read in the branch of a condition, which takes them from memory;
+            a slice could be fused with what they come from.
+    """
+    if in_branch:
+        condition = never([min(triggers, key=lambda x: x.size)])
+        bits = lax.cond(condition, lambda *_: jnp.uint32(1), joined_bits, *triggers)
+    else:
+        bits = joined_bits(*triggers)
+    return lax.eq(bits, jnp.uint32(0))
+
+
+def guard(x: Any, condition: jax.Array) -> Any:
+    """Returns ``x``, bit for bit, depending on ``condition`` from :func:`never`."""
+    if is_key(x):
+        return jax.random.wrap_key_data(
+            guard(jax.random.key_data(x), condition), impl=jax.random.key_impl(x)
+        )
+    return lax.select_n(condition, x, lax.full_like(x, 0))

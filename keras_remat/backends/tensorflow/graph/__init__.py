@@ -1,0 +1,1 @@
+"""From a Keras train step to a graph of TensorFlow ops."""

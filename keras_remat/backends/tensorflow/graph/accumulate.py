@@ -1,0 +1,89 @@
+"""One optimizer step from a batch that is trained in pieces: the gradients of micro-batches
+(:mod:`keras_remat.backends.micro_batches`), added up.
+
+The step is written out micro-batch after micro-batch and traced like any other, so schedules,
+measuring and swapping need to know nothing of it. A compiler would be free to run the pieces side
+by side: for it the samples of each are made to depend on the gradients of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.micro_batches import SEPARATION, check_can_be_cut, pieces
+from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.barrier import never
+
+
+def accumulated_train_step(model: Any, count: int, separated: bool = False) -> Callable[[Any], Any]:
+    """A train step for ``model`` that trains a batch in ``count`` micro-batches.
+
+    Args:
+        model: compiled.
+        count: at least 2.
+        separated: whether a data dependency keeps a micro-batch from starting before the one before
+            has ended, for an executor that keeps no order.
+
+    Raises:
+        UnsupportedModelError: the model has a ``train_step`` of its own, or a loss that is no mean
+            over the batch.
+    """
+    check_can_be_cut(model)
+
+    def train_step(data: Any) -> Any:
+        total = batch_size_of(data)
+        gradients: list[Any] = [None] * len(model.trainable_weights)
+        logs: Any = None
+        for start, stop in pieces(total, count):
+            piece = keras.tree.map_structure(
+                lambda leaf, rows=slice(start, stop): None if leaf is None else leaf[rows], data
+            )
+            if separated and logs is not None:
+                with tf.name_scope(SEPARATION):
+                    piece = _waiting(piece, gradients)
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(piece)
+            with tf.GradientTape() as tape:
+                predicted = private.call_for_training(model, x)
+                loss = model.compute_loss(
+                    x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
+                )
+                private.track_loss(model, loss, stop - start)
+                scaled = model.optimizer.scale_loss(loss * ((stop - start) / total))
+            new = tape.gradient(scaled, model.trainable_weights)
+            gradients = [_sum(a, b) for a, b in zip(gradients, new, strict=True)]
+            logs = model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+        return logs
+
+    return train_step
+
+
+def _waiting(piece: Any, gradients: list[Any]) -> Any:
+    """The same bits, depending on every gradient."""
+    known = [
+        g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g)
+        for g in gradients
+        if g is not None
+    ]
+    condition = never(known)
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else tf.where(condition, tf.zeros_like(leaf), leaf), piece
+    )
+
+
+def _sum(left: Any, right: Any) -> Any:
+    """The sum of two gradients; ``None`` is zero, and the rows of an embedding stay rows."""
+    if left is None or right is None:
+        return right if left is None else left
+    if isinstance(left, tf.IndexedSlices) and isinstance(right, tf.IndexedSlices):
+        values, rows = (
+            tf.concat([left.values, right.values], 0),
+            tf.concat([left.indices, right.indices], 0),
+        )
+        return tf.IndexedSlices(values, rows, left.dense_shape)
+    return tf.convert_to_tensor(left) + tf.convert_to_tensor(right)

@@ -1,0 +1,220 @@
+"""What TensorFlow's operation types do with memory and state; tables, no logic.
+
+Read off the kernels of TensorFlow 2.18 to 2.21 (``forward_input_or_allocate_output``,
+``context->set_output(0, context->input(0))``). A type missing here is treated safely: as an op that
+allocates its outputs and, when its OpDef says it is stateful, runs exactly once.
+"""
+
+from __future__ import annotations
+
+#: The output shares the buffer of input 0 (per output for ``IdentityN``).
+VIEWS = frozenset(
+    {
+        "Identity",
+        "IdentityN",
+        "Reshape",
+        "Squeeze",
+        "ExpandDims",
+        "StopGradient",
+        "PreventGradient",
+        "EnsureShape",
+        "Snapshot",
+        "Bitcast",
+        "PlaceholderWithDefault",
+        "CheckNumerics",
+        "CheckNumericsV2",
+    }
+)
+
+#: Reads a variable through its resource handle and changes nothing.
+VARIABLE_READS = frozenset(
+    {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
+)
+
+#: Stateful by OpDef, yet pure: the same inputs give the same outputs and nothing else happens.
+PURE_STATEFUL = frozenset(
+    {"TensorListReserve", "EmptyTensorList", "StatelessWhile", "StatelessIf", "StatelessCase"}
+)
+
+#: Takes over the buffer of a dying input of the same size.
+REUSES_INPUT = frozenset(
+    # binary
+    {
+        "Add",
+        "AddV2",
+        "Sub",
+        "Mul",
+        "MulNoNan",
+        "Div",
+        "RealDiv",
+        "DivNoNan",
+        "Xdivy",
+        "Xlogy",
+        "Xlog1py",
+        "Maximum",
+        "Minimum",
+        "Pow",
+        "SquaredDifference",
+        "Atan2",
+        "FloorDiv",
+        "FloorMod",
+        "Mod",
+        "AddN",
+        # unary
+        "Abs",
+        "Neg",
+        "Exp",
+        "Expm1",
+        "Log",
+        "Log1p",
+        "Sqrt",
+        "Rsqrt",
+        "Square",
+        "Reciprocal",
+        "Inv",
+        "Sigmoid",
+        "Tanh",
+        "Sin",
+        "Cos",
+        "Tan",
+        "Sinh",
+        "Cosh",
+        "Erf",
+        "Erfc",
+        "Sign",
+        "Floor",
+        "Ceil",
+        "Round",
+        "Rint",
+        "Lgamma",
+        "Digamma",
+        # activations and their gradients
+        "Relu",
+        "Relu6",
+        "LeakyRelu",
+        "Elu",
+        "Selu",
+        "Softplus",
+        "Softsign",
+        "ReluGrad",
+        "Relu6Grad",
+        "LeakyReluGrad",
+        "EluGrad",
+        "SeluGrad",
+        "SoftplusGrad",
+        "SoftsignGrad",
+        "SigmoidGrad",
+        "TanhGrad",
+        "SqrtGrad",
+        "RsqrtGrad",
+        "InvGrad",
+        "ReciprocalGrad",
+        # others
+        "BiasAdd",
+        "Softmax",
+        "LogSoftmax",
+        "ClipByValue",
+        "LogicalNot",
+        "LogicalAnd",
+        "LogicalOr",
+        "Select",
+        "SelectV2",
+        "_UnaryOpsComposition",
+    }
+)
+
+#: Takes over the buffer of its first input alone.
+REUSES_FIRST_INPUT = frozenset(
+    {"SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"}
+)
+
+#: Products that oneDNN computes together with the ops after them (attribute ``fused_ops``), and
+#: those of them that take an input more.
+FUSED, FUSED_WITH_INPUT = (
+    frozenset({"_FusedConv2D", "_FusedMatMul"}),
+    frozenset({b"BiasAdd", b"Add"}),
+)
+
+#: Makes the buffer of a dying input the variable's own; the one it had goes back.
+TAKES_OVER = frozenset({"AssignVariableOp"})
+
+#: Pairs of a forward and a gradient op: where the gradient reads the forward op's output 0 as the
+#: input of this index, TensorFlow's oneDNN pass, on a CPU, hands it a second output that the graph
+#: does not show, which says for every element of the first where in its window it came from.
+HIDDEN_OUTPUT = {("MaxPool", "MaxPoolGrad"): 1}
+
+#: Asks for scratch as large as its first output, whatever the size (``sparse_xent_op.cc``,
+#: ``xent_op.cc``).
+SCRATCH = frozenset({"SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"})
+
+#: Asks for its workspace before its output (``maxpooling_op.cc``; oneDNN's kernel, which half
+#: precision does not have everywhere, asks for none).
+WORKSPACE_FIRST = frozenset({"MaxPoolGrad"}) | SCRATCH
+
+#: Updates of a weight and its slot that need nothing beside the gradient.
+IN_PLACE_UPDATES = frozenset({"ResourceApplyKerasMomentum"})
+
+#: Types whose inputs Grappler puts in order by name.
+COMMUTATIVE = frozenset(
+    {
+        "Add",
+        "AddV2",
+        "AddN",
+        "Mul",
+        "Maximum",
+        "Minimum",
+        "SquaredDifference",
+        "LogicalAnd",
+        "LogicalOr",
+    }
+)
+
+#: Types whose floating-point operations are counted for estimated profiles; all others cost about
+#: one pass over their data.
+CONVOLUTIONS = frozenset(
+    {
+        "Conv2D",
+        "Conv2DBackpropInput",
+        "Conv2DBackpropFilter",
+        "DepthwiseConv2dNative",
+        "DepthwiseConv2dNativeBackpropInput",
+        "DepthwiseConv2dNativeBackpropFilter",
+        "Conv3D",
+        "Conv3DBackpropInputV2",
+        "Conv3DBackpropFilterV2",
+        "_FusedConv2D",
+        "_FusedDepthwiseConv2dNative",
+        "_FusedConv3D",
+    }
+)
+MATMULS = frozenset(
+    {
+        "MatMul",
+        "BatchMatMul",
+        "BatchMatMulV2",
+        "BatchMatMulV3",
+        "_FusedMatMul",
+        "_FusedBatchMatMulV2",
+        "Einsum",
+    }
+)
+
+#: Loops and branches whose bodies are functions.
+CONTROL_FLOW = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"})
+
+#: Types this backend cannot carry: control flow of TensorFlow 1, queues and host callbacks whose
+#: effects cannot be ordered.
+UNSUPPORTED = frozenset(
+    {
+        "Switch",
+        "Merge",
+        "Enter",
+        "Exit",
+        "NextIteration",
+        "LoopCond",
+        "RefSwitch",
+        "RefMerge",
+        "Assign",
+        "VariableV2",
+    }
+)

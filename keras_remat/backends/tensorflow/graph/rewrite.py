@@ -1,0 +1,272 @@
+"""Rewrites of the optimized graph that cost nothing and let a schedule go lower.
+
+* ``IdentityN`` is a view per output, but as one node it waits for all of its inputs: the one in a
+  Keras optimizer's ``apply`` joins all weight gradients before the first update. It is split into
+  single ``Identity`` nodes.
+* oneDNN's layout pass, which runs when a function is instantiated, fuses ``Conv2D`` with
+  ``BiasAdd``, ``Pad`` with ``Conv2D`` and ``Conv2DBackpropFilter`` with ``BiasAddGrad`` without
+  looking at control edges: an order that puts something between the two becomes a cycle. An
+  ``Identity`` between the first two keeps them apart. The gradients of a convolution's kernel and
+  bias become one op (:func:`attached_nodes`), because fused they are summed up in another order
+  than apart, and plain ``fit`` fuses them.
+* ``AddN`` of three and more terms becomes a chain of ``AddV2``. Its kernel starts with whichever
+  input's buffer it may take over (``AddNOp::Compute``), so the order of a floating-point sum, and
+  its last bit, would hang on the schedule; and it holds all terms at once. The terms of a gradient
+  are added as they are traced, because Grappler has sorted them by name and the first would wait
+  for the last; a sum that Grappler made of nested additions (residual connections) keeps its order,
+  which is the one that plain ``fit`` adds in.
+* SGD's momentum, m ← μ m − η g and then w ← w + m, becomes the one op that TensorFlow has for it
+  (``ResourceApplyKerasMomentum``, which computes the same bits). It works in place, where Keras's
+  three products of the size of the weights are alive at once and the momentum's variable moves to
+  another chunk of the allocator's pool with every step, more and more of which is lost in chunks
+  larger than asked for.
+* Nodes nothing depends on are dropped (variable reads that only order things, dead gradients).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
+from graphlib import TopologicalSorter
+from typing import Any
+
+import tensorflow as tf
+
+
+def rewrite_for_memory(
+    nodes: Mapping[str, Any],
+    roots: Sequence[str],
+    order: Mapping[str, int],
+    scalars: Container[str] = (),
+) -> dict[str, Any]:
+    """Returns the nodes of an equivalent graph; a root that has become part of another node is
+    there under that one's name.
+
+    Args:
+        nodes: name → ``NodeDef`` in topological order.
+        roots: names of the nodes whose values or effects are wanted.
+        order: node name → its place in the traced order; nodes that Grappler made are missing.
+        scalars: names of nodes whose output 0 is known to have no dimensions.
+    """
+    result, replaced = _fuse_momentum(_split_add_n(_split_identity_n(nodes), order), scalars)
+    return _reachable(_keep_apart(result), [replaced.get(root, root) for root in roots])
+
+
+#: Reader type → the types of the producer of its input 0 it would be fused with.
+_FUSED_BY_ONEDNN: Mapping[str, frozenset[str]] = {
+    "BiasAdd": frozenset({"Conv2D", "DepthwiseConv2dNative", "Conv3D", "MatMul"}),
+    "Conv2D": frozenset({"Pad"}),
+    "_FusedConv2D": frozenset({"Pad"}),
+    "Conv3D": frozenset({"Pad"}),
+    "_FusedConv3D": frozenset({"Pad"}),
+}
+
+
+def _keep_apart(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, node in nodes.items():
+        partners = _FUSED_BY_ONEDNN.get(node.op)
+        source = node.input[0] if node.input else ""
+        producer = nodes.get(source.partition(":")[0])
+        if partners is not None and producer is not None and producer.op in partners:
+            apart = tf.compat.v1.NodeDef(name=f"{name}/apart", op="Identity", device=node.device)
+            apart.input.append(source)
+            apart.attr["T"].CopyFrom(node.attr["T"])
+            result[apart.name] = apart
+            copy = tf.compat.v1.NodeDef()
+            copy.CopyFrom(node)
+            copy.input[0] = apart.name
+            node = copy
+        result[name] = node
+    return result
+
+
+def attached_nodes(nodes: Mapping[str, Any]) -> dict[str, str]:
+    """Nodes that run as part of another's op: ``BiasAddGrad`` → the only ``Conv2DBackpropFilter``
+    that reads the same gradient."""
+    kernels: dict[str, list[str]] = {}
+    biases: dict[str, list[str]] = {}
+    for name, node in nodes.items():
+        if node.op == "Conv2DBackpropFilter":
+            kernels.setdefault(node.input[2], []).append(name)
+        elif node.op == "BiasAddGrad":
+            biases.setdefault(node.input[0], []).append(name)
+    return {
+        names[0]: kernels[at][0]
+        for at, names in biases.items()
+        if len(names) == 1 and len(kernels.get(at, ())) == 1
+    }
+
+
+def _split_identity_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    split: dict[str, Any] = {}
+    renamed: dict[str, str] = {}
+    for name, node in nodes.items():
+        if node.op != "IdentityN":
+            split[name] = node
+            continue
+        controls = [i for i in node.input if i.startswith("^")]
+        for at, source in enumerate(i for i in node.input if not i.startswith("^")):
+            part = tf.compat.v1.NodeDef(name=f"{name}/part_{at}", op="Identity", device=node.device)
+            part.input.extend([source, *controls])
+            part.attr["T"].type = node.attr["T"].list.type[at]
+            split[part.name] = part
+            renamed[f"{name}:{at}" if at else name] = part.name
+        # whoever waits for the node by a control edge still waits for all of it
+        join = tf.compat.v1.NodeDef(name=name, op="NoOp", device=node.device)
+        join.input.extend(f"^{name}/part_{at}" for at in range(len(node.attr["T"].list.type)))
+        split[name] = join
+    if not renamed:
+        return split
+    result: dict[str, Any] = {}
+    for name, node in split.items():
+        if any(i in renamed for i in node.input):
+            copy = tf.compat.v1.NodeDef()
+            copy.CopyFrom(node)
+            del copy.input[:]
+            copy.input.extend(renamed.get(i, i) for i in node.input)
+            node = copy
+        result[name] = node
+    return result
+
+
+def _fuse_momentum(
+    nodes: Mapping[str, Any], scalars: Container[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """One op per weight for ``AssignVariableOp(m, μ m − η g)`` and ``AssignAddVariableOp(w, m)``,
+    under the second one's name; and the first one's name → that name."""
+    readers: dict[str, list[str]] = defaultdict(list)
+    for name, node in nodes.items():
+        for source in node.input:
+            readers[source.lstrip("^").partition(":")[0]].append(name)
+    fused: dict[str, Any] = {}
+    replaced: dict[str, str] = {}
+    for name, node in nodes.items():
+        found = (
+            _momentum_step(nodes, node, readers, scalars)
+            if node.op == "AssignAddVariableOp"
+            else None
+        )
+        if found is not None:
+            assigned, (momentum, rate, gradient) = found
+            controls = {i for n in (node, assigned) for i in n.input if i.startswith("^")} - {
+                f"^{assigned.name}"
+            }
+            step = tf.compat.v1.NodeDef(
+                name=name, op="ResourceApplyKerasMomentum", device=node.device
+            )
+            step.input.extend(
+                [node.input[0], assigned.input[0], rate, gradient, momentum, *sorted(controls)]
+            )
+            step.attr["T"].CopyFrom(node.attr["dtype"])
+            fused[name], replaced[assigned.name] = step, name
+    result: dict[str, Any] = {}
+    for name, node in nodes.items():
+        if name in replaced:
+            continue
+        renamed = [f"^{replaced[i[1:]]}" if i[1:] in replaced else i for i in node.input]
+        if name in fused or renamed != list(node.input):
+            copy = tf.compat.v1.NodeDef()
+            copy.CopyFrom(fused.get(name, node))
+            if name not in fused:
+                del copy.input[:]
+                copy.input.extend(i for i in dict.fromkeys(renamed))
+            node = copy
+        result[name] = node
+    return result, replaced
+
+
+def _momentum_step(
+    nodes: Mapping[str, Any], add: Any, readers: Mapping[str, list[str]], scalars: Container[str]
+) -> tuple[Any, tuple[str, str, str]] | None:
+    """The assignment of the momentum that ``add`` adds to a weight, and μ, η and g; ``None`` where
+    this is something else, or somebody else looks at what is between the two."""
+    read = nodes[add.input[1].partition(":")[0]]
+    before = [i[1:] for i in read.input if i.startswith("^")]
+    if read.op != "ReadVariableOp" or readers[read.name] != [add.name] or len(before) != 1:
+        return None
+    assign = nodes[before[0]]
+    if assign.op != "AssignVariableOp" or assign.input[0] != read.input[0]:
+        return None
+    difference = nodes[assign.input[1].partition(":")[0]]
+    if difference.op != "Sub" or readers[difference.name] != [assign.name]:
+        return None
+    products = [nodes[i.partition(":")[0]] for i in difference.input[:2]]
+    if any(p.op != "Mul" or readers[p.name] != [difference.name] for p in products):
+        return None
+    momentum, old = _scalar_first(products[0], scalars)
+    rate, gradient = _scalar_first(products[1], scalars)
+    if momentum is None or rate is None or gradient is None or old is None:
+        return None
+    slot = nodes[old.partition(":")[0]]
+    if (
+        slot.op != "ReadVariableOp"
+        or slot.input[0] != assign.input[0]
+        or readers[slot.name] != [products[0].name]
+    ):
+        return None
+    return assign, (momentum, rate, gradient)
+
+
+def _scalar_first(product: Any, scalars: Container[str]) -> tuple[str | None, str | None]:
+    """A product's scalar factor and the other one; ``None`` twice where neither or both are known
+    to be scalar."""
+    left, right = product.input[:2]
+    known = [
+        i.partition(":")[0] in scalars and i.partition(":")[2] in ("", "0") for i in (left, right)
+    ]
+    if known[0] == known[1]:
+        return None, None
+    return (left, right) if known[0] else (right, left)
+
+
+def _traced_places(nodes: Mapping[str, Any], order: Mapping[str, int]) -> dict[str, int]:
+    """The traced place of every node; one that was made later stands where its last input does."""
+    inputs = {
+        name: [i.lstrip("^").partition(":")[0] for i in node.input] for name, node in nodes.items()
+    }
+    places: dict[str, int] = {}
+    for name in TopologicalSorter(inputs).static_order():
+        places[name] = (
+            order[name] if name in order else max((places[i] for i in inputs[name]), default=0)
+        )
+    return places
+
+
+def _split_add_n(nodes: Mapping[str, Any], order: Mapping[str, int]) -> dict[str, Any]:
+    places = _traced_places(nodes, order)
+    result: dict[str, Any] = {}
+    for name, node in nodes.items():
+        terms = [i for i in node.input if not i.startswith("^")]
+        if (
+            node.op != "AddN"
+            or len(terms) < 3
+            or node.attr["T"].type == tf.variant.as_datatype_enum
+        ):
+            result[name] = node
+            continue
+        if name in order and len(terms) > 3:
+            terms.sort(key=lambda term: places[term.partition(":")[0]])
+        controls = [i for i in node.input if i.startswith("^")]
+        total = terms[0]
+        for at, term in enumerate(terms[1:], start=1):
+            last = at == len(terms) - 1
+            part = tf.compat.v1.NodeDef(
+                name=name if last else f"{name}/sum_{at}", op="AddV2", device=node.device
+            )
+            part.input.extend([total, term, *controls])
+            part.attr["T"].CopyFrom(node.attr["T"])
+            result[part.name] = part
+            total = part.name
+    return result
+
+
+def _reachable(nodes: Mapping[str, Any], roots: Sequence[str]) -> dict[str, Any]:
+    stack, seen = list(roots), set()
+    while stack:
+        name = stack.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        stack += [i.lstrip("^").partition(":")[0] for i in nodes[name].input]
+    return {name: node for name, node in nodes.items() if name in seen}

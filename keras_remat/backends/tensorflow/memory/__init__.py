@@ -1,0 +1,1 @@
+"""What TensorFlow's allocators do: measured, probed and replayed."""

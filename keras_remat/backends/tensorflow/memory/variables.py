@@ -1,0 +1,106 @@
+"""A model's variables, copied to the host and put back where they were.
+
+Assigning an array makes a new tensor the variable's: in another chunk of the pool than the one it
+had, up to twice as large, or in none, when the array happens to lie at an aligned address and is
+not copied. What is resident would differ from one put-back to the next, and so would the peak of
+the steps after it. So all large variables of the CPU's pool give their chunks back first, and then
+their values are copied into the pool anew, the largest first, each into a chunk of just its size:
+whatever steps ran before, the variables lie close together afterwards, and what is free is in as
+few chunks as can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow.memory import probe
+from keras_remat.backends.tensorflow.memory.best_fit import CPU_SMALL_BYTES
+from keras_remat.backends.tensorflow.ordered.profile import device_name
+
+#: What the CPU's kernels and allocator align tensors to.
+_ALIGNMENT_BYTES = 64
+
+
+def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
+    """Copies variables to the host.
+
+    Args:
+        variables: Keras's, distinct.
+
+    Returns:
+        A function that puts the values back, bit for bit, as often as it is called; after an
+        exception or interrupt in it they are back, too.
+    """
+    in_pool = not device_name().startswith("GPU")
+    saved = [_bytes_of(v) if in_pool and _is_large(v) else v.numpy() for v in variables]
+
+    def put_back() -> None:
+        try:
+            large = []
+            for variable, value in zip(variables, saved, strict=True):
+                if in_pool and _is_large(variable):
+                    _replace(variable.value, tf.zeros([0], variable.value.dtype))
+                    large.append((variable.value, value))
+                else:
+                    variable.assign(value)
+            for variable, value in sorted(large, key=lambda pair: -pair[1].nbytes):
+                _refill(variable, value)
+        except BaseException as error:
+            for variable, value in zip(variables, saved, strict=True):
+                copy = _aligned_copy(value.reshape(-1).view(np.uint8))  # it is used where it is
+                array = copy.view(variable.value.dtype.as_numpy_dtype)
+                _replace(
+                    variable.value, tf.reshape(tf.convert_to_tensor(array), variable.value.shape)
+                )
+            if not isinstance(
+                error, tf.errors.ResourceExhaustedError
+            ):  # a full pool that cannot grow holds them no longer
+                raise
+
+    return put_back
+
+
+def _is_large(variable: Any) -> bool:
+    return bool(
+        variable.dtype != "bool"
+        and int(np.prod(variable.shape)) * variable.value.dtype.size >= CPU_SMALL_BYTES
+    )
+
+
+def _bytes_of(variable: Any) -> np.ndarray:
+    """A variable's bytes, copied to an address that TensorFlow can use as it is."""
+    return _aligned_copy(
+        np.asarray(memoryview(tf.bitcast(variable.value.value(), tf.uint8))).reshape(-1)
+    )
+
+
+def _aligned_copy(values: np.ndarray) -> np.ndarray:
+    room = np.empty(values.nbytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT_BYTES
+    copy = room[start : start + values.nbytes]
+    copy[...] = values
+    return copy
+
+
+def _refill(variable: tf.Variable, value: np.ndarray) -> None:
+    """Copies ``value``, the bytes of a variable that holds nothing, to where the allocator puts it,
+    in a chunk of just its size."""
+    host = tf.experimental.dlpack.from_dlpack(value.__dlpack__())  # shares the array's memory
+    size = variable.dtype.size
+    with probe.spaced(value.nbytes):
+        copy = tf.raw_ops.DeepCopy(x=host)
+    _replace(
+        variable,
+        tf.reshape(
+            tf.bitcast(tf.reshape(copy, [-1, size] if size > 1 else [-1]), variable.dtype),
+            variable.shape,
+        ),
+    )
+
+
+def _replace(variable: tf.Variable, tensor: Any) -> None:
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tensor, validate_shape=False)

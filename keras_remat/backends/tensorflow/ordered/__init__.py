@@ -1,0 +1,1 @@
+"""Steps that TensorFlow's executor runs op by op in a given order."""

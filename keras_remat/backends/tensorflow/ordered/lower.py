@@ -1,0 +1,316 @@
+"""Turn an order of ops into a TensorFlow function that runs it.
+
+The optimized graph is written once more, node by node in the order of the schedule; an op that
+repeats becomes a copy under another name, and a reader reads the newest copy before it. Views are
+copied with the instance they look at. Control edges carry what no tensor does: assignments after
+the reads they follow (S4), and the order of what touches the allocator's pool (:mod:`.ordering`).
+What is to be taken of that pool before an op (a cut, :mod:`.best_fit`) ``Empty`` takes, without
+touching a page. The function runs verbatim: neither Grappler nor a common-subexpression pass sees
+it, by a configuration that travels with the call. TensorFlow folds constants all the same, when a
+function first runs; large ones would stay in use and are in no plan, so a constant that such an op
+reads is an argument of the function.
+
+Loops and branches are marked for TensorFlow's lowering to ``Switch`` and ``Merge``, which runs an
+LSTM's step in two thirds of the time of calls of functions and computes the same bits. Few of a
+loop's iterations run at once: what more of them hold differs from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from graphlib import TopologicalSorter
+from typing import Any
+
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.trace import TensorFlowStep, split_input, tensor_key
+from keras_remat.backends.tensorflow.memory.best_fit import Cut
+from keras_remat.backends.tensorflow.ordered import ordering
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+
+#: As fast as the ten that TensorFlow's loops have by default.
+_PARALLEL_ITERATIONS = 2
+
+
+class LoweredStep:
+    """A train step that runs one schedule; call it with a batch of the traced shape.
+
+    Attributes:
+        problem: the problem the schedule was made for.
+        schedule: the order it runs.
+    """
+
+    def __init__(
+        self,
+        traced: TensorFlowStep,
+        problem: Problem,
+        schedule: Schedule,
+        smallest_bytes: int,
+        cuts: Mapping[int, tuple[Cut, ...]],
+    ):
+        self.traced, self.problem, self.schedule = traced, problem, schedule
+        self._handed_in = {
+            name: _constant(traced.nodes[name])
+            for name in sorted(_unfolded(traced, smallest_bytes))
+        }
+        writer = _Writer(traced, schedule, self._handed_in.keys())
+        ordered = ordering.ordered_positions(problem, schedule, smallest_bytes)
+        self._function = _build(traced, writer, writer.write(ordered, cuts), self._handed_in)
+        self.names = writer.names
+
+    def __call__(self, batch: Any) -> Any:
+        """Runs one step; returns what ``train_step`` returns."""
+        leaves = [
+            tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(batch) if not _is_none(leaf)
+        ]
+        outputs = iter(private.call_verbatim(self._function, [*leaves, *self._handed_in.values()]))
+        structure = self.traced.output_structure
+        flat = [
+            next(outputs) if isinstance(leaf, tf.Tensor) else leaf
+            for leaf in tf.nest.flatten(structure)
+        ]
+        return tf.nest.pack_sequence_as(structure, flat)
+
+
+def lower(
+    traced: TensorFlowStep,
+    problem: Problem,
+    schedule: Schedule,
+    smallest_bytes: int = 0,
+    cuts: Mapping[int, tuple[Cut, ...]] | None = None,
+) -> LoweredStep:
+    """Returns a step that runs ``schedule``, whose ops may change places as far as the allocator's
+    pool does not see it.
+
+    Args:
+        traced: the step the problem's graph came from.
+        problem: its graph and costs, and the budget; without one, a schedule that recomputes
+            nothing is no order at all.
+        schedule: a legal order.
+        smallest_bytes: what the pool serves at least; 0 orders all that holds data.
+        cuts: position in the order → what is done to the pool before its op
+            (:func:`.replay.replayed`).
+    """
+    return LoweredStep(traced, problem, schedule, smallest_bytes, cuts or {})
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, tf.experimental.Optional)
+
+
+class _Writer:
+    """Writes the nodes of one schedule."""
+
+    def __init__(self, traced: TensorFlowStep, schedule: Schedule, unfolded: Set[str]):
+        self.traced, self.schedule, self.unfolded = traced, schedule, unfolded
+        self.names: list[tuple[str, ...]] = []  # names of the nodes at every position
+        self._nodes: list[Any] = []
+        self._newest: dict[str, str] = {}  # op name → name of its newest copy
+        self._copies: dict[str, list[str]] = {}  # op name → names of all its copies so far
+        self._views: dict[tuple[str, tuple[str, ...]], str] = {}
+        self._placed: set[str] = set()
+        self.used_placeholders: set[str] = set()
+        self._last: tuple[
+            str, ...
+        ] = ()  # names of the last nodes that others would have waited for
+        self.ends: list[str] = []  # what the step returns, as tensor names
+
+    def write(self, ordered: Sequence[bool], cuts: Mapping[int, tuple[Cut, ...]]) -> Any:
+        """Returns the GraphDef; an op at a position that is ``ordered`` runs after the last such op
+        before it, and after its cuts."""
+        graph = self.traced.graph
+        before: tuple[str, ...] = ()
+        for position, (op_id, waits) in enumerate(zip(self.schedule.order, ordered, strict=True)):
+            nodes = self.traced.node_names[graph.ops[op_id].name]
+            edges: list[str] = []
+            for at, cut in enumerate(cuts.get(position, ()) if waits else ()):
+                before = self._prepare(f"remat_cut_{position}_{at}", cut, before)
+                edges.append(f"remat_cut_{position}_{at}/edge")
+            self.names.append(tuple(self._emit(name, before if waits else ()) for name in nodes))
+            before = self.names[-1] if waits else before
+            if edges:
+                before = self._give_back(f"remat_cut_{position}/done", edges, before)
+        self._last = before
+        self.ends = [self._tensor(tensor) for tensor in self.traced.output_tensors]
+        self._finish()
+        document = tf.compat.v1.GraphDef(versions=self.traced.versions, library=self.traced.library)
+        document.node.extend(self._nodes)
+        return document
+
+    def _prepare(self, name: str, cut: Cut, before: Sequence[str]) -> tuple[str, ...]:
+        """Does what a cut says but for the edge, which is taken and held; the names of the last
+        nodes of it."""
+        taken: list[str] = []
+        for at, nbytes in enumerate((*cut.plugs, *((cut.spare_bytes,) if cut.spare_bytes else ()))):
+            before = self._take(f"{name}/{at}", nbytes, before)
+            taken.extend(before)
+        before = self._take(f"{name}/edge", cut.edge_bytes, before)
+        return self._give_back(f"{name}/cut", taken, before) if taken else before
+
+    def _take(self, name: str, nbytes: int, before: Sequence[str]) -> tuple[str, ...]:
+        """Asks for memory, which is not touched."""
+        shape, empty = (
+            tf.compat.v1.NodeDef(name=f"{name}/shape", op="Const"),
+            tf.compat.v1.NodeDef(name=name, op="Empty"),
+        )
+        shape.attr["dtype"].type = tf.int32.as_datatype_enum
+        shape.attr["value"].tensor.CopyFrom(tf.make_tensor_proto([nbytes], tf.int32))
+        empty.attr["dtype"].type = tf.uint8.as_datatype_enum
+        empty.attr["init"].b = False
+        empty.input.extend([shape.name, *(f"^{earlier}" for earlier in before)])
+        self._nodes.extend([shape, empty])
+        return (name,)
+
+    def _give_back(self, name: str, taken: Sequence[str], after: Sequence[str]) -> tuple[str, ...]:
+        """The name of a node that has what was taken until the nodes ``after`` have run."""
+        node = tf.compat.v1.NodeDef(name=name, op="ShapeN")
+        node.attr["T"].type = tf.uint8.as_datatype_enum
+        node.attr["N"].i = len(taken)
+        node.attr["out_type"].type = tf.int32.as_datatype_enum
+        node.input.extend([*taken, *(f"^{earlier}" for earlier in after)])
+        self._nodes.append(node)
+        return (name,)
+
+    def _finish(self) -> None:
+        done = tf.compat.v1.NodeDef(name="remat_done", op="NoOp")
+        graph = self.traced.graph
+        once = (
+            self.names[k]
+            for k, i in enumerate(self.schedule.order)
+            if not graph.ops[i].recomputable
+        )
+        done.input.extend(
+            f"^{name}"
+            for name in dict.fromkeys((*self._last, *(name for names in once for name in names)))
+        )
+        self._nodes.append(done)
+
+    def _emit(self, op_name: str, before: Sequence[str]) -> str:
+        node = self.traced.nodes[op_name]
+        copies = self._copies.setdefault(op_name, [])
+        name = op_name if not copies else f"{op_name}/remat_{len(copies)}"
+        inputs = [self._tensor(tensor_key(i)) for i in node.input if not i.startswith("^")]
+        self._append(node, name, inputs, [*self._controls(node), *before])
+        copies.append(name)
+        self._newest[op_name] = name
+        return name
+
+    def _append(self, node: Any, name: str, inputs: Sequence[str], controls: Sequence[str]) -> None:
+        copy = tf.compat.v1.NodeDef()
+        copy.CopyFrom(node)
+        copy.name = name
+        del copy.input[:]
+        copy.input.extend([*inputs, *(f"^{c}" for c in dict.fromkeys(controls))])
+        for attribute in ("_output_shapes", "_class"):
+            if attribute in copy.attr:
+                del copy.attr[attribute]
+        if copy.op in kinds.CONTROL_FLOW:
+            copy.attr["_lower_using_switch_merge"].b = True
+            if "parallel_iterations" in copy.attr:
+                copy.attr["parallel_iterations"].i = _PARALLEL_ITERATIONS
+        self._nodes.append(copy)
+
+    def _controls(self, node: Any) -> list[str]:
+        """What the node waits for beyond its data: every copy so far of the ops behind its control
+        edges."""
+        graph, op_id = self.traced.graph, self.traced.op_id.get(node.name)
+        if op_id is not None:
+            names = (
+                name
+                for earlier in graph.ops[op_id].after
+                for name in self.traced.node_names[graph.ops[earlier].name]
+            )
+            return [copy for name in names for copy in self._copies.get(name, ())]
+        effects = {
+            name
+            for i in node.input
+            if i.startswith("^")
+            for name in self.traced.effects_behind[i[1:]]
+        }
+        return [copy for name in sorted(effects) for copy in self._copies.get(name, ())]
+
+    def _tensor(self, tensor: str) -> str:
+        """The tensor's newest instance, views written on demand."""
+        name, index = split_input(tensor)
+        if name not in self.traced.folded:
+            return _reference(self._newest[name], index)
+        node = self.traced.nodes[name]
+        if node.op == "Placeholder" or name in self.unfolded:
+            self.used_placeholders.add(name)
+            return _reference(name, index)
+        inputs = tuple(self._tensor(tensor_key(i)) for i in node.input if not i.startswith("^"))
+        key = (name, inputs)
+        if key not in self._views:
+            written = name if name not in self._placed else f"{name}/remat_{len(self._views)}"
+            self._placed.add(name)
+            self._append(node, written, inputs, self._controls(node))
+            self._views[key] = written
+        return _reference(self._views[key], index)
+
+
+def _unfolded(traced: TensorFlowStep, smallest_bytes: int) -> Set[str]:
+    """Names of constants that are handed to the function: one behind every op with a large output
+    that depends on constants alone."""
+    first: dict[str, str] = {}  # name of a node that depends on constants alone → the first of them
+    found: set[str] = set()
+    sources = {
+        name: [split_input(i)[0] for i in node.input if not i.startswith("^")]
+        for name, node in traced.nodes.items()
+    }
+    for name in TopologicalSorter(sources).static_order():
+        node = traced.nodes[name]
+        if node.op == "Const":
+            first[name] = name
+        elif (
+            sources[name]
+            and all(source in first for source in sources[name])
+            and not private.is_stateful(node.op)
+        ):
+            first[name] = first[sources[name][0]]
+            outputs = traced.graph.ops[traced.op_id[name]].outputs if name in traced.op_id else ()
+            if any(traced.graph.values[v].nbytes >= max(1, smallest_bytes) for v in outputs):
+                found.add(first[name])
+    return found
+
+
+def _constant(node: Any) -> Any:
+    """A ``Const`` node's value."""
+    return tf.constant(tf.make_ndarray(node.attr["value"].tensor))
+
+
+def _reference(name: str, index: int) -> str:
+    return name if index == 0 else f"{name}:{index}"
+
+
+def _build(
+    traced: TensorFlowStep, writer: _Writer, document: Any, constants: Mapping[str, Any]
+) -> Any:
+    """The concrete function of a written GraphDef: batch and constants in, ``train_step``'s tensors
+    out, every effect done."""
+
+    def build(*placeholders: Any) -> list[Any]:
+        mapped = dict(
+            zip([*(name for name, *_ in traced.inputs), *constants], placeholders, strict=True)
+        )
+        mapped |= {name: private.capture(external) for name, external in traced.captures.items()}
+        used = {
+            f"{name}:0": tensor
+            for name, tensor in mapped.items()
+            if name in writer.used_placeholders
+        }
+        *outputs, done = tf.graph_util.import_graph_def(
+            document,
+            input_map=used,
+            return_elements=[*map(tensor_key, writer.ends), "remat_done"],
+            name="",
+        )
+        with tf.control_dependencies([done]):
+            return [tf.identity(output) for output in outputs]
+
+    specs = [tf.TensorSpec(shape, dtype) for _, dtype, shape in traced.inputs]
+    return private.build_function(
+        build, [*specs, *(tf.TensorSpec(c.shape, c.dtype) for c in constants.values())]
+    )

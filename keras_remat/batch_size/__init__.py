@@ -1,0 +1,1 @@
+"""Finds how large a batch can be."""

@@ -1,0 +1,184 @@
+"""What an op costs at another batch size: fitted to profiles measured at two sizes or more, or in
+proportion to its bytes.
+
+Where two sizes were measured, an op's seconds and its workspace are taken to be affine in the batch
+size b,
+
+    t(b) = a + c b    with a ≥ 0 (what a call costs however small, or work on the weights) and c ≥ 0
+    (what a sample costs),
+
+by least squares of the *relative* errors, so that a large batch does not drown a small one:
+minimize Σ ((a + c b − t_b) / t̄_b)² over the measured sizes b, where t̄_b is what all ops together
+took at b. With two unknowns, non-negative least squares (Lawson & Hanson 1974, chapter 23) needs no
+iteration: where the free minimum has a negative coefficient, the minimum lies where that one is 0.
+
+Where one size alone is known, costs follow the bytes that an op reads and writes. That is also how
+they are carried over to a trace with a few other ops.
+
+Known limits: kernels that change their algorithm with the batch are no straight line; the residuals
+say how far off that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from keras_remat.core.graph import Graph, Op
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+
+_Floats = np.ndarray
+
+
+@dataclass(frozen=True)
+class CostFit:
+    """Affine costs of one train step's ops at any batch size.
+
+    Args:
+        profiles: batch size → the profile measured at it; the same ops in all, two sizes at least.
+
+    Raises:
+        ValueError: fewer than two sizes, a size below 1, or profiles of different length.
+    """
+
+    profiles: Mapping[int, Profile]
+
+    def __post_init__(self) -> None:
+        lengths = {len(profile.op_time_s) for profile in self.profiles.values()}
+        if len(self.profiles) < 2 or min(self.profiles) < 1 or len(lengths) != 1:
+            raise ValueError(
+                f"a fit needs profiles of the same ops at two sizes of at least 1, got sizes {sorted(self.profiles)} with {sorted(lengths)} ops"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The measured batch sizes, ascending."""
+        return tuple(sorted(self.profiles))
+
+    @cached_property
+    def _measured_s(self) -> _Floats:
+        """Seconds, sizes × ops."""
+        return np.array([self.profiles[size].op_time_s for size in self.sizes])
+
+    @cached_property
+    def _times(self) -> tuple[_Floats, _Floats]:
+        return _affine(self.sizes, self._measured_s)
+
+    @cached_property
+    def _workspaces(self) -> tuple[_Floats, _Floats]:
+        measured = np.array(
+            [self.profiles[size].op_workspace_bytes for size in self.sizes], dtype=float
+        )
+        # one that is seen at the largest size alone was too small to be seen at the others
+        in_proportion = np.outer(np.array(self.sizes) / self.sizes[-1], measured[-1])
+        return _affine(self.sizes, np.where(measured == 0, in_proportion, measured))
+
+    def op_time_s(self, size: int) -> tuple[float, ...]:
+        """Seconds per op at a batch size."""
+        fixed, per_sample = self._times
+        return tuple(map(float, fixed + per_sample * size))
+
+    def op_workspace_bytes(self, size: int) -> tuple[int, ...]:
+        """Workspace per op at a batch size."""
+        fixed, per_sample = self._workspaces
+        return tuple(int(nbytes) for nbytes in np.ceil(fixed + per_sample * size - 1e-6))
+
+    @cached_property
+    def op_residuals(self) -> tuple[float, ...]:
+        """Per op, the root mean square of fitted − measured over its mean measured seconds, a
+        ratio; 0 for an op that took no time."""
+        off = np.sqrt(np.mean((self._fitted_s() - self._measured_s) ** 2, axis=0))
+        mean = self._measured_s.mean(axis=0)
+        return tuple(map(float, np.divide(off, mean, out=np.zeros_like(off), where=mean > 0)))
+
+    @cached_property
+    def step_errors(self) -> dict[int, float]:
+        """Measured batch size → (fitted − measured) / measured seconds of all ops together, a
+        ratio."""
+        fitted, measured = self._fitted_s().sum(axis=1), self._measured_s.sum(axis=1)
+        return {
+            size: float(f / m - 1) if m > 0 else 0.0
+            for size, f, m in zip(self.sizes, fitted, measured, strict=True)
+        }
+
+    @cached_property
+    def residual(self) -> float:
+        """The share of the measured seconds that the fit misses: Σ |fitted − measured| over all ops
+        and sizes / Σ measured, a ratio."""
+        total = self._measured_s.sum()
+        return (
+            float(np.abs(self._fitted_s() - self._measured_s).sum() / total) if total > 0 else 0.0
+        )
+
+    def _fitted_s(self) -> _Floats:
+        fixed, per_sample = self._times
+        return np.array([fixed + per_sample * size for size in self.sizes])
+
+
+def _affine(sizes: tuple[int, ...], measured: _Floats) -> tuple[_Floats, _Floats]:
+    """The non-negative a and c of every column of ``measured`` (sizes × ops)."""
+    totals = measured.sum(axis=1)
+    weight = np.divide(1.0, totals**2, out=np.ones_like(totals), where=totals > 0)[:, None]
+    weight = weight / weight.sum()
+    b = np.array(sizes, dtype=float)[:, None]
+    mean_b, mean_t = (weight * b).sum(axis=0), (weight * measured).sum(axis=0)
+    slope = (weight * (b - mean_b) * (measured - mean_t)).sum(axis=0) / (
+        weight * (b - mean_b) ** 2
+    ).sum(axis=0)
+    fixed = mean_t - slope * mean_b
+    through_zero = (weight * b * measured).sum(axis=0) / (weight * b**2).sum(axis=0)
+    slope, fixed = (
+        np.where(slope < 0, 0.0, np.where(fixed < 0, through_zero, slope)),
+        np.where(slope < 0, mean_t, np.where(fixed < 0, 0.0, fixed)),
+    )
+    return fixed, slope
+
+
+def carried_problem(problem: Problem, graph: Graph) -> Problem:
+    """The costs of one trace on another trace of the same step, at any batch size: in proportion to
+    the bytes an op reads and writes.
+
+    Args:
+        problem: the graph and profile to begin with.
+        graph: where it has the same ops, they cost the same per byte; else those of the same name
+            and kind do. Any others cost what their kind, or all ops, cost per byte, and need no
+            workspace.
+    """
+    profile, old = problem.profile, problem.graph
+    by_name = {(op.name, op.kind): op for op in old.ops}
+    same = old.has_ops_of(graph)
+    times, workspaces = [], []
+    for op in graph.ops:
+        moved, before = (
+            _moved_bytes(graph, op),
+            old.ops[op.id] if same else by_name.get((op.name, op.kind)),
+        )
+        if before is None:
+            alike = [other for other in old.ops if other.kind == op.kind] or old.ops
+            total = sum(_moved_bytes(old, other) for other in alike)
+            times.append(
+                moved * sum(profile.op_time_s[other.id] for other in alike) / total
+                if total
+                else 0.0
+            )
+            workspaces.append(0)
+        else:
+            ratio = moved / held if (held := _moved_bytes(old, before)) else 1.0
+            times.append(profile.op_time_s[before.id] * ratio)
+            workspaces.append(round(profile.op_workspace_bytes[before.id] * ratio))
+    resident = max(0, profile.resident_bytes + graph.input_bytes - old.input_bytes)
+    profile = replace(
+        profile,
+        op_time_s=tuple(times),
+        op_workspace_bytes=tuple(workspaces),
+        resident_bytes=resident,
+    )
+    return Problem(graph, profile, name=problem.name)
+
+
+def _moved_bytes(graph: Graph, op: Op) -> int:
+    return sum(graph.values[v].nbytes for v in (*op.inputs, *op.outputs))

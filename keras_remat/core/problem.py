@@ -1,0 +1,97 @@
+"""A graph, what it costs, and the budget it must fit: the input of every solver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from keras_remat.core.graph import Graph, reused_bytes
+from keras_remat.core.profile import Profile
+from keras_remat.errors import InvalidProblemError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One instance of the rematerialization problem.
+
+    Args:
+        graph: what is computed.
+        profile: what that costs; one entry per op of ``graph``.
+        budget_bytes: the peak no schedule may exceed, resident bytes included; ``None`` for no
+            limit.
+        name: for people.
+
+    Raises:
+        InvalidProblemError: the profile is for another number of ops, or the budget is not a
+            positive int.
+    """
+
+    graph: Graph
+    profile: Profile
+    budget_bytes: int | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.profile.op_time_s) != len(self.graph.ops):
+            raise InvalidProblemError(
+                f"the profile has {len(self.profile.op_time_s)} ops, the graph has {len(self.graph.ops)}",
+                field="profile",
+            )
+        budget = self.budget_bytes
+        if budget is not None and (
+            not isinstance(budget, int) or isinstance(budget, bool) or budget <= 0
+        ):
+            raise InvalidProblemError(
+                f"must be a positive int, got {budget!r}", field="budget_bytes", value=budget
+            )
+
+    def with_budget(self, budget_bytes: int | None) -> Problem:
+        """Returns the same problem under another budget."""
+        return replace(self, budget_bytes=budget_bytes)
+
+    def op_floor_bytes(self, op_id: int) -> int:
+        """Bytes that must be alive while ``op_id`` runs, whatever the schedule: resident, inputs,
+        outputs not reusing an input (a graph output that cannot be computed again is never
+        overwritten), and workspace."""
+        graph, op = self.graph, self.graph.ops[op_id]
+        alive = {v for v in op.inputs if graph.values[v].producer is not None}
+        total = (
+            sum(graph.values[v].nbytes for v in alive | set(op.outputs))
+            + self.profile.op_workspace_bytes[op_id]
+        )
+        return (
+            self.profile.resident_bytes
+            + total
+            - reused_bytes(op, graph.values, alive - self._irreplaceable)
+        )
+
+    @cached_property
+    def _irreplaceable(self) -> frozenset[int]:
+        """Ids of the graph outputs whose first instance must survive to the end, because their op
+        may run only once."""
+        graph = self.graph
+        return frozenset(
+            v
+            for v in graph.outputs
+            if (p := graph.values[v].producer) is not None and not graph.ops[p].recomputable
+        )
+
+    @cached_property
+    def floor_op(self) -> int | None:
+        """Id of the op that sets the floor; ``None`` for a graph that needs no op."""
+        return max(sorted(self.graph.needed), key=self.op_floor_bytes, default=None)
+
+    @property
+    def floor_bytes(self) -> int:
+        """A bound no schedule beats: resident bytes plus the most any single needed op holds while
+        it runs."""
+        return (
+            self.profile.resident_bytes
+            if self.floor_op is None
+            else self.op_floor_bytes(self.floor_op)
+        )
+
+    @cached_property
+    def store_all_time_s(self) -> float:
+        """Seconds of the schedule with no recomputation: each needed op once."""
+        return sum(self.profile.op_time_s[i] for i in sorted(self.graph.needed))

@@ -1,0 +1,134 @@
+"""What a graph costs on a device: seconds and workspace per op, and the bytes that are there
+anyway."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from keras_remat.errors import InvalidProblemError
+
+MAX_SECONDS = sys.float_info.max
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of the device's memory that its allocator hands out or takes back as a whole.
+
+    Args:
+        address: of its first byte, counted from anywhere.
+        nbytes: its size.
+
+    Raises:
+        InvalidProblemError: a negative address or no bytes.
+    """
+
+    address: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        _check_bytes(self.address, "address")
+        _check_bytes(self.nbytes, "nbytes", least=1)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The device's allocator between two steps of training.
+
+    Args:
+        free_chunks: what it can hand out before it has to grow.
+        homes: name of an op that assigns a variable → the chunk the variable is in, as pairs, where
+            that is known.
+        batch_chunks: what the batches in use seem to be in.
+        held_bytes: of what is in use, the batches: the one that was trained last, and those that
+            the input pipeline has ready.
+        ahead_bytes: the most that the pipeline has ready; among the profile's resident bytes.
+
+    Raises:
+        InvalidProblemError: no free chunk, or negative bytes.
+    """
+
+    free_chunks: tuple[Chunk, ...]
+    homes: tuple[tuple[str, Chunk], ...] = ()
+    batch_chunks: tuple[Chunk, ...] = ()
+    held_bytes: int = 0
+    ahead_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "free_chunks", tuple(self.free_chunks))
+        object.__setattr__(self, "homes", tuple(self.homes))
+        object.__setattr__(self, "batch_chunks", tuple(self.batch_chunks))
+        if not self.free_chunks:
+            raise InvalidProblemError("has no free chunk", field="pool.free_chunks", value=())
+        for field in ("held_bytes", "ahead_bytes"):
+            _check_bytes(getattr(self, field), f"pool.{field}")
+
+    @property
+    def free_bytes(self) -> int:
+        """All that is free."""
+        return sum(chunk.nbytes for chunk in self.free_chunks)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs of one graph, op by op.
+
+    Args:
+        op_time_s: seconds per op, in the order of ``Graph.ops``.
+        op_workspace_bytes: bytes alive only while the op runs, in the same order.
+        resident_bytes: bytes in use through the whole step: weights, optimizer slots, the batch.
+        source: ``"measured"`` on the live device or ``"estimated"`` from shapes.
+        device: for people, e.g. ``"CPU:0"``.
+        backend: ``"tensorflow"``, ``"jax"`` or ``""`` when the costs came from a file.
+        pool: the device's allocator, where it tells.
+
+    Raises:
+        InvalidProblemError: a negative, NaN or infinite cost, or lists of different length.
+    """
+
+    op_time_s: tuple[float, ...]
+    op_workspace_bytes: tuple[int, ...]
+    resident_bytes: int
+    source: Literal["measured", "estimated"] = "measured"
+    device: str = ""
+    backend: str = ""
+    pool: Pool | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "op_time_s", tuple(self.op_time_s))
+        object.__setattr__(self, "op_workspace_bytes", tuple(self.op_workspace_bytes))
+        if len(self.op_time_s) != len(self.op_workspace_bytes):
+            raise InvalidProblemError(
+                f"{len(self.op_time_s)} times but {len(self.op_workspace_bytes)} workspaces",
+                field="op_time_s",
+                value=len(self.op_time_s),
+            )
+        for at, seconds in enumerate(self.op_time_s):
+            if (
+                isinstance(seconds, bool)
+                or not isinstance(seconds, (int, float))
+                or not 0 <= seconds <= MAX_SECONDS
+            ):
+                raise InvalidProblemError(
+                    f"time must be finite and at least 0, got {seconds!r}",
+                    field=f"ops[{at}].time_s",
+                    value=seconds,
+                )
+        object.__setattr__(self, "op_time_s", tuple(map(float, self.op_time_s)))
+        for at, nbytes in enumerate(self.op_workspace_bytes):
+            _check_bytes(nbytes, f"ops[{at}].workspace_bytes")
+        _check_bytes(self.resident_bytes, "resident_bytes")
+        if self.source not in ("measured", "estimated"):
+            raise InvalidProblemError(
+                f'must be "measured" or "estimated", got {self.source!r}',
+                field="source",
+                value=self.source,
+            )
+
+
+def _check_bytes(nbytes: object, field: str, *, least: int = 0) -> None:
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < least:
+        raise InvalidProblemError(
+            f"bytes must be an int of at least {least}, got {nbytes!r}", field=field, value=nbytes
+        )

@@ -1,0 +1,281 @@
+"""Problem files: JSON in which list position is the id and list order is the default order.
+
+``{"format": "keras_remat.problem", "version": 1, "name", "resident_bytes", "budget_bytes",
+"values": [{"name", "bytes"}], "ops": [{"name", "phase", "time_s", "workspace_bytes",
+"recomputable", "inputs", "outputs", "after", "may_reuse"}], "outputs"}``. ``after`` and
+``may_reuse`` may be missing. A value without a producer is a step input. What the core knows beyond
+that (``kind`` of an op, ``shape`` and ``dtype`` of a value, ``source``, ``device``, ``backend`` and
+``pool`` of the profile) is written when it is there, so that a problem comes back exactly as it
+was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keras_remat.core.graph import Graph, Op, Value
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Chunk, Pool, Profile
+from keras_remat.errors import InvalidProblemError
+
+FORMAT, VERSION = "keras_remat.problem", 1
+_REQUIRED = object()
+
+
+def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Writes ``document`` to ``path`` in one step: a reader sees the old file or the new one, never
+    half of it.
+
+    Raises:
+        ValueError: a number is NaN or infinite, which JSON cannot say.
+        OSError: the file cannot be written.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(
+            json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(
+    path: str | os.PathLike[str], expected_format: str | tuple[str, ...], version: int
+) -> dict[str, Any]:
+    """Reads a JSON object of the given format, or of one of several, and version.
+
+    Raises:
+        InvalidProblemError: no JSON, no object, another format or a newer version.
+        OSError: the file cannot be read.
+    """
+    source = os.fspath(path)
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: no JSON, no UTF-8, or an integer of thousands of digits
+        raise InvalidProblemError(f"not a JSON file: {error}", source=source) from error
+    if not isinstance(document, dict):
+        raise InvalidProblemError(
+            f"expected a JSON object, got {type(document).__name__}", source=source
+        )
+    formats = (expected_format,) if isinstance(expected_format, str) else expected_format
+    if document.get("format") not in formats:
+        raise InvalidProblemError(
+            f"expected {' or '.join(map(repr, formats))}, got {document.get('format')!r}",
+            source=source,
+            field="format",
+            value=document.get("format"),
+        )
+    if document.get("version") != version or type(document["version"]) is not int:
+        raise InvalidProblemError(
+            f"this release reads version {version}, got {document.get('version')!r}",
+            source=source, field="version", value=document.get("version"),
+        )  # fmt: skip
+    return document
+
+
+def problem_to_dict(problem: Problem) -> dict[str, Any]:
+    """The problem as the JSON object of a problem file."""
+    graph, profile = problem.graph, problem.profile
+    values: list[dict[str, Any]] = []
+    for value in graph.values:
+        entry: dict[str, Any] = {"name": value.name, "bytes": value.nbytes}
+        if value.shape is not None:
+            entry["shape"] = list(value.shape)
+        if value.dtype is not None:
+            entry["dtype"] = value.dtype
+        values.append(entry)
+    ops: list[dict[str, Any]] = []
+    for op in graph.ops:
+        entry = {
+            "name": op.name,
+            "phase": op.phase,
+            "time_s": profile.op_time_s[op.id],
+            "workspace_bytes": profile.op_workspace_bytes[op.id],
+            "recomputable": op.recomputable,
+            "inputs": list(op.inputs),
+            "outputs": list(op.outputs),
+            "after": list(op.after),
+            "may_reuse": list(op.may_reuse),
+        }
+        if op.kind:
+            entry["kind"] = op.kind
+        ops.append(entry)
+    pool = {} if profile.pool is None else {"pool": _pool_to_dict(profile.pool)}
+    return {
+        "format": FORMAT, "version": VERSION, "name": problem.name,
+        "resident_bytes": profile.resident_bytes, **pool, "budget_bytes": problem.budget_bytes,
+        "source": profile.source, "device": profile.device, "backend": profile.backend,
+        "values": values, "ops": ops, "outputs": list(graph.outputs),
+    }  # fmt: skip
+
+
+class _Fields:
+    """Reads typed fields of one JSON object; errors name file, field and value."""
+
+    def __init__(self, document: object, source: str | None, prefix: str = ""):
+        if not isinstance(document, dict):
+            raise InvalidProblemError(
+                f"expected an object, got {document!r}",
+                source=source,
+                field=prefix or None,
+                value=document,
+            )
+        self.document, self.source, self.prefix = document, source, prefix
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
+        field = f"{self.prefix}.{key}" if self.prefix else key
+        if key not in self.document:
+            if default is _REQUIRED:
+                raise InvalidProblemError("is missing", source=self.source, field=field)
+            return default
+        value = self.document[key]
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            names = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
+            raise InvalidProblemError(
+                f"expected {names}, got {value!r}", source=self.source, field=field, value=value
+            )
+        return value
+
+    def ids(self, key: str, default: Any = _REQUIRED) -> tuple[int, ...]:
+        value = self.get(key, list, default)
+        for at, item in enumerate(value):
+            if not isinstance(item, int) or isinstance(item, bool):
+                field = f"{self.prefix}.{key}[{at}]" if self.prefix else f"{key}[{at}]"
+                raise InvalidProblemError(
+                    f"expected an id, got {item!r}", source=self.source, field=field, value=item
+                )
+        return tuple(value)
+
+
+def problem_from_dict(document: object, *, source: str | None = None) -> Problem:
+    """The problem a JSON object describes.
+
+    Args:
+        document: as :func:`problem_to_dict` returns it.
+        source: the file it came from, for error messages.
+
+    Raises:
+        InvalidProblemError: a field is missing, has the wrong type, or the graph is inconsistent.
+    """
+    top = _Fields(document, source)
+    raw_values, raw_ops = top.get("values", list), top.get("ops", list)
+    op_fields = [_Fields(raw, source, f"ops[{at}]") for at, raw in enumerate(raw_ops)]
+    producers: dict[int, int] = {}
+    for at, fields in enumerate(op_fields):
+        for value_id in fields.ids("outputs"):
+            if value_id in producers:
+                raise InvalidProblemError(
+                    f"G2: value {value_id} has two producers, ops {producers[value_id]} and {at}",
+                    source=source, field=f"ops[{at}].outputs", value=value_id,
+                )  # fmt: skip
+            producers[value_id] = at
+    values = []
+    for at, raw in enumerate(raw_values):
+        fields = _Fields(raw, source, f"values[{at}]")
+        shape = fields.get("shape", list, None)
+        values.append(
+            Value(
+                at,
+                fields.get("name", str, ""),
+                fields.get("bytes", int),
+                None if shape is None else tuple(shape),
+                fields.get("dtype", str, None),
+                producers.get(at),
+            )
+        )
+    ops = [
+        Op(
+            at,
+            fields.get("name", str, ""),
+            fields.get("kind", str, ""),
+            fields.ids("inputs"),
+            fields.ids("outputs"),
+            fields.get("phase", str, "forward"),
+            fields.get("recomputable", bool, True),
+            fields.ids("after", []),
+            fields.ids("may_reuse", []),
+        )
+        for at, fields in enumerate(op_fields)
+    ]
+    try:
+        graph = Graph(tuple(ops), tuple(values), top.ids("outputs"))
+        profile = Profile(
+            tuple(fields.get("time_s", (int, float)) for fields in op_fields),
+            tuple(fields.get("workspace_bytes", int, 0) for fields in op_fields),
+            top.get("resident_bytes", int, 0),
+            source=top.get("source", str, "measured"),
+            device=top.get("device", str, ""),
+            backend=top.get("backend", str, ""),
+            pool=_pool(top.get("pool", (dict, type(None)), None), source),
+        )
+        return Problem(
+            graph,
+            profile,
+            top.get("budget_bytes", (int, type(None)), None),
+            top.get("name", str, ""),
+        )
+    except InvalidProblemError as error:
+        if error.source is not None or source is None:
+            raise
+        raise InvalidProblemError(
+            error.message, source=source, field=error.field, value=error.value
+        ) from None
+
+
+def _pool_to_dict(pool: Pool) -> dict[str, Any]:
+    return {
+        "free_chunks": [[chunk.address, chunk.nbytes] for chunk in pool.free_chunks],
+        "homes": {name: [chunk.address, chunk.nbytes] for name, chunk in pool.homes},
+        "batch_chunks": [[chunk.address, chunk.nbytes] for chunk in pool.batch_chunks],
+        "held_bytes": pool.held_bytes, "ahead_bytes": pool.ahead_bytes,
+    }  # fmt: skip
+
+
+def _pool(document: object, source: str | None) -> Pool | None:
+    if document is None:
+        return None
+    fields = _Fields(document, source, "pool")
+    free, homes, batches = (
+        fields.get("free_chunks", list),
+        fields.get("homes", dict, {}),
+        fields.get("batch_chunks", list, []),
+    )
+    return Pool(
+        tuple(_chunk(entry, source, "pool.free_chunks") for entry in free),
+        tuple((name, _chunk(entry, source, "pool.homes")) for name, entry in homes.items()),
+        tuple(_chunk(entry, source, "pool.batch_chunks") for entry in batches),
+        fields.get("held_bytes", int, 0), fields.get("ahead_bytes", int, 0),
+    )  # fmt: skip
+
+
+def _chunk(entry: object, source: str | None, field: str) -> Chunk:
+    if not isinstance(entry, list) or len(entry) != 2:
+        raise InvalidProblemError(
+            f"must be [address, nbytes], got {entry!r}", source=source, field=field, value=entry
+        )
+    return Chunk(*entry)
+
+
+def save_problem(problem: Problem, path: str | os.PathLike[str]) -> None:
+    """Writes a problem file; :func:`load_problem` gives back an equal problem."""
+    write_json(problem_to_dict(problem), path)
+
+
+def load_problem(path: str | os.PathLike[str]) -> Problem:
+    """Reads a problem file.
+
+    Raises:
+        InvalidProblemError: malformed or inconsistent; the message names file, field and value.
+        OSError: the file cannot be read.
+    """
+    return problem_from_dict(read_json(path, FORMAT, VERSION), source=os.fspath(path))

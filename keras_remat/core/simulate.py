@@ -1,0 +1,103 @@
+"""The one memory semantics: time and peak of a schedule.
+
+A value computed at position k lives until its last read before it is computed again; an instance
+nobody reads lives at k only; outputs of the graph live to the end. ``live[k] = resident + Σ bytes
+of the values alive at k + workspace of order[k]``: inputs and outputs of the running op are alive,
+but an output that takes over the buffer of an input dying at k is not counted twice.
+
+O(len(order) + reads). No solver reports its own peak: it is always this function's.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_remat.core.graph import reused_bytes
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule, Usage
+
+
+def last_reads(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
+    """For every position the values computed there, with the last position at which that instance
+    is alive.
+
+    An instance of a graph output that is not computed again lives to ``len(order) - 1``.
+    """
+    graph = problem.graph
+    born: list[dict[int, int]] = []
+    newest: dict[int, int] = {}
+    for k, op_id in enumerate(schedule.order):
+        op = graph.ops[op_id]
+        for value_id in op.inputs:
+            if value_id in newest:
+                born[newest[value_id]][value_id] = k
+        born.append(dict.fromkeys(op.outputs, k))
+        for value_id in op.outputs:
+            newest[value_id] = k
+    for value_id in graph.outputs:
+        if value_id in newest:
+            born[newest[value_id]][value_id] = len(schedule.order) - 1
+    return born
+
+
+def live_bytes(problem: Problem, schedule: Schedule) -> npt.NDArray[np.int64]:
+    """Bytes alive at every position of the order.
+
+    Returns:
+        int64 array of shape ``[len(order)]``, resident bytes and workspace included.
+
+    >>> from keras_remat.core.graph import chain_example
+    >>> from keras_remat.core.profile import Profile
+    >>> p = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0))
+    >>> live_bytes(p, Schedule((0, 1, 2, 3, 0, 4))).tolist(), live_bytes(p, Schedule((0, 1, 2, 3, 4))).tolist()
+    ([4, 5, 7, 7, 5, 7], [4, 5, 11, 11, 7])
+    """
+    return np.asarray(_live(problem, schedule), dtype=np.int64)
+
+
+def _live(problem: Problem, schedule: Schedule) -> list[int]:
+    """:func:`live_bytes` as Python integers, which cannot overflow."""
+    graph, values = problem.graph, problem.graph.values
+    born = last_reads(problem, schedule)
+    n = len(schedule.order)
+    dying: list[set[int]] = [set() for _ in range(n)]
+    kept = set(graph.outputs)
+    delta = [0] * (n + 1)
+    delta[0] = problem.profile.resident_bytes
+    for k, instances in enumerate(born):
+        for value_id, end in instances.items():
+            delta[k] += values[value_id].nbytes
+            delta[end + 1] -= values[value_id].nbytes
+            if end > k:
+                dying[end].add(value_id)
+    live = list(accumulate(delta[:n]))
+    for k, op_id in enumerate(schedule.order):
+        live[k] += problem.profile.op_workspace_bytes[op_id]
+        op = graph.ops[op_id]
+        if op.may_reuse:
+            ending = dying[k] if k < n - 1 else dying[k] - kept
+            live[k] -= reused_bytes(op, values, ending)
+    return live
+
+
+def simulate(problem: Problem, schedule: Schedule) -> Usage:
+    """Time and peak of a legal schedule.
+
+    Args:
+        problem: the graph and its costs; the budget plays no part.
+        schedule: a legal order (see :func:`keras_remat.core.validate.validate`).
+
+    Returns:
+        Seconds and bytes; the peak of an empty order is the resident bytes.
+
+    >>> from keras_remat.core.graph import chain_example
+    >>> from keras_remat.core.profile import Profile
+    >>> p = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0))
+    >>> simulate(p, Schedule((0, 1, 2, 3, 4))), simulate(p, Schedule((0, 1, 2, 3, 0, 4)))
+    (Usage(time_s=5.0, peak_bytes=11), Usage(time_s=6.0, peak_bytes=7))
+    """
+    time_s = float(sum(problem.profile.op_time_s[op_id] for op_id in schedule.order))
+    return Usage(time_s, max(_live(problem, schedule), default=problem.profile.resident_bytes))

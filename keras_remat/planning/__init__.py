@@ -1,0 +1,1 @@
+"""Turns a problem and a budget into a plan."""

@@ -1,0 +1,1 @@
+"""Lower bounds that no schedule beats."""

@@ -1,0 +1,196 @@
+"""A lower bound on the time of every legal schedule, whatever its order: what must be recomputed
+after a cut.
+
+Take an op j that every schedule runs. Just after its first run, all its ancestors have run and none
+of its descendants has. Let v be a value computed by an ancestor and read by a descendant (or a
+graph output). It is alive at that moment, or its producer runs again later; and if it runs again,
+the same holds for each value it reads that an ancestor computes. With S[v] "alive when j runs
+first" and R[i] "op i runs again after that", for the ancestors i of j:
+
+    S[v] + R[i] ≥ 1        v computed by i, read by a descendant of j or a graph output
+    R[i] ≤ S[p] + R[k]     p read by i and computed by an ancestor k
+    Σ bytes·S + bytes of j's outputs not taken over + workspace ≤ budget − resident
+    S[v] = 1               for what j reads, and for what cannot be computed again
+
+and Σ time·R is less than or equal to what any schedule spends on recomputation. The bound is the
+largest over some cuts of the linear relaxation, solved by HiGHS; rounding plays no part, and
+nothing is assumed about the order, so that it is a true bound. It sees only one moment at a time:
+the recomputations that different cuts enforce are not added up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_matrix
+
+from keras_remat.core.graph import reused_bytes
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import live_bytes
+
+CUTS = 6
+SAMPLE = 40
+"""Ops among which the cuts are chosen."""
+SAFETY = 1e-6
+"""Relative; the solver's tolerance, taken off the bound."""
+
+
+def lower_bound_s(problem: Problem, *, deadline_s: float) -> float:
+    """Returns seconds that no legal schedule within the budget beats; at least the store-all time.
+
+    Args:
+        problem: with a budget or without.
+        deadline_s: no cut is tried after this ``time.perf_counter()`` time.
+    """
+    total = problem.store_all_time_s
+    if problem.budget_bytes is None:
+        return total
+    best = total
+    for op_id in promising_cuts(problem):
+        if time.perf_counter() > deadline_s:
+            break
+        best = max(
+            best,
+            total
+            + cut_bound_s(problem, op_id, limit_s=max(0.1, deadline_s - time.perf_counter()))
+            * (1 - SAFETY),
+        )
+    return best
+
+
+def promising_cuts(problem: Problem) -> list[int]:
+    """Ops at whose first run most bytes must be alive or recomputed, most first."""
+    order = Schedule.store_all(problem.graph).order
+    live = live_bytes(problem, Schedule(order))
+    over = np.flatnonzero(live > (problem.budget_bytes or 0))
+    if not len(over):
+        return []
+    sample = over[np.linspace(0, len(over) - 1, min(len(over), SAMPLE)).astype(int)]
+    picked = dict.fromkeys([int(np.argmax(live)), *(int(at) for at in sample)])
+    crossing = {order[at]: crossing_bytes(problem, order[at]) for at in picked}
+    return sorted(crossing, key=lambda op_id: (-crossing[op_id], op_id))[:CUTS]
+
+
+def crossing_bytes(problem: Problem, cut: int) -> int:
+    """Bytes of what ancestors of ``cut`` compute and it or its descendants read, and of its
+    outputs."""
+    graph = problem.graph
+    later = _descendants(problem, cut) | {cut}
+    total = sum(graph.values[v].nbytes for v in graph.ops[cut].outputs)
+    for op_id in _ancestors(problem, cut):
+        for value_id in graph.ops[op_id].outputs:
+            if any(reader in later for reader in graph.readers[value_id]):
+                total += graph.values[value_id].nbytes
+    return total
+
+
+def cut_bound_s(problem: Problem, cut: int, *, limit_s: float = 10.0) -> float:
+    """Seconds of recomputation that the cut at the first run of op ``cut`` enforces; 0 when the
+    solver has no answer in time."""
+    graph, profile = problem.graph, problem.profile
+    ancestors = _ancestors(problem, cut)
+    if not ancestors:
+        return 0.0
+    descendants = _descendants(problem, cut)
+    outputs = set(graph.outputs)
+    needed = graph.needed
+    # Values of ancestors, and whether each must be alive now or later.
+    op_column = {op_id: at for at, op_id in enumerate(sorted(ancestors))}
+    value_column: dict[int, int] = {}
+    forced: set[int] = set()
+    wanted: list[int] = []
+    inputs = set(graph.ops[cut].inputs)
+    for op_id in op_column:
+        for value_id in graph.ops[op_id].outputs:
+            value_column[value_id] = len(op_column) + len(value_column)
+            later = value_id in outputs or any(
+                r in descendants and r in needed for r in graph.readers[value_id]
+            )
+            if later:
+                wanted.append(value_id)
+            if value_id in inputs:
+                forced.add(value_id)
+    rows: list[int] = []
+    columns: list[int] = []
+    entries: list[float] = []
+    limits: list[float] = []
+
+    def at_most(terms: Iterable[tuple[int, float]], limit: float) -> None:
+        for column, entry in terms:
+            rows.append(len(limits))
+            columns.append(column)
+            entries.append(entry)
+        limits.append(limit)
+
+    for value_id in wanted:
+        producer = graph.values[value_id].producer
+        assert producer is not None
+        at_most([(value_column[value_id], -1.0), (op_column[producer], -1.0)], -1.0)
+    for op_id, column in op_column.items():
+        for value_id in dict.fromkeys(graph.ops[op_id].inputs):
+            producer = graph.values[value_id].producer
+            if producer in op_column:
+                at_most(
+                    [(column, 1.0), (value_column[value_id], -1.0), (op_column[producer], -1.0)],
+                    0.0,
+                )
+    op = graph.ops[cut]
+    own = sum(graph.values[v].nbytes for v in op.outputs) + profile.op_workspace_bytes[cut]
+    own -= reused_bytes(
+        op, graph.values, {v for v in op.may_reuse if v in value_column and v not in outputs}
+    )
+    room = (problem.budget_bytes or 0) - profile.resident_bytes - own
+    scale = max(1, room)
+    at_most(((c, graph.values[v].nbytes / scale) for v, c in value_column.items()), room / scale)
+    count = len(op_column) + len(value_column)
+    lower, upper = np.zeros(count), np.ones(count)
+    for value_id in forced:
+        lower[value_column[value_id]] = 1.0
+    for op_id, column in op_column.items():
+        if not graph.ops[op_id].recomputable:
+            upper[column] = 0.0
+    cost = np.zeros(count)
+    unit = max(problem.store_all_time_s, 1e-12)
+    for op_id, column in op_column.items():
+        cost[column] = profile.op_time_s[op_id] / unit
+    matrix = coo_matrix((entries, (rows, columns)), shape=(len(limits), count)).tocsr()
+    result = linprog(
+        cost,
+        A_ub=matrix,
+        b_ub=limits,
+        bounds=np.column_stack([lower, upper]),
+        method="highs",
+        options={"time_limit": limit_s},
+    )
+    return float(result.fun) * unit if result.status == 0 else 0.0
+
+
+def _ancestors(problem: Problem, op_id: int) -> set[int]:
+    """Ops that have run before ``op_id`` first runs: what it reads from and what it must follow,
+    transitively."""
+    graph = problem.graph
+    found: set[int] = set()
+    stack = [op_id]
+    while stack:
+        op = graph.ops[stack.pop()]
+        producers = {p for v in op.inputs if (p := graph.values[v].producer) is not None}
+        fresh = (producers | (set(op.after) & graph.needed)) - found
+        found |= fresh
+        stack += fresh
+    return found
+
+
+def _descendants(problem: Problem, op_id: int) -> set[int]:
+    """Ops that cannot have run before ``op_id`` first runs."""
+    graph = problem.graph
+    found = {op_id}
+    for op in graph.ops[op_id + 1 :]:
+        if any(graph.values[v].producer in found for v in op.inputs) or any(
+            earlier in found for earlier in op.after
+        ):
+            found.add(op.id)
+    return found - {op_id}

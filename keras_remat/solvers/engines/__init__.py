@@ -1,0 +1,1 @@
+"""The mathematical programming engines behind exact solvers."""

@@ -1,0 +1,250 @@
+"""0-1 programs solved by CP-SAT in a process of its own, incumbent by incumbent.
+
+CP-SAT, and not a MILP solver, because these programs are all Booleans, implications and a few
+thousand knapsack rows: clause learning and large-neighbourhood search find good schedules early,
+and the solver starts from a given one. The process is a fresh interpreter, so it imports neither
+TensorFlow nor anything else of the caller, and is killed when the iteration ends, whether by
+exhaustion, by ``close`` or by an exception such as ``KeyboardInterrupt``.
+
+One search thread, and the linear relaxation at its fullest (``linearization_level`` 2). One thread
+repeats itself for a seed, and CP-SAT counts its *work* (``max_deterministic_time``), so that a
+search that ends by its work limit gives the same incumbents on every machine. A second core is used
+by a second process on another part of the problem
+(:mod:`keras_remat.solvers.search.neighbourhoods`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from keras_remat.errors import MissingPackageError, RematError
+
+MEMORY_LIMIT_BYTES = 4 * 2**30
+STARTUP_S = 1.0
+"""Seconds that starting the process and building the model take, off the solver's own limit."""
+SINGLE_THREAD = {"num_workers": 1, "linearization_level": 2}
+
+
+class CpSatProcessError(RematError):
+    """The process of CP-SAT ended without an answer, most likely for want of memory."""
+
+
+@dataclass
+class Program:
+    """Minimize ``Σ cost[i]·x[i]`` over 0-1 variables.
+
+    Attributes:
+        cost: one integer per variable.
+        clauses: ``(a, b, c)`` for ``x[a] ≤ x[b] + x[c]``; ``a`` = −1 stands for 1 and ``c`` = −1
+            for 0.
+        rows: ``(indexes, coefficients, bound)`` for ``Σ coefficient·x[index] ≤ bound``.
+        hint: indexes of the variables that are 1 in a known solution, or ``None``.
+    """
+
+    cost: list[int] = field(default_factory=list)
+    clauses: list[tuple[int, int, int]] = field(default_factory=list)
+    rows: list[tuple[list[int], list[int], int]] = field(default_factory=list)
+    hint: list[int] | None = None
+
+    def variable(self, cost: int = 0) -> int:
+        """Adds a variable and returns its index."""
+        self.cost.append(cost)
+        return len(self.cost) - 1
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """What the solver knows at one moment.
+
+    Args:
+        ones: the variables that are 1 in the best assignment so far, ``None`` when only ``status``
+            or ``bound`` is news.
+        bound: no assignment costs less; ``None`` when unknown.
+        status: ``""`` while it runs, then ``"OPTIMAL"``, ``"FEASIBLE"``, ``"INFEASIBLE"`` or
+            ``"UNKNOWN"``.
+        peak_bytes: most memory the solver's process held; only with ``status``.
+        work: CP-SAT's deterministic time; only with ``status``.
+    """
+
+    ones: frozenset[int] | None
+    bound: int | None
+    status: str = ""
+    peak_bytes: int | None = None
+    work: float | None = None
+
+
+def available() -> bool:
+    """Whether OR-Tools is installed; does not import it."""
+    return importlib.util.find_spec("ortools") is not None
+
+
+def require_ortools() -> None:
+    """Raises :class:`MissingPackageError` unless OR-Tools is installed."""
+    if not available():
+        raise MissingPackageError("ortools", "Solving with CP-SAT", "solvers")
+
+
+def solve_program(
+    program: Program,
+    *,
+    time_limit_s: float,
+    work_limit: float | None = None,
+    seed: int = 0,
+    parameters: dict[str, Any] | None = None,
+) -> Iterator[Incumbent]:
+    """Yields incumbents as CP-SAT finds them and a last one with its status.
+
+    Args:
+        program: what to minimize.
+        time_limit_s: seconds for all of it, hard: the process is killed then.
+        work_limit: units of CP-SAT's deterministic time; what is found within them depends on the
+            program and the seed alone.
+        seed: of CP-SAT's random choices.
+        parameters: more CP-SAT parameters by name.
+
+    Raises:
+        MissingPackageError: OR-Tools is not installed.
+        CpSatProcessError: the process ended without an answer, with the last lines it wrote.
+    """
+    with Worker() as worker:
+        worker.start(
+            program,
+            time_limit_s=time_limit_s,
+            work_limit=work_limit,
+            seed=seed,
+            parameters=parameters,
+        )
+        yield from worker.answers()
+
+
+class Worker:
+    """A process that solves one program after the other; a context manager, which ends it.
+
+    Args:
+        memory_limit_bytes: address space the process may have.
+
+    Raises:
+        MissingPackageError: OR-Tools is not installed.
+    """
+
+    def __init__(self, memory_limit_bytes: int = MEMORY_LIMIT_BYTES) -> None:
+        require_ortools()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "keras_remat.solvers.engines._cp_sat_worker",
+                str(memory_limit_bytes),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=_environment(),
+            start_new_session=True,
+        )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._deadline = float("inf")
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def start(
+        self,
+        program: Program,
+        *,
+        time_limit_s: float,
+        work_limit: float | None = None,
+        seed: int = 0,
+        parameters: dict[str, Any] | None = None,
+    ) -> None:
+        """Sends a program, once the answers to the one before are read; arguments as of
+        :func:`solve_program`."""
+        used = [at for at, cost in enumerate(program.cost) if cost]
+        message: dict[str, Any] = {
+            "variables": len(program.cost),
+            "objective": (used, [program.cost[at] for at in used]),
+            "clauses": program.clauses,
+            "rows": program.rows,
+            "hint": program.hint,
+            "seed": seed,
+            "parameters": SINGLE_THREAD | (parameters or {}),
+            "time_limit_s": max(0.1, time_limit_s - STARTUP_S),
+        }
+        if work_limit is not None:
+            message["parameters"] |= {"max_deterministic_time": work_limit}
+        self._deadline = time.monotonic() + time_limit_s
+        threading.Thread(
+            target=self._write, args=(json.dumps(message) + "\n",), daemon=True
+        ).start()
+
+    def answers(self) -> Iterator[Incumbent]:
+        """Yields what the process finds; the last one has a status, ``"UNKNOWN"`` when the time
+        limit struck, and then it is of no more use.
+
+        Raises:
+            CpSatProcessError: the process ended without an answer, with the last lines it wrote.
+        """
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, self._deadline - time.monotonic()))
+            except queue.Empty:
+                yield Incumbent(None, None, "UNKNOWN")
+                return
+            if line is None:
+                status = self._process.wait()
+                self._errors.seek(0)
+                raise CpSatProcessError(
+                    f"the CP-SAT process ended with status {status}: {self._errors.read()[-500:].strip()}"
+                )
+            news = json.loads(line)
+            ones = frozenset(news["ones"]) if "ones" in news else None
+            yield Incumbent(
+                ones,
+                news.get("bound"),
+                news.get("status", ""),
+                news.get("peak_bytes"),
+                news.get("work"),
+            )
+            if "status" in news:
+                return
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _write(self, message: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(message)
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            return  # the process is gone (or closed, by us); its exit status and stderr tell why
+
+
+def _environment() -> dict[str, str]:
+    """The caller's environment, with this package importable however the caller found it."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,117 @@
+"""Mixed-integer solvers behind one call: HiGHS through SciPy, CBC through CyLP.
+
+Both run in this process and keep the time limit to within one of their own steps. CyLP is optional;
+asking for it without having it raises :class:`keras_remat.errors.MissingPackageError`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import scipy.sparse
+
+from keras_remat.errors import MissingPackageError
+from keras_remat.solvers.papers.checkmate import Program
+
+GAP = 1e-6  # relative, at which a program counts as solved
+Backend = Literal["highs", "cbc"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a solver found out.
+
+    Args:
+        status: ``"optimal"``, ``"infeasible"`` or ``"stopped"`` (by the time limit).
+        x: the best point found, or ``None``.
+        bound: no point of the program costs less; 0 when nothing was proved.
+    """
+
+    status: Literal["optimal", "infeasible", "stopped"]
+    x: np.ndarray | None
+    bound: float
+
+
+def optimize(
+    program: Program, time_limit_s: float, *, relax: bool = False, backend: Backend = "highs"
+) -> Answer:
+    """Solves a program.
+
+    Args:
+        program: as :func:`keras_remat.solvers.papers.checkmate.build` returns it.
+        time_limit_s: seconds.
+        relax: solve the linear relaxation.
+        backend: ``"highs"`` or ``"cbc"``.
+    """
+    if len(program.cost) == 0:  # nothing to decide; rows are constants
+        feasible = bool(np.all(program.lower <= 1e-9) and np.all(program.upper >= -1e-9))
+        return Answer("optimal" if feasible else "infeasible", np.zeros(0), 0.0)
+    return (
+        _highs(program, time_limit_s, relax)
+        if backend == "highs"
+        else _cbc(program, time_limit_s, relax)
+    )
+
+
+def _highs(program: Program, time_limit_s: float, relax: bool) -> Answer:
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    result = milp(
+        program.cost,
+        integrality=np.zeros_like(program.integral) if relax else program.integral,
+        bounds=Bounds(0, program.ceiling),
+        constraints=LinearConstraint(program.matrix, program.lower, program.upper),
+        options={"time_limit": max(0.01, time_limit_s), "mip_rel_gap": GAP},
+    )
+    if result.status == 0:
+        return Answer("optimal", result.x, float(result.fun if relax else result.mip_dual_bound))
+    if result.status == 2:
+        return Answer("infeasible", None, 0.0)
+    bound = 0.0 if relax or result.mip_dual_bound is None else float(result.mip_dual_bound)
+    return Answer("stopped", None if relax else result.x, max(0.0, bound))
+
+
+def _cbc(program: Program, time_limit_s: float, relax: bool) -> Answer:
+    try:
+        from cylp.cy import CyClpSimplex
+        from cylp.py.modeling.CyLPModel import CyLPModel
+    except ImportError as error:
+        raise MissingPackageError("cylp", "The solver CBC", "cbc") from error
+    model = CyLPModel()
+    x = model.addVariable("x", len(program.cost))
+    finite = np.where(np.isinf(program.ceiling), 1e30, program.ceiling)
+    lower = np.where(np.isinf(program.lower), -1e30, program.lower)
+    upper = np.where(np.isinf(program.upper), 1e30, program.upper)
+    model += lower <= scipy.sparse.csr_matrix(program.matrix) @ x <= upper
+    model += 0 <= x <= finite
+    model.objective = program.cost @ x
+    simplex = CyClpSimplex(model)
+    simplex.logLevel = 0
+    if relax:
+        simplex.maxNumIteration = 2**31 - 1
+        status = simplex.initialSolve()
+        if status == "optimal":
+            return Answer(
+                "optimal",
+                np.array(simplex.primalVariableSolution["x"]),
+                float(simplex.objectiveValue),
+            )
+        return Answer("infeasible" if "infeasible" in status else "stopped", None, 0.0)
+    simplex.setInteger(x[np.flatnonzero(program.integral)])
+    cbc = simplex.getCbcModel()
+    cbc.logLevel = 0
+    cbc.maximumSeconds = max(0.01, time_limit_s)
+    cbc.allowableFractionGap = GAP
+    cbc.solve()
+    status = cbc.status
+    found = (
+        status == "solution" or cbc.solutionCount > 0
+    )  # an integral relaxation is a solution that is not counted
+    point = np.array(cbc.primalVariableSolution["x"]) if found else None
+    if status == "solution":
+        return Answer("optimal", point, float(cbc.bestPossibleObjValue))
+    if "infeasible" in status:
+        return Answer("infeasible", None, 0.0)
+    return Answer("stopped", point, max(0.0, float(cbc.bestPossibleObjValue)))

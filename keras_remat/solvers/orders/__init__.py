@@ -1,0 +1,1 @@
+"""What solvers do with orders: rate, repair, shorten and coarsen them."""

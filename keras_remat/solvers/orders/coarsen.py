@@ -1,0 +1,222 @@
+"""A smaller problem for op-level graphs: only values big enough to matter, and only the ops that
+touch them.
+
+A traced train step has up to 15,000 ops, most of which work on scalars, shapes, keys and weights'
+statistics. Their values are kept, so they need no decision. The coarse problem keeps the ops that
+read or write a big value, drops the others, and charges the most the small values hold at once to
+the resident bytes. Dependencies through dropped ops and small values become values of zero bytes;
+``after`` is carried along the same paths. An order of the coarse problem is expanded by putting
+every dropped op back at its place in the base order, or as close to it as dependencies allow.
+
+What is lost: small values are never recomputed, and ops that touch no big value are never moved on
+their own. The expanded order is always simulated on the full problem, which has the last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from keras_remat.core.graph import Graph, Op, Value
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+
+SMALL_SHARE = 0.005
+"""Share of the budget that small values may hold at once."""
+
+
+class Coarse:
+    """A coarse problem and the way back.
+
+    Attributes:
+        problem: the coarse problem; its store-all time is that of the coarse ops only.
+        ops: the full problem's op for every coarse op.
+    """
+
+    def __init__(self, full: Problem, base: Sequence[int], threshold_bytes: int):
+        """Coarsens ``full``.
+
+        Args:
+            full: with a budget or without.
+            base: a legal order of the needed ops without recomputation; coarse ops are numbered in
+                this order.
+            threshold_bytes: values of at least this size are big.
+        """
+        self.full, self.base, self.threshold_bytes = full, tuple(base), threshold_bytes
+        graph = full.graph
+        self._place = {op_id: at for at, op_id in enumerate(self.base)}
+        big = [v.producer is not None and v.nbytes >= threshold_bytes for v in graph.values]
+        self.ops = tuple(
+            i for i in self.base
+            if full.profile.op_workspace_bytes[i] >= threshold_bytes
+            or any(big[v] for v in graph.ops[i].inputs + graph.ops[i].outputs)
+        )  # fmt: skip
+        self._index = {op_id: at for at, op_id in enumerate(self.ops)}
+        self._dropped = tuple(i for i in self.base if i not in self._index)
+        self.problem = self._build(big)
+
+    def _build(self, big: list[bool]) -> Problem:
+        graph, profile = self.full.graph, self.full.profile
+        reached, orders = self._paths()
+        values: list[Value] = []
+        number: dict[int, int] = {}  # big value of the full graph → value of the coarse graph
+        made: list[tuple[int, ...]] = []
+        for at, op_id in enumerate(self.ops):
+            op = graph.ops[op_id]
+            for value_id in op.outputs:
+                if big[value_id]:
+                    number[value_id] = len(values)
+                    values.append(replace(graph.values[value_id], id=len(values), producer=at))
+            signal = len(
+                values
+            )  # stands for the small values that depend on this op; an output, so that the op is needed
+            values.append(Value(signal, f"{op.name}:small", 0, producer=at))
+            made.append((*(number[v] for v in op.outputs if v in number), signal))
+        ops = []
+        for at, op_id in enumerate(self.ops):
+            op = graph.ops[op_id]
+            inputs = [number[v] for v in dict.fromkeys(op.inputs) if v in number]
+            ops.append(
+                Op(
+                    at,
+                    op.name,
+                    op.kind,
+                    (*inputs, *(made[source][-1] for source in reached[at])),
+                    made[at],
+                    op.phase,
+                    op.recomputable,
+                    tuple(orders[at]),
+                    tuple(number[v] for v in op.may_reuse if v in number),
+                )
+            )
+        kept = (
+            *(number[v] for v in graph.outputs if v in number),
+            *(outputs[-1] for outputs in made),
+        )
+        times = tuple(profile.op_time_s[i] for i in self.ops)
+        workspace = tuple(profile.op_workspace_bytes[i] for i in self.ops)
+        for (
+            value
+        ) in graph.values:  # nobody reads the batch here, but an allocator's replay wants to see it
+            if value.producer is None and value.nbytes >= self.threshold_bytes:
+                values.append(replace(value, id=len(values)))
+        costs = Profile(times, workspace, 0, pool=profile.pool)
+        coarse = Problem(Graph(tuple(ops), tuple(values), kept), costs, None, self.full.name)
+        small = small_peak_bytes(self.full, self.base, self.threshold_bytes)
+        charged = replace(coarse.profile, resident_bytes=profile.resident_bytes + small)
+        return replace(coarse, profile=charged, budget_bytes=self.full.budget_bytes)
+
+    def _paths(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Per coarse op the coarse ops it depends on through small values, and those it must follow
+        (``after``)."""
+        graph = self.full.graph
+        small_sources: dict[int, set[int]] = {}  # dropped op → coarse ops it depends on by values
+        followed: dict[int, set[int]] = {}  # dropped op → coarse ops that must run before by after
+        reached: list[list[int]] = []
+        orders: list[list[int]] = []
+        for op_id in self.base:
+            op = graph.ops[op_id]
+            sources: set[int] = set()
+            follows: set[int] = set()
+            for producer in {p for v in op.inputs if (p := graph.values[v].producer) is not None}:
+                if producer in self._index:
+                    sources.add(self._index[producer])
+                else:
+                    sources |= small_sources[producer]
+                    follows |= followed[producer]
+            for earlier in op.after:
+                if earlier in self._index:
+                    follows.add(self._index[earlier])
+                elif earlier in self._place:
+                    sources |= small_sources[earlier]
+                    follows |= followed[earlier]
+            if op_id in self._index:
+                at = self._index[op_id]
+                direct = {
+                    self._index[p]
+                    for v in op.inputs
+                    if (p := graph.values[v].producer) in self._index
+                    and p is not None
+                    and self._is_big(v)
+                }
+                reached.append(sorted(sources - direct))
+                orders.append(sorted(follows - {at}))
+            else:
+                small_sources[op_id], followed[op_id] = sources, follows
+        return reached, orders
+
+    def _is_big(self, value_id: int) -> bool:
+        return self.full.graph.values[value_id].nbytes >= self.threshold_bytes
+
+    def project(self, order: Sequence[int]) -> tuple[int, ...]:
+        """Returns the coarse order that is left of a legal full order when the dropped ops are
+        taken out."""
+        return tuple(self._index[op_id] for op_id in order if op_id in self._index)
+
+    def expand(self, order: Sequence[int]) -> tuple[int, ...]:
+        """Returns the order of all ops that a legal order of the coarse problem stands for.
+
+        A dropped op runs once, after position ``max(earliest, min(wish, latest))`` of the coarse
+        order: earliest by what it needs, latest by who needs it, and its wish is its place in the
+        base order. All three grow along dependencies, so that sorting by that position and then by
+        the base order is topological.
+        """
+        graph = self.full.graph
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for at, index in enumerate(order):
+            first.setdefault(self.ops[index], at)
+            last[self.ops[index]] = at
+        earliest: dict[int, int] = {}
+        wish: dict[int, int] = {}
+        passed = -1
+        for op_id in self.base:
+            if op_id in self._index:
+                passed = max(passed, first[op_id])
+                continue
+            op = graph.ops[op_id]
+            needs = [first[p] if p in first else earliest[p] for p in self._producers(op)]
+            follows = [last[p] if p in last else earliest[p] for p in op.after if p in self._place]
+            earliest[op_id], wish[op_id] = max([-1, *needs, *follows]), passed
+        latest = dict.fromkeys(self._dropped, len(order))
+        for op_id in reversed(self.base):
+            op = graph.ops[op_id]
+            point = first[op_id] - 1 if op_id in first else latest[op_id]
+            for before in (*self._producers(op), *op.after):
+                if before in latest:
+                    latest[before] = min(latest[before], point)
+        buckets: list[list[int]] = [[] for _ in range(len(order) + 1)]
+        for op_id in self._dropped:
+            point = max(earliest[op_id], min(wish[op_id], latest[op_id]))
+            buckets[point + 1].append(op_id)
+        result = list(buckets[0])
+        for at, index in enumerate(order):
+            result.append(self.ops[index])
+            result += buckets[at + 1]
+        return tuple(result)
+
+    def _producers(self, op: Op) -> set[int]:
+        return {p for v in op.inputs if (p := self.full.graph.values[v].producer) is not None}
+
+
+def small_value_threshold(problem: Problem, base: Sequence[int]) -> int:
+    """The largest size, of some powers of two below the budget, whose smaller values never hold
+    ``SMALL_SHARE`` of the budget at once."""
+    budget = problem.budget_bytes
+    if budget is None:
+        raise ValueError("needs a budget")
+    threshold = budget >> 6
+    while threshold > 1 and small_peak_bytes(problem, base, threshold) > SMALL_SHARE * budget:
+        threshold >>= 1
+    return max(1, threshold)
+
+
+def small_peak_bytes(problem: Problem, base: Sequence[int], threshold_bytes: int) -> int:
+    """The most bytes that values below the threshold hold at once in ``base``."""
+    graph = problem.graph
+    values = tuple(v if v.nbytes < threshold_bytes else replace(v, nbytes=0) for v in graph.values)
+    profile = replace(problem.profile, resident_bytes=0, op_workspace_bytes=(0,) * len(graph.ops))
+    only_small = Problem(Graph(graph.ops, values, graph.outputs), profile)
+    return simulate(only_small, Schedule(tuple(base))).peak_bytes

@@ -1,0 +1,101 @@
+"""Recomputation on demand: walk the default order, and before each op recompute whatever it reads
+that was dropped.
+
+A policy only says when values are dropped. The walk turns that into a legal order: what is missing
+is collected with everything it needs in turn, and recomputed in the default order. An op that may
+not run again (not recomputable, or an op that must follow it has already run) makes the policy
+impossible for its outputs; those are then pinned (never dropped) and the walk starts over, which
+ends because every round pins more. Dropping a value means only that later readers recompute it: how
+long an instance really lives follows from the order (:mod:`keras_remat.core.simulate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from keras_remat.core.problem import Problem
+
+
+class Walk:
+    """One pass over the default order.
+
+    Attributes:
+        order: the ops run so far.
+        alive: ids of the values that later ops may read without recomputing them.
+        stuck: values that were missing but could not be recomputed; the order is useless unless
+            this is empty.
+    """
+
+    def __init__(self, problem: Problem, pinned: frozenset[int] = frozenset()):
+        self.graph = problem.graph
+        self.pinned = pinned
+        self.order: list[int] = []
+        self.alive = {value.id for value in self.graph.values if value.producer is None}
+        self.stuck: set[int] = set()
+        self._barred: set[int] = (
+            set()
+        )  # ops that may not run (again), because they or a follower already did
+
+    def missing(self, op_id: int) -> list[int]:
+        """Ops to run before ``op_id`` so that it finds all its inputs, in the default order."""
+        found: set[int] = set()
+        stack = list(self.graph.ops[op_id].inputs)
+        while stack:
+            value_id = stack.pop()
+            if value_id in self.alive:
+                continue
+            producer = self.graph.values[value_id].producer
+            assert producer is not None  # step inputs are always alive
+            if producer in self._barred:
+                self.stuck.add(value_id)
+                self.alive.add(value_id)
+            elif producer not in found:
+                found.add(producer)
+                stack.extend(self.graph.ops[producer].inputs)
+        return sorted(found)
+
+    def run(self, op_id: int) -> None:
+        """Runs an op whose inputs are alive."""
+        op = self.graph.ops[op_id]
+        self.order.append(op_id)
+        self.alive.update(op.outputs)
+        if not op.recomputable:
+            self._barred.add(op_id)
+        self._barred.update(op.after)
+
+    def demand(self, op_id: int) -> None:
+        """Recomputes what ``op_id`` is missing, then runs it; when it may not run again, its
+        missing outputs are stuck."""
+        if op_id in self._barred:
+            self.stuck.update(v for v in self.graph.ops[op_id].outputs if v not in self.alive)
+            self.alive.update(self.graph.ops[op_id].outputs)
+            return
+        for earlier in self.missing(op_id):
+            self.run(earlier)
+        self.run(op_id)
+
+    def drop(self, value_ids: Iterable[int]) -> None:
+        """Forgets values; those pinned and step inputs stay."""
+        for value_id in value_ids:
+            if value_id not in self.pinned and self.graph.values[value_id].producer is not None:
+                self.alive.discard(value_id)
+
+
+def order_of(problem: Problem, policy: Callable[[Walk], None]) -> list[int]:
+    """The order a policy leads to.
+
+    Args:
+        problem: the graph; the budget plays no part.
+        policy: drives one walk from its start to its end; called again with more pinned values when
+            it dropped a value that cannot be recomputed.
+    """
+    pinned = frozenset(v for op in problem.graph.ops if not op.recomputable for v in op.outputs)
+    while True:
+        walk = Walk(problem, pinned)
+        policy(walk)
+        if not walk.stuck:
+            return walk.order
+        assert not walk.stuck <= pinned, (
+            "a policy must not run an op for the first time after one that must follow it"
+        )
+        pinned |= walk.stuck

@@ -1,0 +1,101 @@
+"""The best schedule a solver has seen so far, and the clock it works against.
+
+A solver offers every order it makes; simulation alone decides whether it fits and what it costs.
+What leaves :meth:`Incumbent.solution` has passed :func:`keras_remat.core.validate.validate`, so no
+solver can return a schedule over the budget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule, Solution, Usage
+from keras_remat.core.simulate import simulate
+from keras_remat.core.validate import validate
+from keras_remat.errors import ScheduleNotFoundError
+
+
+class Incumbent:
+    """Keeps the fastest order within the budget; of two equally fast ones the one with the smaller
+    peak, then the first.
+
+    Args:
+        problem: what is solved.
+        solver: public name of the solver, for the solution and for error messages.
+        time_limit_s: seconds from now after which :attr:`out_of_time` is true.
+    """
+
+    def __init__(self, problem: Problem, solver: str, time_limit_s: float):
+        self.problem = problem
+        self.solver = solver
+        self.started = time.perf_counter()
+        self.deadline = self.started + time_limit_s
+        self.order: tuple[int, ...] | None = None
+        self.usage: Usage | None = None
+        self.least_peak_bytes: int | None = None
+
+    @property
+    def out_of_time(self) -> bool:
+        return time.perf_counter() >= self.deadline
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self.deadline - time.perf_counter())
+
+    def fits(self, usage: Usage) -> bool:
+        """Whether a usage is within the budget."""
+        return self.problem.budget_bytes is None or usage.peak_bytes <= self.problem.budget_bytes
+
+    def offer(self, order: Sequence[int]) -> Usage:
+        """Simulates a legal order, keeps it if it fits and is better, and returns what it takes."""
+        schedule = Schedule(tuple(order))
+        usage = simulate(self.problem, schedule)
+        if self.least_peak_bytes is None or usage.peak_bytes < self.least_peak_bytes:
+            self.least_peak_bytes = usage.peak_bytes
+        if self.fits(usage) and (
+            self.usage is None
+            or (usage.time_s, usage.peak_bytes) < (self.usage.time_s, self.usage.peak_bytes)
+        ):
+            self.order, self.usage = schedule.order, usage
+        return usage
+
+    def offer_store_all(self) -> bool:
+        """Offers the schedule without recomputation; true when it fits, and then nothing is
+        faster."""
+        return self.fits(self.offer(Schedule.store_all(self.problem.graph).order))
+
+    def solution(
+        self, lower_bound_s: float | None = None, *, optimal: bool = False, reason: str = ""
+    ) -> Solution:
+        """The best schedule seen.
+
+        Args:
+            lower_bound_s: a bound the solver proved; running every needed op once is a bound in any
+                case.
+            optimal: the solver proved that nothing is faster.
+            reason: why none was found, for the error message.
+
+        Raises:
+            ScheduleNotFoundError: no offered order fits the budget.
+        """
+        if self.order is None or self.usage is None:
+            name = f"{self.solver} ({reason})" if reason else self.solver
+            raise ScheduleNotFoundError(
+                self.problem.budget_bytes or 0,
+                self.problem.floor_bytes,
+                self.least_peak_bytes,
+                solver=name,
+            )
+        schedule = Schedule(self.order)
+        validate(self.problem, schedule)
+        bound = max(self.problem.store_all_time_s, lower_bound_s or 0.0)
+        bound = min(
+            bound, self.usage.time_s
+        )  # sums of floats in another order may differ in the last digit
+        optimal = optimal or len(self.order) == len(self.problem.graph.needed)
+        seconds = time.perf_counter() - self.started
+        return Solution(
+            schedule, self.solver, "optimal" if optimal else "feasible", seconds, bound, self.usage
+        )

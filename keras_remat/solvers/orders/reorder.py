@@ -1,0 +1,301 @@
+"""A memory-aware order without recomputation: ops that free memory run as soon as they can, ops
+that take it as late as they can.
+
+Frameworks list ops in the order in which they were traced: all weight gradients stay alive until
+the optimizer runs at the end of the step, although an update may run as soon as its gradient is
+there and the last reader of its variable has run. No rematerialization paper uses that freedom; it
+lowers the bytes alive at no cost in time, at the peak or below it: a budget of half the peak is out
+of reach of every recomputation while all weight gradients wait for the end.
+
+List scheduling over the default order, in two passes. Forwards: before the next op of the default
+order runs, every op that is ready and leads, alone or followed by its own descendants, to less
+memory than before is moved ahead of it. Looking at descendants is what moves an optimizer with
+slots (several ops per weight, which first take memory) and not only plain SGD. An op that waits
+only for a few small values nobody has computed yet (the learning rate, read once per weight) takes
+their producers along, and in such a run of ops large ones too (the momentum times its decay), which
+must pay for themselves before the run ends. An op that makes little of much (a weight gradient, a
+mean) runs at once: the sooner it has read an activation, the longer that can be gone.
+
+Backwards: an op that takes more than it frees (a gradient spread out to the size of an activation)
+runs as late as it can. At the peak of a step with recomputation a handful of activations are alive,
+and such ops decide how many.
+
+Known limits: the forward and backward ops keep their relative order unless they shrink memory; the
+order is a heuristic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import live_bytes
+
+CLUSTER_OPS = 48
+"""Longest run of ops moved ahead as one."""
+PULLED_OPS = 8
+"""Most ops that are run early because another op waits for their outputs."""
+SMALL_SHARE = 1 / 8
+"""Outputs are small below this share of what the op that waits for them reads, or of what their own
+op reads."""
+TOLERATED = 0.01
+"""How much further over the budget the order may be after growing ops were postponed, relative."""
+
+
+def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
+    """Returns a legal order of the ops of ``base`` that is no further over the budget than
+    ``base``.
+
+    Without a budget, and where both orders fit, its peak is not above that of ``base``.
+
+    Args:
+        problem: the graph, its sizes, and the budget to stay within.
+        base: a legal order without recomputation.
+    """
+    hoisted = tuple(_Hoist(problem, base).run())
+    postponed = _postponed(problem, hoisted)
+    if _over_budget(problem, postponed)[0] <= (1 + TOLERATED) * _over_budget(problem, hoisted)[0]:
+        hoisted = postponed  # what is alive when nothing is computed again says little about what must be alive
+    return min((tuple(base), hoisted), key=lambda order: _over_budget(problem, order))
+
+
+def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[float, int]:
+    """Bytes over the budget times seconds, summed over the order, and the peak.
+
+    Time and not positions: many quick ops (updates) that run where much is alive hold nothing there
+    for long.
+    """
+    live = live_bytes(problem, Schedule(tuple(order)))
+    budget = live.max(initial=0) if problem.budget_bytes is None else problem.budget_bytes
+    times = [problem.profile.op_time_s[op_id] for op_id in order]
+    return float(np.maximum(live - budget, 0) @ np.asarray(times, dtype=np.float64)), int(
+        live.max(initial=0)
+    )
+
+
+def _postponed(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
+    """The ops of a legal order without recomputation, those that take more than they free as late
+    as they can.
+
+    Walks the order from its end: an op whose followers have all been placed comes right before them
+    unless what it reads, and nobody reads later, holds more bytes than what it computes.
+    """
+    graph = problem.graph
+    included = set(base)
+    before: dict[int, list[int]] = {}
+    waiting = dict.fromkeys(base, 0)  # ops that must run after it and have no place yet
+    for op_id in base:
+        producers = (graph.values[v].producer for v in graph.ops[op_id].inputs)
+        before[op_id] = [
+            p
+            for p in dict.fromkeys((*producers, *graph.ops[op_id].after))
+            if p is not None and p in included
+        ]
+        for earlier in before[op_id]:
+            waiting[earlier] += 1
+    alive = set(graph.outputs)
+
+    def growth(op_id: int) -> int:
+        op = graph.ops[op_id]
+        freed = {v for v in op.inputs if v not in alive and graph.values[v].producer is not None}
+        return sum(graph.values[v].nbytes for v in op.outputs) - sum(
+            graph.values[v].nbytes for v in freed
+        )
+
+    backwards: dict[int, None] = {}
+    for last in reversed(base):
+        stack = [last]
+        while stack:
+            op_id = stack.pop()
+            if op_id in backwards:
+                continue
+            backwards[op_id] = None
+            alive.update(graph.ops[op_id].inputs)
+            for earlier in before[op_id]:
+                waiting[earlier] -= 1
+            ready = {
+                earlier: growth(earlier)
+                for earlier in reversed(before[op_id])
+                if not waiting[earlier]
+            }
+            stack += sorted(
+                (earlier for earlier in ready if ready[earlier] >= 0),
+                key=lambda earlier: ready[earlier],
+            )
+    return tuple(reversed(backwards))
+
+
+class _Hoist:
+    def __init__(self, problem: Problem, base: Sequence[int]):
+        graph = problem.graph
+        self.ops, self.base = graph.ops, base
+        self.nbytes = [value.nbytes for value in graph.values]
+        self.readers = graph.readers
+        self.producer = [value.producer for value in graph.values]
+        included = set(base)
+        self.included = [op.id in included for op in self.ops]
+        self.place = {op_id: at for at, op_id in enumerate(base)}
+        self.unread = [0] * len(
+            graph.values
+        )  # reads that are still to come; the end of the step reads the outputs
+        for value_id in graph.outputs:
+            self.unread[value_id] += 1
+        self.waiting = [1] * len(
+            self.ops
+        )  # ops that must run before; what is not in base waits for ever
+        self.followers: list[list[int]] = [[] for _ in self.ops]
+        for op_id in base:
+            op = self.ops[op_id]
+            before = {p for v in op.inputs if (p := self.producer[v]) is not None} | (
+                set(op.after) & included
+            )
+            self.waiting[op_id] = len(before)
+            for earlier in before:
+                self.followers[earlier].append(op_id)
+            for value_id in dict.fromkeys(op.inputs):
+                self.unread[value_id] += 1
+        self.done = [False] * len(self.ops)
+        self.order: list[int] = []
+
+    def run(self) -> list[int]:
+        for at, op_id in enumerate(self.base):
+            if self.done[op_id]:
+                continue
+            following = self.base[at + 1] if at + 1 < len(self.base) else -1
+            fresh = self._commit(op_id)
+            while fresh:
+                fresh = [
+                    candidate for candidate in dict.fromkeys(fresh) if not self.done[candidate]
+                ]
+                reducer = next((candidate for candidate in fresh if self._reduces(candidate)), None)
+                if reducer is not None:
+                    fresh += self._commit(reducer)
+                    continue
+                for longest in (
+                    1,
+                    CLUSTER_OPS,
+                ):  # what shrinks memory by itself goes before longer runs
+                    clusters = (
+                        self._shrinking_cluster(c, longest)
+                        for c in fresh
+                        if longest == 1 or c != following
+                    )
+                    cluster = next(filter(None, clusters), None)
+                    if cluster is not None:
+                        break
+                if cluster is None:
+                    break
+                for member in cluster:
+                    fresh += self._commit(member)
+        return self.order
+
+    def _commit(self, op_id: int) -> list[int]:
+        """Schedules ``op_id`` and returns the ops that became ready or may now free something."""
+        op = self.ops[op_id]
+        self.done[op_id] = True
+        self.order.append(op_id)
+        touched: list[int] = []
+        for value_id in dict.fromkeys(op.inputs):
+            self.unread[value_id] -= 1
+            if self.unread[value_id] == 1:  # whoever reads it last now frees it
+                touched += [
+                    reader
+                    for reader in self.readers[value_id]
+                    if not self.done[reader] and not self.waiting[reader]
+                ]
+        for follower in self.followers[op_id]:
+            self.waiting[follower] -= 1
+            if self.waiting[follower] <= PULLED_OPS:
+                touched.append(follower)
+        return touched
+
+    def _reduces(self, op_id: int) -> bool:
+        """Whether an op that is ready makes little of much."""
+        op = self.ops[op_id]
+        most = max((self.nbytes[v] for v in op.inputs if self.producer[v] is not None), default=0)
+        return (
+            not self.waiting[op_id]
+            and 0 < sum(self.nbytes[v] for v in op.outputs) <= SMALL_SHARE * most
+        )
+
+    def _pulled(self, op_id: int, share: float, run: Collection[int] = ()) -> list[int] | None:
+        """Ops to run before ``op_id`` can, besides ``run``; ``None`` when they are many or compute
+        more than a share of what it reads."""
+        missing: dict[int, None] = {}
+        stack = [op_id]
+        room = int(share * max((self.nbytes[v] for v in self.ops[op_id].inputs), default=0))
+        while stack:
+            op = self.ops[stack.pop()]
+            before = [*(p for v in op.inputs if (p := self.producer[v]) is not None), *op.after]
+            for earlier in before:
+                if (
+                    self.done[earlier]
+                    or earlier in missing
+                    or earlier in run
+                    or not self.included[earlier]
+                ):
+                    continue
+                room -= sum(self.nbytes[v] for v in self.ops[earlier].outputs)
+                if room < 0 or len(missing) == PULLED_OPS:
+                    return None
+                missing[earlier] = None
+                stack.append(earlier)
+        return sorted(missing, key=self.place.__getitem__)
+
+    def _delta(self, op_id: int, unread: dict[int, int]) -> int:
+        """Bytes alive after ``op_id`` minus bytes alive before it."""
+        op = self.ops[op_id]
+        delta = sum(self.nbytes[v] for v in op.outputs if self.unread[v])
+        for value_id in dict.fromkeys(op.inputs):
+            left = unread.get(value_id, self.unread[value_id]) - 1
+            unread[value_id] = left
+            if not left and self.producer[value_id] is not None:
+                delta -= self.nbytes[value_id]
+        return delta
+
+    def _shrinking_cluster(self, first: int, longest: int) -> list[int]:
+        """The shortest run of ready ops from ``first`` downwards after which less (or, without
+        outputs, no more) is alive."""
+        unread: dict[int, int] = {}
+        waiting: dict[int, int] = {}
+        run: dict[int, None] = {}
+        total = 0
+        ready = [first]
+        if self.waiting[first]:
+            pulled = self._pulled(first, SMALL_SHARE) if longest > 1 else None
+            if pulled is None:
+                return []
+            ready = [*pulled, first]
+            waiting.update(dict.fromkeys(ready, 0))
+        while len(run) < longest:
+            if not ready:
+                ready = self._with_pulled(run)
+                waiting.update(dict.fromkeys(ready, 0))
+            if not ready:
+                break
+            op_id = ready.pop(0)
+            total += self._delta(op_id, unread)
+            run[op_id] = None
+            if total < 0 or (
+                total == 0 and not any(self.nbytes[v] for v in self.ops[op_id].outputs)
+            ):
+                return list(run)
+            for follower in self.followers[op_id]:
+                waiting[follower] = waiting.get(follower, self.waiting[follower]) - 1
+                if not waiting[follower]:
+                    ready.append(follower)
+        return []
+
+    def _with_pulled(self, run: Collection[int]) -> list[int]:
+        """A descendant of ``run`` that waits for few other ops, after those; empty when there is
+        none."""
+        for op_id in run:
+            for follower in self.followers[op_id]:
+                if follower not in run and self.waiting[follower] <= PULLED_OPS:
+                    pulled = self._pulled(follower, 1.0, run)
+                    if pulled:
+                        return [*pulled, follower]
+        return []

@@ -1,0 +1,1 @@
+"""Solvers as they were published."""

@@ -1,0 +1,367 @@
+"""Exact dynamic program for chains of unequal stages: per stage save its input, all it computes, or
+nothing.
+
+Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, *Optimal checkpointing for heterogeneous
+chains: how to train deep neural networks with limited memory*, arXiv 1911.13214 ("rotor"), theorem
+1. C(s, t, m) is the least time to run stages s to t forward and backward when the input of s is
+   kept and m bytes are free beside it; the first forward run of stage s either saves
+everything (equation of C2) or only its input up to the next kept stage s' (C1). Optimal among
+schedules in which a kept value stays until its backward stage ("persistent").
+
+On a graph that is no chain the forward phase is cut at its articulation points into blocks, and
+each block is a stage: what crosses the cut after it is its output, its backward stage is every
+later op up to the first that reads a block before it. Bytes are counted in ``UNITS`` units, rounded
+upwards; the plans for many amounts of memory come from one table, and the fastest that really fits
+(by simulation) is returned, after recomputations there is room for were taken back
+(:mod:`keras_remat.solvers.orders.trim`; the program drops a block's input even where the block
+before could use it). So what the model leaves out (values beside the chain, buffer reuse) costs
+optimality, never the budget. Other graphs are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Solution
+from keras_remat.solvers.orders.demand import Walk, order_of
+from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.linearize import Linearized
+from keras_remat.solvers.orders.trim import trimmed
+
+UNITS = 400
+MAX_STAGES = 120
+MAX_PLANS = 60
+SPARE = 1.25  # the table reaches this far over the budget, because rounding up and buffer reuse leave room
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The forward phase cut into blocks, with what the dynamic program needs to know of each.
+
+    Args:
+        linear: the problem's forward phase.
+        cuts: ascending forward positions; block ``s`` ends at ``cuts[s]``, the last block with the
+            forward phase.
+    """
+
+    linear: Linearized
+    cuts: tuple[int, ...]
+
+    @cached_property
+    def forward(self) -> list[list[int]]:
+        """Forward ops per block."""
+        ends = [*self.cuts, len(self.linear.forward) - 1]
+        starts = [0, *(cut + 1 for cut in self.cuts)]
+        return [list(self.linear.forward[a : b + 1]) for a, b in zip(starts, ends, strict=True)]
+
+    @cached_property
+    def block_of(self) -> dict[int, int]:
+        """Value computed in the forward phase → block."""
+        graph = self.linear.problem.graph
+        return {
+            v: s for s, ops in enumerate(self.forward) for i in ops for v in graph.ops[i].outputs
+        }
+
+    @cached_property
+    def backward(self) -> list[list[int]]:
+        """Other ops per block, in default order from the last block's to the first's."""
+        graph = self.linear.problem.graph
+        blocks: list[list[int]] = [[] for _ in self.forward]
+        current = len(self.forward) - 1
+        for op_id in self.linear.default_order:
+            if op_id not in self.linear.position:
+                read = [self.block_of[v] for v in graph.ops[op_id].inputs if v in self.block_of]
+                current = min(current, max(read, default=current))
+                blocks[current].append(op_id)
+        return blocks
+
+    def seconds(self, ops: list[int]) -> float:
+        return sum(self.linear.problem.profile.op_time_s[i] for i in ops)
+
+    @cached_property
+    def output_bytes(self) -> list[int]:
+        """ω_a: bytes crossing the cut after each block."""
+        graph = self.linear.problem.graph
+        ends = [self.linear.position[ops[-1]] for ops in self.forward]
+        return [
+            sum(
+                graph.values[v].nbytes
+                for v, s in self.block_of.items()
+                if s == at and self.linear.last_forward_read[v] > end
+            )
+            for at, end in enumerate(ends)
+        ]
+
+    @cached_property
+    def saved(self) -> list[set[int]]:
+        """ā: values of each block that its backward stage or a later block reads."""
+        graph, readers = self.linear.problem.graph, self.linear.problem.graph.readers
+        saved: list[set[int]] = [set() for _ in self.forward]
+        for v, s in self.block_of.items():
+            if v in graph.outputs or any(
+                r in graph.needed
+                and (r not in self.linear.position or r not in set(self.forward[s]))
+                for r in readers[v]
+            ):
+                saved[s].add(v)
+        return saved
+
+    @cached_property
+    def saved_bytes(self) -> list[int]:
+        """ω_ā in bytes."""
+        values = self.linear.problem.graph.values
+        return [sum(values[v].nbytes for v in kept) for kept in self.saved]
+
+    def _peak(self, ops: list[int], alive: set[int], kept: set[int]) -> int:
+        """Bytes held at most while ``ops`` run once, counting ``alive`` and what they compute; of
+        that ``kept`` stays to the end."""
+        problem = self.linear.problem
+        graph = problem.graph
+        last = {
+            v: at for at, i in enumerate(ops) for v in (*graph.ops[i].outputs, *graph.ops[i].inputs)
+        }
+        held_values = set(alive)
+        held = peak = sum(graph.values[v].nbytes for v in held_values)
+        for at, i in enumerate(ops):
+            for v in graph.ops[i].outputs:
+                if v not in held_values:
+                    held_values.add(v)
+                    held += graph.values[v].nbytes
+            peak = max(peak, held + problem.profile.op_workspace_bytes[i])
+            for v in (*graph.ops[i].inputs, *graph.ops[i].outputs):
+                if v in held_values and last[v] == at and v not in kept:
+                    held_values.remove(v)
+                    held -= graph.values[v].nbytes
+        return peak
+
+    @cached_property
+    def forward_all_peak(self) -> list[int]:
+        """Bytes a block needs beside its input to run forward and save everything."""
+        return [self._peak(ops, set(), self.saved[s]) for s, ops in enumerate(self.forward)]
+
+    @cached_property
+    def forward_none_peak(self) -> list[int]:
+        """Bytes a block needs beside its input to run forward and keep only its output."""
+        crossing = self.linear.last_forward_read
+        return [
+            self._peak(
+                ops,
+                set(),
+                {v for v in self.saved[s] if crossing[v] > self.linear.position[ops[-1]]},
+            )
+            for s, ops in enumerate(self.forward)
+        ]
+
+    @cached_property
+    def gradients(self) -> list[set[int]]:
+        """δ: values of the backward phase alive when each block's backward stage begins."""
+        graph, readers = self.linear.problem.graph, self.linear.problem.graph.readers
+        stage_of = {i: s for s, ops in enumerate(self.backward) for i in ops}
+        alive: list[set[int]] = [set() for _ in self.backward]
+        for i, made_at in stage_of.items():
+            for v in graph.ops[i].outputs:
+                last = min((stage_of[r] for r in readers[v] if r in stage_of), default=made_at)
+                until = 0 if v in graph.outputs else last
+                for s in range(until, made_at):
+                    alive[s].add(v)
+        return alive
+
+    @cached_property
+    def gradient_bytes(self) -> list[int]:
+        """ω_δ in bytes."""
+        values = self.linear.problem.graph.values
+        return [sum(values[v].nbytes for v in alive) for alive in self.gradients]
+
+    @cached_property
+    def backward_peak(self) -> list[int]:
+        """Bytes a block's backward stage needs beside the block's input, its saved values and δ
+        included."""
+        peaks = []
+        for s, ops in enumerate(self.backward):
+            after = self.gradients[s - 1] if s else set(self.linear.problem.graph.outputs)
+            peaks.append(self._peak(ops, self.saved[s] | self.gradients[s], after))
+        return peaks
+
+
+class Table:
+    """C(s, t, m) for all blocks and amounts of memory.
+
+    Args:
+        stages: the chain.
+        unit_bytes: bytes per unit of memory.
+        units: amounts of memory 0 to ``units`` are solved.
+    """
+
+    def __init__(self, stages: Stages, unit_bytes: int, units: int):
+        self.stages, self.units = stages, units
+        n = len(stages.forward)
+
+        def up(nbytes: int) -> int:
+            return min(units + 1, -(-nbytes // unit_bytes))
+
+        self.output = [up(b) for b in stages.output_bytes]
+        self.saved = [up(b) for b in stages.saved_bytes]
+        forward_s = [stages.seconds(ops) for ops in stages.forward]
+        both_s = [
+            f + stages.seconds(ops) for f, ops in zip(forward_s, stages.backward, strict=True)
+        ]
+        until = np.concatenate([[0.0], np.cumsum(forward_s)])
+        self.cost = np.full((n, n, units + 1), np.inf)
+        self.choice = np.full(
+            (n, n, units + 1), -1, dtype=np.int16
+        )  # s' of C1, or s for "save everything"
+        amounts = np.arange(units + 1)
+        for s in range(n):
+            need = up(
+                max(stages.forward_all_peak[s] + stages.gradient_bytes[s], stages.backward_peak[s])
+            )
+            self.cost[s, s, need:] = both_s[s]
+            self.choice[s, s, need:] = s
+        for length in range(1, n):
+            for s in range(n - length):
+                t = s + length
+                none_peak = max(
+                    [stages.forward_none_peak[s]]
+                    + [
+                        stages.output_bytes[j - 1] + stages.forward_none_peak[j]
+                        for j in range(s + 1, t)
+                    ]
+                )
+                all_need = up(
+                    max(
+                        stages.forward_all_peak[s] + stages.gradient_bytes[t],
+                        stages.backward_peak[s],
+                    )
+                )
+                none_need = up(none_peak + stages.gradient_bytes[t])
+                left = amounts - self.saved[s]
+                save_all = (
+                    np.where(left >= 0, self.cost[s + 1, t, np.maximum(left, 0)], np.inf)
+                    + both_s[s]
+                )
+                save_all[:all_need] = np.inf
+                next_kept = np.arange(s + 1, t + 1)
+                left = (
+                    amounts[None, :] - np.asarray([self.output[j - 1] for j in next_kept])[:, None]
+                )
+                above = np.take_along_axis(
+                    self.cost[s + 1 : t + 1, t, :], np.maximum(left, 0), axis=1
+                )
+                above[left < 0] = np.inf
+                save_input = above + self.cost[s, s:t, :] + (until[next_kept] - until[s])[:, None]
+                save_input[:, :none_need] = np.inf
+                best = np.argmin(save_input, axis=0)
+                best_cost = save_input[best, amounts]
+                keep_all = save_all <= best_cost
+                self.cost[s, t] = np.where(keep_all, save_all, best_cost)
+                self.choice[s, t] = np.where(
+                    np.isinf(self.cost[s, t]), -1, np.where(keep_all, s, next_kept[best])
+                )
+
+    def actions(self, units: int) -> list[tuple[str, int]]:
+        """The schedule for an amount of memory: ``("all" | "input" | "none" | "backward", block)``
+        in turn.
+
+        ``"input"`` runs a block forward and keeps its input, ``"none"`` drops the input as well.
+        """
+        actions: list[tuple[str, int]] = []
+        stack: list[tuple[int, int, int]] = [(0, len(self.stages.forward) - 1, units)]
+        while stack:
+            s, t, m = stack.pop()
+            if t < 0:
+                actions.append(("backward", s))
+                continue
+            choice = int(self.choice[s, t, m])
+            if choice == s:
+                actions.append(("all", s))
+                stack.append((s, -1, 0))
+                if t > s:
+                    stack.append((s + 1, t, m - self.saved[s]))
+            else:
+                actions.append(("input", s))
+                actions += [("none", j) for j in range(s + 1, choice)]
+                stack.append((s, choice - 1, m))
+                stack.append((choice, t, m - self.output[choice - 1]))
+        return actions
+
+
+def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
+    """The order a list of actions stands for. First runs happen in any case, and what is still
+    missing is recomputed on demand.
+
+    As the program assumes, the input of a block is dropped after its backward stage unless the
+    block before saved it.
+    """
+    graph = stages.linear.problem.graph
+    made = [[v for i in ops for v in graph.ops[i].outputs] for ops in stages.forward]
+    crossing = [
+        {v for v in values if stages.linear.last_forward_read[v] > stages.linear.position[ops[-1]]}
+        for values, ops in zip(made, stages.forward, strict=True)
+    ]
+
+    def policy(walk: Walk) -> None:
+        ran: set[int] = set()
+        saved: set[int] = set()  # blocks whose last run saved everything
+        for action, s in actions:
+            if action == "backward":
+                for op_id in stages.backward[s]:
+                    walk.demand(op_id)
+                walk.drop(made[s])
+                if s > 0 and s - 1 not in saved:
+                    walk.drop(crossing[s - 1])
+                continue
+            (saved.add if action == "all" else saved.discard)(s)
+            for op_id in stages.forward[s]:
+                if op_id not in ran or not all(v in walk.alive for v in graph.ops[op_id].outputs):
+                    walk.demand(op_id)
+                    ran.add(op_id)
+            if action != "all":
+                walk.drop(v for v in made[s] if v not in crossing[s])
+            if action == "none":
+                walk.drop(crossing[s - 1])
+
+    return order_of(stages.linear.problem, policy)
+
+
+def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """The best persistent schedule of the chain, or of the chain of blocks between articulation
+    points.
+
+    Raises:
+        ScheduleNotFoundError: the forward phase has no articulation point, or no plan fits.
+    """
+    incumbent = Incumbent(problem, "chain_dp", time_limit_s)
+    if incumbent.offer_store_all() or problem.budget_bytes is None:
+        return incumbent.solution()
+    linear = Linearized(problem)
+    cuts = linear.articulation_cuts
+    if not cuts:
+        return incumbent.solution(
+            reason="the graph is no chain: its forward phase has no articulation point"
+        )
+    if not linear.comes_first:
+        return incumbent.solution(
+            reason="the graph is no chain: a forward op must follow a backward one"
+        )
+    stride = -(-len(cuts) // MAX_STAGES)
+    stages = Stages(linear, cuts[::stride])
+    room = problem.budget_bytes - problem.profile.resident_bytes
+    unit = max(1, -(-room // UNITS))
+    table = Table(stages, unit, int(-(-room // unit) * SPARE))
+    tried: set[tuple[tuple[str, int], ...]] = set()
+    for units in sorted(range(table.units + 1), key=lambda u: abs(u - room // unit)):
+        if incumbent.out_of_time or len(tried) == MAX_PLANS:
+            break
+        if np.isinf(table.cost[0, -1, units]):
+            continue
+        actions = table.actions(units)
+        if tuple(actions) not in tried:
+            tried.add(tuple(actions))
+            order = action_order(stages, actions)
+            if incumbent.fits(incumbent.offer(order)):
+                incumbent.offer(trimmed(problem, order, problem.budget_bytes))
+    return incumbent.solution()

@@ -1,0 +1,128 @@
+"""Checkmate's program solved to optimality, by HiGHS or by CBC.
+
+The program and its scope are in :mod:`keras_remat.solvers.papers.checkmate` (Jain et al. 2020, eq.
+1 to 9). Its within-stage memory rows are by far the most, and hardly any bind, so they are written
+lazily: solve without them, simulate the schedule, write them for the stages that went over, repeat.
+The loop ends with an optimum of Checkmate's whole program. The first round is also a relaxation of
+every schedule with its first runs in default order, so its bound holds for all of those.
+
+What is claimed: ``lower_bound_s`` is the first round's bound, and ``status`` is ``"optimal"`` when
+the schedule meets it: nothing faster exists *among schedules whose first runs are in default
+order*, whatever they do inside a stage. An optimum of the whole program that does not meet it
+(possible near the floor) is ``"feasible"``. Reordering first runs is outside of the model and of
+the bound.
+
+Neither solver takes a starting point through its Python interface here, so ``dtr`` provides the
+schedule that is returned (under its own name) when the time limit comes first. An infeasible
+program proves nothing about other orders, and raises
+:class:`keras_remat.errors.ScheduleNotFoundError`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule, Solution
+from keras_remat.core.simulate import live_bytes
+from keras_remat.errors import ScheduleNotFoundError
+from keras_remat.solvers.engines.milp import GAP, Backend, optimize
+from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.papers import dtr
+from keras_remat.solvers.papers.checkmate import build
+
+FALLBACK_SHARE = 0.2  # of the time limit, for dtr
+MAX_VARIABLES = 1_000_000
+TOLERANCE = 1e-5  # relative to the cost of recomputation: what solvers may be off by
+
+
+def safe_bound_s(problem: Problem, seconds: float) -> float:
+    """A bound with the solvers' tolerances taken off, never below the store-all time."""
+    extra = seconds - problem.store_all_time_s
+    return problem.store_all_time_s + max(
+        0.0, extra - TOLERANCE * (extra + 1e-3 * problem.store_all_time_s)
+    )
+
+
+def _solve(
+    problem: Problem, name: str, backend: Backend, time_limit_s: float, seed: int
+) -> Solution:
+    incumbent = Incumbent(problem, name, time_limit_s)
+    if incumbent.offer_store_all() or problem.budget_bytes is None:
+        return incumbent.solution()
+    fallback: Solution | None = None
+    try:
+        fallback = dtr.solve(problem, time_limit_s=FALLBACK_SHARE * time_limit_s, seed=seed)
+    except ScheduleNotFoundError as error:
+        incumbent.least_peak_bytes = error.best_peak_bytes
+    bound_s = problem.store_all_time_s
+    reason = ""
+    budget, detailed = problem.budget_bytes, set[int]()
+    n = len(problem.graph.needed)
+    if n * n > MAX_VARIABLES:
+        reason = f"{n} ops are too many for the program"
+    while not reason and not incumbent.out_of_time:
+        program = build(problem, detailed, budget_bytes=budget)
+        answer = optimize(program, incumbent.seconds_left, backend=backend)
+        if not detailed and budget == problem.budget_bytes and answer.status != "infeasible":
+            bound_s = max(bound_s, safe_bound_s(problem, program.seconds(answer.bound)))
+        if answer.status == "infeasible":
+            reason = "its program has no solution; other orders may fit"
+            break
+        if answer.x is None:
+            break
+        order = program.order(answer.x)
+        if incumbent.fits(incumbent.offer(order)) or answer.status == "stopped":
+            break
+        over = program.stages_over(
+            order, live_bytes(problem, Schedule(tuple(order))), problem.budget_bytes
+        )
+        if over <= detailed:  # over by the solver's tolerance only
+            budget = int(budget * (1 - 1e-5)) - 1
+        detailed |= over
+    if fallback is not None and (
+        incumbent.usage is None or fallback_is_faster(fallback, incumbent)
+    ):
+        met = fallback.usage is not None and meets(fallback.usage.time_s, bound_s, problem)
+        seconds = time_limit_s - incumbent.seconds_left
+        return replace(
+            fallback,
+            status="optimal" if met else fallback.status,
+            lower_bound_s=bound_s,
+            solve_time_s=seconds,
+        )
+    proved = incumbent.usage is not None and meets(incumbent.usage.time_s, bound_s, problem)
+    return incumbent.solution(bound_s, optimal=proved, reason=reason)
+
+
+def fallback_is_faster(fallback: Solution, incumbent: Incumbent) -> bool:
+    """Whether dtr's schedule beats the program's, which happens when the program was stopped early
+    or its model is left."""
+    assert incumbent.usage is not None
+    return fallback.usage is not None and fallback.usage.time_s < incumbent.usage.time_s * (1 - GAP)
+
+
+def meets(time_s: float, bound_s: float, problem: Problem) -> bool:
+    """Whether a time equals a bound up to the tolerances of :func:`safe_bound_s`."""
+    extra = time_s - problem.store_all_time_s
+    return time_s - bound_s <= 2 * TOLERANCE * (max(0.0, extra) + 1e-3 * problem.store_all_time_s)
+
+
+def solve_highs(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """Checkmate's program with HiGHS.
+
+    Raises:
+        ScheduleNotFoundError: the program is infeasible, or the time limit came before any
+            schedule.
+    """
+    return _solve(problem, "checkmate_milp", "highs", time_limit_s, seed)
+
+
+def solve_cbc(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """Checkmate's program with CBC.
+
+    Raises:
+        MissingPackageError: CyLP is not installed.
+        ScheduleNotFoundError: as :func:`solve_highs`.
+    """
+    return _solve(problem, "checkmate_milp_cbc", "cbc", time_limit_s, seed)

@@ -1,0 +1,155 @@
+"""Segment checkpoints: keep what crosses a few cuts of the forward phase, recompute the rest once,
+segment by segment.
+
+Chen, Xu, Zhang, Guestrin 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv 1604.06174:
+algorithm 2 with a cut every k ops (sec. 4.2, k = √n gives O(√n) memory for one more forward pass)
+and algorithm 3 with a cut whenever the bytes since the last one exceed b (sec. 4.3, "greedy"). The
+generalisations are those of Checkmate (arXiv 1910.02653, sec. 6.1): ``ap`` cuts at articulation
+points only, ``linear`` at any position of the default order. On a chain the two are the same. The
+plain names use articulation points where there are any beside the linear form, and return the
+better.
+
+The papers fix k = √n; here k and b are searched, and the fastest schedule within the budget wins.
+Limits: nothing is recomputed more than once unless a cut's own values need it, and what follows the
+last cut is kept whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Solution
+from keras_remat.solvers.orders.demand import Walk, order_of
+from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.linearize import Linearized
+
+MAX_TRIALS = 200
+
+
+def segmented_order(linear: Linearized, cuts: Sequence[int]) -> list[int]:
+    """The order that keeps the values crossing ``cuts`` and recomputes the others segment by
+    segment.
+
+    Args:
+        linear: the problem's forward phase.
+        cuts: ascending forward positions.
+    """
+    graph = linear.problem.graph
+    dropped_after: dict[int, list[int]] = {}
+    start = 0
+    for cut in cuts:
+        made = [v for op_id in linear.forward[start : cut + 1] for v in graph.ops[op_id].outputs]
+        dropped_after[linear.forward[cut]] = [v for v in made if linear.last_forward_read[v] <= cut]
+        start = cut + 1
+
+    def policy(walk: Walk) -> None:
+        for op_id in linear.default_order:
+            walk.demand(op_id)
+            walk.drop(dropped_after.get(op_id, ()))
+
+    return order_of(linear.problem, policy)
+
+
+def sqrt_n_cuts(candidates: Sequence[int]) -> Iterator[list[int]]:
+    """Every k-th candidate for every k, beginning with the k closest to the root of their
+    number."""
+    n = len(candidates)
+    root = max(1, round(n**0.5))
+    for k in spread(range(1, n + 1), root - 1):
+        yield list(candidates[k - 1 :: k])
+
+
+def greedy_cuts(linear: Linearized, candidates: Sequence[int]) -> Iterator[list[int]]:
+    """Algorithm 3 for byte limits from the largest op's to all, beginning in the middle (on a
+    logarithmic scale)."""
+    graph = linear.problem.graph
+    made = [
+        sum(graph.values[v].nbytes for v in graph.ops[op_id].outputs) for op_id in linear.forward
+    ]
+    total, largest = sum(made), max(made, default=0)
+    if not candidates or total == 0:
+        return
+    steps = min(MAX_TRIALS, 4 * len(candidates))
+    limits = sorted({int(largest * (total / largest) ** (i / steps)) for i in range(steps)})
+    allowed = set(candidates)
+    for limit in spread(limits, len(limits) // 2):
+        cuts, since = [], 0
+        for at, nbytes in enumerate(made):
+            since += nbytes
+            if since > limit and at in allowed:
+                cuts.append(at)
+                since = 0
+        yield cuts
+
+
+def spread(items: Sequence[int], center: int) -> list[int]:
+    """At most ``MAX_TRIALS`` items, evenly chosen, the ones closest to the index ``center``
+    first."""
+    stride = max(1, -(-len(items) // MAX_TRIALS))
+    return [
+        items[i]
+        for i in sorted(range(center % stride, len(items), stride), key=lambda i: abs(i - center))
+    ]
+
+
+def _search(
+    problem: Problem, name: str, forms: Sequence[str], greedy: bool, time_limit_s: float
+) -> Solution:
+    incumbent = Incumbent(problem, name, time_limit_s)
+    if incumbent.offer_store_all():
+        return incumbent.solution()
+    linear = Linearized(problem)
+    tried: set[tuple[int, ...]] = set()
+    for form in forms:
+        candidates = linear.articulation_cuts if form == "ap" else linear.all_cuts
+        for cuts in greedy_cuts(linear, candidates) if greedy else sqrt_n_cuts(candidates):
+            if incumbent.out_of_time:
+                break
+            if tuple(cuts) not in tried:
+                tried.add(tuple(cuts))
+                incumbent.offer(segmented_order(linear, cuts))
+    reason = (
+        "the forward phase has no articulation point"
+        if forms == ("ap",) and not linear.articulation_cuts
+        else ""
+    )
+    return incumbent.solution(reason=reason)
+
+
+def sqrt_n(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """A checkpoint every k cuts: articulation points and linearized order, the better of the two.
+
+    Raises:
+        ScheduleNotFoundError: no k meets the budget.
+    """
+    return _search(problem, "chen_sqrt_n", ("ap", "linear"), False, time_limit_s)
+
+
+def sqrt_n_ap(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """A checkpoint every k articulation points. Raises as :func:`sqrt_n`."""
+    return _search(problem, "chen_sqrt_n_ap", ("ap",), False, time_limit_s)
+
+
+def sqrt_n_linear(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """A checkpoint every k ops of the default order. Raises as :func:`sqrt_n`."""
+    return _search(problem, "chen_sqrt_n_linear", ("linear",), False, time_limit_s)
+
+
+def greedy(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """A checkpoint every b bytes: articulation points and linearized order, the better of the two.
+
+    Raises:
+        ScheduleNotFoundError: no b meets the budget.
+    """
+    return _search(problem, "chen_greedy", ("ap", "linear"), True, time_limit_s)
+
+
+def greedy_ap(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """A checkpoint at the first articulation point after b bytes. Raises as :func:`greedy`."""
+    return _search(problem, "chen_greedy_ap", ("ap",), True, time_limit_s)
+
+
+def greedy_linear(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """A checkpoint at the first op after b bytes. Raises as :func:`greedy`."""
+    return _search(problem, "chen_greedy_linear", ("linear",), True, time_limit_s)

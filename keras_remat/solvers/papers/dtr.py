@@ -1,0 +1,398 @@
+"""Greedy eviction on demand: run the default order, and when memory is full evict the value that
+seems cheapest to lose.
+
+Kirisame et al. 2021, *Dynamic Tensor Rematerialization*, arXiv 2006.09616, used as a planner: the
+run happens on paper, the orders are what is kept. Values that no later op of the default order
+reads are evicted at once ("eager eviction", sec. 3.2); what is read again is recomputed with all it
+needs. Values under 1 % of the mean size are never evicted (appendix E.2). The scores are in
+:mod:`keras_remat.solvers.papers.eviction_scores`.
+
+Known shape of the result: an N-op chain trains in O(N) op runs with a budget of 2⌈√N⌉ values
+(theorem 3.1). Liveness frees a value at its last read, DTR only when it needs room, so the true
+peak is below the run's; the budget of the run is therefore searched above the real one,
+recomputations there is room for are taken back (:mod:`keras_remat.solvers.orders.trim`), and on
+graphs small enough for more runs some are made with the scores blurred at random. Where nothing is
+left to evict the run goes on over its budget, and simulation decides. An op that must not run again
+(see :mod:`keras_remat.solvers.orders.demand`) pins its outputs, and the run starts over.
+
+Speed: scores are one vectorized minimum over the candidates; up to ``EXACT_CANDIDATES`` of them all
+neighbourhoods are computed afresh for each eviction, beyond that only the winner's, again and again
+until it stays the winner (so a score may be out of date, not below its true value for long).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from keras_remat.core.graph import reused_bytes
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule, Solution
+from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.trim import trimmed
+from keras_remat.solvers.papers.eviction_scores import SCORES, Neighbourhood
+
+EXACT_CANDIDATES = 500
+RECHECKS = 20
+MAX_RUNS_PER_OP = 40  # on average; a run that needs more is thrashing and given up
+BUDGET_PERCENTS = (
+    0,
+    1,
+    2,
+    -1,
+    3,
+    -2,
+    4,
+    -3,
+    5,
+    6,
+    -5,
+    8,
+    10,
+    -8,
+    13,
+    16,
+    20,
+    25,
+)  # of the room, added to the budget of a run
+NOISE, NOISY_TRIALS = 0.3, 40
+MAX_OPS_RUN, OPS_RUN_PER_OP = (
+    150_000,
+    500,
+)  # by all runs together: limits that do not depend on the machine
+
+
+class _Abandoned(Exception):
+    """The run takes too long or recomputes too much."""
+
+
+class _Run:
+    """One pass over the default order under ``budget_bytes``."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        score: str,
+        seed: int,
+        budget_bytes: int,
+        pinned: set[int],
+        deadline: float,
+        noise: float,
+    ):
+        graph, n = problem.graph, len(problem.graph.values)
+        self.problem, self.graph, self.ops = problem, graph, graph.ops
+        self.budget, self.deadline = budget_bytes, deadline
+        self.default_order = Schedule.store_all(graph).order
+        self.nbytes = [value.nbytes for value in graph.values]
+        self.time = problem.profile.op_time_s
+        self.order: list[int] = []
+        self.stuck: set[int] = set()
+        self.held = problem.profile.resident_bytes
+        self.clock = 0.0
+        self.tick = (max(self.time, default=0.0) or 1.0) * 1e-6
+
+        self.alive = [value.producer is None for value in graph.values]
+        self.evicted = [False] * n
+        self.locks = [0] * n
+        self.barred: set[int] = set()
+        self.reads_left = [0] * n
+        for op_id in self.default_order:
+            for v in set(self.ops[op_id].inputs):
+                self.reads_left[v] += 1
+        for v in set(graph.outputs):
+            self.reads_left[v] += 1
+        self.small, self.allowed = _never_and_ever_evicted(problem, self.default_order, pinned)
+
+        self.around = Neighbourhood(graph, self.time, self.evicted)
+        self.numerator_of = self._numerators(score)
+        self.uses_size, self.uses_staleness = (
+            score not in ("lru", "random"),
+            score in ("dtr", "eq", "local", "lru"),
+        )
+        self.refreshes = score in ("dtr", "eq", "msps")
+        self.random = np.random.default_rng(seed)
+        self.numerator = np.ones(n)
+        self.last_use = np.zeros(n)
+        self.size = np.maximum(np.asarray(self.nbytes, dtype=float), 1.0)
+        self.bias = np.exp(noise * self.random.standard_normal(n)) if noise else np.ones(n)
+        self.candidate = np.zeros(n, dtype=bool)
+
+    def _numerators(self, score: str) -> Callable[[int], float]:
+        around, cost, producer = (
+            self.around,
+            self.time,
+            [v.producer or 0 for v in self.graph.values],
+        )
+        return {
+            "dtr": lambda v: cost[producer[v]] + around.exact(v),
+            "eq": lambda v: cost[producer[v]] + around.equivalence(v),
+            "local": lambda v: cost[producer[v]],
+            "msps": lambda v: cost[producer[v]] + around.ancestors(v, {producer[v]}),
+            "lru": lambda v: 1.0,
+            "size": lambda v: 1.0,
+            "random": lambda v: float(self.random.random()),
+        }[score]
+
+    def execute(self) -> list[int]:
+        """Runs everything and returns the order."""
+        for op_id in self.default_order:
+            self._demand(op_id)
+            for v in set(self.ops[op_id].inputs):
+                self.reads_left[v] -= 1
+                self._evict_if_dead(v)
+        for v in self.graph.outputs:  # DTR brings back what the caller holds
+            self.locks[v] += 1
+        for v in self.graph.outputs:
+            if not self.alive[v]:
+                producer = self.graph.values[v].producer
+                assert producer is not None  # a step input is always alive
+                if producer in self.barred:
+                    self.stuck.add(v)
+                else:
+                    self._demand(producer)
+        return self.order
+
+    def _demand(self, wanted: int) -> None:
+        """Runs an op after recomputing, depth first, whatever it is missing; inputs of ops under
+        way are locked."""
+        stack = [wanted]
+        self._lock(self.ops[wanted].inputs, 1)
+        while stack:
+            op_id = stack[-1]
+            missing = next((v for v in self.ops[op_id].inputs if not self.alive[v]), None)
+            if missing is None:
+                self._run(op_id)
+                stack.pop()
+                self._lock(self.ops[op_id].inputs, -1)
+                for v in (*self.ops[op_id].inputs, *self.ops[op_id].outputs):
+                    self._evict_if_dead(v)
+                continue
+            producer = self.graph.values[missing].producer
+            assert producer is not None  # a step input is always alive
+            if producer in self.barred:
+                self.stuck.add(missing)
+                self._revive(missing)
+            else:
+                stack.append(producer)
+                self._lock(self.ops[producer].inputs, 1)
+
+    def _lock(self, value_ids: Iterable[int], change: int) -> None:
+        for v in set(value_ids):
+            self.locks[v] += change
+            self.candidate[v] = self.alive[v] and self.allowed[v] and not self.locks[v]
+
+    def _run(self, op_id: int) -> None:
+        if len(self.order) % 256 == 0 and time.perf_counter() > self.deadline:
+            raise _Abandoned
+        if len(self.order) > MAX_RUNS_PER_OP * len(self.default_order):
+            raise _Abandoned
+        op = self.ops[op_id]
+        for v in op.outputs:  # the instance before this one is dead weight
+            if self.alive[v]:
+                self._forget(v)
+        dying = frozenset(v for v in op.may_reuse if self.reads_left[v] == 1 and self.locks[v] == 1)
+        extra = sum(self.nbytes[v] for v in op.outputs) - reused_bytes(op, self.graph.values, dying)
+        self._make_room(extra + self.problem.profile.op_workspace_bytes[op_id])
+        self.order.append(op_id)
+        self.clock += self.time[op_id] + self.tick
+        self.around.leave(op_id)
+        for v in op.outputs:
+            self._revive(v)
+        for v in op.inputs:
+            self.last_use[v] = self.clock
+        if not op.recomputable:
+            self.barred.add(op_id)
+        self.barred.update(op.after)
+
+    def _revive(self, v: int) -> None:
+        self.alive[v], self.evicted[v] = True, False
+        self.held += self.nbytes[v]
+        self.last_use[v] = self.clock
+        self.candidate[v] = self.allowed[v] and not self.locks[v]
+        self.numerator[v] = self.numerator_of(v)
+
+    def _forget(self, v: int) -> None:
+        self.alive[v], self.evicted[v], self.candidate[v] = False, True, False
+        self.held -= self.nbytes[v]
+
+    def _evict(self, v: int) -> None:
+        self._forget(v)
+        producer = self.graph.values[v].producer
+        assert producer is not None  # step inputs are never candidates
+        self.around.join(producer)
+
+    def _evict_if_dead(self, v: int) -> None:
+        if self.alive[v] and self.reads_left[v] == 0 and not self.locks[v]:
+            if self.allowed[v]:
+                self._evict(v)
+            elif self.small[v]:  # stays, and costs next to nothing
+                self.held -= self.nbytes[v]
+                self.nbytes[v] = 0
+
+    def _make_room(self, extra: int) -> None:
+        while self.held + extra > self.budget:
+            v = self._cheapest()
+            if v is None:
+                return
+            self._evict(v)
+
+    def _cheapest(self) -> int | None:
+        found = np.flatnonzero(self.candidate)
+        if not len(found):
+            return None
+        weight = self.bias[found] * self.size[found] if self.uses_size else self.bias[found]
+        if self.uses_staleness:
+            weight = weight * (self.clock - self.last_use[found] + self.tick)
+        if self.refreshes and len(found) <= EXACT_CANDIDATES:
+            for v in map(int, found):
+                self.numerator[v] = self.numerator_of(v)
+        score = self.numerator[found] / weight
+        at = int(np.argmin(score))
+        if self.refreshes and len(found) > EXACT_CANDIDATES:
+            for _ in range(RECHECKS):
+                v = int(found[at])
+                self.numerator[v] = self.numerator_of(v)
+                score[at] = self.numerator[v] / weight[at]
+                best = int(np.argmin(score))
+                if best == at:
+                    break
+                at = best
+        return int(found[at])
+
+
+def _never_and_ever_evicted(
+    problem: Problem, order: Iterable[int], pinned: set[int]
+) -> tuple[list[bool], list[bool]]:
+    """Which values are too small to evict, and which may be evicted at all: those recomputable up
+    to their last reader."""
+    graph = problem.graph
+    sizes = [graph.values[v].nbytes for op_id in order for v in graph.ops[op_id].outputs]
+    threshold = 0.01 * sum(sizes) / max(1, len(sizes))
+    barred_from: dict[int, int] = {}
+    for op_id in order:
+        for earlier in graph.ops[op_id].after:
+            barred_from.setdefault(earlier, op_id)
+    small, allowed = [], []
+    for value in graph.values:
+        small.append(value.producer is not None and value.nbytes < threshold)
+        last_reader = max((r for r in graph.readers[value.id] if r in graph.needed), default=-1)
+        if value.id in graph.outputs:  # wanted at the end
+            last_reader = len(graph.ops)
+        allowed.append(
+            value.producer is not None
+            and value.nbytes >= threshold
+            and value.id not in pinned
+            and graph.ops[value.producer].recomputable
+            and last_reader <= barred_from.get(value.producer, len(graph.ops))
+        )
+    return small, allowed
+
+
+def planned_order(
+    problem: Problem,
+    score: str,
+    budget_bytes: int,
+    seed: int,
+    deadline: float,
+    *,
+    noise: float = 0.0,
+) -> list[int] | None:
+    """The order DTR runs under a budget, or ``None`` when it thrashes or the deadline passes.
+
+    Args:
+        problem: the graph and its costs.
+        score: one of ``SCORES``.
+        budget_bytes: what the run keeps under as long as there is something to evict, resident
+            bytes included.
+        seed: for the score ``random`` and for noise.
+        deadline: ``time.perf_counter()`` seconds.
+        noise: standard deviation of the logarithm of a factor per value that its score is divided
+            by.
+    """
+    if score not in SCORES:
+        raise ValueError(f"unknown score {score!r}; there are {', '.join(SCORES)}")
+    pinned: set[int] = set()
+    while True:
+        run = _Run(problem, score, seed, budget_bytes, pinned, deadline, noise)
+        try:
+            order = run.execute()
+        except _Abandoned:
+            return None
+        if not run.stuck:
+            return order
+        pinned |= run.stuck
+
+
+def search(
+    problem: Problem, score: str, time_limit_s: float, seed: int, max_ops_run: int = MAX_OPS_RUN
+) -> Solution:
+    """Runs DTR with one of ``SCORES`` under several budgets around the real one, then with noise,
+    and keeps the fastest order that really fits."""
+    incumbent = Incumbent(problem, "dtr" if score == "dtr" else f"dtr_{score}", time_limit_s)
+    if incumbent.offer_store_all() or problem.budget_bytes is None:
+        return incumbent.solution()
+    budget, room = problem.budget_bytes, problem.budget_bytes - problem.profile.resident_bytes
+    trials = [(percent, seed, 0.0) for percent in BUDGET_PERCENTS]
+    trials += [(BUDGET_PERCENTS[i % 9], seed + 1 + i, NOISE) for i in range(NOISY_TRIALS)]
+    ops_run = 0
+    for percent, trial_seed, noise in trials:
+        if incumbent.out_of_time or ops_run > min(
+            max_ops_run, OPS_RUN_PER_OP * len(problem.graph.needed)
+        ):
+            break
+        order = planned_order(
+            problem,
+            score,
+            budget + room * percent // 100,
+            trial_seed,
+            incumbent.deadline,
+            noise=noise,
+        )
+        if order is None:
+            ops_run += MAX_RUNS_PER_OP * len(problem.graph.needed)
+            continue
+        ops_run += len(order)
+        if incumbent.fits(incumbent.offer(order)):
+            incumbent.offer(trimmed(problem, order, budget))
+    return incumbent.solution()
+
+
+def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """DTR with the score h_DTR.
+
+    Raises:
+        ScheduleNotFoundError: no run fits the budget, all thrash, or time is over.
+    """
+    return search(problem, "dtr", time_limit_s, seed)
+
+
+def solve_eq(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """DTR with the score h_DTR_eq (union-find). Raises as :func:`solve`."""
+    return search(problem, "eq", time_limit_s, seed)
+
+
+def solve_local(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """DTR with the score h_DTR_local. Raises as :func:`solve`."""
+    return search(problem, "local", time_limit_s, seed)
+
+
+def solve_msps(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """DTR with the score MSPS (Peng et al. 2020, Capuchin). Raises as :func:`solve`."""
+    return search(problem, "msps", time_limit_s, seed)
+
+
+def solve_lru(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """DTR evicting the least recently used value. Raises as :func:`solve`."""
+    return search(problem, "lru", time_limit_s, seed)
+
+
+def solve_size(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """DTR evicting the largest value. Raises as :func:`solve`."""
+    return search(problem, "size", time_limit_s, seed)
+
+
+def solve_random(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """DTR evicting at random. Raises as :func:`solve`."""
+    return search(problem, "random", time_limit_s, seed)

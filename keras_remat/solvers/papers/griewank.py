@@ -1,0 +1,161 @@
+"""Revolve: binomial checkpointing, the fastest way through a uniform chain with a given number of
+checkpoint slots.
+
+Griewank, Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). With s slots and at most r runs of
+every forward op a chain of β(s, r) = (s + r)! / (s! r!) ops can be reversed, so memory and work
+grow with log n. When the backward phase asks for a forward position that is not kept, the forward
+phase is run again from the nearest checkpoint below it, and the free slots are filled on the way at
+the positions the binomial rule names.
+
+Written as a policy of :mod:`keras_remat.solvers.orders.demand` and not as revolve's action list, so
+that it works on every graph: a slot holds the values crossing one cut of the forward phase
+(:mod:`keras_remat.solvers.orders.linearize`); in a chain that is one value, and the schedule is
+revolve's. The number of slots is searched: more slots are never slower on a chain, so the most that
+fit the budget win, but all numbers are tried where time allows because bytes differ along a real
+graph. Limits: slots are counted, not weighed, so on chains that are not uniform ``chain_dp`` is
+better.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from math import comb
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Solution
+from keras_remat.solvers.orders.demand import Walk, order_of
+from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.linearize import Linearized
+from keras_remat.solvers.papers.chen import spread
+
+MAX_RUNS = 30  # of any forward op: fewer slots would need more, and an order of quadratic length
+
+
+def binomial_split(length: int, slots: int) -> int:
+    """How many ops to advance from a checkpoint before taking the next one.
+
+    Args:
+        length: number of forward ops to reverse, at least 2.
+        slots: free slots for further checkpoints, at least 1.
+
+    Returns:
+        A number from 1 to ``length - 1``: the largest optimal one. With ``r`` the least number such
+        that ``length <= comb(slots + 1 + r, r)``, the part above the new checkpoint is reversed
+        with one slot less and must not need more than r runs, the part below it not more than r − 1
+        (Griewank & Walther, sec. 2).
+    """
+    runs = 1
+    while comb(slots + 1 + runs, runs) < length:
+        runs += 1
+    below_most = comb(
+        slots + runs, runs - 1
+    )  # reversible below with slots + 1 (the checkpoint's own is freed) and runs − 1
+    above_least = comb(slots + runs - 1, runs - 1)
+    return max(1, min(below_most, length - above_least, length - 1))
+
+
+def forward_runs(length: int, slots: int) -> int:
+    """Griewank & Walther's t(l, s): forward runs beyond the last one that reversing ``length`` ops
+    takes with ``slots`` checkpoints beside the start, if the run whose values the backward op reads
+    is not counted."""
+    runs = 0
+    while comb(slots + 1 + runs, runs) < length:
+        runs += 1
+    return runs * length - comb(slots + 1 + runs, runs - 1) if runs else 0
+
+
+def revolve_order(linear: Linearized, slots: int) -> list[int]:
+    """The order that reverses the forward phase with at most ``slots`` checkpoints beside its
+    start.
+
+    Args:
+        linear: the problem's forward phase.
+        slots: number of cuts whose crossing values may be kept at once, at least 0.
+    """
+    graph = linear.problem.graph
+    position, last_read = linear.position, linear.last_forward_read
+
+    def policy(walk: Walk) -> None:
+        checkpoints: list[int] = []  # forward positions of the cuts kept, ascending
+
+        def kept(value_id: int) -> bool:
+            """Whether a value crosses one of the checkpoints."""
+            producer = graph.values[value_id].producer
+            if producer is None:
+                return True
+            at = bisect_left(checkpoints, position[producer])
+            return at < len(checkpoints) and checkpoints[at] < last_read[value_id]
+
+        def place(start: int, end: int) -> None:
+            """Fills the free slots between a checkpoint at ``start`` and the position ``end`` that
+            is asked for."""
+            free = slots - len(checkpoints)
+            while free > 0 and end - start >= 2:
+                start += min(
+                    binomial_split(end - start + 1, free), end - start - 1
+                )  # the start is one to reverse, too
+                checkpoints.append(start)
+                free -= 1
+            checkpoints.sort()
+
+        place(-1, len(linear.forward) - 1)
+        alive: set[int] = set()  # forward values that are alive
+
+        def drop(value_ids: Iterable[int]) -> None:
+            gone = [v for v in value_ids if not kept(v)]
+            walk.drop(gone)
+            alive.difference_update(gone)
+
+        def rerun(op_id: int) -> None:
+            """Recomputes what a backward op is missing, from the nearest checkpoint below."""
+            target = max((position[i] for i in walk.missing(op_id) if i in position), default=None)
+            if target is None:
+                walk.demand(op_id)
+                return
+            del checkpoints[bisect_left(checkpoints, target) :]
+            wanted = set(graph.ops[op_id].inputs)
+            drop(alive - wanted)
+            place(checkpoints[-1] if checkpoints else -1, target)
+            again = walk.missing(op_id)
+            last_use = {
+                v: at
+                for at, i in enumerate(again)
+                for v in (*graph.ops[i].outputs, *graph.ops[i].inputs)
+            }
+            for at, i in enumerate(again):
+                walk.run(i)
+                if i in position:
+                    alive.update(graph.ops[i].outputs)
+                touched = (*graph.ops[i].inputs, *graph.ops[i].outputs)
+                drop([v for v in touched if v in alive and last_use[v] == at and v not in wanted])
+            walk.run(op_id)
+
+        for op_id in linear.default_order:
+            if op_id in position:
+                drop([v for v in alive if last_read[v] < position[op_id]])
+                walk.demand(op_id)
+                alive.update(graph.ops[op_id].outputs)
+            else:
+                rerun(op_id)
+
+    return order_of(linear.problem, policy)
+
+
+def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """Revolve with the best number of slots.
+
+    Raises:
+        ScheduleNotFoundError: no number of slots meets the budget.
+    """
+    incumbent = Incumbent(problem, "griewank", time_limit_s)
+    if incumbent.offer_store_all():
+        return incumbent.solution()
+    linear = Linearized(problem)
+    n = len(linear.forward)
+    least = next((s for s in range(n) if comb(s + 1 + MAX_RUNS, MAX_RUNS) >= n), 0)
+    for slots in spread(range(least, n), n - 1 - least):
+        if incumbent.out_of_time:
+            break
+        incumbent.offer(revolve_order(linear, slots))
+    return incumbent.solution()

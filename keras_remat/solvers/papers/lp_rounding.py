@@ -1,0 +1,132 @@
+"""Two-phase rounding of Checkmate's relaxation: round what is kept, then repair what runs.
+
+Jain et al. 2020, sec. 5 and algorithm 2. Rounding both R and S is never feasible. S alone is
+rounded (at a threshold, or at random with S as the probability); with S given, the cheapest R
+follows: per stage, from its last op backwards, an op runs if an op of this stage needs a value of
+it that is not kept (:meth:`keras_remat.solvers.orders.demand.Walk.missing`). Values whose S was
+rounded up although they were neither kept nor computed before are computed for it, or let go, both
+are tried.
+
+Rounding knows nothing of memory, so the paper solves the relaxation for (1 − ε) of the budget with
+ε = 0.1. Here ε is searched, every rounding is simulated under the real budget, and recomputations
+there is room for are taken back (:mod:`keras_remat.solvers.orders.trim`). The bound attached is
+that of the relaxation under the full budget; its scope is told in
+:mod:`keras_remat.solvers.papers.checkmate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Solution
+from keras_remat.solvers.orders.demand import Walk, order_of
+from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.trim import trimmed
+from keras_remat.solvers.papers.checkmate import Program
+from keras_remat.solvers.papers.checkmate_lp import relaxation
+from keras_remat.solvers.papers.checkmate_milp import meets
+
+THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9, 0.02, 0.98, 0.4, 0.6, 0.2, 0.8)
+EPSILONS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+RANDOM_ROUNDINGS = 20  # per ε
+
+
+def repaired_order(program: Program, kept: dict[int, set[int]], *, recompute: bool) -> list[int]:
+    """The cheapest order for a rounded S.
+
+    Args:
+        program: the program, for its ops.
+        kept: stage → values to be kept from the stage before into it.
+        recompute: compute a value that is to be kept but is not there; otherwise it is let go.
+    """
+    graph = program.problem.graph
+
+    def policy(walk: Walk) -> None:
+        for t, op_id in enumerate(program.ops):
+            keep = kept.get(t + 1, set())
+            if recompute:
+                lacking = {graph.values[v].producer for v in keep - walk.alive} - {op_id}
+                for producer in sorted(i for i in lacking if i is not None and (t, i) in again):
+                    if not walk.alive.issuperset(graph.ops[producer].outputs):
+                        walk.demand(producer)
+            walk.demand(op_id)
+            walk.drop(walk.alive - keep)
+        if recompute:
+            for v in graph.outputs:
+                lost = graph.values[v].producer
+                if v not in walk.alive and lost is not None and (len(program.ops), lost) in again:
+                    walk.demand(lost)
+
+    again = {(t, program.ops[i]) for t, i in program.run}
+    return order_of(program.problem, policy)
+
+
+def roundings(
+    program: Program, x: np.ndarray, rng: np.random.Generator | None
+) -> Iterator[list[int]]:
+    """Orders from a relaxed solution: by thresholds without ``rng``, at random with it."""
+    levels = [(t, v, float(x[column])) for (t, v), column in program.keep.items()]
+    tried: set[frozenset[tuple[int, int]]] = set()
+    chances = np.asarray([level for _, _, level in levels])
+    count = len(THRESHOLDS) if rng is None else RANDOM_ROUNDINGS
+    for at in range(count):
+        chosen = chances >= THRESHOLDS[at] if rng is None else chances > rng.random(len(chances))
+        key = frozenset((t, v) for (t, v, _), one in zip(levels, chosen, strict=True) if one)
+        if key in tried:
+            continue
+        tried.add(key)
+        kept: dict[int, set[int]] = {}
+        for t, v in key:
+            kept.setdefault(t, set()).add(v)
+        for recompute in (True, False):
+            yield repaired_order(program, kept, recompute=recompute)
+
+
+def _search(problem: Problem, name: str, time_limit_s: float, seed: int | None) -> Solution:
+    incumbent = Incumbent(problem, name, time_limit_s)
+    if incumbent.offer_store_all() or problem.budget_bytes is None:
+        return incumbent.solution()
+    budget, bound_s, reason = problem.budget_bytes, problem.store_all_time_s, ""
+    rng = None if seed is None else np.random.default_rng(seed)
+    for epsilon in EPSILONS:
+        if incumbent.out_of_time:
+            break
+        answer = relaxation(
+            problem, incumbent.seconds_left, budget_bytes=max(1, int(budget * (1 - epsilon)))
+        )
+        if epsilon == 0:
+            bound_s = answer.bound_s
+        if answer.x is None or answer.program is None:
+            if epsilon == 0:
+                reason = (
+                    "the relaxation has no solution"
+                    if answer.infeasible
+                    else "the relaxation was not solved in time"
+                )
+            break
+        for source in (None, rng) if rng is not None else (None,):
+            for order in roundings(answer.program, answer.x, source):
+                if incumbent.fits(incumbent.offer(order)):
+                    incumbent.offer(trimmed(problem, order, budget))
+                if incumbent.out_of_time:
+                    break
+        if incumbent.usage is not None and meets(incumbent.usage.time_s, bound_s, problem):
+            return incumbent.solution(bound_s, optimal=True)
+    return incumbent.solution(bound_s, reason=reason)
+
+
+def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """Deterministic and randomized rounding, the best of all ε.
+
+    Raises:
+        ScheduleNotFoundError: no rounding fits, or the relaxation was not solved in time.
+    """
+    return _search(problem, "lp_rounding", time_limit_s, seed)
+
+
+def solve_deterministic(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """Deterministic rounding only, under the name ``checkmate_lp``. Raises as :func:`solve`."""
+    return _search(problem, "checkmate_lp", time_limit_s, None)

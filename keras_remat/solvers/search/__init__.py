@@ -1,0 +1,1 @@
+"""Solvers of our own: greedy, backward, annealing, intervals."""

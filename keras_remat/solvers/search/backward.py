@@ -1,0 +1,264 @@
+"""Search from the end of the step backwards: what must be alive before each run. Finds schedules
+near the floor, or proves that none exist.
+
+Let H be the values that must be alive at some moment. Whichever op i ran last before it wrote one
+of them, and the moment before that
+
+    H' = (H − outputs of i) ∪ inputs of i,      bytes(H ∪ outputs ∪ inputs) + workspace − taken-over
+    buffers ≤ budget.
+
+From the graph's outputs to the empty set, each such step is one run, the last one first, and every
+schedule without useless runs is such a path. What dies at i is known (inputs not in H), so that
+this is the memory semantics of :mod:`keras_remat.core.simulate` and not a model of it; order and
+number of recomputations are free. It is the pebble game of Sethi (1975) played backwards. Near the
+floor few sets fit the budget: that is where heuristics that walk forwards get stuck, and where this
+search is short.
+
+Depth first, sets seen before are dropped, and two kinds of step are taken at once, because what
+remains is no harder:
+
+* (merge) all inputs of i are in H: H' is a subset of H. Costs a recomputation, which
+  :mod:`keras_remat.solvers.orders.trim` may take back.
+* (first run) nothing that is still to run reads i, and H' holds no more bytes than H: whatever path
+  there is from H, i can be moved to its front. This counts on buffers not being taken over: in
+  graphs with ``may_reuse`` it proves nothing.
+
+When a search that may prove something ends by itself, no schedule fits; otherwise it is cut off by
+a number of steps. Two sorts of search: ``"once"`` tries first runs before recomputations and does
+not merge, which recomputes less; ``"few"`` tries the steps with the fewest bytes first and takes
+all shortcuts that prove something.
+
+Known limits: nothing is minimized, and thousands of ops are too many.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from keras_remat.core.graph import reused_bytes
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Solution
+from keras_remat.errors import InfeasibleBudgetError
+from keras_remat.solvers.orders.effort import effort_s
+from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.trim import trimmed
+
+STEPS_PER_S = 60_000
+"""Steps looked at per second of a time limit, too big ones included; fewer than there are in a
+second."""
+
+Sort = Literal["few", "once"]
+_Path = tuple[int, "_Path | None"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search found out.
+
+    Args:
+        order: a legal order within the budget, or ``None``.
+        infeasible: proved that there is none.
+    """
+
+    order: tuple[int, ...] | None
+    infeasible: bool
+
+
+def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """The faster of the orders that the two sorts of search end at, without the recomputations
+    there is room for.
+
+    Raises:
+        InfeasibleBudgetError: proved that no schedule fits.
+        ScheduleNotFoundError: both searches were cut off.
+    """
+    incumbent = Incumbent(problem, "backward", time_limit_s)
+    if incumbent.offer_store_all() or problem.budget_bytes is None:
+        return incumbent.solution()
+    sorts: tuple[Sort, ...] = ("once", "few")
+    for sort in sorts:
+        answer = search(
+            problem, sort, max_steps=steps_limit(time_limit_s / 2), deadline_s=incumbent.deadline
+        )
+        if answer.infeasible:
+            raise InfeasibleBudgetError(problem.budget_bytes, problem.budget_bytes + 1)
+        if answer.order is not None:
+            incumbent.offer(trimmed(problem, answer.order, problem.budget_bytes))
+    return incumbent.solution()
+
+
+def steps_limit(time_limit_s: float) -> int:
+    """Steps to look at within a time limit."""
+    return int(STEPS_PER_S * effort_s(time_limit_s))
+
+
+def search(
+    problem: Problem, sort: Sort, *, max_steps: int, deadline_s: float = float("inf")
+) -> Answer:
+    """One search.
+
+    Args:
+        problem: with a budget.
+        sort: see the module docstring.
+        max_steps: the search is cut off when it has looked at this many.
+        deadline_s: ``time.perf_counter()`` time to end at.
+    """
+    game = _Game(problem)
+    merges = sort == "few"
+    moves = not merges or not game.takes_over
+    effects, wanted = game.start()
+    start = (wanted, game.closure(wanted, effects))
+    seen = {(wanted, effects)}
+    stack: list[tuple[int, int, int, _Path | None]] = [(*start, game.bytes_of(wanted), None)]
+    while stack:
+        alive, left, held, path = stack.pop()
+        if game.looked > max_steps or time.perf_counter() > deadline_s:
+            return Answer(None, False)
+        while True:  # as long as a step is taken at once
+            if not left:
+                return Answer(_order(path), False)
+            steps = []
+            at_once: _Step | None = None
+            for step in game.steps(alive, left, held):
+                if (moves and step.first and step.held <= held) or (
+                    merges and not step.alive & ~alive
+                ):
+                    at_once = step
+                    break
+                steps.append(step)
+            if at_once is None:
+                break
+            alive, left, held, path = (
+                at_once.alive,
+                at_once.left,
+                at_once.held,
+                (at_once.op_id, path),
+            )
+            key = (alive, left & game.effects)
+            if key in seen and left:
+                steps = []
+                break
+            seen.add(key)
+        if merges:
+            steps.sort(key=lambda step: -step.held)
+        else:
+            steps.sort(key=lambda step: (step.first, -step.held))
+        for step in steps:
+            key = (step.alive, step.left & game.effects)
+            if key not in seen:
+                seen.add(key)
+                stack.append((step.alive, step.left, step.held, (step.op_id, path)))
+    return Answer(None, merges or not game.takes_over)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A run of an op before which ``alive`` must be alive and the ops ``left`` have to run;
+    ``first`` when it is the op's first run."""
+
+    op_id: int
+    alive: int
+    left: int
+    held: int
+    first: bool
+
+
+class _Game:
+    """The graph as bit sets: bit v of a set of values, bit i of a set of ops."""
+
+    def __init__(self, problem: Problem):
+        graph = problem.graph
+        self.graph, self.nbytes = graph, [value.nbytes for value in graph.values]
+        self.budget = (problem.budget_bytes or 0) - problem.profile.resident_bytes
+        self.workspace = problem.profile.op_workspace_bytes
+        self.ops = graph.ops
+        self.producer = [-1 if v.producer is None else v.producer for v in graph.values]
+        count = len(graph.ops)
+        self.reads = [_bits(v for v in op.inputs if self.producer[v] >= 0) for op in graph.ops]
+        self.writes = [_bits(op.outputs) for op in graph.ops]
+        self.readers = [0] * count
+        self.ancestors = [0] * count
+        self.blockers = [0] * count  # ops whose copies must all run later
+        self.effects = 0
+        self.looked = 0  # steps
+        self.takes_over = any(graph.ops[i].may_reuse for i in graph.needed)
+        for op_id in sorted(graph.needed):
+            op = graph.ops[op_id]
+            self.ancestors[op_id] = 1 << op_id
+            for v in op.inputs:
+                if self.producer[v] >= 0:
+                    self.ancestors[op_id] |= self.ancestors[self.producer[v]]
+                    self.readers[self.producer[v]] |= 1 << op_id
+            for earlier in op.after:
+                self.blockers[earlier] |= 1 << op_id
+            if not op.recomputable:
+                self.effects |= 1 << op_id
+
+    def start(self) -> tuple[int, int]:
+        """The ops with effects, and the values alive at the end."""
+        return self.effects, _bits(v for v in self.graph.outputs if self.producer[v] >= 0)
+
+    def closure(self, alive: int, effects: int) -> int:
+        """The ops that must run before ``alive`` is there and ``effects`` have happened."""
+        left = 0
+        for op_id in [*(self.producer[v] for v in _members(alive)), *_members(effects)]:
+            left |= self.ancestors[op_id]
+        return left
+
+    def bytes_of(self, values: int) -> int:
+        return sum(self.nbytes[v] for v in _members(values))
+
+    def steps(self, alive: int, left: int, held: int) -> Iterator[_Step]:
+        """Every run that may have been the last one."""
+        candidates = dict.fromkeys(self.producer[v] for v in _members(alive))
+        candidates.update(dict.fromkeys(_members(left & self.effects)))
+        self.looked += len(candidates)
+        for op_id in candidates:
+            first = not self.readers[op_id] & left
+            if self.blockers[op_id] & left or not (first or self.ops[op_id].recomputable):
+                continue
+            more = self.bytes_of(self.reads[op_id] & ~alive)
+            peak = held + more + self.bytes_of(self.writes[op_id] & ~alive) + self.workspace[op_id]
+            if peak > self.budget:
+                reused = 0
+                if self.ops[op_id].may_reuse:
+                    dying = {
+                        v
+                        for v in self.ops[op_id].may_reuse
+                        if not alive >> v & 1 and self.producer[v] >= 0
+                    }
+                    reused = reused_bytes(self.ops[op_id], self.graph.values, dying)
+                if peak - reused > self.budget:
+                    continue
+            yield _Step(
+                op_id,
+                (alive & ~self.writes[op_id]) | self.reads[op_id],
+                left & ~(1 << op_id) if first else left,
+                held + more - self.bytes_of(self.writes[op_id] & alive),
+                first,
+            )
+
+
+def _bits(members: Iterator[int] | tuple[int, ...]) -> int:
+    bits = 0
+    for member in members:
+        bits |= 1 << member
+    return bits
+
+
+def _members(bits: int) -> Iterator[int]:
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
+
+
+def _order(path: _Path | None) -> tuple[int, ...]:
+    order = []
+    while path is not None:
+        order.append(path[0])
+        path = path[1]
+    return tuple(order)

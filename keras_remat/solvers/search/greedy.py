@@ -1,0 +1,606 @@
+"""Greedy eviction with exact knowledge of the future: a first valid schedule for graphs of 15,000
+ops, in seconds.
+
+The base order is run once, op by op, as an online rematerializer such as DTR (Kirisame et al. 2021,
+arXiv 2006.09616) would: when an allocation does not fit, values are evicted, and an evicted value
+is computed again when an op asks for it, parents first. What DTR has to guess is known here: when
+each value is read next (Belady's rule), whether an op may still run again (``after``,
+``recomputable``), and which evicted ops are waiting for a value. The value with the least
+
+    (seconds to compute it and its missing ancestors again) ** a / (bytes · (distance to its next
+    need) ** b)
+
+goes first. An input of the running op that is read again later can go too where its buffer is taken
+over. No single (a, b) wins everywhere, so a few are tried on each base order (the default one, and
+the memory-aware one of :mod:`keras_remat.solvers.orders.reorder`), some under tighter budgets too,
+recomputations there turns out to be room for are taken back
+(:mod:`keras_remat.solvers.orders.trim`), and the fastest schedule is returned. Evicting late costs
+nothing: the derived lifetime of an evicted value ends at its last read, not at the moment of the
+decision.
+
+Known limits: decisions are not revised but for that (:mod:`keras_remat.solvers.search.anneal` does
+more), and no bound is proved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keras_remat.core.graph import Op, reused_bytes
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule, Solution
+from keras_remat.core.simulate import simulate
+from keras_remat.errors import ScheduleNotFoundError
+from keras_remat.solvers.orders.effort import effort_s
+from keras_remat.solvers.orders.reorder import memory_aware_order
+from keras_remat.solvers.orders.trim import trimmed
+
+NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Exponents of the eviction score: ``cost`` of the recomputation seconds, ``distance`` of the
+    distance to the next need."""
+
+    cost: float
+    distance: float
+
+
+POLICIES = (
+    Policy(1.0, 1.0),
+    Policy(1.0, 0.5),
+    Policy(1.0, 0.0),
+    Policy(0.5, 1.0),
+    Policy(0.5, 0.5),
+    Policy(0.0, 1.0),
+)
+
+
+STEPS_PER_S = 80_000
+"""Steps per second of a time limit; fewer than there are in a second."""
+OPS_PER_STEP = 10
+"""Running an op is a step, and so is looking at this many missing ones to see what a value
+costs."""
+TIGHTER = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2)
+"""Budgets that are tried, as shares of the room above the floor: what gets stuck under one may pass
+under a tighter one, and trimming gives back what is too tight. The next one is tried while nothing
+is known, or the last one was an improvement."""
+KEPT_SHARE = 1 / 256
+"""Share of the budget for small values that are never dropped. What is computed from them (a mean,
+spread out to the size of an activation) can then be computed again when the large values they come
+from are gone and variables have been updated."""
+TRIM_GAIN = 1.15
+"""A run goes on until its overhead is this many times the best one's: trimming may still make it
+the better one."""
+
+
+class StuckError(Exception):
+    """The policy cannot go on within its limits."""
+
+
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Callable[[Solution], None] | None = None,
+) -> Solution:
+    """Returns the fastest schedule that any policy finds on the default or the memory-aware base
+    order.
+
+    Args:
+        problem, time_limit_s, seed: as in :func:`keras_remat.solvers.solve`; there is nothing
+            random here.
+        progress: called with every schedule that was the fastest when it was found.
+
+    Raises:
+        ScheduleNotFoundError: every policy got stuck.
+    """
+    started = time.perf_counter()
+    base = tuple(sorted(problem.graph.needed))
+    usage = simulate(problem, Schedule(base))
+    budget = problem.budget_bytes
+    if budget is None or usage.peak_bytes <= budget:
+        return Solution(
+            Schedule(base),
+            "greedy",
+            "optimal",
+            time.perf_counter() - started,
+            problem.store_all_time_s,
+            usage,
+        )
+    best: Schedule | None = None
+    for schedule in candidates(
+        problem, deadline_s=started + time_limit_s, max_steps=steps_limit(time_limit_s)
+    ):
+        best = schedule
+        if progress is not None:
+            found_s = time.perf_counter() - started
+            progress(
+                Solution(
+                    best,
+                    "greedy",
+                    "feasible",
+                    found_s,
+                    problem.store_all_time_s,
+                    simulate(problem, best),
+                )
+            )
+    if best is None:
+        raise ScheduleNotFoundError(budget, problem.floor_bytes, solver="greedy")
+    usage = simulate(problem, best)
+    return Solution(
+        best,
+        "greedy",
+        "optimal" if len(best) == len(base) else "feasible",
+        time.perf_counter() - started,
+        problem.store_all_time_s,
+        usage,
+    )
+
+
+def solve_first(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+    """Returns the first schedule that any policy finds, in a fraction of the time that the fastest
+    takes.
+
+    Args:
+        problem, time_limit_s: as in :func:`keras_remat.solvers.solve`.
+        seed: which policy is the first to be tried.
+
+    Raises:
+        ScheduleNotFoundError: every policy got stuck.
+    """
+    started = time.perf_counter()
+    first = seed % len(POLICIES)
+    found = candidates(
+        problem,
+        deadline_s=started + time_limit_s,
+        max_steps=steps_limit(time_limit_s),
+        policies=POLICIES[first:] + POLICIES[:first],
+    )
+    schedule = next(found, None)
+    if schedule is None:
+        raise ScheduleNotFoundError(
+            problem.budget_bytes or 0, problem.floor_bytes, solver="greedy_first"
+        )
+    usage = simulate(problem, schedule)
+    optimal = len(schedule) == len(problem.graph.needed)
+    seconds = time.perf_counter() - started
+    return Solution(
+        schedule,
+        "greedy_first",
+        "optimal" if optimal else "feasible",
+        seconds,
+        problem.store_all_time_s,
+        usage,
+    )
+
+
+def steps_limit(time_limit_s: float) -> int:
+    """Steps of all policies together within a time limit."""
+    return int(STEPS_PER_S * effort_s(time_limit_s))
+
+
+def candidates(
+    problem: Problem,
+    *,
+    deadline_s: float,
+    max_steps: int | None = None,
+    orders: Sequence[Sequence[int]] | None = None,
+    policies: Sequence[Policy] = POLICIES,
+) -> Iterator[Schedule]:
+    """Schedules within the budget, each faster than the one before.
+
+    Args:
+        problem: with a budget.
+        deadline_s: no policy runs past this ``time.perf_counter()`` time.
+        max_steps: steps of all policies together (:func:`steps_limit`).
+        orders: base orders; the memory-aware one and the default one when missing.
+        policies: what is tried on each, in this order.
+    """
+    if orders is None:
+        default = tuple(sorted(problem.graph.needed))
+        orders = list(dict.fromkeys((memory_aware_order(problem, default), default)))
+    budget = problem.budget_bytes
+    for order in orders:
+        if budget is None or simulate(problem, Schedule(tuple(order))).peak_bytes <= budget:
+            yield Schedule(tuple(order))
+            return
+    if budget is None:
+        return
+    best_s = float("inf")
+    left = NEVER if max_steps is None else max_steps
+    room = max(0, budget - problem.floor_bytes)
+    for patience in (
+        5,
+        12,
+        30,
+    ):  # most runs per op; a policy that thrashes is seldom worth waiting for
+        for share in TIGHTER:
+            tighter = problem.with_budget(budget - int((1 - share) * room))
+            before_s = best_s
+            for order in orders:
+                for policy in policies:
+                    if left <= 0 or time.perf_counter() > deadline_s:
+                        return
+                    known_s = problem.store_all_time_s
+                    run = _Run(
+                        tighter, order, policy, deadline_s, known_s + TRIM_GAIN * (best_s - known_s)
+                    )
+                    try:
+                        found = run.run(min(left, patience * len(order) + 1000))
+                    except StuckError:
+                        continue
+                    finally:
+                        left -= run.steps
+                    schedule = Schedule(trimmed(problem, found, budget))
+                    seconds = simulate(problem, schedule).time_s
+                    if seconds < best_s:
+                        best_s = seconds
+                        yield schedule
+            if best_s < float("inf") and best_s == before_s:
+                return
+        if best_s < float("inf"):
+            return
+
+
+class _Run:
+    """State of one pass over the base order, a legal order without recomputation of at least the
+    needed ops.
+
+    :meth:`run` raises :class:`StuckError` when nothing can be evicted and the next op does not fit,
+    when the recomputations explode, when a schedule faster than ``worse_than_s`` is out of reach,
+    or at ``deadline_s``.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        base: Sequence[int],
+        policy: Policy,
+        deadline_s: float,
+        worse_than_s: float,
+    ):
+        graph = problem.graph
+        if problem.budget_bytes is None:
+            raise ValueError("greedy eviction needs a budget")
+        self.graph, self.profile, self.policy, self.deadline_s = (
+            graph,
+            problem.profile,
+            policy,
+            deadline_s,
+        )
+        self.ops, self.base, self.budget = graph.ops, base, problem.budget_bytes
+        self.nbytes = [value.nbytes for value in graph.values]
+        self.producer = [value.producer for value in graph.values]
+        count = len(graph.values)
+        end = len(base)
+        # Where each value is read in the base order, last entry first, so that the next read is at
+        # the end of the list.
+        self.reads: list[list[int]] = [[] for _ in range(count)]
+        for value_id in graph.outputs:
+            self.reads[value_id].append(end)
+        last_run = [end] * len(self.ops)  # base position before which an op may still run again
+        for position in range(end - 1, -1, -1):
+            op = self.ops[base[position]]
+            for value_id in dict.fromkeys(op.inputs):
+                self.reads[value_id].append(position)
+            for earlier in op.after:
+                last_run[earlier] = position
+        self.last_run = [last_run[op.id] if op.recomputable else -1 for op in self.ops]
+        self.alive = [producer is None for producer in self.producer]
+        self.spare_s = worse_than_s - sum(
+            problem.profile.op_time_s[i] for i in base
+        )  # left for recomputations
+        self.ran = [False] * len(self.ops)
+        self.born = list(self.alive)  # computed at least once
+        self.held = problem.profile.resident_bytes
+        self.order: list[int] = []
+        self.steps = 0
+        self.locks = [0] * count
+        # An op is pending when one of its outputs was evicted and will be asked for again; its
+        # inputs know it.
+        self.pending_readers: list[dict[int, None]] = [{} for _ in range(count)]
+        self.earliest, self.latest = [end] * len(self.ops), [-1] * len(self.ops)
+        self.pending = [False] * len(self.ops)
+        # Scores are kept in arrays over the values that can be evicted at all.
+        scale = np.array([value.nbytes for value in graph.values], dtype=np.float64)
+        self.size = np.maximum(scale, 1e-9)
+        self.kept = _small_values(problem)
+        self.open = np.zeros(count, dtype=bool)  # alive and evictable
+        self.cost, self.need = np.zeros(count), np.zeros(count)
+        self.stale: dict[int, None] = {}
+        self.now = 0
+        self.tick_s = max(sum(problem.profile.op_time_s[i] for i in base) / max(1, end), 1e-12)
+
+    def run(self, limit: int) -> tuple[int, ...]:
+        for position, op_id in enumerate(self.base):
+            self.now = position
+            self._materialize(op_id, limit)
+            for value_id in dict.fromkeys(self.ops[op_id].inputs):
+                if self.producer[value_id] is not None:
+                    self.reads[value_id].pop()
+                    self.stale[value_id] = None
+            self._execute(op_id)
+        self.now = len(self.base)
+        for value_id in self.graph.outputs:
+            producer = self.producer[value_id]
+            if producer is not None:
+                if not self.alive[value_id]:
+                    self._materialize(producer, limit)
+                    self._execute(producer)
+                self._lock(value_id)
+        return tuple(self.order)
+
+    def _materialize(self, target: int, limit: int) -> None:
+        """Computes the missing inputs of ``target``; on return all of them are alive and locked
+        until it has run.
+
+        Of several missing inputs the one with the most to compute comes first, as in Sethi and
+        Ullman's order for expressions. What was computed for an op stays locked until the op runs;
+        an input that was there anyway may have to go and come again.
+        """
+        stack: list[tuple[int, set[int]]] = [(target, set())]
+        while stack:
+            op_id, locked = stack[-1]
+            missing = [v for v in self._inputs(op_id) if not self.alive[v]]
+            if missing:
+                if self.steps > limit:
+                    raise StuckError("the recomputations exploded")
+                producers = dict.fromkeys(self._producer_of(v) for v in missing)
+                if any(self.last_run[producer] < self.now for producer in producers):
+                    raise StuckError("a value cannot be computed again")
+                first = (
+                    max(producers, key=self._bytes_to_compute)
+                    if len(producers) > 1
+                    else next(iter(producers))
+                )
+                stack.append((first, set()))
+                continue
+            for value_id in self._inputs(op_id):
+                if value_id not in locked:
+                    self._lock(value_id)
+            stack.pop()
+            if stack:
+                self._execute(op_id)
+                reader, kept = stack[-1]
+                for value_id in self.ops[op_id].outputs:
+                    if value_id in self.ops[reader].inputs and value_id not in kept:
+                        self._lock(value_id)
+                        kept.add(value_id)
+
+    def _producer_of(self, value_id: int) -> int:
+        producer = self.producer[value_id]
+        if producer is None:
+            raise ValueError(f"value {value_id} is a step input")
+        return producer
+
+    def _bytes_to_compute(self, op_id: int) -> int:
+        """Bytes of everything that has to be computed before ``op_id`` can run, and of what it
+        computes."""
+        return sum(
+            self.nbytes[v]
+            for missing in self._missing(op_id, 200)
+            for v in self.ops[missing].outputs
+        )
+
+    def _inputs(self, op_id: int) -> Iterable[int]:
+        return sorted({v for v in self.ops[op_id].inputs if self.producer[v] is not None})
+
+    def _lock(self, value_id: int) -> None:
+        self.locks[value_id] += 1
+        self.open[value_id] = False
+
+    def _unlock(self, value_id: int) -> None:
+        self.locks[value_id] -= 1
+        if not self.locks[value_id]:
+            self.stale[value_id] = None
+
+    def _wanted(self, value_id: int) -> bool:
+        return bool(self.reads[value_id] or self.pending_readers[value_id])
+
+    def _execute(self, op_id: int) -> None:
+        """Runs ``op_id``, whose inputs are alive and locked once for it."""
+        op = self.ops[op_id]
+        self._settle(op_id)
+        inputs = [v for v in dict.fromkeys(op.inputs) if self.producer[v] is not None]
+        new = [v for v in op.outputs if not self.alive[v]]
+        for value_id in op.outputs:
+            if self.alive[value_id]:
+                self._lock(value_id)
+        self._make_room(op, new)
+        self._settle(op_id)  # an eviction just now may have counted on running it again
+        for value_id in op.outputs:
+            if self.alive[value_id]:
+                self._unlock(value_id)
+        self.order.append(op_id)
+        self.steps += 1
+        if self.ran[op_id]:
+            self.spare_s -= self.profile.op_time_s[op_id]
+            if self.spare_s <= 0:
+                raise StuckError("a faster schedule is known")
+        self.ran[op_id] = True
+        for value_id in new:
+            self.alive[value_id] = self.born[value_id] = True
+            self.held += self.nbytes[value_id]
+            self._mark_children(value_id)
+            self.stale[value_id] = None
+        for value_id in inputs:
+            self._unlock(value_id)
+        for value_id in (*inputs, *op.outputs):
+            if (
+                self.alive[value_id]
+                and not self.locks[value_id]
+                and not self.kept[value_id]
+                and not self._wanted(value_id)
+            ):
+                self._drop(value_id)
+
+    def _settle(self, op_id: int) -> None:
+        """``op_id`` runs now and is pending no more."""
+        if self.pending[op_id]:
+            self.pending[op_id] = False
+            self.earliest[op_id], self.latest[op_id] = len(self.base), -1
+            for value_id in self.ops[op_id].inputs:
+                self.pending_readers[value_id].pop(op_id, None)
+
+    def _drop(self, value_id: int) -> None:
+        self.alive[value_id] = False
+        self.open[value_id] = False
+        self.held -= self.nbytes[value_id]
+        self._mark_children(value_id)
+
+    def _mark_children(self, value_id: int) -> None:
+        """The recomputation cost of values that are reached from ``value_id`` through missing ones
+        has changed."""
+        stack, seen = [value_id], {value_id}
+        while stack and len(seen) < 500:
+            for reader in self.graph.readers[stack.pop()]:
+                for child in self.ops[reader].outputs:
+                    if child not in seen:
+                        seen.add(child)
+                        if self.alive[child]:
+                            self.stale[child] = None
+                        elif self.born[child]:
+                            stack.append(child)
+
+    def _needed(self, op: Op, new: list[int]) -> int:
+        """Bytes to allocate before ``op`` can run and compute ``new``."""
+        needed = sum(self.nbytes[v] for v in new) + self.profile.op_workspace_bytes[op.id]
+        if self._takes_over(op, new):
+            needed -= reused_bytes(op, self.graph.values, self._dying(op))
+        return needed
+
+    def _takes_over(self, op: Op, new: list[int]) -> bool:
+        """Whether buffers can be taken over: not by outputs that are there already."""
+        return bool(op.may_reuse) and not any(self.nbytes[v] for v in op.outputs if v not in new)
+
+    def _dying(self, op: Op) -> set[int]:
+        """The inputs whose buffers ``op`` takes over where they are of the right size."""
+        return {
+            v
+            for v in op.may_reuse
+            if self.locks[v] == 1 and self.alive[v] and not self.kept[v] and not self._wanted(v)
+        }
+
+    def _given_up(self, op: Op, new: list[int]) -> list[int]:
+        """Inputs that are read again later, whose buffers ``op`` takes over if they are computed
+        again for that."""
+        if not self._takes_over(op, new):
+            return []
+        dying = self._dying(op)
+        known = reused_bytes(op, self.graph.values, dying)
+        return [
+            v
+            for v in op.may_reuse
+            if v not in dying
+            and self.locks[v] == 1
+            and self._is_evictable(v)
+            and reused_bytes(op, self.graph.values, dying | {v}) == known + self.nbytes[v]
+        ]
+
+    def _make_room(self, op: Op, new: list[int]) -> None:
+        # An eviction can make an input of the op wanted again, whose buffer can then not be taken
+        # over: ask every time.
+        while self.held + (needed := self._needed(op, new)) > self.budget:
+            if time.perf_counter() > self.deadline_s:
+                raise StuckError(f"{self.held + needed} bytes needed")
+            self._refresh()
+            given_up = self._given_up(op, new)
+            for value_id in given_up:
+                self._appraise(value_id)
+            ids = np.concatenate([np.flatnonzero(self.open), np.array(given_up, dtype=np.int64)])
+            if not len(ids):
+                raise StuckError(f"{self.held + needed} bytes needed")
+            rating = self.cost[ids] ** self.policy.cost / (
+                self.size[ids] * np.maximum(self.need[ids] - self.now, 0.5) ** self.policy.distance
+            )
+            for at in np.argsort(rating, kind="stable"):
+                if self._evict(int(ids[at])):
+                    break
+                self.open[ids[at]] = False  # until what it is computed from comes or goes
+            else:
+                raise StuckError(f"{self.held + needed} bytes needed")
+
+    def _is_evictable(self, value_id: int) -> bool:
+        producer = self.producer[value_id]
+        return (
+            producer is not None
+            and self.alive[value_id]
+            and not self.kept[value_id]
+            and self.last_run[producer] >= self.now
+        )
+
+    def _refresh(self) -> None:
+        for value_id in self.stale:
+            self.open[value_id] = usable = not self.locks[value_id] and self._is_evictable(value_id)
+            if usable:
+                self._appraise(value_id)
+        self.stale.clear()
+
+    def _appraise(self, value_id: int) -> None:
+        """What the eviction of a value would cost, and when it will be needed again."""
+        missing = self._missing(self._producer_of(value_id), 200)
+        self.cost[value_id] = sum(self.profile.op_time_s[i] for i in missing) + 0.01 * self.tick_s
+        base_need = self.reads[value_id][-1] if self.reads[value_id] else len(self.base)
+        pending = (self.earliest[reader] for reader in self.pending_readers[value_id])
+        self.need[value_id] = min(base_need, min(pending, default=base_need))
+
+    def _missing(self, op_id: int, limit: int) -> list[int]:
+        """``op_id`` and the ops that would have to run before it could run now, at most ``limit``
+        of them."""
+        found, stack = {op_id: None}, [op_id]
+        while stack and len(found) < limit:
+            for value_id in self.ops[stack.pop()].inputs:
+                producer = self.producer[value_id]
+                if producer is not None and not self.alive[value_id] and producer not in found:
+                    found[producer] = None
+                    stack.append(producer)
+        self.steps += len(found) // OPS_PER_STEP
+        return list(found)
+
+    def _evict(self, value_id: int) -> bool:
+        """Evicts a value if it can be computed again whenever it will be asked for."""
+        producer = self._producer_of(value_id)
+        readers = self.pending_readers[value_id]
+        base_need = self.reads[value_id][-1] if self.reads[value_id] else None
+        latest = max(
+            [self.latest[r] for r in readers] + ([base_need] if base_need is not None else [])
+        )
+        earliest = min(
+            [self.earliest[r] for r in readers] + ([base_need] if base_need is not None else [])
+        )
+        closure = self._missing(producer, len(self.ops))
+        if any(self.last_run[op_id] < latest for op_id in closure):
+            return False
+        self._drop(value_id)
+        for op_id in closure:
+            self.pending[op_id] = True
+            self.latest[op_id] = max(self.latest[op_id], latest)
+            self.earliest[op_id] = min(self.earliest[op_id], earliest)
+            for parent in self.ops[op_id].inputs:
+                if self.producer[parent] is not None:
+                    self.pending_readers[parent][op_id] = None
+                    self.stale[parent] = None
+        return True
+
+
+def _small_values(problem: Problem) -> list[bool]:
+    """Which values are kept for good: the smallest ones, as many as hold :data:`KEPT_SHARE` of the
+    budget together."""
+    values = problem.graph.values
+    kept = [False] * len(values)
+    left = int(KEPT_SHARE * (problem.budget_bytes or 0))
+    for value in sorted(
+        (value for value in values if value.producer is not None), key=lambda value: value.nbytes
+    ):
+        left -= value.nbytes
+        if left < 0:
+            break
+        kept[value.id] = True
+    return kept

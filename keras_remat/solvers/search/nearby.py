@@ -1,0 +1,40 @@
+"""Schedules near a known one: a warm start, for a budget that the known schedule is a little over.
+
+A schedule for one batch size is nearly one for the next. Annealing
+(:mod:`keras_remat.solvers.search.anneal`) from there finds in seconds what a solver that begins
+with nothing finds in many, or not at all; but it does not get far from where it begins. Large
+graphs are coarsened (:mod:`keras_remat.solvers.orders.coarsen`) along the known order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.solvers.orders import coarsen
+from keras_remat.solvers.search import anneal
+
+
+def schedules(
+    problem: Problem, start: Schedule, *, time_limit_s: float, seed: int = 0
+) -> Iterator[Schedule]:
+    """Yields legal schedules within the budget, each faster than the one before.
+
+    Args:
+        problem: with a budget.
+        start: a legal order; every needed op runs in it.
+        time_limit_s: seconds.
+        seed: of every choice.
+    """
+    deadline_s = time.perf_counter() + time_limit_s
+    budget = problem.budget_bytes or 0
+    base = tuple(dict.fromkeys(start.order))
+    coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
+    known = coarse.project(start.order)
+    for order in anneal.improve(coarse.problem, known, deadline_s=deadline_s, seed=seed):
+        schedule = Schedule(coarse.expand(order))
+        if simulate(problem, schedule).peak_bytes <= budget:
+            yield schedule

@@ -1,0 +1,179 @@
+"""Large-neighbourhood search over the interval program: a few hundred decisions are free at a time,
+all others stay as they are.
+
+The program of :mod:`keras_remat.solvers.search.intervals` over a whole op-level graph has ten
+thousand variables and millions of entries. With most recomputations fixed, most values are retained
+or gone for certain, and what is left is solved to its optimum in a tenth of a second. A
+*neighbourhood* is a set of candidates (slot, op): those of a stretch of slots, those of two
+stretches (so that memory can move from one to the other), or those of a stretch of ops. Two
+disjoint ones are solved at a time, each in its own process; what both find is put together where
+that fits, else the better one counts. Neighbourhoods grow while they are solved, and shrink when
+they are not.
+
+Shaw 1998 has the method; CP-SAT's own large-neighbourhood search knows nothing of slots and needs
+many threads. Everything is decided by the seed and by CP-SAT's counted work.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Collection, Generator, Sequence
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.core.validate import validate
+from keras_remat.errors import InvalidScheduleError, PeakExceededError
+from keras_remat.solvers.engines import cp_sat
+from keras_remat.solvers.search import intervals
+
+Pair = tuple[int, int]
+"""(slot, op) of a recomputation."""
+
+FIRST_SIZE, FIRST_SHARE, LEAST_SIZE = 160, 0.1, 20
+"""Candidates of a neighbourhood; the first ones have the larger of a number and a share of all."""
+GROWTH, SHRINKAGE = 1.2, 0.7
+WORK_PER_SOLVE = 0.04
+"""Units of CP-SAT's deterministic time for one neighbourhood."""
+BUILD_WORK_PER_OP = 8e-6
+"""What writing and sending the program of a neighbourhood counts as per op, in the same units."""
+NOTHING_NEW = 60
+"""Rounds without improvement after which the search ends."""
+
+
+def improve(
+    problem: Problem,
+    start: Sequence[int],
+    *,
+    deadline_s: float,
+    work: float,
+    depth: int,
+    seed: int = 0,
+) -> Generator[tuple[int, ...], None, float]:
+    """Yields legal orders within the budget with the first runs of ``start``, each faster than the
+    one before.
+
+    Args:
+        problem: with a budget.
+        start: a legal order; one over the budget is a start too, though a worse one, and so is one
+            whose recomputations before a first run must not be in the order of the first runs.
+        deadline_s: ``time.perf_counter()`` time to end at.
+        work: deterministic limit (:func:`keras_remat.solvers.search.intervals.work_limit`) for each
+            of the two processes.
+        depth: of the candidates, as for :func:`keras_remat.solvers.search.intervals.improve`.
+        seed: of every choice.
+
+    Returns:
+        The work done.
+
+    Raises:
+        MissingPackageError: OR-Tools is not installed.
+        CpSatProcessError: a process ended without an answer.
+    """
+    base = tuple(dict.fromkeys(start))
+    chosen = set(intervals.recomputations(start, base))
+    candidates = {
+        (slot, op_id)
+        for op_id, slots in intervals.candidate_slots(problem, base, depth).items()
+        for slot in slots
+    }
+    pairs = sorted(candidates | chosen)
+    if not pairs or deadline_s - time.perf_counter() <= intervals.MINIMUM_S:
+        return 0.0
+    rng = random.Random(seed)
+    best_s, known_s = _seconds(problem, order_of(base, chosen)), _seconds(problem, tuple(start))
+    size, done, idle = max(FIRST_SIZE, FIRST_SHARE * len(pairs)), 0.0, 0
+    half = cp_sat.MEMORY_LIMIT_BYTES // 2
+    with cp_sat.Worker(half) as first, cp_sat.Worker(half) as second:
+        while (
+            done < work
+            and idle < NOTHING_NEW
+            and deadline_s - time.perf_counter() > intervals.MINIMUM_S
+        ):
+            windows: list[set[Pair]] = []
+            answers: list[set[Pair]] = []
+            models: list[intervals.Model] = []
+            for worker in (first, second):
+                window = neighbourhood(
+                    [pair for pair in pairs if not windows or pair not in windows[0]],
+                    int(size),
+                    rng,
+                )
+                slots: dict[int, set[int]] = {}
+                for slot, op_id in window:
+                    slots.setdefault(op_id, set()).add(slot)
+                model = intervals.build(
+                    problem, base, slots, order_of(base, chosen), chosen - window
+                )
+                left = deadline_s - time.perf_counter()
+                worker.start(model.program, time_limit_s=left, work_limit=WORK_PER_SOLVE, seed=seed)
+                windows.append(window)
+                models.append(model)
+            spent, solved = 0.0, True
+            for worker, model, window in zip((first, second), models, windows, strict=True):
+                answer = chosen & window
+                for incumbent in worker.answers():
+                    if incumbent.ones is not None:
+                        answer = model.chosen(incumbent.ones)
+                    if incumbent.status:
+                        solved &= incumbent.status in ("OPTIMAL", "INFEASIBLE")
+                        spent = max(spent, incumbent.work or 0.0)
+                answers.append(answer)
+            done += spent + BUILD_WORK_PER_OP * len(base)
+            size = max(LEAST_SIZE, min(len(pairs), size * (GROWTH if solved else SHRINKAGE)))
+            both = (chosen - windows[0] - windows[1]) | answers[0] | answers[1]
+            options = [
+                both,
+                *(
+                    (chosen - window) | answer
+                    for window, answer in zip(windows, answers, strict=True)
+                ),
+            ]
+            seconds, at = min(
+                (_seconds(problem, order_of(base, option)), at) for at, option in enumerate(options)
+            )
+            idle += 1
+            if seconds < best_s * (1 - 1e-9):
+                best_s, chosen, idle = seconds, options[at], 0
+                if best_s < known_s * (1 - 1e-9):
+                    yield order_of(base, chosen)
+    return done
+
+
+def order_of(base: Sequence[int], chosen: Collection[Pair]) -> tuple[int, ...]:
+    """The order of ``base`` with recomputations put in: those of a slot before its op, in base
+    order."""
+    place = {op_id: at for at, op_id in enumerate(base)}
+    again: dict[int, list[int]] = {}
+    for slot, at in sorted((slot, place[op_id]) for slot, op_id in chosen):
+        again.setdefault(slot, []).append(base[at])
+    order: list[int] = []
+    for at in range(len(base) + 1):
+        order += again.get(at, ())
+        order += base[at : at + 1]
+    return tuple(order)
+
+
+def neighbourhood(pairs: Sequence[Pair], size: int, rng: random.Random) -> set[Pair]:
+    """``size`` of the candidates: a stretch of slots, two shorter ones, or a stretch of ops, each a
+    third of the time."""
+    kind = rng.randrange(3)
+    if kind == 2:
+        pairs = sorted(pairs, key=lambda pair: (pair[1], pair[0]))
+    stretches = 2 if kind == 1 else 1
+    length = max(1, size // stretches)
+    found: set[Pair] = set()
+    for _ in range(stretches):
+        start = rng.randrange(max(1, len(pairs) - length + 1))
+        found.update(pairs[start : start + length])
+    return found
+
+
+def _seconds(problem: Problem, order: tuple[int, ...]) -> float:
+    """Seconds of an order, infinite when it is not legal or not within the budget."""
+    try:
+        validate(problem, Schedule(order))
+    except (InvalidScheduleError, PeakExceededError):
+        return float("inf")
+    return simulate(problem, Schedule(order)).time_s

@@ -1,0 +1,1 @@
+"""Decides which step runs for which batch of a running ``fit``."""

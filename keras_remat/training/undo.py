@@ -1,0 +1,84 @@
+"""Steps that run out of memory leave no trace: the state from before comes back, and the batch can
+be trained again.
+
+A step that fails midway may already have moved a moving average or updated a weight. So before a
+*guarded* step the model's variables are copied to the host, and put back when the device refuses an
+allocation. The first steps of everything new are guarded; later ones only where the copy costs next
+to nothing of the step's time. An unguarded step that runs out of memory raises what the framework
+raises.
+
+What cannot be put back: TensorFlow's legacy stateful random ops (Keras draws from seed variables,
+which can).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from keras_remat.backends.base import Backend
+from keras_remat.backends.host import address_space_for_threads
+from keras_remat.core.schedule import Usage
+
+#: A copy is taken before every step while it takes less than this share of the step's time.
+CHEAP_SHARE = 0.02
+
+
+class StepOutOfMemoryError(Exception):
+    """A guarded step ran out of memory, and the state is as it was before; the framework's own
+    error is the cause.
+
+    Args:
+        peak_bytes: the most the allocator had in use before it failed.
+    """
+
+    def __init__(self, peak_bytes: int):
+        super().__init__(f"out of memory with {peak_bytes} bytes in use")
+        self.peak_bytes = peak_bytes
+
+
+class StepGuard:
+    """Measures steps of a model and undoes those that run out of memory.
+
+    Args:
+        model: whose variables are guarded.
+        backend: of the framework it runs on.
+    """
+
+    def __init__(self, model: Any, backend: Backend):
+        self._model, self._backend = model, backend
+        self._copy_s: float | None = None
+        self._step_s = 0.0
+
+    def run(self, step: Callable[[], Any], *, guarded: bool) -> tuple[Any, Usage]:
+        """Runs a step once and returns its result with its measured time and peak.
+
+        Args:
+            step: trains one batch.
+            guarded: whether the step must be undone if it fails, whatever the copy costs.
+
+        Raises:
+            StepOutOfMemoryError: it ran out of memory and was undone.
+        """
+        put_back = self._snapshot() if guarded or self._is_cheap() else None
+        try:
+            with address_space_for_threads():
+                result, usage = self._backend.measure(step)
+        except Exception as error:
+            if put_back is None or not self._backend.is_out_of_memory(error):
+                raise
+            peak = self._backend.peak_bytes()
+            put_back()
+            raise StepOutOfMemoryError(peak) from error
+        self._step_s = usage.time_s
+        return result, usage
+
+    def _is_cheap(self) -> bool:
+        return self._copy_s is not None and self._copy_s <= CHEAP_SHARE * self._step_s
+
+    def _snapshot(self) -> Callable[[], None]:
+        started = time.perf_counter()
+        put_back = self._backend.snapshot(self._model)
+        self._copy_s = time.perf_counter() - started
+        return put_back

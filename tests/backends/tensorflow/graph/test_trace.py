@@ -1,0 +1,268 @@
+"""The graph of a train step: what is an op, what is a view, what precedes what, and that tracing
+changes nothing."""
+
+import functools
+
+import keras
+import keras_models
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from keras_remat.backends.tensorflow import backend
+from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
+from keras_remat.errors import UnsupportedModelError
+
+BACKEND = backend()
+
+
+@functools.cache
+def traced_model(make):
+    """A model and its traced step, which must leave every variable as it was."""
+    model, batch = make()
+    data = BACKEND.example_batch(model, batch)
+    before = {id(v): v.numpy() for v in keras_models.variables_of(model)}
+    traced = BACKEND.trace(model, data)
+    after = {id(v): v.numpy() for v in keras_models.variables_of(model)}
+    for key, value in before.items():
+        np.testing.assert_array_equal(value, after[key])
+    return model, traced
+
+
+@pytest.fixture(scope="module")
+def convnet():
+    return traced_model(keras_models.convnet)
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer", "gan", "mixed_precision"])
+def test_fingerprint_is_the_models_and_not_its_names(name):
+    make = keras_models.MODELS[name]
+    rebuilt, batch = make()  # with other layer names
+    assert (
+        BACKEND.trace(rebuilt, BACKEND.example_batch(rebuilt, batch)).graph.fingerprint
+        == traced_model(make)[1].graph.fingerprint
+    )
+
+
+def test_another_batch_size_is_another_graph(convnet):
+    other = traced_model(lambda: keras_models.convnet(batch=4))[1]
+    assert other.graph.fingerprint != convnet[1].graph.fingerprint
+
+
+def test_nothing_waits_for_an_op_without_an_effect(convnet):
+    """Grappler ties the shapes that it folds to the activations they are of; those could then not
+    run again once a shape was read."""
+    ops = convnet[1].graph.ops
+    reads = {op.id for op in ops if op.kind in kinds.VARIABLE_READS}
+    of_reads = {
+        op.id for op in ops if any(convnet[1].graph.values[v].producer in reads for v in op.inputs)
+    }
+    waited_for = {earlier for op in ops for earlier in op.after if ops[earlier].recomputable}
+    assert waited_for <= reads | of_reads | {
+        op.id for op in ops if op.phase == UPDATE or "adam" in op.name
+    }
+    assert any(op.kind == "Relu" for op in ops)
+    assert not any(
+        ops[earlier].kind in ("Relu", "_FusedConv2D", "Mean") for op in ops for earlier in op.after
+    )
+
+
+def test_what_equal_ops_were_merged_into_runs_where_the_first_of_them_did(convnet):
+    """The labels' cast of the loss is merged with that of the accuracy, traced after the optimizer:
+    the loss must not wait for it."""
+    ops = convnet[1].graph.ops
+    first_of_optimizer = next(op.id for op in ops if op.name.startswith("adam"))
+    assert all(
+        op.id < first_of_optimizer
+        for op in ops
+        if op.phase == BACKWARD and "gradient_tape/" in op.name
+    )
+
+
+def test_phases(convnet):
+    ops = convnet[1].graph.ops
+    assert {op.phase for op in ops} == {FORWARD, BACKWARD, UPDATE}
+    for op in ops:
+        if op.kind in ("Conv2DBackpropInput", "Conv2DBackpropFilter", "ReluGrad"):
+            assert op.phase == BACKWARD
+        if op.kind in ("Conv2D", "Relu", "DepthwiseConv2dNative"):
+            assert op.phase == FORWARD
+    weight_updates = [op for op in ops if op.kind.startswith(("AssignSub", "ResourceApply"))]
+    assert {op.phase for op in weight_updates if "adam" in op.name.lower()} == {UPDATE}
+
+
+@pytest.mark.parametrize("name", keras_models.MODELS)
+def test_views_are_folded_and_every_owner_is_a_value(name):
+    traced = traced_model(keras_models.MODELS[name])[1]
+    assert not {op.kind for op in traced.graph.ops} & (
+        kinds.VIEWS | {"NoOp", "Const", "Placeholder"}
+    )
+    for op in traced.graph.ops:
+        for value_id in op.inputs:
+            value = traced.graph.values[value_id]
+            if value.producer is None:
+                kind = traced.nodes[value.name.partition(":")[0]].op
+                assert kind in {"Placeholder", "Const"}, (op.name, value.name, kind)
+
+
+def test_reshape_of_an_activation_is_read_as_the_activation():
+    def make():
+        inputs = layers.Input((4, 6))
+        x = layers.Dense(3)(layers.Reshape((24,))(layers.Dense(6, activation="relu")(inputs)))
+        model = keras.Model(inputs, x)
+        model.compile("sgd", "mse")
+        return model, (np.ones((2, 4, 6), "float32"), np.ones((2, 3), "float32"))
+
+    graph = traced_model(make)[1].graph
+    relu = next(op for op in graph.ops if op.kind in ("Relu", "_FusedMatMul"))
+    assert (
+        len(graph.readers[relu.outputs[0]]) >= 2
+    )  # the second layer, through the view, and the gradient
+    assert "Reshape" not in {op.kind for op in graph.ops}
+
+
+@pytest.mark.parametrize("name", keras_models.MODELS)
+def test_whatever_changes_a_variable_follows_all_its_earlier_reads(name):
+    """S4 only speaks of direct predecessors: a path through other ops would not hold the copy of a
+    read back."""
+    graph = traced_model(keras_models.MODELS[name])[1].graph
+    ancestors = []
+    for op in graph.ops:
+        direct = {p for v in op.inputs if (p := graph.values[v].producer) is not None} | set(
+            op.after
+        )
+        ancestors.append(direct.union(*(ancestors[i] for i in direct)))
+    writes = [op for op in graph.ops if not op.recomputable and op.kind not in ("While", "If")]
+    assert writes
+    for write in writes:
+        handles = {v for v in write.inputs if graph.values[v].dtype == "resource"}
+        for op in graph.ops:
+            if op.kind in kinds.VARIABLE_READS and handles & set(op.inputs):
+                assert op.id in write.after or write.id in ancestors[op.id], (write.name, op.name)
+
+
+def test_assignments_run_once_and_dropout_may_run_again(convnet):
+    graph = convnet[1].graph
+    by_kind = {}
+    for op in graph.ops:
+        by_kind.setdefault(op.kind, set()).add(op.recomputable)
+    assert by_kind["AssignAddVariableOp"] == by_kind["AssignVariableOp"] == {False}
+    random = [kind for kind in by_kind if kind.startswith("StatelessRandom")]
+    assert random
+    assert all(by_kind[kind] == {True} for kind in random)
+
+
+def test_hidden_random_state_is_not_recomputable():
+    class Noisy(layers.Layer):
+        def call(self, x):
+            return x + tf.random.normal(tf.shape(x))
+
+    def make():
+        inputs = layers.Input((3,))
+        model = keras.Model(inputs, layers.Dense(1)(Noisy()(inputs)))
+        model.compile("sgd", "mse")
+        return model, (np.ones((2, 3), "float32"), np.ones((2, 1), "float32"))
+
+    random = [op for op in traced_model(make)[1].graph.ops if op.kind == "RandomStandardNormal"]
+    assert [op.recomputable for op in random] == [False]
+
+
+def test_loops_and_branches_are_single_ops():
+    assert any(
+        op.kind in ("While", "StatelessWhile")
+        for op in traced_model(keras_models.lstm)[1].graph.ops
+    )
+    branches = traced_model(keras_models.mixed_precision)[1].graph.ops
+    assert any(op.kind in ("If", "StatelessIf") for op in branches)
+    assert not any(op.recomputable for op in branches if op.kind == "If")
+
+
+def test_sample_and_class_weights_are_inputs():
+    weighted = traced_model(keras_models.two_by_two)[1]
+    plain = traced_model(lambda: keras_models.two_by_two(weighted=False))[1]
+    assert (len(weighted.inputs), len(plain.inputs)) == (6, 4)
+
+
+def test_two_optimizers_update_in_one_step():
+    updates = [
+        op.name
+        for op in traced_model(keras_models.gan)[1].graph.ops
+        if op.kind.startswith("Assign")
+    ]
+    assert any("adam" in name for name in updates)
+    assert any("sgd" in name for name in updates)
+
+
+def test_gradient_of_an_embedding_is_sparse_and_its_weights_are_gathered():
+    kinds_seen = {op.kind for op in traced_model(keras_models.transformer)[1].graph.ops}
+    assert kinds_seen & {"ResourceGather", "GatherV2"}
+
+
+def test_resident_bytes_count_weights_slots_and_batch(convnet):
+    model, traced = convnet
+    known = sum(
+        v.value.dtype.size * int(np.prod(v.shape))
+        for v in keras_models.variables_of(model)
+        if v.dtype != "string"
+    )
+    batch = 8 * 16 * 16 * 3 * 4 + 8 * 4
+    assert known * 0.95 <= traced.resident_bytes - batch <= known * 1.2 + 4096
+
+
+def test_weights_can_be_fetched_by_specs_as_well_as_arrays(convnet):
+    model, batch = keras_models.convnet()
+    specs = tuple(tf.TensorSpec(a.shape, tf.as_dtype(a.dtype)) for a in batch)
+    BACKEND.example_batch(model, batch)
+    assert BACKEND.trace(model, specs).graph.ops[0].kind == convnet[1].graph.ops[0].kind
+
+
+def test_sparse_batch_is_refused_with_a_reason():
+    model, (x, y) = keras_models.mlp()
+    with pytest.raises(UnsupportedModelError, match="dense tensors"):
+        BACKEND.trace(model, (tf.sparse.from_dense(x), y))
+
+
+# ------------------------------------------------------------------ what oneDNN does with memory
+
+
+def pooled():
+    """Two convolutions added up, pooled, and classified per pixel."""
+    inputs = keras.Input((16, 16, 4))
+    x = keras.layers.Conv2D(4, 3, padding="same")(inputs)
+    x = keras.layers.MaxPooling2D()(keras.layers.Add()([x, keras.layers.Conv2D(4, 1)(x)]))
+    model = keras.Model(inputs, keras.layers.Conv2D(3, 1, activation="softmax")(x))
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    return model, (np.zeros((8, 16, 16, 4), np.float32), np.zeros((8, 8, 8), np.int32))
+
+
+@pytest.mark.skipif(bool(tf.config.list_logical_devices("GPU")), reason="oneDNN runs on the CPU")
+def test_pooling_has_an_index_per_element_that_its_gradient_reads():
+    graph = traced_model(pooled)[1].graph
+    (forward,) = [op for op in graph.ops if op.kind == "MaxPool"]
+    (gradient,) = [op for op in graph.ops if op.kind == "MaxPoolGrad"]
+    output, index = forward.outputs
+    assert graph.values[index].nbytes * 4 == graph.values[output].nbytes == 8 * 8 * 8 * 4 * 4
+    assert graph.readers[index] == (gradient.id,)
+
+
+def test_buffers_that_kernels_take_over():
+    """The loss hands the logits' buffer to their gradient, not the labels'; a fused sum is formed
+    in place of what is added."""
+    graph = traced_model(pooled)[1].graph
+    (loss,) = [op for op in graph.ops if op.kind == "SparseSoftmaxCrossEntropyWithLogits"]
+    logits = max(loss.inputs, key=lambda v: graph.values[v].nbytes)
+    assert loss.may_reuse == (logits,)
+    sums = [op for op in graph.ops if op.kind == "_FusedConv2D" and op.may_reuse]
+    assert len(sums) == 1
+    assert {graph.values[v].nbytes for v in sums[0].may_reuse} == {
+        graph.values[sums[0].outputs[0]].nbytes
+    }
+
+
+def test_zeros_for_a_variable_that_went_through_a_loop_have_its_bytes():
+    graph = traced_model(keras_models.lstm)[1].graph
+    zeros = [op for op in graph.ops if op.kind == "Fill" and "while/zeros" in op.name]
+    assert zeros
+    assert all(graph.values[op.outputs[0]].shape is not None for op in zeros)

@@ -1,0 +1,115 @@
+"""What the device says: its peak, its bytes, its size."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow.memory import measure
+from keras_remat.errors import UnsupportedModelError
+from keras_remat.units import GIB, MIB
+
+#: A process of its own finds the package where this one does.
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_peak_is_what_was_alive_during_the_step_and_not_before():
+    def large():
+        return tf.reduce_sum(tf.ones((16, MIB // 4)) + 1.0)
+
+    _, first = measure.measure(large)
+    held = measure.bytes_in_use()
+    result, second = measure.measure(lambda: tf.reduce_sum(tf.ones((4, MIB // 4))))
+    assert float(result) == MIB
+    assert first.peak_bytes >= 16 * MIB
+    assert held + 4 * MIB <= second.peak_bytes < held + 12 * MIB
+    assert second.time_s > 0
+
+
+def test_results_that_are_no_tensors_come_back():
+    result, usage = measure.measure(
+        lambda: {"loss": tf.constant(2.0), "note": "done", "none": None}
+    )
+    assert (float(result["loss"]), result["note"], result["none"]) == (2.0, "done", None)
+    assert usage.peak_bytes >= 0
+
+
+def test_what_a_step_raises_passes_through():
+    with pytest.raises(ZeroDivisionError):
+        measure.measure(lambda: 1 // 0)
+
+
+def test_bytes_in_use_count_a_held_tensor():
+    before = measure.bytes_in_use()
+    held = tf.ones((8, MIB // 4))
+    assert measure.bytes_in_use() - before >= 8 * MIB
+    del held
+    assert measure.bytes_in_use() - before < 8 * MIB
+
+
+def test_memory_is_at_most_the_machines():
+    assert measure.device_memory_bytes() > GIB // 4
+    if measure.device_name() == "CPU:0":
+        with open("/proc/meminfo") as file:
+            total_kib = int(file.readline().split()[1])
+        assert measure.device_memory_bytes() <= total_kib * 1024
+
+
+def test_missing_statistics_are_an_unsupported_model(monkeypatch):
+    def refuse(device):
+        raise ValueError(f"no statistics for {device}")
+
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", refuse)
+    for ask in (measure.bytes_in_use, lambda: measure.measure(lambda: pytest.fail("it ran"))):
+        with pytest.raises(UnsupportedModelError, match="TF_ENABLE_ONEDNN_OPTS"):
+            ask()
+
+
+_ADDRESS_SPACE = """
+import resource
+from pathlib import Path
+from keras_remat.backends.tensorflow import measure
+measure.bytes_in_use()
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+unlimited = measure.device_memory_bytes()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + 500 * 2**20, resource.getrlimit(resource.RLIMIT_AS)[1]))
+print(unlimited, measure.device_memory_bytes())
+"""
+
+
+def test_address_space_limit_is_respected():
+    """In a process of its own, because the limit would hit everything that runs after it."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ADDRESS_SPACE],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=_ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    unlimited, limited = map(int, done.stdout.split())
+    assert unlimited > 600 * MIB
+    reserve = (64 + 32 * len(os.sched_getaffinity(0))) * MIB
+    assert limited <= max(0, 450 * MIB - reserve) + 4 * MIB, "a tenth and the reserve are left out"
+    assert limited >= max(0, 450 * MIB - reserve) - 80 * MIB, "and little more"
+
+
+@pytest.mark.slow
+def test_without_onednn_the_cpu_is_refused_by_name():
+    """TensorFlow reads the variable when it is loaded."""
+    if tf.config.list_physical_devices("GPU"):
+        pytest.skip("the GPU's allocator keeps statistics either way")
+    code = (
+        "from keras_remat.backends.tensorflow import measure\n"
+        "from keras_remat.errors import UnsupportedModelError\n"
+        "try:\n    measure.bytes_in_use()\n"
+        "except UnsupportedModelError as error:\n    print(error)\n"
+    )
+    environment = {**_ENVIRONMENT, "TF_ENABLE_ONEDNN_OPTS": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "do not set TF_ENABLE_ONEDNN_OPTS=0" in done.stdout

@@ -1,0 +1,152 @@
+"""Variables come back with their values, and where they were."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_remat.backends.base import load_backend
+from keras_remat.backends.tensorflow.memory import probe
+from keras_remat.backends.tensorflow.memory import variables as variables_module
+from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
+from keras_remat.units import KIB, MIB
+
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "uint8", "bool")
+on_cpu = pytest.mark.skipif(
+    bool(tf.config.list_logical_devices("GPU")), reason="the pool of a GPU is not told"
+)
+
+
+def values_of(variables):
+    return [np.array(v.numpy()).tobytes() for v in variables]
+
+
+def clear(variables):
+    for v in variables:
+        v.assign(np.zeros(v.shape, v.numpy().dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (700, 1000)])
+def test_every_bit_comes_back_as_often_as_asked(dtype, shape):
+    numbers = np.random.default_rng(0).standard_normal(shape)
+    variables = [
+        keras.Variable(numbers > 0 if dtype == "bool" else numbers, dtype=dtype),
+        keras.Variable(numbers, dtype="float32"),
+    ]
+    before = values_of(variables)
+    put_back = variables_module.snapshot(variables)
+    for _ in range(2):
+        clear(variables)
+        put_back()
+        assert values_of(variables) == before
+        assert all(v.value.shape == shape for v in variables)
+
+
+def test_signs_of_zeros_infinities_and_nan_come_back():
+    numbers = np.tile(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45], np.float32), 20_000)
+    variable = keras.Variable(numbers)
+    put_back = variables_module.snapshot([variable])
+    clear([variable])
+    put_back()
+    assert variable.numpy().tobytes() == numbers.tobytes()
+
+
+@on_cpu
+def test_large_variables_come_back_to_where_they_were():
+    """What is in use does not grow, however often; assigning an array would put them elsewhere."""
+    variables = [keras.Variable(np.ones((256 + 7 * k, KIB), np.float32)) for k in range(6)]
+    put_back = variables_module.snapshot(variables)
+    put_back()
+    at, used = [probe._address(v.value.value()) for v in variables], bytes_in_use()
+    for _ in range(3):
+        put_back()
+        assert [probe._address(v.value.value()) for v in variables] == at
+        assert bytes_in_use() == used
+
+
+@on_cpu
+def test_variables_that_steps_moved_apart_come_back_close_together():
+    """A step assigns new tensors; where those lie far apart, what is free between them is of no use
+    to large ones."""
+    variables = [
+        keras.Variable(np.full((300 + 40 * k, KIB), float(k), np.float32)) for k in range(6)
+    ]
+    probe.reserve(256 * MIB)
+    put_back = variables_module.snapshot(variables)
+    between = []
+    for variable in variables:  # each to another place, with a gap in front of it
+        between.append(tf.raw_ops.Empty(shape=[8 * MIB], dtype=tf.uint8))
+        variable.assign(tf.raw_ops.Empty(shape=variable.shape, dtype=tf.float32, init=True))
+    del between
+    expected = [
+        (np.float32(k) * np.ones((300 + 40 * k, KIB), np.float32)).tobytes() for k in range(6)
+    ]
+    largest = max(chunk.nbytes for chunk in probe.free_chunks())
+    used = bytes_in_use()
+    put_back()
+    assert values_of(variables) == expected
+    assert bytes_in_use() <= used
+    assert max(chunk.nbytes for chunk in probe.free_chunks()) >= largest
+    sizes = {v.value.value().shape.num_elements() * 4 for v in variables}
+    assert used - sum(sizes) <= bytes_in_use() <= used, (
+        "every variable is in a chunk of just its size"
+    )
+
+
+@on_cpu
+def test_tidying_a_model_leaves_its_values_and_takes_no_memory():
+    model = keras.Sequential([keras.Input((600,)), keras.layers.Dense(900), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.fit(np.ones((8, 600)), np.ones((8, 1)), verbose=0)
+    for v in model.variables:
+        v.assign(2 * v)  # a tensor is in the pool; an array may be used where it is
+    variables = [*model.variables, *model.optimizer.variables]
+    before, used = values_of(variables), bytes_in_use()
+    load_backend().tidy(model)
+    assert values_of(variables) == before
+    assert bytes_in_use() <= used
+    assert np.isfinite(model.fit(np.ones((8, 600)), np.ones((8, 1)), verbose=0).history["loss"][0])
+
+
+@on_cpu
+def test_pool_that_has_no_room_left_half_way_keeps_no_value_back(monkeypatch):
+    variables = [keras.Variable(np.full((256, KIB), float(k), np.float32)) for k in range(4)]
+    before = values_of(variables)
+    put_back = variables_module.snapshot(variables)
+    real, asked = probe.spaced, []
+
+    def full(nbytes):
+        asked.append(nbytes)
+        if len(asked) == 3:
+            raise tf.errors.ResourceExhaustedError(None, None, "no room")
+        return real(nbytes)
+
+    monkeypatch.setattr(probe, "spaced", full)
+    for _ in range(2):
+        clear(variables)
+        put_back()
+        assert values_of(variables) == before
+        for v in variables:
+            v.assign_add(np.ones(v.shape, np.float32))  # in place, and not in what was saved
+    assert len(asked) == 7
+
+
+@on_cpu
+def test_interrupt_half_way_leaves_no_variable_empty(monkeypatch):
+    variables = [keras.Variable(np.full((256, KIB), float(k), np.float32)) for k in range(4)]
+    before = values_of(variables)
+    put_back = variables_module.snapshot(variables)
+    clear(variables)
+    real, calls = variables_module._replace, []
+
+    def interrupted(variable, tensor):
+        real(variable, tensor)
+        calls.append(variable)
+        if len(calls) == 3:  # the second variable has given its chunk back
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(variables_module, "_replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        put_back()
+    assert values_of(variables) == before

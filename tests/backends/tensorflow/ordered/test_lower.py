@@ -1,0 +1,327 @@
+"""A lowered schedule computes what the step computes, bit for bit, in any legal order, and takes
+the memory it says."""
+
+import functools
+import gc
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import keras_models
+import numpy as np
+import pytest
+import tensorflow as tf
+from random_schedules import random_schedule
+from tensorflow.python.eager import context
+
+from keras_remat.backends.base import preserved_state
+from keras_remat.backends.tensorflow import backend
+from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.memory.best_fit import CPU_SMALL_BYTES
+from keras_remat.backends.tensorflow.ordered.lower import lower
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.core.validate import check_rules
+from keras_remat.solvers import solve
+from keras_remat.units import MIB
+
+BACKEND = backend()
+STEPS = 3
+
+
+class Bench:
+    """A model that can be put back to its first state and trained under any schedule."""
+
+    def __init__(self, make):
+        self.model, batch = make()
+        self.data = BACKEND.example_batch(self.model, batch)
+        self.traced = BACKEND.trace(self.model, self.data)
+        self.problem = Problem(self.traced.graph, BACKEND.estimated_profile(self.traced))
+        self.variables = keras_models.variables_of(self.model)
+        self.first_state = keras_models.state_of(self.model)
+        self.store_all = Schedule.store_all(self.traced.graph)
+
+    def train(self, schedule, steps=STEPS, smallest_bytes=0):
+        """State and logs after ``steps`` steps from the first state."""
+        check_rules(self.problem, schedule)
+        run = lower(self.traced, self.problem, schedule, smallest_bytes)
+        return self.train_with(run, steps)
+
+    def train_with(self, run, steps=STEPS):
+        for variable, value in zip(self.variables, self.first_state, strict=True):
+            variable.assign(value)
+        logs = [{k: float(v) for k, v in run(self.data).items()} for _ in range(steps)]
+        return keras_models.state_of(self.model), logs
+
+    @functools.cached_property
+    def reference(self):
+        return self.train(self.store_all)
+
+
+@functools.cache
+def bench(name):
+    return Bench(keras_models.MODELS[name])
+
+
+@pytest.mark.parametrize("name", keras_models.MODELS)
+@pytest.mark.parametrize("seed", range(2))
+def test_any_legal_order_gives_the_same_bits(name, seed):
+    """The order of ops is random, and so is what is computed again: dropout masks, reads of
+    variables, losses, sums."""
+    b = bench(name)
+    schedule = random_schedule(random.Random(seed), b.traced.graph, recompute=0.002)
+    assert schedule.recomputed
+    state, logs = b.train(schedule)
+    keras_models.assert_same_bits(state, b.reference[0])
+    assert logs == b.reference[1]
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "gan"])
+def test_data_dependencies_alone_are_enough_for_the_same_bits(name):
+    """Nothing is large enough to wait for memory; only S4 keeps reads and writes of variables
+    apart."""
+    b = bench(name)
+    schedule = random_schedule(random.Random(11), b.traced.graph, recompute=0.003)
+    for _ in range(3):
+        keras_models.assert_same_bits(b.train(schedule, smallest_bytes=2**40)[0], b.reference[0])
+
+
+@pytest.mark.parametrize("name", keras_models.MODELS)
+def test_store_all_agrees_with_the_plain_step(name):
+    b = bench(name)
+    plain = tf.function(b.model.train_step, autograph=False)
+    _, logs = b.train_with(lambda data: plain(data))
+    for ours, theirs in zip(b.reference[1], logs, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def residual_network():
+    """Convolutions with biases, batch normalization and residual connections: what Grappler and
+    oneDNN fuse and add up anew."""
+    keras.utils.set_random_seed(0)
+    inputs = x = keras.Input((24, 24, 3))
+    for filters in (8, 8, 16):
+        y = keras.layers.BatchNormalization()(keras.layers.Conv2D(filters, 3, padding="same")(x))
+        y = keras.layers.BatchNormalization()(
+            keras.layers.Conv2D(filters, 3, padding="same")(keras.layers.ReLU()(y))
+        )
+        x = (
+            x
+            if x.shape[-1] == filters
+            else keras.layers.BatchNormalization()(keras.layers.Conv2D(filters, 1)(x))
+        )
+        x = keras.layers.ReLU()(keras.layers.Add()([x, y]))
+    model = keras.Model(inputs, keras.layers.Dense(5)(keras.layers.GlobalAveragePooling2D()(x)))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
+    generator = np.random.default_rng(0)
+    return model, (
+        generator.random((8, 24, 24, 3), dtype=np.float32),
+        generator.random((8, 5), dtype=np.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    "make", [residual_network, keras_models.convnet, keras_models.mixed_precision]
+)
+def test_store_all_is_plain_fit_bit_for_bit(make):
+    """The traced graph is the one that plain ``fit`` runs: as many terms in the same order, the
+    same kernels fused."""
+    b = Bench(make)
+    b.model.make_train_function()
+    plain, logs = b.train_with(lambda data: b.model.train_function(iter([data])), steps=6)
+    ours, our_logs = b.train(b.store_all, steps=6)
+    keras_models.assert_same_bits(ours, plain)
+    assert our_logs == logs
+
+
+def test_every_variable_is_accessed_in_one_order():
+    """In the written graph a path joins every write of a variable with every other access; else the
+    executor may run both at once."""
+    b = bench("gan")
+    for seed in range(3):
+        schedule = random_schedule(random.Random(seed), b.traced.graph, recompute=0.003)
+        graph = lower(b.traced, b.problem, schedule, 2**40)._function.graph
+        ancestors, accesses = {}, {}
+        for op in graph.get_operations():
+            direct = [*(t.op for t in op.inputs), *op.control_inputs]
+            ancestors[op] = set(direct).union(*(ancestors[d] for d in direct))
+            for tensor in op.inputs:
+                if tensor.dtype == tf.resource:
+                    accesses.setdefault(tensor.name, []).append(op)
+        writes = 0
+        for ops in accesses.values():
+            for write in (op for op in ops if op.type not in kinds.VARIABLE_READS):
+                writes += 1
+                assert all(
+                    o in ancestors[write] or write in ancestors[o] for o in ops if o is not write
+                ), write.name
+        assert writes > 10
+
+
+def test_without_a_budget_and_recomputation_nothing_waits_for_memory():
+    """Such a step has the parallelism of the plain one; any other runs what touches the pool in its
+    order."""
+    b = bench("mlp")
+    again = Schedule((*b.store_all.order[:1], *b.store_all.order))
+
+    def controls(problem, schedule):
+        graph = lower(b.traced, problem, schedule, 0)._function.graph
+        return sum(len(op.control_inputs) for op in graph.get_operations())
+
+    free, budget = controls(b.problem, b.store_all), b.problem.with_budget(2**40)
+    assert controls(budget, b.store_all) > free
+    assert controls(b.problem, again) > free
+    keras_models.assert_same_bits(
+        b.train_with(lower(b.traced, budget, b.store_all))[0], b.reference[0]
+    )
+
+
+def test_no_option_leaks():
+    b = bench("mlp")
+    before = tf.config.optimizer.get_experimental_options(), context.context().function_call_options
+    b.train(b.store_all, 1)
+    assert (
+        tf.config.optimizer.get_experimental_options(),
+        context.context().function_call_options,
+    ) == before
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        lower(b.traced, b.problem, b.store_all)((tf.ones((3, 3)), tf.ones((3, 1))))
+    assert context.context().function_call_options is before[1]
+
+
+def test_logs_keep_their_structure():
+    b = bench("two_by_two")
+    expected = {"loss", "p_loss", "q_loss", "p_mae"}
+    assert set(b.reference[1][0]) == expected
+
+
+@pytest.fixture(scope="module")
+def wide():
+    return Bench(keras_models.wide_mlp)
+
+
+def measured_peak(b, schedule):
+    run = lower(b.traced, b.problem.with_budget(2**40), schedule, CPU_SMALL_BYTES)
+    b.train_with(run, 1)
+    return max(BACKEND.measure(lambda: run(b.data))[1].peak_bytes for _ in range(3))
+
+
+def test_recomputing_lowers_the_measured_peak_by_what_is_predicted(wide):
+    wide.train(wide.store_all, 1)
+    wide.problem = Problem(
+        wide.traced.graph, BACKEND.estimated_profile(wide.traced, BACKEND.bytes_in_use())
+    )
+    peak = simulate(wide.problem, wide.store_all).peak_bytes
+    resident = wide.problem.profile.resident_bytes
+    budget = resident + (peak - resident) // 2
+    schedule = solve(wide.problem.with_budget(budget), solver="greedy").schedule
+    assert schedule.recomputed
+    saved = measured_peak(wide, wide.store_all) - measured_peak(wide, schedule)
+    predicted = BACKEND.predicted_peak_bytes(
+        wide.problem, wide.store_all
+    ) - BACKEND.predicted_peak_bytes(wide.problem, schedule)
+    assert predicted > 20 * MIB
+    assert saved == pytest.approx(predicted, rel=0.25)
+    assert measured_peak(wide, schedule) <= 1.1 * budget
+    keras_models.assert_same_bits(wide.train(schedule)[0], wide.train(wide.store_all)[0])
+
+
+@pytest.mark.skipif(
+    bool(tf.config.list_logical_devices("GPU")), reason="the pool of a GPU is not told"
+)
+def test_every_step_takes_the_same_peak_and_the_predicted_one():
+    """What touches the pool runs in one order, so a step without variables of the pool's size
+    repeats itself chunk for chunk."""
+    b = Bench(lambda: keras_models.wide_mlp(width=48))
+    kept = tf.raw_ops.Empty(
+        shape=[MIB], dtype=tf.uint8
+    )  # where nothing at all is in use, small variables are taken to be
+    schedule = b.store_all
+    run = lower(b.traced, b.problem.with_budget(2**40), schedule, CPU_SMALL_BYTES)
+    b.train_with(run, 2)
+    in_use = BACKEND.bytes_in_use()
+    problem = Problem(b.traced.graph, BACKEND.estimated_profile(b.traced, in_use))
+    problem = BACKEND.with_pool(b.traced, problem, in_use - problem.graph.input_bytes)
+    peaks = {BACKEND.measure(lambda: run(b.data))[1].peak_bytes for _ in range(5)}
+    assert len(peaks) == 1
+    assert peaks.pop() == pytest.approx(BACKEND.predicted_peak_bytes(problem, schedule), rel=0.02)
+    del kept
+
+
+_CUT = """
+import random
+
+import keras_models
+from random_schedules import random_schedule
+
+from keras_remat import Problem, Schedule
+from keras_remat.backends.base import preserved_state
+from keras_remat.backends.tensorflow import backend, lower
+from keras_remat.backends.tensorflow.allocator import CPU_SMALL_BYTES
+
+ordered = backend()
+model, batch = keras_models.uneven_convnet()
+data = ordered.example_batch(model, batch)
+traced = ordered.trace(model, data)
+ordered.reserve(2**30)
+in_use = ordered.bytes_in_use()
+problem = Problem(traced.graph, ordered.estimated_profile(traced, in_use))
+problem = ordered.with_pool(traced, problem, in_use - problem.graph.input_bytes)
+assert problem.profile.pool is not None
+orders = (random_schedule(random.Random(seed), traced.graph, recompute=0.01) for seed in range(50))
+schedule, peak, cuts = next((order, *found) for order in orders if (found := ordered.replayed(problem, order))[1])
+budgeted = problem.with_budget(peak)
+steps = [lower.lower(traced, budgeted, schedule, CPU_SMALL_BYTES), ordered.lower(traced, budgeted, schedule),
+         lower.lower(traced, problem, Schedule.store_all(traced.graph), CPU_SMALL_BYTES)]
+peaks, states = [], []
+for step in steps:
+    with preserved_state(ordered, model):
+        peaks.append(max(ordered.measure(lambda: step(data))[1].peak_bytes for _ in range(3)))
+        states.append(keras_models.state_of(model))
+keras_models.assert_same_bits(states[0], states[2])
+keras_models.assert_same_bits(states[1], states[2])
+assert peaks[1] < peaks[0], peaks
+assert abs(peaks[1] - peak) <= 0.005 * peak, (peaks, peak)
+"""
+
+
+def test_steps_with_cuts_compute_the_same_bits_and_take_the_peak_that_is_predicted():
+    """In a process of its own, where one region has all that is free: cuts make the peak lower, and
+    nothing else changes."""
+    tests = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    done = subprocess.run(
+        [sys.executable, "-c", _CUT], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_large_ops_of_constants_run_in_every_step_and_leave_nothing_behind():
+    """A loss per pixel has a gradient that begins with a constant, repeated: TensorFlow would fold
+    it when the step first runs, and keep it."""
+    b = Bench(keras_models.segmenter)
+    large = [
+        op.name
+        for op in b.traced.graph.ops
+        if op.kind == "Tile" and b.traced.graph.values[op.outputs[0]].nbytes >= CPU_SMALL_BYTES
+    ]
+    assert large
+    run = lower(b.traced, b.problem.with_budget(2**40), b.store_all, CPU_SMALL_BYTES)
+    before = BACKEND.bytes_in_use()
+    with preserved_state(BACKEND, b.model):
+        run(b.data)
+        gc.collect()
+        assert BACKEND.bytes_in_use() <= before
+
+
+def test_lowered_step_survives_saving_the_model(tmp_path):
+    b = Bench(lambda: keras_models.mlp(batch=4, width=8))
+    b.train(b.store_all, 1)
+    b.model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded.get_weights()[0], b.model.get_weights()[0])

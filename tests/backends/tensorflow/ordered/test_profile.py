@@ -1,0 +1,384 @@
+"""Profiles: estimates from shapes, and what a recording shows, on events written by hand and on a
+real one."""
+
+from types import SimpleNamespace
+
+import keras
+import keras_models
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow import backend
+from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.ordered.lower import lower
+from keras_remat.backends.tensorflow.ordered.profile import (
+    Recorder,
+    _flops,
+    estimated_profile,
+    measured_profile,
+)
+from keras_remat.backends.tensorflow.private import read_trace
+from keras_remat.core.graph import Op
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+
+BACKEND = backend()
+
+
+def traced_of(model, batch):
+    return BACKEND.trace(model, BACKEND.example_batch(model, batch))
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    """A step of 32 samples through one dense layer of 16 x 64 and one of 64 x 1."""
+    model, batch = keras_models.mlp(32, width=64, blocks=1, dropout=0)
+    return model, batch, traced_of(model, batch)
+
+
+# ------------------------------------------------------------------ estimates
+
+
+def test_matmuls_cost_twice_their_multiply_adds(mlp):
+    traced = mlp[2]
+    flops = [_flops(traced, op) for op in traced.graph.ops if op.kind in ("MatMul", "_FusedMatMul")]
+    assert {round(f) for f in flops} == {2 * 32 * 16 * 64, 2 * 32 * 64}
+
+
+def test_fused_matmul_s_bias_is_no_operand():
+    node = tf.compat.v1.NodeDef(name="fused", op="_FusedMatMul", input=["a", "b", "bias"])
+    shapes = {"a:0": (7, 5), "b:0": (5, 3), "bias:0": (3,), "fused:0": (7, 3)}
+    op = Op(0, "fused", "_FusedMatMul", (), ())
+    assert _flops(SimpleNamespace(handles={0: node}, tensor_shapes=shapes), op) == pytest.approx(
+        2 * 7 * 5 * 3
+    )
+    assert (
+        _flops(SimpleNamespace(handles={0: node}, tensor_shapes={**shapes, "a:0": None}), op) == 0.0
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_convolutions_and_their_gradients_cost_twice_their_multiply_adds(batch):
+    """Every element of the output takes kernel height x width x input channels multiply-adds, and
+    so does either gradient."""
+    inputs = keras.Input((12, 12, 4))
+    x = keras.layers.Conv2D(8, 3, padding="same")(inputs)
+    x = keras.layers.DepthwiseConv2D(3, padding="same")(x)
+    x = keras.layers.Conv2D(2, 3, strides=2, padding="same")(x)
+    model = keras.Model(inputs, keras.layers.GlobalAveragePooling2D()(x))
+    model.compile("sgd", "mse")
+    traced = traced_of(model, batch)
+    wide, depthwise, strided = (
+        2 * batch * 144 * 8 * 9 * 4,
+        2 * batch * 144 * 8 * 9,
+        2 * batch * 36 * 2 * 9 * 8,
+    )
+    flops = {}
+    for op in traced.graph.ops:
+        if op.kind in kinds.CONVOLUTIONS:
+            # Grappler has fused the biases
+            kind = op.kind.removeprefix("_Fused")
+            flops.setdefault(kind, set()).add(round(_flops(traced, op)))
+    assert flops == {
+        "Conv2D": {wide, strided},
+        "Conv2DBackpropFilter": {wide, strided},
+        "Conv2DBackpropInput": {strided},
+        "DepthwiseConv2dNative": {depthwise},
+        "DepthwiseConv2dNativeBackpropInput": {depthwise},
+        "DepthwiseConv2dNativeBackpropFilter": {depthwise},
+    }
+
+
+def test_convolutions_of_three_dimensions_count():
+    inputs = keras.Input((4, 4, 4, 2))
+    model = keras.Model(
+        inputs, keras.layers.Flatten()(keras.layers.Conv3D(3, 2, padding="same")(inputs))
+    )
+    model.compile("sgd", "mse")
+    traced = traced_of(model, 2)
+    assert {
+        _flops(traced, op) for op in traced.graph.ops if op.kind in ("Conv3D", "_FusedConv3D")
+    } == {2 * 2 * 64 * 3 * 8 * 2}
+
+
+def test_estimate_has_every_op_no_workspace_and_its_source(mlp):
+    traced = mlp[2]
+    profile = estimated_profile(traced)
+    assert len(profile.op_time_s) == len(traced.graph.ops)
+    assert min(profile.op_time_s) > 0
+    assert set(profile.op_workspace_bytes) == {0}
+    assert (profile.source, profile.backend) == ("estimated", "tensorflow")
+    assert profile.resident_bytes == traced.resident_bytes
+    assert estimated_profile(traced, 10**9).resident_bytes == 10**9
+    assert estimated_profile(traced, 0).resident_bytes == traced.resident_bytes
+
+
+def test_larger_batches_are_estimated_longer():
+    model, _ = keras_models.mlp(8, width=256, blocks=1, dropout=0)
+    seconds = [sum(estimated_profile(traced_of(model, size)).op_time_s) for size in (8, 512, 4096)]
+    assert seconds == sorted(set(seconds))
+    assert seconds[2] > 3 * seconds[1]
+
+
+# ------------------------------------------------------------------ events written by hand
+
+
+class Trace:
+    """Writes an XPlane; times in microseconds."""
+
+    def __init__(self, offset_us=0):
+        self.space = read_trace(b"")
+        self.plane = self.space.planes.add(name="/host:CPU")
+        self.line = self.plane.lines.add(timestamp_ns=offset_us * 1000)
+        self._names, self._stats = {}, {}
+
+    def _name(self, name):
+        at = self._names.setdefault(name, len(self._names) + 1)
+        self.plane.event_metadata[at].name = name
+        return at
+
+    def _stat(self, name):
+        at = self._stats.setdefault(name, len(self._stats) + 1)
+        self.plane.stat_metadata[at].name = name
+        return at
+
+    def event(self, name, start_us, duration_us=0, **stats):
+        event = self.line.events.add(
+            metadata_id=self._name(name),
+            offset_ps=int(start_us * 1e6),
+            duration_ps=int(duration_us * 1e6),
+        )
+        for key, value in stats.items():
+            stat = event.stats.add(metadata_id=self._stat(key))
+            if isinstance(value, int):
+                stat.uint64_value = value
+            else:
+                stat.ref_value = self._stat(value)
+
+    def allocate(self, op, at_us, address, nbytes, region="temp"):
+        chunk = nbytes + 768  # what the pool had
+        self.event(
+            "MemoryAllocation",
+            at_us,
+            tf_op=op,
+            addr=address,
+            requested_bytes=nbytes,
+            allocation_bytes=chunk,
+            region_type=region,
+        )
+
+    def free(self, at_us, address):
+        self.event("MemoryDeallocation", at_us, addr=address)
+
+
+def lowered_with(traced, order=None):
+    """What :func:`measured_profile` reads of a lowered step: node names at positions, a repeated op
+    under a name of its own."""
+    schedule = Schedule.store_all(traced.graph) if order is None else Schedule(order)
+    names, seen = [], {}
+    for op_id in schedule.order:
+        copies = seen[op_id] = seen.get(op_id, -1) + 1
+        suffix = f"/remat_{copies}" if copies else ""
+        names.append(
+            tuple(name + suffix for name in traced.node_names[traced.graph.ops[op_id].name])
+        )
+    return SimpleNamespace(names=names, schedule=schedule, traced=traced)
+
+
+def full_trace(lowered, duration_us=7, **options):
+    trace = Trace(**options)
+    for at, (name, *_) in enumerate(lowered.names):
+        trace.event(f"{name}:Kind", at * 10, duration_us)
+    return trace
+
+
+def test_times_are_the_median_of_an_ops_runs_and_copies(mlp):
+    traced = mlp[2]
+    order = Schedule.store_all(traced.graph).order
+    again = next(i for i in order if traced.graph.ops[i].recomputable)
+    lowered = lowered_with(traced, (*order, again))
+    trace = full_trace(lowered)
+    trace.event(f"{traced.graph.ops[again].name}:Kind", 5000, 100)
+    trace.event(f"{traced.graph.ops[again].name}:Kind", 6000, 50)
+    trace.event("somebody else's:Kind", 7000, 10**6)
+    trace.event("no separator", 8000, 10**6)
+    profile = measured_profile(lowered, list(trace.space.planes), 123)
+    assert profile.op_time_s[again] == pytest.approx(np.median([7, 7, 50, 100]) * 1e-6)
+    others = {t for i, t in enumerate(profile.op_time_s) if i != again and i in order}
+    assert sorted(others) == pytest.approx([7e-6])
+    assert profile.source == "measured"
+    assert profile.resident_bytes == max(123, traced.resident_bytes)
+
+
+def test_time_of_an_op_of_two_nodes_is_the_sum_of_theirs():
+    model, _ = keras_models.convnet()
+    traced = traced_of(model, 8)
+    lowered = lowered_with(traced)
+    trace = full_trace(lowered, duration_us=7)
+    (kernel, bias), *_ = (names for names in lowered.names if len(names) == 2)
+    without = measured_profile(lowered, list(trace.space.planes), 0).op_time_s[traced.op_id[kernel]]
+    trace.event(f"{bias}:BiasAddGrad", 5000, 4)
+    profile = measured_profile(lowered, list(trace.space.planes), 0)
+    assert traced.op_id[bias] == traced.op_id[kernel]
+    assert without == pytest.approx(7e-6)
+    assert profile.op_time_s[traced.op_id[kernel]] == pytest.approx(11e-6)
+
+
+def test_scratch_of_a_cross_entropy_is_known_without_a_recording():
+    """As large as the losses it computes."""
+    model, batch = keras_models.segmenter()
+    traced = BACKEND.trace(model, BACKEND.example_batch(model, batch))
+    profile = estimated_profile(traced)
+    (op,) = (op for op in traced.graph.ops if op.kind == "SparseSoftmaxCrossEntropyWithLogits")
+    assert (
+        profile.op_workspace_bytes[op.id]
+        == traced.graph.values[op.outputs[0]].nbytes
+        == 4 * batch[1].size
+    )
+    assert sum(profile.op_workspace_bytes) == profile.op_workspace_bytes[op.id]
+
+
+def test_workspace_is_the_most_temporary_bytes_held_at_once(mlp):
+    traced = mlp[2]
+    lowered = lowered_with(traced)
+    (first,), (second,), (third,) = lowered.names[:3]
+    trace = full_trace(lowered)
+    trace.allocate(first, 1, 0xA, 100)
+    trace.allocate(first, 2, 0xB, 30)
+    trace.free(3, 0xA)
+    trace.allocate(first, 4, 0xA, 50)  # the address again: 30 + 50 now, less than 130 before
+    trace.free(5, 0xA)
+    trace.free(6, 0xB)
+    own = [
+        traced.graph.values[v].nbytes for v in traced.graph.ops[lowered.schedule.order[1]].outputs
+    ]
+    for at, nbytes in enumerate(
+        [*own, 10**6]
+    ):  # and one more that no op has, as oneDNN's kernels do
+        trace.allocate(second, 7, 0xC0 + at, nbytes, region="output")
+    trace.allocate("nobody", 9, 0xE, 10**9)
+    trace.free(10, 0xF)
+    trace.free(21, 0xAA)
+    trace.allocate(third, 20, 0xAA, 70)  # written out of order
+    trace.allocate(third, 22, 0xAA, 71)
+    profile = measured_profile(lowered, list(trace.space.planes), 0)
+    ids = lowered.schedule.order[:3]
+    assert [profile.op_workspace_bytes[i] for i in ids] == [130, 10**6, 71]
+    assert sum(profile.op_workspace_bytes) == 130 + 10**6 + 71
+
+
+@pytest.mark.parametrize(("freed_at", "workspace"), [(5, 4096), (60, 0)])
+def test_output_that_a_kernel_asks_for_as_workspace_outlives_it(mlp, freed_at, workspace):
+    """A reduction's; what is as large and goes back while the op runs is workspace."""
+    traced = mlp[2]
+    lowered = lowered_with(traced)
+    sizes = [
+        [traced.graph.values[v].nbytes for v in traced.graph.ops[i].outputs]
+        for i in lowered.schedule.order
+    ]
+    at = next(at for at, nbytes in enumerate(sizes) if nbytes == [4096])
+    trace = full_trace(lowered)
+    trace.event(f"{lowered.names[at][0]}:Kind", 2, 10)
+    trace.allocate(lowered.names[at][0], 3, 0xA, 4096)
+    trace.free(freed_at, 0xA)
+    profile = measured_profile(lowered, list(trace.space.planes), 0)
+    assert profile.op_workspace_bytes[lowered.schedule.order[at]] == workspace
+
+
+def test_what_runs_inside_a_loop_is_the_loops():
+    """Two recorded steps, four kernels of 5 microseconds: 10 a step; and all that is held at
+    once."""
+    model, batch = keras_models.lstm()
+    traced = BACKEND.trace(model, BACKEND.example_batch(model, batch))
+    lowered = lowered_with(traced)
+    loop = next(op for op in traced.graph.ops if op.kind in kinds.CONTROL_FLOW)
+    name = lowered.names[lowered.schedule.order.index(loop.id)][0]
+    trace = Trace()
+    for at, names in enumerate(lowered.names):
+        for step in range(2):
+            if names != (name,):
+                trace.event(f"{names[0]}:Kind", 10 * at + 10**6 * step, 3)
+    for at in range(4):
+        trace.event(f"{name}/body/_7/cell/MatMul:MatMul", 5 * 10**6 + 10 * at, 5)
+        trace.allocate(
+            f"{name}/body/_7/cell/MatMul", 5 * 10**6 + 10 * at, 0xA0 + at, 1000, region="output"
+        )
+    profile = measured_profile(lowered, list(trace.space.planes), 0)
+    assert profile.op_time_s[loop.id] == pytest.approx(10e-6)
+    assert profile.op_workspace_bytes[loop.id] == 4000
+
+
+def test_workspace_over_two_planes_is_ordered_by_absolute_time(mlp):
+    """Freed on another thread's line, whose own clock starts elsewhere."""
+    lowered = lowered_with(mlp[2])
+    first, late = full_trace(lowered), Trace(offset_us=1000)
+    first.allocate(lowered.names[0][0], 999, 0xA, 100)
+    late.free(1, 0xA)
+    first.allocate(lowered.names[0][0], 1002, 0xB, 90)
+    profile = measured_profile(lowered, [*late.space.planes, *first.space.planes], 0)
+    assert profile.op_workspace_bytes[lowered.schedule.order[0]] == 100
+
+
+def test_too_few_ops_seen_is_no_profile_and_missing_ones_keep_the_estimate(mlp):
+    traced = mlp[2]
+    lowered = lowered_with(traced)
+    half = len(traced.graph.needed) // 2
+    trace, estimate = Trace(), estimated_profile(traced)
+    for at, (name,) in enumerate(lowered.names[: half - 1]):
+        trace.event(f"{name}:Kind", at, 3)
+    assert measured_profile(lowered, list(trace.space.planes), 0) is None
+    trace.event(f"{lowered.names[half - 1][0]}:Kind", 500, 3)
+    profile = measured_profile(lowered, list(trace.space.planes), 0)
+    order = lowered.schedule.order
+    assert [profile.op_time_s[i] for i in order[:half]] == [pytest.approx(3e-6)] * half
+    assert [profile.op_time_s[i] for i in order[half:]] == [
+        estimate.op_time_s[i] for i in order[half:]
+    ]
+
+
+# ------------------------------------------------------------------ a real recording
+
+
+def test_recording_of_real_steps_sees_most_ops_and_their_workspace(mlp):
+    model, batch, traced = mlp
+    data = BACKEND.example_batch(model, batch)
+    problem = Problem(traced.graph, estimated_profile(traced))
+    run = lower(traced, problem, Schedule.store_all(traced.graph))
+    run(data)
+    recorder = Recorder()
+    assert not recorder.recording
+    assert recorder.stop() == []
+    assert recorder.start()
+    assert recorder.recording
+    for _ in range(2):
+        run(data)
+    planes = recorder.stop()
+    assert not recorder.recording
+    profile = measured_profile(run, planes, BACKEND.bytes_in_use())
+    assert profile.source == "measured"
+    seen = sum(a != b for a, b in zip(profile.op_time_s, problem.profile.op_time_s, strict=True))
+    assert seen > 0.8 * len(traced.graph.needed)
+
+
+def test_the_users_profiler_session_is_left_alone(tmp_path):
+    tf.profiler.experimental.start(str(tmp_path))
+    try:
+        recorder = Recorder()
+        assert not recorder.start()
+        assert not recorder.recording
+        assert recorder.stop() == []
+        tf.reduce_sum(tf.ones(8))
+    finally:
+        tf.profiler.experimental.stop()
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_session_that_the_user_stopped_gives_nothing(caplog):
+    recorder = Recorder()
+    assert recorder.start()
+    tf.profiler.experimental.stop(save=False)
+    assert recorder.stop() == []
+    assert "ended early" in caplog.text
+    assert recorder.start(), "the next recording works"
+    recorder.stop()

@@ -1,0 +1,65 @@
+"""Batches to plan with."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_remat.backends.batches import batch_size_of, example_batch
+
+
+def model_with(loss, units=3):
+    inputs = keras.layers.Input((5,))
+    model = keras.Model(inputs, keras.layers.Dense(units)(inputs))
+    model.compile("sgd", loss)
+    return model
+
+
+def test_an_int_gives_what_inputs_and_loss_ask_for():
+    x, y = example_batch(model_with("sparse_categorical_crossentropy"), 7)
+    assert (x.shape, y.shape, y.dtype) == ((7, 5), (7,), np.int32)
+    assert y.max() < 3
+    x, y = example_batch(model_with(keras.losses.MeanSquaredError()), np.int64(2))
+    assert (x.shape, y.shape) == ((2, 5), (2, 3))
+
+
+def test_specs_become_arrays_and_arrays_stay():
+    array = np.ones((2, 3), "float32")
+    x, y = example_batch(None, (keras.KerasTensor((2, 5), "float32"), array))
+    assert (x.shape, x.dtype) == ((2, 5), np.float32)
+    assert y is array
+
+
+def test_the_same_seed_gives_the_same_batch():
+    model = model_with("mse")
+    np.testing.assert_array_equal(
+        example_batch(model, 4, seed=3)[0], example_batch(model, 4, seed=3)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "error"),
+    [
+        (0, ValueError),
+        (-2, ValueError),
+        (True, TypeError),
+        ("8", TypeError),
+        (2.5, TypeError),
+        (None, TypeError),
+    ],
+)
+def test_wrong_batches_are_refused(batch, error):
+    with pytest.raises(error, match="batch"):
+        example_batch(model_with("mse"), batch)
+
+
+def test_what_does_not_follow_is_asked_for():
+    with pytest.raises(ValueError, match="give a batch"):
+        example_batch(model_with(lambda y, p: keras.ops.mean(p)), 4)
+    with pytest.raises(ValueError, match="not fully known"):
+        example_batch(None, (keras.KerasTensor((None, 5)),))
+
+
+def test_batch_size_is_the_first_dimension():
+    assert batch_size_of(({"a": np.ones((6, 2))}, np.ones(6))) == 6
+    with pytest.raises(ValueError, match="unknown"):
+        batch_size_of((np.float32(1.0),))

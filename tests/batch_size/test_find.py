@@ -1,0 +1,239 @@
+"""What the search found is trained, and where the device disagrees with the prediction, the device
+wins."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from fake_backend import (
+    RESIDENT_BYTES,
+    FakeBackend,
+    batch_of,
+    chain_graph,
+    chain_problem,
+    store_all_peak,
+)
+
+from keras_remat.batch_size import find as max_batch
+from keras_remat.batch_size.find import MOST_SIZES, RESOLUTION, find_max_batch_size, verified_search
+from keras_remat.batch_size.scaling import BatchScaling
+from keras_remat.batch_size.search import search_batch_size
+from keras_remat.core.schedule import Usage
+from keras_remat.core.simulate import simulate
+
+BUDGET = store_all_peak(400)
+
+
+def scaling_of():
+    return BatchScaling(chain_graph(4), 4, chain_graph(8), 8, chain_problem(4))
+
+
+def verified(surplus, *, at_most=None, max_overhead="forward", budget=BUDGET, **options):
+    """The verified search where a step of ``size`` samples takes ``surplus(size)`` bytes more than
+    its schedule (``None``: out of memory)."""
+    backend, scaling, trained = FakeBackend(), scaling_of(), []
+    search = search_batch_size(
+        scaling,
+        40,
+        budget,
+        budget,
+        backend,
+        time_limit_s=20.0,
+        max_overhead=max_overhead,
+        at_most=at_most,
+    )
+
+    def train(size, plan):
+        more = surplus(size)
+        peak = (
+            None
+            if more is None
+            else simulate(chain_problem(size), plan.solution.schedule).peak_bytes + more
+        )
+        trained.append((size, peak))
+        return None if peak is None else Usage(1.0, peak)
+
+    found = verified_search(
+        search,
+        scaling,
+        train,
+        budget,
+        backend,
+        solver="greedy",
+        solve_s=2.0,
+        at_most=at_most,
+        max_overhead=max_overhead,
+        **options,
+    )
+    return search, found, trained
+
+
+def test_prediction_that_holds_is_kept():
+    search, found, trained = verified(lambda size: 0)
+    assert found.max_batch_size >= search.max_batch_size
+    assert trained[0][0] == search.max_batch_size
+    assert found.plan.measured is not None
+    assert found.plan.measured.peak_bytes <= BUDGET == found.plan.budget_bytes
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+def test_what_was_measured_above_the_prediction_is_taken_off(share):
+    search, found, trained = verified(lambda size: int(share * BUDGET))
+    assert found.max_batch_size < search.max_batch_size
+    assert dict(trained)[found.max_batch_size] <= BUDGET
+    assert found.plan.measured.peak_bytes == dict(trained)[found.max_batch_size]
+    assert len(trained) <= MOST_SIZES
+
+
+def test_what_was_measured_below_the_prediction_is_used():
+    search, found, trained = verified(lambda size: -int(0.2 * BUDGET))
+    assert found.max_batch_size > search.max_batch_size * (1 + RESOLUTION)
+    assert dict(trained)[found.max_batch_size] <= BUDGET
+
+
+def test_the_largest_that_trains_is_found_within_the_resolution():
+    """Sizes above 300 run out of memory, whatever was predicted."""
+    _, found, trained = verified(lambda size: 0 if size <= 300 else None)
+    assert 300 / (1 + RESOLUTION) - 1 <= found.max_batch_size <= 300
+    assert found.failed_batch_size == min(size for size, peak in trained if peak is None)
+    assert found.failed_peak_bytes is None
+
+
+def test_nothing_that_trains_leaves_the_search_as_it_was():
+    search, found, trained = verified(lambda size: None)
+    assert (found.max_batch_size, found.plan) == (search.max_batch_size, search.plan)
+    assert found.plan.measured is None
+    assert len(trained) <= MOST_SIZES
+    sizes = [size for size, _ in trained]
+    assert sizes == sorted(set(sizes), reverse=True)
+
+
+@pytest.mark.parametrize("bound", [0.0, "forward"])
+def test_every_size_keeps_to_the_overhead(bound):
+    _, found, _ = verified(lambda size: -int(0.1 * BUDGET), max_overhead=bound)
+    assert found.plan.overhead <= (0.5 if bound == "forward" else bound)
+
+
+def test_no_size_above_at_most_runs():
+    _, found, trained = verified(lambda size: -int(0.3 * BUDGET), at_most=401)
+    assert max(size for size, _ in trained) <= 401
+    assert found.max_batch_size <= 401
+
+
+def test_late_verification_ends_with_the_first_size_that_trains():
+    """Nothing is left of the time: sizes run until one has trained, and none above it."""
+    _, found, trained = verified(
+        lambda size: 0 if size <= 300 else None, deadline_s=time.perf_counter() - 1
+    )
+    assert found.max_batch_size <= 300
+    assert [peak is not None for _, peak in trained] == [False] * (len(trained) - 1) + [True]
+
+
+def test_size_whose_graph_has_other_ops_is_planned_anew():
+    """At even sizes the framework folds a layer away; orders of the others are not legal there."""
+
+    def graph_of(size):
+        return chain_graph(size, 7 if size % 2 == 0 else 8)
+
+    backend, budget, trained = FakeBackend(), BUDGET, []
+    search = search_batch_size(scaling_of(), 40, budget, budget, backend, time_limit_s=20.0)
+
+    def train(size, plan):
+        assert plan.problem.graph == graph_of(size)
+        usage = simulate(plan.problem, plan.solution.schedule)
+        trained.append(size)
+        return usage
+
+    found = verified_search(
+        search,
+        scaling_of(),
+        train,
+        budget,
+        backend,
+        graph_of=graph_of,
+        solver="greedy",
+        solve_s=2.0,
+    )
+    assert any(size % 2 == 0 for size in trained)
+    assert found.max_batch_size in trained
+    assert found.plan.measured.peak_bytes <= budget
+
+
+def test_size_whose_own_graph_fits_under_no_schedule_says_so():
+    def graph_of(size):
+        return chain_graph(size, 8) if size <= 300 else chain_graph(20 * size, 7)
+
+    search = search_batch_size(scaling_of(), 40, BUDGET, BUDGET, FakeBackend(), time_limit_s=20.0)
+    found = verified_search(
+        search,
+        scaling_of(),
+        lambda size, plan: plan.predicted,
+        BUDGET,
+        FakeBackend(),
+        graph_of=graph_of,
+        solver="greedy",
+        solve_s=2.0,
+    )
+    assert found.max_batch_size <= 300 < found.failed_batch_size
+    assert any("14 ops at this size, 16 at others" in probe.reason for probe in found.probes)
+
+
+# ------------------------------------------------------------------ the whole way
+
+
+def found_on(backend, monkeypatch, *, batch=8, **options):
+    monkeypatch.setattr(max_batch, "load_backend", lambda: backend)
+    limit = store_all_peak(40)
+    return find_max_batch_size(
+        SimpleNamespace(name="fake"),
+        batch_of(0, batch),
+        limit,
+        margin=0.0,
+        **{"time_limit_s": 3.0} | options,
+    )
+
+
+def test_costs_are_measured_at_half_the_batch_too(monkeypatch):
+    backend = FakeBackend()
+    found = found_on(backend, monkeypatch)
+    assert backend.traced[:2] == [8, 4]
+    assert found.fit.sizes == (4, 8)
+    assert set(found.step_time_errors) == {
+        p.batch_size for p in found.probes if p.plan and p.plan.measured
+    }
+    assert found.max_batch_size in found.step_time_errors
+    assert "op times fitted to steps of 4 and 8 samples, residual 0.0%" in str(found)
+    assert found.search_time_s > 0
+    assert found.verification_time_s > 0
+    assert backend.ran == []
+
+
+def test_twice_the_batch_is_measured_where_there_is_no_half(monkeypatch):
+    assert found_on(FakeBackend(), monkeypatch, batch=1).fit.sizes == (1, 2)
+    assert found_on(FakeBackend(folds=lambda size: size < 8), monkeypatch).fit.sizes == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("profiler", "profile", "batch"),
+    [("busy", "measured", 8), ("free", "estimated", 8), ("blind", "measured", 1)],
+)
+def test_one_measured_size_is_said_to_be_one(monkeypatch, profiler, profile, batch):
+    found = found_on(FakeBackend(profiler=profiler), monkeypatch, profile=profile, batch=batch)
+    assert found.fit is None
+    assert "op times in proportion to bytes, from one size" in str(found)
+
+
+@pytest.mark.parametrize(
+    "folds", ["below the batch", "up to the batch", "above twice the batch", "at round sizes"]
+)
+def test_framework_that_folds_an_op_at_some_sizes_is_no_error(monkeypatch, folds):
+    rule = {
+        "below the batch": lambda size: size < 8,
+        "up to the batch": lambda size: size <= 8,
+        "above twice the batch": lambda size: size > 16,
+        "at round sizes": lambda size: size > 20 and size % 4 == 0,
+    }[folds]
+    found = found_on(FakeBackend(folds=rule), monkeypatch)
+    assert found.max_batch_size > 40
+    assert found.plan.measured.peak_bytes <= store_all_peak(40)
+    assert found.plan.problem.profile.resident_bytes == RESIDENT_BYTES

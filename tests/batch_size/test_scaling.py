@@ -1,0 +1,156 @@
+"""One train step at any batch size: exact bytes from two traces, costs fitted or in proportion."""
+
+from dataclasses import replace
+
+import pytest
+from fake_backend import RESIDENT_BYTES, FakeBackend, batch_of, chain_graph, chain_problem
+
+from keras_remat.backends.base import TracedStep
+from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
+from keras_remat.core.graph import Graph, Op, Value
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.errors import UnsupportedModelError
+
+
+def scaling_of(small=4, large=8, layers=8):
+    return BatchScaling(
+        chain_graph(small, layers),
+        small,
+        chain_graph(large, layers),
+        large,
+        chain_problem(small, layers),
+    )
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 6, 8, 13, 4096])
+def test_chain_at_another_size_is_the_chain_traced_there(size):
+    problem = scaling_of().at(size)
+    assert problem.graph == chain_graph(size)
+    assert problem.profile.op_time_s == pytest.approx([size / 4] * 16)
+    assert problem.profile.resident_bytes == RESIDENT_BYTES
+
+
+def rounded(nbytes):
+    return -(-nbytes // 256) * 256
+
+
+def affine(batch):
+    """Bytes rounded up to 256: a weight, the batch, a value with one row more than the batch, and
+    one of unknown shape."""
+    values = (
+        Value(0, "w", 256, (), "float32"),
+        Value(1, "x", rounded(batch * 20), (batch, 5), "float32"),
+        Value(2, "padded", rounded((batch + 1) * 40), (batch + 1, 5), "float64", 0),
+        Value(3, "unknown", 512 + 256 * batch, None, None, 1),
+        Value(4, "flags", rounded(batch * 100), (batch, 100), "bool", 1),
+    )
+    ops = (Op(0, "a", "a", (0, 1), (2,)), Op(1, "b", "b", (2,), (3, 4)))
+    return Graph(ops, values, (3,))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 7, 11, 1000])
+def test_constants_stay_affine_sizes_follow_and_inputs_are_resident(size):
+    problem = Problem(affine(3), Profile((1.0, 1.0), (1000, 0), 5000, "measured", "D"))
+    at = BatchScaling(affine(3), 3, affine(7), 7, problem).at(size)
+    assert at.graph == affine(size)
+    assert at.profile.resident_bytes == 5000 + rounded(size * 20) - 256
+    assert (at.profile.source, at.profile.device) == ("measured", "D")
+    ratio = (256 + rounded(size * 20) + rounded((size + 1) * 40)) / 768
+    assert at.profile.op_time_s[0] == pytest.approx(ratio)
+    assert at.profile.op_workspace_bytes == (round(1000 * ratio), 0)
+
+
+@pytest.mark.parametrize("change", ["fewer ops", "other kind", "other edge"])
+def test_graphs_that_differ_are_refused(change):
+    small, large = chain_graph(4), chain_graph(8)
+    if change == "fewer ops":
+        large = chain_graph(8, layers=7)
+    elif change == "other kind":
+        large = Graph(
+            (replace(large.ops[0], kind="other"), *large.ops[1:]), large.values, large.outputs
+        )
+    else:
+        large = Graph(
+            (*large.ops[:2], replace(large.ops[2], inputs=(0,)), *large.ops[3:]),
+            large.values,
+            large.outputs,
+        )
+    with pytest.raises(UnsupportedModelError, match=r"batch 4 and .* batch 8"):
+        BatchScaling(small, 4, large, 8, chain_problem(4))
+
+
+def test_scaling_traces_once_at_twice_the_batch():
+    backend, problem = FakeBackend(), chain_problem(5)
+    traced = backend.trace(None, batch_of(0, 5))
+    scaling = batch_scaling(backend, None, traced, problem, batch_of(0, 5))
+    assert backend.traced == [5, 10]
+    assert scaling.at(7).graph == chain_graph(7)
+
+
+def test_a_second_measured_size_gives_fitted_costs_and_residuals():
+    problem = chain_problem(8, source="measured")
+    half = Profile((0.75,) * 16, (0,) * 16, RESIDENT_BYTES)
+    scaling = BatchScaling(chain_graph(8), 8, chain_graph(4), 4, problem, {4: half})
+    assert scaling.at(16).graph == chain_graph(16)
+    assert scaling.at(16).profile.op_time_s == pytest.approx([1.5] * 16)
+    assert scaling.fit.step_errors == pytest.approx({4: 0, 8: 0})
+
+
+@pytest.mark.parametrize("source", ["measured", "estimated"])
+def test_one_measured_size_or_an_estimate_stays_in_proportion(source):
+    estimated = replace(chain_problem(4).profile, source="estimated")
+    measured = {4: estimated} if source == "measured" else None
+    scaling = BatchScaling(
+        chain_graph(8), 8, chain_graph(4), 4, chain_problem(8, source=source), measured
+    )
+    assert scaling.fit is None
+    assert scaling.at(16).profile.op_time_s == pytest.approx([2.0] * 16)
+
+
+def test_sizes_with_the_same_ops_are_looked_for_above():
+    """The given batch has other ops than larger ones; its costs are carried over to theirs."""
+    backend = FakeBackend(folds=lambda size: size < 8)
+    traced = backend.trace(None, batch_of(0, 5))
+    scaling = batch_scaling(backend, None, traced, chain_problem(5, layers=7), batch_of(0, 5))
+    assert backend.traced == [5, 10, 20]
+    assert scaling.at(40).graph == chain_graph(40)
+    assert scaling.at(40).profile.op_time_s[:7] == pytest.approx([8.0] * 7)
+
+
+def test_ops_that_differ_at_every_size_are_refused():
+    backend = FakeBackend()
+    backend.trace = lambda model, batch: TracedStep(
+        chain_graph(len(batch[0]), len(batch[0])), {}, "fake"
+    )
+    with pytest.raises(UnsupportedModelError, match=r"batch 4 and .* batch 8"):
+        batch_scaling(
+            backend,
+            None,
+            backend.trace(None, batch_of(0, 4)),
+            chain_problem(4, layers=4),
+            batch_of(0, 4),
+        )
+
+
+# ------------------------------------------------------------------ on TensorFlow
+
+
+@pytest.mark.parametrize("name", ["convnet", "transformer"])
+def test_traced_at_two_sizes_tells_the_graph_traced_at_a_third(models, name):
+    from keras_remat.backends.tensorflow import backend as tensorflow_backend
+
+    backend = tensorflow_backend()
+    model, batch = models.MODELS[name]()
+    arrays = backend.example_batch(model, batch)
+    graphs = {
+        size: backend.trace(model, backend.resized_spec(arrays, size)).graph
+        for size in (8, 16, 11, 32)
+    }
+    profile = Profile((1.0,) * len(graphs[8].ops), (0,) * len(graphs[8].ops), 2**20)
+    scaling = BatchScaling(graphs[8], 8, graphs[16], 16, Problem(graphs[8], profile))
+    for size in (16, 11, 32):
+        predicted = scaling.at(size).graph
+        assert [v.nbytes for v in predicted.values] == [v.nbytes for v in graphs[size].values]
+        assert [v.shape for v in predicted.values] == [v.shape for v in graphs[size].values]
+        assert predicted.fingerprint == graphs[size].fingerprint

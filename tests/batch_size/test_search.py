@@ -1,0 +1,269 @@
+"""The batch search: exact scaling, and the largest batch for which a schedule fits."""
+
+import math
+
+import pytest
+from fake_backend import SAMPLE_BYTES, FakeBackend, chain_graph, chain_problem, store_all_peak
+
+from keras_remat.batch_size.find import find_max_batch_size
+from keras_remat.batch_size.scaling import BatchScaling
+from keras_remat.batch_size.search import forward_overhead, search_batch_size
+from keras_remat.core.simulate import simulate
+from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
+from keras_remat.planning.make_plan import plan_problem
+
+
+def scaling_of(small=4, large=8, layers=8):
+    return BatchScaling(
+        chain_graph(small, layers),
+        small,
+        chain_graph(large, layers),
+        large,
+        chain_problem(small, layers),
+    )
+
+
+# ------------------------------------------------------------------ the search
+
+
+def search(budget, *, start=4, backend=None, **options):
+    return search_batch_size(
+        scaling_of(),
+        start,
+        budget,
+        budget,
+        backend or FakeBackend(),
+        **{"time_limit_s": 30.0, **options},
+    )
+
+
+def fits(size, budget, backend=None, bound=math.inf):
+    """Whether a schedule is found for a batch, by itself."""
+    try:
+        plan = plan_problem(
+            chain_problem(size), budget, backend or FakeBackend(), solver="greedy", time_limit_s=5.0
+        )
+    except (InfeasibleBudgetError, ScheduleNotFoundError):
+        return False
+    return plan.overhead <= bound
+
+
+@pytest.mark.parametrize("start", [1, 4, 37, 400])
+def test_largest_batch_is_found_from_anywhere(start):
+    budget = store_all_peak(40)
+    found = search(budget, start=start, max_overhead=None)
+    assert found.plain_batch_size == 40
+    assert fits(found.max_batch_size, budget)
+    assert not fits(found.max_batch_size + max(1, found.max_batch_size // 100), budget)
+    assert found.max_batch_size > 60
+    assert found.plan.predicted.peak_bytes <= budget
+    assert all((p.reason == "") == (p.plan is not None) for p in found.probes)
+
+
+def test_plan_of_the_search_is_for_the_found_size():
+    found = search(store_all_peak(40))
+    found.plan.check(chain_problem(found.max_batch_size))
+    usage = simulate(chain_problem(found.max_batch_size), found.plan.solution.schedule)
+    assert usage.peak_bytes == found.plan.predicted.peak_bytes
+    assert str(found.max_batch_size) in str(found)
+
+
+def test_everything_that_was_probed_is_told():
+    told = []
+    found = search(store_all_peak(40), progress=told.append)
+    assert tuple(told) == found.probes
+    best = max(found.probes, key=lambda p: p.samples_per_s)
+    assert found.fastest_batch_size == best.batch_size
+
+
+@pytest.mark.parametrize("at_most", [1, 3, 4, 30, 50])
+def test_no_size_above_at_most_is_tried(at_most):
+    found = search(store_all_peak(64), at_most=at_most)
+    assert found.max_batch_size == at_most
+    assert max(p.batch_size for p in found.probes) == at_most
+
+
+def test_overhead_bound_holds_and_costs_batch_size():
+    budget = store_all_peak(40)
+    plain, forward, free = (search(budget, max_overhead=bound) for bound in (0, "forward", None))
+    assert plain.max_batch_size == 40
+    assert plain.plan.overhead == 0.0
+    assert forward_overhead(chain_problem(4)) == 0.5
+    assert forward.plan.overhead <= 0.5
+    assert 40 < forward.max_batch_size <= free.max_batch_size
+    refused = [p for p in plain.probes if p.plan is None]
+    assert refused
+    assert any("over the bound" in p.reason for p in refused)
+
+
+def test_feasibility_that_is_not_monotone_never_ends_on_a_batch_that_does_not_fit():
+    """The allocator wastes much at sizes that are no multiple of 4, so large ones fit where smaller
+    ones do not."""
+    budget = store_all_peak(40)
+
+    def waste(problem, schedule):
+        size = problem.graph.values[0].shape[0]
+        return 0 if size % 4 == 0 else 6 * size * SAMPLE_BYTES
+
+    backend = FakeBackend(allocator_bytes=waste)
+    found = search(budget, backend=backend, max_overhead=None)
+    assert fits(found.max_batch_size, budget, backend)
+    assert found.max_batch_size >= 40
+    assert (
+        backend.predicted_peak_bytes(
+            chain_problem(found.max_batch_size), found.plan.solution.schedule
+        )
+        <= budget
+    )
+
+
+def test_order_that_is_known_is_used_where_the_solver_fails(monkeypatch):
+    """The solver works twice and then never again; the orders it found still carry smaller and
+    slightly larger batches."""
+    import keras_remat.batch_size.search as module
+
+    real, calls = module.new_order, []
+
+    def new_order(problem, budget, share, backend, **options):
+        calls.append(problem.graph.values[0].shape[0])
+        if len(calls) > 2:
+            raise ScheduleNotFoundError(budget, problem.floor_bytes)
+        return real(problem, budget, share, backend, **options)
+
+    monkeypatch.setattr(module, "new_order", new_order)
+    found = search(store_all_peak(40), start=50, max_overhead=None)
+    assert found.max_batch_size >= 50
+    assert found.plan.recomputes
+    assert len(calls) > 2
+
+
+def test_an_order_that_reaches_less_than_it_was_made_for_closes_nothing(monkeypatch):
+    """The allocator wastes a tenth of everything: at first no order reaches the size it was solved
+    for, and still the search goes on above."""
+    import keras_remat.batch_size.search as module
+
+    real, sizes = module.new_order, []
+
+    def new_order(problem, *arguments, **options):
+        sizes.append(problem.graph.values[0].shape[0])
+        return real(problem, *arguments, **options)
+
+    monkeypatch.setattr(module, "new_order", new_order)
+    backend = FakeBackend(
+        allocator_bytes=lambda problem, schedule: simulate(problem, schedule).peak_bytes // 10
+    )
+    found = search(store_all_peak(40), start=10, backend=backend, max_overhead=None)
+    short = next(k for k, probe in enumerate(found.probes) if "is over" in probe.reason)
+    reached = max(probe.batch_size for probe in found.probes[:short] if probe.plan is not None)
+    assert found.probes[short].batch_size > reached
+    assert max(sizes[1:]) >= found.probes[short].batch_size
+    assert found.max_batch_size > reached
+
+
+def test_late_time_begins_with_the_best_known_order_and_leaves_what_comes_afterwards(monkeypatch):
+    import keras_remat.batch_size.search as module
+
+    starts, clock = [], [0.0]
+
+    def new_order(problem, budget, share, backend, *, solver, time_limit_s, start=None, seed=0):
+        clock[0] += time_limit_s
+        starts.append((solver, start))
+        raise ScheduleNotFoundError(budget, problem.floor_bytes)
+
+    monkeypatch.setattr(module, "new_order", new_order)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    found = search(
+        store_all_peak(40),
+        time_limit_s=10.0,
+        late_solver="auto",
+        late_time_limit_s=100.0,
+        afterwards_s=lambda plan: 40.0,
+    )
+    assert found.max_batch_size == 40
+    assert {solver for solver, start in starts if start is None} == {
+        "greedy",
+        "greedy_first",
+        "auto",
+    }
+    assert {start for solver, start in starts if solver == "nearby"} == {
+        found.plan.solution.schedule
+    }
+    assert clock[0] <= 10.0 + 100.0 - 40.0 + 25.0, "the last solve may end late"
+
+
+def test_steps_from_a_known_order_end_when_none_helps(monkeypatch):
+    import keras_remat.batch_size.search as module
+
+    tried = []
+
+    def new_order(problem, budget, *arguments, solver, **options):
+        tried.append(solver)
+        raise ScheduleNotFoundError(budget, problem.floor_bytes)
+
+    monkeypatch.setattr(module, "new_order", new_order)
+    search(store_all_peak(40), late_solver="auto", late_time_limit_s=60.0)
+    assert 0 < tried.count("nearby") < 20
+
+
+@pytest.mark.parametrize("start", [1, 16])
+def test_not_even_one_sample_fits(start):
+    budget = chain_problem(1).floor_bytes - 1
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        search(budget, start=start)
+    assert caught.value.floor_bytes == budget + 1
+
+
+def test_one_sample_over_the_overhead_bound_is_not_found():
+    budget = int(store_all_peak(1) * 0.8)
+    assert fits(1, budget)
+    with pytest.raises(RematError):
+        search(budget, start=1, max_overhead=0)
+
+
+def test_time_limit_ends_the_search_with_what_is_known():
+    found = search(store_all_peak(40), start=40, time_limit_s=1e-9)
+    assert found.max_batch_size == 40
+    assert len(found.probes) <= 3
+
+
+# ------------------------------------------------------------------ on TensorFlow
+
+
+@pytest.mark.parametrize("profile", ["measured", "estimated"])
+def test_search_leaves_the_model_as_it_was_and_keeps_to_the_budget(models, profile):
+    from keras_remat.backends.tensorflow import backend as tensorflow_backend
+
+    model, batch = models.mlp(256, width=256, blocks=2)
+    tensorflow_backend().example_batch(model, batch)  # builds the optimizer
+    before = models.state_of(model)
+    limit = tensorflow_backend().bytes_in_use() + 24 * 2**20
+    found = find_max_batch_size(model, batch, limit, profile=profile, time_limit_s=5.0)
+    models.assert_same_bits(models.state_of(model), before)
+    assert found.limit_bytes == limit
+    usage = found.plan.predicted if profile == "estimated" else found.plan.measured
+    assert usage.peak_bytes <= found.plan.budget_bytes == int(limit * 0.95)
+    assert found.plan.profile_source == profile
+    assert found.max_batch_size >= found.plain_batch_size > 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"memory_limit": "8Gb"}, ValueError, "GiB"),
+        ({"memory_limit": -1}, ValueError, "positive"),
+        ({"profile": "guessed"}, ValueError, "estimated"),
+        ({"max_overhead": -0.5}, ValueError, "max_overhead"),
+        ({"max_overhead": float("nan")}, ValueError, "max_overhead"),
+        ({"max_overhead": "backward"}, ValueError, "max_overhead"),
+        ({"margin": 1.0}, ValueError, "margin"),
+        ({"batch": 0}, ValueError, "positive"),
+        ({"batch": True}, TypeError, "batch"),
+        ({"time_limit_s": 0}, ValueError, "time_limit_s"),
+    ],
+)
+def test_wrong_arguments_say_what_is_accepted(models, arguments, error, says):
+    model, batch = models.mlp(4, width=4, blocks=1)
+    with pytest.raises(error, match=says):
+        find_max_batch_size(
+            model, **{"batch": batch, "memory_limit": "8GiB", "profile": "estimated", **arguments}
+        )

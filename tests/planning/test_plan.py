@@ -1,0 +1,457 @@
+"""Plans: files, the correction for what the allocator needs, the cache, and planning a Keras model
+without training it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from fake_backend import FakeBackend, chain_problem, store_all_peak
+
+from keras_remat.core.schedule import Schedule, Solution, Usage
+from keras_remat.core.simulate import simulate
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    InvalidProblemError,
+    InvalidScheduleError,
+    PlanMismatchError,
+    ScheduleNotFoundError,
+    UnsupportedModelError,
+)
+from keras_remat.planning import to_budget as correction
+from keras_remat.planning.make_plan import (
+    describe_limit_error,
+    make_plan,
+    plan_problem,
+    usable_bytes,
+)
+from keras_remat.planning.plan import Plan, cache_path, cached_plan, load_plan, plan_to_dict
+
+SIZE = 64
+PROBLEM = chain_problem(SIZE)
+PLAIN = store_all_peak(SIZE)
+BUDGET = int(PLAIN * 0.7)
+
+
+def quick(problem=PROBLEM, budget=BUDGET, backend=None, **options):
+    return plan_problem(
+        problem,
+        budget,
+        backend or FakeBackend(),
+        **{"solver": "greedy", "time_limit_s": 5.0, **options},
+    )
+
+
+# ------------------------------------------------------------------ files
+
+PLANS = {
+    "as planned": quick(),
+    "measured, no problem": replace(quick(), measured=Usage(0.1 + 0.2, 2**53 + 1), problem=None),
+    "bound": Plan(
+        "f" * 64,
+        2**60,
+        Solution(Schedule((0, 1, 0)), "auto", "optimal", 1e-9, 1 / 3, Usage(2 / 3, 7)),
+        Usage(0.1, 3),
+        Usage(2 / 3, 7),
+        None,
+        "measured",
+        "GPU:0",
+        "a model",
+    ),
+    "no usage, empty": Plan(
+        "", 1, Solution(Schedule(()), "x", "feasible", 0.0), Usage(0.0, 0), Usage(0.0, 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_saved_plan_comes_back_as_it_was(name, tmp_path):
+    plan = PLANS[name]
+    plan.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.problem == plan.problem
+    assert plan_to_dict(loaded) == plan_to_dict(plan)
+
+
+def edited(**changes):
+    """The JSON object of a plan with fields replaced; ``solution__order`` means
+    ``["solution"]["order"]``, ``...`` takes away."""
+    document = json.loads(json.dumps(plan_to_dict(PLANS["as planned"])))
+    for path, value in changes.items():
+        *outer, key = path.split("__")
+        target = document
+        for part in outer:
+            target = target[part]
+        if value is ...:
+            del target[key]
+        else:
+            target[key] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "keras_remat.problem"},
+        {"version": 2},
+        {"version": "1"},
+        {"solution": ...},
+        {"solution": []},
+        {"solution": None},
+        {"solution__order": ...},
+        {"solution__order": 3},
+        {"solution__order": [0, "1"]},
+        {"solution__order": [0, -1]},
+        {"solution__order": [0.5]},
+        {"solution__status": "guessed"},
+        {"solution__lower_bound_s": "soon"},
+        {"solution__usage": 5},
+        {"fingerprint": ...},
+        {"fingerprint": 12},
+        {"budget_bytes": "8GiB"},
+        {"budget_bytes": None},
+        {"budget_bytes": float("inf")},
+        {"store_all": None},
+        {"predicted": {"time_s": 1.0}},
+        {"predicted": {"time_s": 1.0, "peak_bytes": float("inf")}},
+        {"measured": "yes"},
+        {"profile_source": "guessed"},
+        {"device": 0},
+        {"name": None},
+        {"problem": 3},
+        {"problem__ops": None},
+        {"problem__outputs": [10**6]},
+    ],
+    ids=str,
+)
+def test_malformed_plan_file_is_refused_by_name(changes, tmp_path):
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(edited(**changes)))
+    with pytest.raises(InvalidProblemError, match=r"broken\.json"):
+        load_plan(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "\x00"])
+def test_what_is_no_json_object_is_refused(text, tmp_path):
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(InvalidProblemError, match=r"broken\.json"):
+        load_plan(path)
+
+
+def test_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_plan(tmp_path / "nowhere.json")
+
+
+# ------------------------------------------------------------------ a plan and its graph
+
+
+def test_plan_fits_its_own_graph_only():
+    plan = quick()
+    plan.check(PROBLEM)
+    with pytest.raises(PlanMismatchError) as caught:
+        plan.check(chain_problem(SIZE + 1))
+    assert caught.value.plan_fingerprint == PROBLEM.graph.fingerprint
+    assert caught.value.graph_fingerprint == chain_problem(SIZE + 1).graph.fingerprint
+
+
+def test_order_that_is_not_legal_is_refused_under_the_right_fingerprint():
+    plan = quick()
+    broken = replace(
+        plan, solution=replace(plan.solution, schedule=Schedule(tuple(reversed(range(16)))))
+    )
+    with pytest.raises(InvalidScheduleError, match="S1"):
+        broken.check(PROBLEM)
+
+
+def test_text_has_the_numbers_and_where_they_are_from():
+    plan = quick()
+    assert "not measured yet" in str(plan)
+    assert "estimated" in str(plan)
+    assert plan.recomputes
+    assert plan.overhead == pytest.approx(plan.predicted.time_s / 16 - 1)
+    assert "1 KiB measured" in str(replace(plan, measured=Usage(1.0, 1024)))
+
+
+# ------------------------------------------------------------------ plan_problem
+
+
+def test_allocators_overhead_is_made_up_for():
+    """The allocator needs one value more than simulated, so schedules are solved for less until
+    that fits."""
+    extra = SIZE * 1024
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: extra)
+    plan = quick(backend=backend)
+    simulated = simulate(PROBLEM, plan.solution.schedule).peak_bytes
+    assert plan.predicted.peak_bytes == simulated + extra <= BUDGET
+    assert plan.budget_bytes == BUDGET
+    assert plan.store_all == Usage(16.0, PLAIN + extra)
+    assert quick().predicted.time_s <= plan.predicted.time_s
+
+
+def test_a_lowered_step_over_the_budget_is_planned_again():
+    """Where lowering tells the peak, it decides, and not the prediction that the schedule was found
+    by."""
+    backend = FakeBackend()
+    backend.lowered_peak_bytes = lambda problem, schedule: int(
+        1.1 * simulate(problem, schedule).peak_bytes
+    )
+    made = quick(backend=backend)
+    assert made.predicted.peak_bytes == backend.lowered_peak_bytes(PROBLEM, made.solution.schedule)
+    assert made.predicted.peak_bytes <= BUDGET
+
+
+def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkeypatch):
+    """The allocator needs more for the first order only; a solver that finds nothing at the lower
+    target is asked in between."""
+    asked = []
+    real = correction.solve
+
+    def solve(problem, **options):
+        asked.append(problem.budget_bytes)
+        if len(asked) == 2:
+            raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
+        return real(problem, **options)
+
+    monkeypatch.setattr(correction, "solve", solve)
+    backend = FakeBackend(
+        allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) == 1 else 0
+    )
+    plan = quick(backend=backend)
+    assert asked[0] == BUDGET > asked[2] > asked[1]
+    assert len(asked) == 3
+    assert plan.predicted.peak_bytes <= BUDGET
+
+
+def test_budget_below_the_floor_is_refused_before_solving(monkeypatch):
+    monkeypatch.setattr(
+        "keras_remat.planning.to_budget.solve", lambda *args, **options: pytest.fail("solved")
+    )
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        quick(budget=PROBLEM.floor_bytes - 1)
+    assert (caught.value.budget_bytes, caught.value.floor_bytes) == (
+        PROBLEM.floor_bytes - 1,
+        PROBLEM.floor_bytes,
+    )
+
+
+def test_allocator_that_always_needs_more_ends_in_not_found():
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: PLAIN)
+    with pytest.raises(ScheduleNotFoundError) as caught:
+        quick(backend=backend)
+    assert caught.value.budget_bytes == BUDGET
+    assert caught.value.best_peak_bytes > PLAIN
+    assert caught.value.floor_bytes == PROBLEM.floor_bytes
+
+
+def test_known_order_is_the_plan_where_the_solver_finds_none_and_tells_what_the_allocator_wastes(
+    monkeypatch,
+):
+    waste = SIZE * 512
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: waste)
+    known = quick(backend=backend).solution.schedule
+    asked = []
+
+    def solve(problem, *, solver, **options):
+        asked.append((solver, problem.budget_bytes))
+        raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
+
+    monkeypatch.setattr("keras_remat.planning.to_budget.solve", solve)
+    plan = quick(backend=backend, solver="auto", known=known)
+    assert asked == [("auto", BUDGET - waste)]
+    assert plan.solution.schedule == known
+    assert plan.predicted.peak_bytes <= BUDGET
+
+
+def test_known_order_over_the_budget_is_left_out():
+    known = Schedule.store_all(PROBLEM.graph)
+    plan = quick(solver="auto", known=known)
+    assert plan.solution.schedule != known
+    assert plan.predicted.peak_bytes <= BUDGET
+
+
+def test_solver_that_finds_nothing_at_all_is_not_asked_again(monkeypatch):
+    asked = []
+
+    def solve(problem, **options):
+        asked.append(problem.budget_bytes)
+        raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
+
+    monkeypatch.setattr("keras_remat.planning.to_budget.solve", solve)
+    with pytest.raises(ScheduleNotFoundError):
+        quick()
+    assert asked == [BUDGET]
+
+
+@pytest.mark.parametrize(("patient", "solves"), [(True, 2), (False, 1)])
+def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, solves):
+    """With nothing found that the allocator agrees to, the target is corrected once more, unless
+    something runs already."""
+    asked, late_s = [], 5.0
+    clock = {"s": 0.0}
+    monkeypatch.setattr("keras_remat.planning.to_budget.time.perf_counter", lambda: clock["s"])
+    real = correction.solve
+
+    def solve(problem, **options):
+        asked.append(problem.budget_bytes)
+        clock["s"] += late_s
+        return real(problem, **{**options, "time_limit_s": 1.0})
+
+    monkeypatch.setattr("keras_remat.planning.to_budget.solve", solve)
+    backend = FakeBackend(
+        allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) < 2 else 0
+    )
+    way = correction.Correction(PROBLEM, BUDGET, backend, "greedy", 0)
+    if patient:
+        assert way.run(BUDGET, late_s / 2)[0].peak_bytes <= BUDGET
+    else:
+        with pytest.raises(ScheduleNotFoundError):
+            way.run(BUDGET, late_s / 2, patient=False)
+    assert len(asked) == solves
+
+
+def test_limit_error_says_what_would_do():
+    error = InfeasibleBudgetError(100, 300, "conv")
+    assert "batch of about 4 instead of 8" in describe_limit_error(error, 200, 8, 100)
+    assert "weights, slots and data alone" in describe_limit_error(error, 100, 8, 100)
+    assert "batch of about 4" in describe_limit_error(
+        ScheduleNotFoundError(100, 150, 300), 200, 8, 100
+    )
+
+
+@pytest.mark.parametrize("margin", [-0.1, 1, 2.0, float("nan")])
+def test_margin_is_a_share(margin):
+    assert usable_bytes(1000, 0.25) == 750
+    assert usable_bytes(1000, 0) == 1000
+    with pytest.raises(ValueError, match="margin"):
+        usable_bytes(1000, margin)
+
+
+# ------------------------------------------------------------------ the cache
+
+
+def test_cache_finds_a_plan_by_graph_and_budget(tmp_path):
+    assert cached_plan(tmp_path / "missing", PROBLEM, BUDGET) is None
+    plan = quick()
+    path = cache_path(tmp_path, PROBLEM.graph, BUDGET)
+    plan.save(path)
+    assert cached_plan(tmp_path, PROBLEM, BUDGET) == plan
+    assert cached_plan(tmp_path, PROBLEM, BUDGET + 1) is None
+    assert cached_plan(tmp_path, chain_problem(SIZE + 1), BUDGET) is None
+
+
+def test_cached_plan_of_another_graph_is_refused_by_name(tmp_path):
+    other = chain_problem(SIZE + 1)
+    path = cache_path(tmp_path, PROBLEM.graph, BUDGET)
+    quick(other).save(path)
+    with pytest.raises(InvalidProblemError, match=path.name):
+        cached_plan(tmp_path, PROBLEM, BUDGET)
+
+
+# ------------------------------------------------------------------ make_plan
+
+
+ROOMY = {"memory_limit": "8GiB", "solver": "greedy", "solver_time_limit_s": 5.0}
+
+
+def planning_limit(model, batch, share):
+    """A limit that leaves ``share`` of what the plain step takes above the resident bytes."""
+    store_all = make_plan(model, batch, profile="estimated", margin=0.0, **ROOMY)
+    resident = store_all.problem.profile.resident_bytes
+    return int(resident + (store_all.store_all.peak_bytes - resident) * share)
+
+
+@pytest.mark.parametrize("profile", ["measured", "estimated"])
+def test_planning_leaves_the_model_as_it_was(models, profile):
+    model, batch = models.convnet()
+    model.fit(
+        *batch, batch_size=8, verbose=0
+    )  # optimizer slots, metrics and seeds are no longer at their start
+    before = models.state_of(model)
+    plan = make_plan(model, batch, profile=profile, **ROOMY)
+    models.assert_same_bits(models.state_of(model), before)
+    assert plan.profile_source == plan.problem.profile.source == profile
+    assert plan.measured is None
+    assert plan.device == "CPU:0" or plan.device.startswith("GPU")
+    assert plan.predicted.peak_bytes <= plan.budget_bytes == int(8 * 2**30 * 0.95)
+    assert not plan.recomputes
+
+
+def test_unbuilt_optimizer_is_built_and_at_its_start(models):
+    model, batch = models.mlp(8, width=8)
+    weights = model.get_weights()
+    make_plan(model, batch, **ROOMY)
+    models.assert_same_bits(model.get_weights(), weights)
+    assert int(model.optimizer.iterations.numpy()) == 0
+    assert all(
+        float(abs(v.numpy()).max()) == 0.0
+        for v in model.optimizer.variables
+        if "momentum" in v.path or "velocity" in v.path
+    )
+
+
+def test_int_specs_and_arrays_give_the_same_graph(models):
+    import keras
+
+    model, (x, y) = models.mlp(8, width=8)
+    specs = (keras.KerasTensor(x.shape, "float32"), keras.KerasTensor(y.shape, "float32"))
+    fingerprints = {
+        make_plan(model, batch, profile="estimated", **ROOMY).fingerprint
+        for batch in (8, specs, (x, y))
+    }
+    assert len(fingerprints) == 1
+    assert make_plan(model, 9, profile="estimated", **ROOMY).fingerprint not in fingerprints
+
+
+def test_plan_under_a_tight_limit_recomputes_and_is_legal(models):
+    model, batch = models.mlp(512, width=512, blocks=4)
+    limit = planning_limit(model, batch, 0.7)
+    plan = make_plan(model, batch, limit, solver="greedy", profile="estimated", margin=0.0)
+    assert plan.recomputes
+    assert plan.predicted.peak_bytes <= limit < plan.store_all.peak_bytes
+    plan.check(plan.problem)
+    again = make_plan(model, batch, limit, solver="greedy", profile="estimated", margin=0.0)
+    assert again.fingerprint == plan.fingerprint
+
+
+def test_limit_below_the_floor_is_proved_infeasible(models):
+    model, batch = models.mlp(512, width=512, blocks=1)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        make_plan(model, batch, 1, profile="estimated")
+    assert caught.value.floor_bytes > caught.value.budget_bytes == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"memory_limit": "8Gb"}, ValueError, "GiB"),
+        ({"memory_limit": 0}, ValueError, "positive"),
+        ({"memory_limit": None}, TypeError, "memory_limit"),
+        ({"profile": "guessed"}, ValueError, "estimated"),
+        ({"solver": "magic"}, ValueError, "greedy"),
+        ({"solver_time_limit_s": 0}, ValueError, "time_limit_s"),
+        ({"margin": 1.5}, ValueError, "margin"),
+        ({"batch": 0}, ValueError, "positive"),
+        ({"batch": "8"}, TypeError, "batch"),
+        ({"batch": None}, TypeError, "batch"),
+    ],
+)
+def test_wrong_arguments_say_what_is_accepted(models, arguments, error, says):
+    model, batch = models.mlp(4, width=4, blocks=1)
+    with pytest.raises(error, match=says):
+        make_plan(
+            model, **{"batch": batch, "memory_limit": "8GiB", "profile": "estimated", **arguments}
+        )
+
+
+def test_models_that_cannot_be_planned_say_why(models):
+    import keras
+
+    model, batch = models.mlp(4, width=4, blocks=1)
+    model.run_eagerly = True
+    with pytest.raises(UnsupportedModelError, match="eagerly"):
+        make_plan(model, batch, "8GiB")
+    uncompiled = keras.Sequential([keras.layers.Input((16,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="compile"):
+        make_plan(uncompiled, batch, "8GiB")

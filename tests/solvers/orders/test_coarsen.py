@@ -1,0 +1,72 @@
+"""Coarse problems expand to legal orders of everything."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from random_problems import mixed_problem
+
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.core.validate import check_rules
+from keras_remat.solvers.orders import coarsen
+from keras_remat.solvers.orders.reorder import memory_aware_order
+from keras_remat.solvers.orders.timeline import Timeline
+from keras_remat.solvers.search import greedy
+
+
+def coarse_problem(seed: int) -> coarsen.Coarse:
+    problem = mixed_problem(seed)
+    base = Schedule.store_all(problem.graph).order
+    if seed % 2:
+        base = memory_aware_order(problem, base)
+    return coarsen.Coarse(problem, base, random.Random(seed).randint(1, 9))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_base_order_comes_back(seed: int) -> None:
+    coarse = coarse_problem(seed)
+    identity = tuple(range(len(coarse.ops)))
+    check_rules(coarse.problem, Schedule(identity))
+    assert coarse.expand(identity) == coarse.base
+    assert coarse.project(coarse.base) == identity
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_changed_orders_expand_to_legal_ones(seed: int) -> None:
+    """Random legal changes of the coarse order: runs added, moved and taken away."""
+    coarse = coarse_problem(seed)
+    if not coarse.ops:
+        return
+    rng = random.Random(seed)
+    line = Timeline(coarse.problem, range(len(coarse.ops)))
+    for _ in range(60):
+        op_id, cell = rng.randrange(len(coarse.ops)), rng.randrange(line.end)
+        old = line.runs[op_id][0]
+        if line.insert(op_id, cell) and (
+            rng.random() < 0.5 or not coarse.problem.graph.ops[op_id].recomputable
+        ):
+            assert line.remove(old) or line.remove(cell)
+    order = line.order()
+    check_rules(coarse.problem, Schedule(order))
+    full = coarse.expand(order)
+    check_rules(coarse.full, Schedule(full))
+    assert coarse.project(full) == order
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_threshold_one_loses_nothing(seed: int) -> None:
+    """With no small values the coarse peak is the full one."""
+    problem = mixed_problem(seed)
+    coarse = coarsen.Coarse(problem, Schedule.store_all(problem.graph).order, 1)
+    for schedule in greedy.candidates(coarse.problem, deadline_s=float("inf")):
+        full = Schedule(coarse.expand(schedule.order))
+        assert simulate(problem, full).peak_bytes <= simulate(coarse.problem, schedule).peak_bytes
+
+
+def test_small_values_stay_below_their_share() -> None:
+    problem = mixed_problem(5, "training").with_budget(10**6)
+    base = Schedule.store_all(problem.graph).order
+    threshold = coarsen.small_value_threshold(problem, base)
+    assert coarsen.small_peak_bytes(problem, base, threshold) <= coarsen.SMALL_SHARE * 10**6

@@ -1,0 +1,192 @@
+"""The interval program: CP-SAT's answers are valid, and optimal among orders with the same first
+runs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+
+import pytest
+from random_problems import chain_problem, mixed_problem, random_problem, with_random_budget
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.core.validate import check_rules, validate
+from keras_remat.errors import MissingPackageError, RematError, ScheduleNotFoundError
+from keras_remat.solvers import solve
+from keras_remat.solvers.engines import cp_sat
+from keras_remat.solvers.search import intervals
+from tests.solvers.brute_force import fastest
+
+needs_ortools = pytest.mark.skipif(not cp_sat.available(), reason="ortools is not installed")
+
+
+def cheapest_with_default_first_runs(problem: Problem, extra: int) -> float | None:
+    """Brute force: the least time of the default order with at most ``extra`` recomputations put
+    anywhere into it."""
+    base = sorted(problem.graph.needed)
+    best: float | None = None
+    again = [i for i in base if problem.graph.ops[i].recomputable]
+    orders = {tuple(base)}
+    for _ in range(extra):
+        orders |= {
+            (*order[:at], op, *order[at:])
+            for order in orders
+            for op in again
+            for at in range(1, len(order) + 1)
+        }
+    for order in orders:
+        if list(dict.fromkeys(order)) != base:
+            continue
+        try:
+            validate(problem, Schedule(order))
+        except (RematError, ValueError):
+            continue
+        seconds = simulate(problem, Schedule(order)).time_s
+        best = seconds if best is None else min(best, seconds)
+    return best
+
+
+@needs_ortools
+@pytest.mark.parametrize("seed", range(12))
+def test_agrees_with_brute_force(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = with_random_budget(rng, random_problem(rng, 5))
+    expected = cheapest_with_default_first_runs(problem, 2)
+    try:
+        found: float | None = simulate(
+            problem, intervals.solve(problem, time_limit_s=20).schedule
+        ).time_s
+    except ScheduleNotFoundError:
+        found = None
+    if expected is not None:  # three recomputations or more may be cheaper, or the only way
+        assert found is not None
+        assert found <= expected
+
+
+def compare_with_exhaustive_search(seed: int) -> bool:
+    """On a problem of at most 7 ops the interval program's best is the fastest of all orders with
+    these first runs, and Checkmate's where that recomputes no op twice; returns whether there was
+    anything to compare."""
+    problem = mixed_problem(seed, ("random", "training", "layered")[seed % 3])
+    if len(problem.graph.needed) > 7 or len(problem.graph.values) > 9:
+        return False
+    best = fastest(problem)
+    try:
+        found = simulate(problem, intervals.solve(problem, time_limit_s=20).schedule).time_s
+    except ScheduleNotFoundError:
+        assert best is None
+        return False
+    assert best is not None
+    assert found == pytest.approx(best[0])
+    staged = solve(problem, solver="checkmate_milp", time_limit_s=20.0)
+    if max(staged.schedule.recomputed.values(), default=0) <= 1 and staged.usage is not None:
+        assert found <= staged.usage.time_s + 1e-9
+    return True
+
+
+@needs_ortools
+@pytest.mark.parametrize("chunk", range(4))
+def test_agrees_with_exhaustive_search(chunk: int) -> None:
+    assert (
+        sum(compare_with_exhaustive_search(seed) for seed in range(30 * chunk, 30 * chunk + 30)) > 3
+    )
+
+
+@needs_ortools
+@pytest.mark.slow
+def test_agrees_with_exhaustive_search_on_more_problems() -> None:
+    assert sum(compare_with_exhaustive_search(seed) for seed in range(120, 1200)) > 150
+
+
+@needs_ortools
+@pytest.mark.parametrize("seed", range(8))
+def test_solutions_are_valid(seed: int) -> None:
+    problem = mixed_problem(seed)
+    try:
+        solution = intervals.solve(problem, time_limit_s=3)
+    except ScheduleNotFoundError:
+        return
+    validate(problem, solution.schedule)
+
+
+@needs_ortools
+def test_more_than_one_recomputation_of_an_op() -> None:
+    """A chain of 8 under a budget of 5 bytes recomputes its first op again and again."""
+    problem = chain_problem(8).with_budget(5)
+    schedule = intervals.solve(problem, time_limit_s=10).schedule
+    validate(problem, schedule)
+    assert max(schedule.recomputed.values()) >= 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_assignment_that_satisfies_the_program_fits(seed: int) -> None:
+    """The rows never understate: any order whose hint satisfies them is within the budget when it
+    is simulated."""
+    problem = mixed_problem(seed)
+    base = tuple(sorted(problem.graph.needed))
+    slots = intervals.candidate_slots(problem, base, 3)
+    pairs = sorted((slot, op_id) for op_id, chosen in slots.items() for slot in chosen)
+    rng = random.Random(seed)
+    for _ in range(20):
+        chosen = set(rng.sample(pairs, min(len(pairs), rng.randint(0, 4))))
+        order = []
+        for at in range(len(base) + 1):
+            order += sorted(op_id for slot, op_id in chosen if slot == at)
+            order += base[at : at + 1]
+        model = intervals.build(problem, base, slots, order)
+        assert model.program.hint is not None
+        ones = frozenset(model.program.hint)
+        assert model.order(ones) == tuple(order)
+        rows_hold = all(
+            sum(c for i, c in zip(indexes, coefficients, strict=True) if i in ones) <= bound
+            for indexes, coefficients, bound in model.program.rows
+        )
+        check_rules(problem, Schedule(tuple(order)))
+        if rows_hold:
+            validate(problem, Schedule(tuple(order)))
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cp_sat, "available", lambda: False)
+    with pytest.raises(MissingPackageError, match=r"keras-remat\[solvers\]") as caught:
+        intervals.solve(chain_problem(4).with_budget(5))
+    assert caught.value.extra == "solvers"
+
+
+@needs_ortools
+def test_ortools_is_not_imported_here() -> None:
+    code = (
+        "import sys; sys.path[:0] = ['.', 'tests']; from random_problems import chain_problem; from keras_remat.solvers import intervals; "
+        "intervals.solve(chain_problem(6).with_budget(6), time_limit_s=5); sys.exit('ortools' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@needs_ortools
+def test_a_small_program() -> None:
+    program = cp_sat.Program()
+    a, b, c = program.variable(3), program.variable(2), program.variable(2)
+    program.clauses += [(-1, a, b), (-1, a, c)]
+    *_, last = answers = list(cp_sat.solve_program(program, time_limit_s=10))
+    assert last.status == "OPTIMAL"
+    assert next(i.ones for i in reversed(answers) if i.ones is not None) == {a}
+    program.rows.append(([a], [1], 0))
+    answers = list(cp_sat.solve_program(program, time_limit_s=10))
+    assert next(i.ones for i in reversed(answers) if i.ones is not None) == {b, c}
+    program.rows.append(([b, c], [1, 1], 1))
+    assert list(cp_sat.solve_program(program, time_limit_s=10))[-1].status == "INFEASIBLE"
+
+
+@needs_ortools
+def test_leaving_the_iteration_ends_the_process() -> None:
+    program = cp_sat.Program()
+    for _ in range(3):
+        program.variable(1)
+    answers = cp_sat.solve_program(program, time_limit_s=30)
+    next(answers)
+    answers.close()
+    assert list(itertools.islice(answers, 1)) == []

@@ -1,0 +1,693 @@
+"""Which step runs for which batch: every transition of the state machine, on a backend without a
+framework."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_backend import (
+    RESIDENT_BYTES,
+    FakeBackend,
+    FakeOutOfMemoryError,
+    batch_of,
+    chain_problem,
+    event_kinds,
+    store_all_peak,
+    tuner_on,
+)
+
+from keras_remat.core.schedule import Schedule
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    PlanMismatchError,
+    ScheduleNotFoundError,
+    UnsupportedModelError,
+)
+from keras_remat.planning.fit_plans import TunerOptions
+from keras_remat.planning.make_plan import plan_problem
+from keras_remat.planning.plan import cache_path, load_plan
+
+SIZE = 100
+PLAIN = store_all_peak(SIZE)
+#: Below the plain step's peak, with room for schedules below itself.
+TIGHT = int(PLAIN * 0.7)
+
+
+def options(limit=TIGHT, **more):
+    return TunerOptions(
+        **{"memory_limit": limit, "solver": "greedy", "margin": 0.0, "profile_steps": 2, **more}
+    )
+
+
+def train(tuner, steps, size=SIZE):
+    for step in range(steps):
+        tuner.run(batch_of(step * size, size))
+
+
+def test_plain_step_that_fits_is_left_alone():
+    backend = FakeBackend()
+    tuner, report = tuner_on(backend, options(limit=PLAIN))
+    assert tuner.run(batch_of(0, SIZE)) == {"loss": 1.0}
+    assert not tuner.settled
+    train(tuner, 5)
+    assert backend.kinds == ["plain"] * 6
+    assert event_kinds(report) == ["fits"]
+    assert tuner.settled
+    assert tuner.plan is None
+    assert tuner.settled_peak_bytes is None
+    assert (report.baseline.peak_bytes, report.baseline_source, report.baseline_batch_size) == (
+        PLAIN,
+        "measured",
+        SIZE,
+    )
+    assert backend.traced == [SIZE]
+
+
+@pytest.mark.parametrize(
+    ("limit", "grows", "reserved"), [(PLAIN, True, []), (TIGHT, False, []), (TIGHT, True, [TIGHT])]
+)
+def test_a_limit_that_larger_steps_will_need_is_reserved_once(monkeypatch, limit, grows, reserved):
+    backend, asked = FakeBackend(), []
+    monkeypatch.setattr(backend, "reserve", asked.append)
+    tuner, _ = tuner_on(backend, options(limit=limit))
+    for step in range(4):
+        tuner.run(batch_of(step * SIZE, SIZE), may_split=grows)
+    tuner.run(batch_of(0, SIZE - 1), may_split=grows)
+    assert asked == reserved
+    assert backend.tidied_at == ([] if limit == PLAIN else [0]), "once, before anything was planned"
+
+
+def test_without_a_limit_the_devices_memory_is_it():
+    tuner, report = tuner_on(FakeBackend(memory_bytes=PLAIN * 2), options(limit=None, margin=0.25))
+    assert tuner.limit_bytes == report.limit_bytes == PLAIN * 2
+    assert tuner.usable_bytes == int(PLAIN * 1.5)
+
+
+def test_risky_step_is_planned_recorded_planned_again_verified_and_settled():
+    backend = FakeBackend()
+    tuner, report = tuner_on(backend, options())
+    tuner.run(batch_of(0, SIZE))
+    assert tuner.plan.profile_source == "estimated"
+    train(tuner, 2)
+    assert tuner.plan.profile_source == "measured"
+    assert tuner.plan.measured is None
+    assert not tuner.settled
+    train(tuner, 7)
+    assert backend.kinds == ["remat"] * 10, "the plain step must never run"
+    assert not backend.recording
+    assert tuner.settled
+    assert tuner.plan.measured.peak_bytes == tuner.settled_peak_bytes <= TIGHT
+    assert event_kinds(report)[0] == "risk"
+    assert event_kinds(report)[-1] == "measured"
+    assert report.baseline_source == "predicted"
+    assert report.baseline.peak_bytes == PLAIN
+    assert report.baseline.time_s == pytest.approx(0.016)
+    assert tuner.problem.profile.source == "measured"
+
+
+def test_counter_has_every_sample_and_starts_again():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options())
+    train(tuner, 3)
+    counter = tuner.take_counter()
+    assert (counter.steps, counter.samples) == (3, 3 * SIZE)
+    assert counter.step_time_s >= 3 * 0.016
+    assert RESIDENT_BYTES < counter.peak_bytes <= TIGHT
+    assert tuner.take_counter().samples == 0
+
+
+def test_limit_no_schedule_meets_is_refused_before_anything_is_trained():
+    backend = FakeBackend()
+    floor = chain_problem(SIZE).floor_bytes
+    tuner, _ = tuner_on(backend, options(limit=floor - 1))
+    with pytest.raises(InfeasibleBudgetError, match="batch of about") as caught:
+        tuner.run(batch_of(0, SIZE))
+    assert caught.value.floor_bytes == floor
+    assert backend.ran == []
+
+
+# ------------------------------------------------------------------ the measured peak decides
+
+
+def test_first_plan_gets_more_time_where_less_finds_none(monkeypatch):
+    import keras_remat.planning.fit_plans as planner
+
+    real, asked = planner.plan_problem, []
+
+    def plan(problem, budget, backend, *, solver, time_limit_s, **options):
+        asked.append((solver, time_limit_s))
+        if len(asked) < 3:
+            raise ScheduleNotFoundError(budget, problem.floor_bytes)
+        return real(problem, budget, backend, solver=solver, time_limit_s=time_limit_s, **options)
+
+    monkeypatch.setattr(planner, "plan_problem", plan)
+    tuner, _ = tuner_on(FakeBackend(), options(solver="anneal", solver_time_limit_s=8.0))
+    train(tuner, 1)
+    assert asked == [("greedy_first", 4.0), ("anneal", 4.0), ("anneal", 8.0)]
+
+
+def test_surplus_seen_while_recording_is_in_the_plan_that_is_swapped_in():
+    surplus = 2 * SIZE * 1024
+    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 20)
+    assert event_kinds(report) == ["risk", "swap", "measured"]
+    assert tuner.plan.measured.peak_bytes == tuner.plan.predicted.peak_bytes <= TIGHT
+    assert "within" in report.events[-1].message
+
+
+def test_where_the_allocator_fragments_half_of_a_surplus_is_predicted_and_half_left_free():
+    """Other orders may show it again or not: the limit holds in both cases, and the prediction is
+    half of it off at most."""
+    surplus = 2 * SIZE * 1024
+    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
+    backend.fragments = True
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 20)
+    assert event_kinds(report) == ["risk", "swap", "measured"]
+    assert tuner.plan.measured.peak_bytes == tuner.plan.predicted.peak_bytes + surplus // 2
+    assert tuner.plan.measured.peak_bytes <= TIGHT
+
+
+def test_where_the_allocator_fragments_a_plan_that_stays_is_predicted_with_all_that_it_measured():
+    surplus = SIZE * 1024 // 2
+    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
+    backend.fragments = True
+    plan = plan_problem(chain_problem(SIZE), TIGHT, backend, solver="greedy")
+    tuner, report = tuner_on(backend, options(limit=plan.predicted.peak_bytes + surplus))
+    train(tuner, 20)
+    assert event_kinds(report) == ["risk", "measured"]
+    assert (
+        tuner.plan.measured.peak_bytes
+        == tuner.plan.predicted.peak_bytes
+        == plan.predicted.peak_bytes + surplus
+    )
+
+
+def test_measured_peak_over_the_limit_tightens_until_it_holds():
+    surplus = 2 * SIZE * 1024
+    backend = FakeBackend()
+    backend.surplus_bytes = lambda what, size: (
+        surplus if backend.calls > 3 else 0
+    )  # the recorded steps do not show it
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 20)
+    assert event_kinds(report).count("tighten") == 1
+    assert tuner.settled
+    assert tuner.plan.measured.peak_bytes == tuner.plan.predicted.peak_bytes <= TIGHT
+    assert "within" in report.events[-1].message
+
+
+def test_final_step_that_comes_to_take_more_than_the_limit_is_planned_again():
+    surplus = 2 * SIZE * 1024
+    backend = FakeBackend()
+    backend.surplus_bytes = lambda what, size: surplus if backend.calls > 30 else 0
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 25)
+    assert tuner.settled
+    assert "tighten" not in event_kinds(report)
+    before = tuner.plan
+    train(tuner, 25)
+    assert event_kinds(report).count("tighten") == 1
+    assert tuner.settled
+    assert len(tuner.plan.solution.schedule.recomputed) > len(before.solution.schedule.recomputed)
+    assert tuner.plan.measured.peak_bytes <= TIGHT
+
+
+def test_tightening_ends_and_the_plan_that_measured_least_stays(caplog):
+    """The device takes the more above the limit the more is recomputed."""
+    backend = FakeBackend()
+
+    def surplus(what, size):
+        if backend.calls <= 3:
+            return 0
+        return (
+            TIGHT + len(what.recomputed) - backend.predicted_peak_bytes(chain_problem(size), what)
+        )
+
+    backend.surplus_bytes = surplus
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 30)
+    assert 1 <= event_kinds(report).count("tighten") <= 3
+    assert tuner.settled
+    ran = {len(what.recomputed) for what, _ in backend.ran[3:]}
+    assert len(ran) > 1
+    assert tuner.plan.measured.peak_bytes == TIGHT + min(ran)
+    assert len(backend.ran[-1][0].recomputed) == min(ran)
+    assert "STILL OVER" in report.events[-1].message
+    assert "over the limit" in caplog.text
+
+
+def test_plain_step_that_fits_by_what_was_measured_comes_back():
+    """The estimate was too high: what the recorded steps measure leaves room for the plain step."""
+    backend = FakeBackend(surplus_bytes=lambda what, size: -8_000)
+    tuner, report = tuner_on(backend, options(limit=PLAIN - 5_000))
+    train(tuner, 12)
+    assert event_kinds(report) == ["risk", "plain", "fits"]
+    assert backend.kinds == ["remat"] * 3 + ["plain"] * 9
+    assert tuner.settled
+    assert tuner.plan is None
+
+
+def test_plain_step_that_came_back_and_does_not_fit_is_not_tried_again():
+    backend = FakeBackend(surplus_bytes=lambda what, size: 0 if what == "plain" else -8_000)
+    tuner, report = tuner_on(backend, options(limit=PLAIN - 5_000))
+    train(tuner, 12)
+    assert event_kinds(report)[:3] == ["risk", "plain", "exceeded"]
+    assert backend.kinds == ["remat"] * 3 + ["plain"] * 3 + ["remat"] * 6
+    assert tuner.settled
+    assert tuner.plan.measured.peak_bytes <= PLAIN - 5_000
+
+
+def test_what_keras_own_step_needs_more_is_counted():
+    """The order that holds everything fits, Keras's own step does not: it does not run, and nothing
+    is computed twice."""
+    backend = FakeBackend()
+    backend.plain_surplus_bytes = 3_000
+    tuner, report = tuner_on(backend, options(limit=PLAIN + 2_000))
+    train(tuner, 12)
+    assert backend.kinds == ["remat"] * 12
+    assert event_kinds(report)[0] == "risk"
+    assert tuner.settled
+    assert not tuner.plan.solution.schedule.recomputed
+
+
+# ------------------------------------------------------------------ out of memory
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 7, 10], ids="call {}".format)
+def test_step_that_runs_out_of_memory_is_undone_and_trained_again(call):
+    backend = FakeBackend()
+    backend.fails_at = {call}
+    tuner, report = tuner_on(backend, options())
+    for step in range(12):
+        assert tuner.run(batch_of(step * SIZE, SIZE)) == {"loss": step + 1.0}
+    assert backend.samples == list(range(12 * SIZE)), "every sample once, in order"
+    assert event_kinds(report).count("out-of-memory") == 1
+    assert tuner.settled
+    assert not backend.recording
+
+
+@pytest.mark.parametrize("call", [1, 3, 6])
+def test_plain_step_that_runs_out_of_memory_is_planned(call):
+    backend = FakeBackend()
+    backend.fails_at = {call}
+    tuner, report = tuner_on(backend, options(limit=PLAIN))
+    train(tuner, 12)
+    assert backend.samples == list(range(12 * SIZE))
+    assert backend.kinds == ["plain"] * (call - 1) + ["remat"] * (13 - call)
+    assert "out-of-memory" in event_kinds(report)
+
+
+def test_first_step_of_a_smaller_batch_is_guarded_too(monkeypatch):
+    monkeypatch.setattr(
+        "keras_remat.training.undo.CHEAP_SHARE", -1.0
+    )  # no step is guarded that need not be
+    backend = FakeBackend()
+    backend.fails_at = {9}
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 8)
+    tuner.run(batch_of(8 * SIZE, SIZE // 4))
+    assert [what for what, _ in backend.ran[8:]] != ["plain"], (
+        "it ran out of memory as a plain step"
+    )
+    assert backend.samples == list(range(8 * SIZE + SIZE // 4))
+    assert "out-of-memory" in event_kinds(report)
+
+
+def test_device_that_has_less_than_it_says_lowers_the_limit():
+    backend = FakeBackend(memory_bytes=2 * PLAIN)
+    backend.has_bytes = TIGHT
+    tuner, report = tuner_on(backend, options(limit=None))
+    train(tuner, 12)
+    assert backend.samples == list(range(12 * SIZE))
+    assert event_kinds(report).count("out-of-memory") == 1
+    assert report.limit_bytes == tuner.limit_bytes == TIGHT
+    assert tuner.plan.measured.peak_bytes <= TIGHT
+
+
+def test_batch_for_which_the_device_has_too_little_raises_from_the_frameworks_error():
+    backend = FakeBackend()
+    backend.has_bytes = RESIDENT_BYTES
+    tuner, report = tuner_on(backend, options())
+    with pytest.raises((ScheduleNotFoundError, InfeasibleBudgetError)) as caught:
+        tuner.run(batch_of(0, SIZE))
+    assert isinstance(caught.value.__cause__, FakeOutOfMemoryError)
+    assert backend.ran == []
+    assert 1 <= event_kinds(report).count("out-of-memory") <= 5
+
+
+def test_other_errors_pass_through():
+    backend = FakeBackend()
+    tuner, report = tuner_on(backend, options())
+    tuner.installed = None
+    backend.lower = lambda *args: lambda batch: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        tuner.run(batch_of(0, SIZE))
+    assert "out-of-memory" not in event_kinds(report)
+
+
+# ------------------------------------------------------------------ micro-batches
+
+
+def test_batch_that_fits_under_no_schedule_is_cut_where_that_is_allowed():
+    backend = FakeBackend()
+    limit = chain_problem(SIZE // 4).floor_bytes + 2 * SIZE * 1024 // 4
+    tuner, report = tuner_on(backend, options(limit=limit))
+    with pytest.raises(InfeasibleBudgetError):
+        tuner.run(batch_of(0, SIZE))
+    assert backend.ran == []
+    with pytest.warns(UserWarning, match="4 micro-batches"):
+        tuner.run(batch_of(0, SIZE), may_split=True)
+    for step in range(1, 12):
+        tuner.run(batch_of(step * SIZE, SIZE), may_split=True)
+    assert backend.samples == list(range(12 * SIZE))
+    assert tuner.micro_batches == 4
+    assert "micro-batches" in event_kinds(report)
+    assert tuner.settled_peak_bytes <= limit
+    with pytest.warns(UserWarning, match="2 micro-batches"):
+        tuner.run(batch_of(0, SIZE // 2), may_split=True)
+    assert backend.ran[-1][0] != "plain", (
+        "what a smaller batch takes does not follow from the pieces"
+    )
+
+
+def test_step_that_cannot_be_cut_is_refused_as_before():
+    backend = FakeBackend()
+    backend.can_be_cut = False
+    tuner, _ = tuner_on(backend, options(limit=chain_problem(SIZE).floor_bytes - 1))
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        tuner.run(batch_of(0, SIZE), may_split=True)
+    assert isinstance(caught.value.__cause__, UnsupportedModelError)
+
+
+def run_cut(tuner, steps):
+    for step in range(steps):
+        tuner.run(batch_of(step * SIZE, SIZE), may_split=True)
+
+
+def test_step_that_measures_over_the_limit_under_every_plan_goes_on_in_micro_batches():
+    backend = FakeBackend()
+    backend.surplus_bytes = lambda what, size: (
+        TIGHT if backend.traced[-1] == SIZE else 0
+    )  # a whole batch takes more than any plan saves
+    tuner, report = tuner_on(backend, options())
+    with pytest.warns(UserWarning, match="2 micro-batches"):
+        run_cut(tuner, 30)
+    assert event_kinds(report).count("tighten") >= 1
+    assert event_kinds(report).count("micro-batches") == 1
+    assert backend.samples == list(range(30 * SIZE))
+    assert tuner.settled
+    assert tuner.plan.measured.peak_bytes <= TIGHT
+    assert "within" in report.events[-1].message
+
+
+def test_micro_batches_that_do_not_help_leave_the_plan_that_measured_least():
+    backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
+    tuner, report = tuner_on(backend, options())
+    with pytest.warns(UserWarning, match="micro-batches"):
+        run_cut(tuner, 60)
+    assert 1 <= event_kinds(report).count("micro-batches") <= 3
+    assert backend.samples == list(range(60 * SIZE))
+    assert tuner.settled
+    assert "STILL OVER" in report.events[-1].message
+
+
+def test_step_that_cannot_be_cut_keeps_the_plan_that_measured_least():
+    backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
+    backend.can_be_cut = False
+    tuner, report = tuner_on(backend, options())
+    run_cut(tuner, 16)
+    assert tuner.settled
+    assert tuner.micro_batches == 1
+    assert tuner.problem.graph == chain_problem(SIZE).graph
+    assert "STILL OVER" in report.events[-1].message
+
+
+def test_plain_step_over_a_limit_no_schedule_meets_goes_on_in_micro_batches():
+    backend = FakeBackend()
+    backend.surplus_bytes = lambda what, size: 10 * PLAIN if backend.traced[-1] == SIZE else 0
+    tuner, _ = tuner_on(backend, options(limit=PLAIN))
+    with pytest.warns(UserWarning, match="2 micro-batches"):
+        run_cut(tuner, 24)
+    assert backend.samples == list(range(24 * SIZE))
+    assert tuner.settled_peak_bytes <= PLAIN
+
+
+def test_batch_that_runs_out_of_memory_under_every_plan_is_trained_in_micro_batches():
+    backend = FakeBackend(memory_bytes=2 * PLAIN)
+    backend.has_bytes = chain_problem(SIZE // 2).floor_bytes + SIZE * 1024
+    tuner, _ = tuner_on(backend, options(limit=None))
+    with pytest.warns(UserWarning, match="micro-batches"):
+        run_cut(tuner, 12)
+    assert backend.samples == list(range(12 * SIZE))
+    assert tuner.micro_batches > 1
+    assert tuner.plan.measured.peak_bytes <= backend.has_bytes
+
+
+def test_sample_that_does_not_fit_alone_is_refused():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options(limit=RESIDENT_BYTES + 1))
+    with pytest.raises(InfeasibleBudgetError):
+        tuner.run(batch_of(0, 1), may_split=True)
+    assert backend.traced == [1]
+
+
+# ------------------------------------------------------------------ over the limit all the same
+
+
+def test_plan_that_cannot_be_tightened_enough_is_tightened_in_part_and_measured():
+    backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 16)
+    assert 1 <= event_kinds(report).count("tighten") <= 3
+    assert tuner.settled
+    assert "STILL OVER" in report.events[-1].message
+    assert tuner.plan.measured.peak_bytes > TIGHT
+
+
+def test_plain_step_over_its_prediction_is_planned_with_what_was_too_much():
+    surplus = SIZE * 1024
+    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
+    tuner, report = tuner_on(backend, options(limit=PLAIN))
+    train(tuner, 3)
+    assert backend.kinds == ["plain"] * 3
+    assert event_kinds(report) == ["exceeded"]
+    train(tuner, 10)
+    assert backend.kinds[3:] == ["remat"] * 10
+    assert tuner.settled
+    assert tuner.plan.measured.peak_bytes <= PLAIN
+    assert report.baseline_source == "measured"
+
+
+def test_plain_step_over_a_limit_no_schedule_meets_goes_on_and_says_so():
+    """What was measured plain does not end training: each plan has its chance, and the one that
+    needs least stays."""
+    backend = FakeBackend(surplus_bytes=lambda what, size: 10 * PLAIN)
+    tuner, report = tuner_on(backend, options(limit=PLAIN))
+    train(tuner, 16)
+    assert backend.samples == list(range(16 * SIZE))
+    assert tuner.settled
+    assert "STILL OVER" in report.events[-1].message
+
+
+# ------------------------------------------------------------------ the profiler
+
+
+def test_busy_profiler_leaves_the_estimated_plan():
+    backend = FakeBackend(profiler="busy")
+    tuner, report = tuner_on(backend, options())
+    train(tuner, 8)
+    assert "profile" in event_kinds(report)
+    assert tuner.plan.profile_source == "estimated"
+    assert tuner.settled
+    assert not backend.recording
+
+
+def test_profile_that_saw_too_little_leaves_the_estimated_plan():
+    tuner, report = tuner_on(FakeBackend(profiler="blind"), options())
+    train(tuner, 8)
+    assert "profile" in event_kinds(report)
+    assert tuner.plan.profile_source == "estimated"
+    assert tuner.settled
+
+
+@pytest.mark.parametrize("first", [2, 3])
+def test_a_recording_has_no_steps_of_other_shapes_and_what_it_saw_counts(first):
+    larger = int(1.2 * SIZE)
+    backend = FakeBackend()
+    tuner, report = tuner_on(backend, options(profile_steps=3))
+    train(tuner, first)  # in the midst of its recording
+    assert backend.recording
+    for _ in range(8):
+        for size in (larger, SIZE):
+            recording, ran = backend.recording, len(backend.ran)
+            train(tuner, 1, size)
+            assert len(backend.ran) == ran + 1
+            assert not (recording and backend.recording), "two shapes in one recording"
+    assert tuner.settled
+    assert "profile" not in event_kinds(report)
+    assert tuner.plan.profile_source == "measured"
+    assert tuner.measured_elsewhere().keys() == {larger}
+    assert backend.samples == [*range(first * SIZE), *(list(range(larger)) + list(range(SIZE))) * 8]
+
+
+def test_close_ends_a_recording():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options())
+    train(tuner, 2)
+    assert backend.recording
+    tuner.close()
+    assert not backend.recording
+    tuner.close()
+
+
+# ------------------------------------------------------------------ other batch shapes
+
+
+def test_smaller_batch_runs_plainly_when_it_fits_in_proportion():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options())
+    train(tuner, 3)
+    tuner.run(batch_of(0, SIZE // 4))
+    assert backend.ran[-1] == ("plain", list(range(SIZE // 4)))
+    assert backend.traced == [SIZE], "it is not traced"
+
+
+def test_smaller_batch_that_does_not_fit_gets_a_plan_of_its_own():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options())
+    train(tuner, 10)
+    main = tuner.plan
+    for _ in range(10):
+        tuner.run(batch_of(0, SIZE - 5))
+    assert backend.traced == [SIZE, SIZE - 5]
+    assert backend.kinds == ["remat"] * 20
+    assert tuner.plan is main, "the plan that is shown stays the main shape's"
+    assert tuner.settled
+
+
+def test_signature_is_shape_and_dtype():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options(limit=PLAIN))
+    tuner.run((np.zeros(SIZE, "int64"), None))
+    tuner.run((np.zeros(SIZE, "int64"), None))
+    assert backend.traced == [SIZE]
+    tuner.run((np.zeros(SIZE, "int32"), None))
+    assert [len(numbers) for _, numbers in backend.ran] == [SIZE] * 3
+    assert len(tuner._candidates) == 2
+
+
+def test_after_forgetting_the_main_shape_the_next_batch_is_it_even_when_it_was_seen():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options())
+    train(tuner, 10)
+    tuner.forget_main()
+    assert not tuner.settled
+    tuner.run(batch_of(0, SIZE))
+    assert tuner.settled
+    assert tuner.settled_peak_bytes <= TIGHT
+    assert backend.traced == [SIZE]
+
+
+def test_a_new_main_shape_is_planned_from_the_costs_known_for_it():
+    """Workspace does not follow from shapes: without it the first plan of a larger batch would be
+    over the limit."""
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options())
+    train(tuner, 10)
+    costs = chain_problem(SIZE // 2)
+    costs = replace(
+        costs, profile=replace(costs.profile, op_workspace_bytes=(7,) * len(costs.graph.ops))
+    )
+    tuner.forget_main(None, costs)
+    tuner.run(batch_of(0, SIZE // 2))
+    assert tuner.problem.profile.op_workspace_bytes == costs.profile.op_workspace_bytes
+
+
+def test_measured_main_scales_estimated_times_to_the_measured_step():
+    backend = FakeBackend()
+    tuner, report = tuner_on(backend, options(limit=PLAIN))
+    train(tuner, 4)
+    report.baseline = replace(report.baseline, time_s=4.0)
+    _, problem = tuner.measured_main()
+    assert problem.store_all_time_s == pytest.approx(4.0)
+    assert problem.profile.op_workspace_bytes == tuner.problem.profile.op_workspace_bytes
+
+
+# ------------------------------------------------------------------ plans from elsewhere
+
+
+def plan_for(size, budget=TIGHT, backend=None):
+    return plan_problem(
+        chain_problem(size), budget, backend or FakeBackend(), solver="greedy", time_limit_s=5.0
+    )
+
+
+def test_users_plan_runs_from_the_first_batch_and_is_measured():
+    plan = plan_for(SIZE)
+    backend = FakeBackend()
+    tuner, report = tuner_on(backend, options(plan=plan))
+    train(tuner, 4)
+    assert [what for what, _ in backend.ran] == [plan.solution.schedule] * 4
+    assert tuner.settled
+    assert tuner.plan.measured is not None
+    assert "risk" not in event_kinds(report)
+
+
+def test_users_plan_is_for_the_first_shape_only():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options(limit=PLAIN, plan=plan_for(SIZE)))
+    train(tuner, 4)
+    tuner.forget_main()
+    tuner.run(batch_of(0, SIZE // 2))
+    assert backend.ran[-1][0] == "plain"
+
+
+def test_users_plan_for_another_graph_is_refused():
+    backend = FakeBackend()
+    tuner, _ = tuner_on(backend, options(plan=plan_for(SIZE + 1, PLAIN)))
+    with pytest.raises(PlanMismatchError):
+        tuner.run(batch_of(0, SIZE))
+    assert backend.ran == []
+
+
+def test_measured_plan_is_cached_and_found_again(tmp_path):
+    cache = tmp_path / "plans"
+    tuner, _ = tuner_on(FakeBackend(), options(cache_dir=cache))
+    train(tuner, 10)
+    path = cache_path(cache, chain_problem(SIZE).graph, TIGHT)
+    assert load_plan(path).measured == tuner.plan.measured
+    backend = FakeBackend()
+    again, report = tuner_on(backend, options(cache_dir=cache, solver="none may be asked"))
+    train(again, 5)
+    assert event_kinds(report)[:2] == ["risk", "cache"]
+    assert {what for what, _ in backend.ran} == {tuner.plan.solution.schedule}
+    assert again.settled
+
+
+def test_plan_that_did_not_hold_its_limit_is_not_cached(tmp_path):
+    tuner, _ = tuner_on(
+        FakeBackend(surplus_bytes=lambda what, size: TIGHT), options(cache_dir=tmp_path)
+    )
+    train(tuner, 12)
+    assert tuner.settled
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_broken_cache_file_is_planned_anew_and_replaced(tmp_path):
+    path = cache_path(tmp_path, chain_problem(SIZE).graph, TIGHT)
+    path.write_text("{")
+    tuner, report = tuner_on(FakeBackend(), options(cache_dir=tmp_path))
+    train(tuner, 10)
+    assert "cannot be used" in next(
+        event.message for event in report.events if event.kind == "cache"
+    )
+    assert tuner.settled
+    assert load_plan(path).solution.schedule == tuner.plan.solution.schedule
+
+
+def test_chain_of_the_fake_backend_can_be_rematerialized():
+    problem = chain_problem(SIZE)
+    assert plan_for(SIZE).solution.schedule != Schedule.store_all(problem.graph)
+    assert problem.floor_bytes < TIGHT < PLAIN
