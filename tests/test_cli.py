@@ -88,9 +88,7 @@ def test_wrong_use(problem_file: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "nonesuch" in capsys.readouterr().err
     assert main(["solve", str(tmp_path / "missing.json"), "--budget", "7"]) == 2
     broken = tmp_path / "broken.json"
-    broken.write_text(
-        '{"format": "keras_remat.problem", "version": 1, "values": [], "ops": "no"}'
-    )
+    broken.write_text('{"format": "keras_remat.problem", "version": 1, "values": [], "ops": "no"}')
     assert main(["solve", str(broken), "--budget", "7"]) == 2
     assert "ops" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:

@@ -104,9 +104,7 @@ class AutotuneReport:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the report as JSON."""
-        write_json(
-            {"format": "keras_remat.report", "version": 1, **asdict(self)}, path
-        )
+        write_json({"format": "keras_remat.report", "version": 1, **asdict(self)}, path)
 
     def __str__(self) -> str:
         lines = ["epoch  batch  samples/s  speedup       peak    in steps   planning"]
