@@ -13,9 +13,11 @@ import time
 import keras
 import tensorflow as tf
 
+import keras_remat
 from keras_remat.backends.base import preserved_state
 from keras_remat.backends.tensorflow.compiled import CompiledBackend
 from keras_remat.backends.tensorflow.memory import measure
+from keras_remat.backends.tensorflow.profiler.device import device_name
 from keras_remat.core.problem import Problem
 from keras_remat.errors import RematError
 from keras_remat.planning.make_plan import plan_problem
@@ -84,6 +86,7 @@ def ours(model, batch, budget, smallest):
 
 def run_case(model, batch, case, budget, steps, loss_steps):
     """Compiles and times one case in this process; returns a dictionary of numbers."""
+    keras_remat.enable_cpu_memory_stats()
     tf.raw_ops.Empty(shape=[REGION_BYTES // MIB, MIB], dtype=tf.uint8, init=False)
     model.jit_compile = True
     backend = CompiledBackend()
@@ -114,5 +117,5 @@ def run_case(model, batch, case, budget, steps, loss_steps):
         "cpu_s": min(cpu[1:]),
         "losses": losses[:loss_steps],
         "device_peak": usage.peak_bytes,
-        "device": measure.device_name(),
+        "device": device_name(),
     }

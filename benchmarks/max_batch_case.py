@@ -310,4 +310,5 @@ class Measurement:
 
 
 if __name__ == "__main__":
+    keras_remat.enable_cpu_memory_stats()
     Measurement(json.loads(Path(sys.argv[1]).read_text())).run()

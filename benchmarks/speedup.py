@@ -104,6 +104,7 @@ def compare(
 
 def main(argv: list[str] | None = None) -> int:
     """Prints a line per model; returns 1 when a report is more than 5 % off."""
+    keras_remat.enable_cpu_memory_stats()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

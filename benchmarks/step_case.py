@@ -467,6 +467,7 @@ def _plain_step(model: keras.Model) -> RunStep:
 
 def main(options_path: str, result_path: str) -> None:
     """Measures the case that the options file names."""
+    keras_remat.enable_cpu_memory_stats()
     options = json.loads(Path(options_path).read_text())
     result = Measurement(options).run()
     Path(result_path).write_text(json.dumps(result))

@@ -41,6 +41,7 @@ def build() -> keras.Model:
 
 def main(path: str = "plan.json") -> int:
     """Plans, saves, loads and trains."""
+    keras_remat.enable_cpu_memory_stats()
     model = build()
     unlimited = keras_remat.make_plan(model, BATCH_SIZE, "1TiB", profile="estimated")
     limit = unlimited.store_all.peak_bytes * 6 // 10

@@ -4,8 +4,8 @@ cores, no downloads.
     pip install -e '.[tensorflow-cpu]' && python examples/quickstart.py
 
 The first ``fit`` only measures: without a limit nothing has to change. The second one gets 60 % of
-that peak as its limit. Peaks are those of the device's allocator; on a CPU that is oneDNN's, which
-also counts the data set.
+that peak as its limit. Peaks are those of the device's allocator; on a CPU that one also counts the
+data set, and is asked to keep statistics where it does not.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def print_recomputed(problem: keras_remat.Problem, plan: keras_remat.Plan, top: 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 0 when the measured peak kept the limit."""
+    keras_remat.enable_cpu_memory_stats()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from keras_remat.backends.statistics import enable_cpu_memory_stats
     from keras_remat.batch_size.find import find_max_batch_size
     from keras_remat.batch_size.search import BatchSearch
     from keras_remat.callback import RematAutotune
@@ -62,6 +63,7 @@ __all__ = [
     "Usage",
     "Value",
     "__version__",
+    "enable_cpu_memory_stats",
     "find_max_batch_size",
     "load_plan",
     "load_problem",
@@ -73,6 +75,7 @@ __all__ = [
 ]
 
 _NAMES_BY_MODULE = {
+    "backends.statistics": ("enable_cpu_memory_stats",),
     "batch_size.search": ("BatchSearch",),
     "batch_size.find": ("find_max_batch_size",),
     "callback": ("RematAutotune",),

@@ -135,6 +135,9 @@ def _model_arguments(command: Any) -> None:
 def _loaded_model(path: str) -> Any:
     import keras
 
+    from keras_remat.backends.statistics import enable_cpu_memory_stats
+
+    enable_cpu_memory_stats()
     return keras.saving.load_model(path)
 
 

@@ -1,8 +1,11 @@
 """What several test files share."""
 
+import sys
 from collections import Counter
 
 import pytest
+
+import keras_remat
 
 #: It waits minutes for a process of its own.
 LONGEST = "test_jax.py"
@@ -15,6 +18,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (item.path.name != LONGEST, -tests[item.path], str(item.path)))
 
 
+def pytest_collection_finish(session):
+    """Asks for statistics before the first test makes a tensor; test files have imported what they
+    need by now."""
+    if "tensorflow" in sys.modules:
+        keras_remat.enable_cpu_memory_stats()
+
+
 @pytest.fixture(scope="module")
 def models():
     """Small Keras models; skips where Keras does not run on TensorFlow."""
@@ -23,6 +33,7 @@ def models():
 
     if keras.backend.backend() != "tensorflow":
         pytest.skip("needs Keras on TensorFlow")
+    keras_remat.enable_cpu_memory_stats()
     import keras_models
 
     return keras_models

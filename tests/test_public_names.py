@@ -17,6 +17,7 @@ EXPECTED = {
     "make_plan",
     "Plan",
     "load_plan",
+    "enable_cpu_memory_stats",
     "find_max_batch_size",
     "BatchSearch",
     "AutotuneReport",

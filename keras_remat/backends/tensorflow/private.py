@@ -1,29 +1,44 @@
 """The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
 
-Ten things have no public way in: running Grappler on a graph by hand, a variable's shape from its
-handle, a function's definition, what XLA says when it refuses to compile, asking which devices have
-a kernel for an op, capturing an eager tensor under a chosen name, calling a function with a session
-configuration of its own, reading the profiler's raw trace, building a model from a batch, and what
-Keras's own ``train_step`` does with the loss tracker.
+No public way leads to these: running Grappler on a graph by hand, a variable's shape from its
+handle, a function's definition, what XLA says when it refuses to compile, which devices have a
+kernel for an op and where that keeps its outputs, what an allocator may take, whether devices exist
+already and whether oneDNN is on, capturing an eager tensor under a chosen name, calling a function
+with a session configuration of its own, reading the profiler's raw trace, building a model from a
+batch, and what Keras's own ``train_step`` does with the loss tracker.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
-from tensorflow.python.client import device_lib
+from tensorflow.core.protobuf import (
+    config_pb2,
+    device_properties_pb2,
+    meta_graph_pb2,
+    rewriter_config_pb2,
+)
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 from tensorflow.python.framework import kernels, op_def_registry
+from tensorflow.python.grappler import cluster as grappler_cluster
 from tensorflow.python.grappler import tf_optimizer
+from tensorflow.python.util import _pywrap_util_port
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 TESTED_VERSIONS = ("2.21",)
-_CPU, _GPU = (f"/job:localhost/replica:0/task:0/device:{kind}:0" for kind in ("CPU", "GPU"))
+_TASK = "/job:localhost/replica:0/task:0/device:"
+_CPU, _GPU = f"{_TASK}CPU:0", f"{_TASK}GPU:0"
+#: Kernels for these run where the op is placed; ``DEFAULT`` ones on every kind of device.
+_GPU_KERNELS = ("GPU", "DEFAULT")
+#: What is assumed of a device that does not tell; only ratios matter, and only a little.
+_FREQUENCY_MHZ = 1500
 
 
 def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[str, Any]) -> Any:
@@ -31,8 +46,9 @@ def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[st
 
     Grappler fuses and changes layouts only where it knows the device, and adds up and folds only
     where it knows the shapes; a traced graph says neither the device of a node nor, for certain,
-    the shape of a placeholder. For the time of the call nodes get the device that the placer would
-    give them, and placeholders become function arguments.
+    the shape of a placeholder. For the time of the call nodes without a device get the one that the
+    placer would give them, and placeholders become function arguments. Devices that the user wrote
+    stay.
 
     Args:
         graph_def: inlined or not; function calls are inlined here.
@@ -48,6 +64,7 @@ def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[st
     keep_control_flow_functional(meta_graph.graph_def)
     on_gpu = bool(tf.config.list_logical_devices("GPU"))
     placeholders = {}
+    written = {node.name: node.device for node in meta_graph.graph_def.node if node.device}
     for node in list(meta_graph.graph_def.node):
         node.device = node.device or (_GPU if on_gpu and _has_gpu_kernel(node.op) else _CPU)
         if node.op == "Placeholder":
@@ -57,16 +74,57 @@ def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[st
             else:
                 meta_graph.graph_def.node.append(_unshaped(node))
     meta_graph.collection_def["train_op"].node_list.value.extend(fetches)
-    optimized = tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False)
+    optimized = _run_grappler(config, meta_graph)
     for at in reversed(range(len(optimized.node))):
         node = optimized.node[at]
         if node.name in placeholders:
             node.CopyFrom(placeholders[node.name])
         elif node.op == "Placeholder":
             del optimized.node[at]
-        node.device = "" if node.device in (_CPU, _GPU) else node.device
+        if node.name in written:
+            node.device = written[node.name]
+        elif node.device in (_CPU, _GPU):
+            node.device = ""
     rename_functions(optimized)
     return optimized
+
+
+def _run_grappler(config: Any, meta_graph: Any) -> Any:
+    """Runs Grappler for the devices of this process.
+
+    Without a cluster it would start a session with default options, which makes devices anew, on
+    every card of the machine and not only on the visible ones.
+    """
+    devices = [
+        device_properties_pb2.NamedDevice(
+            name=_TASK + logical.name.rpartition("device:")[2],
+            properties=_device_properties(logical),
+        )
+        for logical in tf.config.list_logical_devices()
+        if logical.device_type in ("CPU", "GPU")
+    ]
+    cluster = grappler_cluster.Cluster(devices=devices)
+    return tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False, cluster=cluster)
+
+
+def _device_properties(logical: Any) -> Any:
+    """What Grappler asks about a device: for a GPU, its compute capability decides the layout."""
+    properties = device_properties_pb2.DeviceProperties(
+        type=logical.device_type, frequency=_FREQUENCY_MHZ, num_cores=os.cpu_count() or 1
+    )
+    if logical.device_type == "GPU":
+        properties.vendor = "NVIDIA"
+        properties.memory_size = device_memory_limit_bytes(logical.name)
+        properties.environment["architecture"] = ".".join(map(str, compute_capability()))
+    return properties
+
+
+def compute_capability() -> tuple[int, int]:
+    """The first visible GPU's compute capability, such as ``(8, 0)``."""
+    (gpu, *_) = tf.config.get_visible_devices("GPU")
+    details = tf.config.experimental.get_device_details(gpu)
+    capability: tuple[int, int] = details.get("compute_capability", (7, 0))
+    return capability
 
 
 def _become_handle(node: Any, variable: Any) -> None:
@@ -120,7 +178,7 @@ def constant_folded(graph_def: Any, fetches: Sequence[str]) -> Any:
     meta_graph.graph_def.CopyFrom(graph_def)
     keep_control_flow_functional(meta_graph.graph_def)
     meta_graph.collection_def["train_op"].node_list.value.extend(fetches)
-    folded = tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False)
+    folded = _run_grappler(config, meta_graph)
     rename_functions(folded)
     return folded
 
@@ -141,10 +199,41 @@ def function_definition(function: Any) -> Any:
 
 
 @cache
+def _registered_kernels(kind: str, device_types: tuple[str, ...]) -> tuple[Any, ...]:
+    """The kernels of an operation type for these types of devices."""
+    registered = kernels.get_registered_kernels_for_op(kind).kernel
+    return tuple(kernel for kernel in registered if kernel.device_type in device_types)
+
+
 def _has_gpu_kernel(kind: str) -> bool:
-    return any(
-        kernel.device_type == "GPU" for kernel in kernels.get_registered_kernels_for_op(kind).kernel
-    )
+    return bool(_registered_kernels(kind, _GPU_KERNELS))
+
+
+def stays_on_host(node: Any) -> bool:
+    """Whether a node takes no GPU memory where there is a GPU: it is placed on the CPU, has no kernel
+    for a GPU and its types, or one that keeps all its outputs in the host's memory."""
+    if ":CPU:" in node.device.upper():
+        return True
+    op_def = op_def_registry.get(node.op)
+    if op_def is None:
+        return False
+    fitting = [
+        kernel
+        for kernel in _registered_kernels(node.op, _GPU_KERNELS)
+        if all(_allows(constraint, node) for constraint in kernel.constraint)
+    ]
+    if not fitting:
+        return True
+    outputs = {output.name for output in op_def.output_arg}
+    return bool(outputs) and any(outputs <= set(kernel.host_memory_arg) for kernel in fitting)
+
+
+def _allows(constraint: Any, node: Any) -> bool:
+    """Whether a node's types are among those a kernel was registered for."""
+    allowed = set(constraint.allowed_values.list.type)
+    attribute = node.attr[constraint.name]
+    given = {attribute.type} if attribute.type else set(attribute.list.type)
+    return not allowed or given <= allowed
 
 
 def rename_functions(graph_def: Any) -> None:
@@ -233,13 +322,32 @@ def read_trace(serialized: bytes) -> Any:
     return xplane_pb2.XSpace.FromString(serialized)
 
 
-def gpu_memory_limit_bytes() -> int:
-    """What the allocator of the first GPU may take."""
-    return max(
-        int(device.memory_limit)
-        for device in device_lib.list_local_devices()
-        if device.device_type == "GPU"
-    )
+def has_made_devices() -> bool:
+    """Whether TensorFlow has made its devices, and with them their allocators."""
+    return bool(context.context()._initialized)
+
+
+def onednn_is_on() -> bool:
+    """Whether TensorFlow uses oneDNN's kernels and allocator on this CPU; makes no device."""
+    return bool(_pywrap_util_port.IsMklEnabled())
+
+
+def device_memory_limit_bytes(name: str) -> int:
+    """What the allocator of a device of this process may take; makes no further device.
+
+    Args:
+        name: such as ``"GPU:0"`` or ``"/device:GPU:0"``.
+
+    Raises:
+        LookupError: there is no such device.
+    """
+    eager = context.context()
+    eager.ensure_initialized()
+    devices = pywrap_tfe.TFE_ContextListDevices(eager._handle)
+    for at in range(pywrap_tfe.TF_DeviceListCount(devices)):
+        if pywrap_tfe.TF_DeviceListName(devices, at) == _TASK + name.rpartition("device:")[2]:
+            return int(pywrap_tf_session.TF_DeviceListMemoryBytes(devices, at))
+    raise LookupError(f"TensorFlow has no device {name!r}.")
 
 
 def build_function(build: Callable[..., Sequence[Any]], signature: Sequence[Any]) -> Any:
@@ -254,9 +362,13 @@ def build_function(build: Callable[..., Sequence[Any]], signature: Sequence[Any]
 
 
 def _verbatim_options() -> Any:
-    config = config_pb2.ConfigProto()
+    """The process's own options, soft placement among them, without what changes a graph."""
+    given = context.context().function_call_options.config_proto_serialized
+    config = config_pb2.ConfigProto.FromString(given)
     config.graph_options.rewrite_options.disable_meta_optimizer = True
-    config.graph_options.optimizer_options.opt_level = config_pb2.OptimizerOptions.L0
+    options = config.graph_options.optimizer_options
+    options.opt_level = config_pb2.OptimizerOptions.L0
+    options.global_jit_level = config_pb2.OptimizerOptions.OFF
     return context.FunctionCallOptions(config_proto=config)
 
 

@@ -26,7 +26,7 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled import lower as lowering
 from keras_remat.backends.tensorflow.compiled import profile as profiling
 from keras_remat.backends.tensorflow.compiled import trace as tracing
-from keras_remat.backends.tensorflow.memory import measure, probe
+from keras_remat.backends.tensorflow.memory import exhausted, measure, probe
 from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
 from keras_remat.backends.xla.calibrate import Calibration
 from keras_remat.backends.xla.kernel_costs import scaled
@@ -61,9 +61,7 @@ class StepRun:
         try:
             result = self.lowered(batch)
         except tf.errors.OpError as error:
-            if isinstance(error, tf.errors.ResourceExhaustedError) or not private.is_xla_refusal(
-                error
-            ):
+            if exhausted.is_out_of_memory(error) or not private.is_xla_refusal(error):
                 raise
             raise UnsupportedModelError(
                 f"XLA cannot compile the step: {str(error.message).splitlines()[0]}"

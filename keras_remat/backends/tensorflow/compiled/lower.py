@@ -19,6 +19,7 @@ from keras_remat.backends.tensorflow.barrier import UNSIGNED, joined_bits
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram, Literal, nbytes
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
+from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.backends.xla.protect import Run
 from keras_remat.core.schedule import Schedule
 
@@ -303,7 +304,7 @@ class LoweredStep:
     def __init__(self, traced: CompiledStep, schedule: Schedule):
         self.traced, self.schedule = traced, schedule
         stateless, program = traced.stateless, traced.program
-        writer = _Writer(program, uses_branches=not tf.config.list_logical_devices("GPU"))
+        writer = _Writer(program, uses_branches=not on_gpu())
         early = range(stateless.batch, program.n_given)
         run = Run(
             program,

@@ -9,7 +9,8 @@ from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
 from keras_remat.backends.tensorflow.graph import kinds as op_kinds
-from keras_remat.backends.tensorflow.ordered.profile import device_name, multiply_adds
+from keras_remat.backends.tensorflow.ordered.profile import multiply_adds
+from keras_remat.backends.tensorflow.profiler.device import device_name, on_gpu
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.kernel_costs import (
     EXPENSIVE_FLOPS,
@@ -33,7 +34,7 @@ def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -
             step's inputs need.
     """
     program, graph, sizes = traced.program, traced.graph, traced.program.sizes
-    platform = "gpu" if device_name().startswith("GPU") else "cpu"
+    platform = "gpu" if on_gpu() else "cpu"
     times = []
     for op in graph.ops:
         flops = fsum(

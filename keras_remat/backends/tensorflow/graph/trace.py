@@ -40,6 +40,7 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
 from keras_remat.backends.tensorflow.graph.rewrite import attached_nodes, rewrite_for_memory
+from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
 from keras_remat.errors import UnsupportedModelError
 
@@ -252,7 +253,7 @@ def _static_shapes(
 
     private.build_function(build, [tf.TensorSpec(shape, dtype) for _, dtype, shape in inputs])
     _add_shapes_like_variables(nodes, captures, found)
-    if not tf.config.list_logical_devices("GPU"):
+    if not on_gpu():
         _add_hidden_outputs(nodes, found)
     return found
 

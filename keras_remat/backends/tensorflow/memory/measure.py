@@ -1,58 +1,158 @@
-"""What a step really takes: the device allocator's peak, and time."""
+"""What a step really takes: the device allocator's peak, and time.
+
+Every GPU's allocator keeps statistics, and on a CPU those of oneDNN and BFC do; TensorFlow's plain
+CPU allocator keeps none, and some runtimes report zeros. Where there are none, nothing is raised:
+peaks are 0, and :attr:`TensorFlowDevice.has_statistics` says so.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
 
 from keras_remat.backends.host import host_memory_bytes
 from keras_remat.backends.tensorflow import private
-from keras_remat.backends.tensorflow.ordered.profile import device_name
+from keras_remat.backends.tensorflow.profiler.device import device_name, on_gpu
 from keras_remat.core.schedule import Usage
-from keras_remat.errors import UnsupportedModelError
+from keras_remat.units import KIB, MIB
+
+#: Names this event in a profiler's trace; it lasts as long as the step that was measured.
+MEASURED_STEP = "keras_remat/measured_step"
+
+#: TensorFlow's own variables, which it reads when it makes its first tensor.
+_USE_BFC, _BFC_LIMIT_MIB = "TF_CPU_ALLOCATOR_USE_BFC", "TF_CPU_BFC_MEM_LIMIT_IN_MB"
+_DEFAULT_BFC_LIMIT_MIB = 64 * KIB
+_TRUE = ("1", "true")
+
+#: oneDNN's allocator counts no request below 256 KiB; BFC counts every one.
+_SMALL_REQUEST_BYTES, _COUNTED_REQUEST_BYTES = 1, 512 * KIB
+
+
+class TensorFlowDevice:
+    """The memory of the device that training runs on: the first visible GPU, else the CPU.
+
+    Attributes:
+        name: ``"GPU:0"`` or ``"CPU:0"``.
+    """
+
+    def __init__(self) -> None:
+        self.name = device_name()
+
+    @cached_property
+    def allocator(self) -> str:
+        """``"bfc"``, ``"onednn"``, ``"cuda_malloc_async"``, or ``"unknown"`` without statistics.
+
+        It is probed, not assumed: BFC counts a request of one byte, oneDNN's allocator only large
+        ones.
+        """
+        if on_gpu() and os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
+            return "cuda_malloc_async"
+        if _is_counted(_SMALL_REQUEST_BYTES):
+            return "bfc"
+        return "onednn" if _is_counted(_COUNTED_REQUEST_BYTES) else "unknown"
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether the allocator counts what it hands out."""
+        if self.allocator == "cuda_malloc_async":
+            return _is_counted(_COUNTED_REQUEST_BYTES)
+        return self.allocator != "unknown"
+
+    def in_use_bytes(self) -> int:
+        """Returns the bytes the allocator has handed out now; 0 without statistics."""
+        return bytes_in_use()
+
+    def peak_bytes(self) -> int:
+        """Returns the most bytes in use since :func:`measure` began; 0 without statistics."""
+        return peak_bytes()
+
+    def total_bytes(self) -> int:
+        """Returns all the memory this process may use on the device.
+
+        On a GPU that is the allocator's limit, on a CPU what the machine, the container and BFC's
+        limit give.
+        """
+        if self.name.startswith("GPU"):
+            return private.device_memory_limit_bytes(self.name)
+        total = host_memory_bytes(bytes_in_use())
+        return min(total, _bfc_limit_bytes()) if _bfc_is_asked_for() else total
+
+    def missing_statistics_advice(self) -> str:
+        """Returns the sentence that says how peaks could be measured; empty where they can."""
+        if self.has_statistics:
+            return ""
+        if self.name.startswith("GPU"):
+            return (
+                f"The allocator of {self.name} keeps no statistics: unset TF_GPU_ALLOCATOR, and "
+                "peaks are measured."
+            )
+        return (
+            "TensorFlow's CPU allocator keeps no statistics here: put "
+            "keras_remat.enable_cpu_memory_stats() right after the imports, and peaks are measured."
+        )
+
+
+def enable_cpu_statistics() -> bool:
+    """Does what :func:`keras_remat.enable_cpu_memory_stats` says.
+
+    Why BFC, and not ``TF_ENABLE_ONEDNN_OPTS=1``: oneDNN would have to be asked for before TensorFlow
+    is imported, and it changes the kernels, so that every number of the training changes a little.
+    BFC changes nothing but where tensors lie.
+    """
+    if private.has_made_devices():
+        return TensorFlowDevice().has_statistics
+    if tf.config.get_visible_devices("GPU") or private.onednn_is_on():
+        return True
+    os.environ.setdefault(_USE_BFC, "1")
+    if not _bfc_is_asked_for():
+        return False
+    machine_mib = host_memory_bytes(0) // MIB
+    if machine_mib > _DEFAULT_BFC_LIMIT_MIB:  # else BFC would hand out no more than its default
+        os.environ.setdefault(_BFC_LIMIT_MIB, str(machine_mib))
+    return True
 
 
 def bytes_in_use() -> int:
-    """Bytes the device's allocator has handed out now.
-
-    Raises:
-        UnsupportedModelError: this allocator keeps no statistics.
-    """
-    return int(_memory_info()["current"])
+    """Returns the bytes the device's allocator has handed out now; 0 without statistics."""
+    return _memory_info()["current"]
 
 
 def peak_bytes() -> int:
-    """The most bytes the allocator has had in use since :func:`measure` began."""
-    return int(_memory_info()["peak"])
+    """Returns the most bytes in use since :func:`measure` began; 0 without statistics."""
+    return _memory_info()["peak"]
 
 
-def _memory_info() -> dict[str, int]:
-    try:
-        info: dict[str, int] = tf.config.experimental.get_memory_info(device_name())
-    except ValueError as error:
-        raise UnsupportedModelError(
-            f"The allocator of {device_name()} keeps no statistics ({error}), so no peak can be measured. On a CPU, TensorFlow's oneDNN "
-            "allocator does: do not set TF_ENABLE_ONEDNN_OPTS=0."
-        ) from error
-    return info
+def device_memory_bytes() -> int:
+    """Returns all the memory this process may use on the device."""
+    return TensorFlowDevice().total_bytes()
 
 
 def measure(step: Callable[[], Any]) -> tuple[Any, Usage]:
-    """Runs ``step`` once, waits for it, and returns its result with its time and the allocator's
-    peak while it ran.
+    """Runs ``step`` once, waits for it, and returns its result with its time and peak.
 
-    The allocator's peak statistic is reset before.
+    The allocator's peak statistic is reset before. Without statistics the peak is 0.
     """
-    _memory_info()
-    tf.config.experimental.reset_memory_stats(device_name())
+    _reset_peak()
     started = time.perf_counter()
-    result = step()
-    synchronize(result)
+    with tf.profiler.experimental.Trace(MEASURED_STEP):
+        result = step()
+        synchronize(result)
     elapsed = time.perf_counter() - started
     return result, Usage(elapsed, peak_bytes())
+
+
+def measure_peak(step: Callable[[], Any]) -> tuple[Any, int]:
+    """Runs ``step`` once and returns its result with its peak, and does not wait for a GPU.
+
+    A GPU's memory is taken when kernels are enqueued, so the peak is known when the call returns.
+    """
+    _reset_peak()
+    return step(), peak_bytes()
 
 
 def synchronize(result: Any) -> None:
@@ -62,11 +162,35 @@ def synchronize(result: Any) -> None:
             leaf.numpy()
 
 
-def device_memory_bytes() -> int:
-    """All the memory this process may use on the device: on a GPU the allocator's limit, on the CPU
-    what the machine gives."""
-    return (
-        private.gpu_memory_limit_bytes()
-        if device_name().startswith("GPU")
-        else host_memory_bytes(bytes_in_use())
-    )
+def _memory_info() -> dict[str, int]:
+    try:
+        info: dict[str, int] = tf.config.experimental.get_memory_info(device_name())
+    except ValueError:  # this allocator keeps none
+        return {"current": 0, "peak": 0}
+    return info
+
+
+def _reset_peak() -> None:
+    try:
+        tf.config.experimental.reset_memory_stats(device_name())
+    except ValueError:  # this allocator keeps none
+        return
+
+
+def _is_counted(nbytes: int) -> bool:
+    """Whether the statistics show a tensor of so many bytes while it is held."""
+    before = bytes_in_use()
+    with tf.device(device_name()):
+        held = tf.raw_ops.Empty(shape=[nbytes], dtype=tf.uint8)
+    counted = bytes_in_use() - before
+    del held
+    return counted >= nbytes
+
+
+def _bfc_is_asked_for() -> bool:
+    return os.environ.get(_USE_BFC, "").lower() in _TRUE
+
+
+def _bfc_limit_bytes() -> int:
+    """What BFC hands out on a CPU."""
+    return int(os.environ.get(_BFC_LIMIT_MIB, _DEFAULT_BFC_LIMIT_MIB)) * MIB

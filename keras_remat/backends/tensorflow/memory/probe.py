@@ -45,7 +45,8 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.trace import TensorFlowStep
 from keras_remat.backends.tensorflow.memory.best_fit import CPU_SMALL_BYTES
-from keras_remat.backends.tensorflow.ordered.profile import Recorder, allocation_events, device_name
+from keras_remat.backends.tensorflow.ordered.profile import Recorder, allocation_events
+from keras_remat.backends.tensorflow.profiler.device import device_name, on_gpu
 from keras_remat.core.profile import Chunk
 from keras_remat.units import MIB
 
@@ -83,11 +84,7 @@ def reserve(nbytes: int) -> bool:
     process whose address space is limited keeps those: a region that is reserved would be missing
     elsewhere. A GPU's pool takes all it may have when it starts.
     """
-    if (
-        nbytes < CPU_SMALL_BYTES
-        or host.address_space_is_limited()
-        or device_name().startswith("GPU")
-    ):
+    if nbytes < CPU_SMALL_BYTES or host.address_space_is_limited() or on_gpu():
         return False
     try:
         tf.raw_ops.Empty(shape=[-(-nbytes // MIB), MIB], dtype=tf.uint8)

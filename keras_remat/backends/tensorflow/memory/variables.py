@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow.memory import probe
 from keras_remat.backends.tensorflow.memory.best_fit import CPU_SMALL_BYTES
-from keras_remat.backends.tensorflow.ordered.profile import device_name
+from keras_remat.backends.tensorflow.profiler.device import on_gpu
 
 #: What the CPU's kernels and allocator align tensors to.
 _ALIGNMENT_BYTES = 64
@@ -35,7 +35,7 @@ def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
         A function that puts the values back, bit for bit, as often as it is called; after an
         exception or interrupt in it they are back, too.
     """
-    in_pool = not device_name().startswith("GPU")
+    in_pool = not on_gpu()
     saved = [_bytes_of(v) if in_pool and _is_large(v) else v.numpy() for v in variables]
 
     def put_back() -> None:

@@ -16,9 +16,17 @@ from keras_remat.backends import batches
 from keras_remat.backends.base import Installed, ProfileRecorder, RunStep, StepRunner
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import trace as tracing
-from keras_remat.backends.tensorflow.memory import best_fit, measure, probe, replay, variables
+from keras_remat.backends.tensorflow.memory import (
+    best_fit,
+    exhausted,
+    measure,
+    probe,
+    replay,
+    variables,
+)
 from keras_remat.backends.tensorflow.ordered import lower as lowering
 from keras_remat.backends.tensorflow.ordered import profile as profiling
+from keras_remat.backends.tensorflow.profiler import device
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Pool, Profile
@@ -75,7 +83,6 @@ class TensorFlowBackend:
             raise UnsupportedModelError(
                 f"The model trains under {type(model.distribute_strategy).__name__}: schedules for several replicas are not supported."
             )
-        measure.bytes_in_use()  # raises where nothing can be measured
         if model.jit_compile:
             return "jit_compile=True: the rematerialized step runs without XLA, op by op in order."
         return None
@@ -109,7 +116,7 @@ class TensorFlowBackend:
         return profiling.estimated_profile(traced, resident_bytes)
 
     def with_pool(self, traced: Any, problem: Problem, idle_bytes: int) -> Problem:
-        if profiling.device_name().startswith("GPU"):
+        if device.on_gpu():
             return problem
         free = probe.free_chunks()
         if not free:
@@ -147,16 +154,12 @@ class TensorFlowBackend:
             self.may_cut = probe.reserve(2 ** (nbytes.bit_length() - 1)) or self.may_cut
 
     def tidy(self, model: Any) -> None:
-        if not profiling.device_name().startswith(
-            "GPU"
-        ):  # there, variables are put back by assigning to them
+        if not device.on_gpu():  # there, variables are put back by assigning to them
             self.snapshot(model)()
 
     def room_for(self, like: Any, samples: int) -> AbstractContextManager[None]:
         nbytes = tf.as_dtype(like.dtype).size * samples * math.prod(like.shape[1:])
-        in_pool = nbytes >= best_fit.CPU_SMALL_BYTES and not profiling.device_name().startswith(
-            "GPU"
-        )
+        in_pool = nbytes >= best_fit.CPU_SMALL_BYTES and not device.on_gpu()
         return probe.spaced(nbytes) if in_pool else nullcontext()
 
     def recorder(self) -> ProfileRecorder:
@@ -196,7 +199,7 @@ class TensorFlowBackend:
         return measure.peak_bytes()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, tf.errors.ResourceExhaustedError)
+        return exhausted.is_out_of_memory(error)
 
     def snapshot(self, model: Any) -> Callable[[], None]:
         of_optimizers = (v for optimizer in _optimizers(model) for v in optimizer.variables)
@@ -210,7 +213,7 @@ class TensorFlowBackend:
 
 def _smallest_bytes() -> int:
     """What the device's pool serves at least."""
-    return 0 if profiling.device_name().startswith("GPU") else best_fit.CPU_SMALL_BYTES
+    return 0 if device.on_gpu() else best_fit.CPU_SMALL_BYTES
 
 
 def _optimizers(model: Any) -> Iterator[Any]:

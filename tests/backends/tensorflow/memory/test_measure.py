@@ -8,8 +8,10 @@ import pytest
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow.memory import measure
-from keras_remat.errors import UnsupportedModelError
+from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.units import GIB, MIB
+
+pytestmark = pytest.mark.allocator
 
 #: A process of its own finds the package where this one does.
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -51,26 +53,56 @@ def test_bytes_in_use_count_a_held_tensor():
 
 def test_memory_is_at_most_the_machines():
     assert measure.device_memory_bytes() > GIB // 4
-    if measure.device_name() == "CPU:0":
+    if not on_gpu():
         with open("/proc/meminfo") as file:
             total_kib = int(file.readline().split()[1])
         assert measure.device_memory_bytes() <= total_kib * 1024
 
 
-def test_missing_statistics_are_an_unsupported_model(monkeypatch):
+def test_missing_statistics_are_zeros_and_the_step_runs(monkeypatch):
     def refuse(device):
         raise ValueError(f"no statistics for {device}")
 
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", refuse)
-    for ask in (measure.bytes_in_use, lambda: measure.measure(lambda: pytest.fail("it ran"))):
-        with pytest.raises(UnsupportedModelError, match="TF_ENABLE_ONEDNN_OPTS"):
-            ask()
+    monkeypatch.setattr(tf.config.experimental, "reset_memory_stats", refuse)
+    device = measure.TensorFlowDevice()
+    assert not device.has_statistics
+    assert (device.in_use_bytes(), device.peak_bytes()) == (0, 0)
+    result, usage = measure.measure(lambda: tf.constant(3.0))
+    assert (float(result), usage.peak_bytes) == (3.0, 0)
+    assert usage.time_s > 0
+    assert "enable_cpu_memory_stats()" in device.missing_statistics_advice()
+
+
+def test_zeros_while_tensors_exist_are_no_statistics(monkeypatch):
+    """What some runtimes of several workers report."""
+    zeros = {"current": 0, "peak": 0}
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda device: zeros)
+    assert not measure.TensorFlowDevice().has_statistics
+
+
+def test_the_device_tells_what_it_has():
+    device = measure.TensorFlowDevice()
+    assert device.name == "CPU:0"
+    assert device.allocator in ("bfc", "onednn")
+    assert device.has_statistics
+    held = tf.ones((8, MIB // 4))
+    assert device.in_use_bytes() >= 8 * MIB
+    assert device.peak_bytes() >= device.in_use_bytes()
+    assert device.missing_statistics_advice() == ""
+    del held
+
+
+def test_peak_is_measured_without_waiting():
+    result, peak = measure.measure_peak(lambda: tf.reduce_sum(tf.ones((4, MIB // 4))))
+    assert float(result) == MIB
+    assert peak >= 4 * MIB
 
 
 _ADDRESS_SPACE = """
 import resource
 from pathlib import Path
-from keras_remat.backends.tensorflow import measure
+from keras_remat.backends.tensorflow.memory import measure
 measure.bytes_in_use()
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
 unlimited = measure.device_memory_bytes()
@@ -94,22 +126,3 @@ def test_address_space_limit_is_respected():
     reserve = (64 + 32 * len(os.sched_getaffinity(0))) * MIB
     assert limited <= max(0, 450 * MIB - reserve) + 4 * MIB, "a tenth and the reserve are left out"
     assert limited >= max(0, 450 * MIB - reserve) - 80 * MIB, "and little more"
-
-
-@pytest.mark.slow
-def test_without_onednn_the_cpu_is_refused_by_name():
-    """TensorFlow reads the variable when it is loaded."""
-    if tf.config.list_physical_devices("GPU"):
-        pytest.skip("the GPU's allocator keeps statistics either way")
-    code = (
-        "from keras_remat.backends.tensorflow import measure\n"
-        "from keras_remat.errors import UnsupportedModelError\n"
-        "try:\n    measure.bytes_in_use()\n"
-        "except UnsupportedModelError as error:\n    print(error)\n"
-    )
-    environment = {**_ENVIRONMENT, "TF_ENABLE_ONEDNN_OPTS": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "do not set TF_ENABLE_ONEDNN_OPTS=0" in done.stdout

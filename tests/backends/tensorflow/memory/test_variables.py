@@ -13,7 +13,7 @@ from keras_remat.units import KIB, MIB
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "uint8", "bool")
 on_cpu = pytest.mark.skipif(
-    bool(tf.config.list_logical_devices("GPU")), reason="the pool of a GPU is not told"
+    bool(tf.config.list_physical_devices("GPU")), reason="the pool of a GPU is not told"
 )
 
 

@@ -232,7 +232,7 @@ def test_recomputing_lowers_the_measured_peak_by_what_is_predicted(wide):
 
 
 @pytest.mark.skipif(
-    bool(tf.config.list_logical_devices("GPU")), reason="the pool of a GPU is not told"
+    bool(tf.config.list_physical_devices("GPU")), reason="the pool of a GPU is not told"
 )
 def test_every_step_takes_the_same_peak_and_the_predicted_one():
     """What touches the pool runs in one order, so a step without variables of the pool's size

@@ -1,0 +1,42 @@
+"""Which of TensorFlow's errors say that the device had no memory left.
+
+A GPU without memory has many faces: a copy to it that fails is an ``InternalError``, a convolution
+none of whose algorithms gets its workspace is a ``NotFoundError``, and CUDA's libraries have statuses
+of their own, which come as ``InternalError`` or ``UnknownError``. The texts are those of TensorFlow
+2.18 to 2.21.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+_LIBRARIES = (
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+)
+
+#: Class of error, and the parts of a message of which one says it.
+_TEXTS: tuple[tuple[type[Exception], tuple[str, ...]], ...] = (
+    (
+        tf.errors.InternalError,
+        ("Dst tensor is not initialized", "out of memory", "Failed to allocate", *_LIBRARIES),
+    ),
+    (tf.errors.NotFoundError, ("No algorithm worked!",)),
+    (tf.errors.UnknownError, _LIBRARIES),
+    (tf.errors.AbortedError, _LIBRARIES),
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether TensorFlow raised ``error`` because the device had no memory left."""
+    if isinstance(error, tf.errors.ResourceExhaustedError):
+        return True
+    text = str(error)
+    return any(
+        isinstance(error, kind) and any(part in text for part in parts) for kind, parts in _TEXTS
+    )

@@ -1,0 +1,1 @@
+"""What TensorFlow's profiler records of training steps, and on which device."""

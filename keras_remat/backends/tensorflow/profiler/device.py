@@ -1,0 +1,15 @@
+"""The device whose memory counts."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def device_name() -> str:
+    """Returns the first visible GPU's name, else the CPU's."""
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+def on_gpu() -> bool:
+    """Whether the device whose memory counts is a GPU."""
+    return device_name().startswith("GPU")
