@@ -230,6 +230,8 @@ def stays_on_host(node: Any) -> bool:
 
 def _allows(constraint: Any, node: Any) -> bool:
     """Whether a node's types are among those a kernel was registered for."""
+    if constraint.name not in node.attr:  # asking for it would put it there
+        return True
     allowed = set(constraint.allowed_values.list.type)
     attribute = node.attr[constraint.name]
     given = {attribute.type} if attribute.type else set(attribute.list.type)

@@ -18,11 +18,9 @@ import tensorflow as tf
 from keras_remat.backends.host import host_memory_bytes
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.profiler.device import device_name, on_gpu
+from keras_remat.backends.tensorflow.profiler.events import MEASURED_STEP
 from keras_remat.core.schedule import Usage
 from keras_remat.units import KIB, MIB
-
-#: Names this event in a profiler's trace; it lasts as long as the step that was measured.
-MEASURED_STEP = "keras_remat/measured_step"
 
 #: TensorFlow's own variables, which it reads when it makes its first tensor.
 _USE_BFC, _BFC_LIMIT_MIB = "TF_CPU_ALLOCATOR_USE_BFC", "TF_CPU_BFC_MEM_LIMIT_IN_MB"

@@ -45,8 +45,9 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.trace import TensorFlowStep
 from keras_remat.backends.tensorflow.memory.best_fit import CPU_SMALL_BYTES
-from keras_remat.backends.tensorflow.ordered.profile import Recorder, allocation_events
 from keras_remat.backends.tensorflow.profiler.device import device_name, on_gpu
+from keras_remat.backends.tensorflow.profiler.events import allocation_events
+from keras_remat.backends.tensorflow.profiler.recorder import Recorder
 from keras_remat.core.profile import Chunk
 from keras_remat.units import MIB
 
@@ -281,7 +282,7 @@ def _fragmentation(nbytes: int) -> tuple[int, float, float] | None:
     del tensor
     said = {
         name: float(stats["fragmentation"])
-        for _, name, stats in allocation_events(recorder.stop())
+        for _, name, stats in allocation_events(recorder.stop().planes)
         if stats.get("requested_bytes") == nbytes and "fragmentation" in stats
     }
     before, after = said.get("MemoryDeallocation"), said.get("MemoryAllocation")

@@ -27,6 +27,7 @@ from keras_remat.backends.tensorflow.memory import (
 from keras_remat.backends.tensorflow.ordered import lower as lowering
 from keras_remat.backends.tensorflow.ordered import profile as profiling
 from keras_remat.backends.tensorflow.profiler import device
+from keras_remat.backends.tensorflow.profiler.recorder import Recorder
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Pool, Profile
@@ -43,18 +44,25 @@ _RESERVED_LIMITS = 2
 
 
 class _Recorder:
-    """:class:`.profile.Recorder` behind the backend's interface."""
+    """:class:`.profiler.recorder.Recorder` behind the backend's interface.
+
+    Attributes:
+        remark: why the op times of the profile are estimates; empty where they were measured.
+    """
 
     def __init__(self) -> None:
-        self._recorder = profiling.Recorder()
+        self._recorder = Recorder()
+        self.remark = ""
 
     def start(self) -> bool:
         return self._recorder.start()
 
     def stop(self, lowered: RunStep, resident_bytes: int) -> Profile | None:
-        planes = self._recorder.stop()
-        assert isinstance(lowered, lowering.LoweredStep)
-        return profiling.measured_profile(lowered, planes, resident_bytes) if planes else None
+        recording = self._recorder.stop()
+        if not isinstance(lowered, lowering.LoweredStep):
+            raise TypeError(f"a recording is of steps in order, not of {type(lowered).__name__}")
+        self.remark = profiling.blindness(recording)
+        return profiling.measured_profile(lowered, recording, resident_bytes)
 
 
 class TensorFlowBackend:

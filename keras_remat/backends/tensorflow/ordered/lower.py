@@ -28,6 +28,7 @@ from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.trace import TensorFlowStep, split_input, tensor_key
 from keras_remat.backends.tensorflow.memory.best_fit import Cut
 from keras_remat.backends.tensorflow.ordered import ordering
+from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 
@@ -57,7 +58,12 @@ class LoweredStep:
             for name in sorted(_unfolded(traced, smallest_bytes))
         }
         writer = _Writer(traced, schedule, self._handed_in.keys())
-        ordered = ordering.ordered_positions(problem, schedule, smallest_bytes)
+        ordered = ordering.ordered_positions(
+            problem,
+            schedule,
+            max(smallest_bytes, ordering.GPU_SMALL_BYTES) if on_gpu() else smallest_bytes,
+            _on_host(traced) if on_gpu() else frozenset(),
+        )
         self._function = _build(traced, writer, writer.write(ordered, cuts), self._handed_in)
         self.names = writer.names
 
@@ -249,6 +255,11 @@ class _Writer:
             self._append(node, written, inputs, self._controls(node))
             self._views[key] = written
         return _reference(self._views[key], index)
+
+
+def _on_host(traced: TensorFlowStep) -> Set[int]:
+    """Ids of ops that take no memory of the GPU."""
+    return {op_id for op_id, node in traced.handles.items() if private.stays_on_host(node)}
 
 
 def _unfolded(traced: TensorFlowStep, smallest_bytes: int) -> Set[str]:

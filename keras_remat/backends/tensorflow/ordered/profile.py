@@ -1,70 +1,75 @@
 """Profiles of a traced step: estimated from shapes before anything has run, measured from real
 training steps afterwards.
 
-The measured profile reads TensorFlow's own profiler, which records two things this package needs:
-how long every kernel ran (events ``"<node>:<type>"``) and every allocation with the op that made it
-(``MemoryAllocation`` with ``region_type`` output or temp), so workspace is measured too. Training
-goes on while it records. A profiler session that the user runs already is left alone.
+The measured profile reads a recording of TensorFlow's own profiler (:mod:`..profiler`), which holds
+two things this package needs: how long every op ran, and every allocation with the op that made it,
+so workspace is measured too.
+
+On a GPU the profiler may see no kernels, for want of a privilege. Then op times stay estimates, in
+proportion to the measured step; :func:`blindness` says why.
 """
 
 from __future__ import annotations
 
-import logging
-import tempfile
+import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from math import inf, prod
-from pathlib import Path
+from collections.abc import Sequence
+from math import fsum, inf, prod
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
-import tensorflow as tf
-
-from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.trace import TensorFlowStep, tensor_key
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
+from keras_remat.backends.tensorflow.profiler import device, events
+from keras_remat.backends.tensorflow.profiler.recorder import Recording
+from keras_remat.backends.xla.kernel_costs import kernel_time_s, scaled
 from keras_remat.core.graph import Op
 from keras_remat.core.profile import Profile
-
-logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
+from keras_remat.units import MIB
 
 #: By how much an output's request may be off its bytes, and by what share of them.
 _ALIGNMENT_BYTES, _PADDING = 256, 0.01
 
-# Rates for estimates; only their ratio decides what is cheap to recompute.
+# Rates of a CPU for estimates; only their ratio decides what is cheap to recompute.
 _FLOPS_PER_S = 5e10
 _BYTES_PER_S = 5e9
 _LAUNCH_S = 2e-6
 
+#: TensorFlow's variable for the most scratch of a GPU's convolution, and its default.
+_WORKSPACE_LIMIT_MIB, _DEFAULT_WORKSPACE_LIMIT_MIB = "TF_CUDNN_WORKSPACE_LIMIT_IN_MB", 4096
 
-def device_name() -> str:
-    """The device whose memory counts: the first visible GPU, else the CPU."""
-    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+#: What lowers the floor of a GPU's step whose largest op is a convolution.
+WORKSPACE_ADVICE = (
+    f"A convolution's scratch is part of that: {_WORKSPACE_LIMIT_MIB}=64 before TensorFlow starts "
+    "makes it small."
+)
 
 
 def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None) -> Profile:
     """A profile from shapes alone: floating-point operations or bytes moved at fixed rates,
     whichever takes longer.
 
-    Workspace is taken as none, but where it is known: how much a kernel wants depends on the
-    device, and a guess that is too high would refuse what fits.
+    Workspace is taken as none on a CPU, but where it is known: how much a kernel wants depends on
+    the device, and a guess that is too high would refuse what fits. On a GPU convolutions without
+    any are slow, so those get a guess.
 
     Args:
         traced: the step.
         resident_bytes: bytes in use on the device between steps, if measured; never less than what
             the step's inputs need.
     """
-    ops = traced.graph.ops
-    resident = max(traced.resident_bytes, resident_bytes or 0)
-    times, workspaces = (
-        (_estimated_time_s(traced, op) for op in ops),
-        (_known_workspace(traced, op) for op in ops),
-    )
+    ops, on_gpu = traced.graph.ops, device.on_gpu()
     return Profile(
-        tuple(times), tuple(workspaces), resident, "estimated", device_name(), "tensorflow"
+        tuple(_estimated_time_s(traced, op, on_gpu) for op in ops),
+        tuple(
+            max(_known_workspace(traced, op), _guessed_workspace(traced, op) if on_gpu else 0)
+            for op in ops
+        ),
+        max(traced.resident_bytes, resident_bytes or 0),
+        "estimated",
+        device.device_name(),
+        "tensorflow",
     )
 
 
@@ -74,9 +79,23 @@ def _known_workspace(traced: TensorFlowStep, op: Op) -> int:
     return traced.graph.values[op.outputs[0]].nbytes if op.kind in kinds.SCRATCH else 0
 
 
-def _estimated_time_s(traced: TensorFlowStep, op: Op) -> float:
-    moved = sum(traced.graph.values[v].nbytes for v in (*op.inputs, *op.outputs))
+def _guessed_workspace(traced: TensorFlowStep, op: Op) -> int:
+    """What cuDNN's algorithms for a convolution may ask for: as much as it reads and writes."""
+    if op.kind not in kinds.CONVOLUTIONS:
+        return 0
+    limit = int(os.environ.get(_WORKSPACE_LIMIT_MIB, _DEFAULT_WORKSPACE_LIMIT_MIB)) * MIB
+    return min(limit, _moved_bytes(traced, op))
+
+
+def _moved_bytes(traced: TensorFlowStep, op: Op) -> int:
+    return sum(traced.graph.values[v].nbytes for v in (*op.inputs, *op.outputs))
+
+
+def _estimated_time_s(traced: TensorFlowStep, op: Op, on_gpu: bool) -> float:
+    moved = _moved_bytes(traced, op)
     flops = _flops(traced, op) if op.kind in kinds.CONVOLUTIONS | kinds.MATMULS else 0.0
+    if on_gpu:
+        return kernel_time_s(flops, moved, "gpu")
     return max(_LAUNCH_S, flops / _FLOPS_PER_S, moved / _BYTES_PER_S)
 
 
@@ -111,70 +130,36 @@ def multiply_adds(
     )
 
 
-class Recorder:
-    """Measures a profile over real training steps.
-
-    ``with``-free on purpose: training steps happen between :meth:`start` and :meth:`stop`, in
-    Keras's loop.
-    """
-
-    def __init__(self) -> None:
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
-
-    @property
-    def recording(self) -> bool:
-        return self._directory is not None
-
-    def start(self) -> bool:
-        """Starts recording; returns ``False`` when the user's own profiler session is running,
-        which is then left alone."""
-        directory = tempfile.TemporaryDirectory(prefix="keras_remat_profile_")
-        options = tf.profiler.experimental.ProfilerOptions(
-            host_tracer_level=3, python_tracer_level=0, device_tracer_level=1
-        )
-        try:
-            tf.profiler.experimental.start(directory.name, options)
-        except tf.errors.AlreadyExistsError:
-            directory.cleanup()
-            return False
-        self._directory = directory
-        return True
-
-    def stop(self) -> list[Any]:
-        """Stops recording and returns the trace's planes; empty when nothing was recorded."""
-        if self._directory is None:
-            return []
-        directory, self._directory = self._directory, None
-        try:
-            tf.profiler.experimental.stop()
-            files = sorted(Path(directory.name).rglob("*.xplane.pb"))
-            return [
-                plane for file in files for plane in private.read_trace(file.read_bytes()).planes
-            ]
-        except tf.errors.UnavailableError as error:  # the user's own code has stopped the session
-            logger.warning(
-                "The profiler session ended early (%s); the estimated profile stays.", error.message
-            )
-            return []
-        finally:
-            directory.cleanup()
+def blindness(recording: Recording) -> str:
+    """Returns why a recording of GPU steps shows no kernels; empty where it does, and on a CPU."""
+    if not device.on_gpu() or events.kernel_times_s(recording.planes):
+        return ""
+    said = "; ".join(recording.errors) or "it recorded no kernels and no error"
+    return (
+        f"The profiler cannot time kernels on {device.device_name()} ({said}), so op times are "
+        "estimates in proportion to the measured step. NVIDIA's driver lets only administrators "
+        "profile unless NVreg_RestrictProfilingToAdminUsers=0."
+    )
 
 
 def measured_profile(
-    lowered: LoweredStep, planes: list[Any], resident_bytes: int
+    lowered: LoweredStep, recording: Recording, resident_bytes: int
 ) -> Profile | None:
     """The profile that a recording of ``lowered``'s steps shows, or ``None`` when it shows too few
     of its ops.
 
     Ops without an event (never seen to run for 98 % of the time they are expected to) keep the
-    estimate.
+    estimate. On a GPU an op costs its kernels or its launch, whichever is longer, and all times are
+    scaled so that the schedule takes as long as the measured steps; without kernels the profile's
+    source is ``"estimated"``.
 
     Args:
         lowered: the step that ran while recording.
-        planes: what :meth:`Recorder.stop` returned.
+        recording: what :meth:`.recorder.Recorder.stop` returned.
         resident_bytes: bytes in use on the device between steps.
     """
-    graph = lowered.traced.graph
+    traced, planes, on_gpu = lowered.traced, recording.planes, device.on_gpu()
+    graph = traced.graph
     op_of = {
         name: op_id
         for names, op_id in zip(lowered.names, lowered.schedule.order, strict=True)
@@ -183,74 +168,90 @@ def measured_profile(
     loops = {
         name: op_id for name, op_id in op_of.items() if graph.ops[op_id].kind in kinds.CONTROL_FLOW
     }
-    part_of = {name: part for names in lowered.names for part, name in enumerate(names)}
-    durations: dict[int, dict[int, list[float]]] = defaultdict(
-        lambda: defaultdict(list)
-    )  # op id → its node → seconds
-    inside: dict[int, float] = defaultdict(
-        float
-    )  # id of a loop or branch → seconds of all kernels that ran in it
-    for plane in planes:
-        for name, _, duration_ps, _ in _events(plane):
-            node, separator, _ = name.rpartition(":")
-            if separator and node in op_of:
-                durations[op_of[node]][part_of[node]].append(duration_ps * 1e-12)
-            elif separator and (op_id := _enclosing(node, loops)) is not None:
-                inside[op_id] += duration_ps * 1e-12
+    durations = _durations(lowered, planes, op_of, loops)
     if len(durations) < max(1, len(graph.needed) // 2):
         return None
-    runs = median(len(seconds) for parts in durations.values() for seconds in parts.values())
-    for op_id, total_s in inside.items():
-        durations[op_id] = {0: [total_s / runs]}
-    base = estimated_profile(lowered.traced, resident_bytes)
-    outputs = {op.id: [graph.values[v].nbytes for v in op.outputs] for op in graph.ops}
-    workspace = _workspace(allocation_events(planes), op_of, loops, outputs, _ends(planes, op_of))
+    base = estimated_profile(traced, resident_bytes)
     times = [
         sum(map(median, durations[op.id].values())) if op.id in durations else base.op_time_s[op.id]
         for op in graph.ops
     ]
-    workspaces = [max(workspace.get(op.id, 0), base.op_workspace_bytes[op.id]) for op in graph.ops]
-    return Profile(
+    seen = not on_gpu
+    if on_gpu:
+        kernels = _kernel_times(lowered, planes, op_of, loops, durations)
+        seen = bool(kernels)
+        times = [
+            max(launch, kernels.get(op_id, 0.0)) if seen else base.op_time_s[op_id]
+            for op_id, launch in enumerate(times)
+        ]
+    memory = events.allocation_events(planes, device.allocator_name())
+    outputs = {op.id: [graph.values[v].nbytes for v in op.outputs] for op in graph.ops}
+    workspace = _workspace(memory, op_of, loops, outputs, _ends(planes, op_of))
+    profile = Profile(
         tuple(times),
-        tuple(workspaces),
+        tuple(
+            max(workspace.get(op.id, 0), _known_workspace(traced, op))
+            if memory
+            else base.op_workspace_bytes[op.id]
+            for op in graph.ops
+        ),
         base.resident_bytes,
-        "measured",
-        device_name(),
+        "measured" if seen else "estimated",
+        device.device_name(),
         "tensorflow",
     )
+    step_s = events.measured_step_s(planes) if on_gpu else 0.0
+    if step_s and fsum(times[i] for i in lowered.schedule.order):
+        return scaled(profile, lowered.schedule, step_s, profile.resident_bytes)
+    return profile
 
 
-def _events(plane: Any) -> Iterator[tuple[str, int, int, Callable[[], dict[str, Any]]]]:
-    """Every event of a plane: name, absolute start and duration in picoseconds, and a function that
-    decodes its statistics."""
-    names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
-    stat_names = {key: metadata.name for key, metadata in plane.stat_metadata.items()}
-
-    def decode(event: Any) -> dict[str, Any]:
-        decoded: dict[str, Any] = {}
-        for stat in event.stats:
-            which = stat.WhichOneof("value")
-            value = getattr(stat, which) if which else None
-            decoded[stat_names[stat.metadata_id]] = (
-                stat_names.get(value) if which == "ref_value" else value
-            )
-        return decoded
-
-    for line in plane.lines:
-        for event in line.events:
-            start = line.timestamp_ns * 1000 + event.offset_ps
-            yield names[event.metadata_id], start, event.duration_ps, partial(decode, event)
+def _durations(
+    lowered: LoweredStep, planes: Sequence[Any], op_of: dict[str, int], loops: dict[str, int]
+) -> dict[int, dict[int, list[float]]]:
+    """Op id → each of its nodes → the seconds of its runs, as the executor saw them."""
+    part_of = {name: part for names in lowered.names for part, name in enumerate(names)}
+    durations: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    inside: dict[int, float] = defaultdict(float)  # of a loop or branch, all kernels in it
+    for node, _, duration_ps in events.node_events(planes):
+        if node in op_of:
+            durations[op_of[node]][part_of[node]].append(duration_ps * 1e-12)
+        elif (op_id := _enclosing(node, loops)) is not None:
+            inside[op_id] += duration_ps * 1e-12
+    if durations:
+        runs = _runs(durations)
+        for op_id, total_s in inside.items():
+            durations[op_id] = {0: [total_s / runs]}
+    return durations
 
 
-def allocation_events(planes: list[Any]) -> list[tuple[int, str, dict[str, Any]]]:
-    """Every allocation and deallocation in the order of time: start in picoseconds,
-    ``"MemoryAllocation"`` or ``"MemoryDeallocation"``, and what the allocator said about it."""
-    names = ("MemoryAllocation", "MemoryDeallocation")
-    events = (event for plane in planes for event in _events(plane))
-    return sorted(
-        ((start, name, stats()) for name, start, _, stats in events if name in names),
-        key=lambda event: event[0],
-    )
+def _runs(durations: dict[int, dict[int, list[float]]]) -> float:
+    """How often a step's node ran."""
+    return median(len(seconds) for parts in durations.values() for seconds in parts.values())
+
+
+def _kernel_times(
+    lowered: LoweredStep,
+    planes: Sequence[Any],
+    op_of: dict[str, int],
+    loops: dict[str, int],
+    durations: dict[int, dict[int, list[float]]],
+) -> dict[int, float]:
+    """Op id → the seconds of the kernels of one run of it; empty where no kernels were seen."""
+    totals: dict[int, float] = defaultdict(float)
+    for node, seconds in events.kernel_times_s(planes).items():
+        op_id = op_of[node] if node in op_of else _enclosing(node, loops)
+        if op_id is not None:
+            totals[op_id] += seconds
+    copies = {op_id: 1 + extra for op_id, extra in lowered.schedule.recomputed.items()}
+    runs = _runs(durations) if durations else 1.0
+    result = {}
+    for op_id, total_s in totals.items():
+        counted = [len(seconds) for seconds in durations.get(op_id, {}).values()]
+        # of a loop only the sum is known
+        ran = max(counted) if counted and op_id not in loops.values() else 0
+        result[op_id] = total_s / (ran or runs * copies.get(op_id, 1))
+    return result
 
 
 def _workspace(
@@ -267,7 +268,7 @@ def _workspace(
     is one.
 
     Args:
-        memory: as :func:`allocation_events` returns it.
+        memory: as :func:`.events.allocation_events` returns it.
         op_of: a node's name → op id.
         loops: those of them that are loops or branches; all that is asked for inside is their
             workspace.
@@ -320,14 +321,12 @@ def _freed(memory: list[tuple[int, str, dict[str, Any]]]) -> dict[tuple[int, int
     return freed
 
 
-def _ends(planes: list[Any], op_of: dict[str, int]) -> dict[str, list[int]]:
+def _ends(planes: Sequence[Any], op_of: dict[str, int]) -> dict[str, list[int]]:
     """Node name → when its runs ended, in picoseconds, ascending."""
     ends: dict[str, list[int]] = defaultdict(list)
-    for plane in planes:
-        for name, start, duration, _ in _events(plane):
-            node, separator, _ = name.rpartition(":")
-            if separator and node in op_of:
-                ends[node].append(start + duration)
+    for node, start, duration in events.node_events(planes):
+        if node in op_of:
+            ends[node].append(start + duration)
     return {node: sorted(times) for node, times in ends.items()}
 
 

@@ -13,3 +13,11 @@ def device_name() -> str:
 def on_gpu() -> bool:
     """Whether the device whose memory counts is a GPU."""
     return device_name().startswith("GPU")
+
+
+def allocator_name() -> str:
+    """Returns how the allocator of the device names itself in a recording.
+
+    Empty on a CPU, where there is only one.
+    """
+    return device_name().replace(":", "_") if on_gpu() else ""

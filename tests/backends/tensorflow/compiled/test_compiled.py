@@ -23,7 +23,8 @@ from keras_remat.backends.tensorflow.compiled.lower import lower
 from keras_remat.backends.tensorflow.compiled.profile import estimated_profile
 from keras_remat.backends.tensorflow.compiled.trace import trace
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
-from keras_remat.backends.tensorflow.ordered.profile import Recorder, allocation_events
+from keras_remat.backends.tensorflow.profiler.events import allocation_events
+from keras_remat.backends.tensorflow.profiler.recorder import Recorder
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -141,7 +142,7 @@ def temporary_bytes(step, data):
     recorder = Recorder()
     assert recorder.start()
     step(data)
-    events = allocation_events(recorder.stop())
+    events = allocation_events(recorder.stop().planes)
     return max(
         int(said.get("requested_bytes", 0))
         for _, name, said in events

@@ -13,7 +13,8 @@ from keras_remat.backends.batches import repeated_batch
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.memory import probe
 from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
-from keras_remat.backends.tensorflow.ordered.profile import Recorder, allocation_events
+from keras_remat.backends.tensorflow.profiler.events import allocation_events
+from keras_remat.backends.tensorflow.profiler.recorder import Recorder
 from keras_remat.core.profile import Chunk
 from keras_remat.units import MIB
 
@@ -157,7 +158,7 @@ def test_fragmentation_of_what_was_found_is_what_the_allocator_says(tf):
     empty(tf, 0.3)
     freed = [
         stats
-        for _, name, stats in allocation_events(recorder.stop())
+        for _, name, stats in allocation_events(recorder.stop().planes)
         if name == "MemoryDeallocation"
     ]
     assert freed[-1]["fragmentation"] == pytest.approx(1 - max(chunks) / sum(chunks), abs=2e-3)

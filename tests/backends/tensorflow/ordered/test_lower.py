@@ -261,8 +261,9 @@ from random_schedules import random_schedule
 
 from keras_remat import Problem, Schedule
 from keras_remat.backends.base import preserved_state
-from keras_remat.backends.tensorflow import backend, lower
-from keras_remat.backends.tensorflow.allocator import CPU_SMALL_BYTES
+from keras_remat.backends.tensorflow import backend
+from keras_remat.backends.tensorflow.memory.best_fit import CPU_SMALL_BYTES
+from keras_remat.backends.tensorflow.ordered import lower
 
 ordered = backend()
 model, batch = keras_models.uneven_convnet()

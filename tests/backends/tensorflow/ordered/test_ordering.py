@@ -77,3 +77,10 @@ def test_recomputations_always_wait(seed):
     ):
         assert waits == (op_id in seen)
         seen.add(op_id)
+
+
+def test_what_stays_on_the_host_never_waits():
+    """Nor is it waited for: a control edge across devices is a copy that waits."""
+    problem = chain([100, 100, 100])
+    order = Schedule((0, 1, 0, 1, 2))
+    assert ordered_positions(problem, order, 100, {1}) == [True, False, True, False, True]

@@ -3,6 +3,7 @@ real one."""
 
 from types import SimpleNamespace
 
+import gpu_stand_in
 import keras
 import keras_models
 import numpy as np
@@ -13,12 +14,15 @@ from keras_remat.backends.tensorflow import backend
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.ordered.lower import lower
 from keras_remat.backends.tensorflow.ordered.profile import (
-    Recorder,
     _flops,
+    blindness,
     estimated_profile,
     measured_profile,
 )
 from keras_remat.backends.tensorflow.private import read_trace
+from keras_remat.backends.tensorflow.profiler import device
+from keras_remat.backends.tensorflow.profiler.events import MEASURED_STEP
+from keras_remat.backends.tensorflow.profiler.recorder import Recorder, Recording
 from keras_remat.core.graph import Op
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -172,6 +176,11 @@ class Trace:
         self.event("MemoryDeallocation", at_us, addr=address)
 
 
+def recorded(*traces, kernels=(), errors=()):
+    """What the profiler would return."""
+    return Recording((*(trace.plane for trace in traces), *kernels), tuple(errors))
+
+
 def lowered_with(traced, order=None):
     """What :func:`measured_profile` reads of a lowered step: node names at positions, a repeated op
     under a name of its own."""
@@ -203,7 +212,7 @@ def test_times_are_the_median_of_an_ops_runs_and_copies(mlp):
     trace.event(f"{traced.graph.ops[again].name}:Kind", 6000, 50)
     trace.event("somebody else's:Kind", 7000, 10**6)
     trace.event("no separator", 8000, 10**6)
-    profile = measured_profile(lowered, list(trace.space.planes), 123)
+    profile = measured_profile(lowered, recorded(trace), 123)
     assert profile.op_time_s[again] == pytest.approx(np.median([7, 7, 50, 100]) * 1e-6)
     others = {t for i, t in enumerate(profile.op_time_s) if i != again and i in order}
     assert sorted(others) == pytest.approx([7e-6])
@@ -217,9 +226,9 @@ def test_time_of_an_op_of_two_nodes_is_the_sum_of_theirs():
     lowered = lowered_with(traced)
     trace = full_trace(lowered, duration_us=7)
     (kernel, bias), *_ = (names for names in lowered.names if len(names) == 2)
-    without = measured_profile(lowered, list(trace.space.planes), 0).op_time_s[traced.op_id[kernel]]
+    without = measured_profile(lowered, recorded(trace), 0).op_time_s[traced.op_id[kernel]]
     trace.event(f"{bias}:BiasAddGrad", 5000, 4)
-    profile = measured_profile(lowered, list(trace.space.planes), 0)
+    profile = measured_profile(lowered, recorded(trace), 0)
     assert traced.op_id[bias] == traced.op_id[kernel]
     assert without == pytest.approx(7e-6)
     assert profile.op_time_s[traced.op_id[kernel]] == pytest.approx(11e-6)
@@ -262,7 +271,7 @@ def test_workspace_is_the_most_temporary_bytes_held_at_once(mlp):
     trace.free(21, 0xAA)
     trace.allocate(third, 20, 0xAA, 70)  # written out of order
     trace.allocate(third, 22, 0xAA, 71)
-    profile = measured_profile(lowered, list(trace.space.planes), 0)
+    profile = measured_profile(lowered, recorded(trace), 0)
     ids = lowered.schedule.order[:3]
     assert [profile.op_workspace_bytes[i] for i in ids] == [130, 10**6, 71]
     assert sum(profile.op_workspace_bytes) == 130 + 10**6 + 71
@@ -282,7 +291,7 @@ def test_output_that_a_kernel_asks_for_as_workspace_outlives_it(mlp, freed_at, w
     trace.event(f"{lowered.names[at][0]}:Kind", 2, 10)
     trace.allocate(lowered.names[at][0], 3, 0xA, 4096)
     trace.free(freed_at, 0xA)
-    profile = measured_profile(lowered, list(trace.space.planes), 0)
+    profile = measured_profile(lowered, recorded(trace), 0)
     assert profile.op_workspace_bytes[lowered.schedule.order[at]] == workspace
 
 
@@ -304,7 +313,7 @@ def test_what_runs_inside_a_loop_is_the_loops():
         trace.allocate(
             f"{name}/body/_7/cell/MatMul", 5 * 10**6 + 10 * at, 0xA0 + at, 1000, region="output"
         )
-    profile = measured_profile(lowered, list(trace.space.planes), 0)
+    profile = measured_profile(lowered, recorded(trace), 0)
     assert profile.op_time_s[loop.id] == pytest.approx(10e-6)
     assert profile.op_workspace_bytes[loop.id] == 4000
 
@@ -316,7 +325,7 @@ def test_workspace_over_two_planes_is_ordered_by_absolute_time(mlp):
     first.allocate(lowered.names[0][0], 999, 0xA, 100)
     late.free(1, 0xA)
     first.allocate(lowered.names[0][0], 1002, 0xB, 90)
-    profile = measured_profile(lowered, [*late.space.planes, *first.space.planes], 0)
+    profile = measured_profile(lowered, recorded(late, first), 0)
     assert profile.op_workspace_bytes[lowered.schedule.order[0]] == 100
 
 
@@ -327,14 +336,149 @@ def test_too_few_ops_seen_is_no_profile_and_missing_ones_keep_the_estimate(mlp):
     trace, estimate = Trace(), estimated_profile(traced)
     for at, (name,) in enumerate(lowered.names[: half - 1]):
         trace.event(f"{name}:Kind", at, 3)
-    assert measured_profile(lowered, list(trace.space.planes), 0) is None
+    assert measured_profile(lowered, recorded(trace), 0) is None
     trace.event(f"{lowered.names[half - 1][0]}:Kind", 500, 3)
-    profile = measured_profile(lowered, list(trace.space.planes), 0)
+    profile = measured_profile(lowered, recorded(trace), 0)
     order = lowered.schedule.order
     assert [profile.op_time_s[i] for i in order[:half]] == [pytest.approx(3e-6)] * half
     assert [profile.op_time_s[i] for i in order[half:]] == [
         estimate.op_time_s[i] for i in order[half:]
     ]
+
+
+# ------------------------------------------------------------------ a GPU
+
+
+def kernels_of(lowered, seconds, **options):
+    """A device plane with one kernel per node, ``seconds(position)`` long."""
+    ops = lowered.traced.graph.ops
+    named = {
+        f"{name}:{ops[op_id].kind}": seconds(at)
+        for at, (names, op_id) in enumerate(zip(lowered.names, lowered.schedule.order, strict=True))
+        for name in names[:1]
+    }
+    return gpu_stand_in.device_plane(named, **options)
+
+
+def test_kernels_decide_what_an_op_costs_on_a_gpu(mlp):
+    """Launches take 7 microseconds; kernels a second, but for the first, which is a small one."""
+    lowered = lowered_with(mlp[2])
+    plane = kernels_of(lowered, lambda at: 1.0 if at else 1e-6, runs=3)
+    with gpu_stand_in.gpu():
+        launches = Trace()
+        for run in range(3):
+            for at, (name, *_) in enumerate(lowered.names):
+                launches.event(f"{name}:Kind", 10 * at + 10**6 * run, 7)
+        profile = measured_profile(lowered, recorded(launches, kernels=[plane]), 0)
+    order = lowered.schedule.order
+    assert profile.op_time_s[order[0]] == pytest.approx(7e-6)
+    assert [profile.op_time_s[i] for i in order[1:]] == pytest.approx([1.0] * (len(order) - 1))
+    assert (profile.source, profile.device) == ("measured", "GPU:0")
+
+
+def test_times_on_a_gpu_sum_to_the_measured_step(mlp):
+    """Launches and kernels overlap."""
+    lowered = lowered_with(mlp[2])
+    trace = full_trace(lowered)
+    for run, seconds in enumerate((0.02, 0.01, 0.5)):
+        trace.event(MEASURED_STEP, 10**6 * run, seconds * 1e6)
+    with gpu_stand_in.gpu():
+        profile = measured_profile(
+            lowered, recorded(trace, kernels=[kernels_of(lowered, lambda at: 0.1 * (at + 1))]), 0
+        )
+    order = lowered.schedule.order
+    assert sum(profile.op_time_s[i] for i in order) == pytest.approx(0.02)
+    assert profile.op_time_s[order[9]] == pytest.approx(10 * profile.op_time_s[order[0]])
+
+
+def test_kernels_of_a_repeated_op_are_those_of_one_run(mlp):
+    traced = mlp[2]
+    order = Schedule.store_all(traced.graph).order
+    again = next(i for i in order if traced.graph.ops[i].recomputable)
+    lowered = lowered_with(traced, (*order, again))
+    with gpu_stand_in.gpu():
+        profile = measured_profile(
+            lowered,
+            recorded(full_trace(lowered), kernels=[kernels_of(lowered, lambda at: 1.0)]),
+            0,
+        )
+    assert profile.op_time_s[again] == pytest.approx(1.0)
+
+
+def test_without_kernels_the_split_is_estimated_and_the_sum_measured(mlp):
+    lowered = lowered_with(mlp[2])
+    trace = full_trace(lowered)
+    trace.event(MEASURED_STEP, 0, 5e5)
+    refusal = "CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"
+    with gpu_stand_in.gpu():
+        recording = recorded(trace, errors=[refusal])
+        profile = measured_profile(lowered, recording, 0)
+        estimate = estimated_profile(mlp[2])
+        assert refusal in blindness(recording)
+        assert "NVreg_RestrictProfilingToAdminUsers" in blindness(recording)
+        assert blindness(recorded(trace, kernels=[kernels_of(lowered, lambda at: 1.0)])) == ""
+    assert profile.source == "estimated"
+    order = lowered.schedule.order
+    assert sum(profile.op_time_s[i] for i in order) == pytest.approx(0.5)
+    ratios = [a / b for a, b in zip(profile.op_time_s, estimate.op_time_s, strict=True)]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios))
+    assert blindness(recording) == "", "a CPU has no kernels of its own"
+
+
+def test_only_the_device_s_own_allocator_counts(mlp, monkeypatch):
+    lowered = lowered_with(mlp[2])
+    (first,) = lowered.names[0]
+    trace = full_trace(lowered)
+    for allocator, address, nbytes in (("GPU_0_bfc", 0xA, 1000), ("gpu_host_bfc", 0xB, 10**6)):
+        trace.event(
+            "MemoryAllocation",
+            1,
+            tf_op=first,
+            addr=address,
+            requested_bytes=nbytes,
+            region_type="temp",
+            allocator_name=allocator,
+        )
+    with gpu_stand_in.gpu():
+        monkeypatch.setattr(device, "allocator_name", lambda: "GPU_0")
+        profile = measured_profile(lowered, recorded(trace), 0)
+    assert profile.op_workspace_bytes[lowered.schedule.order[0]] == 1000
+
+
+def test_estimates_on_a_gpu_have_its_rates_and_room_for_convolutions(monkeypatch):
+    model, _ = keras_models.convnet()
+    traced = traced_of(model, 8)
+    on_cpu = estimated_profile(traced)
+    convolutions = [op for op in traced.graph.ops if op.kind in kinds.CONVOLUTIONS]
+    with gpu_stand_in.gpu():
+        profile = estimated_profile(traced)
+        monkeypatch.setenv("TF_CUDNN_WORKSPACE_LIMIT_IN_MB", "0")
+        limited = estimated_profile(traced)
+    for op in convolutions:
+        moved = sum(traced.graph.values[v].nbytes for v in (*op.inputs, *op.outputs))
+        assert profile.op_workspace_bytes[op.id] == moved
+    assert convolutions
+    assert limited.op_workspace_bytes == on_cpu.op_workspace_bytes
+    assert max(profile.op_time_s) < max(on_cpu.op_time_s)
+
+
+def test_measured_workspace_replaces_the_guess():
+    model, _ = keras_models.convnet()
+    traced = traced_of(model, 8)
+    lowered = lowered_with(traced)
+    trace = full_trace(lowered)
+    (first, *_) = lowered.names[0]
+    with gpu_stand_in.gpu():
+        blind = measured_profile(lowered, recorded(trace), 0)
+        assert blind.op_workspace_bytes == estimated_profile(traced).op_workspace_bytes
+        trace.allocate(first, 1, 0xA, 640)
+        profile = measured_profile(lowered, recorded(trace), 0)
+    assert profile.op_workspace_bytes[lowered.schedule.order[0]] == 640
+    assert all(
+        profile.op_workspace_bytes[op.id] == 0
+        for op in traced.graph.ops
+        if op.kind in kinds.CONVOLUTIONS
+    )
 
 
 # ------------------------------------------------------------------ a real recording
@@ -348,14 +492,14 @@ def test_recording_of_real_steps_sees_most_ops_and_their_workspace(mlp):
     run(data)
     recorder = Recorder()
     assert not recorder.recording
-    assert recorder.stop() == []
+    assert recorder.stop() == Recording()
     assert recorder.start()
     assert recorder.recording
     for _ in range(2):
         run(data)
-    planes = recorder.stop()
+    recording = recorder.stop()
     assert not recorder.recording
-    profile = measured_profile(run, planes, BACKEND.bytes_in_use())
+    profile = measured_profile(run, recording, BACKEND.bytes_in_use())
     assert profile.source == "measured"
     seen = sum(a != b for a, b in zip(profile.op_time_s, problem.profile.op_time_s, strict=True))
     assert seen > 0.8 * len(traced.graph.needed)
@@ -367,7 +511,7 @@ def test_the_users_profiler_session_is_left_alone(tmp_path):
         recorder = Recorder()
         assert not recorder.start()
         assert not recorder.recording
-        assert recorder.stop() == []
+        assert recorder.stop() == Recording()
         tf.reduce_sum(tf.ones(8))
     finally:
         tf.profiler.experimental.stop()
@@ -378,7 +522,7 @@ def test_session_that_the_user_stopped_gives_nothing(caplog):
     recorder = Recorder()
     assert recorder.start()
     tf.profiler.experimental.stop(save=False)
-    assert recorder.stop() == []
+    assert recorder.stop() == Recording()
     assert "ended early" in caplog.text
     assert recorder.start(), "the next recording works"
     recorder.stop()

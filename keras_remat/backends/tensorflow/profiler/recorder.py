@@ -1,0 +1,85 @@
+"""Recordings of training steps by TensorFlow's own profiler.
+
+Training goes on while it records. A profiler session that the user runs already is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow import private
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the profiler wrote down.
+
+    Attributes:
+        planes: one per device and one for the host, as TensorFlow writes them (``XPlane``).
+        errors: what the profiler could not do, such as record kernels without the privilege.
+    """
+
+    planes: tuple[Any, ...] = ()
+    errors: tuple[str, ...] = ()
+
+
+class Recorder:
+    """Records real training steps.
+
+    ``with``-free on purpose: training steps happen between :meth:`start` and :meth:`stop`, in
+    Keras's loop.
+    """
+
+    def __init__(self) -> None:
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def recording(self) -> bool:
+        """Whether it records now."""
+        return self._directory is not None
+
+    def start(self) -> bool:
+        """Starts recording; returns ``False`` when the user's own profiler session is running,
+        which is then left alone."""
+        directory = tempfile.TemporaryDirectory(prefix="keras_remat_profile_")
+        options = tf.profiler.experimental.ProfilerOptions(
+            host_tracer_level=3, python_tracer_level=0, device_tracer_level=1
+        )
+        try:
+            tf.profiler.experimental.start(directory.name, options)
+        except tf.errors.AlreadyExistsError:
+            directory.cleanup()
+            return False
+        self._directory = directory
+        return True
+
+    def stop(self) -> Recording:
+        """Stops recording and returns what was recorded; empty when nothing was."""
+        if self._directory is None:
+            return Recording()
+        directory, self._directory = self._directory, None
+        try:
+            tf.profiler.experimental.stop()
+            traces = [
+                private.read_trace(file.read_bytes())
+                for file in sorted(Path(directory.name).rglob("*.xplane.pb"))
+            ]
+            return Recording(
+                tuple(plane for trace in traces for plane in trace.planes),
+                tuple(error for trace in traces for error in trace.errors),
+            )
+        except tf.errors.UnavailableError as error:  # the user's own code has stopped the session
+            logger.warning(
+                "The profiler session ended early (%s); the estimated profile stays.", error.message
+            )
+            return Recording()
+        finally:
+            directory.cleanup()
