@@ -180,13 +180,13 @@ def compile_ours(model, batch, budget, smallest):
     batch = device.example_batch(model, batch)
     traced = device.trace(model, batch)
     problem = Problem(traced.graph, device.estimated_profile(traced))
-    lowered_peak_bytes = device.lowered_peak_bytes
+    compiled_peak_bytes = device.memory.compiled_peak_bytes
 
     def noted(problem, schedule):
-        compilations.append(lowered_peak_bytes(problem, schedule))
+        compilations.append(compiled_peak_bytes(problem, schedule))
         return compilations[-1]
 
-    device.lowered_peak_bytes = noted
+    device.memory.compiled_peak_bytes = noted
 
     def plan(limit):
         return plan_problem(problem, limit, device, solver="auto", time_limit_s=10.0)

@@ -43,7 +43,7 @@ class Recomputed(keras.layers.Layer):
 def measured(backend, model, step, batch):
     """Bytes a step takes beside what is in use before it; the model's variables are put back."""
     with preserved_state(backend, model):
-        before = backend.bytes_in_use()
+        before = backend.device.in_use_bytes()
         return backend.measure(lambda: step(batch))[1].peak_bytes - before
 
 
@@ -52,7 +52,9 @@ def ours(model, batch, budget, smallest):
     to the floor finds, and its numbers."""
     backend = CompiledBackend()
     traced = backend.trace(model, batch)
-    problem = Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()))
+    problem = Problem(
+        traced.graph, backend.estimated_profile(traced, backend.device.in_use_bytes())
+    )
     resident, best, tries = problem.profile.resident_bytes, None, 0
     floor, missed = problem.floor_bytes - resident, 0
     while tries < (TRIES_FOR_LEAST if smallest else TRIES):

@@ -75,7 +75,6 @@ class Measurement:
             self.plain_s_per_sample = plain["seconds"] / plain["batch"]
             self.backend.example_batch(self.model, self.batch)  # builds the model
         if self.options["solvers"]:
-            self.backend.reserve(self.limit_bytes)  # as find_max_batch_size does, for every solver
             self._profile()
         for name in self.options["solvers"]:
             try:
@@ -88,7 +87,7 @@ class Measurement:
     def _measured(self, run: RunStep, size: int, steps: int) -> tuple[int, float]:
         """Trains ``steps`` steps after a first one; the highest allocator peak of them all, and the
         median seconds without the first."""
-        batch = repeated_batch(self.backend, self.batch, size)
+        batch = repeated_batch(self.batch, size)
         peaks, times_s = [], []
         for _ in range(1 + steps):
             logs, usage = self.backend.measure(lambda: run(batch))
@@ -212,7 +211,7 @@ class Measurement:
             )
             schedule = plan.solution.schedule
         keras_remat.validate(problem, schedule)
-        self.predicted[size] = self.backend.predicted_peak_bytes(problem, schedule)
+        self.predicted[size] = self.backend.memory.peak_bytes(problem, schedule)
         run = self.backend.lower(traced, problem.with_budget(self.limit_bytes), schedule)
         return self._measured(run, size, self.options["steps"])
 

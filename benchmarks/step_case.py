@@ -73,7 +73,7 @@ class Probe(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.peaks.append(_peak_bytes())
         time.sleep(_REFILL_S)
-        self.resident_bytes = max(self.resident_bytes, self._backend.bytes_in_use())
+        self.resident_bytes = max(self.resident_bytes, self._backend.device.in_use_bytes())
         plan = self._remat.plan if self._remat is not None else None
         if plan is not None and plan.solution.schedule != self._schedule:
             self._schedule, self._changed_after = plan.solution.schedule, len(self.peaks)
@@ -161,7 +161,7 @@ def smallest_budget(problem: keras_remat.Problem, backend: Backend, time_limit_s
     """The least allocator peak of a greedy plan, by bisection of the budget between floor and
     store-all."""
     low = problem.floor_bytes
-    best = backend.predicted_peak_bytes(problem, keras_remat.Schedule.store_all(problem.graph))
+    best = backend.memory.peak_bytes(problem, keras_remat.Schedule.store_all(problem.graph))
     for _ in range(_PROBES):
         probe = (low + best) // 2
         try:
@@ -327,7 +327,7 @@ class Measurement:
         trace_s = time.perf_counter() - started
         problem = keras_remat.Problem(
             traced.graph,
-            backend.estimated_profile(traced, backend.bytes_in_use()),
+            backend.estimated_profile(traced, backend.device.in_use_bytes()),
             name=self.case.name,
         )
         growth = _memory_high_water() - before
@@ -414,7 +414,7 @@ class Measurement:
         plan = remat.plan
         if plan is None:
             store_all = keras_remat.Schedule.store_all(remat.problem.graph)
-            predicted = self.backend.predicted_peak_bytes(remat.problem, store_all)
+            predicted = self.backend.memory.peak_bytes(remat.problem, store_all)
             row |= {"predicted_bytes": predicted, "measured_bytes": max(probe.peaks[-3:])}
             row |= {
                 "fit_peak_bytes": max(probe.peaks[1:]),

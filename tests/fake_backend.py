@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from keras_remat.backends.base import TracedStep
+from keras_remat.backends.memory import CalibratedMemory
 from keras_remat.core.graph import BACKWARD, FORWARD, Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -77,6 +78,28 @@ class FakeStep(TracedStep):
         return self.surplus_bytes
 
 
+class FakeDevice:
+    """An allocator that keeps statistics, unless it is told not to.
+
+    Attributes:
+        has_statistics: as in :class:`keras_remat.backends.memory.DeviceMemory`.
+    """
+
+    name = "FAKE:0"
+
+    def __init__(self, backend):
+        self._backend, self.has_statistics = backend, True
+
+    def in_use_bytes(self):
+        return RESIDENT_BYTES if self.has_statistics else 0
+
+    def peak_bytes(self):
+        return self._backend.peak_at_failure if self.has_statistics else 0
+
+    def total_bytes(self):
+        return self._backend.memory_bytes
+
+
 class FakeBackend:
     """Records what was asked of it.
 
@@ -94,7 +117,6 @@ class FakeBackend:
     Attributes:
         ran: per step what ran (``"plain"`` or the schedule) and the numbers of its samples.
         traced: batch sizes, in order.
-        tidied_at: how many steps had run whenever the variables were moved together.
         recording: whether a recorder is running.
         fails_at: numbers of the calls of a step, from 1, that run out of memory after they have
             changed the state.
@@ -104,7 +126,6 @@ class FakeBackend:
 
     name, compilation = "fake", "ordered"
     measures_op_times = True
-    fragments = False
     auto_solver = "auto"
 
     def __init__(
@@ -126,7 +147,8 @@ class FakeBackend:
         )
         self.allocator_bytes = allocator_bytes or (lambda problem, schedule: 0)
         self.surplus_bytes = surplus_bytes or (lambda what, size: 0)
-        self.ran, self.traced, self.tidied_at = [], [], []
+        self.ran, self.traced = [], []
+        self.device, self.memory = FakeDevice(self), CalibratedMemory(self.predicted)
         self.recording = False
         self.calls, self.peak_at_failure, self.slowness = 0, 0, slowness
         self.fails_at, self.has_bytes, self.can_be_cut, self.plain_surplus_bytes = (
@@ -159,23 +181,9 @@ class FakeBackend:
     def estimated_profile(self, traced, resident_bytes=None):
         return profile_of(traced.graph, "estimated")
 
-    def with_pool(self, traced, problem, idle_bytes):
-        return problem
-
-    def reserve(self, limit_bytes):
-        self.reserved_bytes = limit_bytes
-
-    def tidy(self, model):
-        self.tidied_at.append(len(self.ran))
-
-    def room_for(self, like, samples):
-        return nullcontext()
-
-    def predicted_peak_bytes(self, problem, schedule):
+    def predicted(self, problem, schedule):
+        """The peak before any calibration."""
         return simulate(problem, schedule).peak_bytes + self.allocator_bytes(problem, schedule)
-
-    def lowered_peak_bytes(self, problem, schedule):
-        return None
 
     def recorder(self):
         return SimpleNamespace(start=self._start_recording, stop=self._stop_recording)
@@ -213,7 +221,7 @@ class FakeBackend:
         self.calls += 1
         self._ran_problem = problem
         schedule = Schedule.store_all(problem.graph) if what == "plain" else what
-        peak = self.predicted_peak_bytes(
+        peak = self.predicted(
             replace(problem, profile=profile_of(problem.graph, "estimated")), schedule
         )
         if self.calls in self.fails_at or peak > self.has_bytes:
@@ -229,17 +237,8 @@ class FakeBackend:
         )
         schedule = Schedule.store_all(problem.graph) if what == "plain" else what
         usage = simulate(problem, schedule)
-        peak = self.predicted_peak_bytes(problem, schedule) + self.surplus_bytes(what, len(samples))
+        peak = self.predicted(problem, schedule) + self.surplus_bytes(what, len(samples))
         return result, Usage(usage.time_s * self.slowness, peak)
-
-    def bytes_in_use(self):
-        return RESIDENT_BYTES
-
-    def device_memory_bytes(self):
-        return self.memory_bytes
-
-    def peak_bytes(self):
-        return self.peak_at_failure
 
     def is_out_of_memory(self, error):
         return isinstance(error, FakeOutOfMemoryError)

@@ -40,11 +40,11 @@ def tight_limit(model, data, batch=BATCH, share=0.55):
     arrays = backend.example_batch(model, tuple(part[:batch] for part in data))
     traced = backend.trace(model, arrays)
     problem = keras_remat.Problem(
-        traced.graph, backend.estimated_profile(traced, backend.bytes_in_use())
+        traced.graph, backend.estimated_profile(traced, backend.device.in_use_bytes())
     )
     del arrays
     resident = problem.profile.resident_bytes
-    peak = backend.predicted_peak_bytes(problem, keras_remat.Schedule.store_all(traced.graph))
+    peak = backend.memory.peak_bytes(problem, keras_remat.Schedule.store_all(traced.graph))
     return int(resident + (peak - resident) * share)
 
 
@@ -140,7 +140,7 @@ def test_limit_below_the_floor_is_refused_before_anything_was_trained():
     assert "batch of about" in str(error)
     assert str(BATCH) in str(error)
     assert_given_back(model)
-    assert backend.bytes_in_use() < 1000 * MIB
+    assert backend.device.in_use_bytes() < 1000 * MIB
 
 
 # ------------------------------------------------------------------ nothing to do

@@ -96,13 +96,13 @@ def limits():
     batch = backend.example_batch(model, tuple(part[:BATCH] for part in data))
     traced = backend.trace(model, batch)
     problem = keras_remat.Problem(
-        traced.graph, backend.estimated_profile(traced, backend.bytes_in_use())
+        traced.graph, backend.estimated_profile(traced, backend.device.in_use_bytes())
     )
     resident, store_all = (
         problem.profile.resident_bytes,
         keras_remat.Schedule.store_all(traced.graph),
     )
-    peak = backend.predicted_peak_bytes(problem, store_all)
+    peak = backend.memory.peak_bytes(problem, store_all)
     return {"tight": int(resident - before + 0.75 * (peak - resident)), "plain": 2**33}
 
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from keras_remat.backends.memory import DeviceMemory, MemoryModel
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -91,15 +92,17 @@ class ProfileRecorder(Protocol):
     def start(self) -> bool:
         """Starts; ``False`` when it cannot, because the user's own profiler session is running."""
 
-    def stop(self, lowered: RunStep, resident_bytes: int) -> Profile | None:
+    def stop(self, lowered: RunStep, resident_bytes: int | None) -> Profile | None:
         """Stops and returns the profile of ``lowered``'s ops, or ``None`` when too few were seen.
         Its ``source`` says whether the op times were measured; where they cannot be, they are
         estimates in proportion to the measured step."""
 
 
 class Backend(Protocol):
-    """The five verbs (trace, profile, lower, measure, restore) and what they need to know about the
-    device."""
+    """The five verbs (trace, profile, lower, measure, restore) and what they need to know.
+
+    An instance belongs to one model and one ``fit``: its memory model remembers what it saw.
+    """
 
     name: str
     compilation: str
@@ -107,9 +110,10 @@ class Backend(Protocol):
     measures_op_times: bool
     """Whether a recorder tells op times; where it does not, recording steps cannot make a plan
     better."""
-    fragments: bool
-    """Whether the predicted peak depends on the order by more than what is alive, so that moving
-    ops about can lower it."""
+    device: DeviceMemory
+    """What the device's allocator tells."""
+    memory: MemoryModel
+    """Predicts the peaks that the device will show, and learns from those it showed."""
 
     auto_solver: str
     """The solver that ``"auto"`` stands for."""
@@ -139,34 +143,13 @@ class Backend(Protocol):
         """
 
     def estimated_profile(self, traced: TracedStep, resident_bytes: int | None = None) -> Profile:
-        """Costs from shapes alone."""
-
-    def with_pool(self, traced: TracedStep, problem: Problem, idle_bytes: int) -> Problem:
-        """``problem`` with the device's allocator as it is now in its profile, where that can be
-        told.
+        """Costs from shapes alone.
 
         Args:
-            traced: a step of the same model, for this or another batch size.
-            problem: its resident bytes are the most in use between two steps.
-            idle_bytes: what is in use while there is no batch.
+            traced: the step.
+            resident_bytes: what the device has in use between steps; ``None`` where nobody knows,
+                then it is what the step's inputs need.
         """
-
-    def reserve(self, limit_bytes: int) -> None:
-        """Has the device's allocator take as much as is free of the limit from the system in one
-        piece, where it would grow by small ones.
-
-        What runs afterwards finds one large chunk, so that less of it is lost between small ones.
-        Where that cannot be had, nothing happens.
-        """
-
-    def tidy(self, model: Any) -> None:
-        """Has the model's variables lie close together in the device's memory, their values as they
-        are, where steps lose less of it then."""
-
-    def room_for(self, like: Any, samples: int) -> AbstractContextManager[None]:
-        """A context in which an array of ``samples`` samples like ``like`` is made where the
-        device's memory has room of just its size, if that can be had; what
-        :meth:`predicted_peak_bytes` says of steps outside of ``fit`` counts on it."""
 
     def recorder(self) -> ProfileRecorder:
         """A recorder for a measured profile."""
@@ -181,26 +164,9 @@ class Backend(Protocol):
             schedule: a legal order.
         """
 
-    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """The peak the device's allocator will show for ``schedule``."""
-
-    def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
-        """The peak of ``schedule`` where lowering it tells, before it runs; ``None`` where only a
-        run tells."""
-
     def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
         """Runs once, waits for it, and returns its result with its time and the allocator's
         peak."""
-
-    def bytes_in_use(self) -> int:
-        """Bytes the device's allocator has handed out now."""
-
-    def device_memory_bytes(self) -> int:
-        """All the memory this process may use on the device."""
-
-    def peak_bytes(self) -> int:
-        """The most the allocator has had in use since :meth:`measure` began, also when what it ran
-        has failed."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether the framework raised ``error`` because the device had no memory left."""

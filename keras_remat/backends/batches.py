@@ -4,8 +4,7 @@ the model and its losses."""
 from __future__ import annotations
 
 import operator
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -75,21 +74,13 @@ def batch_size_of(batch: Any) -> int:
     raise ValueError("the batch holds no array with a first dimension, so its size is unknown")
 
 
-class Rooms(Protocol):
-    """What makes room for arrays; every backend does."""
-
-    def room_for(self, like: Any, samples: int) -> AbstractContextManager[None]:
-        """See :meth:`keras_remat.backends.base.Backend.room_for`."""
-
-
-def repeated_batch(backend: Rooms, batch: Any, size: int) -> Any:
+def repeated_batch(batch: Any, size: int) -> Any:
     """``size`` samples: those of ``batch`` from the first on, again and again.
 
     They are gathered on the device, where a batch of ``fit`` is: TensorFlow puts an array that is
     converted into the device's pool or leaves it outside, as its address happens to be aligned.
 
     Args:
-        backend: of the framework Keras runs on.
         batch: arrays whose first dimension is the batch's; ``None`` stays ``None``.
         size: samples wanted.
 
@@ -103,8 +94,7 @@ def repeated_batch(backend: Rooms, batch: Any, size: int) -> Any:
     def repeated(leaf: Any) -> Any:
         if leaf is None:
             return None
-        with backend.room_for(leaf, size):
-            return keras.ops.take(leaf, at, axis=0)
+        return keras.ops.take(leaf, at, axis=0)
 
     return keras.tree.map_structure(repeated, batch)
 

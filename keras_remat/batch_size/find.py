@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from keras_remat.backends.base import Backend, TracedStep, load_backend, preserved_state
 from keras_remat.backends.batches import batch_size_of, repeated_batch
-from keras_remat.batch_size.cost_fit import CostFit, carried_problem
+from keras_remat.batch_size.cost_fit import carried_problem
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
 from keras_remat.batch_size.search import (
     BatchSearch,
@@ -34,7 +34,6 @@ from keras_remat.batch_size.search import (
     search_batch_size,
 )
 from keras_remat.core.graph import Graph
-from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
@@ -44,10 +43,8 @@ from keras_remat.planning.make_plan import (
     plan_problem,
     reused_plan,
     traced_model,
-    usable_bytes,
 )
 from keras_remat.planning.plan import Plan
-from keras_remat.units import parse_bytes
 
 #: A size is the largest when one that is this share larger does not train.
 RESOLUTION = 0.03
@@ -121,18 +118,11 @@ def find_max_batch_size(
         raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     started = time.perf_counter()
     backend = load_backend()
-    if profile == "measured":
-        backend.reserve(
-            usable_bytes(
-                parse_bytes(memory_limit, total_bytes=backend.device_memory_bytes()), margin
-            )
-        )
     step = traced_model(backend, model, batch, memory_limit, margin, profile, seed)
     traced_s = time.perf_counter() - started
     scaling = measured_scaling(backend, model, step)
     left_s = max(_LEAST_SHARE * time_limit_s, time_limit_s - (time.perf_counter() - started))
     late_s = (1 - _QUICK_SHARE) * left_s
-    now = AsItIsNow(scaling, backend, step.traced if profile == "measured" else None)
 
     def running_s(plan: Plan) -> float:
         """What a size takes that runs: to be chosen and traced about as long as the size given
@@ -140,7 +130,7 @@ def find_max_batch_size(
         return min(_RUNNING_SHARE * late_s, traced_s + _LATER * plan.predicted.time_s)
 
     search = search_batch_size(
-        now,
+        scaling,
         batch_size_of(step.batch),
         step.limit_bytes,
         step.budget_bytes,
@@ -162,7 +152,6 @@ def find_max_batch_size(
         trainer,
         step.budget_bytes,
         backend,
-        traced=step.traced,
         graph_of=trainer.graph,
         max_overhead=max_overhead,
         solve_s=_SOLVE_SHARE * time_limit_s,
@@ -201,56 +190,15 @@ def _profile_at(
     assert step.plan is not None
     problem, order = carried_problem(step.problem, traced.graph), step.plan.solution.schedule
     try:
-        plan = reused_plan(problem, order, step.budget_bytes, backend) or plan_problem(
+        plan = reused_plan(problem, order, step.budget_bytes, backend.memory) or plan_problem(
             problem, step.budget_bytes, backend, solver="greedy_first", time_limit_s=_SECOND_PLAN_S
         )
     except (InfeasibleBudgetError, ScheduleNotFoundError):
         return None
     measured = measured_problem(
-        backend, model, traced, problem, plan, repeated_batch(backend, step.batch, size)
+        backend, model, traced, problem, plan, repeated_batch(step.batch, size)
     )
     return None if measured is problem else measured.profile
-
-
-class AsItIsNow:
-    """A scaling with what the device's allocator has in use and free now, before any batch is
-    there.
-
-    Where the allocator is not replayed, or no step is given that tells where variables are,
-    problems stay as they are.
-    """
-
-    def __init__(self, scaling: BatchScaling, backend: Backend, traced: TracedStep | None):
-        self._scaling, self._replayed = scaling, backend.fragments and traced is not None
-        self._idle_bytes, self._pool = 0, None
-        if backend.fragments and traced is not None:
-            gc.collect()  # the step before is in reference cycles
-            self._idle_bytes = backend.bytes_in_use()
-            self._pool = backend.with_pool(
-                traced, self._resident(scaling.at(1)), self._idle_bytes
-            ).profile.pool
-
-    @property
-    def fit(self) -> CostFit | None:
-        """The scaling's."""
-        return self._scaling.fit
-
-    def _resident(self, problem: Problem) -> Problem:
-        resident = self._idle_bytes + problem.graph.input_bytes
-        return replace(
-            problem, profile=replace(problem.profile, resident_bytes=resident, pool=None)
-        )
-
-    def of(self, problem: Problem) -> Problem:
-        """``problem`` as it would run now."""
-        if not self._replayed:
-            return problem
-        problem = self._resident(problem)
-        return replace(problem, profile=replace(problem.profile, pool=self._pool))
-
-    def at(self, size: int) -> Problem:
-        """The problem at ``size`` samples as it would run now."""
-        return self.of(self._scaling.at(size))
 
 
 class Trainer:
@@ -296,7 +244,7 @@ class Trainer:
         when the device ran out of memory."""
         backend, traced = self._backend, self._trace(size)
         assert plan.problem is not None
-        batch = repeated_batch(backend, self._batch, size)
+        batch = repeated_batch(self._batch, size)
         problem = replace(plan.problem, graph=traced.graph, budget_bytes=plan.budget_bytes)
         run = backend.lower(traced, problem, plan.solution.schedule)
         usages: list[Usage] = []
@@ -317,7 +265,8 @@ class Trainer:
         if len(usages) == STEPS or last.peak_bytes > self._budget:
             return True
         as_predicted = (
-            self._backend.fragments and abs(last.peak_bytes - predicted) <= AS_PREDICTED * predicted
+            self._backend.memory.order_matters
+            and abs(last.peak_bytes - predicted) <= AS_PREDICTED * predicted
         )
         return as_predicted and time.perf_counter() + last.time_s > self._deadline_s
 
@@ -329,7 +278,6 @@ def verified_search(
     budget_bytes: int,
     backend: Backend,
     *,
-    traced: TracedStep | None = None,
     graph_of: Callable[[int], Graph] | None = None,
     max_overhead: float | Literal["forward"] | None = "forward",
     at_most: int | None = None,
@@ -346,7 +294,6 @@ def verified_search(
         train: runs a size, see :class:`Trainer`.
         budget_bytes: what the device may have in use; the measured peak is held against it.
         backend: whose allocator decides.
-        traced: the model's step at any size, which tells where its variables are.
         graph_of: the graph of the train step that really runs at a size; ``None`` where it is the
             scaling's.
         max_overhead, at_most, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
@@ -365,7 +312,6 @@ def verified_search(
         train,
         budget_bytes,
         backend,
-        traced,
         graph_of,
         max_overhead,
         at_most or search.max_batch_size * 2**10,
@@ -386,7 +332,6 @@ class _Verifier:
         train: Train,
         budget_bytes: int,
         backend: Backend,
-        traced: TracedStep | None,
         graph_of: Callable[[int], Graph] | None,
         max_overhead: float | Literal["forward"] | None,
         at_most: int,
@@ -402,7 +347,6 @@ class _Verifier:
             budget_bytes,
             backend,
         )
-        self.traced = traced
         self.graph_of, self.max_overhead, self.at_most, self.solver = (
             graph_of,
             max_overhead,
@@ -429,11 +373,10 @@ class _Verifier:
             if most is None:
                 break
             begun = time.perf_counter()
-            now = AsItIsNow(self.scaling, self.backend, self.traced)
-            chosen = self._chosen(most, now)
+            chosen = self._chosen(most)
             if chosen is None:
                 break
-            self._train(*chosen, now)
+            self._train(*chosen)
             self.longest_s = max(self.longest_s, time.perf_counter() - begun)
             most = self._next(chosen[0])
             if self.good and not self._in_time(self.longest_s):
@@ -478,11 +421,11 @@ class _Verifier:
                 most = self._lowest
         return most if most >= self._lowest else None
 
-    def _chosen(self, most: int, now: AsItIsNow) -> tuple[int, Plan] | None:
+    def _chosen(self, most: int) -> tuple[int, Plan] | None:
         """The largest size up to ``most`` that an order reaches by the corrected prediction, with
         its plan there."""
         found = SizeSearch(
-            now, self._corrected_budget, self.backend, self.max_overhead, most, self.seed
+            self.scaling, self._corrected_budget, self.backend, self.max_overhead, most, self.seed
         )
         first = min(most, int(self._lowest * _AIM) if self.good else self.search.max_batch_size)
         orders = [*reversed(self.orders), Schedule.store_all(self.scaling.at(1).graph)]
@@ -490,16 +433,16 @@ class _Verifier:
         if not found.good and (not self.good or self._in_time(self.solve_s + self.longest_s)):
             found.attempt(first, self.solver, self.solve_s)
         if found.good < self._lowest:  # what a replay of the allocator says holds
-            return None if self.backend.fragments else self._worth_running(first, now)
+            return None if self.backend.memory.order_matters else self._worth_running(first)
         plan = found.fastest
         if plan.solution.schedule not in self.orders:
             self.orders.append(plan.solution.schedule)
         return found.good, plan
 
-    def _worth_running(self, size: int, now: AsItIsNow) -> tuple[int, Plan] | None:
+    def _worth_running(self, size: int) -> tuple[int, Plan] | None:
         """A size that no order is predicted to fit, with the order that is nearest."""
-        problem, budget = now.at(size), int((1 + WORTH_RUNNING) * self._corrected_budget)
-        plans = [reused_plan(problem, order, budget, self.backend) for order in self.orders]
+        problem, budget = self.scaling.at(size), int((1 + WORTH_RUNNING) * self._corrected_budget)
+        plans = [reused_plan(problem, order, budget, self.backend.memory) for order in self.orders]
         allowed = [
             plan
             for plan in plans
@@ -509,9 +452,9 @@ class _Verifier:
 
     # ---------------------------------------------------------------- running it
 
-    def _train(self, size: int, plan: Plan, now: AsItIsNow) -> None:
+    def _train(self, size: int, plan: Plan) -> None:
         """Trains a size and notes what came of it."""
-        own = self._for_its_graph(size, plan, now)
+        own = self._for_its_graph(size, plan)
         usage = None if own is None else self.train(size, own)
         if own is not None and usage is not None:
             self.error = usage.peak_bytes - own.predicted.peak_bytes
@@ -525,14 +468,14 @@ class _Verifier:
         if self.failed is None or size < self.failed[0]:
             self.failed = size, None if usage is None else usage.peak_bytes
 
-    def _for_its_graph(self, size: int, plan: Plan, now: AsItIsNow) -> Plan | None:
+    def _for_its_graph(self, size: int, plan: Plan) -> Plan | None:
         """``plan``, or one made anew where the step that runs at this size has other ops; ``None``
         where none fits."""
         assert plan.problem is not None
         graph = plan.problem.graph if self.graph_of is None else self.graph_of(size)
         if graph.has_ops_of(plan.problem.graph):
             return plan
-        problem = now.of(carried_problem(self.scaling.at(size), graph))
+        problem = carried_problem(self.scaling.at(size), graph)
         differs = f"the train step has {len(graph.ops)} ops at this size, {len(plan.problem.graph.ops)} at others"
         try:
             plan = plan_problem(

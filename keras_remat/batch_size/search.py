@@ -15,9 +15,9 @@ size that fails wastes little, and one that succeeds says more than that it fits
 3. Last come steps from the order that reaches furthest (:meth:`SizeSearch.stretch`): a little above
    its reach, annealing begins with it.
 
-The solver's budget is the allowed one less what the allocator was seen to waste; a new order that
-is a little over the budget is compacted (:mod:`keras_remat.planning.defragment`) before it is given
-up. Feasibility need not be monotone in the size: a schedule that was found is never given up
+The solver's budget is the allowed one less what the allocator was seen to waste.
+
+Feasibility need not be monotone in the size: a schedule that was found is never given up
 because a solver failed at a smaller size, and the thorough solver begins with the whole bracket
 again.
 """
@@ -41,8 +41,10 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
-from keras_remat.planning.make_plan import new_order, reused_plan
+from keras_remat.planning.make_plan import reused_plan
 from keras_remat.planning.plan import Plan
+from keras_remat.planning.to_budget import new_order
+from keras_remat.solvers import check_floor
 from keras_remat.units import format_bytes
 
 #: The search stops when a size that fits and one that does not are this share apart.
@@ -467,22 +469,23 @@ class SizeSearch:
         """Solves at ``size``, from ``start`` where one is given; whether any size was reached that
         is larger than those before."""
         problem, before = self._problem_at(size), self.good
+        if solver == "auto":
+            solver = self.backend.auto_solver
         try:
+            check_floor(problem.with_budget(self.budget))
             order, waste = new_order(
                 problem,
                 self.budget,
                 self.target_share,
-                self.backend,
+                self.backend.memory,
                 solver=solver,
                 time_limit_s=solve_s,
-                start=start,
+                near=start,
                 seed=self.seed,
             )
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self.failure = error
-            self.target_share = (
-                1 + self.target_share
-            ) / 2  # compaction may have what the allocator wastes
+            self.target_share = (1 + self.target_share) / 2
             self.waste = 1.0
             self._tell(Probe(size, None, 0.0, str(error)))
             return False
@@ -497,7 +500,7 @@ class SizeSearch:
     def _reason(self, problem: Problem, order: Schedule) -> str:
         """Why an order does not do at a size."""
         usage = simulate(problem, order)
-        peak = max(usage.peak_bytes, self.backend.predicted_peak_bytes(problem, order))
+        peak = max(usage.peak_bytes, self.backend.memory.peak_bytes(problem, order))
         if peak > self.budget:
             return f"{format_bytes(peak)} is over {format_bytes(self.budget)}"
         overhead = usage.time_s / problem.store_all_time_s - 1
@@ -533,7 +536,9 @@ class SizeSearch:
             middle = _round(max(fits + 1, fits + quarter), min(fails - 1, fails - quarter))
             fits, fails = (middle, fails) if self.fits(order, middle) else (fits, middle)
         plan = (
-            reused_plan(self._problem_at(fits), order, self.budget, self.backend) if fits else None
+            reused_plan(self._problem_at(fits), order, self.budget, self.backend.memory)
+            if fits
+            else None
         )
         if plan is not None:
             self._tell(Probe.of(fits, plan))
@@ -567,7 +572,7 @@ class SizeSearch:
             problem, usage.time_s, self.max_overhead
         ):
             return False
-        return self.backend.predicted_peak_bytes(problem, order) <= self.budget
+        return self.backend.memory.peak_bytes(problem, order) <= self.budget
 
     def _tell(self, probe: Probe) -> None:
         self.probes.append(probe)

@@ -13,64 +13,6 @@ MAX_SECONDS = sys.float_info.max
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A piece of the device's memory that its allocator hands out or takes back as a whole.
-
-    Args:
-        address: of its first byte, counted from anywhere.
-        nbytes: its size.
-
-    Raises:
-        InvalidProblemError: a negative address or no bytes.
-    """
-
-    address: int
-    nbytes: int
-
-    def __post_init__(self) -> None:
-        _check_bytes(self.address, "address")
-        _check_bytes(self.nbytes, "nbytes", least=1)
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The device's allocator between two steps of training.
-
-    Args:
-        free_chunks: what it can hand out before it has to grow.
-        homes: name of an op that assigns a variable → the chunk the variable is in, as pairs, where
-            that is known.
-        batch_chunks: what the batches in use seem to be in.
-        held_bytes: of what is in use, the batches: the one that was trained last, and those that
-            the input pipeline has ready.
-        ahead_bytes: the most that the pipeline has ready; among the profile's resident bytes.
-
-    Raises:
-        InvalidProblemError: no free chunk, or negative bytes.
-    """
-
-    free_chunks: tuple[Chunk, ...]
-    homes: tuple[tuple[str, Chunk], ...] = ()
-    batch_chunks: tuple[Chunk, ...] = ()
-    held_bytes: int = 0
-    ahead_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "free_chunks", tuple(self.free_chunks))
-        object.__setattr__(self, "homes", tuple(self.homes))
-        object.__setattr__(self, "batch_chunks", tuple(self.batch_chunks))
-        if not self.free_chunks:
-            raise InvalidProblemError("has no free chunk", field="pool.free_chunks", value=())
-        for field in ("held_bytes", "ahead_bytes"):
-            _check_bytes(getattr(self, field), f"pool.{field}")
-
-    @property
-    def free_bytes(self) -> int:
-        """All that is free."""
-        return sum(chunk.nbytes for chunk in self.free_chunks)
-
-
-@dataclass(frozen=True)
 class Profile:
     """Costs of one graph, op by op.
 
@@ -81,7 +23,6 @@ class Profile:
         source: ``"measured"`` on the live device or ``"estimated"`` from shapes.
         device: for people, e.g. ``"CPU:0"``.
         backend: ``"tensorflow"``, ``"jax"`` or ``""`` when the costs came from a file.
-        pool: the device's allocator, where it tells.
 
     Raises:
         InvalidProblemError: a negative, NaN or infinite cost, or lists of different length.
@@ -93,7 +34,6 @@ class Profile:
     source: Literal["measured", "estimated"] = "measured"
     device: str = ""
     backend: str = ""
-    pool: Pool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op_time_s", tuple(self.op_time_s))

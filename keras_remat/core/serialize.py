@@ -4,9 +4,9 @@
 "values": [{"name", "bytes"}], "ops": [{"name", "phase", "time_s", "workspace_bytes",
 "recomputable", "inputs", "outputs", "after", "may_reuse"}], "outputs"}``. ``after`` and
 ``may_reuse`` may be missing. A value without a producer is a step input. What the core knows beyond
-that (``kind`` of an op, ``shape`` and ``dtype`` of a value, ``source``, ``device``, ``backend`` and
-``pool`` of the profile) is written when it is there, so that a problem comes back exactly as it
-was.
+that (``kind`` of an op, ``shape`` and ``dtype`` of a value, ``source``, ``device`` and ``backend``
+of the profile) is written when it is there, so that a problem comes back exactly as it was. Unknown
+fields (``pool``, which older files have) are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
-from keras_remat.core.profile import Chunk, Pool, Profile
+from keras_remat.core.profile import Profile
 from keras_remat.errors import InvalidProblemError
 
 FORMAT, VERSION = "keras_remat.problem", 1
@@ -109,10 +109,9 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
         if op.kind:
             entry["kind"] = op.kind
         ops.append(entry)
-    pool = {} if profile.pool is None else {"pool": _pool_to_dict(profile.pool)}
     return {
         "format": FORMAT, "version": VERSION, "name": problem.name,
-        "resident_bytes": profile.resident_bytes, **pool, "budget_bytes": problem.budget_bytes,
+        "resident_bytes": profile.resident_bytes, "budget_bytes": problem.budget_bytes,
         "source": profile.source, "device": profile.device, "backend": profile.backend,
         "values": values, "ops": ops, "outputs": list(graph.outputs),
     }  # fmt: skip
@@ -216,7 +215,6 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
             source=top.get("source", str, "measured"),
             device=top.get("device", str, ""),
             backend=top.get("backend", str, ""),
-            pool=_pool(top.get("pool", (dict, type(None)), None), source),
         )
         return Problem(
             graph,
@@ -230,40 +228,6 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
         raise InvalidProblemError(
             error.message, source=source, field=error.field, value=error.value
         ) from None
-
-
-def _pool_to_dict(pool: Pool) -> dict[str, Any]:
-    return {
-        "free_chunks": [[chunk.address, chunk.nbytes] for chunk in pool.free_chunks],
-        "homes": {name: [chunk.address, chunk.nbytes] for name, chunk in pool.homes},
-        "batch_chunks": [[chunk.address, chunk.nbytes] for chunk in pool.batch_chunks],
-        "held_bytes": pool.held_bytes, "ahead_bytes": pool.ahead_bytes,
-    }  # fmt: skip
-
-
-def _pool(document: object, source: str | None) -> Pool | None:
-    if document is None:
-        return None
-    fields = _Fields(document, source, "pool")
-    free, homes, batches = (
-        fields.get("free_chunks", list),
-        fields.get("homes", dict, {}),
-        fields.get("batch_chunks", list, []),
-    )
-    return Pool(
-        tuple(_chunk(entry, source, "pool.free_chunks") for entry in free),
-        tuple((name, _chunk(entry, source, "pool.homes")) for name, entry in homes.items()),
-        tuple(_chunk(entry, source, "pool.batch_chunks") for entry in batches),
-        fields.get("held_bytes", int, 0), fields.get("ahead_bytes", int, 0),
-    )  # fmt: skip
-
-
-def _chunk(entry: object, source: str | None, field: str) -> Chunk:
-    if not isinstance(entry, list) or len(entry) != 2:
-        raise InvalidProblemError(
-            f"must be [address, nbytes], got {entry!r}", source=source, field=field, value=entry
-        )
-    return Chunk(*entry)
 
 
 def save_problem(problem: Problem, path: str | os.PathLike[str]) -> None:

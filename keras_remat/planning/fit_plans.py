@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from keras_remat.backends.base import Backend
 from keras_remat.core.graph import Graph
@@ -18,6 +18,7 @@ from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning.make_plan import (
+    closest_plan,
     describe_limit_error,
     plan_problem,
     reused_plan,
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds a quick plan may take to solve.
 _QUICK_SOLVE_S = 4.0
-#: Shares of what has to be saved that are tried, most first, when all of it is out of reach.
-_PARTIAL_SAVINGS = (0.85, 0.7, 0.5, 0.25)
+#: Of what is too much, the least share that a plan over the limit saves, to be worth a swap.
+_LEAST_SAVING = 0.25
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class StepPlanner:
         """The limit in force: what was asked for, measured at its first use; lowered when the
         device turns out to have less."""
         if self._limit_bytes is None:
-            total, limit = self._backend.device_memory_bytes(), self._options.memory_limit
+            total, limit = self._backend.device.total_bytes(), self._options.memory_limit
             self._limit_bytes = total if limit is None else parse_bytes(limit, total_bytes=total)
         return self._limit_bytes
 
@@ -82,26 +83,8 @@ class StepPlanner:
         """Time by the problem's op times and the allocator's peak."""
         return Usage(
             simulate(problem, schedule).time_s,
-            self._backend.predicted_peak_bytes(problem, schedule),
+            self._backend.memory.peak_bytes(problem, schedule),
         )
-
-    def calibrated(
-        self, problem: Problem, schedule: Schedule, measured_peak_bytes: int
-    ) -> tuple[Problem, int]:
-        """``problem`` with its resident bytes corrected by what ``schedule`` measured, and how many
-        bytes more a plan had better leave free.
-
-        What a model of the allocator cannot know is the same under every schedule of a step, unless
-        the allocator fragments: then about half of what one took above its replay is seen again
-        under others. It is predicted, and the other half left free. And that a few steps took less
-        than a replay says nothing: the input pipeline holds more at others.
-        """
-        surplus = measured_peak_bytes - self._backend.predicted_peak_bytes(problem, schedule)
-        spare = max(0, surplus) // 2 if self._backend.fragments else 0
-        resident = max(
-            0, problem.profile.resident_bytes + (spare if self._backend.fragments else surplus)
-        )
-        return replace(problem, profile=replace(problem.profile, resident_bytes=resident)), spare
 
     def quick(self, problem: Problem, batch_size: int) -> Plan:
         """A plan to train under while profiling: a quick one, or, where none is found quickly, one
@@ -123,54 +106,41 @@ class StepPlanner:
                 logger.debug("keras_remat: %s", error)
         return self.best(problem, batch_size)
 
-    def best(
-        self, problem: Problem, batch_size: int, known: Schedule | None = None, spare_bytes: int = 0
-    ) -> Plan:
-        """The chosen solver's plan, or that of the ``known`` order where it is as fast;
-        ``spare_bytes`` of the limit are left free.
+    def best(self, problem: Problem, batch_size: int, known: Schedule | None = None) -> Plan:
+        """Returns the chosen solver's plan, or the ``known`` order's where it is as fast.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
-        return self._solve(
-            problem,
-            batch_size,
-            self._options.solver,
-            self._options.solver_time_limit_s,
-            -spare_bytes,
-            known,
-        )
+        options = self._options
+        return self._solve(problem, batch_size, options.solver, options.solver_time_limit_s, known)
 
-    def nearest(
-        self,
-        problem: Problem,
-        batch_size: int,
-        saving_bytes: int,
-        known: Schedule | None = None,
-        spare_bytes: int = 0,
-    ) -> Plan:
-        """A plan within the limit less ``spare_bytes``, or, where there is none, one over it that
-        still saves as much of ``saving_bytes`` as a quick solver can.
+    def nearest(self, problem: Problem, batch_size: int, needed_bytes: int) -> Plan:
+        """Returns a plan within the limit, or, where there is none, the closest one over it.
+
+        Args:
+            problem: graph and profile.
+            batch_size: for the error's advice.
+            needed_bytes: what was needed so far; a plan over the limit has to save a quarter of
+                what that is too much.
 
         Raises:
-            InfeasibleBudgetError, ScheduleNotFoundError: a quarter of it cannot be saved either, or
-                nothing has to be saved.
+            InfeasibleBudgetError, ScheduleNotFoundError: none saves as much.
         """
         try:
-            return self.best(problem, batch_size, known, spare_bytes)
-        except (InfeasibleBudgetError, ScheduleNotFoundError):
-            for share in _PARTIAL_SAVINGS if saving_bytes > 0 else ():
-                try:
-                    return self._solve(
-                        problem,
-                        batch_size,
-                        "greedy_first",
-                        _QUICK_SOLVE_S,
-                        int((1 - share) * saving_bytes) - spare_bytes,
-                    )
-                except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-                    logger.debug("keras_remat: %s", error)
-            raise
+            return self.best(problem, batch_size)
+        except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+            plan = closest_plan(
+                problem,
+                self.usable_bytes,
+                self._backend,
+                time_limit_s=_QUICK_SOLVE_S,
+                seed=self._options.seed,
+            )
+            least_saving = _LEAST_SAVING * (needed_bytes - self.usable_bytes)
+            if needed_bytes - plan.predicted.peak_bytes < least_saving:
+                raise error
+            return plan
 
     def _solve(
         self,
@@ -178,14 +148,18 @@ class StepPlanner:
         batch_size: int,
         solver: str,
         time_limit_s: float,
-        more_bytes: int = 0,
         known: Schedule | None = None,
     ) -> Plan:
         try:
             return plan_problem(
-                problem, self.usable_bytes + more_bytes, self._backend,
-                solver=solver, time_limit_s=time_limit_s, seed=self._options.seed, known=known,
-            )  # fmt: skip
+                problem,
+                self.usable_bytes,
+                self._backend,
+                solver=solver,
+                time_limit_s=time_limit_s,
+                seed=self._options.seed,
+                known=known,
+            )
         except InfeasibleBudgetError as error:
             advice = describe_limit_error(
                 error, self.limit_bytes, batch_size, problem.profile.resident_bytes
@@ -199,13 +173,12 @@ class StepPlanner:
         ``None`` where that does not fit or is not legal."""
         if not graph.has_ops_of(problem.graph):
             return None
-        reused = reused_plan(problem, plan.solution.schedule, self.usable_bytes, self._backend)
-        lowered = (
-            None
-            if reused is None
-            else self._backend.lowered_peak_bytes(problem, plan.solution.schedule)
-        )
-        return None if lowered is not None and lowered > self.usable_bytes else reused
+        memory, order = self._backend.memory, plan.solution.schedule
+        reused = reused_plan(problem, order, self.usable_bytes, memory)
+        if reused is None:
+            return None
+        told = memory.compiled_peak_bytes(problem, order)
+        return reused if told is None or told <= self.usable_bytes else None
 
     def cached(self, problem: Problem) -> Plan | None:
         """The plan that an earlier ``fit`` measured for this graph and limit, if plans are kept.

@@ -10,21 +10,19 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from keras_remat.backends.base import Backend, TracedStep, load_backend, preserved_state
+from keras_remat.backends.memory import DeviceMemory, MemoryModel
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
-from keras_remat.planning.defragment import compacted
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.to_budget import Correction
-from keras_remat.solvers import check_floor, solve
-from keras_remat.solvers.search import nearby
+from keras_remat.planning.to_budget import BudgetSearch, Found
+from keras_remat.solvers import check_floor
 from keras_remat.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -34,13 +32,6 @@ _QUICK_PLAN_S = 10.0
 #: Of the time for a plan, what the quick solver may take before "auto", and what "auto" has at
 #: least.
 _QUICK_SHARE, _SLOW_SHARE = 0.25, 0.5
-#: How many of the orders that a solver finds are replayed, the last ones.
-_REPLAYED = 8
-#: Seconds for moving the ops of a new order about: it helps soon or not at all.
-_COMPACTING_S = 1.0
-#: Of the time for a new order, what its one solve may take; and up to which peak, in budgets, the
-#: rest of it is worth spending.
-_SOLVE_SHARE, _LITTLE_OVER = 0.7, 1.1
 
 
 def plan_problem(
@@ -76,16 +67,16 @@ def plan_problem(
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     check_floor(problem.with_budget(budget_bytes))
-    backend.predicted_peak_bytes(
-        problem, Schedule.store_all(problem.graph)
-    )  # may compile, which is no solver's time; remembered
+    memory = backend.memory
+    # may compile, which is no solver's time; remembered
+    memory.peak_bytes(problem, Schedule.store_all(problem.graph))
     deadline_s = time.perf_counter() + time_limit_s
     solver = backend.auto_solver if solver == "auto" else solver
     if solver != "auto":
-        return _corrected(problem, budget_bytes, backend, budget_bytes, solver, deadline_s, seed)[0]
+        return _solved(problem, budget_bytes, memory, budget_bytes, solver, deadline_s, seed)[0]
     # how much the allocator needs above a schedule is told by the known one or by a quick solver;
     # the slow one starts from there
-    quick = None if known is None else reused_plan(problem, known, budget_bytes, backend)
+    quick = None if known is None else reused_plan(problem, known, budget_bytes, memory)
     start = budget_bytes
     if quick is not None:
         start -= max(
@@ -94,10 +85,10 @@ def plan_problem(
     else:
         try:
             quick_deadline_s = time.perf_counter() + _QUICK_SHARE * time_limit_s
-            quick, start = _corrected(
+            quick, start = _solved(
                 problem,
                 budget_bytes,
-                backend,
+                memory,
                 budget_bytes,
                 "greedy_first",
                 quick_deadline_s,
@@ -108,8 +99,8 @@ def plan_problem(
             logger.debug("keras_remat: %s", error)
     deadline_s = max(deadline_s, time.perf_counter() + _SLOW_SHARE * time_limit_s)
     try:
-        plan, _ = _corrected(
-            problem, budget_bytes, backend, start, solver, deadline_s, seed, patient=known is None
+        plan, _ = _solved(
+            problem, budget_bytes, memory, start, solver, deadline_s, seed, patient=known is None
         )
     except ScheduleNotFoundError:
         if quick is None:
@@ -118,10 +109,10 @@ def plan_problem(
     return plan if quick is None or plan.predicted.time_s <= quick.predicted.time_s else quick
 
 
-def _corrected(
+def _solved(
     problem: Problem,
     budget_bytes: int,
-    backend: Backend,
+    memory: MemoryModel,
     start: int,
     solver: str,
     deadline_s: float,
@@ -129,28 +120,53 @@ def _corrected(
     *,
     patient: bool = True,
 ) -> tuple[Plan, int]:
-    """One solver's plan that keeps to the budget, and the target that it was solved for; arguments
-    as in :class:`.to_budget.Correction`."""
-    store_all = Schedule.store_all(problem.graph)
-    baseline = Usage(
-        simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all)
-    )
-    found, target = Correction(problem, budget_bytes, backend, solver, seed).run(
-        start, deadline_s, patient=patient
-    )
-    return _plan_of(problem, budget_bytes, found.solution, baseline, found.peak_bytes), target
+    """Returns one solver's plan that keeps to the budget, and the target it was solved for."""
+    search = BudgetSearch(problem, budget_bytes, memory, solver, seed)
+    found, target = search.run(start, deadline_s, patient=patient)
+    return plan_of(problem, budget_bytes, memory, found), target
 
 
-def _plan_of(
-    problem: Problem, budget_bytes: int, solution: Solution, store_all: Usage, peak_bytes: int
+def closest_plan(
+    problem: Problem,
+    budget_bytes: int,
+    backend: Backend,
+    *,
+    solver: str = "greedy_first",
+    time_limit_s: float = 4.0,
+    seed: int = 0,
 ) -> Plan:
-    assert solution.usage is not None
+    """Returns the plan that comes closest to a budget that none may keep to.
+
+    Args:
+        problem, budget_bytes, backend, solver, seed: as in :func:`plan_problem`.
+        time_limit_s: seconds.
+
+    Raises:
+        ScheduleNotFoundError: not even one over the budget was found.
+    """
+    search = BudgetSearch(problem, budget_bytes, backend.memory, solver, seed)
+    deadline_s = time.perf_counter() + time_limit_s
+    try:
+        found, _ = search.run(
+            max(budget_bytes, problem.floor_bytes), deadline_s, patient=False, approach=True
+        )
+    except ScheduleNotFoundError:
+        if search.closest is None:
+            raise
+        found = search.closest
+    return plan_of(problem, budget_bytes, backend.memory, found)
+
+
+def plan_of(problem: Problem, budget_bytes: int, memory: MemoryModel, found: Found) -> Plan:
+    """Returns a schedule that was found as a plan."""
+    store_all = Schedule.store_all(problem.graph)
+    plain_bytes = memory.peak_bytes(problem, store_all)
     return Plan(
         problem.graph.fingerprint,
         budget_bytes,
-        solution,
-        store_all,
-        Usage(solution.usage.time_s, peak_bytes),
+        found.solution,
+        Usage(simulate(problem, store_all).time_s, plain_bytes),
+        Usage(found.time_s, found.peak_bytes),
         profile_source=problem.profile.source,
         device=problem.profile.device,
         name=problem.name,
@@ -159,115 +175,25 @@ def _plan_of(
 
 
 def reused_plan(
-    problem: Problem, schedule: Schedule, budget_bytes: int, backend: Backend
+    problem: Problem, schedule: Schedule, budget_bytes: int, memory: MemoryModel
 ) -> Plan | None:
-    """A plan that runs a known order of the same ops, found for another batch size; ``None`` where
-    it needs more than the budget.
+    """Returns a plan for a known order; ``None`` where it needs more than the budget.
 
     Args:
         problem: graph and profile at the size that is wanted.
-        schedule: an order of ops with the same ids, inputs and outputs, which is therefore legal
-            here.
-        budget_bytes, backend: as in :func:`plan_problem`.
+        schedule: an order of ops with the same ids, inputs and outputs, found for another batch
+            size; it is therefore legal here.
+        budget_bytes: what the device may have in use.
+        memory: predicts what the device shows.
     """
     usage = simulate(problem, schedule)
     if usage.peak_bytes > budget_bytes:
         return None
-    peak = backend.predicted_peak_bytes(problem, schedule)
+    peak = memory.peak_bytes(problem, schedule)
     if peak > budget_bytes:
         return None
-    store_all = Schedule.store_all(problem.graph)
-    baseline = Usage(
-        simulate(problem, store_all).time_s, backend.predicted_peak_bytes(problem, store_all)
-    )
-    return Plan(
-        problem.graph.fingerprint,
-        budget_bytes,
-        Solution(schedule, "reused", "feasible", 0.0, None, usage),
-        baseline,
-        Usage(usage.time_s, peak),
-        profile_source=problem.profile.source,
-        device=problem.profile.device,
-        name=problem.name,
-        problem=problem,
-    )
-
-
-def new_order(
-    problem: Problem,
-    budget_bytes: int,
-    target_share: float,
-    backend: Backend,
-    *,
-    solver: str,
-    time_limit_s: float,
-    start: Schedule | None = None,
-    seed: int = 0,
-) -> tuple[Schedule, float]:
-    """One solve and at most one compaction: an order that need not fit, in a time that is bounded
-    also where none does.
-
-    Of all that the solver finds on its way, it is the order that the allocator needs least for.
-
-    Args:
-        problem: graph and profile; its own budget plays no part.
-        budget_bytes: what the device may have in use; the order is compacted where it is a little
-            over it.
-        target_share: the solver's budget as a share of ``budget_bytes``.
-        backend: whose allocator decides.
-        solver, seed: as in :func:`keras_remat.solvers.solve`.
-        time_limit_s: seconds for both.
-        start: a known order to begin with (:mod:`keras_remat.solvers.search.nearby`) instead of
-            solving anew.
-
-    Returns:
-        The order, and the allocator's peak over the bytes alive, a ratio of at least 1 or so.
-
-    Raises:
-        InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
-    """
-    check_floor(problem.with_budget(budget_bytes))
-    deadline_s = time.perf_counter() + time_limit_s
-    solver = backend.auto_solver if solver == "auto" else solver
-    target = problem.with_budget(
-        min(budget_bytes, max(problem.floor_bytes, int(target_share * budget_bytes)))
-    )
-    solve_s = _SOLVE_SHARE * time_limit_s
-    seen: list[Schedule] = []
-    if start is None:
-        final = solve(
-            target,
-            solver=solver,
-            time_limit_s=solve_s,
-            seed=seed,
-            progress=lambda found: seen.append(found.schedule),
-        )
-        seen.append(final.schedule)
-    else:
-        seen.extend(
-            islice(nearby.schedules(target, start, time_limit_s=solve_s, seed=seed), _REPLAYED)
-        )
-        if not seen:
-            raise ScheduleNotFoundError(
-                target.budget_bytes or 0, problem.floor_bytes, solver="nearby"
-            )
-    order = min(
-        list(dict.fromkeys(seen))[-_REPLAYED:],
-        key=lambda order: backend.predicted_peak_bytes(problem, order),
-    )
-    peak = backend.predicted_peak_bytes(problem, order)
-    left_s = deadline_s - time.perf_counter()
-    if backend.fragments and left_s > 0 and budget_bytes < peak <= _LITTLE_OVER * budget_bytes:
-        order = compacted(
-            problem,
-            order,
-            budget_bytes,
-            backend,
-            time_limit_s=min(left_s, _COMPACTING_S),
-            seed=seed,
-        )
-        peak = backend.predicted_peak_bytes(problem, order)
-    return order, peak / max(1, simulate(problem, order).peak_bytes)
+    solution = Solution(schedule, "reused", "feasible", 0.0, None, usage)
+    return plan_of(problem, budget_bytes, memory, Found(solution, usage.time_s, peak))
 
 
 def make_plan(
@@ -359,13 +285,12 @@ def traced_model(
         raise ValueError(f'profile must be "measured" or "estimated", got {profile!r}')
     backend.check(model)
     gc.collect()  # steps that ran before are in reference cycles
-    limit = parse_bytes(memory_limit, total_bytes=backend.device_memory_bytes())
+    limit = parse_bytes(memory_limit, total_bytes=backend.device.total_bytes())
     budget = usable_bytes(limit, margin)
     arrays = backend.example_batch(model, batch)
     traced = backend.trace(model, arrays)
-    problem = problem_now(
-        backend, traced, backend.estimated_profile(traced, backend.bytes_in_use()), model.name
-    )
+    profile_now = backend.estimated_profile(traced, counted_bytes(backend.device))
+    problem = Problem(traced.graph, profile_now, name=model.name)
     plan: Plan | None = None
     if profile == "measured":
         plan = plan_problem(
@@ -383,24 +308,27 @@ def measured_problem(
     schedule = plan.solution.schedule
     run = backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule)
     with preserved_state(backend, model):
-        run(batch)
-        resident = backend.bytes_in_use()
+        run(batch)  # a first call autotunes, which says nothing about later ones
+        _, usage = backend.measure(lambda: run(batch))
+        resident = counted_bytes(backend.device)
         recorder = backend.recorder()
-        if not recorder.start():
-            return problem
-        try:
-            for _ in range(3):
-                run(batch)
-        finally:  # a profiler session must not outlive a step that raised
-            profile = recorder.stop(run, resident)
-    return problem if profile is None else problem_now(backend, traced, profile, problem.name)
+        profile: Profile | None = None
+        if recorder.start():
+            try:
+                for _ in range(3):
+                    run(batch)
+            finally:  # a profiler session must not outlive a step that raised
+                profile = recorder.stop(run, resident)
+    if profile is not None:
+        problem = replace(problem, profile=profile)
+    if backend.device.has_statistics:
+        backend.memory.observe(problem, schedule, usage.peak_bytes)
+    return problem
 
 
-def problem_now(backend: Backend, traced: TracedStep, profile: Profile, name: str) -> Problem:
-    """The problem of a step whose batch is there, with the allocator as it is."""
-    gc.collect()  # what is in reference cycles would be free by the time a plan runs
-    problem = Problem(traced.graph, profile, name=name)
-    return backend.with_pool(traced, problem, backend.bytes_in_use() - traced.graph.input_bytes)
+def counted_bytes(device: DeviceMemory) -> int | None:
+    """Returns the bytes in use now; ``None`` where the allocator keeps no statistics."""
+    return device.in_use_bytes() if device.has_statistics else None
 
 
 def usable_bytes(limit_bytes: int, margin: float) -> int:

@@ -177,7 +177,6 @@ class StepChoice:
             self._model, backend, options, self._report, self._progress, plain_may_run=False
         )
         tuner.installed, tuner.steps_run = self._tuner.installed, self._tuner.steps_run
-        tuner.idle_bytes = self._tuner.idle_bytes
         return tuner
 
     # ---------------------------------------------------------------- the tuner in force
@@ -238,10 +237,6 @@ class StepChoice:
     def measured_elsewhere(self) -> dict[int, Profile]:
         """As in :class:`~keras_remat.training.step_trainer.StepTuner`."""
         return self._tuner.measured_elsewhere()
-
-    def reserve(self) -> None:
-        """As :meth:`~keras_remat.training.step_trainer.StepTuner.reserve`."""
-        self._tuner.reserve()
 
     def forget_main(self, expected: Plan | None = None, costs: Problem | None = None) -> None:
         """The next batch's shape becomes the main one; one that does not fit is refused, not handed

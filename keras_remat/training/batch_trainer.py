@@ -20,10 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_remat.backends.batches import batch_size_of
-from keras_remat.batch_size.find import AsItIsNow
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
 from keras_remat.batch_size.search import BatchSearch, SizeSearch, search_batch_size
-from keras_remat.core.schedule import Schedule
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.fit_report import AutotuneReport
@@ -177,15 +175,14 @@ class BatchTrainer:
         ):
             return
         with steps.long_task("looking for a larger batch"):
-            now = AsItIsNow(scaling, steps.backend, steps.measured_main()[0])
-            error = peak_bytes - steps.backend.predicted_peak_bytes(
-                now.at(size), plan.solution.schedule
+            error = peak_bytes - steps.backend.memory.peak_bytes(
+                scaling.at(size), plan.solution.schedule
             )
             orders = dict.fromkeys(
                 p.plan.solution.schedule for p in reversed(self.search.probes) if p.plan is not None
             )
             found = SizeSearch(
-                now,
+                scaling,
                 max(1, steps.usable_bytes - error),
                 steps.backend,
                 "forward",
@@ -230,15 +227,8 @@ class BatchTrainer:
                 scaling = batch_scaling(
                     backend, self._model, traced, problem, batch, steps.measured_elsewhere()
                 )
-                most = None if at_most is None else scaling.at(at_most)
-                if (
-                    most is None
-                    or backend.predicted_peak_bytes(most, Schedule.store_all(most.graph))
-                    > steps.usable_bytes
-                ):
-                    steps.reserve()  # memory is what bounds the size
                 search = search_batch_size(
-                    AsItIsNow(scaling, backend, traced),
+                    scaling,
                     loader,
                     steps.limit_bytes,
                     steps.usable_bytes,

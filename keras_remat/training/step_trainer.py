@@ -47,6 +47,7 @@ from keras_remat.errors import (
     UnsupportedModelError,
 )
 from keras_remat.planning.fit_plans import StepPlanner, TunerOptions
+from keras_remat.planning.make_plan import counted_bytes
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.fit_report import AutotuneReport, Event
 from keras_remat.training.baseline import PredictedBaseline
@@ -81,9 +82,6 @@ class _Candidate:
     may_split: bool = False
     steps_in_phase: int = 0
     resident_bytes: int = 0  # the most in use between two of its steps
-    spare_bytes: int = (
-        0  # left free of the limit, for what its steps may take above their predictions
-    )
     measured: list[Usage] = field(default_factory=list)
     tried: list[tuple[Usage, Plan, RunStep]] = field(
         default_factory=list
@@ -144,8 +142,6 @@ class StepTuner:
     Attributes:
         backend: as given.
         steps_run: how many steps this ``fit`` has trained.
-        idle_bytes: what was in use when the epoch began, before the input pipeline held a batch;
-            ``None`` where that was not seen.
     """
 
     def __init__(
@@ -171,9 +167,7 @@ class StepTuner:
         )
         self._expected: Plan | None = None
         self._costs: Problem | None = None
-        self._reserved = False
         self.steps_run = 0
-        self.idle_bytes: int | None = None
         self.installed: Installed | None = None
         self.plan: Plan | None = None
         self.counter = StepCounter()
@@ -206,10 +200,8 @@ class StepTuner:
                     self._after_out_of_memory(candidate, batch, error)
 
     def epoch_begins(self) -> None:
-        """Notes what is in use while the input pipeline holds no batch."""
+        """Tells the baseline that an epoch begins."""
         self._baseline.epoch_begins()
-        gc.collect()
-        self.idle_bytes = self._backend.bytes_in_use()
 
     def _train(self, candidate: _Candidate, batch: Any) -> Any:
         for other in self._candidates.values():
@@ -231,7 +223,9 @@ class StepTuner:
         if candidate.phase != "settled":
             candidate.measured.append(usage)
             # the input pipeline holds more batches at some steps than at others
-            candidate.resident_bytes = max(candidate.resident_bytes, self._backend.bytes_in_use())
+            candidate.resident_bytes = max(
+                candidate.resident_bytes, self._backend.device.in_use_bytes()
+            )
             self._advance(candidate, batch)
         else:
             self._watch(candidate, batch, usage)
@@ -332,22 +326,6 @@ class StepTuner:
         """
         self._main, self._expected, self._costs = None, expected, costs
 
-    def reserve(self) -> None:
-        """Has the device's allocator take what is free of the limit in one piece, once, and the
-        variables moved close together: steps that need about as much lose less of it then."""
-        if not self._reserved:
-            self._reserved = True
-            self._backend.reserve(self.usable_bytes)
-        self._tidy()
-
-    def _tidy(self) -> None:
-        """Has the variables lie close together in the device's memory, wherever loading and
-        training had put them."""
-        before = self._backend.bytes_in_use()
-        self._backend.tidy(self._model)
-        if self.idle_bytes is not None:
-            self.idle_bytes -= before - self._backend.bytes_in_use()
-
     def close(self) -> None:
         """Stops a recording that is under way."""
         for candidate in self._candidates.values():
@@ -405,16 +383,6 @@ class StepTuner:
             return candidate
         problem = self._trace(candidate, batch)
         peak = self._plain_peak_bytes(candidate)
-        if not self._plain_may_run or peak > self.usable_bytes:
-            before = self._backend.bytes_in_use()
-            if self._main is None and may_split:  # larger batches will follow
-                self.reserve()
-            elif self._main is None:  # a main step counts on where the variables are
-                self._tidy()
-            resident = problem.profile.resident_bytes - (before - self._backend.bytes_in_use())
-            problem = replace(problem, profile=replace(problem.profile, resident_bytes=resident))
-            problem = candidate.problem = self._with_pool(candidate, problem)
-            peak = self._plain_peak_bytes(candidate)
         if (
             self._options.plan is not None and not self._candidates
         ):  # it is for the shape that training begins with
@@ -453,7 +421,8 @@ class StepTuner:
             gc.collect()  # what an earlier fit left in reference cycles is not resident
             candidate.traced = self._backend.trace(self._model, batch, micro_batches)
         graph = candidate.traced.graph
-        profile = self._backend.estimated_profile(candidate.traced, self._backend.bytes_in_use())
+        in_use = counted_bytes(self._backend.device)
+        profile = self._backend.estimated_profile(candidate.traced, in_use)
         known = self._known_costs(candidate.batch_size)
         if known is not None and micro_batches == 1 and known.graph.has_ops_of(graph):
             profile = replace(
@@ -461,9 +430,7 @@ class StepTuner:
                 op_time_s=known.profile.op_time_s,
                 op_workspace_bytes=known.profile.op_workspace_bytes,
             )
-        candidate.problem = self._with_pool(
-            candidate, Problem(graph, profile, name=self._model.name)
-        )
+        candidate.problem = Problem(graph, profile, name=self._model.name)
         candidate.micro_batches = micro_batches
         return candidate.problem
 
@@ -474,18 +441,6 @@ class StepTuner:
         if main is None:
             return self._costs
         return main.problem if main.micro_batches == 1 and size <= main.batch_size else None
-
-    def _with_pool(self, candidate: _Candidate, problem: Problem) -> Problem:
-        """``problem`` with the allocator as it is; what came beside the batch since the epoch began
-        are the batches after it."""
-        gc.collect()  # what is in reference cycles would be free by the time the plan runs
-        idle = (
-            self._backend.bytes_in_use() - problem.graph.input_bytes
-            if self.idle_bytes is None
-            else self.idle_bytes
-        )
-        assert candidate.traced is not None
-        return self._backend.with_pool(candidate.traced, problem, idle)
 
     def _micro_batched(
         self,
@@ -540,7 +495,7 @@ class StepTuner:
         assert problem is not None
         assert traced is not None
         return (
-            self._backend.predicted_peak_bytes(problem, Schedule.store_all(problem.graph))
+            self._backend.memory.peak_bytes(problem, Schedule.store_all(problem.graph))
             + traced.plain_surplus_bytes
         )
 
@@ -680,11 +635,8 @@ class StepTuner:
             )
             candidate.enter("verify")
             return
-        problem = self._with_pool(candidate, replace(candidate.problem, profile=profile))
-        peak = max(u.peak_bytes for u in candidate.measured)
-        candidate.problem, candidate.spare_bytes = self._planner.calibrated(
-            problem, candidate.schedule, peak
-        )
+        candidate.problem = replace(candidate.problem, profile=profile)
+        self._observe(candidate)
         plain = self._plain_peak_bytes(candidate)
         if (
             plain <= self.usable_bytes
@@ -701,6 +653,13 @@ class StepTuner:
             return
         self._replan(candidate)
 
+    def _observe(self, candidate: _Candidate) -> None:
+        """Tells the memory model what the steps of this phase measured."""
+        assert candidate.problem is not None
+        if self._backend.device.has_statistics:
+            peak = max(usage.peak_bytes for usage in candidate.measured)
+            self._backend.memory.observe(candidate.problem, candidate.schedule, peak)
+
     def _replan(self, candidate: _Candidate, saving_bytes: int = 0) -> None:
         """Plans again from ``candidate.problem``, to save ``saving_bytes`` against what runs or as
         much of it as can be; what runs stays when nothing better is found."""
@@ -709,10 +668,12 @@ class StepTuner:
         assert running is not None
         try:
             with self._progress("solving for the schedule"):
-                known = None if saving_bytes else running.solution.schedule
-                plan = self._planner.nearest(
-                    problem, candidate.batch_size, saving_bytes, known, candidate.spare_bytes
-                )
+                if saving_bytes:
+                    needed = self._backend.memory.peak_bytes(problem, running.solution.schedule)
+                    plan = self._planner.nearest(problem, candidate.batch_size, needed)
+                else:
+                    known = running.solution.schedule
+                    plan = self._planner.best(problem, candidate.batch_size, known)
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self.event("kept", f"The plan that is running stays: {error}")
             self._keep_running(candidate)
@@ -720,7 +681,7 @@ class StepTuner:
         now = self._planner.predict(problem, running.solution.schedule)
         if (
             not saving_bytes
-            and now.peak_bytes + candidate.spare_bytes <= self.usable_bytes
+            and now.peak_bytes <= self.usable_bytes
             and plan.predicted.time_s >= now.time_s
         ):
             self._keep_running(candidate)
@@ -738,7 +699,6 @@ class StepTuner:
             self._planner.predict(problem, s)
             for s in (plan.solution.schedule, Schedule.store_all(problem.graph))
         )
-        predicted = replace(predicted, peak_bytes=predicted.peak_bytes + candidate.spare_bytes)
         plan = replace(
             plan, predicted=predicted, store_all=store_all, profile_source=problem.profile.source
         )
@@ -765,10 +725,7 @@ class StepTuner:
                     f"Measured peak {format_bytes(usage.peak_bytes)} is over the limit of {format_bytes(self.limit_bytes)} "
                     f"({format_bytes(plan.predicted.peak_bytes)} predicted): planning again for {format_bytes(over)} less.",
                 )
-                candidate.problem, spare = self._planner.calibrated(
-                    problem, plan.solution.schedule, usage.peak_bytes
-                )
-                candidate.spare_bytes += spare
+                self._observe(candidate)
                 with self._planning():
                     self._replan(candidate, over)
                 return
@@ -826,7 +783,7 @@ class StepTuner:
         candidate.out_of_memory += 1
         problem = candidate.problem or self._trace(candidate, batch)
         cause, before = error.__cause__, self.limit_bytes
-        predicted = self._backend.predicted_peak_bytes(problem, candidate.schedule)
+        predicted = self._backend.memory.peak_bytes(problem, candidate.schedule)
         self.event(
             "out-of-memory",
             f"The step of {candidate.batch_size} samples ({format_bytes(predicted)} predicted) ran out of memory with "
@@ -843,9 +800,7 @@ class StepTuner:
         candidate.plain_exceeded |= candidate.plan is None
         self._planner.limit_bytes = max(1, min(before, predicted - 1, error.peak_bytes))
         try:
-            plan = self._planner.nearest(
-                problem, candidate.batch_size, predicted - self.usable_bytes
-            )
+            plan = self._planner.nearest(problem, candidate.batch_size, predicted)
         except (InfeasibleBudgetError, ScheduleNotFoundError) as failure:
             if self._cut(candidate, batch, failure):
                 return

@@ -68,7 +68,7 @@ class StepGuard:
         except Exception as error:
             if put_back is None or not self._backend.is_out_of_memory(error):
                 raise
-            peak = self._backend.peak_bytes()
+            peak = self._backend.device.peak_bytes()
             put_back()
             raise StepOutOfMemoryError(peak) from error
         self._step_s = usage.time_s

@@ -110,9 +110,7 @@ def test_feasibility_that_is_not_monotone_never_ends_on_a_batch_that_does_not_fi
     assert fits(found.max_batch_size, budget, backend)
     assert found.max_batch_size >= 40
     assert (
-        backend.predicted_peak_bytes(
-            chain_problem(found.max_batch_size), found.plan.solution.schedule
-        )
+        backend.memory.peak_bytes(chain_problem(found.max_batch_size), found.plan.solution.schedule)
         <= budget
     )
 
@@ -165,9 +163,9 @@ def test_late_time_begins_with_the_best_known_order_and_leaves_what_comes_afterw
 
     starts, clock = [], [0.0]
 
-    def new_order(problem, budget, share, backend, *, solver, time_limit_s, start=None, seed=0):
+    def new_order(problem, budget, share, backend, *, solver, time_limit_s, near=None, seed=0):
         clock[0] += time_limit_s
-        starts.append((solver, start))
+        starts.append((solver, near))
         raise ScheduleNotFoundError(budget, problem.floor_bytes)
 
     monkeypatch.setattr(module, "new_order", new_order)
@@ -236,7 +234,7 @@ def test_search_leaves_the_model_as_it_was_and_keeps_to_the_budget(models, profi
     model, batch = models.mlp(256, width=256, blocks=2)
     tensorflow_backend().example_batch(model, batch)  # builds the optimizer
     before = models.state_of(model)
-    limit = tensorflow_backend().bytes_in_use() + 24 * 2**20
+    limit = tensorflow_backend().device.in_use_bytes() + 24 * 2**20
     found = find_max_batch_size(model, batch, limit, profile=profile, time_limit_s=5.0)
     models.assert_same_bits(models.state_of(model), before)
     assert found.limit_bytes == limit

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from keras_remat.core.profile import Chunk, Pool, Profile
+from keras_remat.core.profile import Profile
 from keras_remat.errors import InvalidProblemError
 
 
@@ -53,31 +53,3 @@ def test_lists_become_tuples_and_times_become_floats():
     assert profile == Profile((1.0, 2.5), (3, 4), 5)
     assert [type(t) for t in profile.op_time_s] == [float, float]
     assert hash(profile) == hash(Profile((1.0, 2.5), (3, 4), 5))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        (((),), "free_chunks"),
-        (((Chunk(0, 4),), (), (), -1), "held_bytes"),
-        (((Chunk(0, 4),), (), (), 0, 1.5), "ahead_bytes"),
-    ],
-)
-def test_pool_has_free_chunks_and_bytes_of_at_least_zero(arguments, field):
-    with pytest.raises(InvalidProblemError) as caught:
-        Pool(*arguments)
-    assert caught.value.field == f"pool.{field}"
-
-
-def test_free_bytes_are_those_of_all_free_chunks():
-    assert Pool((Chunk(0, 4), Chunk(8, 3))).free_bytes == 7
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [((-1, 4), "address"), ((0, 0), "nbytes"), ((0.5, 4), "address"), ((0, True), "nbytes")],
-)
-def test_chunk_is_somewhere_and_not_empty(arguments, field):
-    with pytest.raises(InvalidProblemError) as caught:
-        Chunk(*arguments)
-    assert caught.value.field == field

@@ -14,7 +14,7 @@ from random_problems import mixed_problem
 
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
-from keras_remat.core.profile import Chunk, Pool, Profile
+from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.serialize import (
     load_problem,
@@ -49,11 +49,15 @@ RICH = Problem(
         "estimated",
         "GPU:0",
         "tensorflow",
-        Pool((Chunk(0, 1), Chunk(7, 2**60)), (("assign", Chunk(2, 5)),), (Chunk(9, 1),), 3, 4),
     ),
     2**61,
     "rich 😀",
 )
+
+
+def test_unknown_fields_of_older_files_are_ignored():
+    document = {**problem_to_dict(RICH), "pool": {"free_chunks": [[0, 1]]}}
+    assert problem_from_dict(document) == RICH
 
 
 def test_round_trip_of_everything_a_problem_can_hold(tmp_path):

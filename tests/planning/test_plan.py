@@ -17,7 +17,7 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
     UnsupportedModelError,
 )
-from keras_remat.planning import to_budget as correction
+from keras_remat.planning import to_budget
 from keras_remat.planning.make_plan import (
     describe_limit_error,
     make_plan,
@@ -194,11 +194,13 @@ def test_a_lowered_step_over_the_budget_is_planned_again():
     """Where lowering tells the peak, it decides, and not the prediction that the schedule was found
     by."""
     backend = FakeBackend()
-    backend.lowered_peak_bytes = lambda problem, schedule: int(
+    backend.memory.compiled_peak_bytes = lambda problem, schedule: int(
         1.1 * simulate(problem, schedule).peak_bytes
     )
     made = quick(backend=backend)
-    assert made.predicted.peak_bytes == backend.lowered_peak_bytes(PROBLEM, made.solution.schedule)
+    assert made.predicted.peak_bytes == backend.memory.compiled_peak_bytes(
+        PROBLEM, made.solution.schedule
+    )
     assert made.predicted.peak_bytes <= BUDGET
 
 
@@ -206,7 +208,7 @@ def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkey
     """The allocator needs more for the first order only; a solver that finds nothing at the lower
     target is asked in between."""
     asked = []
-    real = correction.solve
+    real = to_budget.solve
 
     def solve(problem, **options):
         asked.append(problem.budget_bytes)
@@ -214,7 +216,7 @@ def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkey
             raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
         return real(problem, **options)
 
-    monkeypatch.setattr(correction, "solve", solve)
+    monkeypatch.setattr(to_budget, "solve", solve)
     backend = FakeBackend(
         allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) == 1 else 0
     )
@@ -291,7 +293,7 @@ def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, solves)
     asked, late_s = [], 5.0
     clock = {"s": 0.0}
     monkeypatch.setattr("keras_remat.planning.to_budget.time.perf_counter", lambda: clock["s"])
-    real = correction.solve
+    real = to_budget.solve
 
     def solve(problem, **options):
         asked.append(problem.budget_bytes)
@@ -302,7 +304,7 @@ def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, solves)
     backend = FakeBackend(
         allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) < 2 else 0
     )
-    way = correction.Correction(PROBLEM, BUDGET, backend, "greedy", 0)
+    way = to_budget.BudgetSearch(PROBLEM, BUDGET, backend.memory, "greedy", 0)
     if patient:
         assert way.run(BUDGET, late_s / 2)[0].peak_bytes <= BUDGET
     else:

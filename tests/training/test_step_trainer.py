@@ -63,20 +63,6 @@ def test_plain_step_that_fits_is_left_alone():
     assert backend.traced == [SIZE]
 
 
-@pytest.mark.parametrize(
-    ("limit", "grows", "reserved"), [(PLAIN, True, []), (TIGHT, False, []), (TIGHT, True, [TIGHT])]
-)
-def test_a_limit_that_larger_steps_will_need_is_reserved_once(monkeypatch, limit, grows, reserved):
-    backend, asked = FakeBackend(), []
-    monkeypatch.setattr(backend, "reserve", asked.append)
-    tuner, _ = tuner_on(backend, options(limit=limit))
-    for step in range(4):
-        tuner.run(batch_of(step * SIZE, SIZE), may_split=grows)
-    tuner.run(batch_of(0, SIZE - 1), may_split=grows)
-    assert asked == reserved
-    assert backend.tidied_at == ([] if limit == PLAIN else [0]), "once, before anything was planned"
-
-
 def test_without_a_limit_the_devices_memory_is_it():
     tuner, report = tuner_on(FakeBackend(memory_bytes=PLAIN * 2), options(limit=None, margin=0.25))
     assert tuner.limit_bytes == report.limit_bytes == PLAIN * 2
@@ -156,34 +142,6 @@ def test_surplus_seen_while_recording_is_in_the_plan_that_is_swapped_in():
     assert "within" in report.events[-1].message
 
 
-def test_where_the_allocator_fragments_half_of_a_surplus_is_predicted_and_half_left_free():
-    """Other orders may show it again or not: the limit holds in both cases, and the prediction is
-    half of it off at most."""
-    surplus = 2 * SIZE * 1024
-    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
-    backend.fragments = True
-    tuner, report = tuner_on(backend, options())
-    train(tuner, 20)
-    assert event_kinds(report) == ["risk", "swap", "measured"]
-    assert tuner.plan.measured.peak_bytes == tuner.plan.predicted.peak_bytes + surplus // 2
-    assert tuner.plan.measured.peak_bytes <= TIGHT
-
-
-def test_where_the_allocator_fragments_a_plan_that_stays_is_predicted_with_all_that_it_measured():
-    surplus = SIZE * 1024 // 2
-    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
-    backend.fragments = True
-    plan = plan_problem(chain_problem(SIZE), TIGHT, backend, solver="greedy")
-    tuner, report = tuner_on(backend, options(limit=plan.predicted.peak_bytes + surplus))
-    train(tuner, 20)
-    assert event_kinds(report) == ["risk", "measured"]
-    assert (
-        tuner.plan.measured.peak_bytes
-        == tuner.plan.predicted.peak_bytes
-        == plan.predicted.peak_bytes + surplus
-    )
-
-
 def test_measured_peak_over_the_limit_tightens_until_it_holds():
     surplus = 2 * SIZE * 1024
     backend = FakeBackend()
@@ -221,9 +179,7 @@ def test_tightening_ends_and_the_plan_that_measured_least_stays(caplog):
     def surplus(what, size):
         if backend.calls <= 3:
             return 0
-        return (
-            TIGHT + len(what.recomputed) - backend.predicted_peak_bytes(chain_problem(size), what)
-        )
+        return TIGHT + len(what.recomputed) - backend.predicted(chain_problem(size), what)
 
     backend.surplus_bytes = surplus
     tuner, report = tuner_on(backend, options())

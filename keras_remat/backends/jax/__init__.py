@@ -3,14 +3,13 @@ compiled step.
 
 Imports JAX and Keras, never TensorFlow, and no solver. Two things differ from a framework that runs
 op by op. What a schedule takes is known once it is compiled, before it runs
-(:meth:`JaxBackend.lowered_peak_bytes`), so a plan that the compiler breaks is never installed. And
+(:class:`~keras_remat.backends.xla.compiled_memory.CompiledMemory`), so a plan that the compiler breaks is never installed. And
 single ops cannot be timed, so op times stay estimates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import jax
@@ -26,12 +25,11 @@ from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.backends.jax.trace import JaxTracedStep
-from keras_remat.backends.xla.calibrate import Calibration
+from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.backends.xla.kernel_costs import scaled
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
-from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
 
 Result = TypeVar("Result")
@@ -58,17 +56,13 @@ class _Recorder:
         self._device.times_s = []
         return True
 
-    def stop(self, lowered: RunStep, resident_bytes: int) -> Profile | None:
+    def stop(self, lowered: RunStep, resident_bytes: int | None) -> Profile | None:
         step_time_s = self._device.recorded_time_s()
         if step_time_s is None:
             return None
         assert isinstance(lowered, LoweredStep)
-        return scaled(
-            profiling.estimated_profile(lowered.traced),
-            lowered.schedule,
-            step_time_s,
-            resident_bytes,
-        )
+        profile = profiling.estimated_profile(lowered.traced, resident_bytes)
+        return scaled(profile, lowered.schedule, step_time_s)
 
 
 class JaxBackend:
@@ -77,19 +71,15 @@ class JaxBackend:
 
     name, compilation = "jax", "compiled"
     measures_op_times = False
-    fragments = False
     auto_solver = (
         "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
     )
 
     def __init__(self) -> None:
-        self._device = Device()
+        self.device = Device()
+        self.memory = CompiledMemory(self._compile_bytes)
         self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint
-        self._added_bytes: dict[
-            tuple[str, tuple[int, ...] | None], int
-        ] = {}  # by fingerprint and order; None is Keras's own step
-        self._newest: tuple[tuple[str, tuple[int, ...] | None], Any] | None = None
-        self._plain, self._lowered = Calibration(), Calibration()
+        self._newest: tuple[tuple[str, Schedule | None], Any] | None = None
 
     def check(self, model: Any) -> str | None:
         tracing.check_supported(model)
@@ -129,35 +119,19 @@ class JaxBackend:
         return traced
 
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
-        return profiling.estimated_profile(traced, resident_bytes or 0)
-
-    def with_pool(self, traced: Any, problem: Problem, idle_bytes: int) -> Problem:
-        return problem  # compiling tells the peak
-
-    def reserve(self, limit_bytes: int) -> None:
-        """Nothing: one buffer holds all temporaries."""
-
-    def tidy(self, model: Any) -> None:
-        """Nothing: one buffer holds all temporaries."""
-
-    def room_for(self, like: Any, samples: int) -> AbstractContextManager[None]:
-        """Nothing to do: one buffer holds all temporaries."""
-        return nullcontext()
+        return profiling.estimated_profile(traced, resident_bytes)
 
     def recorder(self) -> _Recorder:
-        return _Recorder(self._device)
+        return _Recorder(self.device)
 
     # ---------------------------------------------------------------- what schedules take
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
-        return LoweredStep(
-            traced, schedule, self._compiled(traced, problem, schedule), self._device
-        )
+        return LoweredStep(traced, schedule, self._compiled(traced, schedule), self.device)
 
-    def _compiled(self, traced: JaxTracedStep, problem: Problem, schedule: Schedule | None) -> Any:
-        """The step that runs a schedule, or Keras's own; what it takes is remembered, and the
-        newest itself."""
-        key = (problem.graph.fingerprint, None if schedule is None else schedule.order)
+    def _compiled(self, traced: JaxTracedStep, schedule: Schedule | None) -> Any:
+        """The step that runs a schedule, or Keras's own; the newest is remembered."""
+        key = (traced.graph.fingerprint, schedule)
         if self._newest is None or self._newest[0] != key:
             compiled = (
                 lowering.lower_plain(traced)
@@ -165,61 +139,24 @@ class JaxBackend:
                 else lowering.lower(traced, schedule)
             )
             self._newest = (key, compiled)
-            self._added_bytes[key] = memory(compiled).added_bytes
-            calibration = self._plain if schedule is None else self._lowered
-            calibration.learn(*_simulated(problem, schedule), self._added_bytes[key])
         return self._newest[1]
 
-    def predicted_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        fingerprint, resident = problem.graph.fingerprint, problem.profile.resident_bytes
-        order = None if schedule == Schedule.store_all(problem.graph) else schedule.order
-        if order is None and fingerprint in self._traced:
-            self._compiled_once(problem, None)
-        known = self._added_bytes.get((fingerprint, order))
-        if known is None:
-            calibration = self._plain if order is None else self._lowered
-            known = calibration.predict(*_simulated(problem, schedule))
-        return resident + known
-
-    def lowered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
-        if problem.graph.fingerprint not in self._traced:
-            return None
-        return problem.profile.resident_bytes + self._compiled_once(problem, schedule)
-
-    def _compiled_once(self, problem: Problem, schedule: Schedule | None) -> int:
-        """What the step adds to the resident bytes; compiled unless that is known."""
-        key = (problem.graph.fingerprint, None if schedule is None else schedule.order)
-        if key not in self._added_bytes:
-            self._compiled(self._traced[key[0]], problem, schedule)
-        return self._added_bytes[key]
+    def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
+        """What a step adds to the resident bytes; ``None`` for a graph that was not traced to be
+        run."""
+        traced = self._traced.get(problem.graph.fingerprint)
+        return None if traced is None else memory(self._compiled(traced, schedule)).added_bytes
 
     # ---------------------------------------------------------------- the device
 
     def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
-        return self._device.measure(run)
-
-    def bytes_in_use(self) -> int:
-        return self._device.bytes_in_use()
-
-    def device_memory_bytes(self) -> int:
-        return self._device.memory_bytes()
-
-    def peak_bytes(self) -> int:
-        return self._device.peak_bytes()
+        return self.device.measure(run)
 
     def snapshot(self, model: Any) -> Callable[[], None]:
-        return self._device.snapshot(model)
+        return self.device.snapshot(model)
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
-        return InstalledTrainFunction(model, runner, self._device)
-
-
-def _simulated(problem: Problem, schedule: Schedule | None) -> tuple[int, int]:
-    """Activation bytes of a schedule (``None``: store-all) and of store-all, by the model of the
-    compiler."""
-    resident, store_all = problem.profile.resident_bytes, Schedule.store_all(problem.graph)
-    most = simulate(problem, store_all).peak_bytes - resident
-    return (most if schedule is None else simulate(problem, schedule).peak_bytes - resident), most
+        return InstalledTrainFunction(model, runner, self.device)
 
 
 def backend() -> JaxBackend:

@@ -57,7 +57,7 @@ class Device:
         kept, self._kept = self._kept, None
         state = self._current(model)
         self._expected_peak_bytes = max(
-            self._expected_peak_bytes, self.bytes_in_use() + used.added_bytes
+            self._expected_peak_bytes, self.in_use_bytes() + used.added_bytes
         )
         started = time.perf_counter()
         try:
@@ -115,10 +115,22 @@ class Device:
 
     # ---------------------------------------------------------------- memory
 
+    @property
+    def name(self) -> str:
+        """The device, e.g. ``"gpu:0"``."""
+        device = jax.devices()[0]
+        return f"{device.platform}:{device.id}"
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether a step's peak can be told: on a CPU from buffer assignment, else by the
+        allocator."""
+        return True
+
     def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
         """Runs once, waits for it, and returns its result with its time (compiling left out) and
         the peak."""
-        self._expected_peak_bytes, self._compile_s = self.bytes_in_use(), 0.0
+        self._expected_peak_bytes, self._compile_s = self.in_use_bytes(), 0.0
         before = device_statistic("peak_bytes_in_use")
         started = time.perf_counter()
         result = run()
@@ -136,7 +148,7 @@ class Device:
         limit = device_statistic("bytes_limit")
         return self._expected_peak_bytes if limit is None else min(limit, self._expected_peak_bytes)
 
-    def bytes_in_use(self) -> int:
+    def in_use_bytes(self) -> int:
         """Bytes of all arrays on the device, or what its allocator says."""
         counted = device_statistic("bytes_in_use")
         if counted is not None:
@@ -144,7 +156,7 @@ class Device:
         here = jax.devices()[0]
         return sum(int(array.nbytes) for array in jax.live_arrays() if here in array.devices())
 
-    def memory_bytes(self) -> int:
+    def total_bytes(self) -> int:
         """All the memory this process may use on the device."""
         limit = device_statistic("bytes_limit")
-        return host_memory_bytes(self.bytes_in_use()) if limit is None else limit
+        return host_memory_bytes(self.in_use_bytes()) if limit is None else limit

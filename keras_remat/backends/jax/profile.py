@@ -35,7 +35,7 @@ CPU_BUFFERS = {"random_bits": 4, "threefry2x32": 2, "erfc": 3}
 many (read in buffer assignments)."""
 
 
-def estimated_profile(traced: JaxTracedStep, resident_bytes: int = 0) -> Profile:
+def estimated_profile(traced: JaxTracedStep, resident_bytes: int | None = None) -> Profile:
     """Returns the costs of a traced step from its shapes.
 
     Args:
@@ -48,7 +48,7 @@ def estimated_profile(traced: JaxTracedStep, resident_bytes: int = 0) -> Profile
     return Profile(
         tuple(_seconds(traced, op.id, platform) for op in traced.graph.ops),
         tuple(_workspace_bytes(traced, op.id, platform) for op in traced.graph.ops),
-        max(resident_bytes, sum(v.nbytes for v in traced.graph.values if v.producer is None)),
+        max(resident_bytes or 0, sum(v.nbytes for v in traced.graph.values if v.producer is None)),
         source="estimated",
         device=f"{device.platform}:{device.id} {device.device_kind}",
         backend="jax",

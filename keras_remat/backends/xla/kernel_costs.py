@@ -40,14 +40,8 @@ def kernel_time_s(flops: float, traffic_bytes: int, platform: str) -> float:
     )
 
 
-def scaled(
-    profile: Profile, schedule: Schedule, step_time_s: float, resident_bytes: int
-) -> Profile:
+def scaled(profile: Profile, schedule: Schedule, step_time_s: float) -> Profile:
     """Returns a profile whose times over a schedule sum to a step's measured time; their split over
     the ops stays an estimate."""
     factor = step_time_s / math.fsum(profile.op_time_s[i] for i in schedule.order)
-    return replace(
-        profile,
-        op_time_s=tuple(t * factor for t in profile.op_time_s),
-        resident_bytes=resident_bytes,
-    )
+    return replace(profile, op_time_s=tuple(t * factor for t in profile.op_time_s))

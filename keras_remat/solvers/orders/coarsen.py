@@ -102,7 +102,7 @@ class Coarse:
         ) in graph.values:  # nobody reads the batch here, but an allocator's replay wants to see it
             if value.producer is None and value.nbytes >= self.threshold_bytes:
                 values.append(replace(value, id=len(values)))
-        costs = Profile(times, workspace, 0, pool=profile.pool)
+        costs = Profile(times, workspace, 0)
         coarse = Problem(Graph(tuple(ops), tuple(values), kept), costs, None, self.full.name)
         small = small_peak_bytes(self.full, self.base, self.threshold_bytes)
         charged = replace(coarse.profile, resident_bytes=profile.resident_bytes + small)

@@ -53,9 +53,9 @@ def tight_limit(model, data, share, batch=BATCH):
     arrays = backend.example_batch(model, tuple(part[:batch] for part in data))
     traced = backend.trace(model, arrays)
     problem = keras_remat.Problem(
-        traced.graph, backend.estimated_profile(traced, backend.bytes_in_use())
+        traced.graph, backend.estimated_profile(traced, backend.device.in_use_bytes())
     )
-    peak = backend.predicted_peak_bytes(problem, keras_remat.Schedule.store_all(traced.graph))
+    peak = backend.memory.peak_bytes(problem, keras_remat.Schedule.store_all(traced.graph))
     return int(problem.profile.resident_bytes + share * (peak - problem.profile.resident_bytes))
 
 

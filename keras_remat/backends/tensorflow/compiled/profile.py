@@ -45,7 +45,7 @@ def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -
             program.equations[at].kind in KINDS.random for at in traced.handles[op.id]
         )
         times.append(kernel_time_s(flops, traffic, platform) * (FUSED_SHARE if fused else 1.0))
-    resident = max(resident_bytes or 0, sum(v.nbytes for v in graph.values if v.producer is None))
+    resident = graph.input_bytes if resident_bytes is None else resident_bytes
     workspace = tuple(
         _workspace_bytes(program, traced.handles[op.id], platform) for op in graph.ops
     )

@@ -80,6 +80,15 @@ class TensorFlowDevice:
         total = host_memory_bytes(bytes_in_use())
         return min(total, _bfc_limit_bytes()) if _bfc_is_asked_for() else total
 
+    def region_bytes(self) -> int:
+        """Returns the size of the one region that the allocator has; 0 where it grows."""
+        if not self.name.startswith("GPU"):
+            return 0
+        gpu = tf.config.get_visible_devices("GPU")[0]
+        forced = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", "").lower() in _TRUE
+        grows = forced or bool(tf.config.experimental.get_memory_growth(gpu))
+        return 0 if grows else self.total_bytes()
+
     def missing_statistics_advice(self) -> str:
         """Returns the sentence that says how peaks could be measured; empty where they can."""
         if self.has_statistics:

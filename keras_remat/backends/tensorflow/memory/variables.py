@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_remat.backends.tensorflow.memory import probe
-from keras_remat.backends.tensorflow.memory.best_fit import CPU_SMALL_BYTES
+from keras_remat.backends.tensorflow.memory.best_fit import ONEDNN_SMALL_BYTES
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 
 #: What the CPU's kernels and allocator align tensors to.
@@ -67,7 +66,7 @@ def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
 def _is_large(variable: Any) -> bool:
     return bool(
         variable.dtype != "bool"
-        and int(np.prod(variable.shape)) * variable.value.dtype.size >= CPU_SMALL_BYTES
+        and int(np.prod(variable.shape)) * variable.value.dtype.size >= ONEDNN_SMALL_BYTES
     )
 
 
@@ -91,8 +90,7 @@ def _refill(variable: tf.Variable, value: np.ndarray) -> None:
     in a chunk of just its size."""
     host = tf.experimental.dlpack.from_dlpack(value.__dlpack__())  # shares the array's memory
     size = variable.dtype.size
-    with probe.spaced(value.nbytes):
-        copy = tf.raw_ops.DeepCopy(x=host)
+    copy = tf.raw_ops.DeepCopy(x=host)
     _replace(
         variable,
         tf.reshape(

@@ -4,8 +4,7 @@ The optimized graph is written once more, node by node in the order of the sched
 repeats becomes a copy under another name, and a reader reads the newest copy before it. Views are
 copied with the instance they look at. Control edges carry what no tensor does: assignments after
 the reads they follow (S4), and the order of what touches the allocator's pool (:mod:`.ordering`).
-What is to be taken of that pool before an op (a cut, :mod:`.best_fit`) ``Empty`` takes, without
-touching a page. The function runs verbatim: neither Grappler nor a common-subexpression pass sees
+The function runs verbatim: neither Grappler nor a common-subexpression pass sees
 it, by a configuration that travels with the call. TensorFlow folds constants all the same, when a
 function first runs; large ones would stay in use and are in no plan, so a constant that such an op
 reads is an argument of the function.
@@ -26,7 +25,6 @@ import tensorflow as tf
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.trace import TensorFlowStep, split_input, tensor_key
-from keras_remat.backends.tensorflow.memory.best_fit import Cut
 from keras_remat.backends.tensorflow.ordered import ordering
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.core.problem import Problem
@@ -50,7 +48,6 @@ class LoweredStep:
         problem: Problem,
         schedule: Schedule,
         smallest_bytes: int,
-        cuts: Mapping[int, tuple[Cut, ...]],
     ):
         self.traced, self.problem, self.schedule = traced, problem, schedule
         self._handed_in = {
@@ -64,7 +61,7 @@ class LoweredStep:
             max(smallest_bytes, ordering.GPU_SMALL_BYTES) if on_gpu() else smallest_bytes,
             _on_host(traced) if on_gpu() else frozenset(),
         )
-        self._function = _build(traced, writer, writer.write(ordered, cuts), self._handed_in)
+        self._function = _build(traced, writer, writer.write(ordered), self._handed_in)
         self.names = writer.names
 
     def __call__(self, batch: Any) -> Any:
@@ -86,7 +83,6 @@ def lower(
     problem: Problem,
     schedule: Schedule,
     smallest_bytes: int = 0,
-    cuts: Mapping[int, tuple[Cut, ...]] | None = None,
 ) -> LoweredStep:
     """Returns a step that runs ``schedule``, whose ops may change places as far as the allocator's
     pool does not see it.
@@ -97,10 +93,8 @@ def lower(
             nothing is no order at all.
         schedule: a legal order.
         smallest_bytes: what the pool serves at least; 0 orders all that holds data.
-        cuts: position in the order → what is done to the pool before its op
-            (:func:`.replay.replayed`).
     """
-    return LoweredStep(traced, problem, schedule, smallest_bytes, cuts or {})
+    return LoweredStep(traced, problem, schedule, smallest_bytes)
 
 
 def _is_none(leaf: Any) -> bool:
@@ -124,61 +118,21 @@ class _Writer:
         ] = ()  # names of the last nodes that others would have waited for
         self.ends: list[str] = []  # what the step returns, as tensor names
 
-    def write(self, ordered: Sequence[bool], cuts: Mapping[int, tuple[Cut, ...]]) -> Any:
+    def write(self, ordered: Sequence[bool]) -> Any:
         """Returns the GraphDef; an op at a position that is ``ordered`` runs after the last such op
-        before it, and after its cuts."""
+        before it."""
         graph = self.traced.graph
         before: tuple[str, ...] = ()
-        for position, (op_id, waits) in enumerate(zip(self.schedule.order, ordered, strict=True)):
+        for op_id, waits in zip(self.schedule.order, ordered, strict=True):
             nodes = self.traced.node_names[graph.ops[op_id].name]
-            edges: list[str] = []
-            for at, cut in enumerate(cuts.get(position, ()) if waits else ()):
-                before = self._prepare(f"remat_cut_{position}_{at}", cut, before)
-                edges.append(f"remat_cut_{position}_{at}/edge")
             self.names.append(tuple(self._emit(name, before if waits else ()) for name in nodes))
             before = self.names[-1] if waits else before
-            if edges:
-                before = self._give_back(f"remat_cut_{position}/done", edges, before)
         self._last = before
         self.ends = [self._tensor(tensor) for tensor in self.traced.output_tensors]
         self._finish()
         document = tf.compat.v1.GraphDef(versions=self.traced.versions, library=self.traced.library)
         document.node.extend(self._nodes)
         return document
-
-    def _prepare(self, name: str, cut: Cut, before: Sequence[str]) -> tuple[str, ...]:
-        """Does what a cut says but for the edge, which is taken and held; the names of the last
-        nodes of it."""
-        taken: list[str] = []
-        for at, nbytes in enumerate((*cut.plugs, *((cut.spare_bytes,) if cut.spare_bytes else ()))):
-            before = self._take(f"{name}/{at}", nbytes, before)
-            taken.extend(before)
-        before = self._take(f"{name}/edge", cut.edge_bytes, before)
-        return self._give_back(f"{name}/cut", taken, before) if taken else before
-
-    def _take(self, name: str, nbytes: int, before: Sequence[str]) -> tuple[str, ...]:
-        """Asks for memory, which is not touched."""
-        shape, empty = (
-            tf.compat.v1.NodeDef(name=f"{name}/shape", op="Const"),
-            tf.compat.v1.NodeDef(name=name, op="Empty"),
-        )
-        shape.attr["dtype"].type = tf.int32.as_datatype_enum
-        shape.attr["value"].tensor.CopyFrom(tf.make_tensor_proto([nbytes], tf.int32))
-        empty.attr["dtype"].type = tf.uint8.as_datatype_enum
-        empty.attr["init"].b = False
-        empty.input.extend([shape.name, *(f"^{earlier}" for earlier in before)])
-        self._nodes.extend([shape, empty])
-        return (name,)
-
-    def _give_back(self, name: str, taken: Sequence[str], after: Sequence[str]) -> tuple[str, ...]:
-        """The name of a node that has what was taken until the nodes ``after`` have run."""
-        node = tf.compat.v1.NodeDef(name=name, op="ShapeN")
-        node.attr["T"].type = tf.uint8.as_datatype_enum
-        node.attr["N"].i = len(taken)
-        node.attr["out_type"].type = tf.int32.as_datatype_enum
-        node.input.extend([*taken, *(f"^{earlier}" for earlier in after)])
-        self._nodes.append(node)
-        return (name,)
 
     def _finish(self) -> None:
         done = tf.compat.v1.NodeDef(name="remat_done", op="NoOp")

@@ -42,7 +42,7 @@ def ordered_positions(
         problem: the graph, its costs, and the budget that the order keeps, if it has to keep one.
         schedule: a legal order.
         smallest_bytes: what the allocator's pool serves at least
-            (:data:`~.best_fit.CPU_SMALL_BYTES` on the CPU).
+            (:data:`~.best_fit.ONEDNN_SMALL_BYTES` on the CPU).
         on_host: ids of ops that take no memory of the device.
     """
     if problem.budget_bytes is None and not schedule.recomputed:

@@ -56,8 +56,8 @@ def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None)
 
     Args:
         traced: the step.
-        resident_bytes: bytes in use on the device between steps, if measured; never less than what
-            the step's inputs need.
+        resident_bytes: bytes in use on the device between steps; ``None`` where the allocator keeps
+            no statistics, then what the step's inputs need.
     """
     ops, on_gpu = traced.graph.ops, device.on_gpu()
     return Profile(
@@ -66,7 +66,7 @@ def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None)
             max(_known_workspace(traced, op), _guessed_workspace(traced, op) if on_gpu else 0)
             for op in ops
         ),
-        max(traced.resident_bytes, resident_bytes or 0),
+        traced.resident_bytes if resident_bytes is None else resident_bytes,
         "estimated",
         device.device_name(),
         "tensorflow",
@@ -143,7 +143,7 @@ def blindness(recording: Recording) -> str:
 
 
 def measured_profile(
-    lowered: LoweredStep, recording: Recording, resident_bytes: int
+    lowered: LoweredStep, recording: Recording, resident_bytes: int | None
 ) -> Profile | None:
     """The profile that a recording of ``lowered``'s steps shows, or ``None`` when it shows too few
     of its ops.
@@ -202,7 +202,7 @@ def measured_profile(
     )
     step_s = events.measured_step_s(planes) if on_gpu else 0.0
     if step_s and fsum(times[i] for i in lowered.schedule.order):
-        return scaled(profile, lowered.schedule, step_s, profile.resident_bytes)
+        return scaled(profile, lowered.schedule, step_s)
     return profile
 
 

@@ -247,7 +247,9 @@ def tight_limit(model, data, share=0.55, batch=BATCH):
     traced = backend.trace(
         model, backend.example_batch(model, tuple(part[:batch] for part in data))
     )
-    problem = Problem(traced.graph, backend.estimated_profile(traced, backend.bytes_in_use()))
+    problem = Problem(
+        traced.graph, backend.estimated_profile(traced, backend.device.in_use_bytes())
+    )
     store_all = simulate(problem, Schedule.store_all(traced.graph)).peak_bytes
     return int(
         problem.profile.resident_bytes + share * (store_all - problem.profile.resident_bytes)

@@ -78,7 +78,7 @@ def test_fit_trains_in_micro_batches_where_no_schedule_fits():
     arrays = backend().example_batch(model, tuple(part[:2048] for part in data))
     traced = backend().trace(model, arrays)
     problem = keras_remat.Problem(
-        traced.graph, backend().estimated_profile(traced, backend().bytes_in_use())
+        traced.graph, backend().estimated_profile(traced, backend().device.in_use_bytes())
     )
     remat = keras_remat.RematAutotune(
         memory_limit=problem.floor_bytes - MIB,

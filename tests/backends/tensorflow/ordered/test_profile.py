@@ -499,7 +499,7 @@ def test_recording_of_real_steps_sees_most_ops_and_their_workspace(mlp):
         run(data)
     recording = recorder.stop()
     assert not recorder.recording
-    profile = measured_profile(run, recording, BACKEND.bytes_in_use())
+    profile = measured_profile(run, recording, BACKEND.device.in_use_bytes())
     assert profile.source == "measured"
     seen = sum(a != b for a, b in zip(profile.op_time_s, problem.profile.op_time_s, strict=True))
     assert seen > 0.8 * len(traced.graph.needed)

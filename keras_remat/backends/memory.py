@@ -1,0 +1,158 @@
+"""What a device will really show: the memory model of a backend, and its one calibration rule.
+
+A solver keeps the bytes alive under a budget. A device shows more: its allocator rounds and
+fragments, a compiler packs and copies. A :class:`MemoryModel` predicts what the device shows, and
+alone remembers what was seen of it. It belongs to the backend, which is made anew for every
+``fit``.
+
+There are three kinds. Where the framework runs op by op, the allocator is replayed
+(:class:`keras_remat.backends.tensorflow.memory.replay.ReplayedMemory`). Where a compiler packs all
+temporaries into one buffer, the model of its fusion is simulated
+(:class:`keras_remat.backends.xla.compiled_memory.CompiledMemory`). Where nothing can be asked, the
+bytes alive are all that is known (:class:`SimulatedMemory`). All three learn by
+:class:`Calibration`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+
+
+class DeviceMemory(Protocol):
+    """What the device's allocator tells.
+
+    Attributes:
+        name: the device, e.g. ``"GPU:0"``.
+        has_statistics: whether it tells at all; without statistics no peak can be measured.
+    """
+
+    @property
+    def name(self) -> str:
+        """The device, e.g. ``"GPU:0"``."""
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether the allocator counts; where it does not, no peak can be measured."""
+
+    def in_use_bytes(self) -> int:
+        """Returns the bytes handed out now; 0 without statistics."""
+
+    def peak_bytes(self) -> int:
+        """Returns the most bytes in use since a measurement began; 0 without statistics."""
+
+    def total_bytes(self) -> int:
+        """Returns all the memory that this process may use on the device."""
+
+
+class MemoryModel(Protocol):
+    """Predicts the peak that the device will show for a schedule."""
+
+    order_matters: bool
+    """Whether moving ops about, with none recomputed more or less, changes the peak."""
+
+    def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns the predicted peak of a step, resident bytes included."""
+
+    def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
+        """Returns the peak where compiling tells it before a run; ``None`` where only a run does."""
+
+    def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
+        """Learns from what a schedule measured."""
+
+
+class Calibration:
+    """Learns what a device needs above the simulated activation bytes of a schedule.
+
+    How much that is depends on the model that trains and on how tight the schedule is. So every
+    measurement is one point: the simulated activation bytes (peak − resident) and the surplus
+    above them, both as shares of the activation bytes of store-all. Between points the surplus lies
+    on the line through the neighbours; outside of them it is the nearest point's. Shares hold at
+    every batch size, so what was learnt at one size serves the others.
+
+    Args:
+        first_ratio: what is taken before anything was measured.
+    """
+
+    def __init__(self, first_ratio: float = 1.0):
+        self._first_ratio = first_ratio
+        self._surplus: dict[float, float] = {}  # by tightness
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was measured yet."""
+        return not self._surplus
+
+    def learn(self, simulated_bytes: int, store_all_bytes: int, measured_bytes: int) -> None:
+        """Takes one measurement in; all three are activation bytes. The most counts."""
+        if simulated_bytes > 0 and store_all_bytes > 0:
+            tightness = simulated_bytes / store_all_bytes
+            surplus = (measured_bytes - simulated_bytes) / store_all_bytes
+            self._surplus[tightness] = max(surplus, self._surplus.get(tightness, surplus))
+
+    def predict(self, simulated_bytes: int, store_all_bytes: int) -> int:
+        """Returns the activation bytes that the device will need."""
+        if self.is_empty or store_all_bytes <= 0:
+            return int(simulated_bytes * self._first_ratio)
+        known = sorted(self._surplus)
+        tightness = simulated_bytes / store_all_bytes
+        surplus = np.interp(tightness, known, [self._surplus[at] for at in known])
+        return max(0, round(simulated_bytes + float(surplus) * store_all_bytes))
+
+
+class CalibratedMemory:
+    """A memory model that corrects an uncalibrated one by what was measured.
+
+    Args:
+        uncalibrated: the peak of a schedule before any correction, resident bytes included.
+        order_matters: see :class:`MemoryModel`.
+    """
+
+    def __init__(
+        self, uncalibrated: Callable[[Problem, Schedule], int], *, order_matters: bool = False
+    ):
+        self.order_matters = order_matters
+        self._uncalibrated, self._calibration = uncalibrated, Calibration()
+        self._store_all: tuple[Problem, int] | None = None  # of the problem asked for last
+
+    def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns the corrected peak; see :class:`MemoryModel`."""
+        peak = self._uncalibrated(problem, schedule)
+        if self._calibration.is_empty:
+            return peak
+        resident = problem.profile.resident_bytes
+        return resident + self._calibration.predict(peak - resident, self._most(problem))
+
+    def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
+        """Returns ``None``: only a run tells."""
+        return None
+
+    def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
+        """Learns from the most that a schedule measured."""
+        resident = problem.profile.resident_bytes
+        simulated = self._uncalibrated(problem, schedule) - resident
+        self._calibration.learn(simulated, self._most(problem), measured_peak_bytes - resident)
+
+    def _most(self, problem: Problem) -> int:
+        if self._store_all is None or self._store_all[0] is not problem:
+            self._store_all = problem, store_all_bytes(problem)
+        return self._store_all[1]
+
+
+class SimulatedMemory(CalibratedMemory):
+    """The bytes alive: what is known where nothing can be asked."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda problem, schedule: simulate(problem, schedule).peak_bytes)
+
+
+def store_all_bytes(problem: Problem) -> int:
+    """Returns the activation bytes of the schedule without recomputation."""
+    peak = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
+    return peak - problem.profile.resident_bytes

@@ -1,0 +1,94 @@
+"""Orders replayed through the allocator, against cases worked out by hand."""
+
+import pytest
+
+from keras_remat.backends.tensorflow.memory.replay import ReplayedMemory
+from keras_remat.core.graph import Graph, Op, Value, chain_example
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.units import KIB, MIB
+
+
+def peak_bytes(problem, *order, smallest_bytes=0, region_bytes=0):
+    memory = ReplayedMemory(smallest_bytes=smallest_bytes, region_bytes=region_bytes)
+    return memory.peak_bytes(problem, Schedule(order))
+
+
+def problem_of(ops, sizes_mib, outputs, workspace_mib=(), resident_mib=0):
+    producers = {v: op.id for op in ops for v in op.outputs}
+    values = tuple(
+        Value(v, f"v{v}", int(size * MIB), producer=producers.get(v))
+        for v, size in enumerate(sizes_mib)
+    )
+    workspace = tuple(n * MIB for n in workspace_mib) or (0,) * len(ops)
+    profile = Profile((1.0,) * len(ops), workspace, resident_mib * MIB)
+    return Problem(Graph(tuple(ops), values, outputs), profile)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 1, 2, 3, 0, 4)])
+def test_one_large_region_has_about_the_simulated_peak(order):
+    """The running example, bytes 4 1 6 1 2 in units of 64 MiB: no chunk is much too large."""
+    unit, chain = 64 * MIB, chain_example()
+    values = tuple(Value(v.id, v.name, v.nbytes * unit, producer=v.producer) for v in chain.values)
+    problem = Problem(Graph(chain.ops, values, chain.outputs), Profile((1.0,) * 5, (0,) * 5, 0))
+    simulated = simulate(problem, Schedule(order)).peak_bytes
+    assert simulated <= peak_bytes(problem, *order, region_bytes=64 * unit) <= simulated + 2 * unit
+
+
+def test_resident_bytes_are_in_the_one_region_and_beside_growing_ones():
+    problem = problem_of([Op(0, "a", "a", (), (0,))], [2], (0,), resident_mib=5)
+    assert peak_bytes(problem, 0) == peak_bytes(problem, 0, region_bytes=64 * MIB) == 7 * MIB
+
+
+def test_a_dying_input_gives_its_buffer():
+    ops = [Op(0, "a", "a", (), (0,)), Op(1, "b", "b", (0,), (1,), may_reuse=(0,))]
+    problem = problem_of(ops, [1, 1], (1,), resident_mib=5)
+    assert peak_bytes(problem, 0, 1, region_bytes=64 * MIB) == 6 * MIB
+
+
+def test_a_chunk_is_handed_out_whole_unless_it_is_twice_the_request():
+    """6 MiB lies in the chunk of 10 that the first value left, while 1 MiB is alive behind it."""
+    ops = [
+        Op(0, "a", "a", (), (0,)),
+        Op(1, "b", "b", (0,), (1,)),
+        Op(2, "c", "c", (1,), (2,)),
+        Op(3, "d", "d", (1, 2), (3,)),
+    ]
+    problem = problem_of(ops, [10, 1, 6, 1], (3,))
+    assert peak_bytes(problem, 0, 1, 2, 3, region_bytes=64 * MIB) == 12 * MIB
+    assert simulate(problem, Schedule((0, 1, 2, 3))).peak_bytes == 11 * MIB
+
+
+def test_requests_too_small_for_the_pool_do_not_count():
+    ops = [Op(0, "a", "a", (), (0,)), Op(1, "b", "b", (0,), (1,))]
+    problem = problem_of(ops, [0.125, 1], (1,))
+    assert peak_bytes(problem, 0, 1, smallest_bytes=256 * KIB, region_bytes=64 * MIB) == MIB
+    assert peak_bytes(problem, 0, 1, region_bytes=64 * MIB) == MIB + 128 * KIB
+
+
+@pytest.mark.parametrize(("kind", "peak"), [("AssignVariableOp", 6), ("Anything", 6)])
+def test_an_assigned_value_becomes_the_variable(kind, peak):
+    """What the variable had is free for the next step; nothing is counted twice."""
+    ops = [Op(0, "new", "x", (), (0,)), Op(1, "assign", kind, (0,), ())]
+    problem = problem_of(ops, [3], (), resident_mib=3)
+    assert peak_bytes(problem, 0, 1, region_bytes=64 * MIB) == peak * MIB
+
+
+@pytest.mark.parametrize(("kind", "peak"), [("Conv2DBackpropInput", 3), ("MaxPoolGrad", 3)])
+def test_workspace_is_alive_while_its_op_runs(kind, peak):
+    ops = [Op(0, "a", kind, (), (0,)), Op(1, "b", "b", (0,), (1,))]
+    problem = problem_of(ops, [1, 2], (1,), workspace_mib=(1, 0))
+    assert peak_bytes(problem, 0, 1, region_bytes=64 * MIB) == peak * MIB
+
+
+def test_what_was_measured_corrects_orders_as_tight():
+    ops = [Op(0, "a", "a", (), (0,)), Op(1, "b", "b", (0,), (1,))]
+    problem = problem_of(ops, [4, 4], (1,), resident_mib=2)
+    memory, order = ReplayedMemory(smallest_bytes=0, region_bytes=64 * MIB), Schedule((0, 1))
+    assert memory.order_matters
+    assert memory.compiled_peak_bytes(problem, order) is None
+    assert memory.peak_bytes(problem, order) == 10 * MIB
+    memory.observe(problem, order, 12 * MIB)
+    assert memory.peak_bytes(problem, order) == 12 * MIB

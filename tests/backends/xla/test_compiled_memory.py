@@ -1,0 +1,48 @@
+"""What compiled schedules need: compiled where that tells, learnt from runs where only they do."""
+
+from fake_backend import chain_problem
+
+from keras_remat.backends.xla.compiled_memory import FIRST_RATIO, CompiledMemory
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.solvers import solve
+
+PROBLEM = chain_problem(4)
+STORE_ALL = Schedule.store_all(PROBLEM.graph)
+RESIDENT = PROBLEM.profile.resident_bytes
+MOST = simulate(PROBLEM, STORE_ALL).peak_bytes - RESIDENT
+TIGHT = solve(PROBLEM.with_budget(RESIDENT + MOST // 2), solver="greedy").schedule
+
+
+def test_where_only_a_run_tells():
+    memory = CompiledMemory(lambda problem, schedule: None)
+    assert memory.peak_bytes(PROBLEM, STORE_ALL) == RESIDENT + int(MOST * FIRST_RATIO)
+    assert memory.compiled_peak_bytes(PROBLEM, TIGHT) is None
+    memory.observe(PROBLEM, TIGHT, RESIDENT + 700)
+    memory.observe(PROBLEM, TIGHT, RESIDENT + 600)
+    assert memory.peak_bytes(PROBLEM, TIGHT) == RESIDENT + 700
+    assert not memory.order_matters
+
+
+def test_where_compiling_tells_every_schedule_is_compiled_once():
+    asked = []
+
+    def compiled(problem, schedule):
+        asked.append(schedule)
+        return MOST if schedule is None else 500
+
+    memory = CompiledMemory(compiled)
+    for _ in range(2):
+        assert memory.peak_bytes(PROBLEM, STORE_ALL) == RESIDENT + MOST
+        assert memory.compiled_peak_bytes(PROBLEM, TIGHT) == RESIDENT + 500
+    assert asked == [None, TIGHT]
+
+
+def test_what_was_compiled_serves_schedules_that_were_not():
+    """A schedule as tight needs as much above the simulated bytes, at any batch size."""
+    memory = CompiledMemory(lambda problem, schedule: None)
+    simulated = simulate(PROBLEM, TIGHT).peak_bytes - RESIDENT
+    memory.observe(PROBLEM, TIGHT, RESIDENT + simulated + MOST // 4)
+    larger = chain_problem(8)
+    alive = simulate(larger, TIGHT).peak_bytes
+    assert memory.peak_bytes(larger, TIGHT) == alive + MOST // 2
