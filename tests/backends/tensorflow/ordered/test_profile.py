@@ -115,7 +115,7 @@ def test_estimate_has_every_op_no_workspace_and_its_source(mlp):
     assert (profile.source, profile.backend) == ("estimated", "tensorflow")
     assert profile.resident_bytes == traced.resident_bytes
     assert estimated_profile(traced, 10**9).resident_bytes == 10**9
-    assert estimated_profile(traced, 0).resident_bytes == traced.resident_bytes
+    assert estimated_profile(traced, 0).resident_bytes == 0  # what an allocator says, counts
 
 
 def test_larger_batches_are_estimated_longer():
@@ -217,7 +217,7 @@ def test_times_are_the_median_of_an_ops_runs_and_copies(mlp):
     others = {t for i, t in enumerate(profile.op_time_s) if i != again and i in order}
     assert sorted(others) == pytest.approx([7e-6])
     assert profile.source == "measured"
-    assert profile.resident_bytes == max(123, traced.resident_bytes)
+    assert profile.resident_bytes == 123
 
 
 def test_time_of_an_op_of_two_nodes_is_the_sum_of_theirs():
