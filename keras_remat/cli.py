@@ -1,4 +1,4 @@
-"""The command line ``keras-remat``: ``solve``, ``plan``, ``max-batch`` and ``show``.
+"""The command line ``keras-remat``.
 
 Every subcommand is a pair of small functions: one declares its arguments, the other, which imports
 what it needs, does the work, so that ``keras-remat solve`` loads no framework. Results go to
@@ -9,17 +9,21 @@ infeasible, 4 none found within the time.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 
 if TYPE_CHECKING:
-    from keras_remat.core.problem import Problem
     from keras_remat.core.schedule import Solution
+    from keras_remat.reporting.console import Console
 
 DONE, WRONG_USE, INFEASIBLE, NOT_FOUND = 0, 2, 3, 4
+_MODEL_HELP = "a compiled model saved by model.save, or package.module:function that returns one"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,45 +43,101 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, INFEASIBLE)
     except ScheduleNotFoundError as error:
         return _fail(error, NOT_FOUND)
+    except OverflowError as error:
+        return _fail(f"a number is too large to compute with: {error}", WRONG_USE)
     except (RematError, OSError, ValueError, TypeError) as error:
         return _fail(error, WRONG_USE)
 
 
-def _fail(error: Exception, status: int) -> int:
+def _fail(error: Exception | str, status: int) -> int:
     print(f"keras-remat: {error}", file=sys.stderr)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
+    version = sys.modules["keras_remat"].__version__  # loaded before any of its modules
     parser = argparse.ArgumentParser(
-        prog="keras-remat", description="Rematerialization plans for Keras models."
+        prog="keras-remat",
+        description="Plans that train Keras models in less memory, by recomputation.",
+        epilog="example: keras-remat plan model.keras --batch-size 64 --memory-limit 8GiB",
     )
+    parser.add_argument("--version", action="version", version=f"keras-remat {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_solve, _add_plan, _add_max_batch, _add_show):
+    for add in (_add_solve, _add_plan, _add_max_batch, _add_show, _add_compare):
         add(commands)
     return parser
 
 
+def _command(commands: Any, name: str, text: str, *examples: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog="examples:\n" + "\n".join(f"  keras-remat {name} {each}" for each in examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return command
+
+
+def _seconds(text: str) -> float:
+    """A number of seconds from the command line."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise argparse.ArgumentTypeError(f"must be finite and above 0, got {text}")
+    return seconds
+
+
+def _limit(text: str) -> int | str:
+    """A memory limit from the command line; digits alone are bytes."""
+    digits = text.strip().lstrip("+-")
+    return int(text) if digits.isdecimal() and len(digits) < 40 else text
+
+
+def _common(command: Any, *, solver: bool = True) -> None:
+    """Arguments that several subcommands have."""
+    if solver:
+        command.add_argument("--solver", default="auto", help="name of the solver (default: auto)")
+        command.add_argument(
+            "--time-limit",
+            type=_seconds,
+            default=30.0,
+            metavar="SECONDS",
+            help="seconds to search (default: 30)",
+        )
+    command.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
+    _json_argument(command)
+
+
+def _json_argument(command: Any) -> None:
+    command.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _print(text: str, document: dict[str, Any], as_json: bool) -> None:
+    print(json.dumps(document, indent=1, allow_nan=False) if as_json else text)
+
+
+# -------------------------------------------------------------------------------- solve
+
+
 def _add_solve(commands: Any) -> None:
-    solve = commands.add_parser(
-        "solve", help="find the cheapest schedule of a problem file for a budget"
+    solve = _command(
+        commands,
+        "solve",
+        "find the cheapest schedule of a problem file for a budget",
+        "problem.json --budget 8GiB",
+        "problem.json --budget 50% --time-limit 60 --output solution.json",
     )
     solve.add_argument("problem", metavar="PROBLEM.json", help="problem file")
     solve.add_argument(
         "--budget",
-        help='peak bytes allowed: "8GiB", "512MiB", a number of bytes, or "50%%" of the store-all peak '
-        "(default: the problem file's budget)",
+        help='peak bytes allowed: "8GiB", "512MiB", a number of bytes, or "50%%" of the store-all '
+        "peak (default: the problem file's budget)",
     )
-    solve.add_argument("--solver", default="auto", help="name of the solver (default: auto)")
-    solve.add_argument(
-        "--time-limit",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="seconds to search (default: 30)",
-    )
-    solve.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
     solve.add_argument("--output", metavar="SOLUTION.json", help="where to write the solution")
+    _common(solve)
     solve.set_defaults(run=_run_solve)
 
 
@@ -86,13 +146,15 @@ def _run_solve(options: argparse.Namespace) -> int:
     from keras_remat.core import serialize
     from keras_remat.core.schedule import Schedule
     from keras_remat.core.simulate import simulate
+    from keras_remat.reporting.console import SearchLine
+    from keras_remat.reporting.text import solution_text
 
     problem = serialize.load_problem(options.problem)
     store_all = simulate(problem, Schedule.store_all(problem.graph))
     problem = problem.with_budget(
         _budget_bytes(options.budget, problem.budget_bytes, store_all.peak_bytes)
     )
-    with _ProgressLine(problem, options.time_limit) as line:
+    with SearchLine(sys.stderr, problem, options.time_limit) as line:
         solution = solvers.solve(
             problem,
             solver=options.solver,
@@ -100,16 +162,44 @@ def _run_solve(options: argparse.Namespace) -> int:
             seed=options.seed,
             progress=line.update,
         )
+    document = solution_to_dict(solution)
     if options.output is not None:
-        serialize.write_json(solution_to_dict(solution), options.output)
-    print(_summary(problem, solution, store_all.peak_bytes))
+        serialize.write_json(document, options.output)
+    _print(solution_text(problem, solution), document, options.json)
     return DONE
 
 
+def _budget_bytes(given: str | None, in_file: int | None, store_all_peak_bytes: int) -> int:
+    from keras_remat.units import parse_bytes
+
+    if given is None:
+        if in_file is None:
+            raise ValueError(
+                "the problem file has no budget_bytes: give --budget, such as 8GiB or 50%"
+            )
+        return parse_bytes(in_file, what="budget_bytes")
+    return parse_bytes(_limit(given), total_bytes=store_all_peak_bytes, what="--budget")
+
+
+def solution_to_dict(solution: Solution) -> dict[str, Any]:
+    """The solution as the JSON object of a solution file."""
+    if solution.usage is None:
+        raise ValueError("the solution was not simulated")
+    return {
+        "order": list(solution.schedule.order),
+        "peak_bytes": solution.usage.peak_bytes,
+        "time_s": solution.usage.time_s,
+        "lower_bound_s": solution.lower_bound_s,
+        "status": solution.status,
+        "solver": solution.solver,
+    }
+
+
+# -------------------------------------------------------------------------------- plan, max-batch
+
+
 def _model_arguments(command: Any) -> None:
-    command.add_argument(
-        "model", metavar="MODEL.keras", help="a compiled model saved by model.save"
-    )
+    command.add_argument("model", metavar="MODEL.keras|MODULE:FUNCTION", help=_MODEL_HELP)
     command.add_argument(
         "--batch-size",
         type=int,
@@ -129,61 +219,92 @@ def _model_arguments(command: Any) -> None:
         default="measured",
         help="measured runs a few steps (default)",
     )
-    command.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
 
 
-def _loaded_model(path: str) -> Any:
+def _checked_limit(text: str) -> int | str:
+    from keras_remat.units import check_memory_limit
+
+    limit = _limit(text)
+    check_memory_limit(limit)
+    return limit
+
+
+def _loaded_model(name: str) -> Any:
+    """The model in a file, or the one that a function returns."""
     import keras
 
     from keras_remat.backends.statistics import enable_cpu_memory_stats
 
     enable_cpu_memory_stats()
-    return keras.saving.load_model(path)
+    module, _, function = name.partition(":")
+    if function and not Path(name).exists():
+        from importlib import import_module
+
+        sys.path.insert(0, "")  # as python -m does: functions beside the reader
+        try:
+            model = getattr(import_module(module), function)()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"no model from {name!r}: {error}") from error
+        finally:
+            sys.path.remove("")
+    elif not Path(name).exists():
+        raise FileNotFoundError(f"no file {name!r}; a model is {_MODEL_HELP}")
+    else:
+        model = keras.saving.load_model(name)
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise ValueError(f"{name!r} gave {type(model).__name__}; needed: {_MODEL_HELP}")
+    return model
 
 
-def _limit(text: str) -> int | str:
-    return int(text) if text.strip().lstrip("+-").isdigit() else text
+def _console() -> Console:
+    from keras_remat.reporting.console import Console
+
+    return Console(sys.stderr, 1)
 
 
 def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser("plan", help="plan a saved model's train step for a memory limit")
-    _model_arguments(plan)
-    plan.add_argument("--solver", default="auto", help="name of the solver (default: auto)")
-    plan.add_argument(
-        "--time-limit",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="seconds to search (default: 30)",
+    plan = _command(
+        commands,
+        "plan",
+        "plan a model's train step for a memory limit",
+        "model.keras --batch-size 64 --memory-limit 8GiB --output plan.json",
+        "my_project.models:build --memory-limit 80% --profile estimated",
     )
+    _model_arguments(plan)
     plan.add_argument("--output", metavar="PLAN.json", help="where to write the plan")
+    _common(plan)
     plan.set_defaults(run=_run_plan)
 
 
 def _run_plan(options: argparse.Namespace) -> int:
     from keras_remat.planning.make_plan import make_plan
-    from keras_remat.units import check_memory_limit
 
-    limit = _limit(options.memory_limit)
-    check_memory_limit(limit)
-    plan = make_plan(
-        _loaded_model(options.model),
-        options.batch_size,
-        limit,
-        solver=options.solver,
-        solver_time_limit_s=options.time_limit,
-        profile=options.profile,
-        seed=options.seed,
-    )
+    limit, console = _checked_limit(options.memory_limit), _console()
+    with console.task("loading the model"):
+        model = _loaded_model(options.model)
+    with console.task("planning"):
+        plan = make_plan(
+            model,
+            options.batch_size,
+            limit,
+            solver=options.solver,
+            solver_time_limit_s=options.time_limit,
+            profile=options.profile,
+            seed=options.seed,
+        )
     if options.output is not None:
         plan.save(options.output)
-    print(plan)
+    _print(plan.summary(), plan.to_dict() | {"problem": None}, options.json)
     return DONE
 
 
 def _add_max_batch(commands: Any) -> None:
-    search = commands.add_parser(
-        "max-batch", help="find the largest batch a saved model can train with under a memory limit"
+    search = _command(
+        commands,
+        "max-batch",
+        "find the largest batch a model can train with under a memory limit",
+        "model.keras --memory-limit 8GiB",
+        "model.keras --batch-size 8 --memory-limit 8GiB --max-overhead 0.2",
     )
     _model_arguments(search)
     search.add_argument(
@@ -192,165 +313,81 @@ def _add_max_batch(commands: Any) -> None:
         metavar="RATIO",
         help="bound on the slowdown per sample (default: one extra forward pass)",
     )
+    _common(search, solver=False)
     search.set_defaults(run=_run_max_batch)
 
 
 def _run_max_batch(options: argparse.Namespace) -> int:
     from keras_remat.batch_size.find import find_max_batch_size
-    from keras_remat.units import check_memory_limit
 
-    limit = _limit(options.memory_limit)
-    check_memory_limit(limit)
-    search = find_max_batch_size(
-        _loaded_model(options.model),
-        options.batch_size,
-        limit,
-        max_overhead="forward" if options.max_overhead is None else options.max_overhead,
-        profile=options.profile,
-        seed=options.seed,
-    )
-    print(search)
+    limit, console = _checked_limit(options.memory_limit), _console()
+    with console.task("loading the model"):
+        model = _loaded_model(options.model)
+    with console.task("searching the largest batch that fits"):
+        search = find_max_batch_size(
+            model,
+            options.batch_size,
+            limit,
+            max_overhead="forward" if options.max_overhead is None else options.max_overhead,
+            profile=options.profile,
+            seed=options.seed,
+        )
+    numbers = ("limit_bytes", "max_batch_size", "fastest_batch_size", "plain_batch_size",
+               "search_time_s", "verification_time_s")  # fmt: skip
+    _print(str(search), {name: getattr(search, name) for name in numbers}, options.json)
     return DONE
 
 
+# -------------------------------------------------------------------------------- show, compare
+
+
 def _add_show(commands: Any) -> None:
-    show = commands.add_parser("show", help="print what a plan or a problem file holds")
-    show.add_argument("file", metavar="PLAN.json|PROBLEM.json")
-    show.add_argument(
-        "--html", metavar="FILE", help="write a page with the memory curve (problem files)"
+    show = _command(
+        commands,
+        "show",
+        "print what a file of this package holds, or make a page of it",
+        "plan.json --by block",
+        "report.json --html report.html",
+        "solution.json --problem problem.json",
     )
+    show.add_argument("file", metavar="PLAN.json|PROBLEM.json|REPORT.json|SOLUTION.json")
+    show.add_argument("--html", metavar="FILE", help="write one self-contained page")
+    show.add_argument(
+        "--by", choices=("layer", "block", "op"), default="layer", help="rows of the table"
+    )
+    show.add_argument("--problem", metavar="PROBLEM.json", help="what a solution file solves")
+    _json_argument(show)
     show.set_defaults(run=_run_show)
 
 
 def _run_show(options: argparse.Namespace) -> int:
-    from pathlib import Path
+    from keras_remat.planning.files import shown_file
 
-    from keras_remat.core import serialize
-    from keras_remat.core.schedule import Schedule
-    from keras_remat.planning.plan import FORMAT, load_plan
-    from keras_remat.reporting import text as show
-
-    document = serialize.read_json(options.file, (serialize.FORMAT, FORMAT), 1)
-    schedules = {}
-    if document["format"] == FORMAT:
-        plan = load_plan(options.file)
-        problem = plan.problem
-        schedules["plan"] = plan.solution.schedule
-        print(
-            show.plan_text(
-                plan.solution,
-                budget_bytes=plan.budget_bytes,
-                store_all=plan.store_all,
-                predicted=plan.predicted,
-                measured=plan.measured,
-                problem=problem,
-            )
-        )
-        if problem is not None:
-            problem = problem.with_budget(plan.budget_bytes)
-    else:
-        problem = serialize.load_problem(options.file)
-        print(show.problem_text(problem))
+    shown = shown_file(options.file, options.problem)
+    _print(shown.text(options.by), shown.numbers(), options.json)
     if options.html is not None:
-        if problem is None:
-            raise ValueError("the plan was saved without its problem, so there is no graph to draw")
-        schedules = {"store-all": Schedule.store_all(problem.graph), **schedules}
-        Path(options.html).write_text(
-            show.schedule_html(problem, schedules, title=problem.name or options.file),
-            encoding="utf-8",
-        )
+        Path(options.html).write_text(shown.page(), encoding="utf-8")
     return DONE
 
 
-def _budget_bytes(given: str | None, in_file: int | None, store_all_peak_bytes: int) -> int:
-    from keras_remat.units import parse_bytes
-
-    if given is None:
-        if in_file is None:
-            raise ValueError(
-                "the problem file has no budget_bytes: give --budget, such as 8GiB or 50%"
-            )
-        return in_file
-    return parse_bytes(_limit(given), total_bytes=store_all_peak_bytes, what="--budget")
-
-
-def solution_to_dict(solution: Solution) -> dict[str, Any]:
-    """The solution as the JSON object of a solution file."""
-    if solution.usage is None:
-        raise ValueError("the solution was not simulated")
-    return {
-        "order": list(solution.schedule.order),
-        "peak_bytes": solution.usage.peak_bytes,
-        "time_s": solution.usage.time_s,
-        "lower_bound_s": solution.lower_bound_s,
-        "status": solution.status,
-        "solver": solution.solver,
-    }
-
-
-def _percent_over(problem: Problem, seconds: float | None) -> str:
-    base_s = problem.store_all_time_s
-    if seconds is None:
-        return "unknown"
-    return f"{100 * (seconds / base_s - 1):.2f}%" if base_s > 0 else "0.00%"
-
-
-def _summary(problem: Problem, solution: Solution, store_all_peak_bytes: int) -> str:
-    from keras_remat.units import format_bytes, format_seconds
-
-    usage = solution.usage
-    if usage is None or problem.budget_bytes is None:
-        raise ValueError("the solution was not simulated under a budget")
-    gap = "unknown" if solution.gap is None else f"{100 * solution.gap:.2f}%"
-    return "\n".join(
-        [
-            f"peak      {format_bytes(usage.peak_bytes)} of {format_bytes(problem.budget_bytes)} allowed "
-            f"(store-all {format_bytes(store_all_peak_bytes)}, floor {format_bytes(problem.floor_bytes)})",
-            f"time      {format_seconds(usage.time_s)}, overhead {_percent_over(problem, usage.time_s)}",
-            f"bound     overhead {_percent_over(problem, solution.lower_bound_s)}, gap {gap}",
-            f"schedule  {len(solution.schedule)} runs, {sum(solution.schedule.recomputed.values())} of them recomputations",
-            f"solver    {solution.solver}, {solution.status}, {format_seconds(solution.solve_time_s)}",
-        ]
+def _add_compare(commands: Any) -> None:
+    compare = _command(
+        commands,
+        "compare",
+        "put the numbers of two files side by side",
+        "plan_8GiB.json plan_6GiB.json",
+        "before/report.json after/report.json",
     )
+    compare.add_argument("first", metavar="A.json", help="plan, problem, report or solution file")
+    compare.add_argument("second", metavar="B.json", help="another one")
+    _json_argument(compare)
+    compare.set_defaults(run=_run_compare)
 
 
-class _ProgressLine:
-    """Best overhead, bound and gap on stderr while a solver runs: a tqdm bar over the time limit
-    where tqdm is installed and stderr is a terminal, else a line per improvement."""
+def _run_compare(options: argparse.Namespace) -> int:
+    from keras_remat.planning.files import comparison, shown_file
 
-    def __init__(self, problem: Problem, time_limit_s: float):
-        self.problem, self.time_limit_s = problem, time_limit_s
-        self.bar: Any = None
-
-    def __enter__(self) -> _ProgressLine:
-        if sys.stderr.isatty():
-            import importlib.util
-
-            if importlib.util.find_spec("tqdm") is not None:
-                from tqdm import tqdm
-
-                layout = "{desc} [{elapsed} of " + f"{self.time_limit_s:g} s]"
-                self.bar = tqdm(
-                    total=self.time_limit_s,
-                    bar_format=layout,
-                    desc="searching",
-                    leave=False,
-                    file=sys.stderr,
-                )
-        return self
-
-    def update(self, solution: Solution) -> None:
-        """Shows a solution."""
-        best_s = None if solution.usage is None else solution.usage.time_s
-        text = f"best overhead {_percent_over(self.problem, best_s)}, bound {_percent_over(self.problem, solution.lower_bound_s)}"
-        text += "" if solution.gap is None else f", gap {100 * solution.gap:.2f}%"
-        if self.bar is not None:
-            self.bar.set_description_str(text)
-            self.bar.n = min(solution.solve_time_s, self.time_limit_s)
-            self.bar.refresh()
-        else:
-            print(f"{solution.solve_time_s:6.1f} s  {text}", file=sys.stderr, flush=True)
-
-    def __exit__(self, *details: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
+    names = (options.first, options.second)
+    first, second = (shown_file(name, None).numbers() for name in names)
+    _print(comparison(names, (first, second)), {"a": first, "b": second}, options.json)
+    return DONE

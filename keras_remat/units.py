@@ -1,8 +1,9 @@
 """Bytes and memory limits as people write them. The only module that knows 2**30.
 
-Accepted memory limits: a positive ``int`` of bytes, a size such as ``"8GiB"``, ``"512 MiB"`` or
-``"8GB"`` (decimal), or a percentage such as ``"80%"`` of a known total. ``"8Gb"`` is refused: it
-could mean gigabits.
+Accepted memory limits: a positive ``int`` of bytes, a size such as ``"8GiB"``, ``"512 mib"``,
+``"8G"`` (which is 8 GiB, as in most tools) or ``"8GB"`` (decimal), or a percentage such as
+``"80%"`` of a known total. ``"8Gb"`` is refused: it could mean gigabits. So are limits under
+:data:`LEAST_LIMIT`: no step fits there, and who writes ``8`` means ``"8GiB"``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from fractions import Fraction
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 _UNITS = {
-    "": 1, "B": 1,
-    "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "": 1, "b": 1,
+    "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB,
+    "k": KIB, "m": MIB, "g": GIB, "t": TIB,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
+#: Bytes; see the module. A limit of a device is above it and below ``_TOO_MANY``, which fits no
+#: 64-bit integer.
+LEAST_LIMIT, _TOO_MANY, _LONGEST_NUMBER = 1024, 2**63, 40
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)\s*")
 
 ACCEPTED = 'an int of bytes, a size like "8GiB", "512MiB" or "8GB", or a percentage like "80%"'
@@ -30,11 +35,22 @@ def format_bytes(nbytes: int) -> str:
     >>> format_bytes(7), format_bytes(3 * 2**30), format_bytes(1_500_000)
     ('7 B', '3 GiB', '1.43 MiB')
     """
-    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(nbytes) >= size:
-            number = f"{nbytes / size:.2f}".rstrip("0").rstrip(".")
-            return f"{number} {unit}"
-    return f"{nbytes} B"
+    unit, size = byte_unit(nbytes)
+    if size == 1:
+        return f"{nbytes} B"
+    hundredths = round(Fraction(100 * nbytes, size))  # exact: a float overflows at 1e308
+    sign, (whole, rest) = "-" * (hundredths < 0), divmod(abs(hundredths), 100)
+    return f"{sign}{whole}.{rest:02d}".rstrip("0").rstrip(".") + f" {unit}"
+
+
+def byte_unit(nbytes: int) -> tuple[str, int]:
+    """Returns the name and the size of the largest binary unit that ``nbytes`` reaches.
+
+    >>> byte_unit(5), byte_unit(3 * 2**30)
+    (('B', 1), ('GiB', 1073741824))
+    """
+    units = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
+    return next((name, size) for name, size in units if abs(nbytes) >= size or size == 1)
 
 
 def format_unequal_bytes(first: int, second: int) -> tuple[str, str]:
@@ -67,7 +83,11 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_bytes(
-    limit: int | str, *, total_bytes: int | None = None, what: str = "memory_limit"
+    limit: int | str,
+    *,
+    total_bytes: int | None = None,
+    what: str = "memory_limit",
+    least: int = 1,
 ) -> int:
     """Returns a memory limit in bytes.
 
@@ -75,11 +95,12 @@ def parse_bytes(
         limit: an int of bytes, a size with a unit, or a percentage of ``total_bytes``.
         total_bytes: what a percentage refers to; ``None`` when there is no such total.
         what: the argument's name for the error message.
+        least: the smallest number of bytes that is accepted.
 
     Raises:
         TypeError: ``limit`` is neither an int nor a string.
-        ValueError: not positive, not finite, over 100 %, an unknown unit, or a percentage of an
-            unknown total.
+        ValueError: not positive, under ``least``, not finite, over 100 %, an unknown unit, or a
+            percentage of an unknown total.
 
     >>> parse_bytes("8GiB") == 8 * 2**30, parse_bytes("50%", total_bytes=1000)
     (True, 500)
@@ -89,32 +110,56 @@ def parse_bytes(
             raise ValueError(f"{what} must be finite, got {limit!r}; accepted: {ACCEPTED}")
         raise TypeError(f"{what} must be {ACCEPTED}; got {limit!r} of type {type(limit).__name__}")
     if not isinstance(limit, str):
-        nbytes = operator.index(limit)
-        if nbytes <= 0:
-            raise ValueError(f"{what} must be positive, got {nbytes}; accepted: {ACCEPTED}")
-        return nbytes
+        return _checked(operator.index(limit), limit, what, least)
     match = _SIZE.fullmatch(limit)
     if match is None:
         raise ValueError(f"{what}={limit!r} is not a size; accepted: {ACCEPTED}")
+    if len(match[1]) > _LONGEST_NUMBER:
+        raise ValueError(f"{what} has {len(match[1])} digits; no device has so much memory")
     number, unit = Fraction(match[1]), match[2]  # exact: a float drops bytes above 2**53
     if unit == "%":
-        if not 0 < number <= 100:
-            raise ValueError(f"{what}={limit!r} must be above 0% and at most 100%")
-        if total_bytes is None:
-            raise ValueError(
-                f"{what}={limit!r} is a percentage, but the total it refers to is unknown here; give bytes"
-            )
-        return max(1, int(total_bytes * number / 100))
-    if unit not in _UNITS:
+        return _share(number, total_bytes, limit, what)
+    if re.fullmatch("[A-Za-z]b", unit) and not unit.islower():
+        raise ValueError(
+            f"{what}={limit!r} has the unknown unit {unit!r}, which could mean bits; "
+            f'did you mean "{match[1]}{unit[0]}iB"?'
+        )
+    if unit.lower() not in _UNITS:
         raise ValueError(f"{what}={limit!r} has the unknown unit {unit!r}; accepted: {ACCEPTED}")
-    nbytes = int(number * _UNITS[unit])
+    return _checked(int(number * _UNITS[unit.lower()]), limit, what, least)
+
+
+def _share(number: Fraction, total_bytes: int | None, limit: str, what: str) -> int:
+    """``number`` percent of a total."""
+    if not 0 < number <= 100:
+        raise ValueError(f"{what}={limit!r} must be above 0% and at most 100%")
+    if total_bytes is None:
+        raise ValueError(
+            f"{what}={limit!r} is a percentage, but the total it refers to is unknown here; "
+            "give bytes"
+        )
+    return max(1, int(total_bytes * number / 100))
+
+
+def _checked(nbytes: int, given: int | str, what: str, least: int) -> int:
     if nbytes <= 0:
-        raise ValueError(f"{what} must be positive, got {limit!r}; accepted: {ACCEPTED}")
+        raise ValueError(f"{what} must be positive, got {given!r}; accepted: {ACCEPTED}")
+    if nbytes >= _TOO_MANY:
+        raise ValueError(f"{what} is over 8388607 TiB; no device has so much memory")
+    if nbytes < least:
+        raise ValueError(
+            f"{what}={given!r} is {format_bytes(nbytes)}, in which no step fits; "
+            f'did you mean "{nbytes}GiB"? accepted: {ACCEPTED}'
+        )
     return nbytes
 
 
 def check_memory_limit(limit: int | str | None) -> None:
     """Raises what :func:`parse_bytes` would, without needing to know the device's total; ``None``
-    is accepted."""
+    is accepted.
+
+    Raises:
+        TypeError, ValueError: as :func:`parse_bytes`; also a limit under :data:`LEAST_LIMIT`.
+    """
     if limit is not None:
-        parse_bytes(limit, total_bytes=TIB)
+        parse_bytes(limit, total_bytes=TIB, least=LEAST_LIMIT)

@@ -26,6 +26,11 @@ from keras_remat.units import (
         ("17B", 17),
         ("8GiB", 8 * GIB),
         ("8 GiB", 8 * GIB),
+        ("8gib", 8 * GIB),
+        ("8G", 8 * GIB),
+        ("8g", 8 * GIB),
+        ("512m", 512 * MIB),
+        ("8gb", 8 * 10**9),
         (" 512MiB ", 512 * MIB),
         ("8GB", 8 * 10**9),
         ("1.5KiB", 1536),
@@ -59,7 +64,6 @@ def test_percentage_is_exact_for_large_totals():
     "limit",
     [
         "8Gb",
-        "8gib",
         "8 PiB",
         "",
         " ",
@@ -102,6 +106,8 @@ def test_refused_types_list_what_is_accepted(limit):
 def test_the_unknown_unit_and_the_argument_are_named():
     with pytest.raises(ValueError, match=r"--budget='8Gb' has the unknown unit 'Gb'"):
         parse_bytes("8Gb", what="--budget")
+    with pytest.raises(ValueError, match=r'could mean bits; did you mean "8GiB"'):
+        parse_bytes("8Gb")
 
 
 def test_percentage_without_a_total_is_refused():
@@ -109,9 +115,26 @@ def test_percentage_without_a_total_is_refused():
         parse_bytes("50%")
 
 
-@pytest.mark.parametrize("limit", [None, 5, "8GiB", "80%"])
+@pytest.mark.parametrize("limit", [None, 1024, "8GiB", "80%", "0.1%"])
 def test_check_memory_limit_accepts(limit):
     check_memory_limit(limit)
+
+
+@pytest.mark.parametrize(("limit", "meant"), [(8, "8GiB"), ("8", "8GiB"), ("512B", "512GiB")])
+def test_a_few_bytes_are_no_limit(limit, meant):
+    with pytest.raises(ValueError, match=f'did you mean "{meant}"'):
+        check_memory_limit(limit)
+
+
+@pytest.mark.parametrize("limit", [10**400, 2**63, "1" * 400, "9" * 30 + "GiB"])
+def test_more_than_a_64_bit_integer_is_refused(limit):
+    with pytest.raises(ValueError, match="no device has so much memory"):
+        parse_bytes(limit)
+
+
+@pytest.mark.parametrize("nbytes", [10**400, -(10**400)])
+def test_any_int_can_be_shown(nbytes):
+    assert format_bytes(nbytes).endswith(" TiB")
 
 
 @pytest.mark.parametrize("limit", ["8Gb", 0, "0%", "120%", math.nan])

@@ -117,7 +117,7 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Fields:
+class Fields:
     """Reads typed fields of one JSON object; errors name file, field and value."""
 
     def __init__(self, document: object, source: str | None, prefix: str = ""):
@@ -130,8 +130,13 @@ class _Fields:
             )
         self.document, self.source, self.prefix = document, source, prefix
 
+    def path(self, key: str) -> str:
+        """The name of a field, with the objects it is in."""
+        return f"{self.prefix}.{key}" if self.prefix else key
+
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
-        field = f"{self.prefix}.{key}" if self.prefix else key
+        """The value of a field; ``default`` where it is missing and need not be there."""
+        field = self.path(key)
         if key not in self.document:
             if default is _REQUIRED:
                 raise InvalidProblemError("is missing", source=self.source, field=field)
@@ -146,12 +151,15 @@ class _Fields:
         return value
 
     def ids(self, key: str, default: Any = _REQUIRED) -> tuple[int, ...]:
+        """The value of a field that is a list of ids."""
         value = self.get(key, list, default)
         for at, item in enumerate(value):
             if not isinstance(item, int) or isinstance(item, bool):
-                field = f"{self.prefix}.{key}[{at}]" if self.prefix else f"{key}[{at}]"
                 raise InvalidProblemError(
-                    f"expected an id, got {item!r}", source=self.source, field=field, value=item
+                    f"expected an id, got {item!r}",
+                    source=self.source,
+                    field=f"{self.path(key)}[{at}]",
+                    value=item,
                 )
         return tuple(value)
 
@@ -166,9 +174,9 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
     Raises:
         InvalidProblemError: a field is missing, has the wrong type, or the graph is inconsistent.
     """
-    top = _Fields(document, source)
+    top = Fields(document, source)
     raw_values, raw_ops = top.get("values", list), top.get("ops", list)
-    op_fields = [_Fields(raw, source, f"ops[{at}]") for at, raw in enumerate(raw_ops)]
+    op_fields = [Fields(raw, source, f"ops[{at}]") for at, raw in enumerate(raw_ops)]
     producers: dict[int, int] = {}
     for at, fields in enumerate(op_fields):
         for value_id in fields.ids("outputs"):
@@ -180,7 +188,7 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
             producers[value_id] = at
     values = []
     for at, raw in enumerate(raw_values):
-        fields = _Fields(raw, source, f"values[{at}]")
+        fields = Fields(raw, source, f"values[{at}]")
         shape = fields.get("shape", list, None)
         values.append(
             Value(

@@ -15,15 +15,33 @@ from typing import Any, Literal
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
-from keras_remat.core.serialize import problem_from_dict, problem_to_dict, read_json, write_json
+from keras_remat.core.serialize import (
+    Fields,
+    problem_from_dict,
+    problem_to_dict,
+    read_json,
+    write_json,
+)
+from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules
-from keras_remat.errors import InvalidProblemError, PlanMismatchError, RematError
-from keras_remat.units import format_bytes, format_seconds
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    InvalidProblemError,
+    PlanMismatchError,
+    RematError,
+    ScheduleNotFoundError,
+)
+from keras_remat.reporting import html as page
+from keras_remat.reporting import plots
+from keras_remat.reporting.layers import By
+from keras_remat.reporting.text import Text, plan_text, status_text, summary_text
+from keras_remat.solvers import solve
+from keras_remat.units import format_bytes
 
 FORMAT, VERSION = "keras_remat.plan", 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A schedule for one graph under one budget.
 
@@ -74,7 +92,11 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; :func:`load_plan` gives back an equal plan."""
-        write_json(plan_to_dict(self), path)
+        write_json(self.to_dict(), path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as the JSON object of a plan file."""
+        return plan_to_dict(self)
 
     def check(self, problem: Problem) -> None:
         """Raises unless the plan applies to ``problem``'s graph.
@@ -94,11 +116,92 @@ class Plan:
             else f"{format_bytes(self.measured.peak_bytes)} measured"
         )
         return (
-            f"Plan: peak {format_bytes(self.predicted.peak_bytes)} predicted, {measured}, budget {format_bytes(self.budget_bytes)} "
-            f"(store-all {format_bytes(self.store_all.peak_bytes)}); overhead {self.overhead:.1%} by {self.profile_source} op times; "
-            f"{len(self.solution.schedule.recomputed)} ops recomputed; {self.solution.solver}, {self.solution.status}, "
-            f"{format_seconds(self.solution.solve_time_s)}"
+            f"Plan: peak {format_bytes(self.predicted.peak_bytes)} predicted, {measured}, "
+            f"budget {format_bytes(self.budget_bytes)} "
+            f"(store-all {format_bytes(self.store_all.peak_bytes)}); overhead {self.overhead:.1%} "
+            f"by {self.profile_source} op times; "
+            f"{len(self.solution.schedule.recomputed)} ops recomputed; "
+            f"{status_text(self.solution)}"
         )
+
+    def __repr__(self) -> str:
+        return f"<{self}>"  # the order alone would be thousands of ids
+
+    # ---------------------------------------------------------------- what a person sees
+
+    def summary(self, by: By | None = None) -> str:
+        """Returns what the plan keeps and recomputes, as a table; print it.
+
+        Args:
+            by: ``"layer"``, ``"block"`` or ``"op"`` for the table alone; ``None`` for the plan's
+                numbers and the table by layer.
+
+        Raises:
+            ValueError: another grouping, or a table of a plan that was saved without its problem.
+        """
+        if by is not None:
+            return Text(summary_text(self._shown_problem, self.solution.schedule, by))
+        table = "" if self.problem is None else f"\n\n{self.summary('layer')}"
+        return Text(plan_text(self, top=3) + table)
+
+    def plot(self, kind: str = "memory") -> Any:
+        """Returns a matplotlib figure of the plan.
+
+        Args:
+            kind: ``"memory"`` over the time of a step, ``"holders"`` of the peak by layer,
+                ``"schedule"`` of what runs and what is kept when, or ``"overhead"`` against the
+                limit, which solves a few limits and takes seconds.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+            ValueError: another kind, or a plan that was saved without its problem.
+        """
+        if kind == "overhead":
+            return plots.overhead(self, overheads(self._shown_problem))
+        return plots.plan(self, kind)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one self-contained page with the pictures and tables of the plan."""
+        Path(path).write_text(page.plan_page(self), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return page.plan_fragment(self)
+
+    @property
+    def _shown_problem(self) -> Problem:
+        if self.problem is None:
+            raise ValueError(
+                "the plan was saved without its problem, so there is no graph to show; "
+                "make it again with make_plan, or show it with summary()"
+            )
+        return self.problem
+
+
+#: Shares of the way from the floor to the store-all peak that :func:`overheads` solves for, and
+#: the seconds each gets.
+_SHARES, _SOLVE_S = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1, 0.05), 1.0
+
+
+def overheads(problem: Problem) -> list[tuple[int, float]]:
+    """Returns (budget in bytes, overhead as a ratio) for a few budgets that a quick solver meets.
+
+    Args:
+        problem: its budget plays no part. One second is spent on each of nine budgets between the
+            floor and the peak without recomputation.
+    """
+    floor = problem.floor_bytes
+    room = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes - floor
+    points = []
+    for share in _SHARES:
+        budget = floor + round(share * room)
+        try:
+            found = solve(problem.with_budget(budget), solver="greedy", time_limit_s=_SOLVE_S)
+        except (InfeasibleBudgetError, ScheduleNotFoundError):
+            break  # tighter ones take longer, and this is a picture
+        base_s = problem.store_all_time_s
+        time_s = simulate(problem, found.schedule).time_s
+        points.append((budget, time_s / base_s - 1 if base_s > 0 else 0.0))
+    return points
 
 
 def _usage_to_dict(usage: Usage | None) -> dict[str, Any] | None:
@@ -138,45 +241,56 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         InvalidProblemError: malformed; the message names the file and the field.
         OSError: the file cannot be read.
     """
-    document = read_json(path, FORMAT, VERSION)
+    return plan_from_dict(read_json(path, FORMAT, VERSION), source=os.fspath(path))
 
-    def usage(raw: dict[str, Any] | None) -> Usage | None:
-        return None if raw is None else Usage(float(raw["time_s"]), int(raw["peak_bytes"]))
 
-    def required(raw: dict[str, Any]) -> Usage:
-        return Usage(float(raw["time_s"]), int(raw["peak_bytes"]))
+def plan_from_dict(document: object, *, source: str | None = None) -> Plan:
+    """The plan that a JSON object describes.
 
-    def text(key: str) -> str:
-        if not isinstance(document[key], str):
-            raise TypeError(f"{key} must be a string, got {document[key]!r}")
-        return str(document[key])
+    Args:
+        document: as :func:`plan_to_dict` returns it.
+        source: the file it came from, for error messages.
 
+    Raises:
+        InvalidProblemError: a field is missing, has the wrong type or an impossible value.
+    """
+    top = Fields(document, source)
+    problem = top.get("problem", (dict, type(None)), None)
+    raw = Fields(top.get("solution", dict), source, "solution")
+    bound = raw.get("lower_bound_s", (int, float, type(None)), None)
     try:
-        raw = document["solution"]
-        lower_bound, problem = raw["lower_bound_s"], document.get("problem")
-        solution = Solution(
-            Schedule(tuple(raw["order"])), raw["solver"], raw["status"], float(raw["solve_time_s"]),
-            None if lower_bound is None else float(lower_bound), usage(raw["usage"]),
-        )  # fmt: skip
         return Plan(
-            text("fingerprint"),
-            int(document["budget_bytes"]),
-            solution,
-            required(document["store_all"]),
-            required(document["predicted"]),
-            usage(document["measured"]),
-            document["profile_source"],
-            text("device"),
-            text("name"),
-            None if problem is None else problem_from_dict(problem, source=os.fspath(path)),
+            top.get("fingerprint", str),
+            top.get("budget_bytes", int),
+            Solution(
+                Schedule(raw.ids("order")),
+                raw.get("solver", str),
+                raw.get("status", str),
+                float(raw.get("solve_time_s", (int, float))),
+                None if bound is None else float(bound),
+                _optional_usage(raw, "usage"),
+            ),
+            _usage(top, "store_all"),
+            _usage(top, "predicted"),
+            _optional_usage(top, "measured"),
+            top.get("profile_source", str),
+            top.get("device", str),
+            top.get("name", str),
+            None if problem is None else problem_from_dict(problem, source=source),
         )
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        OverflowError,
-    ) as error:  # OverflowError: an infinite number of bytes
-        raise InvalidProblemError(f"malformed plan: {error!r}", source=os.fspath(path)) from error
+    except InvalidProblemError:
+        raise
+    except (ValueError, OverflowError) as error:  # OverflowError: an int too large for a float
+        raise InvalidProblemError(f"malformed plan: {error}", source=source) from error
+
+
+def _usage(fields: Fields, key: str) -> Usage:
+    usage = Fields(fields.get(key, dict), fields.source, fields.path(key))
+    return Usage(float(usage.get("time_s", (int, float))), usage.get("peak_bytes", int))
+
+
+def _optional_usage(fields: Fields, key: str) -> Usage | None:
+    return None if fields.get(key, (dict, type(None)), None) is None else _usage(fields, key)
 
 
 def cache_path(cache_dir: str | os.PathLike[str], graph: Graph, budget_bytes: int) -> Path:

@@ -8,13 +8,22 @@ Every number says where it is from: ``baseline_source`` is ``"measured"`` when p
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
 
 from keras_remat.core.schedule import Usage
-from keras_remat.core.serialize import write_json
-from keras_remat.units import GIB, format_bytes, format_seconds
+from keras_remat.core.serialize import Fields, read_json, write_json
+from keras_remat.errors import InvalidProblemError
+from keras_remat.reporting import html, plots
+from keras_remat.reporting.protocols import Planned
+from keras_remat.units import GIB, byte_unit, format_bytes, format_seconds
 
+FORMAT, VERSION = "keras_remat.report", 1
+#: Columns of everything that is printed.
+WIDTH = 80
 #: Keys every epoch's logs get; numeric and the same from epoch 0 on.
 LOG_KEYS = ("remat_speedup", "remat_batch_size", "remat_peak_gib", "remat_samples_per_s")
 
@@ -69,6 +78,7 @@ class AutotuneReport:
         baseline: seconds and peak of one plain step of ``baseline_batch_size`` samples.
         baseline_source: whether plain steps ran or were predicted.
         epochs, events: in order.
+        plan: the plan in force at the end; ``None`` where the plain step runs.
     """
 
     limit_bytes: int | None = None
@@ -79,6 +89,7 @@ class AutotuneReport:
     baseline_source: Literal["measured", "predicted"] | None = None
     epochs: list[EpochUsage] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    plan: Planned | None = field(default=None, repr=False)
 
     @property
     def baseline_samples_per_s(self) -> float | None:
@@ -92,6 +103,11 @@ class AutotuneReport:
         plain = epoch.plain_samples_per_s or self.baseline_samples_per_s
         return epoch.samples_per_s / plain if plain and epoch.samples_per_s > 0 else 1.0
 
+    @property
+    def speedups(self) -> list[float]:
+        """:meth:`speedup` of every epoch."""
+        return [self.speedup(epoch) for epoch in self.epochs]
+
     def epoch_logs(self, epoch: EpochUsage) -> dict[str, float]:
         """The log entries of an epoch, under :data:`LOG_KEYS`."""
         numbers = (
@@ -102,21 +118,202 @@ class AutotuneReport:
         )
         return dict(zip(LOG_KEYS, numbers, strict=True))
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """The measured peak of the step that ran in the end; ``None`` before the first epoch.
+
+        Peaks of an epoch in which plans were made are not all of the last plan.
+        """
+        if not self.epochs:
+            return None
+        last = self.epochs[-1]
+        measured = self.plan.measured if self.plan is not None else None
+        if measured is None:
+            return last.peak_bytes
+        later = last.peak_bytes if len(self.epochs) > 1 and last.planning_time_s == 0 else 0
+        return max(measured.peak_bytes, later)
+
+    @property
+    def planning_time_s(self) -> float:
+        """Seconds spent tracing, solving and compiling in all epochs."""
+        return sum(epoch.planning_time_s for epoch in self.epochs)
+
+    @property
+    def limit_kept(self) -> bool | None:
+        """Whether the step that ran in the end kept to the limit; ``None`` while unknown."""
+        if self.limit_bytes is None or self.peak_bytes is None:
+            return None
+        return self.peak_bytes <= self.limit_bytes
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as JSON."""
-        write_json({"format": "keras_remat.report", "version": 1, **asdict(self)}, path)
+        """Writes the report: a page where the name ends in ``.html``, else JSON."""
+        if Path(path).suffix.lower() in (".html", ".htm"):
+            self.to_html(path)
+        else:
+            write_json(self.to_dict(), path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as the JSON object of a report file, with the plan as of a plan file."""
+        numbers = {
+            name: getattr(self, name)
+            for name in ("limit_bytes", "max_batch_size", "batch_size", "baseline_batch_size")
+        }
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            **numbers,
+            "baseline": None if self.baseline is None else vars(self.baseline),
+            "baseline_source": self.baseline_source,
+            "epochs": [vars(epoch) for epoch in self.epochs],
+            "events": [vars(event) | {"kind": str(event.kind)} for event in self.events],
+            "plan": None if self.plan is None else self.plan.to_dict(),
+        }
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one self-contained page with pictures, tables, events and versions."""
+        Path(path).write_text(html.report_page(self), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return html.fragment(html.report_body(self))
+
+    def plot(self, kind: str = "memory") -> Any:
+        """Returns a matplotlib figure of what the ``fit`` did.
+
+        Args:
+            kind: ``"memory"``, ``"holders"`` or ``"schedule"`` as in ``Plan.plot``, or ``"speed"``
+                and memory of every epoch.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+            ValueError: another kind, or nothing to draw.
+        """
+        return plots.report(self, kind)
+
+    def verdict(self) -> str:
+        """Returns plain step and final step side by side, and whether the limit was kept."""
+        lines = ["                   peak     of limit     step     samples/s"]
+        named = "remat" if self.plan is not None else "plain"
+        sizes = {self.baseline_batch_size, self.epochs[-1].batch_size if self.epochs else None}
+        many = len(sizes - {None, 0}) > 1
+        if self.baseline is not None and self.plan is not None:
+            name = f"plain, {self.baseline_batch_size}" if many else "plain"
+            rate = self.baseline_samples_per_s or 0.0
+            lines.append(self._row(name, self.baseline, rate, self.baseline_source or ""))
+        if self.epochs and self.peak_bytes is not None:
+            last = self.epochs[-1]
+            step_s = last.step_time_s / last.steps if last.steps else 0.0
+            said = {True: "limit KEPT", False: "LIMIT NOT KEPT", None: ""}[self.limit_kept]
+            name = f"{named}, {last.batch_size}" if many else named
+            usage = Usage(step_s, self.peak_bytes)
+            lines.append(self._row(name, usage, last.samples_per_s, said))
+        if self.limit_kept is False:
+            lines += self._why_not_kept()
+        lines.append(
+            f"  set-up {format_seconds(self.planning_time_s)}; details: print(callback.report)"
+        )
+        return "\n".join(lines)
+
+    def _row(self, name: str, usage: Usage, samples_per_s: float, said: str) -> str:
+        limit = self.limit_bytes
+        share = f"{100 * usage.peak_bytes / limit:.0f} %" if limit else "-"
+        return (
+            f"  {name:<10} {one_decimal(usage.peak_bytes):>11}  {share:>9}  "
+            f"{format_seconds(usage.time_s):>9}  {samples_per_s:>8.{_digits(samples_per_s)}f}"
+            f"      {said}"
+        ).rstrip()
+
+    def _why_not_kept(self) -> list[str]:
+        """By how much the limit was exceeded, and the last event that says why."""
+        if self.peak_bytes is None or self.limit_bytes is None:
+            return []
+        over = self.peak_bytes - self.limit_bytes
+        reasons = [e.message for e in self.events if str(e.kind) in ("kept", "measured", "tighten")]
+        why = reasons[-1] if reasons else "no schedule that takes less was found"
+        text = f"{format_bytes(over)} ({100 * over / self.limit_bytes:.1f} %) over the limit: {why}"
+        return textwrap.wrap(
+            text, WIDTH, initial_indent="  ", subsequent_indent="  ", max_lines=4, placeholder=" …"
+        )
 
     def __str__(self) -> str:
-        lines = ["epoch  batch  samples/s  speedup       peak    in steps   planning"]
+        lines = [self.verdict().rpartition("\n")[0], ""]
+        lines.append("epoch  batch  samples/s  speedup       peak    in steps   planning")
         for epoch in self.epochs:
             lines.append(
-                f"{epoch.epoch:5d}  {epoch.batch_size:5d}  {epoch.samples_per_s:9.1f}  {self.speedup(epoch):6.2f}x  "
-                f"{format_bytes(epoch.peak_bytes):>10}  {format_seconds(epoch.step_time_s):>10} {format_seconds(epoch.planning_time_s):>10}"
+                f"{epoch.epoch:5d}  {epoch.batch_size:5d}  {epoch.samples_per_s:9.1f}  "
+                f"{self.speedup(epoch):6.2f}x  {format_bytes(epoch.peak_bytes):>10}  "
+                f"{format_seconds(epoch.step_time_s):>10} "
+                f"{format_seconds(epoch.planning_time_s):>10}"
             )
         if self.baseline is not None:
             lines.append(
                 f"plain step of {self.baseline_batch_size}: {format_seconds(self.baseline.time_s)}, "
                 f"{format_bytes(self.baseline.peak_bytes)} ({self.baseline_source})"
             )
-        lines += [f"step {event.step}: {event.message}" for event in self.events]
+        for event in self.events:
+            lines += textwrap.wrap(
+                f"step {event.step}: {event.message}", WIDTH, subsequent_indent="  "
+            )
         return "\n".join(lines)
+
+
+def load_report(
+    path: str | os.PathLike[str], read_plan: Callable[[object, str], Planned]
+) -> AutotuneReport:
+    """Reads a report file.
+
+    Args:
+        path: of the file.
+        read_plan: makes a plan of its JSON object and the name of the file.
+
+    Raises:
+        InvalidProblemError: malformed; the message names the file and the field.
+        OSError: the file cannot be read.
+    """
+    source = os.fspath(path)
+    top = Fields(read_json(path, FORMAT, VERSION), source)
+    baseline = top.get("baseline", (dict, type(None)), None)
+    plan = top.get("plan", (dict, type(None)), None)
+    try:
+        return AutotuneReport(
+            limit_bytes=top.get("limit_bytes", (int, type(None)), None),
+            max_batch_size=top.get("max_batch_size", (int, type(None)), None),
+            batch_size=top.get("batch_size", (int, type(None)), None),
+            baseline=None if baseline is None else _read(Usage, baseline, source, "baseline"),
+            baseline_batch_size=top.get("baseline_batch_size", (int, type(None)), None),
+            baseline_source=top.get("baseline_source", (str, type(None)), None),
+            epochs=[
+                _read(EpochUsage, raw, source, f"epochs[{at}]")
+                for at, raw in enumerate(top.get("epochs", list))
+            ],
+            events=[
+                _read(Event, raw, source, f"events[{at}]")
+                for at, raw in enumerate(top.get("events", list))
+            ],
+            plan=None if plan is None else read_plan(plan, source),
+        )
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InvalidProblemError):
+            raise
+        raise InvalidProblemError(f"malformed report: {error}", source=source) from error
+
+
+#: The types that the fields of a report's records have in JSON.
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "int": int, "str": str, "float": (int, float), "float | None": (int, float, type(None)),
+}  # fmt: skip
+
+
+def _read(record: type[Any], document: object, source: str, prefix: str) -> Any:
+    """A record from a JSON object with its fields."""
+    raw = Fields(document, source, prefix)
+    return record(**{f.name: raw.get(f.name, _KINDS[str(f.type)]) for f in fields(record)})
+
+
+def one_decimal(nbytes: int) -> str:
+    """Returns ``nbytes`` with one decimal, as in columns."""
+    unit, size = byte_unit(nbytes)
+    return f"{nbytes / size:.1f} {unit}" if size > 1 else f"{nbytes} B"
+
+
+def _digits(amount: float) -> int:
+    return 0 if amount >= 100 else 1 if amount >= 10 else 2

@@ -1,55 +1,34 @@
-"""What a person reads about a problem, a plan and its schedules: plain text, or one HTML page.
+"""What a person reads about a problem, a plan and its schedule, as plain text.
 
-Every function here takes records and returns a string; files and terminals are the caller's. The
-page holds its style and one inline SVG and refers to nothing outside, because it is mailed around
-and opened offline. It is drawn by hand rather than by a plotting library: a step curve with a
-dashed budget is a few lines of SVG, stays sharp, and follows the reader's light or dark theme.
-
-Known limit: an order longer than ``MAX_POINTS`` is drawn with one point per run of positions, at
-the run's *highest* bytes: peaks stay true, short valleys between them do not show. The numbers in
-the tables are never thinned.
+Every function takes records and returns a string; files and terminals are the caller's.
 """
 
 from __future__ import annotations
 
-import html
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from keras_remat.core.graph import PHASES, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import live_bytes, simulate
-from keras_remat.core.validate import check_rules
-from keras_remat.units import GIB, KIB, MIB, TIB, format_bytes, format_seconds
+from keras_remat.reporting.curves import Group, groups
+from keras_remat.reporting.layers import By
+from keras_remat.reporting.protocols import Planned
+from keras_remat.units import format_bytes, format_seconds
 
-MAX_POINTS = 1500
 MAX_NAME = 72
+#: A table leaves out groups that hold less than this share of all that is kept, and run once.
+SHOWN_SHARE = 0.001
 
-_COLORS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-)  # Okabe and Ito: told apart by colour-blind readers
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 420, 84, 16, 14, 44
-_STYLE = """
-:root{color-scheme:light dark;--paper:#fff;--ink:#1b1f24;--faint:#667080;--grid:#e3e6ea;--budget:#c00020}
-@media(prefers-color-scheme:dark){:root{--paper:#14171b;--ink:#e6e9ed;--faint:#98a2b0;--grid:#2b3038;--budget:#ff6b7d}}
-body{background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em}
-h1{font-size:1.4em;overflow-wrap:anywhere}h2{font-size:1.1em;margin-top:1.6em}
-svg{width:100%;height:auto}svg text{fill:var(--faint);font-size:12px}.grid{stroke:var(--grid)}
-.budget{stroke:var(--budget);stroke-dasharray:7 4;stroke-width:1.5}
-.floor{stroke:var(--faint);stroke-dasharray:2 4}
-svg .limit{paint-order:stroke;stroke:var(--paper);stroke-width:4px}svg .over{fill:var(--budget)}
-.line{fill:none;stroke-width:1.7;stroke-linejoin:round}.area{stroke:none;fill-opacity:.1}
-table{border-collapse:collapse}th,td{padding:.15em 1em .15em 0;text-align:right;font-variant-numeric:tabular-nums}
-th{color:var(--faint);font-weight:normal}th:first-child,td:first-child{text-align:left;overflow-wrap:anywhere}
-.swatch{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.5em}pre{overflow-x:auto}
-"""
+
+class Text(str):
+    """A string that an interactive session shows as it reads."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def readable(name: str) -> str:
@@ -83,15 +62,21 @@ def _overhead(time_s: float, base_s: float) -> str:
     return "-" if base_s <= 0 else _percent((time_s - base_s) / base_s)
 
 
-def _table(rows: Iterable[Sequence[str]], *, indent: str = "") -> list[str]:
-    """Lines with the cells of ``rows`` in columns; the last column is not padded."""
+def table(
+    rows: Iterable[Sequence[str]], *, indent: str = "", right: Sequence[int] = ()
+) -> list[str]:
+    """Lines with the cells of ``rows`` in columns; those of ``right`` stand to the right."""
     cells = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        indent
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+
+    def line(row: list[str]) -> str:
+        padded = [
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return (indent + "  ".join(padded)).rstrip()
+
+    return [line(row) for row in cells]
 
 
 def problem_text(problem: Problem, *, top: int = 5) -> str:
@@ -144,14 +129,14 @@ def problem_text(problem: Problem, *, top: int = 5) -> str:
     ]
     if fixed := sum(not op.recomputable for op in graph.ops):
         rows.append(("fixed", f"{fixed} ops are not recomputable"))
-    lines += _table(rows)
+    lines += table(rows)
     computed = sorted(
         (v for v in graph.values if v.producer is not None), key=lambda v: (-v.nbytes, v.id)
     )[:top]
     lines += (
         [
             "largest values",
-            *_table(((format_bytes(v.nbytes), _value(v)) for v in computed), indent="  "),
+            *table(((format_bytes(v.nbytes), _value(v)) for v in computed), indent="  "),
         ]
         if computed
         else []
@@ -160,7 +145,7 @@ def problem_text(problem: Problem, *, top: int = 5) -> str:
     if slowest:
         lines += [
             "slowest ops",
-            *_table(
+            *table(
                 ((format_seconds(profile.op_time_s[op.id]), _op(op)) for op in slowest), indent="  "
             ),
         ]
@@ -227,9 +212,7 @@ def recomputed_text(problem: Problem, schedule: Schedule, *, top: int = 5) -> st
     for title, rows in groups:
         lines += [
             title,
-            *_table(
-                ((name, _runs(n), format_seconds(s)) for name, n, s in rows[:top]), indent="  "
-            ),
+            *table(((name, _runs(n), format_seconds(s)) for name, n, s in rows[:top]), indent="  "),
         ]
     return "\n".join(lines)
 
@@ -238,232 +221,182 @@ def _runs(count: int, noun: str = "run") -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def plan_text(
-    solution: Solution,
-    *,
-    budget_bytes: int,
-    store_all: Usage,
-    predicted: Usage,
-    measured: Usage | None = None,
-    problem: Problem | None = None,
-    top: int = 5,
-) -> str:
+def status_text(solution: Solution) -> str:
+    """Returns in words how far from the optimum a solution can be.
+
+    >>> order, usage = Schedule((0,)), Usage(1.05, 7)
+    >>> status_text(Solution(order, "dtr", "feasible", 0.5, None, usage))
+    'dtr in 500 ms; how far from the best possible is not known'
+    >>> status_text(Solution(order, "auto", "feasible", 0.5, 1.0, usage))
+    'auto in 500 ms; at most 5 % slower than the best possible'
+    """
+    found = f"{solution.solver} in {format_seconds(solution.solve_time_s)}"
+    usage, bound = solution.usage, solution.lower_bound_s
+    if solution.status == "optimal":
+        return f"{found}; proved to be the best possible"
+    if usage is None or bound is None or bound <= 0:
+        return f"{found}; how far from the best possible is not known"
+    more = max(0.0, usage.time_s / bound - 1)
+    return f"{found}; at most {_percent(more)} slower than the best possible"
+
+
+def solution_text(problem: Problem, solution: Solution) -> str:
+    """Summary of what a solver found for a terminal.
+
+    Args:
+        problem: with its budget.
+        solution: simulated.
+
+    Raises:
+        ValueError: no budget, or a solution that was not simulated.
+    """
+    usage, order = solution.usage, solution.schedule
+    if usage is None or problem.budget_bytes is None:
+        raise ValueError("the solution was not simulated under a budget")
+    store_all = simulate(problem, Schedule.store_all(problem.graph))
+    return "\n".join(
+        table(
+            [
+                (
+                    "peak",
+                    f"{format_bytes(usage.peak_bytes)} of {format_bytes(problem.budget_bytes)} allowed "
+                    f"(store-all {format_bytes(store_all.peak_bytes)}, "
+                    f"floor {format_bytes(problem.floor_bytes)})",
+                ),
+                (
+                    "time",
+                    f"{format_seconds(usage.time_s)}, overhead {percent_over(problem, usage.time_s)}",
+                ),
+                ("bound", f"overhead {percent_over(problem, solution.lower_bound_s)}"),
+                (
+                    "schedule",
+                    f"{len(order)} runs, {sum(order.recomputed.values())} of them recomputations",
+                ),
+                ("solver", status_text(solution)),
+            ]
+        )
+    )
+
+
+def percent_over(problem: Problem, seconds: float | None) -> str:
+    """How far ``seconds`` are over the time without recomputation."""
+    base_s = problem.store_all_time_s
+    if seconds is None:
+        return "unknown"
+    return f"{100 * (seconds / base_s - 1):.2f}%" if base_s > 0 else "0.00%"
+
+
+def plan_text(plan: Planned, *, top: int = 5) -> str:
     """Summary of a plan for a terminal.
 
     Args:
-        solution: the schedule and where it came from.
-        budget_bytes: what its peak has to stay under.
-        store_all: usage of the step with no recomputation.
-        predicted: usage of the schedule by the simulator.
-        measured: usage of the swapped step, or ``None`` when it has not run.
-        problem: the problem it solves, when it is at hand: then what is recomputed is listed by
-            kind and op.
+        plan: with its problem, when what is recomputed shall be listed by kind and op.
         top: how many kinds and ops to list.
     """
-    solved = f"{solution.solver}, {solution.status}, in {format_seconds(solution.solve_time_s)}"
-    if solution.gap is not None:
-        solved += f", gap to the proved bound {_percent(solution.gap)}"
-    lines = _table([("solver", solved), ("budget", f"{format_bytes(budget_bytes)}")])
+    lines = table(
+        [
+            ("solver", status_text(plan.solution)),
+            ("budget", format_bytes(plan.budget_bytes)),
+            (
+                "op times",
+                f"{plan.profile_source}{f' on {readable(plan.device)}' * bool(plan.device)}",
+            ),
+        ]
+    )
     rows = [("", "peak", "of budget", "time", "overhead")]
-    for name, usage in (("store-all", store_all), ("predicted", predicted), ("measured", measured)):
-        if usage is not None:
-            rows.append(
-                (
-                    name,
-                    format_bytes(usage.peak_bytes),
-                    _percent(usage.peak_bytes / budget_bytes),
-                    format_seconds(usage.time_s),
-                    "-" if usage is store_all else _overhead(usage.time_s, store_all.time_s),
-                )
+    for name, usage in usages(plan):
+        plain = usage is plan.store_all
+        rows.append(
+            (
+                name,
+                format_bytes(usage.peak_bytes),
+                _percent(usage.peak_bytes / plan.budget_bytes),
+                format_seconds(usage.time_s),
+                "-" if plain else _overhead(usage.time_s, plan.store_all.time_s),
             )
-    lines += _table(rows)
-    if measured is None:
+        )
+    lines += table(rows)
+    if plan.measured is None:
         lines.append("not measured yet")
-    elif measured.peak_bytes:
-        error = (predicted.peak_bytes - measured.peak_bytes) / measured.peak_bytes
-        lines.append(
-            f"predicted peak is {_percent(abs(error))} {'above' if error >= 0 else 'below'} the measured one"
-        )
-    if problem is None:
-        lines.append(
-            f"recomputed {len(solution.schedule.recomputed)} ops"
-            if solution.schedule.recomputed
-            else "recomputed nothing"
-        )
+    elif plan.measured.peak_bytes:
+        error = plan.predicted.peak_bytes / plan.measured.peak_bytes - 1
+        side = "above" if error >= 0 else "below"
+        lines.append(f"predicted peak is {_percent(abs(error))} {side} the measured one")
+    schedule = plan.solution.schedule
+    if plan.problem is not None:
+        lines.append(recomputed_text(plan.problem, schedule, top=top))
     else:
-        lines.append(recomputed_text(problem, solution.schedule, top=top))
+        count = len(schedule.recomputed)
+        lines.append(f"recomputed {_runs(count, 'op')}" if count else "recomputed nothing")
     return "\n".join(lines)
 
 
-def schedule_html(problem: Problem, schedules: Mapping[str, Schedule], *, title: str = "") -> str:
-    """One HTML page: bytes alive over the order of every schedule, their numbers, and what they
-    recompute.
+def usages(plan: Planned) -> list[tuple[str, Usage]]:
+    """What a plan is compared by: store-all, predicted, and measured where it ran."""
+    rows = [("store-all", plan.store_all), ("predicted", plan.predicted)]
+    return rows if plan.measured is None else [*rows, ("measured", plan.measured)]
+
+
+def summary_text(problem: Problem, schedule: Schedule, by: By = "layer") -> str:
+    """A table of what a schedule keeps and recomputes, like Keras's ``model.summary()``.
+
+    *Kept* is what a group holds when the backward phase begins, *saved* what it would hold there
+    without recomputation, less that. Groups that hold next to nothing and run once are left out;
+    the last line says how many.
 
     Args:
-        problem: its budget, if any, is drawn as a dashed line.
-        schedules: legal schedules under the names to show, e.g. ``{"store-all": …, "auto": …}``.
-        title: heading; the problem's name when missing.
+        problem: the graph and its costs.
+        schedule: a legal order.
+        by: ``"layer"``, ``"op"`` or ``"block"``.
 
-    Returns:
-        A complete document that loads nothing from elsewhere.
-
-    Raises:
-        ValueError: no schedules.
-        InvalidScheduleError: one of them is not legal for the problem.
+    >>> from keras_remat.core.graph import chain_example
+    >>> from keras_remat.core.profile import Profile
+    >>> problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0))
+    >>> print(summary_text(problem, Schedule((0, 1, 2, 3, 0, 4))))
+    layer     kept  recomputed  saved  added
+    ----------------------------------------
+    a          0 B  1 of 1 op     4 B    1 s
+    b          1 B  -               -      -
+    c          6 B  -               -      -
+    ----------------------------------------
+    5 layers   7 B  1 of 5 ops    4 B    1 s
+    left out: 2 layers that keep next to nothing and run once
     """
-    if not schedules:
-        raise ValueError("schedules is empty: give at least one to draw")
-    for schedule in schedules.values():
-        check_rules(problem, schedule)
-    heading = _escape(title or problem.name or "Memory over the order of a train step")
-    details = "".join(
-        f"<h2>{_escape(name)}: what is recomputed</h2><pre>{html.escape(recomputed_text(problem, schedule, top=12))}</pre>"
-        for name, schedule in schedules.items()
-        if schedule.recomputed
-    )
+    rows = groups(problem, schedule, by)
+    shown = shown_groups(rows, by)
+    cells = [(by, "kept", "recomputed", "saved", "added"), *map(summary_cells, shown)]
+    lines = table(cells, right=(1, 3, 4))
+    rule = "-" * max(map(len, lines))
+    hidden = len(rows) + 1 - len(shown)
+    note = f"left out: {_runs(hidden, by)} that keep next to nothing and run once"
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *[note] * bool(hidden)])
+
+
+def summary_cells(row: Group) -> tuple[str, str, str, str, str]:
+    """The cells of one group in a table: name, kept, recomputed, saved, added."""
+    again = f"{row.recomputed} of {_runs(row.ops, 'op')}"
+    if row.runs > row.recomputed:
+        again += f", {row.runs} runs"
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{heading}</title><style>{_STYLE}</style></head><body><h1>{heading}</h1>"
-        f"{_svg(problem, schedules)}{_usage_table(problem, schedules)}{details}"
-        f"<h2>The problem</h2><pre>{html.escape(problem_text(problem, top=12))}</pre></body></html>\n"
+        readable(row.name),
+        format_bytes(row.kept_bytes),
+        again if row.recomputed else "-",
+        format_bytes(row.saved_bytes) if row.saved_bytes else "-",
+        format_seconds(row.added_s) if row.runs else "-",
     )
 
 
-def _escape(text: str) -> str:
-    return html.escape(readable(text), quote=True)
-
-
-def _color(index: int) -> str:
-    return _COLORS[index % len(_COLORS)]
-
-
-def _usage_table(problem: Problem, schedules: Mapping[str, Schedule]) -> str:
-    rows = []
-    for index, (name, schedule) in enumerate(schedules.items()):
-        usage = simulate(problem, schedule)
-        over = problem.budget_bytes is not None and usage.peak_bytes > problem.budget_bytes
-        cells = (
-            f"{format_bytes(usage.peak_bytes)}{' (over the budget)' if over else ''}",
-            format_seconds(usage.time_s),
-            _overhead(usage.time_s, problem.store_all_time_s),
-            str(sum(schedule.recomputed.values())),
-        )
-        swatch = f'<span class="swatch" style="background:{_color(index)}"></span>'
-        rows.append(
-            f"<tr><td>{swatch}{_escape(name)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-        )
-    head = "".join(
-        f"<th>{text}</th>" for text in ("schedule", "peak", "time", "overhead", "recomputations")
+def shown_groups(rows: Sequence[Group], noun: str) -> list[Group]:
+    """Returns the groups that keep something or run again, and their sum over all as the last."""
+    total = Group(
+        _runs(len(rows), noun),
+        sum(row.ops for row in rows),
+        sum(row.kept_bytes for row in rows),
+        sum(row.plain_bytes for row in rows),
+        sum(row.recomputed for row in rows),
+        sum(row.runs for row in rows),
+        sum(row.added_s for row in rows),
     )
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
-
-
-def _svg(problem: Problem, schedules: Mapping[str, Schedule]) -> str:
-    curves = {name: live_bytes(problem, schedule).tolist() for name, schedule in schedules.items()}
-    positions = max(1, *map(len, curves.values()))
-    highest = max(
-        [
-            problem.budget_bytes or 0,
-            problem.floor_bytes,
-            1,
-            *(max(c, default=0) for c in curves.values()),
-        ]
-    )
-    top = highest * 1.06
-
-    def x(position: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * position / positions
-
-    def y(nbytes: float) -> float:
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * nbytes / top
-
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    parts = [
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Bytes alive at every position of the order">'
-    ]
-    for nbytes, label in _byte_ticks(highest):
-        parts.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y(nbytes):.1f}" y2="{y(nbytes):.1f}"/>'
-        )
-        parts.append(
-            f'<text x="{_LEFT - 8}" y="{y(nbytes) + 4:.1f}" text-anchor="end">{label}</text>'
-        )
-    step = _nice_step(positions, 8, least=1)
-    for position in range(0, positions + 1, int(step)):
-        parts.append(
-            f'<text x="{x(position):.1f}" y="{bottom + 18}" text-anchor="middle">{position}</text>'
-        )
-    parts.append(
-        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">position in the order</text>'
-    )
-    for index, (name, curve) in enumerate(curves.items()):
-        if not curve:
-            continue
-        path = _step_path(curve, x, y)
-        parts.append(
-            f'<path class="area" fill="{_color(index)}" d="{path}V{y(0):.1f}H{x(0):.1f}Z"/>'
-        )
-        parts.append(
-            f'<path class="line" stroke="{_color(index)}" d="{path}"><title>{_escape(name)}</title></path>'
-        )
-        at = curve.index(max(curve))
-        op = problem.graph.ops[schedules[name].order[at]]
-        label = f"{_escape(name)}: peak {format_bytes(curve[at])} at position {at}, op {html.escape(_op(op))}"
-        parts.append(
-            f'<circle cx="{x(at + 0.5):.1f}" cy="{y(curve[at]):.1f}" r="4" fill="{_color(index)}"><title>{label}</title></circle>'
-        )
-    limits = [
-        ("floor", "limit", problem.floor_bytes, 15)
-    ]  # its label below the line, the budget's above: they may be close
-    if problem.budget_bytes is not None:
-        limits.append(("budget", "limit over", problem.budget_bytes, -5))
-    for kind, text_class, nbytes, shift in limits:
-        parts.append(
-            f'<line class="{kind}" x1="{_LEFT}" x2="{right}" y1="{y(nbytes):.1f}" y2="{y(nbytes):.1f}"/>'
-        )
-        label = f"{kind} {format_bytes(nbytes)}"
-        parts.append(
-            f'<text class="{text_class}" x="{right - 4}" y="{y(nbytes) + shift:.1f}" text-anchor="end">{label}</text>'
-        )
-    return "".join(parts) + "</svg>"
-
-
-def _step_path(
-    curve: Sequence[int], x: Callable[[float], float], y: Callable[[float], float]
-) -> str:
-    """A step curve, position k drawn from k to k + 1; long curves one step per run of positions, at
-    the run's highest."""
-    run = math.ceil(len(curve) / MAX_POINTS)
-    previous = f"{y(max(curve[:run])):.1f}"
-    path = [f"M{x(0):.1f} {previous}"]
-    for start in range(0, len(curve), run):
-        height, end = f"{y(max(curve[start : start + run])):.1f}", min(start + run, len(curve))
-        path.append(f"H{x(end):.1f}" if height == previous else f"V{height}H{x(end):.1f}")
-        previous = height
-    return "".join(path)
-
-
-def _nice_step(span: float, ticks: int, *, least: float = 0.0) -> float:
-    """The smallest of 1, 2, 5 times a power of ten (and at least ``least``) that cuts ``span`` into
-    at most ``ticks`` parts."""
-    raw = max(span / ticks, least)
-    power = 10.0 ** math.floor(math.log10(raw))
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
-
-
-def _byte_ticks(highest: int) -> list[tuple[float, str]]:
-    """Round numbers of the largest unit that fits, from 0 to ``highest``, with labels."""
-    name, unit = next(
-        (
-            (n, u)
-            for n, u in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
-            if highest >= u
-        ),
-        ("B", 1),
-    )
-    step = _nice_step(highest / unit, 6, least=1.0 if unit == 1 else 0.0)
-    return [
-        (k * step * unit, f"{k * step:g} {name}") for k in range(int(highest / unit / step) + 1)
-    ]
+    least = max(1, SHOWN_SHARE * total.plain_bytes)
+    kept = [r for r in rows if r.runs or max(r.kept_bytes, r.plain_bytes) >= least]
+    return [*kept, total]

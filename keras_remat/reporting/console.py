@@ -1,0 +1,281 @@
+"""What a terminal, a file or a notebook shows while a ``fit`` runs.
+
+Keras redraws its progress bar in place: it goes back to the start of the line and writes over what
+is there. So on a terminal everything here takes the line the cursor is in, and leaves the cursor at
+the start of an empty one; Keras's bar then comes back as it was. A file and a notebook keep what
+was written once, so they get whole lines, on a line of their own, and only for what takes long.
+
+* A task is drawn when it begins and ticks twice a second, from a thread: what takes long is often
+  one call into a framework.
+* Tasks that have ended are summed up in one line when the step is swapped, or when ``fit`` ends.
+* Everything is at most 80 columns wide, and never wider than the terminal.
+
+Known limit: a bar that was drawn into a file before a task began has its line ended there, and
+Keras draws it again on the next one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TextIO
+
+from tqdm import tqdm
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Solution
+from keras_remat.reporting.text import percent_over
+from keras_remat.units import byte_unit, format_seconds
+
+WIDTH = 80
+_NAME = "keras_remat  "
+#: Seconds between two drawings on a terminal; after how many a file gets a line, and then again.
+_TICK_S, _LONG_S, _AGAIN_S = 0.5, 1.0, 30.0
+#: Tasks that took less are not worth a word in the end.
+_SHORT_S = 0.05
+
+
+class Verdict(Protocol):
+    """What is printed when ``fit`` ends."""
+
+    def verdict(self) -> str: ...
+
+
+class Console:
+    """Shows tasks, the swap and the verdict of one ``fit``.
+
+    Args:
+        stream: where to; ``None`` is standard output, where Keras's bar is.
+        verbose: 0 shows nothing, 1 tasks, swap and verdict, 2 every event instead of tasks.
+        clock: seconds from anywhere.
+        ticking: whether a thread draws the running task again and again.
+
+    Attributes:
+        bar_is_open: set by the callback: whether Keras's bar stands in the current line. A file or
+            a notebook then gets a line break first.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        verbose: int = 1,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        ticking: bool = True,
+    ):
+        self._stream = sys.stdout if stream is None else stream
+        self._verbose, self._clock, self._ticking = verbose, clock, ticking
+        self._live = bool(getattr(self._stream, "isatty", lambda: False)())
+        self._lock = threading.Lock()
+        self._running: list[_Task] = []
+        self._done: dict[str, float] = {}
+        self._notes: dict[str, str] = {}
+        self.bar_is_open = False
+
+    # ---------------------------------------------------------------- tasks
+
+    @contextmanager
+    def task(self, text: str) -> Iterator[None]:
+        """Shows that something takes time, from now until the block is left.
+
+        Args:
+            text: begins with what is being done, as in ``"solving for the schedule"``; that word
+                alone stays in the summary.
+        """
+        task = _Task(text, self._clock())
+        self._running.append(task)
+        ended = threading.Event()
+        if self._verbose == 1:
+            self.tick()
+            if self._ticking:
+                threading.Thread(target=self._tick_until, args=(ended,), daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+            with self._lock:
+                self._running.remove(task)
+                seconds = self._clock() - task.began_s
+                if not self._running:  # an inner task is a part of the outer one
+                    word = text.split()[0].rstrip(",")
+                    self._done[word] = self._done.get(word, 0.0) + seconds
+                self._clear()
+
+    def note(self, word: str, text: str) -> None:
+        """Adds to what the summary says of the tasks named ``word``, as in ``"best +3.3 %"``."""
+        self._notes[word] = text
+
+    def tick(self) -> None:
+        """Draws the running task as it is now; a file gets a line when it takes long."""
+        with self._lock:
+            if self._verbose != 1 or not self._running:
+                return
+            task = self._running[-1]
+            seconds = self._clock() - task.began_s
+            if self._live:
+                self._clear()
+                self._write(self._cut(f"{_NAME}{task.text} {format_seconds(round(seconds, 1))}"))
+            elif seconds >= task.next_line_s:
+                task.next_line_s = seconds + _AGAIN_S
+                self._line(f"{_NAME}{task.text} … {format_seconds(round(seconds))}")
+
+    def _tick_until(self, ended: threading.Event) -> None:
+        while not ended.wait(_TICK_S):
+            self.tick()
+
+    # ---------------------------------------------------------------- lines that stay
+
+    def swap_line(
+        self,
+        *,
+        plain_bytes: int,
+        plan_bytes: int,
+        limit_bytes: int,
+        overhead: float,
+        recomputed: int,
+        ops: int,
+    ) -> None:
+        """Says what the tasks took, and what the step that was swapped in is predicted to take.
+
+        Args:
+            plain_bytes, plan_bytes: predicted peaks without and with recomputation.
+            limit_bytes: the memory limit.
+            overhead: predicted added time, a ratio.
+            recomputed: how many ops run more than once.
+            ops: how many there are.
+        """
+        self.tasks_line()
+        name, unit = byte_unit(max(plain_bytes, plan_bytes))
+        peaks = f"{plain_bytes / unit:.1f} -> {plan_bytes / unit:.1f} {name}"
+        again = f"{recomputed} of {ops} ops run twice" if recomputed else "no op runs twice"
+        self._say(
+            f"{peaks} (limit {limit_bytes / unit:.1f}) · predicted {100 * overhead:+.0f} % time · "
+            f"{again}"
+        )
+
+    def tasks_line(self) -> None:
+        """Sums up the tasks since the last such line, where there were any."""
+        parts = [
+            f"{word} {format_seconds(float(f'{seconds:.2g}'))}"
+            + (f", {self._notes[word]}" if word in self._notes else "")
+            for word, seconds in self._done.items()
+            if seconds >= _SHORT_S
+        ]
+        self._done.clear()
+        self._notes.clear()
+        if parts:
+            self._say(" · ".join(parts))
+
+    def event(self, step: int, kind: str, message: str) -> None:
+        """Shows an event where everything is shown."""
+        if self._verbose == 2:
+            self._say(f"step {step}: {kind}: {message}")
+
+    def verdict(self, report: Verdict) -> None:
+        """Says how the ``fit`` ended: plain step and final step side by side."""
+        self.tasks_line()
+        for line in report.verdict().splitlines():
+            if self._verbose:
+                self._line(self._cut(line))
+
+    def _say(self, text: str) -> None:
+        """Lines that begin with the package's name; what is too long is wrapped."""
+        if not self._verbose:
+            return
+        indent = " " * len(_NAME)
+        for line in textwrap.wrap(
+            text, self._width, initial_indent=_NAME, subsequent_indent=indent,
+            break_on_hyphens=False,
+        ):  # fmt: skip
+            self._line(line)
+
+    # ---------------------------------------------------------------- the stream
+
+    @property
+    def _width(self) -> int:
+        return (
+            min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns - 1) if self._live else WIDTH
+        )
+
+    def _cut(self, text: str) -> str:
+        return text if len(text) <= self._width else text[: self._width - 1] + "…"
+
+    def _clear(self) -> None:
+        """Empties the line the cursor is in, on a terminal; Keras's bar comes back by itself."""
+        if self._live and self._verbose:
+            self._write("\r\x1b[2K")
+
+    def _line(self, text: str) -> None:
+        if self._live:
+            self._clear()
+        elif self.bar_is_open:
+            self._write("\n")
+        self.bar_is_open = False
+        self._write(f"{text}\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except UnicodeEncodeError:  # a console of another encoding
+            self._stream.write(text.encode("ascii", "replace").decode())
+            self._stream.flush()
+
+
+class _Task:
+    """Something that runs.
+
+    Attributes:
+        next_line_s: after how many seconds a file gets the next line.
+    """
+
+    def __init__(self, text: str, began_s: float):
+        self.text, self.began_s, self.next_line_s = text, began_s, _LONG_S
+
+
+class SearchLine:
+    """Best overhead and bound while a solver runs: a bar over the time limit on a terminal, else a
+    line per improvement.
+
+    Args:
+        stream: where to.
+        problem: what is solved.
+        time_limit_s: seconds the solver may take.
+    """
+
+    def __init__(self, stream: TextIO, problem: Problem, time_limit_s: float):
+        self._stream, self._problem, self._time_limit_s = stream, problem, time_limit_s
+        self._bar = tqdm(
+            total=time_limit_s,
+            bar_format="{desc} [{elapsed} of " + f"{time_limit_s:g} s]",
+            desc="searching",
+            leave=False,
+            file=stream,
+            disable=not stream.isatty(),
+        )
+
+    def __enter__(self) -> SearchLine:
+        return self
+
+    def update(self, solution: Solution) -> None:
+        """Shows a solution."""
+        best_s = None if solution.usage is None else solution.usage.time_s
+        text = (
+            f"best overhead {percent_over(self._problem, best_s)}, "
+            f"bound {percent_over(self._problem, solution.lower_bound_s)}"
+        )
+        text += "" if solution.gap is None else f", gap {100 * solution.gap:.2f}%"
+        if self._bar.disable:
+            print(f"{solution.solve_time_s:6.1f} s  {text}", file=self._stream, flush=True)
+        else:
+            self._bar.set_description_str(text)
+            self._bar.n = min(solution.solve_time_s, self._time_limit_s)
+            self._bar.refresh()
+
+    def __exit__(self, *details: object) -> None:
+        self._bar.close()

@@ -1,0 +1,256 @@
+"""What tables and pictures show of a schedule, as numbers: bytes over time, phases, holders.
+
+Everything is derived from the order by the one memory semantics (:mod:`keras_remat.core.simulate`).
+Time is the sum of op times: a picture over positions would give a thousand tiny ops of an optimizer
+more room than the forward phase.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import last_reads, live_bytes
+from keras_remat.reporting.layers import By, group_names
+
+RESIDENT, WORKSPACE, REST = "resident", "workspace", "other layers"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Bytes alive over the time of one step.
+
+    Args:
+        problem: the graph and its costs.
+        schedule: a legal order.
+    """
+
+    problem: Problem
+    schedule: Schedule
+
+    @cached_property
+    def starts_s(self) -> list[float]:
+        """Seconds at which each position begins, and at which the last one ends."""
+        times = self.problem.profile.op_time_s
+        starts = list(accumulate((times[op] for op in self.schedule.order), initial=0.0))
+        if starts[-1] > 0:
+            return starts
+        return [float(k) for k in range(len(starts))]  # a profile without times: positions
+
+    @cached_property
+    def live(self) -> list[int]:
+        """Bytes alive at each position."""
+        live: list[int] = live_bytes(self.problem, self.schedule).tolist()
+        return live
+
+    @property
+    def peak_position(self) -> int:
+        """The first position at which most bytes are alive; 0 in an empty order."""
+        return self.live.index(max(self.live)) if self.live else 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive."""
+        return max(self.live, default=self.problem.profile.resident_bytes)
+
+    @cached_property
+    def _first_runs(self) -> list[int]:
+        """The positions at which an op runs for the first time."""
+        seen: set[int] = set()
+        firsts = []
+        for k, op in enumerate(self.schedule.order):
+            if op not in seen:
+                seen.add(op)
+                firsts.append(k)
+        return firsts
+
+    @cached_property
+    def bands(self) -> list[tuple[str, int, int]]:
+        """Phase, first position and end of the bands that the step falls into.
+
+        An order mixes phases: updates follow their gradients, scalars of the optimizer come first.
+        A border lies where it leaves least time on its wrong side.
+        """
+        n = len(self.schedule.order)
+        phases = {self.problem.graph.ops[op].phase for op in self.schedule.order}
+        if BACKWARD not in phases:
+            return [(FORWARD, 0, n)] if n else []
+        middle = self._border({FORWARD}, {BACKWARD, UPDATE})
+        late = max(middle, self._border({FORWARD, BACKWARD}, {UPDATE}) if UPDATE in phases else n)
+        borders = (0, middle, late, n)
+        names = (FORWARD, BACKWARD, UPDATE)
+        return [
+            (name, a, b) for name, (a, b) in zip(names, pairwise(borders), strict=True) if b > a
+        ]
+
+    def _border(self, before: set[str], after: set[str]) -> int:
+        """The position that leaves least time of ``before`` behind it and of ``after`` before."""
+        wrong = best = 0.0
+        border = 0
+        for k in self._first_runs:
+            op = self.schedule.order[k]
+            phase = self.problem.graph.ops[op].phase
+            seconds = self.problem.profile.op_time_s[op] or 1e-9
+            wrong += seconds if phase in after else -seconds if phase in before else 0.0
+            if wrong < best:
+                best, border = wrong, k + 1
+        return border
+
+    @property
+    def backward_begins(self) -> int:
+        """The position at which the backward phase begins; that of the peak without one."""
+        return next((a for phase, a, _ in self.bands if phase == BACKWARD), self.peak_position)
+
+    def alive_at(self, position: int) -> dict[int, int]:
+        """Value id → bytes of what is computed and alive at a position."""
+        values = self.problem.graph.values
+        return {
+            value_id: values[value_id].nbytes
+            for born, instances in enumerate(self._last_reads[: position + 1])
+            for value_id, end in instances.items()
+            if born <= position <= end
+        }
+
+    @cached_property
+    def _last_reads(self) -> list[dict[int, int]]:
+        return last_reads(self.problem, self.schedule)
+
+    def holders(self, position: int, by: By = "layer") -> dict[str, int]:
+        """Group → bytes it holds at a position, most first; with :data:`RESIDENT` and
+        :data:`WORKSPACE`, they add up to the bytes alive."""
+        if not self.live:
+            return {RESIDENT: self.problem.profile.resident_bytes}
+        names = group_names(self.problem, by)
+        values, running = self.problem.graph.values, self.schedule.order[position]
+        held: Counter[str] = Counter()
+        for value_id, nbytes in self.alive_at(position).items():
+            producer = values[value_id].producer
+            if producer is not None:
+                held[names[producer]] += nbytes
+        workspace = self.problem.profile.op_workspace_bytes[running]
+        resident = self.problem.profile.resident_bytes
+        reused = sum(held.values()) + workspace + resident - self.live[position]
+        held[names[running]] -= reused  # outputs that took over the buffer of an input
+        rows = {name: nbytes for name, nbytes in held.most_common() if nbytes > 0}
+        return rows | ({WORKSPACE: workspace} if workspace else {}) | {RESIDENT: resident}
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a plan does to a layer, a block or an op.
+
+    Args:
+        name: of the group.
+        ops: how many ops it has.
+        kept_bytes: what it holds when the backward phase begins.
+        plain_bytes: what it would hold there without recomputation.
+        recomputed: how many of its ops run more than once.
+        runs: how many runs there are beyond the first ones.
+        added_s: seconds those runs take.
+    """
+
+    name: str
+    ops: int
+    kept_bytes: int
+    plain_bytes: int
+    recomputed: int
+    runs: int
+    added_s: float
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the plan does not hold."""
+        return self.plain_bytes - self.kept_bytes
+
+
+def groups(problem: Problem, schedule: Schedule, by: By = "layer") -> list[Group]:
+    """Returns what a schedule does to each group, in the order of the graph.
+
+    Args:
+        problem: the graph and its costs.
+        schedule: a legal order.
+        by: how ops are grouped; see :func:`keras_remat.reporting.layers.group_names`.
+    """
+    names = group_names(problem, by)
+    plan, plain = Curve(problem, schedule), Curve(problem, Schedule.store_all(problem.graph))
+    kept, before = (_held(c, c.backward_begins, names) for c in (plan, plain))
+    ops = Counter(names)
+    recomputed: Counter[str] = Counter()
+    runs: Counter[str] = Counter()
+    added: dict[str, float] = dict.fromkeys(ops, 0.0)
+    for op_id, extra in schedule.recomputed.items():
+        name = names[op_id]
+        recomputed[name] += 1
+        runs[name] += extra
+        added[name] += extra * problem.profile.op_time_s[op_id]
+    return [
+        Group(name, count, kept[name], before[name], recomputed[name], runs[name], added[name])
+        for name, count in ops.items()
+    ]
+
+
+def _held(curve: Curve, position: int, names: list[str]) -> Counter[str]:
+    """Bytes that each group's values take at a position."""
+    held: Counter[str] = Counter()
+    for value_id, nbytes in curve.alive_at(position).items():
+        producer = curve.problem.graph.values[value_id].producer
+        if producer is not None:
+            held[names[producer]] += nbytes
+    return held
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One stay of a value in memory.
+
+    Args:
+        value_id: whose.
+        begin, end: positions of the order at which it is computed and read last.
+        again: whether it was there before and is computed anew.
+    """
+
+    value_id: int
+    begin: int
+    end: int
+    again: bool
+
+
+def intervals(curve: Curve, most: int) -> list[Interval]:
+    """Returns the stays in memory of the ``most`` largest values, in the order of the graph.
+
+    Values that are read at once are left out: they do not stay.
+    """
+    values = curve.problem.graph.values
+    stays: dict[int, list[Interval]] = {}
+    for begin, instances in enumerate(last_reads(curve.problem, curve.schedule)):
+        for value_id, end in instances.items():
+            before = stays.setdefault(value_id, [])
+            before.append(Interval(value_id, begin, end, bool(before)))
+    staying = [v for v, found in stays.items() if any(s.end > s.begin + 1 for s in found)]
+    largest = sorted(staying, key=lambda v: (-values[v].nbytes, v))[:most]
+    return [stay for value_id in sorted(largest) for stay in stays[value_id]]
+
+
+def top_holders(curves: list[Curve], most: int) -> list[dict[str, int]]:
+    """Returns who holds the peak of each curve, with the same groups in each.
+
+    Args:
+        curves: of one problem.
+        most: layers that are named; the others are summed up as :data:`REST`.
+    """
+    held = [curve.holders(curve.peak_position) for curve in curves]
+    sums: Counter[str] = Counter()
+    for holders in held:
+        sums.update({n: b for n, b in holders.items() if n not in (RESIDENT, WORKSPACE)})
+    named = [name for name, _ in sums.most_common(most)]
+    rows = []
+    for holders in held:
+        row = {name: holders.pop(name, 0) for name in named}
+        ends = {name: holders.pop(name, 0) for name in (WORKSPACE, RESIDENT)}
+        rows.append(row | {REST: sum(holders.values())} | ends)
+    return rows

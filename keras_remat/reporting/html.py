@@ -1,0 +1,325 @@
+"""One self-contained HTML page about a plan, a problem or a whole ``fit``.
+
+The page holds its style and its pictures and refers to nothing outside, because it is mailed around
+and opened offline; a policy in its head forbids loading anything, and scripts. It follows the
+reader's light or dark theme and reads on a phone. Every name of a model, layer or device is
+escaped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.reporting import colors, svg
+from keras_remat.reporting.curves import Curve, groups, top_holders
+from keras_remat.reporting.protocols import Planned, Reported
+from keras_remat.reporting.svg import escape
+from keras_remat.reporting.text import (
+    plan_text,
+    problem_text,
+    recomputed_text,
+    shown_groups,
+    status_text,
+    summary_cells,
+    usages,
+)
+from keras_remat.units import format_bytes, format_seconds
+
+_LAYERS = 8
+_PACKAGES = ("keras-remat", "keras", "tensorflow", "tensorflow-cpu", "jax", "numpy")
+_PALETTE = {
+    "limit": colors.LIMIT,
+    "plain": colors.PLAIN,
+    "plan": colors.PLAN,
+    "measured": colors.MEASURED,
+    "again": colors.RECOMPUTED,
+    **colors.PHASES,
+}
+_STYLE = (
+    f".kr{{{';'.join(f'--{name}:{color}' for name, color in _PALETTE.items())}}}"
+    """
+.kr{--paper:#fff;--ink:#1b1f24;--faint:#5d6774;--grid:#dfe3e8;--tile:#f4f6f8;--good:#00704a;
+background:var(--paper);color:var(--ink);
+font:16px/1.5 system-ui,sans-serif}
+@media(prefers-color-scheme:dark){.kr{--paper:#14171b;--ink:#e6e9ed;--faint:#a3adba;--grid:#2f353d;
+--tile:#1e2329;--good:#4cc38a;--limit:#ff6b7d;--plain:#a3adba;--plan:#4ea8de}}
+body.kr{max-width:880px;margin:0 auto;padding:1em}
+.kr h1{font-size:1.5em;margin:.4em 0;overflow-wrap:anywhere}
+.kr h2{font-size:1.15em;margin:1.8em 0 .4em}
+.kr .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(148px,1fr));gap:.6em}
+.kr .tile{background:var(--tile);border-radius:8px;padding:.6em .8em}
+.kr .tile b{display:block;font-size:1.35em;line-height:1.3}.kr .tile span{color:var(--faint)}
+.kr .good b{color:var(--good)}.kr .bad b{color:var(--limit)}
+.kr svg{width:100%;height:auto;display:block}.kr svg text{fill:var(--faint);font-size:15px}
+.kr .grid{stroke:var(--grid)}.kr .line{fill:none;stroke-width:1.8}.kr .area{opacity:.12}
+.kr .line.plain{stroke:var(--plain)}.kr .line.plan{stroke:var(--plan)}
+.kr .area.plain{fill:var(--plain)}.kr .area.plan{fill:var(--plan)}
+.kr line.limit{stroke:var(--limit);stroke-dasharray:8 5;stroke-width:2}
+.kr line.resident{stroke:var(--faint);stroke-dasharray:2 4;stroke-width:2}
+.kr svg text.limit{fill:var(--limit)}
+.kr svg .label{paint-order:stroke;stroke:var(--paper);stroke-width:5px}
+.kr .measured{fill:var(--measured);stroke:var(--paper);stroke-width:2}
+.kr .band{opacity:.13}.kr .forward{fill:var(--forward)}.kr .backward{fill:var(--backward)}
+.kr .update{fill:var(--update)}.kr .hover{fill:transparent}.kr .hover:hover{fill:var(--ink);opacity:.1}
+.kr .first{fill:var(--plan)}.kr .again{fill:var(--again)}
+.kr .legend{display:flex;flex-wrap:wrap;gap:.2em 1.1em;color:var(--faint);font-size:.9em}
+.kr .swatch{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}
+.kr .wide{overflow-x:auto}.kr table{border-collapse:collapse;font-size:.92em}
+.kr th,.kr td{padding:.2em 1.1em .2em 0;text-align:right;white-space:nowrap;
+font-variant-numeric:tabular-nums}
+.kr th{color:var(--faint);font-weight:normal}.kr tr{border-bottom:1px solid var(--grid)}
+.kr th:first-child,.kr td:first-child,.kr td.text{text-align:left}.kr td.text{white-space:normal}
+.kr td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:8em}
+.kr pre{overflow-x:auto;font-size:.85em}.kr details{margin-top:.6em}.kr summary{cursor:pointer}
+.kr ol{list-style:none;padding-left:.4em;border-left:3px solid var(--grid)}
+.kr ol li{margin:.5em 0;padding-left:.8em;overflow-wrap:anywhere}.kr ol b{margin-right:.5em}
+@media(max-width:560px){.kr svg text{font-size:23px}.kr h1{font-size:1.25em}
+.kr .tiles{grid-template-columns:1fr 1fr}.kr th,.kr td{padding-right:.7em}}
+"""
+)
+
+
+def report_page(report: Reported, *, title: str = "") -> str:
+    """Returns a page about a ``fit``: verdict, pictures, tables, events, versions."""
+    name = report.plan.name if report.plan is not None else ""
+    return _page(
+        title or f"Training {name or 'a model'} within a memory limit", report_body(report)
+    )
+
+
+def report_body(report: Reported) -> str:
+    """Returns what the page about a ``fit`` shows, without its head."""
+    parts = [_tiles(_report_tiles(report))]
+    if report.plan is not None:
+        parts.append(_pictures(report.plan, report.limit_bytes))
+    if report.epochs:
+        rates = [epoch.samples_per_s for epoch in report.epochs]
+        parts += ["<h2>Epochs</h2>", svg.speed(rates, report.baseline_samples_per_s)]
+        parts.append(_table(("epoch", "batch", "samples/s", "speedup", "peak", "set-up"), (
+            (str(e.epoch), str(e.batch_size), f"{e.samples_per_s:.1f}",
+             f"{speedup:.2f} ×", format_bytes(e.peak_bytes),
+             format_seconds(e.planning_time_s)) for e, speedup in zip(report.epochs, report.speedups, strict=True))))  # fmt: skip
+    if report.plan is not None:
+        parts.append(_layers(report.plan))
+    if report.events:
+        items = "".join(
+            f"<li><b>step {event.step}</b>{escape(str(event.kind))}: {_long(event.message)}</li>"
+            for event in report.events
+        )
+        parts.append(f"<h2>What happened</h2><ol>{items}</ol>")
+    device = report.plan.device if report.plan is not None else ""
+    return "".join([*parts, _versions(device)])
+
+
+def plan_page(planned: Planned, *, title: str = "") -> str:
+    """Returns a page about a plan."""
+    heading = title or f"Plan of a training step{f' of {planned.name}' if planned.name else ''}"
+    return _page(heading, plan_body(planned))
+
+
+def plan_body(planned: Planned) -> str:
+    """Returns what the page about a plan shows, without its head."""
+    rows = [
+        (name, format_bytes(u.peak_bytes), _share(u.peak_bytes, planned.budget_bytes),
+         format_seconds(u.time_s), _added(u, planned.store_all))
+        for name, u in usages(planned)
+    ]  # fmt: skip
+    return "".join(
+        [
+            _tiles(_plan_tiles(planned)),
+            _pictures(planned, None),
+            "<h2>Numbers</h2>",
+            _table(("", "peak", "of budget", "time", "added time"), rows),
+            f"<p>{escape_all(status_text(planned.solution))}.</p>",
+            _layers(planned),
+            _versions(planned.device),
+        ]
+    )
+
+
+def problem_page(problem: Problem, *, title: str = "") -> str:
+    """Returns a page about a problem file: its memory over time without recomputation."""
+    curve = Curve(problem, Schedule.store_all(problem.graph))
+    limits = {} if problem.budget_bytes is None else {"budget": problem.budget_bytes}
+    body = [svg.memory({"plain": curve}, limits), _legend(["plain", *limits], curve)]
+    body += [_holders({"plain": curve}), f"<pre>{escape_all(problem_text(problem, top=12))}</pre>"]
+    return _page(title or problem.name or "Memory of one step", "".join(body))
+
+
+def fragment(body: str) -> str:
+    """Returns a body as a notebook shows it: with its style, without a page around it."""
+    return f'<style>{_STYLE}</style><div class="kr">{body}</div>'
+
+
+def plan_fragment(planned: Planned) -> str:
+    """Returns a plan as a notebook shows it."""
+    return fragment(plan_body(planned))
+
+
+def escape_all(text: str) -> str:
+    """Returns several lines escaped, each made printable, none shortened."""
+    return "\n".join(_long(line) for line in text.split("\n"))
+
+
+def _long(text: str) -> str:
+    """``text`` escaped on one line, in full."""
+    return "".join(escape(text[at : at + 60]) for at in range(0, len(text), 60))
+
+
+def _page(title: str, body: str) -> str:
+    heading = escape(title)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{heading}</title>"
+        f"<style>:root{{color-scheme:light dark}}@media(prefers-color-scheme:dark){{"
+        f"html{{background:#14171b}}}}{_STYLE}</style></head>"
+        f'<body class="kr"><h1>{heading}</h1>{body}</body></html>\n'
+    )
+
+
+def _tiles(tiles: Iterable[tuple[str, str, str]]) -> str:
+    """Headline numbers: what, how much, and ``"good"``, ``"bad"`` or ``""``."""
+    cells = (
+        f'<div class="tile {kind}"><b>{escape(amount)}</b><span>{escape(what)}</span></div>'
+        for what, amount, kind in tiles
+    )
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _report_tiles(report: Reported) -> list[tuple[str, str, str]]:
+    tiles = []
+    limit, peak = report.limit_bytes, report.peak_bytes
+    if limit is not None and peak is not None:
+        kept = peak <= limit
+        word = "limit kept" if kept else "LIMIT NOT KEPT"
+        tiles.append(
+            (f"{word}: {format_bytes(limit)}", format_bytes(peak), "good" if kept else "bad")
+        )
+    if report.baseline is not None:
+        tiles.append(
+            (f"plain step, {report.baseline_source}", format_bytes(report.baseline.peak_bytes), "")
+        )
+    if report.epochs:
+        tiles.append(("speed of plain, last epoch", f"{report.speedups[-1]:.2f} ×", ""))
+        tiles.append(("samples per step", str(report.epochs[-1].batch_size), ""))
+    tiles.append(("set-up", format_seconds(report.planning_time_s), ""))
+    return tiles
+
+
+def _plan_tiles(planned: Planned) -> list[tuple[str, str, str]]:
+    usage = planned.measured or planned.predicted
+    kept = usage.peak_bytes <= planned.budget_bytes
+    word = "measured" if planned.measured is not None else "predicted"
+    again = len(planned.solution.schedule.recomputed)
+    return [
+        (f"peak {word}", format_bytes(usage.peak_bytes), "good" if kept else "bad"),
+        ("budget", format_bytes(planned.budget_bytes), ""),
+        ("plain peak, predicted", format_bytes(planned.store_all.peak_bytes), ""),
+        ("added time, predicted", _added(planned.predicted, planned.store_all), ""),
+        ("ops run again", str(again), ""),
+    ]
+
+
+def _pictures(planned: Planned, limit_bytes: int | None) -> str:
+    """Memory over time, holders of the peak, and stays in memory; nothing without a problem."""
+    problem = planned.problem
+    if problem is None:
+        return ""
+    plan = Curve(problem, planned.solution.schedule)
+    curves = {"plain": Curve(problem, Schedule.store_all(problem.graph)), "plan": plan}
+    limits = {"budget": planned.budget_bytes} if limit_bytes is None else {"limit": limit_bytes}
+    measured = None if planned.measured is None else planned.measured.peak_bytes
+    shown = [*curves, *limits, *(["measured peak"] if measured is not None else [])]
+    return "".join(
+        [
+            "<h2>Memory of one step</h2>",
+            svg.memory(curves, limits, measured),
+            _legend(shown, plan),
+            _holders(curves),
+            "<h2>What is in memory when</h2>",
+            svg.stays(plan),
+            _swatches({"since its first run": "var(--plan)", "computed again": colors.RECOMPUTED}),
+        ]
+    )
+
+
+def _holders(curves: dict[str, Curve]) -> str:
+    """Who holds the peak: a bar per curve, and the bytes as a table."""
+    rows = dict(zip(curves, top_holders(list(curves.values()), _LAYERS), strict=True))
+    names = [n for n in next(iter(rows.values())) if any(row[n] for row in rows.values())]
+    color = colors.layer_colors(names)
+    bars = {name: {n: row[n] for n in names} for name, row in rows.items()}
+    cells = [
+        (f"{_swatch(color[n])}{escape(n)}", *(format_bytes(row[n]) for row in bars.values()))
+        for n in names
+    ]
+    table = _table(("layer", *bars), cells, escaped=True)
+    return f"<h2>Who holds the peak</h2>{svg.holders(bars)}{table}"
+
+
+def _layers(planned: Planned) -> str:
+    """What is kept and recomputed, by layer."""
+    if planned.problem is None:
+        return f"<pre>{escape_all(plan_text(planned))}</pre>"
+    problem, schedule = planned.problem, planned.solution.schedule
+    rows = [summary_cells(row) for row in shown_groups(groups(problem, schedule), "layer")]
+    table = _table(("layer", "kept", "recomputed", "saved", "added"), rows)
+    again = recomputed_text(problem, schedule, top=12)
+    return (
+        f"<h2>By layer</h2><p>Kept: what the layer holds when the backward phase begins.</p>{table}"
+        f"<details><summary>What is recomputed, by kind and op</summary>"
+        f"<pre>{escape_all(again)}</pre></details>"
+    )
+
+
+def _legend(shown: Sequence[str], curve: Curve) -> str:
+    known = {
+        "plain": "var(--plain)", "plan": "var(--plan)", "budget": "var(--limit)",
+        "limit": "var(--limit)", "measured peak": colors.MEASURED,
+    }  # fmt: skip
+    phases = {phase: colors.PHASES[phase] for phase, _, _ in curve.bands}
+    return _swatches({name: known[name] for name in shown} | phases)
+
+
+def _swatches(entries: dict[str, str]) -> str:
+    spans = (f"<span>{_swatch(color)}{escape(name)}</span>" for name, color in entries.items())
+    return f'<div class="legend">{"".join(spans)}</div>'
+
+
+def _swatch(color: str) -> str:
+    return f'<span class="swatch" style="background:{color}"></span>'
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, escaped: bool = False) -> str:
+    cell = str if escaped else escape
+    top = "".join(f"<th>{escape(text)}</th>" for text in head)
+    body = "".join(f"<tr>{''.join(f'<td>{cell(text)}</td>' for text in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.3g} %" if whole else "-"
+
+
+def _added(usage: Usage, base: Usage) -> str:
+    return f"{100 * (usage.time_s / base.time_s - 1):+.1f} %" if base.time_s > 0 else "-"
+
+
+def _versions(device: str) -> str:
+    """Packages that are installed here, and the device that was measured."""
+    rows = [("device", device)] if device else []
+    rows.append(("Python", sys.version.split()[0]))
+    for package in _PACKAGES:
+        try:
+            rows.append((package, metadata.version(package)))
+        except metadata.PackageNotFoundError:
+            continue
+    return f"<h2>Versions and device</h2>{_table(('', ''), rows)}"

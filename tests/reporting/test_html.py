@@ -1,0 +1,229 @@
+"""Pages show the right numbers, load nothing, escape every name, and are well formed."""
+
+import html.parser
+import random
+import re
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from random_problems import mixed_problem
+from random_schedules import random_schedule
+
+from keras_remat.core.graph import Graph, Op, Value, chain_example
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Schedule, Solution, Usage
+from keras_remat.core.simulate import live_bytes, simulate
+from keras_remat.planning.plan import Plan
+from keras_remat.reporting import html as page
+from keras_remat.reporting import svg
+from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
+
+CHAIN = Problem(
+    chain_example(), Profile((1.0, 2.0, 3.0, 4.0, 5.0), (0,) * 5, 1, device="CPU:0"), 9, "chain"
+)
+RECOMPUTE_A = Schedule((0, 1, 2, 3, 0, 4))
+NASTY = "<script>alert(1)</script>&\"'\x1b[31m\n\ud800]]>"
+
+
+def plan_of(problem, schedule, measured=None):
+    usage, store_all = (simulate(problem, s) for s in (schedule, Schedule.store_all(problem.graph)))
+    return Plan(
+        problem.graph.fingerprint,
+        problem.budget_bytes or max(1, usage.peak_bytes),
+        Solution(schedule, "greedy", "feasible", 0.5, None, usage),
+        store_all,
+        usage,
+        measured,
+        device=problem.profile.device,
+        name=problem.name,
+        problem=problem,
+    )
+
+
+def report_of(plan, *, limit=9, peak=8, message="swapped"):
+    return AutotuneReport(
+        limit_bytes=limit,
+        batch_size=4,
+        baseline=plan.store_all,
+        baseline_batch_size=4,
+        baseline_source="predicted",
+        epochs=[EpochUsage(0, 8, 2, 4.0, 0.5, 12, 4), EpochUsage(1, 8, 2, 4.0, 0.0, peak, 4)],
+        events=[Event(3, "swap", message)],
+        plan=plan,
+    )
+
+
+class Page(html.parser.HTMLParser):
+    """Tags, attributes and text of a page; checks that tags close in order."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.tags, self.attributes, self.text, self.open = [], [], "", []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, key, value) for key, value in attrs]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, key, value) for key, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def assert_self_contained(source):
+    found = Page(source)
+    assert source.startswith("<!doctype html>")
+    assert not {"script", "link", "img", "iframe", "object", "image", "use"} & set(found.tags)
+    outside = {"src", "href", "xlink:href", "srcset", "data"}
+    assert not {key for _, key, _ in found.attributes} & outside
+    assert not any(key.startswith("on") for _, key, _ in found.attributes)
+    for reference in ("://", "url(", "@import"):
+        assert reference not in source
+    assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'") in found.attributes
+    assert ("meta", "content", "width=device-width,initial-scale=1") in found.attributes
+    assert "prefers-color-scheme:dark" in source
+    assert "max-width:560px" in source
+    return found
+
+
+def test_page_of_a_fit_holds_what_a_reader_asks():
+    source = page.report_page(report_of(plan_of(CHAIN, RECOMPUTE_A, Usage(16.0, 8))))
+    found = assert_self_contained(source)
+    for text in (
+        "Training chain within a memory limit",
+        "limit kept: 9 B",
+        "plain step, predicted",
+        "12 B",  # the plain peak
+        "speed of plain, last epoch",
+        "Memory of one step",
+        "Who holds the peak",
+        "What is in memory when",
+        "Epochs",
+        "By layer",
+        "1 of 1 op",
+        "step 3",
+        "swapped",
+        "CPU:0",
+        "Python",
+        "keras-remat",
+    ):
+        assert text in found.text
+    assert "measured peak 8 B" in found.text
+    assert "while a runs" in found.text  # on hover
+
+
+def test_page_of_a_fit_that_ends_over_its_limit_says_so():
+    source = page.report_page(report_of(plan_of(CHAIN, RECOMPUTE_A, Usage(16.0, 8)), limit=7))
+    assert "LIMIT NOT KEPT: 7 B" in Page(source).text
+    assert 'class="tile bad"' in source
+
+
+def test_page_of_a_fit_without_a_plan_or_epochs():
+    assert_self_contained(page.report_page(AutotuneReport()))
+    report = AutotuneReport(epochs=[EpochUsage(0, 8, 2, 0.0, 0.0, 0, 4)])
+    assert_self_contained(page.report_page(report))
+
+
+def test_page_of_a_plan_and_of_a_problem():
+    found = assert_self_contained(page.plan_page(plan_of(CHAIN, RECOMPUTE_A)))
+    for text in ("Plan of a training step of chain", "budget 9 B", "+6.7 %", "not known"):
+        assert text in found.text
+    found = assert_self_contained(page.problem_page(CHAIN))
+    assert "floor      8 B" in found.text
+
+
+def test_notebooks_get_a_part_of_a_page():
+    source = plan_of(CHAIN, RECOMPUTE_A)._repr_html_()
+    assert "<body" not in source
+    assert "<svg" in source
+    assert "<svg" in report_of(plan_of(CHAIN, RECOMPUTE_A))._repr_html_()
+    Page(source)
+
+
+def test_pages_escape_names():
+    ops = tuple(Op(i, NASTY, NASTY, (i - 1,) if i else (), (i,)) for i in range(2))
+    graph = Graph(ops, tuple(Value(i, NASTY, 4, (1,), NASTY, i) for i in range(2)), (1,))
+    problem = Problem(graph, Profile((1.0, 1.0), (0, 0), 3, device=NASTY), 20, NASTY)
+    plan = plan_of(problem, Schedule((0, 0, 1)))
+    for source in (
+        page.plan_page(plan, title=NASTY),
+        page.report_page(report_of(plan, message=NASTY)),
+        page.problem_page(problem),
+    ):
+        found = assert_self_contained(source)
+        assert "<script" not in source.lower()
+        assert "<script>alert(1)</script>&\"'\\x1b[31m\\n\\ud800]]>" in found.text
+        source.encode("utf-8")
+
+
+def pictures(source):
+    return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", source, re.S)]
+
+
+def curve(picture, name):
+    (path,) = [p for p in picture.iter("path") if p.get("class") == f"line {name}"]
+    return path.get("d")
+
+
+def test_curve_is_the_simulators():
+    picture = pictures(page.plan_page(plan_of(CHAIN, RECOMPUTE_A)))[0]
+    heights = [float(n) for n in re.findall(r"(?:V|M[\d.]+ )([\d.]+)", curve(picture, "plan"))]
+    live = live_bytes(CHAIN, RECOMPUTE_A).tolist()
+    distinct = [live[0], *(b for a, b in pairwise(live) if a != b)]
+    (budget,) = [line for line in picture.iter("line") if line.get("class") == "limit"]
+    zero = max(float(line.get("y1")) for line in picture.iter("line"))
+    scale = (zero - float(budget.get("y1"))) / 9
+    assert [(zero - height) / scale for height in heights] == pytest.approx(distinct, abs=0.01)
+
+
+def test_long_orders_are_thinned_at_their_highest():
+    n = 10 * svg.MAX_POINTS
+    ops = tuple(Op(i, f"o{i}", "K", (), (i,)) for i in range(n))
+    sizes = [1000 if i == n // 2 else 1 for i in range(n)]
+    graph = Graph(ops, tuple(Value(i, "v", sizes[i], producer=i) for i in range(n)), (n - 1,))
+    curves = {
+        "plain": svg.Curve(Problem(graph, Profile((1.0,) * n, (0,) * n, 0)), Schedule(range(n)))
+    }
+    source = svg.memory(curves, {"limit": 1000})
+    picture = ElementTree.fromstring(source)
+    (limit,) = [line for line in picture.iter("line") if line.get("class") == "limit"]
+    heights = [float(n) for n in re.findall(r"V([\d.]+)", curve(picture, "plain"))]
+    assert min(heights) == pytest.approx(float(limit.get("y1")), abs=0.11)
+    assert len(source) < 60_000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pages_of_random_problems_are_well_formed(seed):
+    problem = mixed_problem(seed)
+    schedule = random_schedule(random.Random(seed), problem.graph)
+    source = page.plan_page(plan_of(problem, schedule))
+    Page(source)
+    for picture in pictures(source):
+        assert picture.tag.endswith("svg")
+
+
+def test_page_of_an_empty_problem():
+    empty = Problem(Graph((), (), ()), Profile((), (), 0))
+    assert_self_contained(page.problem_page(empty))
+    assert_self_contained(page.plan_page(plan_of(empty, Schedule(()))))
+
+
+@pytest.mark.parametrize("highest", [1, 2, 3, 5, 7, 10, 99, 353, 15_000, 1.9, 0.7])
+def test_ticks_are_few_and_round(highest):
+    ticks = svg._ticks(highest, 5)
+    assert ticks[0] == 0
+    assert 3 <= len(ticks) <= 6
+    assert ticks[-1] <= highest * (1 + 1e-6)
+    assert f"{ticks[1]:e}"[0] in "125"
