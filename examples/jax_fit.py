@@ -53,6 +53,8 @@ def main():
     for name, usage, history in (("plain", plain, plain_losses), ("rematerialized", ours, losses)):
         print(f"{name:16}{usage.peak_bytes / MIB:10.1f} MiB{usage.time_s:14.3f} s   {history}")
     print(f"limit           {remat.report.limit_bytes / MIB:10.1f} MiB   {remat.plan}")
+    assert ours.peak_bytes <= remat.report.limit_bytes
+    assert np.allclose(losses, plain_losses, rtol=1e-4)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import numpy as np
 from keras import layers
 
 import keras_remat
-from keras_remat.reporting.text import plan_text
 
 BATCH_SIZE, PIXELS = 16, 64
 
@@ -47,15 +46,7 @@ def main(path: str = "plan.json") -> int:
     limit = unlimited.store_all.peak_bytes * 6 // 10
     plan = keras_remat.make_plan(model, BATCH_SIZE, limit, solver_time_limit_s=10)
     plan.save(path)
-    print(
-        plan_text(
-            plan.solution,
-            budget_bytes=plan.budget_bytes,
-            store_all=plan.store_all,
-            predicted=plan.predicted,
-        ),
-        flush=True,
-    )
+    print(plan.summary("block"), flush=True)
 
     generator = np.random.default_rng(0)
     x = generator.random((4 * BATCH_SIZE, PIXELS, PIXELS, 3), dtype=np.float32)
@@ -63,6 +54,8 @@ def main(path: str = "plan.json") -> int:
     callback = keras_remat.RematAutotune(memory_limit=limit, batch_size="keep", plan=path)
     model.fit(x, y, batch_size=BATCH_SIZE, epochs=3, verbose=0, callbacks=[callback])
     print(callback.report)
+    assert callback.report.limit_kept
+    assert callback.plan.solution.schedule == plan.solution.schedule
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import Counter
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -55,30 +54,6 @@ def build(pixels: int, filters: int = 16, depth: int = 4) -> keras.Model:
     return model
 
 
-def layer_of(op_name: str) -> str:
-    """The Keras layer in an op's name: ``gradient_tape/unet_1/down_0_norm_a_1/…`` →
-    ``down_0_norm_a``."""
-    scopes = [part for part in op_name.split("/")[:-1] if part != "gradient_tape"]
-    layer = scopes[1] if len(scopes) > 1 else op_name.split("/")[0]
-    name, _, number = layer.rpartition("_")
-    return name if number.isdigit() else layer
-
-
-def print_recomputed(problem: keras_remat.Problem, plan: keras_remat.Plan, top: int = 8) -> None:
-    """What runs twice, by kind of op and by layer."""
-    runs = plan.solution.schedule.recomputed
-    kinds, layers = Counter(), Counter()
-    for op_id, extra in runs.items():
-        op = problem.graph.ops[op_id]
-        kinds[op.kind] += extra
-        layers[layer_of(op.name)] += extra
-    print(f"Recomputed: {len(runs)} of {len(problem.graph.ops)} ops in {len(layers)} layers")
-    print("  by kind   " + ", ".join(f"{kind} {count}" for kind, count in kinds.most_common(top)))
-    print(
-        "  by layer  " + ", ".join(f"{layer} {count}" for layer, count in layers.most_common(top))
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
     """Returns 0 when the measured peak kept the limit."""
     keras_remat.enable_cpu_memory_stats()
@@ -88,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pixels", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0, help="for the solver (default 10)")
+    parser.add_argument("--report", metavar="FILE.html", help="write a page with pictures")
     arguments = parser.parse_args(argv)
     pixels, batch_size = arguments.pixels, arguments.batch_size
     generator = np.random.default_rng(0)
@@ -101,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     plain = watching.report.baseline
     limit = plain.peak_bytes * 6 // 10
     print(
-        f"Plain step: {plain.peak_bytes / MIB:.1f} MiB measured. Now with a limit of {limit / MIB:.1f} MiB:",
+        f"Plain step: {plain.peak_bytes / MIB:.1f} MiB measured. Now within {limit / MIB:.1f} MiB:",
         flush=True,
     )
 
@@ -113,8 +89,9 @@ def main(argv: list[str] | None = None) -> int:
     model.fit(x, y, batch_size=batch_size, epochs=4, verbose=2, shuffle=False, callbacks=[remat])
 
     plan = remat.plan
-    print(f"\n{plan}")
-    print_recomputed(remat.problem, plan)
+    print(f"\n{plan.summary('block')}")
+    if arguments.report is not None:
+        remat.report.to_html(arguments.report)
     print(f"\n{'':16}{'peak':>12}{'time per step':>16}")
     for name, usage in (("plain", plain), ("rematerialized", plan.measured)):
         print(f"{name:16}{usage.peak_bytes / MIB:8.1f} MiB{usage.time_s:14.3f} s")

@@ -16,7 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    RematError,
+    ScheduleNotFoundError,
+    unknown_name,
+)
 
 if TYPE_CHECKING:
     from keras_remat.core.schedule import Solution
@@ -111,6 +116,13 @@ def _common(command: Any, *, solver: bool = True) -> None:
     _json_argument(command)
 
 
+def _check_solver(name: str) -> None:
+    from keras_remat.solvers import SOLVERS
+
+    if name not in SOLVERS:
+        raise ValueError(unknown_name("solver", name, SOLVERS))
+
+
 def _json_argument(command: Any) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object instead")
 
@@ -149,6 +161,7 @@ def _run_solve(options: argparse.Namespace) -> int:
     from keras_remat.reporting.console import SearchLine
     from keras_remat.reporting.text import solution_text
 
+    _check_solver(options.solver)
     problem = serialize.load_problem(options.problem)
     store_all = simulate(problem, Schedule.store_all(problem.graph))
     problem = problem.with_budget(
@@ -279,6 +292,7 @@ def _add_plan(commands: Any) -> None:
 def _run_plan(options: argparse.Namespace) -> int:
     from keras_remat.planning.make_plan import make_plan
 
+    _check_solver(options.solver)
     limit, console = _checked_limit(options.memory_limit), _console()
     with console.task("loading the model"):
         model = _loaded_model(options.model)

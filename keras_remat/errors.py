@@ -6,9 +6,11 @@ type, a negative limit) raises the built-in ``ValueError`` or ``TypeError`` inst
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
-from keras_remat.units import format_bytes, format_unequal_bytes
+from keras_remat.units import byte_unit, format_bytes, format_unequal_bytes
 
 
 class RematError(Exception):
@@ -84,20 +86,34 @@ class InfeasibleBudgetError(RematError):
         floor_bytes: no schedule needs less than this (resident bytes included).
         op_name: the op that sets the floor, or ``None`` when an exact solver proved infeasibility
             above the floor.
+        limit_bytes: the memory limit that the budget is a part of, or ``None`` where there is none.
     """
 
     def __init__(
-        self, budget_bytes: int, floor_bytes: int, op_name: str | None = None, *, advice: str = ""
+        self,
+        budget_bytes: int,
+        floor_bytes: int,
+        op_name: str | None = None,
+        *,
+        advice: str = "",
+        limit_bytes: int | None = None,
     ):
         need = f"op {op_name!r} alone needs" if op_name else "every schedule needs"
         budget, floor = format_unequal_bytes(budget_bytes, floor_bytes)
-        message = f"No schedule fits {budget}: {need} {floor} with its inputs, outputs, workspace and the resident bytes. "
+        least = limit_for(floor_bytes, budget_bytes, limit_bytes)
         super().__init__(
-            message + (advice or "Raise the memory limit to at least that, or use a smaller batch.")
+            f"No schedule fits {_with_limit(budget, budget_bytes, limit_bytes)}: {need} {floor} "
+            "with its inputs, outputs, workspace and the resident bytes. "
+            + (
+                advice
+                or f"Raise the memory limit to at least {_rounded_up(least)}, or use a smaller "
+                "batch."
+            )
         )
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
         self.op_name = op_name
+        self.limit_bytes = limit_bytes
 
 
 class ScheduleNotFoundError(RematError):
@@ -107,6 +123,7 @@ class ScheduleNotFoundError(RematError):
         budget_bytes: the budget that was asked for.
         best_peak_bytes: the smallest peak any tried schedule reached, or ``None``.
         floor_bytes: no schedule needs less than this.
+        limit_bytes: the memory limit that the budget is a part of, or ``None`` where there is none.
     """
 
     def __init__(
@@ -116,18 +133,60 @@ class ScheduleNotFoundError(RematError):
         best_peak_bytes: int | None = None,
         *,
         solver: str = "",
+        limit_bytes: int | None = None,
     ):
         budget, best = format_bytes(budget_bytes), "none found"
         if best_peak_bytes is not None:
             budget, peak = format_unequal_bytes(budget_bytes, best_peak_bytes)
             best = f"the best found needs {peak}"
         super().__init__(
-            f"{solver + ': ' if solver else ''}no schedule found under {budget} ({best}; the floor is "
-            f"{format_bytes(floor_bytes)}). Raise the memory limit, allow more solver time, or use a smaller batch."
+            f"{solver + ': ' if solver else ''}no schedule found under "
+            f"{_with_limit(budget, budget_bytes, limit_bytes)} ({best}; the floor is "
+            f"{format_bytes(floor_bytes)}). Raise the memory limit, allow more solver time, or use "
+            "a smaller batch."
         )
         self.budget_bytes = budget_bytes
         self.best_peak_bytes = best_peak_bytes
         self.floor_bytes = floor_bytes
+        self.limit_bytes = limit_bytes
+
+
+def limit_for(need_bytes: int, budget_bytes: int, limit_bytes: int | None) -> int:
+    """Returns the memory limit whose budget is ``need_bytes``, by the share that is a budget now.
+
+    >>> limit_for(95, 19, 20), limit_for(95, 19, None)
+    (100, 95)
+    """
+    if limit_bytes is None or limit_bytes <= budget_bytes:
+        return need_bytes
+    return -(-need_bytes * limit_bytes // budget_bytes)
+
+
+def _with_limit(budget: str, budget_bytes: int, limit_bytes: int | None) -> str:
+    """The user's own number first, then what is left of it."""
+    if limit_bytes is None or limit_bytes <= budget_bytes:
+        return budget
+    margin = 100 * (1 - budget_bytes / limit_bytes)
+    return f"your limit of {format_bytes(limit_bytes)} less {margin:.3g} % margin = {budget}"
+
+
+def _rounded_up(nbytes: int) -> str:
+    """Bytes for people that are not less than ``nbytes`` when typed in again."""
+    return format_bytes(nbytes + byte_unit(nbytes)[1] // 100)
+
+
+def unknown_name(what: str, name: object, names: Iterable[str]) -> str:
+    """Returns a message about a name that is none of those known, with the nearest one.
+
+    >>> unknown_name("solver", "gredy", ["greedy", "dtr"])
+    "unknown solver 'gredy'; did you mean 'greedy'? There are greedy, dtr"
+    """
+    known = list(names)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    meant = f" did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {name!r};{meant} There are {', '.join(known)}".replace(
+        "; There", "; there"
+    )
 
 
 class PlanMismatchError(RematError):
@@ -140,8 +199,9 @@ class PlanMismatchError(RematError):
 
     def __init__(self, plan_fingerprint: str, graph_fingerprint: str):
         super().__init__(
-            f"The plan was made for graph {plan_fingerprint[:12]}, but this train step is {graph_fingerprint[:12]}: another "
-            "model, batch shape, dtype or framework version. Make a new plan with make_plan."
+            f"The plan was made for graph {plan_fingerprint[:12]}, but this train step is "
+            f"{graph_fingerprint[:12]}: another model, batch shape, dtype or framework version. "
+            "Make a new plan with make_plan."
         )
         self.plan_fingerprint = plan_fingerprint
         self.graph_fingerprint = graph_fingerprint
@@ -158,7 +218,8 @@ class PeakExceededError(RematError):
     def __init__(self, peak_bytes: int, budget_bytes: int, *, what: str = "The schedule"):
         peak, budget = format_unequal_bytes(peak_bytes, budget_bytes)
         super().__init__(
-            f"{what} needs {peak}, over the budget of {budget}. Raise the memory limit or use a smaller batch."
+            f"{what} needs {peak}, over the budget of {budget}. Raise the memory limit or use a "
+            "smaller batch."
         )
         self.peak_bytes = peak_bytes
         self.budget_bytes = budget_bytes

@@ -1,4 +1,4 @@
-"""``keras-remat solve``: outputs, files and exit statuses."""
+"""The command line: outputs, files, exit statuses, and no tracebacks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 
+import keras_remat
 from keras_remat.cli import main
 from keras_remat.core.graph import chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
-from keras_remat.core.serialize import save_problem
-from keras_remat.solvers import SOLVERS
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.serialize import load_problem, save_problem
+from keras_remat.core.simulate import simulate
+from keras_remat.planning.plan import Plan
+from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage
+from keras_remat.solvers import SOLVERS, solve
 
 
 @pytest.fixture
@@ -111,3 +116,153 @@ def test_as_a_module(problem_file: str) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "overhead 20.00%" in done.stdout
+
+
+COMMANDS = ["solve", "plan", "max-batch", "show", "compare"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"examples:\n  keras-remat {command} " in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"keras-remat {keras_remat.__version__}\n"
+
+
+def test_a_misspelled_solver_is_told_the_right_one(
+    problem_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["solve", problem_file, "--budget", "7", "--solver", "gredy"]) == 2
+    assert "did you mean 'greedy'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["inf", "nan", "-1", "0", "soon", "1e400"])
+def test_time_limits_that_are_none(
+    problem_file: str, limit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["solve", problem_file, "--budget", "7", f"--time-limit={limit}"])
+    assert caught.value.code == 2
+    assert "--time-limit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("budget", ["1" + "0" * 400, str(2**63), "9" * 25 + "TiB"], ids=len)
+def test_budgets_that_no_device_has(
+    problem_file: str, budget: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["solve", problem_file, "--budget", budget]) == 2
+    assert "no device has so much memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("nbytes", [2**70, 10**400], ids=["2**70", "10**400"])
+def test_files_with_numbers_that_no_device_has_are_no_tracebacks(
+    nbytes: int, problem_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads(Path(problem_file).read_text())
+    document["values"][0]["bytes"] = nbytes
+    path = tmp_path / "huge.json"
+    path.write_text(json.dumps(document))
+    assert main(["solve", str(path), "--budget", "50%"]) == 3
+    assert main(["solve", str(path), "--budget", "100%", "--time-limit", "1"]) == 2
+    assert main(["show", str(path)]) == 2
+    assert "too large" in capsys.readouterr().err
+    document["values"][0]["bytes"] = 4
+    document["budget_bytes"] = nbytes
+    path.write_text(json.dumps(document))
+    assert main(["solve", str(path)]) == 2
+    assert "no device has so much memory" in capsys.readouterr().err
+
+
+def test_json(problem_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["solve", problem_file, "--budget", "7", "--solver", "greedy", "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] == 7
+    assert main(["show", problem_file, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["floor_bytes"] == 7
+
+
+def test_solution_files_can_be_shown_and_compared(
+    problem_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for budget in ("7", "11"):
+        files.append(str(tmp_path / f"{budget}.json"))
+        command = ["solve", problem_file, "--budget", budget, "--solver", "greedy"]
+        assert main([*command, "--output", files[-1]]) == 0
+    capsys.readouterr()
+    assert main(["show", files[0]]) == 0
+    assert "6 runs, 1 ops run again" in capsys.readouterr().out
+    page = tmp_path / "page.html"
+    assert main(["show", files[0], "--problem", problem_file, "--html", str(page)]) == 0
+    assert "1 of 1 op" in capsys.readouterr().out
+    assert "Who holds the peak" in page.read_text()
+    assert main(["show", files[0], "--html", str(page)]) == 2
+    assert "--problem" in capsys.readouterr().err
+    assert main(["compare", *files]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["peak_bytes", "7", "B", "11", "B", "+57.1", "%"] in rows
+    assert ["time_s", "6", "s", "5", "s", "-16.7", "%"] in rows
+
+
+def test_a_plan_and_a_report_can_be_shown(
+    problem_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = load_problem(problem_file).with_budget(7)
+    solution = solve(problem, solver="greedy", time_limit_s=1)
+    store_all = simulate(problem, Schedule.store_all(problem.graph))
+    assert solution.usage is not None
+    plan = Plan(problem.graph.fingerprint, 7, solution, store_all, solution.usage, problem=problem)
+    plan.save(tmp_path / "plan.json")
+    report = AutotuneReport(limit_bytes=8, epochs=[EpochUsage(0, 8, 2, 1.0, 0.5, 7, 4)], plan=plan)
+    report.save(tmp_path / "report.json")
+    for name in ("plan.json", "report.json"):
+        page = tmp_path / f"{name}.html"
+        assert main(["show", str(tmp_path / name), "--by", "op", "--html", str(page)]) == 0
+        assert "1 of 1 op" in capsys.readouterr().out
+        assert "What is in memory when" in page.read_text()
+    assert main(["compare", str(tmp_path / "plan.json"), str(tmp_path / "report.json")]) == 0
+    assert "limit_bytes" in capsys.readouterr().out
+    assert main(["solve", str(tmp_path / "plan.json"), "--budget", "7"]) == 2
+    assert "this is a plan file" in capsys.readouterr().err
+
+
+def test_no_model_from_a_wrong_name(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("keras")
+    command = ["plan", "--memory-limit", "1GiB"]
+    for name in ("nowhere.keras", "no_such_module:build", "keras_remat.cli:main_program"):
+        assert main([*command, name]) == 2
+        assert name.partition(":")[0] in capsys.readouterr().err
+    assert main(["plan", "model.keras", "--memory-limit", "8"]) == 2
+    assert 'did you mean "8GiB"?' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_models_from_a_file_and_from_a_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorflow")
+    (tmp_path / "my_models.py").write_text(
+        "import keras\n"
+        "def build():\n"
+        "    layers = [keras.Input((16,)), keras.layers.Dense(64, 'relu'), keras.layers.Dense(4)]\n"
+        "    model = keras.Sequential(layers)\n"
+        "    model.compile('sgd', 'mse', jit_compile=False)\n"
+        "    return model\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    options = ["--batch-size", "8", "--memory-limit", "1GiB", "--profile", "estimated", "--json"]
+    assert main(["plan", "my_models:build", "--output", "plan.json", *options]) == 0
+    fingerprint = json.loads(capsys.readouterr().out)["fingerprint"]
+    sys.modules["my_models"].build().save("model.keras")
+    assert main(["plan", "model.keras", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["fingerprint"] == fingerprint
+    assert main(["max-batch", "model.keras", *options]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["max_batch_size"] >= 8

@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 
 from keras_remat import errors
+from keras_remat.units import parse_bytes
 
 EXAMPLES = {
     "InvalidScheduleError": errors.InvalidScheduleError(
@@ -94,6 +96,21 @@ def test_numbers_that_round_alike_are_told_exactly():
     for error in messages:
         assert str(limit) in str(error)
         assert str(limit + 1) in str(error)
+
+
+def test_the_users_own_number_comes_first_and_the_advice_works():
+    error = errors.InfeasibleBudgetError(95 * 2**20, 190 * 2**20, "conv", limit_bytes=100 * 2**20)
+    assert str(error).startswith("No schedule fits your limit of 100 MiB less 5 % margin = 95 MiB:")
+    assert "at least 200.01 MiB" in str(error)
+    assert errors.limit_for(190 * 2**20, 95 * 2**20, 100 * 2**20) * 0.95 >= 190 * 2**20
+    not_found = errors.ScheduleNotFoundError(95, 7, 99, solver="dtr", limit_bytes=100)
+    assert "under your limit of 100 B less 5 % margin = 95 B" in str(not_found)
+
+
+@pytest.mark.parametrize("floor", [7, 1023, 5_000_000, 123_456_789, 9_999_999_999])
+def test_the_limit_that_is_advised_is_enough(floor):
+    advised = re.search(r"at least ([\d.]+ \w+)", str(errors.InfeasibleBudgetError(5, floor)))[1]
+    assert parse_bytes(advised) >= floor
 
 
 def test_builtin_bases():

@@ -35,10 +35,12 @@ def step_memory(monkeypatch):
 
 
 @pytest.mark.slow
-def test_quickstart_keeps_its_limit_and_says_what_it_recomputed():
-    done = run("examples/quickstart.py", "--pixels", "96", "--seconds", "5")
+def test_quickstart_keeps_its_limit_and_says_what_it_recomputed(tmp_path):
+    page = tmp_path / "report.html"
+    done = run("examples/quickstart.py", "--pixels", "96", "--seconds", "5", "--report", str(page))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "Recomputed:" in done.stdout
+    assert "recomputed" in done.stdout
+    assert "Who holds the peak" in page.read_text()
     assert ": kept" in done.stdout
 
 

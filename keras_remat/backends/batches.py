@@ -130,9 +130,12 @@ def _from_model(model: Any, size: int, rng: np.random.Generator) -> tuple[Any, A
     import keras
 
     inputs, outputs = getattr(model, "input", None), getattr(model, "output", None)
+    if isinstance(model, keras.Sequential) and model.inputs and model.outputs:
+        inputs, outputs = model.inputs[0], model.outputs[0]  # it has one of each
     if inputs is None or outputs is None:
         raise ValueError(
-            "the model's inputs do not follow from it (it is no functional model): give a batch (x, y)"
+            "the model's inputs do not follow from it (it is neither functional nor a built "
+            "Sequential): give a batch (x, y)"
         )
     x = keras.tree.map_structure(lambda t: _random((size, *t.shape[1:]), t.dtype, rng), inputs)
     loss = getattr(model, "loss", None)

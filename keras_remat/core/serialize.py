@@ -67,12 +67,15 @@ def read_json(
             f"expected a JSON object, got {type(document).__name__}", source=source
         )
     formats = (expected_format,) if isinstance(expected_format, str) else expected_format
-    if document.get("format") not in formats:
+    found = document.get("format")
+    if found not in formats:
+        kind = str(found).removeprefix("keras_remat.")
+        told = f": this is a {kind} file" if kind != str(found) else ""
         raise InvalidProblemError(
-            f"expected {' or '.join(map(repr, formats))}, got {document.get('format')!r}",
+            f"expected {' or '.join(map(repr, formats))}, got {found!r}{told}",
             source=source,
             field="format",
-            value=document.get("format"),
+            value=found,
         )
     if document.get("version") != version or type(document["version"]) is not int:
         raise InvalidProblemError(

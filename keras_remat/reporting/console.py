@@ -8,7 +8,7 @@ was written once, so they get whole lines, on a line of their own, and only for 
 * A task is drawn when it begins and ticks twice a second, from a thread: what takes long is often
   one call into a framework.
 * Tasks that have ended are summed up in one line when the step is swapped, or when ``fit`` ends.
-* Everything is at most 80 columns wide, and never wider than the terminal.
+* Lines are under 80 columns wide, on a wider terminal 100, and never wider than it.
 
 Known limit: a bar that was drawn into a file before a task began has its line ended there, and
 Keras draws it again on the next one.
@@ -32,7 +32,8 @@ from keras_remat.core.schedule import Solution
 from keras_remat.reporting.text import percent_over
 from keras_remat.units import byte_unit, format_seconds
 
-WIDTH = 80
+#: Columns of a file or a notebook, and the most of a terminal.
+WIDTH, _MOST = 79, 100
 _NAME = "keras_remat  "
 #: Seconds between two drawings on a terminal; after how many a file gets a line, and then again.
 _TICK_S, _LONG_S, _AGAIN_S = 0.5, 1.0, 30.0
@@ -107,7 +108,9 @@ class Console:
                 self._clear()
 
     def note(self, word: str, text: str) -> None:
-        """Adds to what the summary says of the tasks named ``word``, as in ``"best +3.3 %"``."""
+        """Adds to the summary: behind the tasks of that word, as in ``note("solving", "best +3.3
+        %")``, or alone, as in ``note("profiling", "3 steps")``."""
+        self._done.setdefault(word, 0.0)
         self._notes[word] = text
 
     def tick(self) -> None:
@@ -160,12 +163,12 @@ class Console:
 
     def tasks_line(self) -> None:
         """Sums up the tasks since the last such line, where there were any."""
-        parts = [
-            f"{word} {format_seconds(float(f'{seconds:.2g}'))}"
-            + (f", {self._notes[word]}" if word in self._notes else "")
-            for word, seconds in self._done.items()
-            if seconds >= _SHORT_S
-        ]
+        parts = []
+        for word, seconds in self._done.items():
+            told = [format_seconds(float(f"{seconds:.2g}"))] if seconds >= _SHORT_S else []
+            told += [self._notes[word]] if word in self._notes else []
+            if told:
+                parts.append(f"{word} {', '.join(told)}")
         self._done.clear()
         self._notes.clear()
         if parts:
@@ -198,9 +201,9 @@ class Console:
 
     @property
     def _width(self) -> int:
-        return (
-            min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns - 1) if self._live else WIDTH
-        )
+        if not self._live:
+            return WIDTH
+        return min(_MOST, shutil.get_terminal_size((80, 24)).columns - 1)
 
     def _cut(self, text: str) -> str:
         return text if len(text) <= self._width else text[: self._width - 1] + "…"

@@ -48,6 +48,22 @@ class Curve:
         live: list[int] = live_bytes(self.problem, self.schedule).tolist()
         return live
 
+    def thinned(self, most: int) -> tuple[list[float], list[int]]:
+        """Returns edges in seconds and bytes between them, for a picture ``most`` steps wide.
+
+        Positions that are shorter than that are drawn as one, at their highest: peaks stay true,
+        short valleys between them do not show.
+        """
+        least_s = self.starts_s[-1] / most
+        edges, heights = [0.0], [0]
+        for position, nbytes in enumerate(self.live):
+            heights[-1] = max(heights[-1], nbytes)
+            end_s = self.starts_s[position + 1]
+            if end_s - edges[-1] >= least_s or position == len(self.live) - 1:
+                edges.append(end_s)
+                heights.append(0)
+        return edges, heights[:-1]
+
     @property
     def peak_position(self) -> int:
         """The first position at which most bytes are alive; 0 in an empty order."""

@@ -22,7 +22,7 @@ PLAN_KINDS = ("memory", "holders", "schedule", "overhead")
 REPORT_KINDS = ("memory", "holders", "schedule", "speed")
 #: Graphs with up to so many ops are shown as the Checkmate paper's stage × op picture.
 SMALL_GRAPH = 200
-_LAYERS, _INTERVALS, _NAME = 8, 60, 34
+_LAYERS, _INTERVALS, _NAME, _POINTS = 8, 60, 34, 500
 
 
 def plan(planned: Planned, kind: str = "memory") -> Any:
@@ -70,8 +70,9 @@ def memory(planned: Planned, problem: Problem) -> Any:
         (plain, colors.PLAIN, f"plain, peak {format_bytes(plain.peak_bytes)}"),
         (curve, colors.PLAN, f"plan, peak {format_bytes(curve.peak_bytes)}"),
     ):
-        heights = [nbytes / unit for nbytes in drawn.live]
-        edges = [start * scale for start in drawn.starts_s]
+        thin_edges, thin_heights = drawn.thinned(_POINTS)
+        heights = [nbytes / unit for nbytes in thin_heights]
+        edges = [start * scale for start in thin_edges]
         axes.stairs(heights, edges, color=color, lw=1.4, label=label)
         axes.stairs(heights, edges, color=color, alpha=0.12, fill=True)
     axes.axhline(

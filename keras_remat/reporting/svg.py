@@ -4,9 +4,6 @@ names on hover.
 Drawn by hand rather than by matplotlib, which is optional, knows no themes and shows nothing on
 hover. Text is large in the picture's own units, so that it can be read where the page is as narrow
 as a phone.
-
-Known limit: a curve over more than ``MAX_POINTS`` positions is drawn with one point per run of
-positions, at the run's *highest* bytes: peaks stay true, short valleys between them do not show.
 """
 
 from __future__ import annotations
@@ -200,15 +197,15 @@ class _Frame:
         )
 
     def path(self, curve: Curve) -> str:
-        """A step curve; long ones have one step per run of positions, at the run's highest."""
-        run = math.ceil(len(curve.live) / MAX_POINTS)
-        height = f"{self.y(max(curve.live[:run])):.1f}"
-        parts = [f"M{self.x(0):.1f} {height}"]
-        for start in range(0, len(curve.live), run):
-            before, end = height, min(start + run, len(curve.live))
-            height = f"{self.y(max(curve.live[start:end])):.1f}"
-            step = "" if height == before else f"V{height}"
-            parts.append(f"{step}H{self.x(curve.starts_s[end]):.1f}")
+        """A step curve."""
+        edges, heights = curve.thinned(MAX_POINTS)
+        before = f"{self.y(heights[0]):.1f}"
+        parts = [f"M{self.x(0):.1f} {before}"]
+        for nbytes, end in zip(heights, edges[1:], strict=True):
+            height = f"{self.y(nbytes):.1f}"
+            parts.append("" if height == before else f"V{height}")
+            parts.append(f"H{self.x(end):.1f}")
+            before = height
         return "".join(parts)
 
     def hover(self, curve: Curve) -> list[str]:
