@@ -236,10 +236,13 @@ class Interval:
     again: bool
 
 
-def intervals(curve: Curve, most: int) -> list[Interval]:
-    """Returns the stays in memory of the ``most`` largest values, in the order of the graph.
+def intervals(curve: Curve, most: int | None = None) -> list[Interval]:
+    """Returns stays in memory, in the order of the graph.
 
-    Values that are read at once are left out: they do not stay.
+    Args:
+        curve: of a schedule.
+        most: only those of so many of the largest values, without values that are read at once and
+            so do not stay; ``None`` for all.
     """
     values = curve.problem.graph.values
     stays: dict[int, list[Interval]] = {}
@@ -247,9 +250,11 @@ def intervals(curve: Curve, most: int) -> list[Interval]:
         for value_id, end in instances.items():
             before = stays.setdefault(value_id, [])
             before.append(Interval(value_id, begin, end, bool(before)))
-    staying = [v for v, found in stays.items() if any(s.end > s.begin + 1 for s in found)]
-    largest = sorted(staying, key=lambda v: (-values[v].nbytes, v))[:most]
-    return [stay for value_id in sorted(largest) for stay in stays[value_id]]
+    chosen = list(stays)
+    if most is not None:
+        chosen = [v for v in chosen if any(stay.end > stay.begin + 1 for stay in stays[v])]
+        chosen = sorted(chosen, key=lambda v: (-values[v].nbytes, v))[:most]
+    return [stay for value_id in sorted(chosen) for stay in stays[value_id]]
 
 
 def top_holders(curves: list[Curve], most: int) -> list[dict[str, int]]:

@@ -7,6 +7,7 @@ it, and ``figure.savefig("picture.svg")`` writes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from keras_remat.core.problem import Problem
@@ -138,7 +139,7 @@ def _stages(planned: Planned, curve: Curve) -> Any:
         seen.add(op)
     stages = len(seen)
     cells = [[0] * len(ops) for _ in range(stages)]
-    for stay in intervals(curve, len(curve.problem.graph.values)):
+    for stay in intervals(curve):
         producer = curve.problem.graph.values[stay.value_id].producer
         for stage in range(stage_of[stay.begin], stage_of[stay.end] + 1):
             if producer is not None:
@@ -267,8 +268,6 @@ def speed(told: Reported) -> Any:
 
 
 def _matplotlib(module: str) -> Any:
-    from importlib import import_module
-
     try:
         return import_module(f"matplotlib.{module}")
     except ImportError as error:

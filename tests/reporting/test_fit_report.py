@@ -2,8 +2,21 @@
 
 import json
 
-from keras_remat.core.schedule import Usage
-from keras_remat.reporting.fit_report import LOG_KEYS, AutotuneReport, EpochUsage, Event
+import pytest
+
+from keras_remat.core.graph import chain_example
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Schedule, Solution, Usage
+from keras_remat.errors import InvalidProblemError
+from keras_remat.planning.plan import Plan, plan_from_dict
+from keras_remat.reporting.fit_report import (
+    LOG_KEYS,
+    AutotuneReport,
+    EpochUsage,
+    Event,
+    load_report,
+)
 from keras_remat.units import GIB
 
 
@@ -40,3 +53,86 @@ def test_saved_report_has_every_number(tmp_path):
     assert document["epochs"][0]["peak_bytes"] == 6
     assert "predicted" in str(report)
     assert "swapped" in str(report)
+
+
+def planned(measured_peak):
+    solution = Solution(Schedule((0, 1, 2, 3, 0, 4)), "greedy", "feasible", 0.5)
+    measured = Usage(1.0, measured_peak)
+    problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0))
+    return Plan("f" * 64, 8, solution, Usage(5.0, 11), Usage(6.0, 7), measured, problem=problem)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "peak"),
+    [
+        ([(9, 1.0)], 7),  # its steps were not all under the last plan
+        ([(9, 1.0), (7, 0.0)], 7),
+        ([(9, 1.0), (8, 0.0)], 8),  # later steps took more
+        ([(9, 1.0), (12, 0.5)], 7),  # a plan was made in it
+    ],
+)
+def test_the_peak_is_that_of_the_step_that_ran_in_the_end(epochs, peak):
+    report = AutotuneReport(limit_bytes=7, plan=planned(7))
+    report.epochs = [EpochUsage(i, 4, 1, 1.0, s, p, 4) for i, (p, s) in enumerate(epochs)]
+    assert report.peak_bytes == peak
+    assert report.limit_kept is (peak <= 7)
+
+
+def test_nothing_is_known_before_the_first_epoch():
+    report = AutotuneReport(limit_bytes=7)
+    assert (report.peak_bytes, report.limit_kept) == (None, None)
+    assert "details" in report.verdict()
+
+
+def test_saved_report_comes_back_with_its_plan(tmp_path):
+    report = AutotuneReport(
+        limit_bytes=7,
+        max_batch_size=9,
+        batch_size=4,
+        baseline=Usage(0.5, 9),
+        baseline_batch_size=4,
+        baseline_source="predicted",
+        epochs=[EpochUsage(0, 8, 2, 1.0, 0.25, 6, 4, 3.5)],
+        events=[Event(3, "swap", "swapped")],
+        plan=planned(7),
+    )
+    report.save(tmp_path / "report.json")
+    loaded = load_report(
+        tmp_path / "report.json", lambda raw, name: plan_from_dict(raw, source=name)
+    )
+    assert loaded == report
+    report.save(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("epochs", 3), ("events", [{"step": "x"}]), ("baseline", {"time_s": 1}), ("limit_bytes", "7")],
+)
+def test_malformed_report_file_is_refused_by_name(field, value, tmp_path):
+    AutotuneReport().save(tmp_path / "report.json")
+    document = json.loads((tmp_path / "report.json").read_text()) | {field: value}
+    (tmp_path / "report.json").write_text(json.dumps(document))
+    with pytest.raises(InvalidProblemError, match=rf"report\.json: {field}"):
+        load_report(tmp_path / "report.json", lambda raw, name: planned(7))
+
+
+def test_a_changed_batch_size_is_in_the_verdict():
+    report = AutotuneReport(
+        limit_bytes=2**20, baseline=Usage(0.5, 2**19), baseline_batch_size=4,
+        baseline_source="measured", plan=planned(2**18),
+        epochs=[EpochUsage(0, 64, 4, 4.0, 0.0, 2**18, 16)],
+    )  # fmt: skip
+    lines = report.verdict().splitlines()
+    assert lines[1].startswith("  plain, 4  ")
+    assert lines[2].startswith("  remat, 16 ")
+
+
+def test_the_plain_step_alone_has_one_row():
+    report = AutotuneReport(
+        limit_bytes=2**20, baseline=Usage(0.5, 2**19), baseline_batch_size=4,
+        baseline_source="measured", epochs=[EpochUsage(0, 64, 16, 4.0, 0.0, 2**19, 4)],
+    )  # fmt: skip
+    rows = report.verdict().splitlines()[1:-1]
+    assert [row.split()[0] for row in rows] == ["plain"]
+    assert rows[0].endswith("limit KEPT")
