@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keras_remat import doctor
 from keras_remat.errors import (
     InfeasibleBudgetError,
     RematError,
@@ -68,7 +69,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"keras-remat {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_solve, _add_plan, _add_max_batch, _add_show, _add_compare):
+    for add in (
+        _add_solve,
+        _add_plan,
+        _add_max_batch,
+        _add_show,
+        _add_compare,
+        doctor.add_arguments,
+    ):
         add(commands)
     return parser
 

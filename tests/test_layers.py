@@ -3,7 +3,7 @@
 | layer | folders and modules |
 |---|---|
 | 9 | the package itself: the public names |
-| 8 | callback, cli, __main__ |
+| 8 | callback, cli, doctor, __main__ |
 | 7 | training |
 | 6 | batch_size |
 | 5 | planning |
@@ -26,7 +26,7 @@ import keras_remat
 ROOT = Path(keras_remat.__file__).parent
 LAYERS = [
     (r"keras_remat", 9),
-    (r"keras_remat\.(callback|cli|__main__)", 8),
+    (r"keras_remat\.(callback|cli|doctor|__main__)", 8),
     (r"keras_remat\.training(\..+)?", 7),
     (r"keras_remat\.batch_size(\..+)?", 6),
     (r"keras_remat\.planning(\..+)?", 5),

@@ -1,7 +1,7 @@
 """Mixed-integer solvers behind one call: HiGHS through SciPy, CBC through CyLP.
 
-Both run in this process and keep the time limit to within one of their own steps. CyLP is optional;
-asking for it without having it raises :class:`keras_remat.errors.MissingPackageError`.
+Both run in this process and keep the time limit to within one of their own steps. CyLP has no wheels
+for some machines; asking for it there raises :class:`keras_remat.errors.MissingPackageError`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _cbc(program: Program, time_limit_s: float, relax: bool) -> Answer:
         from cylp.cy import CyClpSimplex
         from cylp.py.modeling.CyLPModel import CyLPModel
     except ImportError as error:
-        raise MissingPackageError("cylp", "The solver CBC", "cbc") from error
+        raise MissingPackageError("cylp", "The solver CBC", "solvers") from error
     model = CyLPModel()
     x = model.addVariable("x", len(program.cost))
     finite = np.where(np.isinf(program.ceiling), 1e30, program.ceiling)

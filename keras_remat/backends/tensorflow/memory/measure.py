@@ -25,6 +25,7 @@ from keras_remat.units import KIB, MIB
 #: TensorFlow's own variables, which it reads when it makes its first tensor.
 _USE_BFC, _BFC_LIMIT_MIB = "TF_CPU_ALLOCATOR_USE_BFC", "TF_CPU_BFC_MEM_LIMIT_IN_MB"
 _DEFAULT_BFC_LIMIT_MIB = 64 * KIB
+_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _TRUE = ("1", "true")
 
 #: oneDNN's allocator counts no request below 256 KiB; BFC counts every one.
@@ -55,6 +56,22 @@ class TensorFlowDevice:
         return "onednn" if _is_counted(_COUNTED_REQUEST_BYTES) else "unknown"
 
     @property
+    def grows(self) -> bool:
+        """Whether the allocator takes memory from the system as it needs it, in several regions.
+
+        A GPU's takes one region of all it may have, unless memory growth is on.
+        """
+        if not self.name.startswith("GPU"):
+            return True
+        forced = os.environ.get(_GROWTH)
+        if forced is not None:  # TensorFlow obeys this before what the program says
+            return forced.lower() in _TRUE
+        return any(
+            bool(tf.config.experimental.get_memory_growth(gpu))
+            for gpu in tf.config.get_visible_devices("GPU")[:1]
+        )
+
+    @property
     def has_statistics(self) -> bool:
         """Whether the allocator counts what it hands out."""
         if self.allocator == "cuda_malloc_async":
@@ -82,12 +99,18 @@ class TensorFlowDevice:
 
     def region_bytes(self) -> int:
         """Returns the size of the one region that the allocator has; 0 where it grows."""
-        if not self.name.startswith("GPU"):
-            return 0
-        gpu = tf.config.get_visible_devices("GPU")[0]
-        forced = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", "").lower() in _TRUE
-        grows = forced or bool(tf.config.experimental.get_memory_growth(gpu))
-        return 0 if grows else self.total_bytes()
+        return 0 if self.grows else self.total_bytes()
+
+    def limit_source(self) -> str:
+        """Returns in words where :meth:`total_bytes` comes from."""
+        if self.name.startswith("GPU"):
+            return (
+                "what TensorFlow's allocator may take of the card"
+                f", memory growth {'on' if self.grows else 'off'}"
+            )
+        if _bfc_is_asked_for() and self.total_bytes() == _bfc_limit_bytes():
+            return _BFC_LIMIT_MIB
+        return "the least of machine, container and address space"
 
     def missing_statistics_advice(self) -> str:
         """Returns the sentence that says how peaks could be measured; empty where they can."""

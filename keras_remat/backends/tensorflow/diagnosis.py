@@ -1,0 +1,61 @@
+"""What TensorFlow can measure on this machine, for ``keras-remat doctor``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice, measure
+from keras_remat.backends.tensorflow.ordered.profile import blindness
+from keras_remat.backends.tensorflow.profiler import events
+from keras_remat.backends.tensorflow.profiler.recorder import Recorder, Recording
+
+_SIDE = 64
+
+
+def diagnosis() -> dict[str, Any]:
+    """Returns the facts by name: about the device, its memory, its kernels and XLA."""
+    device = TensorFlowDevice()
+    timed, kernels = _kernels()
+    compiles, xla = _xla()
+    return {
+        "device": device.name,
+        "allocator": device.allocator,
+        "statistics": device.has_statistics,
+        "peaks": "peaks are measured" if device.has_statistics else "NO peak can be measured",
+        "limit_bytes": device.total_bytes(),
+        "limit_source": device.limit_source(),
+        "in_use_bytes": device.in_use_bytes(),
+        "kernels_timed": timed,
+        "kernels": kernels,
+        "xla": compiles,
+        "xla_detail": xla,
+        "advice": [line for line in (device.missing_statistics_advice(),) if line],
+    }
+
+
+def _kernels() -> tuple[bool, str]:
+    """Whether a recording tells how long ops run, and what it says."""
+    step = tf.function(lambda x: tf.reduce_sum(tf.matmul(x, x)))
+    x = tf.ones((_SIDE, _SIDE))
+    step(x)
+    recorder = Recorder()
+    if not recorder.start():
+        return False, "another profiler session is running"
+    measure(lambda: step(x))
+    recording: Recording = recorder.stop()
+    reason = blindness(recording)
+    if reason:
+        return False, reason
+    seen = any(True for _ in events.node_events(recording.planes))
+    return seen, "timed by TensorFlow's profiler" if seen else "the profiler recorded nothing"
+
+
+def _xla() -> tuple[bool, str]:
+    """Whether XLA compiles for this device, and what it says."""
+    try:
+        tf.function(lambda x: x + 1.0, jit_compile=True)(tf.ones(2))
+    except (tf.errors.OpError, ValueError) as error:
+        return False, str(error).strip().partition("\n")[0]
+    return True, "compiles for this device"

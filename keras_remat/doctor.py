@@ -1,0 +1,131 @@
+"""What this machine can measure, and what is missing: ``keras-remat doctor``.
+
+It asks the framework that Keras runs on, in a process that does nothing else, and answers on one
+screen of 80 columns, or as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import textwrap
+from importlib import import_module, metadata
+from typing import Any
+
+from keras_remat.backends.base import BACKENDS
+from keras_remat.backends.statistics import enable_cpu_memory_stats
+from keras_remat.units import format_bytes
+
+#: Distributions whose versions are told, the first one that is installed of each row.
+_DISTRIBUTIONS = (
+    ("keras-remat",),
+    ("keras",),
+    ("tensorflow", "tensorflow-cpu"),
+    ("jax",),
+    ("numpy",),
+    ("scipy",),
+    ("ortools",),
+    ("cylp",),
+)
+#: Module, the extra that installs it, and what it is for.
+_OPTIONAL = (
+    ("ortools", "solvers", "CP-SAT: better plans, and proofs"),
+    ("cylp", "solvers", "CBC, as in the Checkmate paper"),
+    ("matplotlib", "plot", "plots of plans and reports"),
+)
+_WIDTH, _LABEL_WIDTH = 80, 12
+
+
+def add_arguments(commands: Any) -> None:
+    """Declares the subcommand."""
+    command = commands.add_parser("doctor", help="tell what this machine can measure")
+    command.add_argument("--json", action="store_true", help="as one JSON object")
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    facts = diagnosis()
+    print(json.dumps(facts, indent=2) if options.json else as_text(facts))
+    return 0
+
+
+def diagnosis() -> dict[str, Any]:
+    """Returns what this machine can measure, by name; bytes are integers."""
+    import keras
+
+    framework = keras.backend.backend()
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "versions": _versions(),
+        "framework": framework,
+        "supported": framework in BACKENDS,
+        "missing": [
+            {"package": name, "extra": extra, "purpose": purpose}
+            for name, extra, purpose in _OPTIONAL
+            if importlib.util.find_spec(name) is None
+        ],
+        "advice": [],
+    }
+    if facts["supported"]:
+        enable_cpu_memory_stats()
+        facts |= import_module(f"keras_remat.backends.{framework}.diagnosis").diagnosis()
+    else:
+        facts["advice"] = [
+            f"Keras runs on {framework!r}: set KERAS_BACKEND to {' or '.join(BACKENDS)}."
+        ]
+    return facts
+
+
+def _versions() -> dict[str, str]:
+    """Name of a distribution → its version, for those that are installed."""
+    found = {}
+    for names in _DISTRIBUTIONS:
+        for name in names:
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+            break
+    return found
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """Returns the facts as lines of at most 80 columns."""
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    rows = [("versions", f"Python {facts['python']}, {versions}")]
+    if facts["supported"]:
+        rows += _device_rows(facts)
+    else:
+        rows.append(("framework", f"{facts['framework']}, not supported"))
+    missing = [
+        f"{entry['package']}: pip install 'keras-remat[{entry['extra']}]' ({entry['purpose']})"
+        for entry in facts["missing"]
+    ]
+    rows += [("missing", line) for line in missing or ["nothing"]]
+    rows += [("advice", line) for line in facts["advice"]]
+    return "\n".join(_row(label, text) for label, text in rows)
+
+
+def _device_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    timed = "yes" if facts["kernels_timed"] else "NO"
+    limit = format_bytes(facts["limit_bytes"]) if facts["limit_bytes"] else "unknown"
+    return [
+        ("device", f"{facts['device']} of {facts['framework']}"),
+        ("allocator", f"{facts['allocator']}, {facts['peaks']}"),
+        ("limit", f"{limit}: {facts['limit_source']}"),
+        ("op times", f"{timed}: {facts['kernels']}"),
+        ("XLA", f"{'yes' if facts['xla'] else 'NO'}: {facts['xla_detail']}"),
+    ]
+
+
+def _row(label: str, text: str) -> str:
+    indent = " " * _LABEL_WIDTH
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=label.ljust(_LABEL_WIDTH),
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )

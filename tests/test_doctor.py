@@ -1,0 +1,68 @@
+"""``keras-remat doctor`` says what this machine can measure, on one screen."""
+
+import json
+
+import gpu_stand_in
+import keras
+import pytest
+
+from keras_remat import cli, doctor
+from keras_remat.units import GIB
+
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="needs Keras on TensorFlow"
+)
+
+
+def diagnosis(capsys, *arguments):
+    assert cli.main(["doctor", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_one_screen(capsys):
+    lines = diagnosis(capsys).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
+    labels = {line.split("  ")[0] for line in lines}
+    assert {"versions", "device", "allocator", "limit", "op times", "XLA", "missing"} <= labels
+
+
+@pytest.mark.allocator
+def test_json_says_what_this_machine_can_do(capsys):
+    facts = json.loads(diagnosis(capsys, "--json"))
+    assert facts["device"] == "CPU:0"
+    assert facts["framework"] == "tensorflow"
+    assert facts["statistics"] is True
+    assert facts["limit_bytes"] > GIB // 4
+    assert facts["kernels_timed"] is True
+    assert facts["xla"] is True
+    assert facts["advice"] == []
+    assert facts["versions"]["keras"] == keras.__version__
+
+
+def test_gpu_without_the_privilege_to_see_kernels(capsys):
+    """As the stand-in is: it has no device plane."""
+    with gpu_stand_in.gpu():
+        text = diagnosis(capsys)
+    assert "GPU:0" in text
+    assert "memory growth off" in " ".join(text.split())
+    assert "op times    NO" in text
+    assert "NVreg_RestrictProfilingToAdminUsers" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_is_missing_is_named_with_its_extra(monkeypatch):
+    find = doctor.importlib.util.find_spec
+    monkeypatch.setattr(
+        doctor.importlib.util, "find_spec", lambda name: None if name == "cylp" else find(name)
+    )
+    facts = doctor.diagnosis()
+    assert [entry["package"] for entry in facts["missing"]][:1] == ["cylp"]
+    assert "pip install 'keras-remat[solvers]'" in doctor.as_text(facts)
+
+
+def test_other_frameworks_are_told_so(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    facts = doctor.diagnosis()
+    assert facts["supported"] is False
+    assert "KERAS_BACKEND" in doctor.as_text(facts)
