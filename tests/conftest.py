@@ -1,5 +1,6 @@
 """What several test files share."""
 
+import os
 import sys
 from collections import Counter
 
@@ -23,6 +24,19 @@ def pytest_collection_finish(session):
     need by now."""
     if "tensorflow" in sys.modules:
         keras_remat.enable_cpu_memory_stats()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device():
+    """The GPU's stand-in, in one region, in the lane of ``.ci/run`` that asks for it."""
+    if os.environ.get("KERAS_REMAT_TESTS_ON") != "gpu_stand_in":
+        yield
+        return
+    import gpu_stand_in
+
+    gpu_stand_in.one_region(gpu_stand_in.limit_bytes() * 3 // 4)
+    with gpu_stand_in.gpu():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,80 @@
+"""What has to hold on every allocator: limits are kept, and out of memory leaves no trace.
+
+``.ci/run`` runs this, and whatever else is marked ``allocator``, in lanes of their own: oneDNN's
+allocator, BFC in growing regions, and BFC in one region with the stand-in for a GPU
+(:mod:`gpu_stand_in`), whose memory ends at ``TF_CPU_BFC_MEM_LIMIT_IN_MB``.
+"""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
+
+import keras_models  # noqa: E402
+
+import keras_remat  # noqa: E402
+from keras_remat.backends.tensorflow import backend  # noqa: E402
+from keras_remat.core.problem import Problem  # noqa: E402
+from keras_remat.core.schedule import Schedule  # noqa: E402
+from keras_remat.units import MIB  # noqa: E402
+
+pytestmark = pytest.mark.allocator
+SAMPLES, BATCH = 4096, 1024
+LIMIT_MIB = int(os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB", 2**20))
+
+
+def fit(limit, epochs):
+    callback = keras_remat.RematAutotune(
+        memory_limit=limit,
+        batch_size="keep",
+        solver="greedy",
+        solver_time_limit_s=5.0,
+        profile_steps=1,
+        verbose=0,
+    )
+    model, data = keras_models.mlp(SAMPLES, width=512, blocks=4)
+    history = model.fit(
+        *data, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=[callback]
+    )
+    return callback, history.history["loss"]
+
+
+def test_a_fit_keeps_its_limit_and_its_losses():
+    plain, plain_losses = fit(None, 2)
+    baseline = plain.report.baseline.peak_bytes
+    limit = int(0.75 * baseline)
+    callback, losses = fit(limit, 4)
+    assert baseline > 16 * MIB
+    assert callback.plan is not None
+    assert callback.plan.solution.schedule.recomputed
+    assert 0 < callback.plan.measured.peak_bytes <= limit
+    assert losses[:2] == pytest.approx(plain_losses, rel=1e-4)
+
+
+@pytest.mark.skipif(LIMIT_MIB > 2048, reason="the memory has no end here")
+def test_out_of_memory_is_known_and_leaves_the_state():
+    """A step whose values are eight times the memory each; the allocator waits ten seconds before it
+    gives up."""
+    tensorflow = backend()
+    model, data = keras_models.mlp(64, width=512, blocks=4)
+    batch = tensorflow.example_batch(model, tuple(part[:1] for part in data))
+    size = 2**21 * LIMIT_MIB // 512
+    traced = tensorflow.trace(model, tensorflow.resized_spec(batch, size))
+    problem = Problem(traced.graph, tensorflow.estimated_profile(traced))
+    step = tensorflow.lower(traced, problem, Schedule.store_all(traced.graph))
+    before = [variable.numpy() for variable in model.variables]
+    put_back = tensorflow.snapshot(model)
+    samples = tuple(np.zeros((size, *part.shape[1:]), part.dtype) for part in data)
+    with pytest.raises(tf.errors.OpError) as caught:
+        tensorflow.measure(lambda: step((*samples, None)))
+    assert tensorflow.is_out_of_memory(caught.value)
+    put_back()
+    for variable, value in zip(model.variables, before, strict=True):
+        assert np.array_equal(variable.numpy(), value)
+    small, _ = keras_models.mlp(64, width=512, blocks=4)
+    assert np.isfinite(small.fit(*data, verbose=0).history["loss"][0])
