@@ -12,10 +12,9 @@ import pytest
 import keras_remat
 from keras_remat.units import MIB
 
-pytestmark = [
-    pytest.mark.allocator,
-    pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="needs Keras on TensorFlow"),
-]
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="needs Keras on TensorFlow"
+)
 
 _MEASURE = """
 import json
