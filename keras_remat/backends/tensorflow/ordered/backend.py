@@ -22,6 +22,7 @@ from keras_remat.backends.tensorflow.memory import (
     variables,
 )
 from keras_remat.backends.tensorflow.ordered import lower as lowering
+from keras_remat.backends.tensorflow.ordered import ordering
 from keras_remat.backends.tensorflow.ordered import profile as profiling
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
@@ -115,7 +116,7 @@ class TensorFlowBackend:
         return _Recorder()
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
-        return lowering.lower(traced, problem, schedule, smallest_counted_bytes(self.device))
+        return lowering.lower(traced, problem, schedule, ordering.SMALL_BYTES)
 
     def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
         return measure.measure(run)

@@ -58,7 +58,7 @@ class LoweredStep:
         ordered = ordering.ordered_positions(
             problem,
             schedule,
-            max(smallest_bytes, ordering.GPU_SMALL_BYTES) if on_gpu() else smallest_bytes,
+            smallest_bytes,
             _on_host(traced) if on_gpu() else frozenset(),
         )
         self._function = _build(traced, writer, writer.write(ordered), self._handed_in)

@@ -26,8 +26,8 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.units import KIB
 
-#: On a GPU, what allocates less than this is not worth waiting for.
-GPU_SMALL_BYTES = 256 * KIB
+#: What allocates less is not worth waiting for, on no allocator; oneDNN's does not even count it.
+SMALL_BYTES = 256 * KIB
 
 
 def ordered_positions(
