@@ -1,5 +1,5 @@
 """``RematAutotune``: the Keras life cycle around
-:class:`~keras_remat.training.step_trainer.StepTuner`.
+:class:`~keras_remat.training.step_trainer.StepTrainer`.
 
 Keras makes the train function before ``on_train_begin``, looks it up at every step, and does not
 call ``on_train_end`` after an exception. So the replacement happens in ``on_train_begin``; the
@@ -29,7 +29,7 @@ from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.plan import Plan, load_plan
 from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 from keras_remat.solvers import SOLVERS
-from keras_remat.training.backend_race import StepChoice
+from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.batch_trainer import BatchTrainer
 from keras_remat.units import check_memory_limit
 
@@ -140,7 +140,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         self._batch_size = _checked_batch_size(batch_size)
         self._learning_rate_scaling, self._report_path = learning_rate_scaling, report_path
         self._verbose, self._compilation = verbose, compilation
-        self._tuner: StepChoice | None = None
+        self._tuner: BackendRace | None = None
         self._trainer: BatchTrainer | None = None
         self._learning_rate_factor = 1.0
         self._announced = self._last_call = False
@@ -150,13 +150,13 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     @property
     def plan(self) -> Plan | None:
         """The plan in force, or ``None`` while the plain step runs."""
-        return self._tuner.plan if self._tuner is not None else None
+        return self._tuner.trainer.plan if self._tuner is not None else None
 
     @property
     def problem(self) -> Problem | None:
         """The traced step with its costs, whose op ids the plan speaks of; ``None`` before the
         first batch."""
-        return self._tuner.problem if self._tuner is not None else None
+        return self._tuner.trainer.problem if self._tuner is not None else None
 
     # ---------------------------------------------------------------- Keras's life cycle
 
@@ -176,7 +176,14 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         self._install(backends)
 
     def _install(self, backends: Sequence[Backend]) -> None:
-        self._tuner = StepChoice(self._model, backends, self._options, self.report, self._progress)
+        self._tuner = BackendRace(
+            self._model,
+            backends,
+            self._options,
+            self.report,
+            self._progress,
+            backends[0].install(self._model, self),
+        )
         self._trainer = BatchTrainer(
             self._model,
             self._tuner,
@@ -186,7 +193,6 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             self._batch_size_changed,
             self._options.seed,
         )
-        self._tuner.installed = backends[0].install(self._model, self)
 
     def _samples_per_epoch(self, loader_batch_size: int) -> int | None:
         steps = (self.params or {}).get("steps")
@@ -198,7 +204,6 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             return
         optimizer = self._model.optimizer
         assert self._tuner is not None
-        assert self._tuner.installed is not None
         if not isinstance(optimizer.learning_rate, keras.Variable):
             message = "The learning rate follows a schedule and was not scaled with the batch size."
             warnings.warn(f"keras_remat: {message}", stacklevel=2)
@@ -206,7 +211,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             return
         factor = new / old if self._learning_rate_scaling == "linear" else (new / old) ** 0.5
         self._learning_rate_factor *= factor
-        with self._tuner.installed.variables():
+        with self._tuner.fit.installed.variables():
             optimizer.learning_rate = float(optimizer.learning_rate) * factor
 
     # ---------------------------------------------------------------- what the installed train
@@ -217,14 +222,13 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         tuner = self._tuner
         assert tuner is not None
         assert self._trainer is not None
-        assert tuner.installed is not None
         try:
             with self._training():
                 return self._trainer.run(batch)
         except UnsupportedModelError as error:
-            tuner.installed.restore()
+            tuner.fit.installed.restore()
             self._unmodified(error)
-            return tuner.installed.run_plain(batch)
+            return tuner.fit.installed.run_plain(batch)
 
     def finish(self) -> Any:
         """Trains what was held back of this epoch."""
@@ -262,14 +266,14 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._training_s = 0.0
         if self._tuner is not None:
-            self._tuner.take_counter()
-            self._tuner.epoch_begins()
+            self._tuner.fit.take_counter()
+            self._tuner.trainer.epoch_begins()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._tuner is None:
             usage = EpochUsage(epoch, 0, 0, 0.0, 0.0, 0, 0)
         else:
-            counter = self._tuner.take_counter()
+            counter = self._tuner.fit.take_counter()
             step_time_s = max(counter.step_time_s, self._training_s - counter.planning_time_s)
             usage = EpochUsage(
                 epoch,
@@ -294,9 +298,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _restore(self) -> None:
         if self._tuner is not None:
-            self._tuner.close()
-            if self._tuner.installed is not None:
-                self._tuner.installed.restore()
+            self._tuner.trainer.close()
+            self._tuner.fit.installed.restore()
         if self._learning_rate_factor != 1.0:
             optimizer = self._model.optimizer
             optimizer.learning_rate = float(optimizer.learning_rate) / self._learning_rate_factor

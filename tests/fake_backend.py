@@ -20,32 +20,35 @@ from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.reporting.fit_report import AutotuneReport
-from keras_remat.training.step_trainer import StepTuner
+from keras_remat.training.backend_race import BackendRace
+from keras_remat.training.fit_state import FitState
+from keras_remat.training.step_trainer import StepTrainer
 
 #: Bytes of one sample in every value of the chain.
 SAMPLE_BYTES = 1024
 RESIDENT_BYTES = 10_000
+MODEL = SimpleNamespace(name="fake", built=True)
 
 
-def chain_graph(batch_size, layers=8):
+def chain_graph(batch_size, layers=8, fixed_bytes=0, kind=FORWARD):
     """``layers`` forward ops and as many backward ops; backward op i reads the gradient before it
-    and forward values i and i−1."""
+    and forward values i and i−1. Every value has ``fixed_bytes`` beside its samples, and the first
+    op is of ``kind``."""
     n = layers
     reads = [(i - 1,) if i else () for i in range(n)]
     for i in range(n):
         layer = n - 1 - i
         reads.append(tuple(([n + i - 1] if i else []) + ([layer - 1] if layer else []) + [layer]))
     phases = [FORWARD] * n + [BACKWARD] * n
-    ops = tuple(Op(i, f"op{i}", phases[i], reads[i], (i,), phases[i]) for i in range(2 * n))
-    values = tuple(
-        Value(i, f"v{i}", batch_size * SAMPLE_BYTES, (batch_size, 256), "float32", i)
-        for i in range(2 * n)
-    )
+    kinds = [kind, *phases[1:]]
+    ops = tuple(Op(i, f"op{i}", kinds[i], reads[i], (i,), phases[i]) for i in range(2 * n))
+    nbytes = batch_size * SAMPLE_BYTES + fixed_bytes
+    values = tuple(Value(i, f"v{i}", nbytes, (batch_size, 256), "float32", i) for i in range(2 * n))
     return Graph(ops, values, (2 * n - 1,))
 
 
-def chain_problem(batch_size, layers=8, source="estimated"):
-    graph = chain_graph(batch_size, layers)
+def chain_problem(batch_size, layers=8, source="estimated", **more):
+    graph = chain_graph(batch_size, layers, **more)
     return Problem(graph, profile_of(graph, source), name="chain")
 
 
@@ -55,8 +58,8 @@ def profile_of(graph, source):
     )
 
 
-def store_all_peak(batch_size, layers=8):
-    problem = chain_problem(batch_size, layers)
+def store_all_peak(batch_size, layers=8, **more):
+    problem = chain_problem(batch_size, layers, **more)
     return simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
 
 
@@ -85,10 +88,8 @@ class FakeDevice:
         has_statistics: as in :class:`keras_remat.backends.memory.DeviceMemory`.
     """
 
-    name = "FAKE:0"
-
-    def __init__(self, backend):
-        self._backend, self.has_statistics = backend, True
+    def __init__(self, backend, name, has_statistics):
+        self._backend, self.name, self.has_statistics = backend, name, has_statistics
 
     def in_use_bytes(self):
         return RESIDENT_BYTES if self.has_statistics else 0
@@ -113,11 +114,18 @@ class FakeBackend:
         profiler: ``"free"``, ``"busy"`` (the user's session runs) or ``"blind"`` (too few ops are
             seen).
         folds: whether a layer is folded away at a batch size, as Grappler does at some.
+        fixed_bytes, kind: as in :func:`chain_graph`.
+        first_call_bytes: what the first call of a step takes above its later ones, and ten times
+            the seconds, as where kernels are tuned.
+        device_name: of the device.
+        has_statistics: whether its allocator tells peaks; where it does not, all peaks are 0.
 
     Attributes:
         ran: per step what ran (``"plain"`` or the schedule) and the numbers of its samples.
         traced: batch sizes, in order.
         recording: whether a recorder is running.
+        snapshots, waits: how often the state was copied, and a step was waited for.
+        lowered: the schedules that were lowered, in order.
         fails_at: numbers of the calls of a step, from 1, that run out of memory after they have
             changed the state.
         has_bytes: steps that need more run out of memory, whatever was promised.
@@ -138,6 +146,11 @@ class FakeBackend:
         layers=8,
         slowness=1e-3,
         folds=lambda size: False,
+        fixed_bytes=0,
+        kind=FORWARD,
+        first_call_bytes=0,
+        device_name="CPU:0",
+        has_statistics=True,
     ):
         self.memory_bytes, self.profiler, self.layers, self.folds = (
             memory_bytes,
@@ -148,7 +161,11 @@ class FakeBackend:
         self.allocator_bytes = allocator_bytes or (lambda problem, schedule: 0)
         self.surplus_bytes = surplus_bytes or (lambda what, size: 0)
         self.ran, self.traced = [], []
-        self.device, self.memory = FakeDevice(self), CalibratedMemory(self.predicted)
+        self.device = FakeDevice(self, device_name, has_statistics)
+        self.memory = CalibratedMemory(self.predicted)
+        self.more = {"fixed_bytes": fixed_bytes, "kind": kind}
+        self.first_call_bytes, self.called, self.lowered = first_call_bytes, set(), []
+        self.snapshots = self.waits = 0
         self.recording = False
         self.calls, self.peak_at_failure, self.slowness = 0, 0, slowness
         self.fails_at, self.has_bytes, self.can_be_cut, self.plain_surplus_bytes = (
@@ -157,6 +174,11 @@ class FakeBackend:
             True,
             0,
         )
+
+    @property
+    def installed(self):
+        """The train function, as far as trainers ask for it."""
+        return SimpleNamespace(run_plain=self.run_plain, restore=lambda: None)
 
     def check(self, model):
         return None
@@ -172,7 +194,7 @@ class FakeBackend:
         if micro_batches > 1 and not self.can_be_cut:
             raise UnsupportedModelError("a train_step of its own")
         self.traced.append(size if micro_batches == 1 else (size, micro_batches))
-        graph = chain_graph(-(-size // micro_batches), self._layers_at(size))
+        graph = chain_graph(-(-size // micro_batches), self._layers_at(size), **self.more)
         return FakeStep(graph, {"samples": size}, "fake", self.plain_surplus_bytes)
 
     def _layers_at(self, size):
@@ -202,6 +224,10 @@ class FakeBackend:
     def lower(self, traced, problem, schedule):
         assert problem.graph == traced.graph, "an order runs on the graph it was made for"
 
+        if schedule in self.lowered:
+            self.called -= {(schedule, size) for _, size in self.called}
+        self.lowered.append(schedule)
+
         def run(batch):
             assert len(batch[0]) == traced.handles["samples"], (
                 "a lowered step runs batches of its own shape only"
@@ -213,7 +239,9 @@ class FakeBackend:
 
     def run_plain(self, batch):
         return self._step(
-            "plain", batch, chain_problem(len(batch[0]), self._layers_at(len(batch[0])))
+            "plain",
+            batch,
+            chain_problem(len(batch[0]), self._layers_at(len(batch[0])), **self.more),
         )
 
     def _step(self, what, batch, problem):
@@ -229,7 +257,8 @@ class FakeBackend:
             raise FakeOutOfMemoryError
         return {"loss": float(len(self.ran))}
 
-    def measure(self, run):
+    def measure(self, run, *, wait=True):
+        self.waits += wait
         result = run()
         what, samples = self.ran[-1]
         problem = replace(
@@ -238,13 +267,19 @@ class FakeBackend:
         schedule = Schedule.store_all(problem.graph) if what == "plain" else what
         usage = simulate(problem, schedule)
         peak = self.predicted(problem, schedule) + self.surplus_bytes(what, len(samples))
-        return result, Usage(usage.time_s * self.slowness, peak)
+        slowness, first = self.slowness, (what, len(samples)) not in self.called
+        if first:
+            self.called.add((what, len(samples)))
+            if self.first_call_bytes:
+                peak, slowness = peak + self.first_call_bytes, 10 * slowness
+        return result, Usage(usage.time_s * slowness, peak if self.device.has_statistics else 0)
 
     def is_out_of_memory(self, error):
         return isinstance(error, FakeOutOfMemoryError)
 
     def snapshot(self, model):
         before = len(self.ran)
+        self.snapshots += 1
 
         def put_back():
             del self.ran[before:]
@@ -262,14 +297,17 @@ class FakeBackend:
         return [number for _, numbers in self.ran for number in numbers]
 
 
-def tuner_on(backend, options):
-    """A tuner whose plain step is the backend's, and its report."""
+def trainer_on(backend, options):
+    """A trainer whose plain step is the backend's, and its report."""
+    fit = FitState(MODEL, AutotuneReport(), nullcontext, backend.installed)
+    return StepTrainer(fit, backend, options), fit.report
+
+
+def race_on(*backends, options):
+    """What trains by the best of several backends, and its report."""
     report = AutotuneReport()
-    tuner = StepTuner(
-        SimpleNamespace(name="fake"), backend, options, report, lambda text: nullcontext()
-    )
-    tuner.installed = SimpleNamespace(run_plain=backend.run_plain, restore=lambda: None)
-    return tuner, report
+    race = BackendRace(MODEL, backends, options, report, nullcontext, backends[0].installed)
+    return race, report
 
 
 def event_kinds(report):

@@ -300,7 +300,7 @@ def test_data_in_every_form_trains_as_without_the_callback(form, steps_per_execu
     plain = history()
     remat = callback()
     monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTuner.usable_bytes",
+        "keras_remat.training.step_trainer.StepTrainer.usable_bytes",
         property(_never_enough_for_plain),
     )
     ours = history(remat)
@@ -318,7 +318,7 @@ def _never_enough_for_plain(tuner):
 def test_own_train_step_is_traced(monkeypatch):
     plain = fit(*keras_models.vae(48), epochs=2)
     monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTuner.usable_bytes",
+        "keras_remat.training.step_trainer.StepTrainer.usable_bytes",
         property(_never_enough_for_plain),
     )
     remat = callback()
@@ -370,7 +370,7 @@ def test_models_that_cannot_be_traced_get_one_warning_and_train():
 
 def test_jit_compile_trains_in_order_when_asked_with_one_line(caplog, monkeypatch):
     monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTuner.usable_bytes",
+        "keras_remat.training.step_trainer.StepTrainer.usable_bytes",
         property(_never_enough_for_plain),
     )
     model, data = small()
@@ -409,7 +409,7 @@ def test_csv_logger_and_tensorboard_keep_the_columns(tmp_path):
 
 def test_the_users_profiler_session_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTuner.usable_bytes",
+        "keras_remat.training.step_trainer.StepTrainer.usable_bytes",
         property(_never_enough_for_plain),
     )
     model, data = small()
@@ -426,7 +426,7 @@ def test_the_users_profiler_session_is_left_alone(tmp_path, monkeypatch):
 
 def test_tensorboard_profiles_while_the_callback_works(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTuner.usable_bytes",
+        "keras_remat.training.step_trainer.StepTrainer.usable_bytes",
         property(_never_enough_for_plain),
     )
     model, data = small()

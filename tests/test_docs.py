@@ -1,8 +1,12 @@
-"""The examples in the docstrings run, and the README keeps its promises."""
+"""The examples in the docstrings and on the pages run, and the README keeps its promises."""
 
+import ast
 import doctest
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,12 +14,23 @@ import pytest
 import keras_remat
 
 ROOT = Path(keras_remat.__file__).parent
+README, DOCS = ROOT.parent / "README.md", ROOT.parent / "docs"
+PAGES = [page for page in [README, ROOT.parent / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+         if page.exists()]  # fmt: skip
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in [ROOT / "units.py", ROOT / "errors.py", ROOT / "reporting" / "text.py"]
+    for path in [ROOT / "units.py", ROOT / "errors.py", *(ROOT / "reporting").glob("*.py")]
     + [path for path in (ROOT / "core").glob("*.py") if path.name != "__init__.py"]
 )
-WITH_EXAMPLES = {"units", "core.graph", "core.schedule", "core.simulate", "reporting.text"}
+WITH_EXAMPLES = {
+    "units",
+    "errors",
+    "core.graph",
+    "core.schedule",
+    "core.simulate",
+    "reporting.text",
+    "reporting.layers",
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -25,14 +40,115 @@ def test_docstring_examples(name):
     assert results.attempted > 0 or name not in WITH_EXAMPLES
 
 
-def test_readme_links_exist():
-    readme = ROOT.parent / "README.md"
-    if not readme.exists():
-        pytest.skip("an installed package has no README beside it")
-    links = re.findall(r"\]\(([^)#]+)\)", readme.read_text(encoding="utf-8"))
-    missing = [link for link in links if "://" not in link and not (ROOT.parent / link).exists()]
-    assert links
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_exist(page):
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r"^\[\w+\]: (\S+)$", text, re.M)
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert missing == []
+
+
+def test_the_readme_is_short_and_its_first_screen_shows_what_it_is():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 200
+    first = lines[: lines.index("## How it works")]
+    assert len(first) <= 60
+    assert {"```bash", "```python"} <= set(first)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_prose_has_100_columns(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [n for n in lines if len(n) > 100 and not n.startswith(("|", "!"))] == []
+
+
+def snippets(page):
+    """The Python of a page, without what says that it is not run."""
+    found = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    return [code for code in found if not code.startswith("# not run by the tests")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_snippet_is_python_and_every_command_exists(page):
+    text = page.read_text(encoding="utf-8")
+    for code in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+        ast.parse(code)
+    used = set(re.findall(r"^keras-remat ([\w-]+)", text, re.M))
+    help_text = subprocess.run(
+        [sys.executable, "-m", "keras_remat", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert [name for name in used if not re.search(rf"^ +{name}\b", help_text, re.M)] == []
+
+
+def run_snippets(codes, folder):
+    """Runs snippets one after the other in one fresh interpreter."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT.parent),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "KERAS_BACKEND": "tensorflow",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(codes)],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+CHEAP = [page for page in PAGES if (c := "".join(snippets(page))) and "import keras\n" not in c
+         and "import keras," not in c]  # fmt: skip
+DEAR = [page for page in PAGES if snippets(page) and page not in CHEAP]
+
+
+@pytest.mark.parametrize("page", CHEAP, ids=lambda page: page.name)
+def test_snippets_without_a_framework_run(page, tmp_path):
+    run_snippets(snippets(page), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", DEAR, ids=lambda page: page.name)
+def test_snippets_that_train_run(page, tmp_path):
+    pytest.importorskip("tensorflow")
+    run_snippets(snippets(page), tmp_path)
+
+
+def test_the_site_has_every_page():
+    if not DOCS.exists():
+        pytest.skip("an installed package has no docs beside it")
+    nav = re.findall(r"^  - (\w+\.md)$", (ROOT.parent / "mkdocs.yml").read_text(), re.M)
+    assert sorted(nav) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_the_site_documents_every_public_name():
+    if not DOCS.exists():
+        pytest.skip("an installed package has no docs beside it")
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    names = {n for n in keras_remat.__all__ if not n.startswith("_") and not n.endswith("Error")}
+    assert [name for name in sorted(names) if f"::: keras_remat.{name}\n" not in text] == []
+
+
+@pytest.mark.slow
+def test_the_site_is_built_by_one_command(tmp_path):
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "RematAutotune" in (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+
+
+#: Headings of the troubleshooting page that are others' words.
+OTHERS = {"Allocator stats not available", "Your input ran out of data"}
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    if not DOCS.exists():
+        pytest.skip("an installed package has no docs beside it")
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    source = "".join(path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py"))
+    words = re.sub(r"\s+", " ", re.sub(r"""['"]\s+f?['"]""", "", source))
+    for heading in re.findall(r"^## (.*)$", text, re.M):
+        for part in re.split(r"…|'matplotlib'|memory_limit=8 is 8 B|\"8GiB\"", heading):
+            known = part.strip(" ,:?") in words or heading in OTHERS
+            assert known or heading == "Training is slower than before", part
 
 
 def test_continuous_integration_calls_the_readmes_test_command():

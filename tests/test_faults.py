@@ -46,7 +46,7 @@ class Seen(keras.callbacks.Callback):
 
 def bytes_in_use():
     gc.collect()
-    return tensorflow_backend.backend().bytes_in_use()
+    return tensorflow_backend.backend().device.in_use_bytes()
 
 
 def train(room, seen, epochs=EPOCHS, validation=False):

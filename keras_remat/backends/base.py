@@ -164,9 +164,14 @@ class Backend(Protocol):
             schedule: a legal order.
         """
 
-    def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
-        """Runs once, waits for it, and returns its result with its time and the allocator's
-        peak."""
+    def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
+        """Runs once, waits for it, and returns its result with its time and the allocator's peak.
+
+        Args:
+            run: what is measured.
+            wait: whether it is waited for; else the time says nothing, and the peak is known where
+                memory is allocated in order of the calls.
+        """
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether the framework raised ``error`` because the device had no memory left."""

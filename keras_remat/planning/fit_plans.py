@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from keras_remat.backends.base import Backend
 from keras_remat.core.graph import Graph
@@ -130,17 +132,20 @@ class StepPlanner:
         try:
             return self.best(problem, batch_size)
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-            plan = closest_plan(
-                problem,
-                self.usable_bytes,
-                self._backend,
-                time_limit_s=_QUICK_SOLVE_S,
-                seed=self._options.seed,
-            )
+            plan = self.closest(problem)
             least_saving = _LEAST_SAVING * (needed_bytes - self.usable_bytes)
             if needed_bytes - plan.predicted.peak_bytes < least_saving:
                 raise error
             return plan
+
+    def closest(self, problem: Problem) -> Plan:
+        """Returns the plan that a quick solver comes closest to the limit with.
+
+        Raises:
+            InfeasibleBudgetError, ScheduleNotFoundError: it finds none at all.
+        """
+        usable, seed = self.usable_bytes, self._options.seed
+        return closest_plan(problem, usable, self._backend, time_limit_s=_QUICK_SOLVE_S, seed=seed)
 
     def _solve(
         self,
@@ -167,6 +172,13 @@ class StepPlanner:
             raise InfeasibleBudgetError(
                 error.budget_bytes, error.floor_bytes, error.op_name, advice=advice
             ) from error
+        except ScheduleNotFoundError as error:  # it names the solver that "auto" stood for
+            raise ScheduleNotFoundError(
+                error.budget_bytes,
+                error.floor_bytes,
+                error.best_peak_bytes,
+                solver=self._options.solver,
+            ) from error
 
     def reused(self, problem: Problem, plan: Plan, graph: Graph) -> Plan | None:
         """The order of ``plan``, made for ``graph``, at another batch size of the same step;
@@ -185,21 +197,36 @@ class StepPlanner:
 
         Raises:
             InvalidProblemError: the kept file is no plan for this graph.
+            OSError: it cannot be read.
         """
-        return (
-            None
-            if self._options.cache_dir is None
-            else cached_plan(self._options.cache_dir, problem, self.usable_bytes)
+        path = self._cache_path(problem.graph)
+        return None if path is None else cached_plan(path, problem)
+
+    def _cache_path(self, graph: Graph) -> Path | None:
+        """Returns where the plan of a graph is kept; a plan is one device's, under one set of
+        versions and options."""
+        options, backend = self._options, self._backend
+        if options.cache_dir is None:
+            return None
+        modules = (sys.modules.get(name) for name in ("keras", backend.name, "keras_remat"))
+        setting = (
+            backend.name,
+            backend.compilation,
+            backend.device.name,
+            *(str(getattr(module, "__version__", "")) for module in modules),
+            options.solver,
+            f"{options.solver_time_limit_s} s, seed {options.seed}",
         )
+        return cache_path(options.cache_dir, graph, self.usable_bytes, setting)
 
     def keep(self, plan: Plan, graph: Graph) -> None:
-        """Keeps a measured plan that held its limit, where plans are kept."""
-        if (
-            self._options.cache_dir is None
-            or plan.measured is None
-            or plan.measured.peak_bytes > self.limit_bytes
-        ):
-            return
-        path = cache_path(self._options.cache_dir, graph, self.usable_bytes)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        plan.save(path)
+        """Keeps a measured plan that held its limit, where plans are kept.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = self._cache_path(graph)
+        held = plan.measured is not None and plan.measured.peak_bytes <= self.limit_bytes
+        if path is not None and held:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            plan.save(path)

@@ -7,6 +7,7 @@ it has run, what it took. Plans are made in :mod:`keras_remat.planning.make_plan
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -293,23 +294,36 @@ def _optional_usage(fields: Fields, key: str) -> Usage | None:
     return None if fields.get(key, (dict, type(None)), None) is None else _usage(fields, key)
 
 
-def cache_path(cache_dir: str | os.PathLike[str], graph: Graph, budget_bytes: int) -> Path:
-    """Where a cache keeps the plan of a graph under a budget."""
-    return Path(cache_dir) / f"{graph.fingerprint[:32]}_{budget_bytes}.plan.json"
+def cache_path(
+    cache_dir: str | os.PathLike[str], graph: Graph, budget_bytes: int, setting: tuple[str, ...]
+) -> Path:
+    """Returns where a cache keeps the plan of a graph under a budget.
+
+    Args:
+        cache_dir: the cache's folder.
+        graph, budget_bytes: what the plan is for.
+        setting: what else it depends on: device, versions, options.
+    """
+    key = hashlib.sha256("\n".join(setting).encode()).hexdigest()
+    return Path(cache_dir) / f"{graph.fingerprint[:32]}_{budget_bytes}_{key[:16]}.plan.json"
 
 
-def cached_plan(
-    cache_dir: str | os.PathLike[str], problem: Problem, budget_bytes: int
-) -> Plan | None:
-    """The measured plan a cache holds for this graph and budget, or ``None``.
+def cached_plan(path: Path, problem: Problem) -> Plan | None:
+    """Returns the measured plan that a cache holds for a problem, or ``None``.
+
+    Args:
+        path: of :func:`cache_path`.
+        problem: what the plan has to be for.
 
     Raises:
         InvalidProblemError: the cached file is no plan for this graph.
+        OSError: it cannot be read.
     """
-    path = cache_path(cache_dir, problem.graph, budget_bytes)
     if not path.exists():
         return None
     plan = load_plan(path)
+    if any(usage.time_s < 0 or usage.peak_bytes < 0 for usage in (plan.store_all, plan.predicted)):
+        raise InvalidProblemError("a predicted time or peak is negative", source=os.fspath(path))
     try:
         plan.check(problem)
     except RematError as error:

@@ -22,10 +22,11 @@ from typing import Any
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
 from keras_remat.batch_size.search import BatchSearch, SizeSearch, search_batch_size
+from keras_remat.core.events import EventKind
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.fit_report import AutotuneReport
-from keras_remat.training.backend_race import StepChoice
+from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.grouping import BatchGrouper
 from keras_remat.units import format_bytes
 
@@ -45,7 +46,7 @@ _WORTH_STEP_UP, _MOST_STEPS_UP = 0.03, 3
 
 
 class BatchTrainer:
-    """Trains loader batches under a :class:`~keras_remat.training.backend_race.StepChoice`, in
+    """Trains loader batches under a :class:`~keras_remat.training.backend_race.BackendRace`, in
     steps of the largest batch that fits.
 
     Args:
@@ -62,7 +63,7 @@ class BatchTrainer:
     def __init__(
         self,
         model: Any,
-        steps: StepChoice,
+        steps: BackendRace,
         report: AutotuneReport,
         batch_size: int | str,
         samples_per_epoch: Callable[[int], int | None],
@@ -95,7 +96,7 @@ class BatchTrainer:
             self._logs = self._train(batch, may_split=self._wanted != "keep")
             if self._searching and self._steps.settled:
                 self._searching = False
-                if self._steps.micro_batches == 1:
+                if self._steps.trainer.micro_batches == 1:
                     self._search(batch)
             return self._logs
         self._group.add(batch)
@@ -137,12 +138,12 @@ class BatchTrainer:
 
     def _follow_measured(self, size: int) -> None:
         """What the measured peak of the final step says about the size."""
-        peak = self._steps.settled_peak_bytes
+        peak = self._steps.trainer.settled_peak_bytes
         if peak is None:
             return
-        if peak > self._steps.limit_bytes:
+        if peak > self._steps.trainer.limit_bytes:
             if size > 1:
-                smaller = int(size * self._steps.usable_bytes / peak)
+                smaller = int(size * self._steps.trainer.usable_bytes / peak)
                 self._too_large = min(size, self._too_large or size)
                 if self._held is not None:
                     self._steps_up = _MOST_STEPS_UP  # that was one step up too many
@@ -157,7 +158,7 @@ class BatchTrainer:
     def _step_up(self, size: int, peak_bytes: int) -> None:
         """Goes on with a larger size where a known order, or one more, reaches it by what was
         measured."""
-        plan, steps, scaling = self._steps.plan, self._steps, self._scaling
+        plan, steps, scaling = self._steps.trainer.plan, self._steps, self._scaling
         if (
             scaling is None
             or self.search is None
@@ -174,8 +175,8 @@ class BatchTrainer:
             or not plan.problem.graph.has_ops_of(scaling.at(size).graph)
         ):
             return
-        with steps.long_task("looking for a larger batch"):
-            error = peak_bytes - steps.backend.memory.peak_bytes(
+        with steps.fit.long_task("looking for a larger batch"):
+            error = peak_bytes - steps.trainer.backend.memory.peak_bytes(
                 scaling.at(size), plan.solution.schedule
             )
             orders = dict.fromkeys(
@@ -183,8 +184,8 @@ class BatchTrainer:
             )
             found = SizeSearch(
                 scaling,
-                max(1, steps.usable_bytes - error),
-                steps.backend,
+                max(1, steps.trainer.usable_bytes - error),
+                steps.trainer.backend,
                 "forward",
                 at_most,
                 self._seed,
@@ -196,13 +197,13 @@ class BatchTrainer:
         if found.good >= least:
             self._steps_up += 1
             message = f"By the {format_bytes(peak_bytes)} that a batch of {size} measured, a schedule trains {found.good}: going up."
-            steps.event("step-up", message)
+            steps.fit.event(EventKind.STEP_UP, message)
             self._change(size, found.good, found.fastest)
 
     def _step_down(self, size: int, reason: str) -> None:
         assert self._size is not None
-        self._steps.event(
-            "step-down",
+        self._steps.fit.event(
+            EventKind.STEP_DOWN,
             f"A batch of {self._size} does not fit after all, going down to {max(1, size)}: {reason}",
         )
         self._change(self._size, max(1, size))
@@ -221,17 +222,17 @@ class BatchTrainer:
                 self._change(loader, self._wanted)
             return
         try:
-            with self._steps.long_task("searching the largest batch that fits"):
-                steps, backend = self._steps, self._steps.backend
-                traced, problem = steps.measured_main()
+            with self._steps.fit.long_task("searching the largest batch that fits"):
+                steps, backend = self._steps, self._steps.trainer.backend
+                traced, problem = steps.trainer.reference_costs()
                 scaling = batch_scaling(
-                    backend, self._model, traced, problem, batch, steps.measured_elsewhere()
+                    backend, self._model, traced, problem, batch, steps.trainer.profiles_by_size()
                 )
                 search = search_batch_size(
                     scaling,
                     loader,
-                    steps.limit_bytes,
-                    steps.usable_bytes,
+                    steps.trainer.limit_bytes,
+                    steps.trainer.usable_bytes,
                     backend,
                     at_most=at_most,
                     time_limit_s=(1 - _LATE_SHARE) * self._search_s,
@@ -240,11 +241,11 @@ class BatchTrainer:
                     seed=self._seed,
                 )
         except (UnsupportedModelError, InfeasibleBudgetError, ScheduleNotFoundError) as error:
-            self._steps.event("search", f"No larger batch: {error}")
+            self._steps.fit.event(EventKind.SEARCH, f"No larger batch: {error}")
             self._report.max_batch_size = loader
             return
         self.search, self._scaling = search, scaling
-        self._steps.event("search", str(search))
+        self._steps.fit.event(EventKind.SEARCH, str(search))
         self._report.max_batch_size = search.max_batch_size
         if search.max_batch_size > loader:
             self._change(loader, search.max_batch_size, search.plan)
@@ -252,8 +253,8 @@ class BatchTrainer:
     def _change(self, old: int, new: int, expected: Plan | None = None) -> None:
         self._size = new
         self._report.batch_size = new
-        self._steps.forget_main(expected, None if self._scaling is None else self._scaling.at(new))
-        self._steps.event(
-            "batch", f"The effective batch size is {new} from here on ({old} before)."
+        self._steps.begin_shape(expected, None if self._scaling is None else self._scaling.at(new))
+        self._steps.fit.event(
+            EventKind.BATCH, f"The effective batch size is {new} from here on ({old} before)."
         )
         self._on_change(old, new)

@@ -1,176 +1,87 @@
-"""Which step runs for which batch: plain, under an estimated plan, recorded, under a measured plan.
+"""Drives the batches of one ``fit`` through the phases: which step runs for which batch.
 
-A state machine over the batches of one ``fit``, without Keras's life cycle (that is
-:mod:`keras_remat.callback`), without a framework (that is :mod:`keras_remat.backends`) and without
-solving (that is :mod:`keras_remat.planning.fit_plans`). Every batch that comes in is trained
-exactly once, by one of these steps:
+Without Keras's life cycle (that is :mod:`keras_remat.callback`), without a framework
+(:mod:`keras_remat.backends`), without solving (:mod:`keras_remat.planning.fit_plans`) and without
+deciding (:mod:`keras_remat.training.phases`). Every batch that comes in is trained exactly once: a
+step that runs out of memory is undone (:mod:`keras_remat.training.undo`) and its batch trained
+again, under a plan for what the device had.
 
-1. The step is traced and its plain peak predicted. If that fits under the limit with the margin,
-   plain steps run and are measured; if they keep within the limit, nothing is changed.
-2. Otherwise the plain step does not run. A first plan comes from an estimated profile; under it
-   training starts. Where no schedule keeps to the limit and the batch may be cut, it is trained in
-   micro-batches.
-3. The next steps are recorded by the profiler, and the prediction is calibrated by their measured
-   peak. If the plain step fits by that, it takes over; else the plan is made again from what was
-   measured, and swapped in.
-4. The measured peak decides, of these steps and of all that follow: over the limit, the plan is
-   made again for what was too much, a bounded number of times; then the batch is cut, where it may
-   be; else the one that measured least stays.
-
-A step that runs out of memory all the same is undone (:mod:`keras_remat.training.undo`) and its
-batch trained under a plan for what the device had.
-
-Over 400 lines because the states are only understood side by side: each method is one transition.
+The first call of a step traces and tunes kernels, which takes time and memory that later calls do
+not: nothing that it measures decides, except that it ran out of memory.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from statistics import median
+from dataclasses import replace
 from typing import Any
 
-from keras_remat.backends.base import Backend, Installed, ProfileRecorder, RunStep, TracedStep
+from keras_remat.backends.base import Backend, TracedStep
 from keras_remat.backends.batches import batch_size_of
+from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
-from keras_remat.core.schedule import Schedule, Usage
-from keras_remat.errors import (
-    InfeasibleBudgetError,
-    InvalidProblemError,
-    ScheduleNotFoundError,
-    UnsupportedModelError,
-)
+from keras_remat.core.schedule import Usage
 from keras_remat.planning.fit_plans import StepPlanner, TunerOptions
-from keras_remat.planning.make_plan import counted_bytes
 from keras_remat.planning.plan import Plan
-from keras_remat.reporting.fit_report import AutotuneReport, Event
-from keras_remat.training.baseline import PredictedBaseline
-from keras_remat.training.undo import StepGuard, StepOutOfMemoryError
-from keras_remat.units import format_bytes, format_seconds
+from keras_remat.training.baseline import Baseline
+from keras_remat.training.first_plan import NOT_FOUND, FirstPlans, Known
+from keras_remat.training.fit_state import FitState
+from keras_remat.training.moves import Moves
+from keras_remat.training.phases import Facts, Move, Phase, Recorded, Tries, decide
+from keras_remat.training.shape_state import (
+    PlainShape,
+    PlannedShape,
+    Recording,
+    ShapeState,
+    Signature,
+    is_within,
+    signature_of,
+)
+from keras_remat.training.undo import Outcome, OutOfMemory, StepGuard, Trained
+from keras_remat.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-#: How often a plan is made again because its measured peak is over the limit.
-_MAX_TIGHTENINGS = 3
-#: How often a batch shape may run out of memory before its error is the user's.
-_MAX_OUT_OF_MEMORY = 4
-#: Numbers of micro-batches that are tried for a batch that fits under no schedule.
-_MICRO_BATCHES = (2, 4, 8)
-#: Steps from so many seconds on are compared in earnest; in shorter ones, what is not the ops'
-#: weighs more than what is. How many plain ones run then before larger batches take over, and how
-#: many of them are guarded: the copies make steps up to a fifth slower.
-_LONG_STEP_S, _PLAIN_STEPS, _GUARDED_PLAIN_STEPS = 0.1, 8, 2
+#: Plain steps from so many seconds on are compared with larger ones in earnest; in shorter ones,
+#: what is not the ops' weighs more than what is. So many of them are measured then.
+_LONG_STEP_S, _COMPARED_STEPS = 0.1, 8
+#: One of so many final steps on a GPU is waited for and timed.
+_TIMED_EVERY = 20
 
 
-@dataclass
-class _Candidate:
-    """How batches of one signature are trained now."""
-
-    batch_size: int
-    run: RunStep
-    phase: str  # "plain", "warm-up", "record", "verify", "settled"
-    traced: TracedStep | None = None
-    problem: Problem | None = None
-    plan: Plan | None = None  # None while the plain step runs
-    micro_batches: int = 1
-    may_split: bool = False
-    steps_in_phase: int = 0
-    resident_bytes: int = 0  # the most in use between two of its steps
-    measured: list[Usage] = field(default_factory=list)
-    tried: list[tuple[Usage, Plan, RunStep]] = field(
-        default_factory=list
-    )  # plans that measured over the limit
-    plain_exceeded: bool = (
-        False  # the plain step was measured, or ran out of memory, over the limit
-    )
-    recorder: ProfileRecorder | None = None  # while its steps are recorded
-    profile: Profile | None = None  # of a recording that is over
-    out_of_memory: int = 0
-
-    def enter(self, phase: str) -> None:
-        self.phase, self.steps_in_phase = phase, 0
-        self.measured.clear()
-
-    @property
-    def schedule(self) -> Schedule:
-        """What runs, as a schedule."""
-        assert self.problem is not None
-        return (
-            Schedule.store_all(self.problem.graph)
-            if self.plan is None
-            else self.plan.solution.schedule
-        )
-
-
-@dataclass
-class StepCounter:
-    """What the steps since the last :meth:`StepTuner.take_counter` came to."""
-
-    samples: int = 0
-    steps: int = 0
-    step_time_s: float = 0.0
-    planning_time_s: float = 0.0
-    peak_bytes: int = 0
-
-    def __add__(self, other: StepCounter) -> StepCounter:
-        return StepCounter(
-            self.samples + other.samples,
-            self.steps + other.steps,
-            self.step_time_s + other.step_time_s,
-            self.planning_time_s + other.planning_time_s,
-            max(self.peak_bytes, other.peak_bytes),
-        )
-
-
-class StepTuner:
+class StepTrainer:
     """Trains batches under a memory limit.
 
     Args:
-        model: compiled and built, inside ``fit``.
+        fit: what all steps share.
         backend: of the framework Keras runs on.
         options: see :class:`~keras_remat.planning.fit_plans.TunerOptions`.
-        report: gets the events and the baseline.
-        progress: ``progress(text)`` as a context manager around everything that takes long.
         plain_may_run: ``False`` where it is known that Keras's own step does not fit.
 
     Attributes:
         backend: as given.
-        steps_run: how many steps this ``fit`` has trained.
+        plan: of the shape that training is about, the reference shape; ``None`` while it runs
+            plainly.
     """
 
     def __init__(
-        self,
-        model: Any,
-        backend: Backend,
-        options: TunerOptions,
-        report: AutotuneReport,
-        progress: Callable[[str], Any],
-        *,
-        plain_may_run: bool = True,
+        self, fit: FitState, backend: Backend, options: TunerOptions, *, plain_may_run: bool = True
     ):
         self.backend, self._plain_may_run = backend, plain_may_run
-        self._model, self._backend, self._options, self._report = model, backend, options, report
-        self._progress = progress
+        self._fit, self._options = fit, options
         self._planner = StepPlanner(backend, options)
-        self._guard = StepGuard(model, backend)
-        self._candidates: dict[Any, _Candidate] = {}
-        self._main: _Candidate | None = None
-        self._baseline = PredictedBaseline(report)
-        self._baseline_shape: _Candidate | None = (
-            None  # whose steps the baseline is measured on, or predicted from
+        self._first_plans = FirstPlans(fit, backend, self._planner, options.plan)
+        self._moves = Moves(
+            fit, backend, self._planner, self._first_plans, self._known, options.solver
         )
-        self._expected: Plan | None = None
-        self._costs: Problem | None = None
-        self.steps_run = 0
-        self.installed: Installed | None = None
+        self._guard = StepGuard(fit.model, backend)
+        self._baseline = Baseline(fit.report)
+        self._baseline_shape: Signature | None = None  # of the one that the baseline is told from
+        self._shapes: dict[Signature, ShapeState] = {}
+        self._reference: Signature | None = None  # of the shape that training is about
+        self._expected = Known()
         self.plan: Plan | None = None
-        self.counter = StepCounter()
 
     # ---------------------------------------------------------------- one batch
 
@@ -186,177 +97,229 @@ class StepTuner:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit; this batch
                 was not trained.
         """
-        key = _signature(batch)
-        candidate = self._candidates.get(key)
-        if candidate is None:
-            with self._planning():
-                candidate = self._candidates[key] = self._prepare(batch, may_split)
-        self._main = self._main or candidate
+        key = signature_of(batch)
+        if key not in self._shapes:
+            with self._fit.planning():
+                self._set(self._prepare(batch, may_split))
+        self._reference = self._reference or key
+        self._set(self._shapes[self._reference])
+        for shape in list(self._shapes.values()):
+            if shape.signature != key and isinstance(shape, Recording) and shape.started:
+                self._set(self._moves.end_recording(shape))  # this step is none of its
         while True:
-            try:
-                return self._train(candidate, batch)
-            except StepOutOfMemoryError as error:
-                with self._planning():
-                    self._after_out_of_memory(candidate, batch, error)
+            outcome = self._attempt(self._shapes[key], batch)
+            before = self._shapes[key]
+            self._set(self._follow(before, outcome))
+            self._predict_baseline(before, self._shapes[key])
+            if isinstance(outcome, Trained):
+                return outcome.result
 
-    def epoch_begins(self) -> None:
-        """Tells the baseline that an epoch begins."""
-        self._baseline.epoch_begins()
-
-    def _train(self, candidate: _Candidate, batch: Any) -> Any:
-        for other in self._candidates.values():
-            if (
-                other is not candidate
-            ):  # its recording has to do with the steps it has seen: this one is none of its
-                self._end_recording(other)
-        if candidate.phase == "record" and candidate.recorder is None:
-            if candidate.steps_in_phase:
-                with self._planning():
-                    self._after_recording(candidate)
-            else:
-                self._begin_recording(candidate)
-        result, usage = self._guard.run(
-            lambda: candidate.run(batch), guarded=self._must_be_guarded(candidate)
+    def _attempt(self, shape: ShapeState, batch: Any) -> Trained | OutOfMemory:
+        """Runs the shape's step on the batch and notes what it took."""
+        if isinstance(shape, Recording) and shape.recorded is not Recorded.NONE:
+            shape = self._follow(shape, Outcome(batch))  # a step of another shape has ended it
+        if isinstance(shape, Recording) and not shape.started:
+            started = shape.recorder.start()
+            recorded = Recorded.NONE if started else Recorded.BUSY
+            shape = replace(shape, started=started, recorded=recorded)
+        self._set(shape)
+        outcome = self._guard.attempt(
+            shape.run, batch, guarded=self._is_guarded(shape), timed=self._is_timed(shape)
         )
-        self._count(candidate, usage)
-        candidate.steps_in_phase += 1
-        if candidate.phase != "settled":
-            candidate.measured.append(usage)
-            # the input pipeline holds more batches at some steps than at others
-            candidate.resident_bytes = max(
-                candidate.resident_bytes, self._backend.device.in_use_bytes()
-            )
-            self._advance(candidate, batch)
-        else:
-            self._watch(candidate, batch, usage)
-        return result
+        if isinstance(outcome, OutOfMemory):
+            self.close()
+            return outcome
+        self._fit.count(shape.batch_size, outcome.usage)
+        shape = shape.after_step(outcome.usage, self.backend.device.in_use_bytes())
+        if isinstance(shape, Recording) and len(shape.steps) >= self._options.profile_steps:
+            shape = self._moves.end_recording(shape)
+        self._set(shape)
+        self._follow_baseline(shape)
+        return outcome
 
-    def _must_be_guarded(self, candidate: _Candidate) -> bool:
-        """Whether the next step has to be undone if it runs out of memory, whatever the copy
-        costs."""
-        if candidate.phase == "settled":
-            return candidate.steps_in_phase == 0
-        seen = candidate.phase == "plain" and candidate.steps_in_phase >= _GUARDED_PLAIN_STEPS
-        return not (seen and self._takes_long(candidate))
+    def _is_guarded(self, shape: ShapeState) -> bool:
+        """Returns whether the next step has to be undone if it runs out of memory, whatever the
+        copy costs: copies make steps up to a fifth slower, and plain steps are compared with
+        others."""
+        first_only = self._on_gpu or shape.phase in (Phase.PLAIN, Phase.FINAL)
+        return not (first_only and shape.called)
 
-    def _watch(self, candidate: _Candidate, batch: Any, usage: Usage) -> None:
-        """Plans a final step again that takes more than the limit after all: what shares the
-        allocator's pool changes as training goes on."""
-        is_baseline = (
-            candidate is self._baseline_shape and self._report.baseline_source == "predicted"
-        )
-        if is_baseline and candidate.steps_in_phase > 1:  # the first one is guarded
-            self._baseline.step(usage.time_s)
-        if (
-            candidate.plan is None
-            or usage.peak_bytes <= self.limit_bytes
-            or len(candidate.tried) >= _MAX_TIGHTENINGS
-        ):
-            return
-        if candidate.plan.solution.schedule not in [
-            plan.solution.schedule for _, plan, _ in candidate.tried
-        ]:
-            candidate.measured.append(usage)
-            self._verify(candidate, batch)
+    def _is_timed(self, shape: ShapeState) -> bool:
+        """Returns whether the next step is waited for: on a GPU, where that leaves gaps between
+        kernels, a final step's peak is known when its call returns."""
+        asynchronous = self._on_gpu and shape.phase is Phase.FINAL and shape.called
+        return not asynchronous or self._fit.steps_run % _TIMED_EVERY == 0
 
     @property
-    def settled(self) -> bool:
-        """Whether the main batch shape's step is final."""
-        return self._main is not None and self._main.phase == "settled"
+    def _on_gpu(self) -> bool:
+        return not self.backend.device.name.upper().startswith("CPU")
 
-    @property
-    def settled_peak_bytes(self) -> int | None:
-        """The measured peak of the main step's plan, once it is final."""
-        if (
-            not self.settled
-            or self._main is None
-            or self._main.plan is None
-            or self._main.plan.measured is None
-        ):
-            return None
-        return self._main.plan.measured.peak_bytes
+    def _follow(self, shape: ShapeState, outcome: Outcome) -> ShapeState:
+        """Returns the shape after the move that its facts ask for; where that cannot be made, the
+        next one is.
 
-    @property
-    def micro_batches(self) -> int:
-        """How many pieces the main step trains its batch in."""
-        return self._main.micro_batches if self._main is not None else 1
-
-    def measured_main(self) -> tuple[TracedStep, Problem]:
-        """The main shape's trace and costs; after plain steps the estimated op times are scaled to
-        the measured step."""
-        main = self._main
-        assert main is not None
-        assert main.traced is not None
-        assert main.problem is not None
-        profile = main.problem.profile
-        baseline = self._report.baseline
-        if profile.source == "measured" or baseline is None or main.problem.store_all_time_s <= 0:
-            return main.traced, main.problem
-        ratio = baseline.time_s / main.problem.store_all_time_s
-        return main.traced, replace(
-            main.problem,
-            profile=replace(profile, op_time_s=tuple(t * ratio for t in profile.op_time_s)),
-        )
-
-    def measured_elsewhere(self) -> dict[int, Profile]:
-        """Batch size → the profile that was measured at it, for every shape but the main one that
-        has the main one's ops."""
-        main = self._main
-        assert main is not None
-        assert main.traced is not None
-        others = [
-            c
-            for c in self._candidates.values()
-            if c is not main and c.micro_batches == 1 and c.problem is not None
-        ]
-        return {
-            other.batch_size: other.problem.profile
-            for other in others
-            if other.problem is not None
-            and other.problem.profile.source == "measured"
-            and other.problem.graph.has_ops_of(main.traced.graph)
-        }
-
-    def forget_main(self, expected: Plan | None = None, costs: Problem | None = None) -> None:
-        """The next batch's shape becomes the main one.
-
-        Args:
-            expected: a plan for it to begin with, or for another size of the same step.
-            costs: what is known of its costs from other sizes.
+        Raises:
+            InfeasibleBudgetError, ScheduleNotFoundError: the batch ran out of memory and cannot be
+                trained.
         """
-        self._main, self._expected, self._costs = None, expected, costs
+        facts, failure, limit = self._facts(shape, outcome), None, self.limit_bytes
+        while True:
+            move, phase = decide(facts)
+            shape = replace(shape, tries=shape.tries.after(move))
+            if move is Move.REFUSE:
+                self._moves.set_limit(limit)
+                raise self._moves.refusal(shape, outcome, failure)
+            try:
+                with self._fit.planning():
+                    return self._moves.make(move, shape, outcome, phase)
+            except NOT_FOUND as error:
+                logger.debug("keras_remat: %s cannot be made: %s", move.name, error)
+                failure, facts = error, replace(facts, failed=facts.failed | {move})
 
-    def close(self) -> None:
-        """Stops a recording that is under way."""
-        for candidate in self._candidates.values():
-            recorder, candidate.recorder = candidate.recorder, None
-            if recorder is not None:
-                recorder.stop(candidate.run, 0)
+    def _facts(self, shape: ShapeState, outcome: Outcome) -> Facts:
+        out_of_memory = isinstance(outcome, OutOfMemory)
+        costs = shape.costs if isinstance(shape, (PlainShape, PlannedShape)) else None
+        pieces = 1 if costs is None else costs.micro_batches
+        return Facts(
+            phase=shape.phase,
+            enough_steps=len(shape.steps) >= self._wanted_steps(shape),
+            over_limit=self.backend.device.has_statistics and shape.peak_bytes > self.limit_bytes,
+            attempts_left=shape.tries.attempts_left(out_of_memory=out_of_memory),
+            may_split=shape.may_split and shape.tries.splits_left,
+            runs_a_plan=isinstance(shape, PlannedShape),
+            plain_fits=costs is not None
+            and pieces == 1
+            and shape.recorded is Recorded.MEASURED
+            and self._first_plans.plain_peak_bytes(costs) <= self.usable_bytes,
+            plain_ruled_out=shape.tries.plain_ruled_out,
+            recorded=shape.recorded,
+            out_of_memory=out_of_memory,
+        )
 
-    def _count(self, candidate: _Candidate, usage: Usage) -> None:
-        self.steps_run += 1
-        self.counter.samples += candidate.batch_size
-        self.counter.steps += 1
-        self.counter.step_time_s += usage.time_s
-        self.counter.peak_bytes = max(self.counter.peak_bytes, usage.peak_bytes)
+    def _wanted_steps(self, shape: ShapeState) -> int:
+        """Returns how many steps of a phase are measured: more plain ones where larger ones will
+        take over that are compared with them."""
+        compared = shape.phase is Phase.PLAIN and shape.may_split and bool(shape.steps)
+        if compared and min(step.time_s for step in shape.steps) >= _LONG_STEP_S:
+            return max(self._options.profile_steps, _COMPARED_STEPS)
+        return self._options.profile_steps
 
-    def take_counter(self) -> StepCounter:
-        """Returns what was counted since the last call and starts again from zero."""
-        counter, self.counter = self.counter, StepCounter()
-        return counter
+    # ---------------------------------------------------------------- a new shape
 
-    # ---------------------------------------------------------------- decisions
+    def _prepare(self, batch: Any, may_split: bool) -> ShapeState:
+        """Returns how a batch of a new shape is trained first.
 
-    @property
-    def problem(self) -> Problem | None:
-        """The traced step of the main batch shape with its costs, measured ones once there are
-        any."""
-        return self._main.problem if self._main is not None else None
+        Raises:
+            InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
+        """
+        size = batch_size_of(batch)
+        self._fit.report.batch_size = self._fit.report.batch_size or size
+        self._moves.set_limit(self._planner.limit_bytes)
+        self._tell_what_is_measured()
+        shape = ShapeState(
+            signature=signature_of(batch),
+            batch_size=size,
+            run=self._fit.run_plain,
+            phase=Phase.FINAL,
+            may_split=may_split,
+            tries=Tries(plain_ruled_out=not self._plain_may_run),
+            recorded=Recorded.NONE if self.backend.measures_op_times else Recorded.BLIND,
+        )
+        if self._plain_may_run and self._is_within_plain(shape.signature):
+            return shape
+        known = self._known(shape)
+        costs = self._first_plans.trace(batch, known)
+        given = self._first_plans.given(costs)
+        if given is not None:
+            return self._first_plans.lowered(shape, costs, given, Phase.VERIFY)
+        peak = self._first_plans.plain_peak_bytes(costs)
+        if self._plain_may_run and peak <= self.usable_bytes:
+            return shape.plainly(self._fit.run_plain, costs, Phase.PLAIN)
+        if self._plain_may_run:
+            self._fit.event(
+                EventKind.RISK,
+                f"The plain step of {size} samples is predicted to need {format_bytes(peak)}, over "
+                f"{format_bytes(self.usable_bytes)} (limit {format_bytes(self.limit_bytes)} less "
+                f"{self._options.margin:.0%} margin): it will not be run.",
+            )
+        plan, costs, phase = self._first_plans.find(shape, costs, batch, known)
+        return self._first_plans.lowered(shape, costs, plan, phase)
+
+    def _is_within_plain(self, signature: Signature) -> bool:
+        """Returns whether a batch is nowhere larger than the reference shape's, whose plain step
+        fits."""
+        if self._reference is None:
+            return False
+        reference = self._shapes[self._reference]
+        fits = isinstance(reference, PlainShape) and not reference.tries.plain_ruled_out
+        return fits and is_within(signature, self._reference)
+
+    def _known(self, shape: ShapeState) -> Known:
+        """Returns what is known of a shape that is not traced yet; the costs of a larger batch are
+        as much as it can take."""
+        if self._reference is None:
+            return self._expected
+        reference = self._shapes[self._reference]
+        if not isinstance(reference, (PlainShape, PlannedShape)):
+            return Known()
+        problem = reference.costs.problem
+        larger = shape.batch_size <= reference.batch_size and reference.costs.micro_batches == 1
+        plans = (
+            ((reference.plan, problem.graph, Phase.VERIFY),)
+            if isinstance(reference, PlannedShape)
+            else ()
+        )
+        return Known(plans=plans, costs=(problem,) if larger else ())
+
+    def _tell_what_is_measured(self) -> None:
+        """Warns, once, where peaks are predicted and not measured."""
+        if not self.backend.device.has_statistics:
+            self._fit.warn(
+                EventKind.PREDICTED,
+                f"The allocator of {self.backend.device.name} keeps no statistics: peaks are "
+                "predicted and not measured. Call keras_remat.enable_cpu_memory_stats() before the "
+                "model is built, or set TF_ENABLE_ONEDNN_OPTS=1 where the processor has oneDNN's "
+                "instructions.",
+            )
+
+    def _set(self, shape: ShapeState) -> None:
+        self._shapes[shape.signature] = shape
+        if self._reference in (None, shape.signature):
+            self.plan = shape.plan if isinstance(shape, PlannedShape) else None
+
+    # ---------------------------------------------------------------- the baseline
+
+    def _follow_baseline(self, shape: ShapeState) -> None:
+        """Tells the baseline from the step that was trained last, of the first reference shape
+        whose steps are measured."""
+        if shape.signature != (self._baseline_shape or self._reference) or not shape.steps:
+            return
+        usage, measures_peaks = shape.measured, self.backend.device.has_statistics
+        if shape.phase is Phase.FINAL:
+            self._baseline.step(usage.time_s)
+        if shape.phase is Phase.PLAIN and isinstance(shape, PlainShape):
+            enough = len(shape.steps) >= self._options.profile_steps
+            if enough or (measures_peaks and usage.peak_bytes > self.limit_bytes):
+                if not measures_peaks:
+                    peak = self._first_plans.plain_peak_bytes(shape.costs)
+                    usage = Usage(usage.time_s, peak)
+                self._baseline.measured(shape.batch_size, usage)
+                self._baseline_shape = shape.signature
+
+    def _predict_baseline(self, before: ShapeState, shape: ShapeState) -> None:
+        """Predicts the baseline from the plan of the reference shape, which has become final."""
+        if shape.signature != (self._baseline_shape or self._reference):
+            return
+        is_final = shape.phase is Phase.FINAL and before.phase is not Phase.FINAL
+        if is_final and isinstance(shape, PlannedShape):
+            self._baseline.predict(shape.plan, shape.batch_size, shape.measured.time_s)
+            self._baseline_shape = shape.signature
+
+    # ---------------------------------------------------------------- for others
 
     @property
     def limit_bytes(self) -> int:
         """The memory limit in force."""
-        self._report.limit_bytes = self._planner.limit_bytes
         return self._planner.limit_bytes
 
     @property
@@ -364,484 +327,101 @@ class StepTuner:
         """The limit less the margin."""
         return self._planner.usable_bytes
 
-    def _run_plain(self, batch: Any) -> Any:
-        assert self.installed is not None
-        return self.installed.run_plain(batch)
+    def begin_shape(self, expected: Plan | None = None, costs: Problem | None = None) -> None:
+        """Makes the next batch's shape the reference shape.
 
-    def _prepare(self, batch: Any, may_split: bool) -> _Candidate:
-        size = batch_size_of(batch)
-        self._report.batch_size = self._report.batch_size or size
-        candidate = _Candidate(
-            size,
-            self._run_plain,
-            "plain",
-            may_split=may_split,
-            plain_exceeded=not self._plain_may_run,
+        Args:
+            expected: a plan for it to begin with, or for another size of the same step.
+            costs: what is known of its costs from other sizes.
+        """
+        self._reference = None
+        plans = (
+            ()
+            if expected is None or expected.problem is None
+            else ((expected, expected.problem.graph, Phase.WARM_UP),)
         )
-        if self._plain_may_run and self._main is not None and self._fits_in_proportion(size):
-            candidate.enter("settled")
-            return candidate
-        problem = self._trace(candidate, batch)
-        peak = self._plain_peak_bytes(candidate)
-        if (
-            self._options.plan is not None and not self._candidates
-        ):  # it is for the shape that training begins with
-            self._options.plan.check(problem)
-            return self._with_plan(candidate, self._options.plan, "verify")
-        if self._plain_may_run and peak <= self.usable_bytes:
-            return candidate
-        if self._plain_may_run:
-            self.event(
-                "risk",
-                f"The plain step of {size} samples is predicted to need {format_bytes(peak)}, over {format_bytes(self.usable_bytes)} "
-                f"(limit {format_bytes(self.limit_bytes)} less {self._options.margin:.0%} margin): it will not be run.",
-            )
-        cached = self._cached(problem)
-        if cached is not None:
-            self.event("cache", f"A plan for this graph and limit was cached. {cached}")
-            return self._with_plan(candidate, cached, "verify")
-        expected, main = self._expected, self._main
-        if expected is not None and expected.problem is not None and main is None:
-            plan = self._planner.reused(problem, expected, expected.problem.graph)
-            if plan is not None:
-                return self._with_plan(candidate, plan, "warm-up")
-        if main is not None and main.plan is not None and main.problem is not None:
-            plan = self._planner.reused(problem, main.plan, main.problem.graph)
-            if plan is not None:
-                return self._with_plan(candidate, plan, "verify")
-        try:
-            with self._progress("first plan, from estimated op times"):
-                plan = self._planner.quick(problem, size)
-        except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-            plan = self._micro_batched(candidate, batch, error)
-        return self._with_plan(candidate, plan, "warm-up")
+        self._expected = Known(plans=plans, costs=() if costs is None else (costs,))
 
-    def _trace(self, candidate: _Candidate, batch: Any, micro_batches: int = 1) -> Problem:
-        with self._progress("tracing the train step"):
-            gc.collect()  # what an earlier fit left in reference cycles is not resident
-            candidate.traced = self._backend.trace(self._model, batch, micro_batches)
-        graph = candidate.traced.graph
-        in_use = counted_bytes(self._backend.device)
-        profile = self._backend.estimated_profile(candidate.traced, in_use)
-        known = self._known_costs(candidate.batch_size)
-        if known is not None and micro_batches == 1 and known.graph.has_ops_of(graph):
-            profile = replace(
-                profile,
-                op_time_s=known.profile.op_time_s,
-                op_workspace_bytes=known.profile.op_workspace_bytes,
-            )
-        candidate.problem = Problem(graph, profile, name=self._model.name)
-        candidate.micro_batches = micro_batches
-        return candidate.problem
+    @property
+    def _reference_shape(self) -> ShapeState | None:
+        return None if self._reference is None else self._shapes[self._reference]
 
-    def _known_costs(self, size: int) -> Problem | None:
-        """What tells times and workspace at ``size`` better than shapes do; those of a larger batch
-        are as much as it can take."""
-        main = self._main
-        if main is None:
-            return self._costs
-        return main.problem if main.micro_batches == 1 and size <= main.batch_size else None
+    @property
+    def settled(self) -> bool:
+        """Whether the reference shape's step is final."""
+        return self._reference_shape is not None and self._reference_shape.phase is Phase.FINAL
 
-    def _micro_batched(
-        self,
-        candidate: _Candidate,
-        batch: Any,
-        error: InfeasibleBudgetError | ScheduleNotFoundError,
-    ) -> Plan:
-        """A plan that trains the batch in pieces and sums their gradients; raises ``error`` where
-        that is not allowed or does not help."""
-        most = candidate.batch_size if candidate.may_split else 1
-        for count in (n for n in _MICRO_BATCHES if candidate.micro_batches < n <= most):
-            try:
-                problem = self._trace(candidate, batch, count)
-            except UnsupportedModelError as reason:
-                raise error from reason
-            try:
-                with self._progress(f"plan for {count} micro-batches"):
-                    plan = self._planner.quick(problem, candidate.batch_size)
-            except (InfeasibleBudgetError, ScheduleNotFoundError) as failed:
-                logger.debug("keras_remat: %d micro-batches: %s", count, failed)
-                continue
-            message = (
-                f"No schedule trains {candidate.batch_size} samples at once within {format_bytes(self.limit_bytes)}: each step trains them in "
-                f"{count} micro-batches and adds up their gradients. Batch normalization sees one micro-batch at a time."
-            )
-            warnings.warn(f"keras_remat: {message}", stacklevel=2)
-            self.event("micro-batches", message)
-            return plan
-        raise error
+    @property
+    def problem(self) -> Problem | None:
+        """The reference shape's traced step with its costs, measured ones once there are any."""
+        shape = self._reference_shape
+        return shape.costs.problem if isinstance(shape, (PlainShape, PlannedShape)) else None
 
-    def _cut(
-        self,
-        candidate: _Candidate,
-        batch: Any,
-        error: InfeasibleBudgetError | ScheduleNotFoundError,
-    ) -> bool:
-        """Whether a batch that came not to fit in its step goes on in micro-batches, or in more of
-        them; ``error`` says why it does not."""
-        before = candidate.traced, candidate.problem, candidate.micro_batches
-        try:
-            plan = self._micro_batched(candidate, batch, error)
-        except (InfeasibleBudgetError, ScheduleNotFoundError):
-            candidate.traced, candidate.problem, candidate.micro_batches = before
-            return False
-        candidate.tried.clear()
-        self._with_plan(candidate, plan, "warm-up")
-        return True
+    @property
+    def micro_batches(self) -> int:
+        """How many pieces the reference shape's step trains its batch in."""
+        shape = self._reference_shape
+        return shape.costs.micro_batches if isinstance(shape, PlannedShape) else 1
 
-    def _plain_peak_bytes(self, candidate: _Candidate) -> int:
-        """What Keras's own step is predicted to need."""
-        problem, traced = candidate.problem, candidate.traced
-        assert problem is not None
-        assert traced is not None
-        return (
-            self._backend.memory.peak_bytes(problem, Schedule.store_all(problem.graph))
-            + traced.plain_surplus_bytes
-        )
-
-    def _cached(self, problem: Problem) -> Plan | None:
-        try:
-            return self._planner.cached(problem)
-        except InvalidProblemError as error:
-            self.event("cache", f"A cached plan cannot be used and is made again: {error}")
-            return None
-
-    def _fits_in_proportion(self, size: int) -> bool:
-        """Whether a batch smaller than the main one fits plainly, its bytes above the resident ones
-        taken as proportional."""
-        main = self._main
-        assert main is not None
-        if main.problem is None or size > main.batch_size or main.micro_batches > 1:
-            return False
-        resident = main.problem.profile.resident_bytes
-        peak = self._plain_peak_bytes(main)
-        return resident + (peak - resident) * size / main.batch_size <= self.usable_bytes
-
-    def _with_plan(self, candidate: _Candidate, plan: Plan, phase: str) -> _Candidate:
-        assert candidate.traced is not None
-        assert candidate.problem is not None
-        with self._progress("building the rematerialized step"):
-            schedule = plan.solution.schedule
-            problem = candidate.problem.with_budget(plan.budget_bytes)
-            candidate.run = self._backend.lower(candidate.traced, problem, schedule)
-        self._set_plan(candidate, plan)
-        recording_helps = phase != "warm-up" or self._backend.measures_op_times
-        candidate.enter(phase if recording_helps else "verify")
-        return candidate
-
-    def _set_plan(self, candidate: _Candidate, plan: Plan | None) -> None:
-        candidate.plan = plan
-        if self._main is None or candidate is self._main:
-            self.plan = plan
-
-    def _advance(self, candidate: _Candidate, batch: Any) -> None:
-        """What follows from the steps measured so far."""
-        if candidate.phase == "plain" and candidate.steps_in_phase > self._options.profile_steps:
-            usage = self._measured_plain(candidate)
-            if candidate.steps_in_phase > self._plain_steps(candidate, usage):
-                self._after_plain(candidate, usage)
-        elif candidate.phase == "warm-up" and candidate.steps_in_phase >= 1:
-            candidate.enter("record")
-        elif (
-            candidate.phase == "record" and candidate.steps_in_phase >= self._options.profile_steps
-        ):
-            self._end_recording(candidate)
-            with self._planning():
-                self._after_recording(candidate)
-        elif candidate.phase == "verify":
-            self._verify(candidate, batch)
-
-    def _plain_steps(self, candidate: _Candidate, usage: Usage) -> int:
-        """How many plain steps are measured after the first: more where larger ones will take over
-        that are compared with them."""
-        compared = (
-            candidate.may_split
-            and candidate is self._baseline_shape
-            and usage.peak_bytes <= self.limit_bytes
-        )
-        return max(
-            self._options.profile_steps,
-            _PLAIN_STEPS if compared and self._takes_long(candidate) else 0,
-        )
-
-    def _takes_long(self, candidate: _Candidate) -> bool:
-        return min(usage.time_s for usage in candidate.measured) >= _LONG_STEP_S
-
-    def _measured_plain(self, candidate: _Candidate) -> Usage:
-        """What the plain steps so far took, which is the baseline if they are the first."""
-        steps = candidate.measured[1:]  # the first one compiles
-        if len(steps) > _GUARDED_PLAIN_STEPS:
-            steps = candidate.measured[_GUARDED_PLAIN_STEPS:]
-        usage = Usage(
-            median(u.time_s for u in steps), max(u.peak_bytes for u in candidate.measured)
-        )
-        if candidate is self._main and self._baseline_shape in (None, candidate):
-            self._baseline_shape = candidate
-            self._report.baseline, self._report.baseline_batch_size = usage, candidate.batch_size
-            self._report.baseline_source = "measured"
-        return usage
-
-    def _after_plain(self, candidate: _Candidate, usage: Usage) -> None:
-        if usage.peak_bytes <= self.limit_bytes:
-            self.event(
-                "fits",
-                f"The plain step of {candidate.batch_size} samples takes {format_bytes(usage.peak_bytes)} measured, within "
-                f"{format_bytes(self.limit_bytes)}: nothing is changed.",
-            )
-            candidate.enter("settled")
-            return
-        assert candidate.problem is not None
-        predicted = self._plain_peak_bytes(candidate)
-        self.event(
-            "exceeded",
-            f"The plain step takes {format_bytes(usage.peak_bytes)} measured ({format_bytes(predicted)} predicted), over "
-            f"{format_bytes(self.limit_bytes)}: planning.",
-        )
-        # it ran in no order and by other ops, which says little about ours: those are planned for
-        # as if it had not run
-        candidate.plain_exceeded = True
-        profiled = candidate.problem.profile.source == "measured"
-        with self._planning():
-            with self._progress("planning"):
-                plan = (self._planner.best if profiled else self._planner.quick)(
-                    candidate.problem, candidate.batch_size
-                )
-            self._with_plan(candidate, plan, "verify" if profiled else "warm-up")
-
-    def _begin_recording(self, candidate: _Candidate) -> None:
-        recorder = self._backend.recorder()
-        if recorder.start():
-            candidate.recorder, candidate.profile = recorder, None
-        else:
-            self.event(
-                "profile",
-                "A profiler session is running already; the plan stays with estimated op times.",
-            )
-            candidate.enter("verify")
-
-    def _end_recording(self, candidate: _Candidate) -> None:
-        recorder, candidate.recorder = candidate.recorder, None
-        if recorder is not None:
-            with self._planning(), self._progress("reading the profile"):
-                candidate.profile = recorder.stop(candidate.run, candidate.resident_bytes)
-
-    def _after_recording(self, candidate: _Candidate) -> None:
-        assert candidate.problem is not None
-        assert candidate.plan is not None
-        profile = candidate.profile
-        if profile is None:
-            self.event(
-                "profile", "The profiler saw too few ops; the plan stays with estimated op times."
-            )
-            candidate.enter("verify")
-            return
-        candidate.problem = replace(candidate.problem, profile=profile)
-        self._observe(candidate)
-        plain = self._plain_peak_bytes(candidate)
-        if (
-            plain <= self.usable_bytes
-            and candidate.micro_batches == 1
-            and not candidate.plain_exceeded
-        ):
-            self.event(
-                "plain",
-                f"By what was measured the plain step needs {format_bytes(plain)}, within {format_bytes(self.usable_bytes)}: it comes back.",
-            )
-            self._set_plan(candidate, None)
-            candidate.run = self._run_plain
-            candidate.enter("plain")
-            return
-        self._replan(candidate)
-
-    def _observe(self, candidate: _Candidate) -> None:
-        """Tells the memory model what the steps of this phase measured."""
-        assert candidate.problem is not None
-        if self._backend.device.has_statistics:
-            peak = max(usage.peak_bytes for usage in candidate.measured)
-            self._backend.memory.observe(candidate.problem, candidate.schedule, peak)
-
-    def _replan(self, candidate: _Candidate, saving_bytes: int = 0) -> None:
-        """Plans again from ``candidate.problem``, to save ``saving_bytes`` against what runs or as
-        much of it as can be; what runs stays when nothing better is found."""
-        problem, running = candidate.problem, candidate.plan
-        assert problem is not None
-        assert running is not None
-        try:
-            with self._progress("solving for the schedule"):
-                if saving_bytes:
-                    needed = self._backend.memory.peak_bytes(problem, running.solution.schedule)
-                    plan = self._planner.nearest(problem, candidate.batch_size, needed)
-                else:
-                    known = running.solution.schedule
-                    plan = self._planner.best(problem, candidate.batch_size, known)
-        except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-            self.event("kept", f"The plan that is running stays: {error}")
-            self._keep_running(candidate)
-            return
-        now = self._planner.predict(problem, running.solution.schedule)
-        if (
-            not saving_bytes
-            and now.peak_bytes <= self.usable_bytes
-            and plan.predicted.time_s >= now.time_s
-        ):
-            self._keep_running(candidate)
-            return
-        self._with_plan(candidate, plan, "verify")
-        self.event("swap", f"Swapped in. {plan}")
-
-    def _keep_running(self, candidate: _Candidate) -> None:
-        """The running plan stays; what it predicts follows the newest profile and all that it took
-        above its replay."""
-        problem, plan = candidate.problem, candidate.plan
-        assert problem is not None
-        assert plan is not None
-        predicted, store_all = (
-            self._planner.predict(problem, s)
-            for s in (plan.solution.schedule, Schedule.store_all(problem.graph))
-        )
-        plan = replace(
-            plan, predicted=predicted, store_all=store_all, profile_source=problem.profile.source
-        )
-        self._set_plan(candidate, plan)
-        candidate.enter("verify")
-
-    def _verify(self, candidate: _Candidate, batch: Any) -> None:
-        problem, plan = candidate.problem, candidate.plan
-        assert problem is not None
-        assert plan is not None
-        usage = Usage(
-            median(u.time_s for u in candidate.measured[1:] or candidate.measured),
-            max(u.peak_bytes for u in candidate.measured),
-        )
-        if usage.peak_bytes > self.limit_bytes:
-            over = usage.peak_bytes - self.usable_bytes
-            candidate.tried.append((usage, plan, candidate.run))
-            nothing_tighter = plan.solution.schedule in [
-                tried.solution.schedule for _, tried, _ in candidate.tried[:-1]
-            ]
-            if len(candidate.tried) <= _MAX_TIGHTENINGS and not nothing_tighter:
-                self.event(
-                    "tighten",
-                    f"Measured peak {format_bytes(usage.peak_bytes)} is over the limit of {format_bytes(self.limit_bytes)} "
-                    f"({format_bytes(plan.predicted.peak_bytes)} predicted): planning again for {format_bytes(over)} less.",
-                )
-                self._observe(candidate)
-                with self._planning():
-                    self._replan(candidate, over)
-                return
-            over_limit = ScheduleNotFoundError(
-                self.usable_bytes,
-                problem.floor_bytes,
-                usage.peak_bytes,
-                solver=self._options.solver,
-            )
-            with self._planning():
-                if self._cut(candidate, batch, over_limit):
-                    return
-            usage, plan, candidate.run = min(candidate.tried, key=lambda tried: tried[0].peak_bytes)
-            logger.warning(
-                "keras_remat: the step takes %s measured, over the limit of %s; no schedule that takes less was found.",
-                format_bytes(usage.peak_bytes),
-                format_bytes(self.limit_bytes),
-            )
-        elif candidate.steps_in_phase <= self._options.profile_steps:
-            return
-        self._settle(candidate, replace(plan, measured=usage), usage)
-
-    def _settle(self, candidate: _Candidate, plan: Plan, usage: Usage) -> None:
-        """``plan`` is what training goes on with; ``usage`` is what it measured."""
-        assert candidate.problem is not None
-        self._set_plan(candidate, plan)
-        self._planner.keep(plan, candidate.problem.graph)
-        if (
-            candidate is self._main
-            and self._report.baseline_source != "measured"
-            and self._baseline_shape in (None, candidate)
-        ):
-            self._baseline_shape = candidate
-            self._baseline.begin(plan, candidate.batch_size, usage.time_s)
-        self.event(
-            "measured",
-            f"Step of {candidate.batch_size} samples: {format_bytes(usage.peak_bytes)} measured "
-            f"({format_bytes(plan.predicted.peak_bytes)} predicted), "
-            f"{'within' if usage.peak_bytes <= self.limit_bytes else 'STILL OVER'} the limit of {format_bytes(self.limit_bytes)}; "
-            f"{format_seconds(usage.time_s)} measured.",
-        )
-        candidate.enter("settled")
-
-    def _after_out_of_memory(
-        self, candidate: _Candidate, batch: Any, error: StepOutOfMemoryError
-    ) -> None:
-        """The step was undone: plans for what the device had when it failed, so that the same batch
-        can be trained.
+    @property
+    def settled_usage(self) -> Usage:
+        """What the newest steps of the reference shape measured.
 
         Raises:
-            InfeasibleBudgetError, ScheduleNotFoundError: from the framework's error; no schedule
-                takes that much less.
+            LookupError: it is not final.
         """
-        self.close()
-        candidate.out_of_memory += 1
-        problem = candidate.problem or self._trace(candidate, batch)
-        cause, before = error.__cause__, self.limit_bytes
-        predicted = self._backend.memory.peak_bytes(problem, candidate.schedule)
-        self.event(
-            "out-of-memory",
-            f"The step of {candidate.batch_size} samples ({format_bytes(predicted)} predicted) ran out of memory with "
-            f"{format_bytes(error.peak_bytes)} in use; what it had changed was put back, and its batch is trained again under a tighter plan.",
-        )
-        # Keras drops the cause of what fit raises; a note stays
-        note = f"The device ran out of memory: {type(cause).__name__}: {str(cause)[:500]}"
-        if candidate.out_of_memory > _MAX_OUT_OF_MEMORY:
-            ended = ScheduleNotFoundError(
-                before, problem.floor_bytes, predicted, solver=self._options.solver
-            )
-            ended.add_note(note)
-            raise ended from cause
-        candidate.plain_exceeded |= candidate.plan is None
-        self._planner.limit_bytes = max(1, min(before, predicted - 1, error.peak_bytes))
-        try:
-            plan = self._planner.nearest(problem, candidate.batch_size, predicted)
-        except (InfeasibleBudgetError, ScheduleNotFoundError) as failure:
-            if self._cut(candidate, batch, failure):
-                return
-            self._planner.limit_bytes = before
-            failure.add_note(note)
-            raise failure from cause
-        if (
-            plan.predicted.peak_bytes > self.usable_bytes
-        ):  # out of reach; all that is known for certain is what was too much
-            self._planner.limit_bytes = min(before, predicted - 1)
-        self._with_plan(
-            candidate, plan, "warm-up" if problem.profile.source == "estimated" else "verify"
-        )
-        self.event("swap", f"The limit is {format_bytes(self.limit_bytes)} from here on. {plan}")
+        shape = self._reference_shape
+        if shape is None or not self.settled:
+            raise LookupError("the step is not final")
+        return shape.measured
 
-    # ---------------------------------------------------------------- bookkeeping
+    @property
+    def settled_peak_bytes(self) -> int | None:
+        """The measured peak of the reference shape's plan, once it is final."""
+        measured = self.plan.measured if self.settled and self.plan is not None else None
+        return None if measured is None else measured.peak_bytes
 
-    @contextmanager
-    def _planning(self) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.counter.planning_time_s += time.perf_counter() - started
+    def reference_costs(self) -> tuple[TracedStep, Problem]:
+        """Returns the reference shape's trace and costs; after plain steps the estimated op times
+        are scaled to the measured step.
 
-    @contextmanager
-    def long_task(self, text: str) -> Iterator[None]:
-        """Something that takes long and is no training: counted apart, with a progress bar."""
-        with self._planning(), self._progress(text):
-            yield
+        Raises:
+            LookupError: no step of it was traced.
+        """
+        shape, baseline = self._reference_shape, self._fit.report.baseline
+        if not isinstance(shape, (PlainShape, PlannedShape)):
+            raise LookupError("the reference shape was not traced")
+        problem = shape.costs.problem
+        if problem.profile.source == "estimated" and baseline and problem.store_all_time_s > 0:
+            ratio = baseline.time_s / problem.store_all_time_s
+            op_time_s = tuple(time_s * ratio for time_s in problem.profile.op_time_s)
+            problem = replace(problem, profile=replace(problem.profile, op_time_s=op_time_s))
+        return shape.costs.traced, problem
 
-    def event(self, kind: str, message: str) -> None:
-        """Notes what happened, for the report and the log."""
-        self._report.events.append(Event(self.steps_run, kind, message))
-        logger.info("keras_remat: %s", message)
+    def profiles_by_size(self) -> dict[int, Profile]:
+        """Returns batch size → the profile that was measured at it, for every shape but the
+        reference that has the reference's ops."""
+        traced, _ = self.reference_costs()
+        problems = {
+            shape.batch_size: shape.costs.problem
+            for shape in self._shapes.values()
+            if shape.signature != self._reference
+            and isinstance(shape, PlannedShape)
+            and shape.costs.micro_batches == 1
+        }
+        return {
+            size: problem.profile
+            for size, problem in problems.items()
+            if problem.profile.source == "measured" and problem.graph.has_ops_of(traced.graph)
+        }
 
+    def epoch_begins(self) -> None:
+        """Tells the baseline that an epoch begins."""
+        self._baseline.epoch_begins()
 
-def _signature(batch: Any) -> tuple[Any, ...]:
-    import keras
-
-    return tuple(
-        None if leaf is None else (tuple(leaf.shape), getattr(leaf.dtype, "name", str(leaf.dtype)))
-        for leaf in keras.tree.flatten(batch)
-    )
+    def close(self) -> None:
+        """Stops a recording that is under way."""
+        for shape in self._shapes.values():
+            if isinstance(shape, Recording) and shape.started:
+                shape.recorder.stop(shape.run, 0)
+                self._set(replace(shape, started=False))

@@ -1,5 +1,5 @@
-"""Steps that run out of memory leave no trace: the state from before comes back, and the batch can
-be trained again.
+"""Undoes steps that run out of memory: the state from before comes back, and the batch can be
+trained again.
 
 A step that fails midway may already have moved a moving average or updated a weight. So before a
 *guarded* step the model's variables are copied to the host, and put back when the device refuses an
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from keras_remat.backends.base import Backend
+from keras_remat.backends.base import Backend, RunStep
 from keras_remat.backends.host import address_space_for_threads
 from keras_remat.core.schedule import Usage
 
@@ -25,17 +26,41 @@ from keras_remat.core.schedule import Usage
 CHEAP_SHARE = 0.02
 
 
-class StepOutOfMemoryError(Exception):
-    """A guarded step ran out of memory, and the state is as it was before; the framework's own
-    error is the cause.
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a batch; by itself, nothing yet.
+
+    Args:
+        batch: what ``train_step`` gets.
+    """
+
+    batch: Any
+
+
+@dataclass(frozen=True)
+class Trained(Outcome):
+    """A step trained its batch.
+
+    Args:
+        result: what the step returned.
+        usage: its measured time and peak.
+    """
+
+    result: Any
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class OutOfMemory(Outcome):
+    """A guarded step ran out of memory, and the state is as it was before.
 
     Args:
         peak_bytes: the most the allocator had in use before it failed.
+        cause: what the framework raised.
     """
 
-    def __init__(self, peak_bytes: int):
-        super().__init__(f"out of memory with {peak_bytes} bytes in use")
-        self.peak_bytes = peak_bytes
+    peak_bytes: int
+    cause: Exception
 
 
 class StepGuard:
@@ -50,29 +75,36 @@ class StepGuard:
         self._model, self._backend = model, backend
         self._copy_s: float | None = None
         self._step_s = 0.0
+        self._pending: Any = None  # the result of a step that was not waited for
 
-    def run(self, step: Callable[[], Any], *, guarded: bool) -> tuple[Any, Usage]:
-        """Runs a step once and returns its result with its measured time and peak.
+    def attempt(
+        self, step: RunStep, batch: Any, *, guarded: bool, timed: bool = True
+    ) -> Trained | OutOfMemory:
+        """Runs a step once and returns what came of it.
 
         Args:
             step: trains one batch.
+            batch: what it trains.
             guarded: whether the step must be undone if it fails, whatever the copy costs.
-
-        Raises:
-            StepOutOfMemoryError: it ran out of memory and was undone.
+            timed: whether the step is waited for; else it is said to have taken what the last one
+                did that was.
         """
+        if timed and self._pending is not None:
+            self._backend.measure(lambda: self._pending)  # what is queued is not this step's time
         put_back = self._snapshot() if guarded or self._is_cheap() else None
         try:
             with address_space_for_threads():
-                result, usage = self._backend.measure(step)
+                result, usage = self._backend.measure(lambda: step(batch), wait=timed)
         except Exception as error:
             if put_back is None or not self._backend.is_out_of_memory(error):
                 raise
             peak = self._backend.device.peak_bytes()
             put_back()
-            raise StepOutOfMemoryError(peak) from error
-        self._step_s = usage.time_s
-        return result, usage
+            return OutOfMemory(batch, peak, error)
+        self._pending = None if timed else result
+        self._step_s = usage.time_s if timed else self._step_s
+        usage = replace(usage, time_s=self._step_s)
+        return Trained(batch, result, usage)
 
     def _is_cheap(self) -> bool:
         return self._copy_s is not None and self._copy_s <= CHEAP_SHARE * self._step_s

@@ -334,21 +334,33 @@ def test_margin_is_a_share(margin):
 
 
 def test_cache_finds_a_plan_by_graph_and_budget(tmp_path):
-    assert cached_plan(tmp_path / "missing", PROBLEM, BUDGET) is None
+    def find(folder, problem, budget, *setting):
+        return cached_plan(cache_path(folder, problem.graph, budget, setting), problem)
+
+    assert find(tmp_path / "missing", PROBLEM, BUDGET, "CPU:0", "1.0") is None
     plan = quick()
-    path = cache_path(tmp_path, PROBLEM.graph, BUDGET)
-    plan.save(path)
-    assert cached_plan(tmp_path, PROBLEM, BUDGET) == plan
-    assert cached_plan(tmp_path, PROBLEM, BUDGET + 1) is None
-    assert cached_plan(tmp_path, chain_problem(SIZE + 1), BUDGET) is None
+    plan.save(cache_path(tmp_path, PROBLEM.graph, BUDGET, ("CPU:0", "1.0")))
+    assert find(tmp_path, PROBLEM, BUDGET, "CPU:0", "1.0") == plan
+    assert find(tmp_path, PROBLEM, BUDGET, "GPU:0", "1.0") is None
+    assert find(tmp_path, PROBLEM, BUDGET, "CPU:0", "1.1") is None
+    assert find(tmp_path, PROBLEM, BUDGET + 1, "CPU:0", "1.0") is None
+    assert find(tmp_path, chain_problem(SIZE + 1), BUDGET, "CPU:0", "1.0") is None
 
 
 def test_cached_plan_of_another_graph_is_refused_by_name(tmp_path):
     other = chain_problem(SIZE + 1)
-    path = cache_path(tmp_path, PROBLEM.graph, BUDGET)
+    path = cache_path(tmp_path, PROBLEM.graph, BUDGET, ())
     quick(other).save(path)
     with pytest.raises(InvalidProblemError, match=path.name):
-        cached_plan(tmp_path, PROBLEM, BUDGET)
+        cached_plan(path, PROBLEM)
+
+
+def test_cached_plan_with_a_negative_prediction_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    plan = quick()
+    replace(plan, predicted=replace(plan.predicted, peak_bytes=-1)).save(path)
+    with pytest.raises(InvalidProblemError, match="negative"):
+        cached_plan(path, PROBLEM)
 
 
 # ------------------------------------------------------------------ make_plan

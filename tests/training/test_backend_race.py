@@ -1,16 +1,11 @@
 """Compiled or in order: who trains which batch, and who stays; on backends without a framework."""
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import pytest
-from fake_backend import FakeBackend, batch_of, chain_problem, event_kinds, store_all_peak
+from fake_backend import FakeBackend, batch_of, chain_problem, event_kinds, race_on, store_all_peak
 
 from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedModelError
 from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.make_plan import plan_problem
-from keras_remat.reporting.fit_report import AutotuneReport
-from keras_remat.training.backend_race import StepChoice
 
 SIZE = 100
 PLAIN = store_all_peak(SIZE)
@@ -31,21 +26,16 @@ class Refuses(Compiled):
         raise UnsupportedModelError("an op without a kernel")
 
 
-def choice_of(*backends, limit=TIGHT, **more):
-    report = AutotuneReport()
+def race_of(*backends, limit=TIGHT, **more):
     options = TunerOptions(
         **{"memory_limit": limit, "solver": "greedy", "margin": 0.0, "profile_steps": 2, **more}
     )
-    choice = StepChoice(
-        SimpleNamespace(name="fake"), backends, options, report, lambda text: nullcontext()
-    )
-    choice.installed = SimpleNamespace(run_plain=backends[0].run_plain, restore=lambda: None)
-    return choice, report
+    return race_on(*backends, options=options)
 
 
-def train(choice, steps, size=SIZE, first=0):
+def train(race, steps, size=SIZE, first=0):
     for step in range(steps):
-        choice.run(batch_of(first + step * size, size))
+        race.run(batch_of(first + step * size, size))
 
 
 def trained(*backends):
@@ -55,35 +45,35 @@ def trained(*backends):
 @pytest.mark.parametrize(("slowness", "stays"), [(2e-3, "ordered"), (0.5e-3, "compiled")])
 def test_both_are_measured_and_the_faster_stays(slowness, stays):
     compiled, ordered = Compiled(slowness=slowness), FakeBackend()
-    choice, report = choice_of(compiled, ordered)
-    train(choice, 30)
-    assert choice.settled
-    assert choice.backend.compilation == stays
+    race, report = race_of(compiled, ordered)
+    train(race, 30)
+    assert race.settled
+    assert race.trainer.backend.compilation == stays
     assert trained(compiled, ordered) == list(range(30 * SIZE)), "every sample once"
     assert "plain" not in compiled.kinds + ordered.kinds
     assert event_kinds(report).count("compilation") == 2
     assert report.events[-1].message.endswith(f"Training goes on {stays}.")
     assert report.events[-1].step < 30
-    counter = choice.take_counter()
+    counter = race.fit.take_counter()
     assert (counter.steps, counter.samples) == (30, 30 * SIZE)
-    assert choice.plan.measured.peak_bytes <= TIGHT
+    assert race.trainer.plan.measured.peak_bytes <= TIGHT
 
 
 def test_within_the_limit_comes_before_faster():
     compiled, ordered = Compiled(surplus_bytes=lambda what, size: PLAIN), FakeBackend(slowness=3e-3)
-    choice, _ = choice_of(compiled, ordered)
-    train(choice, 40)
-    assert choice.backend is ordered
-    assert choice.settled_peak_bytes <= TIGHT
+    race, _ = race_of(compiled, ordered)
+    train(race, 40)
+    assert race.trainer.backend is ordered
+    assert race.trainer.settled_peak_bytes <= TIGHT
     assert trained(compiled, ordered) == list(range(40 * SIZE))
 
 
 def test_no_compiled_schedule_under_the_limit_gives_way():
     compiled, ordered = Compiled(allocator_bytes=lambda problem, schedule: PLAIN), FakeBackend()
-    choice, report = choice_of(compiled, ordered)
-    train(choice, 20)
+    race, report = race_of(compiled, ordered)
+    train(race, 20)
     assert compiled.ran == []
-    assert choice.backend is ordered
+    assert race.trainer.backend is ordered
     assert event_kinds(report)[:2] == ["risk", "compilation"]
     assert "training goes on ordered" in report.events[1].message
     assert trained(ordered) == list(range(20 * SIZE))
@@ -91,8 +81,8 @@ def test_no_compiled_schedule_under_the_limit_gives_way():
 
 def test_a_step_that_cannot_be_compiled_gives_way_with_the_reason():
     ordered = FakeBackend()
-    choice, report = choice_of(Refuses(), ordered)
-    train(choice, 20)
+    race, report = race_of(Refuses(), ordered)
+    train(race, 20)
     assert "an op without a kernel" in report.events[0].message
     assert trained(ordered) == list(range(20 * SIZE))
 
@@ -103,29 +93,29 @@ def test_what_is_tried_and_fails_changes_nothing():
             raise UnsupportedModelError("no order")
 
     compiled = Compiled()
-    choice, report = choice_of(compiled, Late())
-    train(choice, 20)
-    assert choice.settled
-    assert choice.backend is compiled
+    race, report = race_of(compiled, Late())
+    train(race, 20)
+    assert race.settled
+    assert race.trainer.backend is compiled
     assert "no order" in report.events[-1].message
     assert trained(compiled) == list(range(20 * SIZE))
 
 
 def test_the_last_backend_s_error_is_the_user_s():
     floor = chain_problem(SIZE).floor_bytes
-    choice, _ = choice_of(Compiled(), FakeBackend(), limit=floor - 1)
+    race, _ = race_of(Compiled(), FakeBackend(), limit=floor - 1)
     with pytest.raises(InfeasibleBudgetError):
-        choice.run(batch_of(0, SIZE))
-    alone, _ = choice_of(Refuses())
+        race.run(batch_of(0, SIZE))
+    alone, _ = race_of(Refuses())
     with pytest.raises(UnsupportedModelError):
         alone.run(batch_of(0, SIZE))
 
 
 def test_plain_that_fits_is_left_alone():
     compiled, ordered = Compiled(), FakeBackend()
-    choice, report = choice_of(compiled, ordered, limit=PLAIN)
-    train(choice, 10)
-    assert choice.settled
+    race, report = race_of(compiled, ordered, limit=PLAIN)
+    train(race, 10)
+    assert race.settled
     assert compiled.kinds == ["plain"] * 10
     assert ordered.traced == []
     assert event_kinds(report) == ["fits"]
@@ -133,39 +123,39 @@ def test_plain_that_fits_is_left_alone():
 
 def test_odd_batches_do_not_disturb_a_trial():
     compiled, ordered = Compiled(), FakeBackend(slowness=2e-3)
-    choice, _ = choice_of(compiled, ordered)
+    race, _ = race_of(compiled, ordered)
     at = 0
     for _ in range(15):
         for size in (SIZE, SIZE - 1):
-            choice.run(batch_of(at, size))
+            race.run(batch_of(at, size))
             at += size
-    assert choice.backend is compiled
+    assert race.trainer.backend is compiled
     assert set(ordered.traced) == {SIZE}
     assert trained(compiled, ordered) == list(range(at))
 
 
 def test_a_grown_batch_that_does_not_fit_is_refused_and_not_handed_on():
     compiled, ordered = Compiled(), FakeBackend()
-    choice, _ = choice_of(compiled, ordered, limit=PLAIN)
-    train(choice, 5)
-    choice.forget_main()
+    race, _ = race_of(compiled, ordered, limit=PLAIN)
+    train(race, 5)
+    race.begin_shape()
     with pytest.raises(InfeasibleBudgetError):
-        choice.run(batch_of(0, 10 * SIZE))
+        race.run(batch_of(0, 10 * SIZE))
     assert ordered.traced == []
 
 
 def test_a_given_plan_finds_its_backend_and_is_not_questioned():
     plan = plan_problem(chain_problem(SIZE), TIGHT, FakeBackend(), solver="greedy")
     compiled, ordered = Compiled(layers=9), FakeBackend()
-    choice, _ = choice_of(compiled, ordered, plan=plan)
-    train(choice, 10)
-    assert choice.backend is ordered
-    assert choice.plan.solution.schedule == plan.solution.schedule
+    race, _ = race_of(compiled, ordered, plan=plan)
+    train(race, 10)
+    assert race.trainer.backend is ordered
+    assert race.trainer.plan.solution.schedule == plan.solution.schedule
     compiled, ordered = Compiled(), FakeBackend()
-    choice, _ = choice_of(compiled, ordered, plan=plan)
-    train(choice, 10)
-    assert choice.backend is compiled
+    race, _ = race_of(compiled, ordered, plan=plan)
+    train(race, 10)
+    assert race.trainer.backend is compiled
     assert ordered.traced == []
-    choice, _ = choice_of(Compiled(layers=9), FakeBackend(layers=9), plan=plan)
+    race, _ = race_of(Compiled(layers=9), FakeBackend(layers=9), plan=plan)
     with pytest.raises(PlanMismatchError):
-        train(choice, 1)
+        train(race, 1)

@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-from fake_backend import FakeBackend, batch_of, store_all_peak, tuner_on
+from fake_backend import FakeBackend, batch_of, store_all_peak, trainer_on
 
 from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.reporting.fit_report import AutotuneReport
-from keras_remat.training.baseline import PredictedBaseline
+from keras_remat.training.baseline import Baseline
 
 SIZE = 100
 TIGHT = int(store_all_peak(SIZE) * 0.7)
@@ -15,17 +15,17 @@ TIGHT = int(store_all_peak(SIZE) * 0.7)
 
 def test_the_baseline_of_a_fit_follows_the_steps_of_the_epoch():
     backend = FakeBackend(slowness=1.0)
-    tuner, report = tuner_on(
+    trainer, report = trainer_on(
         backend, TunerOptions(memory_limit=TIGHT, solver="greedy", margin=0.0, profile_steps=2)
     )
 
     def epoch(steps=12):
-        tuner.epoch_begins()
+        trainer.epoch_begins()
         for step in range(steps):
-            tuner.run(batch_of(step * SIZE, SIZE))
+            trainer.run(batch_of(step * SIZE, SIZE))
 
     epoch()
-    assert tuner.settled
+    assert trainer.settled
     assert report.baseline_source == "predicted"
     assert report.baseline.time_s == pytest.approx(16.0)
     backend.slowness = 2.0  # the machine has something else to do
@@ -41,22 +41,22 @@ def test_long_plain_steps_are_measured_more_often_where_larger_ones_will_follow(
     slowness, grows, steps
 ):
     backend = FakeBackend(slowness=slowness)
-    tuner, report = tuner_on(backend, TunerOptions(memory_limit=None, profile_steps=2))
+    trainer, report = trainer_on(backend, TunerOptions(memory_limit=None, profile_steps=2))
     for step in range(12):
         assert (report.baseline is not None) == (step >= 3)
-        assert tuner.settled == (step >= steps)
-        tuner.run(batch_of(step * SIZE, SIZE), may_split=grows)
+        assert trainer.settled == (step >= steps)
+        trainer.run(batch_of(step * SIZE, SIZE), may_split=grows)
     assert report.baseline.time_s == pytest.approx(16.0 * slowness)
 
 
 def test_the_prediction_follows_the_steps():
     report = AutotuneReport()
-    baseline = PredictedBaseline(report)
+    baseline = Baseline(report)
     plan = SimpleNamespace(
         store_all=SimpleNamespace(time_s=3.0, peak_bytes=7),
         predicted=SimpleNamespace(time_s=4.0, peak_bytes=5),
     )
-    baseline.begin(plan, 10, 1.0)
+    baseline.predict(plan, 10, 1.0)
     assert (report.baseline.time_s, report.baseline.peak_bytes) == (0.75, 7)
     assert (report.baseline_batch_size, report.baseline_source) == (10, "predicted")
     for seconds in (2.0, 4.0, 100.0):
@@ -66,6 +66,6 @@ def test_the_prediction_follows_the_steps():
     assert report.baseline.time_s == 3.0
     baseline.step(8.0)
     assert report.baseline.time_s == 6.0
-    baseline.begin(plan, 20, 1.0)
+    baseline.predict(plan, 20, 1.0)
     assert report.baseline.time_s == 0.75
     assert report.baseline_batch_size == 20

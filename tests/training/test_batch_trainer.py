@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from fake_backend import FakeBackend, batch_of, event_kinds, store_all_peak, tuner_on
+from fake_backend import FakeBackend, batch_of, event_kinds, race_on, store_all_peak
 
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning.fit_plans import TunerOptions
@@ -27,6 +27,7 @@ class FakeSteps:
         self.fits, self.settle_after, self.peak_bytes = fits, settle_after, peak_bytes
         self.trained, self.events, self.forgotten = [], [], 0
         self._of_shape = 0
+        self.trainer = self.fit = self
 
     micro_batches, plan = 1, None
 
@@ -46,7 +47,7 @@ class FakeSteps:
     def settled_peak_bytes(self):
         return self.peak_bytes(len(self.trained[-1])) if self.settled else None
 
-    def forget_main(self, expected=None, costs=None):
+    def begin_shape(self, expected=None, costs=None):
         self.forgotten, self._of_shape = self.forgotten + 1, 0
 
     def event(self, kind, message):
@@ -179,11 +180,11 @@ def test_one_sample_over_the_limit_is_not_stepped_down_for_ever():
 
 def on_tuner(backend, batch_size, limit, *, samples=None):
     options = TunerOptions(limit, "greedy", 5.0, 2, 0.0)
-    tuner, report = tuner_on(backend, options)
+    race, report = race_on(backend, options=options)
     changes = []
     trainer = BatchTrainer(
         None,
-        tuner,
+        race,
         report,
         batch_size,
         lambda loader: samples,

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from keras_remat.core.schedule import Usage
-from keras_remat.training.undo import StepGuard, StepOutOfMemoryError
+from keras_remat.training.undo import OutOfMemory, StepGuard, Trained
+
+BATCH = 3
 
 
-class OutOfMemory(Exception):
+class RanOut(Exception):
     pass
 
 
@@ -20,6 +22,7 @@ class Device:
 
     def __init__(self, copy_s=0.0, step_s=1.0):
         self.state, self.copies, self.copy_s, self.step_s = [], 0, copy_s, step_s
+        self.waits = 0
 
     def snapshot(self, model):
         time.sleep(self.copy_s)
@@ -27,7 +30,8 @@ class Device:
         before = list(self.state)
         return lambda: self.state.__setitem__(slice(None), before)
 
-    def measure(self, step):
+    def measure(self, step, *, wait=True):
+        self.waits += wait
         return step(), Usage(self.step_s, 7)
 
     @property
@@ -35,11 +39,11 @@ class Device:
         return SimpleNamespace(peak_bytes=lambda: 5)
 
     def is_out_of_memory(self, error):
-        return isinstance(error, OutOfMemory)
+        return isinstance(error, RanOut)
 
 
 def failing(device, error):
-    def step():
+    def step(batch):
         device.state.append("half a step")
         raise error
 
@@ -49,12 +53,13 @@ def failing(device, error):
 def test_guarded_step_is_undone():
     device = Device()
     guard = StepGuard(SimpleNamespace(), device)
-    assert guard.run(lambda: device.state.append(1), guarded=True) == (None, Usage(1.0, 7))
-    with pytest.raises(StepOutOfMemoryError) as caught:
-        guard.run(failing(device, OutOfMemory()), guarded=True)
-    assert device.state == [1]
-    assert caught.value.peak_bytes == 5
-    assert isinstance(caught.value.__cause__, OutOfMemory)
+    outcome = guard.attempt(device.state.append, BATCH, guarded=True)
+    assert outcome == Trained(BATCH, None, Usage(1.0, 7))
+    outcome = guard.attempt(failing(device, RanOut()), BATCH, guarded=True)
+    assert device.state == [BATCH]
+    assert isinstance(outcome, OutOfMemory)
+    assert outcome.peak_bytes == 5
+    assert isinstance(outcome.cause, RanOut)
 
 
 def test_other_errors_and_interrupts_are_not_touched():
@@ -62,25 +67,38 @@ def test_other_errors_and_interrupts_are_not_touched():
     guard = StepGuard(SimpleNamespace(), device)
     for error in (ValueError(), KeyboardInterrupt()):
         with pytest.raises(type(error)):
-            guard.run(failing(device, error), guarded=True)
+            guard.attempt(failing(device, error), BATCH, guarded=True)
     assert device.state == ["half a step"] * 2
 
 
 def test_unguarded_step_is_guarded_all_the_same_where_a_copy_is_cheap():
     device = Device(step_s=60.0)
     guard = StepGuard(SimpleNamespace(), device)
-    guard.run(lambda: None, guarded=True)
-    guard.run(lambda: None, guarded=False)
+    guard.attempt(lambda batch: None, BATCH, guarded=True)
+    guard.attempt(lambda batch: None, BATCH, guarded=False)
     assert device.copies == 2
-    with pytest.raises(StepOutOfMemoryError):
-        guard.run(failing(device, OutOfMemory()), guarded=False)
+    outcome = guard.attempt(failing(device, RanOut()), BATCH, guarded=False)
+    assert isinstance(outcome, OutOfMemory)
     assert device.state == []
 
 
 def test_unguarded_step_whose_copy_is_dear_raises_what_the_framework_raises():
     device = Device(copy_s=0.01, step_s=1e-6)
     guard = StepGuard(SimpleNamespace(), device)
-    guard.run(lambda: None, guarded=True)
-    with pytest.raises(OutOfMemory):
-        guard.run(failing(device, OutOfMemory()), guarded=False)
+    guard.attempt(lambda batch: None, BATCH, guarded=True)
+    with pytest.raises(RanOut):
+        guard.attempt(failing(device, RanOut()), BATCH, guarded=False)
     assert device.copies == 1
+
+
+def test_a_step_that_is_not_timed_is_not_waited_for_and_a_timed_one_waits_for_it_first():
+    device = Device()
+    guard = StepGuard(SimpleNamespace(), device)
+    results = []
+    for timed in (True, False, False, True):
+        outcome = guard.attempt(lambda batch: 5, BATCH, guarded=False, timed=timed)
+        results.append(outcome)
+        device.step_s += 1.0 if timed else 0.5
+    assert [outcome.usage.time_s for outcome in results] == [1.0, 1.0, 1.0, 3.0]
+    assert [outcome.result for outcome in results] == [5] * 4
+    assert device.waits == 3, "twice for a time, once for what was queued before"

@@ -149,8 +149,8 @@ class JaxBackend:
 
     # ---------------------------------------------------------------- the device
 
-    def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
-        return self.device.measure(run)
+    def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
+        return self.device.measure(run, wait=wait)
 
     def snapshot(self, model: Any) -> Callable[[], None]:
         return self.device.snapshot(model)

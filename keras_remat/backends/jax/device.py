@@ -127,14 +127,15 @@ class Device:
         allocator."""
         return True
 
-    def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
-        """Runs once, waits for it, and returns its result with its time (compiling left out) and
+    def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
+        """Runs once, waits for it or not, and returns its result with its time (compiling left out) and
         the peak."""
         self._expected_peak_bytes, self._compile_s = self.in_use_bytes(), 0.0
         before = device_statistic("peak_bytes_in_use")
         started = time.perf_counter()
         result = run()
-        jax.block_until_ready((result, self.state))
+        if wait:
+            jax.block_until_ready((result, self.state))
         elapsed_s = time.perf_counter() - started
         after = device_statistic("peak_bytes_in_use")
         peak = self._expected_peak_bytes

@@ -85,7 +85,7 @@ def over_any_limit(monkeypatch):
         return 2**40 if planned else 1
 
     monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTuner.usable_bytes", property(bytes_for)
+        "keras_remat.training.step_trainer.StepTrainer.usable_bytes", property(bytes_for)
     )
 
 

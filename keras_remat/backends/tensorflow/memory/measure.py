@@ -162,8 +162,8 @@ def device_memory_bytes() -> int:
     return TensorFlowDevice().total_bytes()
 
 
-def measure(step: Callable[[], Any]) -> tuple[Any, Usage]:
-    """Runs ``step`` once, waits for it, and returns its result with its time and peak.
+def measure(step: Callable[[], Any], *, wait: bool = True) -> tuple[Any, Usage]:
+    """Runs ``step`` once, waits for it or not, and returns its result with its time and peak.
 
     The allocator's peak statistic is reset before. Without statistics the peak is 0.
     """
@@ -171,7 +171,8 @@ def measure(step: Callable[[], Any]) -> tuple[Any, Usage]:
     started = time.perf_counter()
     with tf.profiler.experimental.Trace(MEASURED_STEP):
         result = step()
-        synchronize(result)
+        if wait:
+            synchronize(result)
     elapsed = time.perf_counter() - started
     return result, Usage(elapsed, peak_bytes())
 

@@ -118,8 +118,8 @@ class TensorFlowBackend:
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
         return lowering.lower(traced, problem, schedule, ordering.SMALL_BYTES)
 
-    def measure(self, run: Callable[[], Result]) -> tuple[Result, Usage]:
-        return measure.measure(run)
+    def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
+        return measure.measure(run, wait=wait)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return exhausted.is_out_of_memory(error)

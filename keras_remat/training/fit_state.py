@@ -1,0 +1,104 @@
+"""Holds what all steps of one ``fit`` share, whichever backend runs them."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from keras_remat.backends.base import Installed
+from keras_remat.core.events import EventKind
+from keras_remat.core.schedule import Usage
+from keras_remat.reporting.fit_report import AutotuneReport, Event
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StepCounter:
+    """What the steps since the last :meth:`FitState.take_counter` came to."""
+
+    samples: int = 0
+    steps: int = 0
+    step_time_s: float = 0.0
+    planning_time_s: float = 0.0
+    peak_bytes: int = 0
+
+
+class FitState:
+    """The report, the counters and the train function of one ``fit``.
+
+    Args:
+        model: compiled, inside ``fit``.
+        report: gets the events and the baseline.
+        progress: ``progress(text)`` as a context manager around everything that takes long.
+        installed: the train function that asks for every batch.
+
+    Attributes:
+        model, report, progress, installed: as given.
+        steps_run: how many steps this ``fit`` has trained.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        report: AutotuneReport,
+        progress: Callable[[str], Any],
+        installed: Installed,
+    ):
+        self.model, self.report = model, report
+        self.progress, self.installed = progress, installed
+        self.steps_run = 0
+        self._counter = StepCounter()
+        self._is_planning = False
+
+    def run_plain(self, batch: Any) -> Any:
+        """Runs Keras's own step on a batch."""
+        return self.installed.run_plain(batch)
+
+    def count(self, samples: int, usage: Usage) -> None:
+        """Counts a step that was trained."""
+        self.steps_run += 1
+        self._counter.samples += samples
+        self._counter.steps += 1
+        self._counter.step_time_s += usage.time_s
+        self._counter.peak_bytes = max(self._counter.peak_bytes, usage.peak_bytes)
+
+    def take_counter(self) -> StepCounter:
+        """Returns what was counted since the last call and starts again from zero."""
+        counter, self._counter = self._counter, StepCounter()
+        return counter
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Counts what runs inside as planning, once where such contexts are nested."""
+        if self._is_planning:
+            yield
+            return
+        started, self._is_planning = time.perf_counter(), True
+        try:
+            yield
+        finally:
+            self._is_planning = False
+            self._counter.planning_time_s += time.perf_counter() - started
+
+    @contextmanager
+    def long_task(self, text: str) -> Iterator[None]:
+        """Something that takes long and is no training: counted apart, with a progress bar."""
+        with self.planning(), self.progress(text):
+            yield
+
+    def event(self, kind: EventKind, message: str) -> None:
+        """Notes what happened, for the report and the log."""
+        self.report.events.append(Event(self.steps_run, kind, message))
+        logger.info("keras_remat: %s", message)
+
+    def warn(self, kind: EventKind, message: str) -> None:
+        """Notes what happened and warns of it, once."""
+        if all(event.message != message for event in self.report.events):
+            warnings.warn(f"keras_remat: {message}", stacklevel=2)
+            self.event(kind, message)

@@ -1,0 +1,299 @@
+"""Makes the moves that the phase table decides on: each returns how the shape is trained next.
+
+A move that needs a plan raises :class:`~keras_remat.errors.InfeasibleBudgetError` or
+:class:`~keras_remat.errors.ScheduleNotFoundError` where none is found; the driver then asks the
+table for another one (:mod:`keras_remat.training.phases`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from keras_remat.backends.base import Backend
+from keras_remat.core.events import EventKind
+from keras_remat.core.schedule import Usage
+from keras_remat.errors import ScheduleNotFoundError
+from keras_remat.planning.fit_plans import StepPlanner
+from keras_remat.planning.plan import Plan
+from keras_remat.training.first_plan import NOT_FOUND, FirstPlans, Known
+from keras_remat.training.fit_state import FitState
+from keras_remat.training.phases import Move, Phase, Recorded
+from keras_remat.training.shape_state import Costs, PlainShape, PlannedShape, Recording, ShapeState
+from keras_remat.training.undo import Outcome, OutOfMemory
+from keras_remat.units import format_bytes, format_seconds
+
+
+class Moves:
+    """The moves of one backend's steps.
+
+    Args:
+        fit: what all steps share.
+        backend: whose steps they are.
+        planner: makes plans under the limit.
+        first_plans: traces steps and builds them.
+        known: what is known of a shape before it is traced.
+        solver: the one that was asked for.
+    """
+
+    def __init__(
+        self,
+        fit: FitState,
+        backend: Backend,
+        planner: StepPlanner,
+        first_plans: FirstPlans,
+        known: Callable[[ShapeState], Known],
+        solver: str,
+    ):
+        self._fit, self._backend, self._planner = fit, backend, planner
+        self._first_plans, self._known, self._solver = first_plans, known, solver
+        self._by_move: dict[Move, Callable[..., ShapeState]] = {
+            Move.STAY: self._stay,
+            Move.FINISH: self._finish,
+            Move.PLAN: self._plan,
+            Move.START_RECORDER: self._start_recorder,
+            Move.KEEP_PLAN: self._keep_plan,
+            Move.RUN_PLAIN: self._return_to_plain,
+            Move.REPLAN: self._replan,
+            Move.TIGHTEN: self._tighten,
+            Move.SPLIT: self._split,
+            Move.KEEP_SMALLEST: self._keep_smallest,
+            Move.LOWER_LIMIT: self._lower_limit,
+        }
+
+    def make(self, move: Move, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
+        """Returns how the shape is trained after a move.
+
+        Args:
+            move: any but REFUSE.
+            shape: as it is; under a plan, where the move is about one.
+            outcome: what came of the last batch.
+            phase: that the move leads to.
+
+        Raises:
+            InfeasibleBudgetError, ScheduleNotFoundError: no plan was found that it needs.
+        """
+        return self._by_move[move](shape, outcome, phase)
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Makes the limit known to whoever plans and reads the report."""
+        self._planner.limit_bytes = self._fit.report.limit_bytes = limit_bytes
+
+    def costs_of(self, shape: ShapeState, batch: Any) -> Costs:
+        """Returns the costs of a shape's step, which is traced where it was not."""
+        if isinstance(shape, (PlainShape, PlannedShape)):
+            return shape.costs
+        return self._first_plans.trace(batch, self._known(shape))
+
+    def _stay(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
+        return shape
+
+    def _plan(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
+        """Plans for a plain step that measured over the limit.
+
+        It ran in no order and by other ops, which says little about ours: those are planned for as
+        if it had not run.
+        """
+        costs = self.costs_of(shape, outcome.batch)
+        self._fit.event(
+            EventKind.EXCEEDED,
+            f"The plain step of {shape.batch_size} samples takes {format_bytes(shape.peak_bytes)} "
+            f"measured ({format_bytes(self._first_plans.plain_peak_bytes(costs))} predicted), over "
+            f"{format_bytes(self._planner.limit_bytes)}: planning.",
+        )
+        measured = costs.problem.profile.source == "measured"
+        make = self._planner.best if measured else self._planner.quick
+        with self._fit.progress("planning"):
+            plan = make(costs.problem, shape.batch_size)
+        return self._first_plans.lowered(shape, costs, plan, phase)
+
+    def _start_recorder(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+        return shape.recording(self._backend.recorder(), phase)
+
+    def end_recording(self, shape: Recording) -> Recording:
+        """Returns the shape with what the recorder has seen of its steps."""
+        with self._fit.long_task("reading the profile"):
+            profile = shape.recorder.stop(shape.run, shape.resident_bytes)
+            if profile is None:
+                return replace(shape, started=False, recorded=Recorded.BLIND)
+            costs = replace(shape.costs, problem=replace(shape.costs.problem, profile=profile))
+            shape = replace(shape, started=False, recorded=Recorded.MEASURED, costs=costs)
+            self._observe(shape)
+            return shape
+
+    def _observe(self, shape: PlannedShape) -> None:
+        """Tells the memory model what the steps of this phase measured."""
+        if self._backend.device.has_statistics and shape.steps:
+            problem, peak = shape.costs.problem, shape.peak_bytes
+            self._backend.memory.observe(problem, shape.schedule, peak)
+
+    def _keep_plan(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+        """Keeps the plan; what it predicts follows the newest profile."""
+        if shape.recorded is not Recorded.MEASURED:
+            why = (
+                "A profiler session is running already"
+                if shape.recorded is Recorded.BUSY
+                else ("The profiler saw too few ops")
+            )
+            self._fit.event(EventKind.PROFILE, f"{why}; the plan stays with estimated op times.")
+        problem = shape.costs.problem
+        now = self._planner.predict(problem, shape.schedule)
+        plan = replace(
+            shape.plan,
+            predicted=now,
+            store_all=self._planner.predict(problem, shape.costs.store_all),
+            profile_source=problem.profile.source,
+        )
+        return replace(shape.planned(shape.run, shape.costs, plan, phase), called=True)
+
+    def _return_to_plain(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+        self._fit.event(
+            EventKind.PLAIN,
+            "By what was measured the plain step needs "
+            f"{format_bytes(self._first_plans.plain_peak_bytes(shape.costs))}, within "
+            f"{format_bytes(self._planner.usable_bytes)}: it comes back.",
+        )
+        return shape.plainly(self._fit.run_plain, shape.costs, phase)
+
+    def _replan(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+        """Plans again from the measured profile, or keeps the plan where it is as good."""
+        costs = shape.costs
+        try:
+            with self._fit.progress("solving for the schedule"):
+                plan = self._planner.best(costs.problem, shape.batch_size, shape.schedule)
+        except NOT_FOUND as error:
+            self._fit.event(EventKind.KEPT, f"The plan that is running stays: {error}")
+            raise
+        now = self._planner.predict(costs.problem, shape.schedule)
+        fits = now.peak_bytes <= self._planner.usable_bytes
+        if fits and plan.predicted.time_s >= now.time_s:
+            return self._keep_plan(shape, outcome, phase)
+        self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")
+        return self._first_plans.lowered(shape, costs, plan, phase)
+
+    def _tighten(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+        """Plans again for what the measured peak was too much."""
+        peak = shape.peak_bytes
+        over = peak - self._planner.usable_bytes
+        self._fit.event(
+            EventKind.TIGHTEN,
+            f"Measured peak {format_bytes(peak)} is over the limit of "
+            f"{format_bytes(self._planner.limit_bytes)} ({format_bytes(shape.plan.predicted.peak_bytes)} "
+            f"predicted): planning again for {format_bytes(over)} less.",
+        )
+        costs = shape.costs
+        self._observe(shape)
+        needed = self._planner.predict(costs.problem, shape.schedule).peak_bytes
+        with self._fit.progress("solving for the schedule"):
+            plan = self._planner.nearest(costs.problem, shape.batch_size, needed)
+        tried = shape.over_limit()
+        if any(plan.solution.schedule == other.schedule for other in tried):
+            floor = costs.problem.floor_bytes
+            raise ScheduleNotFoundError(
+                self._planner.usable_bytes, floor, peak, solver=self._solver
+            )
+        self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")
+        shape = replace(shape, over_limit_plans=tried)
+        return self._first_plans.lowered(shape, costs, plan, phase)
+
+    def _split(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
+        """Trains the batch in micro-batches, or in more of them."""
+        costs = self.costs_of(shape, outcome.batch)
+        floor, peak = costs.problem.floor_bytes, shape.peak_bytes or None
+        too_large = ScheduleNotFoundError(
+            self._planner.usable_bytes, floor, peak, solver=self._solver
+        )
+        plan, split = self._first_plans.split(shape, costs.micro_batches, outcome.batch, too_large)
+        if isinstance(shape, PlannedShape) and shape.steps:
+            shape = replace(shape, over_limit_plans=shape.over_limit())
+        if shape.recorded is not Recorded.BLIND:
+            shape = replace(shape, recorded=Recorded.NONE)
+        return self._first_plans.lowered(shape, split, plan, phase)
+
+    def _keep_smallest(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
+        """Goes on with the step that measured least of those over the limit."""
+        kept = min((*shape.over_limit_plans, shape), key=lambda other: other.peak_bytes)
+        message = (
+            f"The step of {shape.batch_size} samples takes {format_bytes(kept.peak_bytes)} "
+            f"measured, over the limit of {format_bytes(self._planner.limit_bytes)}; no schedule that takes "
+            "less was found. Training goes on with it."
+        )
+        self._fit.warn(EventKind.OVER_LIMIT, message)
+        return self._finish(replace(kept, tries=shape.tries), outcome, phase)
+
+    def _finish(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
+        """Goes on with what was measured."""
+        usage = shape.measured
+        if isinstance(shape, PlannedShape):
+            return self._finish_plan(shape, usage, phase)
+        if usage.peak_bytes <= self._planner.limit_bytes:
+            self._fit.event(
+                EventKind.FITS,
+                f"The plain step of {shape.batch_size} samples takes "
+                f"{format_bytes(usage.peak_bytes)} measured, within "
+                f"{format_bytes(self._planner.limit_bytes)}: nothing is changed.",
+            )
+        return replace(shape, phase=phase, steps=(usage,))
+
+    def _finish_plan(self, shape: PlannedShape, usage: Usage, phase: Phase) -> ShapeState:
+        """Goes on with a plan; what it measured is the plan's, where peaks can be measured."""
+        plan, predicted = shape.plan, format_bytes(shape.plan.predicted.peak_bytes)
+        peak = f"{predicted} predicted"
+        if self._backend.device.has_statistics:
+            plan = replace(plan, measured=usage)
+            where = "within" if usage.peak_bytes <= self._planner.limit_bytes else "STILL OVER"
+            peak = (
+                f"{format_bytes(usage.peak_bytes)} measured ({peak}), {where} the limit of "
+                f"{format_bytes(self._planner.limit_bytes)}"
+            )
+        shape = replace(shape, plan=plan, phase=phase, steps=(usage,))
+        self._keep_in_cache(plan, shape)
+        self._fit.event(
+            EventKind.MEASURED,
+            f"Step of {shape.batch_size} samples: {peak}; {format_seconds(usage.time_s)} measured.",
+        )
+        return shape
+
+    def _keep_in_cache(self, plan: Plan, shape: PlannedShape) -> None:
+        try:
+            self._planner.keep(plan, shape.costs.problem.graph)
+        except OSError as error:
+            self._fit.warn(EventKind.CACHE, f"Plans cannot be kept: {error}")
+
+    def _lower_limit(self, shape: ShapeState, outcome: OutOfMemory, phase: Phase) -> ShapeState:
+        """Plans for what the device had when the step failed."""
+        costs = self.costs_of(shape, outcome.batch)
+        problem, before = costs.problem, self._planner.limit_bytes
+        schedule = shape.schedule if isinstance(shape, PlannedShape) else costs.store_all
+        predicted = self._planner.predict(problem, schedule).peak_bytes
+        self._fit.event(
+            EventKind.OUT_OF_MEMORY,
+            f"The step of {shape.batch_size} samples ({format_bytes(predicted)} predicted) ran out "
+            f"of memory with {format_bytes(outcome.peak_bytes)} in use; what it had changed was "
+            "put back, and its batch is trained again under a tighter plan.",
+        )
+        self.set_limit(max(1, min(before, predicted - 1, outcome.peak_bytes)))
+        with self._fit.progress("solving for the schedule"):
+            plan = self._planner.nearest(problem, shape.batch_size, predicted)
+        if plan.predicted.peak_bytes > self._planner.usable_bytes:
+            # out of reach; all that is known for certain is what was too much
+            self.set_limit(min(before, predicted - 1))
+        self._fit.event(
+            EventKind.SWAP,
+            f"The limit is {format_bytes(self._planner.limit_bytes)} from here on. {plan}",
+        )
+        return self._first_plans.lowered(shape, costs, plan, phase)
+
+    def refusal(self, shape: ShapeState, outcome: Any, failure: Exception | None) -> Exception:
+        """Returns the error of a batch that cannot be trained; its cause is the framework's."""
+        if failure is None:
+            costs = self.costs_of(shape, outcome.batch)
+            failure = ScheduleNotFoundError(
+                self._planner.limit_bytes, costs.problem.floor_bytes, solver=self._solver
+            )
+        # Keras drops the cause of what fit raises; a note stays
+        what = f"{type(outcome.cause).__name__}: {str(outcome.cause)[:500]}"
+        failure.add_note(f"The device ran out of memory: {what}")
+        failure.__cause__ = outcome.cause
+        return failure

@@ -1,0 +1,243 @@
+"""Decides what follows from a step: a table in which the first row that matches wins.
+
+A batch shape goes through phases. It runs plainly and is measured (PLAIN), or a first plan runs
+once (WARM_UP), is recorded by the profiler (RECORD), and the plan made from that is measured
+(VERIFY), until a step is final and only watched (FINAL). After every step the driver
+(:mod:`keras_remat.training.step_trainer`) states the :class:`Facts`, asks :func:`decide`, and makes
+the move. A move that cannot be made (no plan was found) is noted among the facts, and the table is
+asked again: the row below is what is done instead.
+
+Nothing here knows a backend, a clock or a log. Two things are shown by enumeration in the tests:
+every combination of facts has a row, and every path reaches FINAL or REFUSE. The second holds
+because :class:`Tries` counts every move that could go round in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+#: How often a plan is made again because its measured peak is over the limit.
+MAX_TIGHTENINGS = 3
+#: How often a batch shape may run out of memory before its error is the user's.
+MAX_OUT_OF_MEMORY = 4
+#: Numbers of micro-batches that are tried for a batch that fits under no schedule.
+MICRO_BATCHES = (2, 4, 8)
+
+
+class Phase(Enum):
+    """Says what a batch shape's steps are for."""
+
+    PLAIN = auto()
+    """Keras's own step runs and is measured."""
+    WARM_UP = auto()
+    """A plan from estimated op times runs for the first time."""
+    RECORD = auto()
+    """The profiler records its steps."""
+    VERIFY = auto()
+    """A plan's steps are measured."""
+    FINAL = auto()
+    """Training goes on with this step; its peak is watched."""
+
+
+class Recorded(Enum):
+    """Says what came of recording the step's ops."""
+
+    NONE = auto()
+    """No recording has ended."""
+    BUSY = auto()
+    """It could not start: the user's own profiler session runs."""
+    BLIND = auto()
+    """Too few ops were seen, or this backend can time none."""
+    MEASURED = auto()
+    """There is a measured profile."""
+
+
+class Move(Enum):
+    """Names what the driver does between two steps."""
+
+    STAY = auto()
+    """Nothing changes."""
+    FINISH = auto()
+    """What runs was measured within the limit and is final."""
+    PLAN = auto()
+    """The plain step is over the limit: the first plan is made."""
+    START_RECORDER = auto()
+    """The next steps are recorded."""
+    KEEP_PLAN = auto()
+    """No better plan came of the recording: the running one is measured."""
+    RUN_PLAIN = auto()
+    """By what was measured the plain step fits: it takes over."""
+    REPLAN = auto()
+    """The plan is made again, from the measured profile."""
+    TIGHTEN = auto()
+    """The plan is made again, for what its measured peak was too much."""
+    SPLIT = auto()
+    """The batch is trained in micro-batches, or in more of them."""
+    KEEP_SMALLEST = auto()
+    """Of the steps that measured over the limit, the smallest is final."""
+    LOWER_LIMIT = auto()
+    """The device has less than was thought: a plan is made for what it has."""
+    REFUSE = auto()
+    """The batch cannot be trained: its error is the user's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """States all that the next move depends on.
+
+    Args:
+        phase: of the batch shape.
+        enough_steps: whether as many steps of the phase were measured as are wanted.
+        over_limit: whether a measured step took more than the limit.
+        attempts_left: whether the plan may be made again for such a reason once more.
+        may_split: whether the batch may be trained in (more) micro-batches.
+        runs_a_plan: whether a plan runs, and not Keras's own step.
+        plain_fits: whether Keras's own step is predicted to fit.
+        plain_ruled_out: whether Keras's own step is known not to fit, whatever is predicted.
+        recorded: what came of recording.
+        out_of_memory: whether the step ran out of memory and was undone.
+        failed: moves that were decided on after this step and could not be made.
+    """
+
+    phase: Phase
+    enough_steps: bool = False
+    over_limit: bool = False
+    attempts_left: bool = True
+    may_split: bool = False
+    runs_a_plan: bool = True
+    plain_fits: bool = False
+    plain_ruled_out: bool = False
+    recorded: Recorded = Recorded.NONE
+    out_of_memory: bool = False
+    failed: frozenset[Move] = frozenset()
+
+
+#: Moves that may turn out not to be possible, because no plan is found.
+FALLIBLE = frozenset({Move.PLAN, Move.REPLAN, Move.TIGHTEN, Move.SPLIT, Move.LOWER_LIMIT})
+
+
+@dataclass(frozen=True)
+class Row:
+    """Holds one row of the table: from this phase, where these facts are so, that move is made.
+
+    Args:
+        before: the phase it is about; ``None`` stands for every phase.
+        facts: name of a fact → what it has to be.
+        move: what is done.
+        after: the phase it leads to; ``None`` stands for the first phase of a new plan.
+    """
+
+    before: Phase | None
+    facts: Mapping[str, object]
+    move: Move
+    after: Phase | None
+
+    def matches(self, facts: Facts) -> bool:
+        """Returns whether the facts are so and the move was not found impossible."""
+        return (
+            self.before in (None, facts.phase)
+            and self.move not in facts.failed
+            and all(getattr(facts, name) == value for name, value in self.facts.items())
+        )
+
+
+_OVER, _OOM, _MEASURED = (
+    {"over_limit": True}, {"out_of_memory": True}, {"recorded": Recorded.MEASURED},
+)  # fmt: skip
+
+TABLE: tuple[Row, ...] = (
+    # whatever the phase, a step that ran out of memory comes first
+    Row(None, {**_OOM, "attempts_left": True}, Move.LOWER_LIMIT, None),
+    Row(None, {**_OOM, "may_split": True}, Move.SPLIT, None),
+    Row(None, _OOM, Move.REFUSE, Phase.FINAL),
+    Row(Phase.PLAIN, _OVER, Move.PLAN, None),
+    Row(Phase.PLAIN, {**_OVER, "may_split": True}, Move.SPLIT, None),
+    Row(Phase.PLAIN, _OVER, Move.KEEP_SMALLEST, Phase.FINAL),
+    Row(Phase.PLAIN, {"enough_steps": True}, Move.FINISH, Phase.FINAL),
+    Row(Phase.PLAIN, {}, Move.STAY, Phase.PLAIN),
+    Row(Phase.WARM_UP, {}, Move.START_RECORDER, Phase.RECORD),
+    Row(Phase.RECORD, {"recorded": Recorded.NONE}, Move.STAY, Phase.RECORD),
+    Row(
+        Phase.RECORD, {**_MEASURED, "plain_fits": True, "plain_ruled_out": False},
+        Move.RUN_PLAIN, Phase.PLAIN,
+    ),
+    Row(Phase.RECORD, _MEASURED, Move.REPLAN, Phase.VERIFY),
+    Row(Phase.RECORD, {}, Move.KEEP_PLAN, Phase.VERIFY),
+    Row(Phase.VERIFY, {**_OVER, "attempts_left": True}, Move.TIGHTEN, Phase.VERIFY),
+    Row(Phase.VERIFY, {**_OVER, "may_split": True}, Move.SPLIT, None),
+    Row(Phase.VERIFY, _OVER, Move.KEEP_SMALLEST, Phase.FINAL),
+    Row(Phase.VERIFY, {"enough_steps": True}, Move.FINISH, Phase.FINAL),
+    Row(Phase.VERIFY, {}, Move.STAY, Phase.VERIFY),
+    # what shares the allocator with a final step changes as training goes on
+    Row(
+        Phase.FINAL, {**_OVER, "runs_a_plan": True, "attempts_left": True},
+        Move.TIGHTEN, Phase.VERIFY,
+    ),
+    Row(Phase.FINAL, {**_OVER, "runs_a_plan": False, "plain_ruled_out": False}, Move.PLAN, None),
+    Row(Phase.FINAL, {}, Move.STAY, Phase.FINAL),
+)  # fmt: skip
+
+
+def decide(facts: Facts) -> tuple[Move, Phase]:
+    """Returns the move that the facts ask for, and the phase it leads to.
+
+    Raises:
+        LookupError: a move is said to have failed that cannot fail.
+
+    Example:
+        >>> decide(Facts(phase=Phase.VERIFY, over_limit=True))
+        (<Move.TIGHTEN: 8>, <Phase.VERIFY: 4>)
+    """
+    for row in TABLE:
+        if row.matches(facts):
+            return row.move, row.after or _first_phase(row.move, facts.recorded)
+    raise LookupError(f"no row for {facts}")
+
+
+def _first_phase(move: Move, recorded: Recorded) -> Phase:
+    """Returns the first phase of a new plan: what was not recorded yet is, where it can be."""
+    # a split step is another graph: what was recorded before tells nothing of it
+    known = (Recorded.BLIND,) if move is Move.SPLIT else tuple(set(Recorded) - {Recorded.NONE})
+    return Phase.VERIFY if recorded in known else Phase.WARM_UP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tries:
+    """Counts what was tried for a batch shape, so that every path ends.
+
+    Args:
+        tightenings: how often the plan was made again since the batch was last split.
+        out_of_memory: how often a step ran out of memory.
+        splits: how many numbers of micro-batches were tried.
+        plain_ruled_out: whether Keras's own step is known not to fit.
+    """
+
+    tightenings: int = 0
+    out_of_memory: int = 0
+    splits: int = 0
+    plain_ruled_out: bool = False
+
+    def attempts_left(self, *, out_of_memory: bool) -> bool:
+        """Returns whether a plan may be made once more for what was too much."""
+        if out_of_memory:
+            return self.out_of_memory < MAX_OUT_OF_MEMORY
+        return self.tightenings < MAX_TIGHTENINGS
+
+    @property
+    def splits_left(self) -> bool:
+        """Whether there is a number of micro-batches that was not tried."""
+        return self.splits < len(MICRO_BATCHES)
+
+    def after(self, move: Move) -> Tries:
+        """Returns the counts after a move, made or found impossible."""
+        if move is Move.TIGHTEN:
+            return replace(self, tightenings=self.tightenings + 1)
+        if move is Move.LOWER_LIMIT:
+            return replace(self, out_of_memory=self.out_of_memory + 1, plain_ruled_out=True)
+        if move is Move.SPLIT:
+            return replace(self, splits=self.splits + 1, tightenings=0, plain_ruled_out=True)
+        if move is Move.KEEP_SMALLEST:
+            return replace(self, tightenings=MAX_TIGHTENINGS, plain_ruled_out=True)
+        return replace(self, plain_ruled_out=True) if move is Move.PLAN else self

@@ -1,0 +1,186 @@
+"""Records of how batches of one shape are trained; one frozen record for every kind of step.
+
+The driver (:mod:`keras_remat.training.step_trainer`) replaces a shape's record after every step. A
+record holds just what its kind of step has: a planned step has a plan and costs, a recorded one a
+recorder, and Keras's own step may run without ever having been traced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from operator import gt
+from statistics import median
+from typing import Any, Self
+
+from keras_remat.backends.base import ProfileRecorder, RunStep, TracedStep
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.planning.plan import Plan
+from keras_remat.training.phases import Phase, Recorded, Tries
+
+#: The shape and the name of the dtype of every array of a batch; ``None`` stays ``None``.
+Signature = tuple[tuple[tuple[int, ...], str] | None, ...]
+
+
+def signature_of(batch: Any) -> Signature:
+    """Returns what batches that are trained by one step have in common."""
+    import keras
+
+    return tuple(
+        None if leaf is None else (tuple(leaf.shape), getattr(leaf.dtype, "name", str(leaf.dtype)))
+        for leaf in keras.tree.flatten(batch)
+    )
+
+
+def is_within(small: Signature, large: Signature) -> bool:
+    """Returns whether no array of a batch is larger than that of another one of the same kind."""
+    if len(small) != len(large):
+        return False
+    for a, b in zip(small, large, strict=True):
+        if a is None or b is None:
+            if a != b:
+                return False
+        elif a[1] != b[1] or len(a[0]) != len(b[0]) or any(map(gt, a[0], b[0])):
+            return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What the traced step of a batch shape costs.
+
+    Args:
+        traced: the step.
+        problem: its graph and profile.
+        micro_batches: how many pieces it trains its batch in.
+    """
+
+    traced: TracedStep
+    problem: Problem
+    micro_batches: int = 1
+
+    @property
+    def store_all(self) -> Schedule:
+        """The schedule without recomputation."""
+        return Schedule.store_all(self.problem.graph)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeState:
+    """How batches of one shape are trained: by Keras's own step, which was not traced for it.
+
+    Args:
+        signature: shapes and dtypes of a batch.
+        batch_size: samples of a batch.
+        run: trains a batch.
+        phase: what its steps are for.
+        may_split: whether the size of a step is not given, so that a batch may be split.
+        tries: what was tried for the shape.
+        recorded: what came of recording its ops.
+        called: whether ``run`` has had its first call, which is slower and larger than others.
+        steps: what the later calls in this phase measured; of a final step, the last one.
+        resident_bytes: the most in use between two of its steps.
+        over_limit_plans: the records of steps that measured over the limit.
+    """
+
+    signature: Signature
+    batch_size: int
+    run: RunStep
+    phase: Phase
+    may_split: bool = False
+    tries: Tries = field(default_factory=Tries)
+    recorded: Recorded = Recorded.NONE
+    called: bool = False
+    steps: tuple[Usage, ...] = ()
+    resident_bytes: int = 0
+    over_limit_plans: tuple[PlannedShape, ...] = ()
+
+    @property
+    def measured(self) -> Usage:
+        """The median time and the largest peak of :attr:`steps`, of which there must be one."""
+        return Usage(
+            median(step.time_s for step in self.steps), max(step.peak_bytes for step in self.steps)
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak of :attr:`steps`; 0 before there is one."""
+        return max((step.peak_bytes for step in self.steps), default=0)
+
+    def after_step(self, usage: Usage, bytes_in_use: int) -> Self:
+        """Returns the record after one more call of ``run``; its first one tells nothing."""
+        if not self.called:
+            return replace(self, called=True)
+        steps = (usage,) if self.phase is Phase.FINAL else (*self.steps, usage)
+        resident = max(self.resident_bytes, bytes_in_use)
+        return replace(self, steps=steps, resident_bytes=resident)
+
+    def plainly(self, run: RunStep, costs: Costs, phase: Phase) -> PlainShape:
+        """Returns the record of Keras's own step, traced."""
+        return PlainShape(**(_carried(self) | {"run": run, "phase": phase}), costs=costs)
+
+    def planned(self, run: RunStep, costs: Costs, plan: Plan, phase: Phase) -> PlannedShape:
+        """Returns the record of a new plan's step."""
+        changes = {"run": run, "phase": phase}
+        return PlannedShape(**(_carried(self) | changes), costs=costs, plan=plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainShape(ShapeState):
+    """How batches of one shape are trained: by Keras's own step, whose costs are known.
+
+    Args:
+        costs: of the step.
+    """
+
+    costs: Costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedShape(ShapeState):
+    """How batches of one shape are trained: under a plan.
+
+    Args:
+        costs: of the step.
+        plan: whose schedule runs.
+    """
+
+    costs: Costs
+    plan: Plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs."""
+        return self.plan.solution.schedule
+
+    def over_limit(self) -> tuple[PlannedShape, ...]:
+        """Returns the records of all steps that measured over the limit, this one the last."""
+        return (*self.over_limit_plans, replace(self, over_limit_plans=()))
+
+    def recording(self, recorder: ProfileRecorder, phase: Phase) -> Recording:
+        """Returns the record of steps that are recorded from the next one on."""
+        carried = _carried(self) | {"run": self.run, "phase": phase, "called": self.called}
+        return Recording(**carried, costs=self.costs, plan=self.plan, recorder=recorder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording(PlannedShape):
+    """How batches of one shape are trained: under a plan whose steps are recorded.
+
+    Args:
+        recorder: records them.
+        started: whether it is recording.
+    """
+
+    recorder: ProfileRecorder
+    started: bool = False
+
+
+_CARRIED = (
+    "signature", "batch_size", "may_split", "tries", "recorded", "resident_bytes", "over_limit_plans",
+)  # fmt: skip
+
+
+def _carried(shape: ShapeState) -> dict[str, Any]:
+    """Returns what a shape keeps whatever step it is trained by."""
+    return {name: getattr(shape, name) for name in _CARRIED}

@@ -1,0 +1,129 @@
+"""What is traced is the step that will run: with its slots, whatever Keras has built so far."""
+
+import keras
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
+
+import keras_remat  # noqa: E402
+from keras_remat.backends.tensorflow.graph import trace as tracing  # noqa: E402
+
+WIDTH = 64
+WEIGHTS_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def dense():
+    return keras.layers.Dense(WIDTH)
+
+
+def functional():
+    model = keras.Sequential([keras.Input((WIDTH,)), dense()])
+    model.compile("adam", "mse")
+    return model
+
+
+def unbuilt():
+    class Subclass(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = dense()
+
+        def call(self, x):
+            return self.layer(x)
+
+    model = Subclass()
+    model.compile("adam", "mse")
+    return model
+
+
+def with_an_optimizer_of_its_own():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.own = dense(), keras.optimizers.Adam()
+            self.layer.build((None, WIDTH))
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.layer(x) - y) ** 2)
+            self.own.apply(
+                tape.gradient(loss, self.layer.trainable_variables), self.layer.trainable_variables
+            )
+            return {"loss": loss}
+
+    model = Own()
+    model.compile()
+    return model
+
+
+@pytest.mark.parametrize("make", [functional, unbuilt, with_an_optimizer_of_its_own])
+def test_slots_are_in_the_first_prediction(make):
+    model, data = make(), np.zeros((8, WIDTH), "float32")
+    remat = keras_remat.RematAutotune("8GiB", "keep", verbose=0)
+    model.fit(data, data, batch_size=8, verbose=0, callbacks=[remat])
+    traced, _ = remat._tuner.trainer.reference_costs()
+    assert traced.resident_bytes >= 3 * WEIGHTS_BYTES
+
+
+def test_an_interrupt_while_tracing_leaves_an_optimizer_that_can_be_used(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    model, data = functional(), np.ones((8, WIDTH), "float32")
+    with monkeypatch.context() as patch:
+        patch.setattr(tracing, "trace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(data, data, verbose=0, callbacks=[keras_remat.RematAutotune("8GiB", "keep")])
+    shapes = {tuple(v.shape) for v in model.optimizer.variables}
+    assert shapes == {(), (WIDTH,), (WIDTH, WIDTH)}
+    model.fit(data, data, verbose=0)
+
+
+class Noisy(keras.Model):
+    """Draws a number in every step by a kernel that keeps its state, and shows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = dense()
+        self.layer.build((None, WIDTH))
+
+    def call(self, x):
+        return self.layer(x)
+
+    def train_step(self, data):
+        noise = tf.random.normal(())
+        return super().train_step(data) | {"noise": noise}
+
+
+class Seen(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.noise = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.noise.append(float(logs["noise"]))
+
+
+def test_random_numbers_do_not_repeat_where_a_swap_would_lose_their_state(monkeypatch):
+    monkeypatch.setattr(
+        "keras_remat.training.step_trainer.StepTrainer.usable_bytes", property(lambda trainer: -1)
+    )
+
+    def noise(*callbacks):
+        keras.utils.set_random_seed(0)
+        model, seen = Noisy(), Seen()
+        model.compile("adam", "mse")
+        data = np.zeros((64, WIDTH), "float32")
+        model.fit(data, data, batch_size=8, verbose=0, callbacks=[*callbacks, seen])
+        return seen.noise
+
+    remat = keras_remat.RematAutotune("8GiB", "keep", verbose=0)
+    with pytest.warns(UserWarning, match="RandomStandardNormal") as warned:
+        ours = noise(remat)
+    assert sum("RandomStandardNormal" in str(w.message) for w in warned) == 1
+    assert len(set(ours[1:])) == len(ours[1:]) == 7
+    assert remat.report.events[-1].kind == "unmodified"

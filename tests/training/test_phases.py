@@ -1,0 +1,169 @@
+"""The table decides every combination of facts, and every path through it ends."""
+
+from dataclasses import fields, replace
+from itertools import chain, combinations, product
+
+import pytest
+
+from keras_remat.training.phases import (
+    FALLIBLE,
+    MAX_OUT_OF_MEMORY,
+    MAX_TIGHTENINGS,
+    MICRO_BATCHES,
+    TABLE,
+    Facts,
+    Move,
+    Phase,
+    Recorded,
+    Tries,
+    decide,
+)
+
+FAILURES = [
+    frozenset(moves)
+    for moves in chain.from_iterable(combinations(FALLIBLE, n) for n in range(len(FALLIBLE) + 1))
+]
+VALUES = {"phase": Phase, "recorded": Recorded, "failed": FAILURES}
+
+
+def all_facts():
+    names = [field.name for field in fields(Facts)]
+    for values in product(*(VALUES.get(name, (False, True)) for name in names)):
+        yield Facts(**dict(zip(names, values, strict=True)))
+
+
+def test_every_combination_of_facts_has_a_row_and_every_row_is_needed():
+    used = set()
+    for facts in all_facts():
+        move, phase = decide(facts)
+        used.add(next(at for at, row in enumerate(TABLE) if row.matches(facts)))
+        assert move not in facts.failed
+        assert (move is Move.REFUSE) <= facts.out_of_memory
+        assert phase is not Phase.RECORD or move in (Move.START_RECORDER, Move.STAY)
+        if facts.phase is Phase.FINAL and not facts.over_limit and not facts.out_of_memory:
+            assert (move, phase) == (Move.STAY, Phase.FINAL)
+    assert used == set(range(len(TABLE)))
+
+
+def test_a_move_that_needs_a_plan_comes_only_where_one_runs():
+    needs_plan = {Move.START_RECORDER, Move.KEEP_PLAN, Move.RUN_PLAIN, Move.REPLAN, Move.TIGHTEN}
+    for facts in all_facts():
+        if facts.runs_a_plan == (facts.phase is not Phase.PLAIN) or facts.phase is Phase.FINAL:
+            move, phase = decide(facts)
+            assert facts.runs_a_plan or move not in needs_plan
+            assert move is not Move.STAY or phase is facts.phase
+
+
+def test_a_failed_move_that_cannot_fail_is_refused():
+    with pytest.raises(LookupError):
+        decide(Facts(phase=Phase.FINAL, failed=frozenset({Move.STAY})))
+
+
+def successors(phase, tries, recorded, runs_a_plan):
+    """Whatever the device, the solver and the profiler may do next: yields the states that follow
+    and differ. Steps that change nothing are counted by the driver."""
+    tells = (
+        (Recorded.BUSY, Recorded.BLIND, Recorded.MEASURED) if phase is Phase.RECORD else (recorded,)
+    )
+    for out_of_memory, over, fits, told in product(
+        (False, True), (False, True), (False, True), tells
+    ):
+        facts = Facts(
+            phase=phase,
+            enough_steps=True,
+            over_limit=over,
+            attempts_left=tries.attempts_left(out_of_memory=out_of_memory),
+            may_split=tries.splits_left,
+            runs_a_plan=runs_a_plan,
+            plain_fits=fits,
+            plain_ruled_out=tries.plain_ruled_out,
+            recorded=told,
+            out_of_memory=out_of_memory,
+        )
+        counted = tries
+        while True:
+            move, following = decide(facts)
+            counted = counted.after(move)
+            if move is Move.REFUSE:
+                break
+            plans = move not in (Move.RUN_PLAIN, Move.STAY, Move.FINISH, Move.KEEP_SMALLEST)
+            known = Recorded.NONE if move is Move.SPLIT and told is not Recorded.BLIND else told
+            state = following, counted, known, (runs_a_plan or plans) and move is not Move.RUN_PLAIN
+            if state != (phase, tries, recorded, runs_a_plan):
+                yield state
+            if move not in FALLIBLE:
+                break
+            facts = replace(facts, failed=facts.failed | {move})
+
+
+def test_every_path_ends():
+    """No state comes back to itself, so that only so many moves are made before FINAL stays."""
+    longest = {}
+
+    def moves_from(state, path=()):
+        assert state not in path, f"a circle: {[*path, state]}"
+        if state not in longest:
+            longest[state] = max(
+                (1 + moves_from(following, (*path, state)) for following in successors(*state)),
+                default=0,
+            )
+        return longest[state]
+
+    starts = [
+        (Phase.PLAIN, Tries(), Recorded.NONE, False),
+        (Phase.FINAL, Tries(), Recorded.NONE, False),
+        *((phase, Tries(), Recorded.NONE, True) for phase in (Phase.WARM_UP, Phase.VERIFY)),
+        (Phase.VERIFY, Tries(plain_ruled_out=True), Recorded.BLIND, True),
+    ]
+    bound = (len(MICRO_BATCHES) + 1) * (2 * MAX_TIGHTENINGS + 6) + 4 * MAX_OUT_OF_MEMORY
+    assert max(map(moves_from, starts)) <= bound
+    assert any(state[0] is Phase.FINAL and moves == 0 for state, moves in longest.items())
+
+
+@pytest.mark.parametrize(
+    ("facts", "move", "phase"),
+    [
+        ({"phase": Phase.PLAIN}, Move.STAY, Phase.PLAIN),
+        ({"phase": Phase.PLAIN, "enough_steps": True}, Move.FINISH, Phase.FINAL),
+        ({"phase": Phase.PLAIN, "over_limit": True}, Move.PLAN, Phase.WARM_UP),
+        (
+            {"phase": Phase.PLAIN, "over_limit": True, "recorded": Recorded.MEASURED},
+            Move.PLAN,
+            Phase.VERIFY,
+        ),
+        ({"phase": Phase.WARM_UP, "over_limit": True}, Move.START_RECORDER, Phase.RECORD),
+        ({"phase": Phase.RECORD, "recorded": Recorded.MEASURED}, Move.REPLAN, Phase.VERIFY),
+        ({"phase": Phase.RECORD, "recorded": Recorded.BUSY}, Move.KEEP_PLAN, Phase.VERIFY),
+        (
+            {"phase": Phase.RECORD, "recorded": Recorded.MEASURED, "plain_fits": True},
+            Move.RUN_PLAIN,
+            Phase.PLAIN,
+        ),
+        ({"phase": Phase.VERIFY, "over_limit": True}, Move.TIGHTEN, Phase.VERIFY),
+        (
+            {"phase": Phase.VERIFY, "over_limit": True, "attempts_left": False, "may_split": True},
+            Move.SPLIT,
+            Phase.WARM_UP,
+        ),
+        (
+            {"phase": Phase.VERIFY, "over_limit": True, "attempts_left": False},
+            Move.KEEP_SMALLEST,
+            Phase.FINAL,
+        ),
+        ({"phase": Phase.VERIFY, "enough_steps": True}, Move.FINISH, Phase.FINAL),
+        ({"phase": Phase.FINAL, "over_limit": True}, Move.TIGHTEN, Phase.VERIFY),
+        (
+            {"phase": Phase.FINAL, "over_limit": True, "runs_a_plan": False},
+            Move.PLAN,
+            Phase.WARM_UP,
+        ),
+        ({"phase": Phase.FINAL, "out_of_memory": True}, Move.LOWER_LIMIT, Phase.WARM_UP),
+        (
+            {"phase": Phase.VERIFY, "out_of_memory": True, "attempts_left": False},
+            Move.REFUSE,
+            Phase.FINAL,
+        ),
+    ],
+)
+def test_what_the_table_is_for(facts, move, phase):
+    assert decide(Facts(**facts)) == (move, phase)
