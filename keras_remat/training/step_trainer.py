@@ -214,7 +214,6 @@ class StepTrainer:
         """
         size = batch_size_of(batch)
         self._fit.report.batch_size = self._fit.report.batch_size or size
-        self._moves.set_limit(self._planner.limit_bytes)
         self._tell_what_is_measured()
         shape = ShapeState(
             signature=signature_of(batch),
@@ -229,6 +228,8 @@ class StepTrainer:
             return shape
         known = self._known(shape)
         costs = self._first_plans.trace(batch, known)
+        # the limit is what is left now: on the host, tracing has taken from the same memory
+        self._moves.set_limit(self.limit_bytes)
         given = self._first_plans.given(costs)
         if given is not None:
             return self._first_plans.lowered(shape, costs, given, Phase.VERIFY)
