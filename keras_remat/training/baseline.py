@@ -8,11 +8,15 @@ do not wait for each other.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 from keras_remat.core.schedule import Usage
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.fit_report import AutotuneReport
+from keras_remat.training.phases import Phase
+from keras_remat.training.shape_state import PlainShape, PlannedShape, ShapeState, Signature
 
 #: How many of an epoch's newest steps tell what the plan takes.
 _STEPS = 100
@@ -26,12 +30,43 @@ class Baseline:
 
     Args:
         report: gets the baseline.
+        least_steps: how many plain steps tell what it takes.
+        plain_peak_bytes: asked for the peak of a plain step that was measured.
     """
 
-    def __init__(self, report: AutotuneReport):
-        self._report = report
+    def __init__(
+        self,
+        report: AutotuneReport,
+        least_steps: int,
+        plain_peak_bytes: Callable[[PlainShape], int],
+    ):
+        self._report, self._least_steps = report, least_steps
+        self._plain_peak_bytes = plain_peak_bytes
+        self._shape: Signature | None = None  # of the one that the baseline is told from
         self._plan_share, self._peak_bytes = 1.0, 0
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
+
+    def follow(self, before: ShapeState, after: ShapeState, reference: Signature) -> None:
+        """Tells the baseline from a step that was trained.
+
+        Args:
+            before: the shape, right after the step.
+            after: the shape after the move that followed.
+            reference: of the shape that training is about; the first one that tells is the one that
+                the baseline is told from.
+        """
+        if before.signature != (self._shape or reference) or not before.steps:
+            return
+        if isinstance(before, PlainShape) and before.phase is Phase.PLAIN:
+            if len(before.steps) >= self._least_steps or after.phase is not Phase.PLAIN:
+                self._shape = before.signature
+                usage = replace(before.measured, peak_bytes=self._plain_peak_bytes(before))
+                self.measured(before.batch_size, usage)
+        elif before.phase is Phase.FINAL:
+            self.step(before.steps[-1].time_s)
+        elif isinstance(after, PlannedShape) and after.phase is Phase.FINAL:
+            self._shape = after.signature
+            self.predict(after.plan, after.batch_size, after.measured.time_s)
 
     def measured(self, batch_size: int, usage: Usage) -> None:
         """Notes what plain steps of ``batch_size`` samples took."""

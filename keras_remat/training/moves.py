@@ -228,10 +228,12 @@ class Moves:
         if isinstance(shape, PlannedShape):
             return self._finish_plan(shape, usage, phase)
         if usage.peak_bytes <= self._planner.limit_bytes:
+            takes = "is predicted to keep"
+            if self._backend.device.has_statistics:
+                takes = f"takes {format_bytes(usage.peak_bytes)} measured,"
             self._fit.event(
                 EventKind.FITS,
-                f"The plain step of {shape.batch_size} samples takes "
-                f"{format_bytes(usage.peak_bytes)} measured, within "
+                f"The plain step of {shape.batch_size} samples {takes} within "
                 f"{format_bytes(self._planner.limit_bytes)}: nothing is changed.",
             )
         return replace(shape, phase=phase, steps=(usage,))

@@ -76,8 +76,7 @@ class StepTrainer:
             fit, backend, self._planner, self._first_plans, self._known, options.solver
         )
         self._guard = StepGuard(fit.model, backend)
-        self._baseline = Baseline(fit.report)
-        self._baseline_shape: Signature | None = None  # of the one that the baseline is told from
+        self._baseline = Baseline(fit.report, options.profile_steps, self._plain_peak_bytes)
         self._shapes: dict[Signature, ShapeState] = {}
         self._reference: Signature | None = None  # of the shape that training is about
         self._expected = Known()
@@ -110,7 +109,7 @@ class StepTrainer:
             outcome = self._attempt(self._shapes[key], batch)
             before = self._shapes[key]
             self._set(self._follow(before, outcome))
-            self._predict_baseline(before, self._shapes[key])
+            self._baseline.follow(before, self._shapes[key], self._reference)
             if isinstance(outcome, Trained):
                 return outcome.result
 
@@ -134,7 +133,6 @@ class StepTrainer:
         if isinstance(shape, Recording) and len(shape.steps) >= self._options.profile_steps:
             shape = self._moves.end_recording(shape)
         self._set(shape)
-        self._follow_baseline(shape)
         return outcome
 
     def _is_guarded(self, shape: ShapeState) -> bool:
@@ -288,33 +286,11 @@ class StepTrainer:
         if self._reference in (None, shape.signature):
             self.plan = shape.plan if isinstance(shape, PlannedShape) else None
 
-    # ---------------------------------------------------------------- the baseline
-
-    def _follow_baseline(self, shape: ShapeState) -> None:
-        """Tells the baseline from the step that was trained last, of the first reference shape
-        whose steps are measured."""
-        if shape.signature != (self._baseline_shape or self._reference) or not shape.steps:
-            return
-        usage, measures_peaks = shape.measured, self.backend.device.has_statistics
-        if shape.phase is Phase.FINAL:
-            self._baseline.step(usage.time_s)
-        if shape.phase is Phase.PLAIN and isinstance(shape, PlainShape):
-            enough = len(shape.steps) >= self._options.profile_steps
-            if enough or (measures_peaks and usage.peak_bytes > self.limit_bytes):
-                if not measures_peaks:
-                    peak = self._first_plans.plain_peak_bytes(shape.costs)
-                    usage = Usage(usage.time_s, peak)
-                self._baseline.measured(shape.batch_size, usage)
-                self._baseline_shape = shape.signature
-
-    def _predict_baseline(self, before: ShapeState, shape: ShapeState) -> None:
-        """Predicts the baseline from the plan of the reference shape, which has become final."""
-        if shape.signature != (self._baseline_shape or self._reference):
-            return
-        is_final = shape.phase is Phase.FINAL and before.phase is not Phase.FINAL
-        if is_final and isinstance(shape, PlannedShape):
-            self._baseline.predict(shape.plan, shape.batch_size, shape.measured.time_s)
-            self._baseline_shape = shape.signature
+    def _plain_peak_bytes(self, shape: PlainShape) -> int:
+        """Returns what plain steps measured; where they cannot, what is predicted."""
+        if self.backend.device.has_statistics:
+            return shape.peak_bytes
+        return self._first_plans.plain_peak_bytes(shape.costs)
 
     # ---------------------------------------------------------------- for others
 

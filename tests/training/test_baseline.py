@@ -51,7 +51,7 @@ def test_long_plain_steps_are_measured_more_often_where_larger_ones_will_follow(
 
 def test_the_prediction_follows_the_steps():
     report = AutotuneReport()
-    baseline = Baseline(report)
+    baseline = Baseline(report, 2, lambda shape: 0)
     plan = SimpleNamespace(
         store_all=SimpleNamespace(time_s=3.0, peak_bytes=7),
         predicted=SimpleNamespace(time_s=4.0, peak_bytes=5),
