@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_remat.backends.base import Installed
+from keras_remat.backends.memory import DeviceMemory
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Usage
 from keras_remat.reporting.fit_report import AutotuneReport, Event
@@ -102,3 +103,13 @@ class FitState:
         if all(event.message != message for event in self.report.events):
             warnings.warn(f"keras_remat: {message}", stacklevel=2)
             self.event(kind, message)
+
+    def tell_statistics(self, device: DeviceMemory) -> None:
+        """Warns, once, where peaks are predicted and not measured."""
+        if not device.has_statistics:
+            self.warn(
+                EventKind.PREDICTED,
+                f"The allocator of {device.name} keeps no statistics: peaks are predicted and not "
+                "measured. Call keras_remat.enable_cpu_memory_stats() before the model is built, "
+                "or set TF_ENABLE_ONEDNN_OPTS=1 where the processor has oneDNN's instructions.",
+            )

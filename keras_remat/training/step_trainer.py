@@ -212,7 +212,7 @@ class StepTrainer:
         """
         size = batch_size_of(batch)
         self._fit.report.batch_size = self._fit.report.batch_size or size
-        self._tell_what_is_measured()
+        self._fit.tell_statistics(self.backend.device)
         shape = ShapeState(
             signature=signature_of(batch),
             batch_size=size,
@@ -269,17 +269,6 @@ class StepTrainer:
             else ()
         )
         return Known(plans=plans, costs=(problem,) if larger else ())
-
-    def _tell_what_is_measured(self) -> None:
-        """Warns, once, where peaks are predicted and not measured."""
-        if not self.backend.device.has_statistics:
-            self._fit.warn(
-                EventKind.PREDICTED,
-                f"The allocator of {self.backend.device.name} keeps no statistics: peaks are "
-                "predicted and not measured. Call keras_remat.enable_cpu_memory_stats() before the "
-                "model is built, or set TF_ENABLE_ONEDNN_OPTS=1 where the processor has oneDNN's "
-                "instructions.",
-            )
 
     def _set(self, shape: ShapeState) -> None:
         self._shapes[shape.signature] = shape
