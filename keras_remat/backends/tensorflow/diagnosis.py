@@ -7,8 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice, measure
-from keras_remat.backends.tensorflow.ordered.profile import blindness
+from keras_remat.backends.tensorflow.ordered.profile import WORKSPACE_ADVICE, blindness
 from keras_remat.backends.tensorflow.profiler import events
+from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder, Recording
 
 _SIDE = 64
@@ -19,6 +20,7 @@ def diagnosis() -> dict[str, Any]:
     device = TensorFlowDevice()
     timed, kernels = _kernels()
     compiles, xla = _xla()
+    advice = [device.missing_statistics_advice(), WORKSPACE_ADVICE if on_gpu() else ""]
     return {
         "device": device.name,
         "allocator": device.allocator,
@@ -31,7 +33,7 @@ def diagnosis() -> dict[str, Any]:
         "kernels": kernels,
         "xla": compiles,
         "xla_detail": xla,
-        "advice": [line for line in (device.missing_statistics_advice(),) if line],
+        "advice": [line for line in advice if line],
     }
 
 

@@ -40,6 +40,7 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
 from keras_remat.backends.tensorflow.graph.rewrite import attached_nodes, rewrite_for_memory
+from keras_remat.backends.tensorflow.graph.run_alone import output_shapes
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
 from keras_remat.errors import UnsupportedModelError
@@ -253,6 +254,11 @@ def _static_shapes(
 
     private.build_function(build, [tf.TensorSpec(shape, dtype) for _, dtype, shape in inputs])
     _add_shapes_like_variables(nodes, captures, found)
+    for name, node in nodes.items():
+        if node.op in kinds.SIZED_BY_LIBRARY:
+            operands = [found[tensor_key(i)] for i in node.input if not i.startswith("^")]
+            for at, shape in enumerate(output_shapes(node, operands)):
+                found[f"{name}:{at}"] = (shape, found[f"{name}:{at}"][1])
     if not on_gpu():
         _add_hidden_outputs(nodes, found)
     return found
