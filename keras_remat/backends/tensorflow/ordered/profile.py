@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.trace import TensorFlowStep, tensor_key
+from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, tensor_key
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
 from keras_remat.backends.tensorflow.profiler import device, events
 from keras_remat.backends.tensorflow.profiler.recorder import Recording
