@@ -6,12 +6,18 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice, measure
-from keras_remat.backends.tensorflow.ordered.profile import blindness
+from keras_remat.backends.tensorflow.ordered.profile import WORKSPACE_ADVICE, blindness
 from keras_remat.backends.tensorflow.profiler import events
+from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder, Recording
 
 _SIDE = 64
+_ONEDNN_ADVICE = (
+    "TensorFlow leaves oneDNN's kernels off on this CPU. TF_ENABLE_ONEDNN_OPTS=1 before it starts "
+    "may make steps faster; every number changes a little."
+)
 
 
 def diagnosis() -> dict[str, Any]:
@@ -19,6 +25,10 @@ def diagnosis() -> dict[str, Any]:
     device = TensorFlowDevice()
     timed, kernels = _kernels()
     compiles, xla = _xla()
+    advice = [
+        device.missing_statistics_advice(),
+        WORKSPACE_ADVICE if on_gpu() else "" if private.onednn_is_on() else _ONEDNN_ADVICE,
+    ]
     return {
         "device": device.name,
         "allocator": device.allocator,
@@ -31,7 +41,7 @@ def diagnosis() -> dict[str, Any]:
         "kernels": kernels,
         "xla": compiles,
         "xla_detail": xla,
-        "advice": [line for line in (device.missing_statistics_advice(),) if line],
+        "advice": [line for line in advice if line],
     }
 
 

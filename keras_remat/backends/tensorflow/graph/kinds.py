@@ -154,6 +154,9 @@ WORKSPACE_FIRST = frozenset({"MaxPoolGrad"}) | SCRATCH
 #: Updates of a weight and its slot that need nothing beside the gradient.
 IN_PLACE_UPDATES = frozenset({"ResourceApplyKerasMomentum"})
 
+#: cuDNN's recurrent layers: how large what they keep for their gradient is, only the library knows.
+SIZED_BY_LIBRARY = frozenset({"CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"})
+
 #: Types whose inputs Grappler puts in order by name.
 COMMUTATIVE = frozenset(
     {

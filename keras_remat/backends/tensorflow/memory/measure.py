@@ -128,12 +128,7 @@ class TensorFlowDevice:
 
 
 def enable_cpu_statistics() -> bool:
-    """Does what :func:`keras_remat.enable_cpu_memory_stats` says.
-
-    Why BFC, and not ``TF_ENABLE_ONEDNN_OPTS=1``: oneDNN would have to be asked for before TensorFlow
-    is imported, and it changes the kernels, so that every number of the training changes a little.
-    BFC changes nothing but where tensors lie.
-    """
+    """Does what :func:`keras_remat.enable_cpu_memory_stats` says."""
     if private.has_made_devices():
         return TensorFlowDevice().has_statistics
     if tf.config.get_visible_devices("GPU") or private.onednn_is_on():

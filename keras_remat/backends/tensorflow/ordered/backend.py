@@ -14,6 +14,7 @@ from keras_remat.backends.base import Installed, ProfileRecorder, RunStep, StepR
 from keras_remat.backends.memory import MemoryModel, SimulatedMemory
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import trace as tracing
+from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.backends.tensorflow.memory import (
     best_fit,
     exhausted,
@@ -106,7 +107,7 @@ class TensorFlowBackend:
 
         return tf.nest.map_structure(resize, batch)
 
-    def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> tracing.TensorFlowStep:
+    def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
         return tracing.trace(model, batch, micro_batches)
 
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.trace import TensorFlowStep, split_input, tensor_key
+from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, split_input, tensor_key
 from keras_remat.backends.tensorflow.ordered import ordering
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.core.problem import Problem

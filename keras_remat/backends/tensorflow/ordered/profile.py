@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.trace import TensorFlowStep, tensor_key
+from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, tensor_key
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
 from keras_remat.backends.tensorflow.profiler import device, events
 from keras_remat.backends.tensorflow.profiler.recorder import Recording
@@ -41,8 +41,8 @@ _WORKSPACE_LIMIT_MIB, _DEFAULT_WORKSPACE_LIMIT_MIB = "TF_CUDNN_WORKSPACE_LIMIT_I
 
 #: What lowers the floor of a GPU's step whose largest op is a convolution.
 WORKSPACE_ADVICE = (
-    f"A convolution's scratch is part of that: {_WORKSPACE_LIMIT_MIB}=64 before TensorFlow starts "
-    "makes it small."
+    f"A convolution may take gigabytes of scratch on a GPU: where a limit is said to be too low for "
+    f"one, set {_WORKSPACE_LIMIT_MIB}=64 before TensorFlow starts."
 )
 
 

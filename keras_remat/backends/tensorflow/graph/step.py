@@ -1,0 +1,93 @@
+"""A traced train step on TensorFlow, and how TensorFlow names its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from keras_remat.backends.base import TracedStep
+from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.graph import kinds
+
+
+@dataclass(frozen=True, eq=False)
+class TensorFlowStep(TracedStep):
+    """A traced train step with what is needed to run it.
+
+    Args:
+        resident_bytes: bytes of weights, optimizer slots, other captured tensors and the batch,
+            from their shapes.
+        nodes: name → ``NodeDef`` of the optimized graph, views and constants included.
+        versions: the GraphDef's ``versions`` field.
+        library: the GraphDef's function library.
+        value_of: tensor name → value id, for every tensor that is an op's output or a step input.
+        folded: names of the nodes that are no ops: views, constants, variable reads, ``NoOp``.
+        captures: placeholder name → the eager tensor (a variable's handle, a constant) it stands
+            for.
+        inputs: ``(placeholder name, dtype, shape)`` of the batch, in flattening order.
+        output_tensors: names of the tensors the step returns, in flattening order of
+            ``output_structure``.
+        output_structure: what ``train_step`` returned, with symbolic tensors.
+        tensor_shapes: tensor name → static shape, or ``None`` when unknown.
+        attached: node name → the node whose op it is part of, see :func:`.rewrite.attached_nodes`.
+        effects_behind: node name → the ops with an effect that have run once it has.
+    """
+
+    resident_bytes: int = 0
+    nodes: Mapping[str, Any] = field(default_factory=dict)
+    versions: Any = None
+    library: Any = None
+    value_of: Mapping[str, int] = field(default_factory=dict)
+    folded: frozenset[str] = frozenset()
+    captures: Mapping[str, Any] = field(default_factory=dict)
+    inputs: tuple[tuple[str, Any, Any], ...] = ()
+    output_tensors: tuple[str, ...] = ()
+    output_structure: Any = None
+    tensor_shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    attached: Mapping[str, str] = field(default_factory=dict)
+    effects_behind: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @cached_property
+    def plain_surplus_bytes(self) -> int:
+        """The products and sums of the largest weight's update, which are in place here
+        (:mod:`.rewrite`)."""
+        updates = (node for node in self.nodes.values() if node.op in kinds.IN_PLACE_UPDATES)
+        variables = (
+            private.variable_spec(self.captures[node.input[0]])
+            for node in updates
+            if node.input[0] in self.captures
+        )
+        return max(
+            (2 * spec.shape.num_elements() * spec.dtype.size for spec in variables), default=0
+        )
+
+    @cached_property
+    def op_id(self) -> dict[str, int]:
+        """Node name → op id."""
+        ids = {op.name: op.id for op in self.graph.ops}
+        return ids | {name: ids[holder] for name, holder in self.attached.items()}
+
+    @cached_property
+    def node_names(self) -> dict[str, tuple[str, ...]]:
+        """Op name → the names of its nodes, its own first."""
+        names: dict[str, tuple[str, ...]] = {op.name: (op.name,) for op in self.graph.ops}
+        for name, holder in self.attached.items():
+            names[holder] += (name,)
+        return names
+
+
+def split_input(name: str) -> tuple[str, int]:
+    """Splits a NodeDef input ``"node"``, ``"node:1"`` or ``"^node"`` into node name and output
+    index (−1 for control)."""
+    if name.startswith("^"):
+        return name[1:], -1
+    node, _, index = name.partition(":")
+    return node, int(index or 0)
+
+
+def tensor_key(name: str) -> str:
+    """``"node"`` and ``"node:0"`` name the same tensor; returns the long form."""
+    node, index = split_input(name)
+    return f"{node}:{index}"

@@ -1,0 +1,437 @@
+"""Translate the nodes of an optimized graph into ops and values; :mod:`.trace` says by what rules.
+
+One class in one file, though long: views, control edges, order and phases are facts about the same
+nodes, and each needs the others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from graphlib import TopologicalSorter
+from typing import Any
+
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.rewrite import attached_nodes
+from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, split_input, tensor_key
+from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
+from keras_remat.errors import UnsupportedModelError
+
+#: Variables up to this size are copied when read, see the module docstring.
+SMALL_VARIABLE_BYTES = 4096
+#: The granularity of TensorFlow's BFC allocator.
+ALIGNMENT_BYTES = 256
+
+
+def has_effect(kind: str) -> bool:
+    return (
+        private.is_stateful(kind)
+        and kind not in kinds.VARIABLE_READS
+        and kind not in kinds.PURE_STATEFUL | {"Placeholder"}
+    )
+
+
+class Translation:
+    """One pass from NodeDefs to ops and values."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Any],
+        captures: Mapping[str, Any],
+        inputs: tuple[tuple[str, Any, Any], ...],
+        shapes: Mapping[str, tuple[tuple[int, ...] | None, Any]],
+        order: Mapping[str, int],
+    ):
+        self.nodes, self.captures, self.shapes = nodes, captures, shapes
+        self.order = order
+        self.attached = attached_nodes(nodes)
+        self.step_inputs = {name for name, *_ in inputs} | set(captures)
+        self.copied_reads = {
+            name
+            for name, node in nodes.items()
+            if node.op == "ReadVariableOp" and self._nbytes(f"{name}:0") <= SMALL_VARIABLE_BYTES
+        }
+        self.folded = frozenset(name for name, node in nodes.items() if self._is_folded(node))
+        self.views: dict[str, str] = {}
+
+    def _is_folded(self, node: Any) -> bool:
+        if node.name in self.step_inputs or node.op in {"Placeholder", "Const", "NoOp"}:
+            return True
+        if node.op == "ReadVariableOp":
+            return node.name not in self.copied_reads
+        return node.op in kinds.VIEWS
+
+    def _nbytes(self, tensor: str) -> int:
+        shape, dtype = self.shapes.get(tensor, (None, None))
+        if shape is None or dtype is None or dtype.size is None:
+            return 0
+        size = int(dtype.size)
+        for dim in shape:
+            size *= dim
+        return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def owner(self, tensor: str) -> str:
+        """The tensor whose storage ``tensor`` shares: an op's output, a constant, a batch input, or
+        a variable."""
+        path = []
+        while tensor not in self.views:
+            name, index = split_input(tensor)
+            node = self.nodes[name]
+            if (
+                name not in self.folded
+                or not node.input
+                or node.op in {"Placeholder", "Const", "NoOp"}
+            ):
+                self.views[tensor] = tensor
+                break
+            path.append(tensor)
+            source = node.input[index] if node.op == "IdentityN" else node.input[0]
+            tensor = tensor_key(source)
+        for passed in path:
+            self.views[passed] = self.views[tensor]
+        return self.views[tensor]
+
+    def _op_of(self, name: str) -> str:
+        """The op a node is, or is part of."""
+        return self.attached.get(name, name)
+
+    def _folded_behind(self, name: str) -> Iterator[str]:
+        """The folded nodes between an op and the ops it reads from, for their control edges."""
+        stack = [split_input(i)[0] for i in self.nodes[name].input if not i.startswith("^")]
+        seen: set[str] = set()
+        while stack:
+            node_name = stack.pop()
+            if node_name in self.folded and node_name not in seen:
+                seen.add(node_name)
+                yield node_name
+                stack += [
+                    split_input(i)[0] for i in self.nodes[node_name].input if not i.startswith("^")
+                ]
+
+    @cached_property
+    def effects_behind(self) -> dict[str, frozenset[str]]:
+        """Every node → the ops with an effect that have run once it has, the nearest on each path;
+        an op with an effect is its own.
+
+        That is what a control edge asks for. That an op without an effect has run makes no
+        difference to anybody, and waiting for it would forbid to run it again; Grappler leaves such
+        edges where it folds the shape of a value into a constant. (Reads of variables are kept
+        before writes by ``_reads_before_write``.)
+        """
+        inputs = {
+            name: [split_input(i)[0] for i in node.input] for name, node in self.nodes.items()
+        }
+        behind: dict[str, frozenset[str]] = {}
+        for name in TopologicalSorter(inputs).static_order():
+            if has_effect(self.nodes[name].op):
+                behind[name] = frozenset({name})
+            else:
+                behind[name] = frozenset().union(*(behind[source] for source in inputs[name]))
+        return behind
+
+    def _edges(self) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+        """Data predecessors and ``after`` predecessors of every op, by name."""
+        ops = [name for name in self.nodes if name not in self.folded and name not in self.attached]
+        data: dict[str, set[str]] = {}
+        after: dict[str, set[str]] = {name: set() for name in ops}
+        readers_of_read: dict[str, set[str]] = {}
+        for name in ops:
+            owners = {
+                self.owner(tensor_key(i)) for i in self.nodes[name].input if not i.startswith("^")
+            }
+            data[name] = {self._op_of(split_input(o)[0]) for o in owners} - self.folded
+            for folded in self._folded_behind(name):
+                if self.nodes[folded].op == "ReadVariableOp":
+                    readers_of_read.setdefault(folded, set()).add(name)
+        for name in ops:
+            for holder in (name, *self._folded_behind(name)):
+                for control in self.nodes[holder].input:
+                    if not control.startswith("^"):
+                        continue
+                    target = control[1:]
+                    if target in readers_of_read and holder == name:
+                        after[name] |= readers_of_read[target] - {name}
+                    after[name] |= self.effects_behind[target] - {name}
+            for read in self._reads_before_write.get(name, ()):
+                after[name] |= (
+                    readers_of_read.get(read, set()) if read in self.folded else {read}
+                ) - {name}
+        return data, after
+
+    @cached_property
+    def _reads_before_write(self) -> dict[str, list[str]]:
+        """For every node that may change a variable, the reads of that variable it follows, by
+        whatever path.
+
+        Grappler drops a control edge from a read to a write where a longer path leads there; a copy
+        of the read would not be on it.
+        """
+        inputs = {
+            name: [split_input(i)[0] for i in node.input] for name, node in self.nodes.items()
+        }
+        resources = {
+            name: [h for i in inputs[name] if (h := self._resource(i))] for name in self.nodes
+        }
+        bit: dict[str, int] = {}
+        reads: dict[str, list[str]] = {}
+        result: dict[str, list[str]] = {}
+        passed: dict[str, int] = {}  # bit set of the reads among a node's ancestors
+        for name in TopologicalSorter(inputs).static_order():
+            before = 0
+            for source in inputs[name]:
+                before |= passed[source]
+            for handle in resources[name]:
+                if self.nodes[name].op not in kinds.VARIABLE_READS:
+                    result.setdefault(name, []).extend(
+                        r for r in reads.get(handle, ()) if before & bit[r]
+                    )
+                else:
+                    bit[name] = 1 << len(bit)
+                    before |= bit[name]
+                    reads.setdefault(handle, []).append(name)
+            passed[name] = before
+        return result
+
+    def _resource(self, name: str) -> str | None:
+        """The captured variable a node hands on, or ``None``."""
+        while self.nodes[name].op == "Identity":
+            name = split_input(self.nodes[name].input[0])[0]
+        external = self.captures.get(name)
+        return name if external is not None and external.dtype == tf.resource else None
+
+    def _topological(
+        self, data: Mapping[str, set[str]], after: Mapping[str, set[str]]
+    ) -> tuple[list[str], set[str]]:
+        """Op names in topological order, earliest traced first, and those left over in a cycle."""
+        successors: dict[str, list[str]] = {name: [] for name in data}
+        missing = {}
+        for name in data:
+            before = data[name] | after[name]
+            missing[name] = len(before)
+            for earlier in before:
+                successors[earlier].append(name)
+        rank = self._ranks(data)
+
+        def key(name: str) -> tuple[int, str, list[int], str]:
+            """Names decide last: they differ between two builds of one model."""
+            return rank[name], self.nodes[name].op, sorted(rank[i] for i in data[name]), name
+
+        ready = [key(name) for name, count in missing.items() if count == 0]
+        heapq.heapify(ready)
+        result: list[str] = []
+        while ready:
+            name = heapq.heappop(ready)[-1]
+            result.append(name)
+            for later in successors[name]:
+                missing[later] -= 1
+                if missing[later] == 0:
+                    heapq.heappush(ready, key(later))
+        return result, set(data) - set(result)
+
+    def _ranks(self, data: Mapping[str, set[str]]) -> dict[str, int]:
+        """The place of every op in the traced order; an op that Grappler or a rewrite made takes
+        the place of its last input.
+
+        No op stands behind one that reads from it: where Grappler merges equal ops, the name of the
+        later one may be the one that stays.
+        """
+        rank: dict[str, int] = {name: self.order[name] for name in data if name in self.order}
+        for start in data:
+            stack = [start]
+            while stack:
+                name = stack[-1]
+                if name in rank:
+                    stack.pop()
+                    continue
+                waiting = [i for i in data[name] if i not in rank]
+                if waiting:
+                    stack += waiting
+                else:
+                    rank[name] = max((rank[i] for i in data[name]), default=0)
+                    stack.pop()
+        for name in reversed(list(TopologicalSorter(data).static_order())):
+            for source in data[name]:
+                rank[source] = min(rank[source], rank[name])
+        return rank
+
+    def _ordered(self) -> tuple[list[str], dict[str, set[str]]]:
+        while True:
+            data, after = self._edges()
+            order, cycle = self._topological(data, after)
+            if not cycle:
+                return order, after
+            # A reader of a variable's old value depends on the assignment: give that read a value
+            # of its own.
+            reads = {
+                f
+                for name in cycle
+                for f in self._folded_behind(name)
+                if self.nodes[f].op == "ReadVariableOp"
+            }
+            if not reads:
+                raise UnsupportedModelError(
+                    f"The train step's control edges form a cycle through {sorted(cycle)[:3]}."
+                )
+            self.copied_reads |= reads
+            self.folded = self.folded - reads
+            self.views.clear()
+
+    def _phases(
+        self, order: list[str], data: Mapping[str, set[str]], after: Mapping[str, set[str]]
+    ) -> dict[str, str]:
+        """Backward: traced by the gradient tape, or between two such ops; update: what else depends
+        on those; forward: the rest.
+
+        A weight's update may depend on its gradient only through a slot that is assigned and read
+        again, hence ``after``.
+        """
+        gradient = {name for name in order if "gradient_tape/" in name}
+        below, above = set(gradient), set(gradient)
+        for name in order:
+            if (data[name] | after[name]) & below:
+                below.add(name)
+        for name in reversed(order):
+            if name in above:
+                above |= data[name]
+        return {
+            n: BACKWARD
+            if n in gradient or (n in below and n in above)
+            else UPDATE
+            if n in below
+            else FORWARD
+            for n in order
+        }
+
+    def step(self, outputs: tuple[str, ...], **rest: Any) -> TensorFlowStep:
+        order, after = self._ordered()
+        data, _ = self._edges()
+        phases = self._phases(order, data, after)
+        ids = {name: at for at, name in enumerate(order)}
+        ids |= {name: ids[holder] for name, holder in self.attached.items()}
+        nodes_of = {name: [name] for name in order}
+        for name, holder in self.attached.items():
+            nodes_of[holder].append(name)
+        values: list[Value] = []
+        value_of: dict[str, int] = {}
+
+        def value(tensor: str, producer: int | None) -> int:
+            if tensor not in value_of:
+                shape, dtype = self.shapes.get(tensor, (None, None))
+                value_of[tensor] = len(values)
+                nbytes = self._nbytes(tensor)
+                values.append(
+                    Value(
+                        len(values), tensor, nbytes, shape, getattr(dtype, "name", None), producer
+                    )
+                )
+            return value_of[tensor]
+
+        ops: list[Op] = []
+        for name in order:
+            node = self.nodes[name]
+            owners = [self.owner(tensor_key(i)) for i in node.input if not i.startswith("^")]
+            owners += self._hidden_inputs(node, owners)
+            tried = tuple(owners)  # a kernel looks for a buffer to take over in this order
+            if (
+                node.op in kinds.COMMUTATIVE
+            ):  # Grappler sorts these by name; the fingerprint must not see names
+                owners.sort(
+                    key=lambda owner: (
+                        ids.get(split_input(owner)[0], -1),
+                        self.order.get(split_input(owner)[0], -1),
+                    )
+                )
+            reads = tuple(dict.fromkeys(value(o, ids.get(split_input(o)[0])) for o in owners))
+            writes = tuple(
+                value(tensor, ids[name])
+                for part in nodes_of[name]
+                for tensor in _outputs_of(part, self.shapes)
+            )
+            # nodes that the layout pass fuses run once: it would fuse them crosswise with copies
+            # that read the same gradient
+            fused = len(nodes_of[name]) > 1
+            pure = (
+                not private.is_stateful(node.op)
+                or node.op in kinds.VARIABLE_READS | kinds.PURE_STATEFUL
+            )
+            reusable = dict.fromkeys(value_of[owner] for owner in self._reusable(node, tried))
+            ops.append(
+                Op(
+                    ids[name],
+                    name,
+                    node.op,
+                    reads,
+                    writes,
+                    phases[name],
+                    pure and not fused,
+                    tuple(sorted(ids[a] for a in after[name])),
+                    tuple(v for v in reusable if values[v].producer is not None),
+                )
+            )
+        finals = tuple(
+            dict.fromkeys(value_of[o] for t in outputs if (o := self.owner(t)) in value_of)
+        )
+        resident = sum(self._resident(name) for name in self.step_inputs if name in self.nodes)
+        return TensorFlowStep(
+            graph=Graph(tuple(ops), tuple(values), finals),
+            handles={ids[name]: self.nodes[name] for name in order},
+            backend="tensorflow",
+            resident_bytes=resident,
+            nodes=self.nodes,
+            value_of=value_of,
+            folded=self.folded,
+            attached=self.attached,
+            effects_behind=self.effects_behind,
+            tensor_shapes={tensor: shape for tensor, (shape, _) in self.shapes.items()},
+            **rest,
+        )
+
+    def _reusable(self, node: Any, owners: Sequence[str]) -> Sequence[str]:
+        """Those of an op's inputs whose buffer its kernel may take over, in the order in which it
+        tries."""
+        if node.op in kinds.REUSES_INPUT:
+            return owners
+        if node.op in kinds.REUSES_FIRST_INPUT:
+            return owners[:1]
+        if (
+            node.op in kinds.FUSED and b"Add" in node.attr["fused_ops"].list.s
+        ):  # the sum is formed in place of what is added
+            with_input = [
+                kind for kind in node.attr["fused_ops"].list.s if kind in kinds.FUSED_WITH_INPUT
+            ]
+            return owners[2 + with_input.index(b"Add") :][:1]
+        return ()
+
+    def _hidden_inputs(self, node: Any, owners: Sequence[str]) -> Iterator[str]:
+        """What oneDNN's pass makes a gradient op read beside its inputs."""
+        for (forward, gradient), at in kinds.HIDDEN_OUTPUT.items():
+            if node.op != gradient:
+                continue
+            name, index = split_input(owners[at])
+            if self.nodes[name].op == forward and index == 0 and f"{name}:1" in self.shapes:
+                yield f"{name}:1"
+
+    def _resident(self, name: str) -> int:
+        external = self.captures.get(name)
+        if external is not None and external.dtype == tf.resource:
+            handles = getattr(external, "_handle_data", None)
+            entries = handles.shape_and_type if handles is not None else ()
+            total = 0
+            for entry in entries:
+                size = tf.as_dtype(entry.dtype).size
+                for dim in entry.shape.dim:
+                    size *= max(dim.size, 0)
+                total += size
+            return total
+        return self._nbytes(f"{name}:0")
+
+
+def _outputs_of(name: str, shapes: Mapping[str, Any]) -> Iterator[str]:
+    index = 0
+    while f"{name}:{index}" in shapes:
+        yield f"{name}:{index}"
+        index += 1
