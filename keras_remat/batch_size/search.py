@@ -567,10 +567,7 @@ class SizeSearch:
     def fits(self, order: Schedule, size: int) -> bool:
         """Whether a known order keeps to the budget and to the bound of the overhead at a size."""
         problem = self._problem_at(size)
-        usage = simulate(problem, order)
-        if usage.peak_bytes > self.budget or not is_overhead_allowed(
-            problem, usage.time_s, self.max_overhead
-        ):
+        if not is_overhead_allowed(problem, simulate(problem, order).time_s, self.max_overhead):
             return False
         return self.backend.memory.peak_bytes(problem, order) <= self.budget
 
