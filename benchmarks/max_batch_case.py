@@ -27,8 +27,9 @@ from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
 from keras_remat.backends.batches import repeated_batch
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.find import SizeRunner, measured_scaling, verified_search
+from keras_remat.batch_size.found import BatchSearch, forward_overhead
 from keras_remat.batch_size.scaling import BatchScaling
-from keras_remat.batch_size.search import BatchSearch, forward_overhead, search_batch_size
+from keras_remat.batch_size.search import search_batch_size
 from keras_remat.planning.make_plan import plan_problem, traced_model
 
 #: How far one step up goes from a batch that trained.

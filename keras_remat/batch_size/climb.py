@@ -94,7 +94,7 @@ class SizeClimb:
         search.best_of([*reversed(self._orders), store_all], first, downwards=not self.trained)
         solved = False
         while True:
-            move, size = next_size(self._facts(search.good, solved=solved))
+            move, size = next_size(self._facts(search.largest, solved=solved))
             if move is Move.STOP:
                 return None
             if move is Move.RUN:
@@ -102,7 +102,7 @@ class SizeClimb:
                 if plan.solution.schedule not in self._orders:
                     self._orders.append(plan.solution.schedule)
                 return size, plan
-            search.attempt(size, self._solver, self._solve_s)
+            search.solve_at(size, self._solver, self._solve_s)
             solved = True
 
     def corrected_budget_bytes(self, scaling: Scaling) -> int:

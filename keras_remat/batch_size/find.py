@@ -22,13 +22,9 @@ from keras_remat.backends.base import Backend, TracedStep, load_backend, preserv
 from keras_remat.backends.batches import batch_size_of, repeated_batch
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
+from keras_remat.batch_size.found import BatchSearch, Probe, is_allowed
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
-from keras_remat.batch_size.search import (
-    BatchSearch,
-    Probe,
-    is_allowed,
-    search_batch_size,
-)
+from keras_remat.batch_size.search import search_batch_size
 from keras_remat.core.graph import Graph
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage

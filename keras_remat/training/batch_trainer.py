@@ -22,8 +22,9 @@ from typing import Any
 
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.batch_size.climb import SizeClimb
+from keras_remat.batch_size.found import BatchSearch
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
-from keras_remat.batch_size.search import BatchSearch, search_batch_size
+from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import faster_size, largest_wanted
 from keras_remat.core.events import EventKind
 from keras_remat.errors import (
