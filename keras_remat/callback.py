@@ -58,7 +58,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         learning_rate_scaling: ``None``, ``"linear"`` or ``"sqrt"``: how the learning rate follows a
             changed batch size. It is scaled while a step runs; callbacks see the user's own.
         micro_batches: ``None`` splits a batch into micro-batches only where nothing else fits; an
-            int splits every batch into so many.
+            int splits every batch into so many, whose gradients are summed; it is then not made
+            larger. Batch normalization sees one micro-batch at a time.
         plan: a :class:`~keras_remat.planning.plan.Plan` or the path of one, to use instead of
             planning.
         cache_dir: where plans are kept and found again by the graph's fingerprint.

@@ -23,7 +23,6 @@ class FitOptions:
     steps: TunerOptions
     batch_size: int | str
     learning_rate_scaling: str | None
-    micro_batches: int
     compilation: str
 
 
@@ -68,21 +67,20 @@ def checked_options(
         plan = load_plan(plan)
     steps = TunerOptions(
         memory_limit, solver, float(solver_time_limit_s), profile_steps, float(margin), seed, plan,
-        cache_dir,
+        cache_dir, _checked_micro_batches(micro_batches),
     )  # fmt: skip
     return FitOptions(
         steps=steps,
         batch_size=batch_size if isinstance(batch_size, str) else int(batch_size),
         learning_rate_scaling=learning_rate_scaling,
-        micro_batches=_checked_micro_batches(micro_batches),
         compilation=compilation,
     )
 
 
 def _checked_micro_batches(micro_batches: int | str | None) -> int:
-    """Returns the number of micro-batches that was asked for; 0 where it was left open."""
+    """Returns the number of micro-batches that was asked for."""
     if micro_batches is None:
-        return 0
+        return 1
     if micro_batches == "auto":
         raise ValueError(
             'micro_batches="auto" is not there yet: give the number of pieces, or None for pieces '

@@ -91,8 +91,10 @@ def test_steps_per_epoch_that_do_not_divide_the_data_lose_no_sample():
     assert all(epoch.samples for epoch in remat.report.epochs)
 
 
-@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_train_batch_begin", "on_train_batch_end"])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("hook", "first"),
+    [("on_epoch_begin", True), ("on_train_batch_begin", False), ("on_train_batch_end", True)],
+)
 def test_callback_that_trains_a_batch_of_its_own_ends_nothing(hook, first):
     model, remat, guest = counting_model(), autotune(batch_size=35), Guest(hook)
     callbacks = [guest, remat] if first else [remat, guest]
@@ -332,3 +334,29 @@ def test_callback_is_copied_before_and_after_a_fit():
 def test_micro_batches_chosen_by_time_are_refused_for_now():
     with pytest.raises(ValueError, match="not there yet"):
         autotune(micro_batches="auto")
+
+
+@pytest.mark.parametrize("samples", [40, 43])
+def test_micro_batches_by_number_train_as_the_whole_batch(samples):
+    x, y = numbered(samples)
+    x = x % 1.7
+    histories, weights = [], []
+    for pieces in (None, 4):
+        keras.utils.set_random_seed(0)
+        inputs = keras.layers.Input((1,))
+        hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+        model.compile("adam", "mse", metrics=["mae"])
+        remat = autotune(batch_size="keep", micro_batches=pieces)
+        history = model.fit(
+            x, y, sample_weight=1.0 + x[:, 0], batch_size=10, epochs=3, shuffle=False, verbose=0,
+            callbacks=[remat],
+        ).history  # fmt: skip
+        histories.append({key: history[key] for key in ("loss", "mae")})
+        weights.append(model.get_weights())
+        assert [epoch.samples for epoch in remat.report.epochs] == [samples] * 3
+    assert remat.plan is not None
+    for key, values in histories[0].items():
+        assert histories[1][key] == pytest.approx(values, rel=1e-4)
+    for whole, split in zip(*weights, strict=True):
+        np.testing.assert_allclose(split, whole, rtol=1e-3, atol=1e-5)
