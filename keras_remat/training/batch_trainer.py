@@ -132,9 +132,21 @@ class BatchTrainer:
             return None
         self._train_full_groups()
         if self._size is not None and self._group.samples:
-            self._logs = self._train(self._group.take(self._group.samples))
+            self._train_rest()
         self._train_held()
         return self._logs
+
+    def _train_rest(self) -> None:
+        """Trains less than a full batch; where no schedule is found for it, the loader's batches,
+        which have trained before."""
+        try:
+            self._logs = self._train(self._group.take(self._group.samples))
+        except (InfeasibleBudgetError, ScheduleNotFoundError):
+            if self._group.samples <= self._loader:
+                raise
+            while self._group.samples:
+                size = min(self._loader, self._group.samples)
+                self._logs = self._train(self._group.take(size))
 
     def take_held(self) -> Iterator[Any]:
         """Yields what was not trained, oldest first, and holds it no longer."""
@@ -210,7 +222,7 @@ class BatchTrainer:
         if self._size is not None and self._size > self._loader:
             self._refuse_larger(error)
         elif self._group.samples:
-            self._logs = self._train(self._group.take(self._group.samples))
+            self._train_rest()
 
     # ---------------------------------------------------------------- sizes
 

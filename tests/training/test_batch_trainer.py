@@ -211,6 +211,17 @@ def test_what_cannot_be_stepped_down_is_an_error_and_nothing_of_it_was_trained()
     assert steps.trained == []
 
 
+def test_rest_that_fits_under_no_schedule_is_trained_in_the_loaders_batches():
+    steps = FakeSteps(fits=10**9)
+    trainer = Fixed(steps, "max", found=40)
+    for first in range(0, 90, LOADER):
+        trainer.run(batch_of(first, LOADER))
+        steps.fits = LOADER if first == 80 else steps.fits
+    trainer.finish()
+    assert_all_once(steps.trained, 90)
+    assert [len(numbers) for numbers in steps.trained] == [10, 10, 40, 10, 10, 10]
+
+
 def test_measured_peak_over_the_limit_steps_down():
     steps = FakeSteps(settle_after=1, peak_bytes=lambda size: 40 * size)
     trainer = climbing(steps, 40)
