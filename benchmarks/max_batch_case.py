@@ -25,10 +25,11 @@ import paper_models
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
 from keras_remat.backends.batches import repeated_batch
-from keras_remat.batch_size.cost_fit import carried_problem
-from keras_remat.batch_size.find import AsItIsNow, Trainer, measured_scaling, verified_search
+from keras_remat.batch_size.cost_fit import transfer_costs
+from keras_remat.batch_size.find import SizeRunner, measured_scaling, verified_search
+from keras_remat.batch_size.found import BatchSearch, forward_overhead
 from keras_remat.batch_size.scaling import BatchScaling
-from keras_remat.batch_size.search import BatchSearch, forward_overhead, search_batch_size
+from keras_remat.batch_size.search import search_batch_size
 from keras_remat.planning.make_plan import plan_problem, traced_model
 
 #: How far one step up goes from a batch that trained.
@@ -180,14 +181,13 @@ class Measurement:
             time_limit_s=options["chen_s"],
             seed=options["seed"],
         )
-        train = Trainer(self.backend, self.model, self.batch, budget)
+        train = SizeRunner(self.backend, self.model, self.batch)
         return verified_search(
             search,
             self.scaling,
             train,
             budget,
             self.backend,
-            traced=self.traced,
             graph_of=train.graph,
             solver=name,
             solve_s=options["chen_s"] / 4,
@@ -200,9 +200,7 @@ class Measurement:
         gc.collect()
         spec = self.backend.resized_spec(self.batch, size)
         traced = self.backend.trace(self.model, spec)
-        problem = AsItIsNow(self.scaling, self.backend, traced).of(
-            carried_problem(self.scaling.at(size), traced.graph)
-        )
+        problem = transfer_costs(self.scaling.at(size), traced.graph)
         if not traced.graph.has_ops_of(
             self.scaling.at(size).graph
         ):  # TensorFlow folds an op at some sizes: the order is another
@@ -227,7 +225,7 @@ class Measurement:
         tried = [(schedule, *self.train(size, schedule))]
         while tried[-1][1] > self.limit_bytes and len(tried) <= _REPLANS:
             over = max(0, tried[-1][1] - self.predicted[size])
-            problem = AsItIsNow(self.scaling, self.backend, self.traced).at(size)
+            problem = self.scaling.at(size)
             try:
                 plan = plan_problem(
                     problem,

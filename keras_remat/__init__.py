@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from keras_remat.backends.statistics import enable_cpu_memory_stats
     from keras_remat.batch_size.find import find_max_batch_size
-    from keras_remat.batch_size.search import BatchSearch
+    from keras_remat.batch_size.found import BatchSearch
     from keras_remat.callback import RematAutotune
     from keras_remat.core.graph import Graph, Op, Value
     from keras_remat.core.problem import Problem
@@ -76,7 +76,7 @@ __all__ = [
 
 _NAMES_BY_MODULE = {
     "backends.statistics": ("enable_cpu_memory_stats",),
-    "batch_size.search": ("BatchSearch",),
+    "batch_size.found": ("BatchSearch",),
     "batch_size.find": ("find_max_batch_size",),
     "callback": ("RematAutotune",),
     "errors": (

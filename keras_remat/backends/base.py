@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from keras_remat.backends.memory import DeviceMemory, MemoryModel
@@ -53,6 +54,19 @@ class TracedStep:
         return 0
 
 
+class Caller(Enum):
+    """Who calls an installed train function."""
+
+    FIT = "fit"
+    """The ``fit`` it was installed for: the batch may be held back."""
+    LOOP = "loop"
+    """A loop of the user's own, by ``train_on_batch``: the batch is trained at once."""
+    GUEST = "guest"
+    """Another callback, by ``train_on_batch`` in the middle of ``fit``: the same."""
+    NOBODY = "nobody"
+    """Nobody it was installed for: that ``fit`` has ended without notice."""
+
+
 class StepRunner(Protocol):
     """What an installed train function asks, in Keras's loop."""
 
@@ -60,13 +74,15 @@ class StepRunner(Protocol):
         """Trains a batch and returns logs. What it raises passes through, after the original train
         function is back."""
 
+    def run_alone(self, batch: Any, caller: Caller) -> Any:
+        """Trains a batch of ``train_on_batch`` at once, and returns its logs."""
+
     def finish(self) -> Any:
         """The epoch's data is over: trains what was held back and returns logs, or ``None`` when
         nothing was."""
 
-    def is_current(self) -> bool:
-        """Asked once before every call: ``False`` when the ``fit`` this was installed for is over;
-        the original then takes the call."""
+    def caller(self, iterator: Any) -> Caller:
+        """Asked once before every call with what it was given; ``NOBODY``'s is the original's."""
 
     def is_last_call(self) -> bool:
         """Whether Keras makes no further call in this epoch."""
@@ -81,6 +97,10 @@ class Installed(Protocol):
     def variables(self) -> AbstractContextManager[None]:
         """A context in which the model's variables have their values, and what is assigned to them
         counts for the next step."""
+
+    def take_place(self) -> bool:
+        """Replaces the train function that was put back, or made anew, meanwhile; returns whether
+        it was made anew."""
 
     def restore(self) -> None:
         """Puts Keras's own train function back; does nothing the second time."""

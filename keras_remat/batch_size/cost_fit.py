@@ -138,7 +138,7 @@ def _affine(sizes: tuple[int, ...], measured: _Floats) -> tuple[_Floats, _Floats
     return fixed, slope
 
 
-def carried_problem(problem: Problem, graph: Graph) -> Problem:
+def transfer_costs(problem: Problem, graph: Graph) -> Problem:
     """The costs of one trace on another trace of the same step, at any batch size: in proportion to
     the bytes an op reads and writes.
 

@@ -1,13 +1,9 @@
 """``find_max_batch_size``: the largest batch that really trains.
 
 What :mod:`keras_remat.batch_size.search` finds by prediction is run, and where prediction and
-device disagree, the device wins. A found size is trained for a few real steps, on the given samples
-repeated, and every variable is put back. What was measured above (or below) the prediction is taken
-off (or added to) what may be used, and the largest size that a known order reaches by that is the
-next to run: smaller after a failure, larger after a success. Where known orders reach no further,
-one more is solved for; where the allocator is not replayed, an order predicted to be a little over
-the limit still has its chance on the device. It ends when sizes that train and that do not are 3 %
-apart, or the time is over.
+device disagree, the device wins: a found size is trained for a few real steps, on the given samples
+repeated, and every variable is put back. Which size is the next one is decided as inside ``fit``
+(:mod:`keras_remat.batch_size.climb`).
 
 A size may have a graph of its own, where the framework folds an op at some sizes and not at others:
 every size is compared with its own trace before it runs, and planned anew where the ops are others.
@@ -24,18 +20,14 @@ from typing import Any, Literal
 
 from keras_remat.backends.base import Backend, TracedStep, load_backend, preserved_state
 from keras_remat.backends.batches import batch_size_of, repeated_batch
-from keras_remat.batch_size.cost_fit import carried_problem
+from keras_remat.batch_size.climb import SizeClimb
+from keras_remat.batch_size.cost_fit import transfer_costs
+from keras_remat.batch_size.found import BatchSearch, Probe, is_allowed
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
-from keras_remat.batch_size.search import (
-    BatchSearch,
-    Probe,
-    SizeSearch,
-    is_allowed,
-    search_batch_size,
-)
+from keras_remat.batch_size.search import search_batch_size
 from keras_remat.core.graph import Graph
 from keras_remat.core.profile import Profile
-from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.schedule import Usage
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning.make_plan import (
     TracedModel,
@@ -46,20 +38,8 @@ from keras_remat.planning.make_plan import (
 )
 from keras_remat.planning.plan import Plan
 
-#: A size is the largest when one that is this share larger does not train.
-RESOLUTION = 0.03
-#: Sizes that are trained at most.
-MOST_SIZES = 10
-#: Steps per size; the second one finds the allocator's pool as the first one left it. Where that
-#: would end too late, it can be left out if the first one's peak is off the prediction, which is of
-#: many steps, by no more than this share.
-STEPS, AS_PREDICTED = 2, 0.005
-#: An order predicted to be over the budget by no more than this share of it may still be run.
-WORTH_RUNNING = 0.1
 #: Seconds for a plan to measure a second size under.
 _SECOND_PLAN_S = 1.0
-#: How far above the least size worth running an order is solved for.
-_AIM = 1.02
 #: Of the time that is left after tracing, what the search with the quick solver may take, the
 #: thorough one has the rest; of that, what is kept for a size to run, at most; and of the time
 #: limit, what one solve afterwards may take.
@@ -94,7 +74,7 @@ def find_max_batch_size(
         max_overhead: bound on the slowdown per sample, (time − store-all time) / store-all time;
             ``"forward"``, the default, is one extra forward pass, the rule of the Checkmate paper;
             ``None`` lifts it.
-        profile: ``"measured"`` runs a few steps at the given batch, and up to :data:`MOST_SIZES` of
+        profile: ``"measured"`` runs a few steps at the given batch, and up to :data:`~keras_remat.batch_size.climb.MOST_SIZES` of
             the sizes found, so that the answer is a size that trained; ``"estimated"`` runs
             nothing, and the answer is a prediction.
         margin: share of the limit that is kept free.
@@ -145,14 +125,14 @@ def find_max_batch_size(
     search = replace(search, search_time_s=time.perf_counter() - started)
     if profile == "estimated":
         return search
-    trainer = Trainer(backend, model, step.batch, step.budget_bytes, started + time_limit_s)
+    runner = SizeRunner(backend, model, step.batch)
     return verified_search(
         search,
         scaling,
-        trainer,
+        runner,
         step.budget_bytes,
         backend,
-        graph_of=trainer.graph,
+        graph_of=runner.graph,
         max_overhead=max_overhead,
         solve_s=_SOLVE_SHARE * time_limit_s,
         deadline_s=started + time_limit_s,
@@ -188,7 +168,7 @@ def _profile_at(
     """The profile measured at another size; ``None`` where nothing fits there, the profiler is
     busy, or saw too little."""
     assert step.plan is not None
-    problem, order = carried_problem(step.problem, traced.graph), step.plan.solution.schedule
+    problem, order = transfer_costs(step.problem, traced.graph), step.plan.solution.schedule
     try:
         plan = reused_plan(problem, order, step.budget_bytes, backend.memory) or plan_problem(
             problem, step.budget_bytes, backend, solver="greedy_first", time_limit_s=_SECOND_PLAN_S
@@ -201,7 +181,7 @@ def _profile_at(
     return None if measured is problem else measured.profile
 
 
-class Trainer:
+class SizeRunner:
     """Trains a batch, its samples repeated, in steps of any size; the model's variables are put
     back after each size.
 
@@ -209,20 +189,10 @@ class Trainer:
         backend: of the framework Keras runs on.
         model: compiled and built.
         batch: what ``train_step`` gets.
-        budget_bytes: a step that measures over it is the last one of its size.
-        deadline_s: by ``time.perf_counter``; what would end later and can be left out is left out.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        model: Any,
-        batch: Any,
-        budget_bytes: int,
-        deadline_s: float = math.inf,
-    ):
-        self._backend, self._model, self._batch, self._budget = backend, model, batch, budget_bytes
-        self._deadline_s = deadline_s
+    def __init__(self, backend: Backend, model: Any, batch: Any):
+        self._backend, self._model, self._batch = backend, model, batch
         self._traced: tuple[int, TracedStep] | None = None  # of the newest size
 
     def _trace(self, size: int) -> TracedStep:
@@ -240,35 +210,26 @@ class Trainer:
         return self._trace(size).graph
 
     def __call__(self, size: int, plan: Plan) -> Usage | None:
-        """Trains at most :data:`STEPS` steps; the last one's time and the highest peak, or ``None``
-        when the device ran out of memory."""
+        """Trains two steps of a size and returns what the second took; ``None`` when the device ran
+        out of memory. The first call of a step autotunes, and says nothing about later ones."""
         backend, traced = self._backend, self._trace(size)
-        assert plan.problem is not None
+        known = plan.problem
+        if known is None:
+            raise ValueError("a plan that was loaded tells no costs: plan anew")
         batch = repeated_batch(self._batch, size)
-        problem = replace(plan.problem, graph=traced.graph, budget_bytes=plan.budget_bytes)
+        problem = replace(known, graph=traced.graph, budget_bytes=plan.budget_bytes)
         run = backend.lower(traced, problem, plan.solution.schedule)
-        usages: list[Usage] = []
         with preserved_state(backend, self._model):
             try:
-                while not self._is_enough(usages, plan):
-                    usages.append(backend.measure(lambda: run(batch))[1])
+                backend.measure(lambda: run(batch))
+                _, usage = backend.measure(lambda: run(batch))
             except Exception as error:
                 if not backend.is_out_of_memory(error):
                     raise
                 return None
-        return Usage(usages[-1].time_s, max(usage.peak_bytes for usage in usages))
-
-    def _is_enough(self, usages: list[Usage], plan: Plan) -> bool:
-        if not usages:
-            return False
-        last, predicted = usages[-1], plan.predicted.peak_bytes
-        if len(usages) == STEPS or last.peak_bytes > self._budget:
-            return True
-        as_predicted = (
-            self._backend.memory.order_matters
-            and abs(last.peak_bytes - predicted) <= AS_PREDICTED * predicted
-        )
-        return as_predicted and time.perf_counter() + last.time_s > self._deadline_s
+        if backend.device.has_statistics:
+            backend.memory.observe(problem, plan.solution.schedule, usage.peak_bytes)
+        return usage
 
 
 def verified_search(
@@ -291,7 +252,7 @@ def verified_search(
     Args:
         search: by prediction.
         scaling: the problem at any size.
-        train: runs a size, see :class:`Trainer`.
+        train: runs a size, see :class:`SizeRunner`.
         budget_bytes: what the device may have in use; the measured peak is held against it.
         backend: whose allocator decides.
         graph_of: the graph of the train step that really runs at a size; ``None`` where it is the
@@ -306,211 +267,85 @@ def verified_search(
         The search with the largest size that trained, its plan with what was measured, and the
         smallest size that did not; the sizes as they were, where none trained.
     """
-    verifier = _Verifier(
-        search,
-        scaling,
-        train,
-        budget_bytes,
+    started, probes = time.perf_counter(), list(search.probes)
+    climb = SizeClimb(
         backend,
-        graph_of,
-        max_overhead,
-        at_most or search.max_batch_size * 2**10,
-        solver,
-        solve_s,
-        deadline_s,
-        seed,
+        budget_bytes,
+        predicted=search.max_batch_size,
+        at_most=at_most or search.max_batch_size * 2**10,
+        orders=[p.plan.solution.schedule for p in search.probes if p.plan is not None],
+        max_overhead=max_overhead,
+        solver=solver,
+        solve_s=solve_s,
+        deadline_s=deadline_s,
+        seed=seed,
     )
-    verifier.run()
-    return verifier.result()
+    while True:
+        chosen = climb.choose(scaling)
+        if chosen is None:
+            break
+        size, plan = chosen
+        own = _for_its_graph(size, plan, scaling, backend, graph_of, max_overhead, solve_s, seed)
+        if isinstance(own, Probe):  # the reason why not
+            probes.append(own)
+            climb.note(size, None, 0, fits=False)
+            continue
+        usage = train(size, own)
+        if usage is None:
+            climb.note(size, own, 0, fits=False)
+            continue
+        probes.append(Probe.of(size, replace(own, measured=usage, budget_bytes=budget_bytes)))
+        climb.note(size, own, usage.peak_bytes, fits=usage.peak_bytes <= budget_bytes)
+    return _with_verified(search, probes, climb, verification_time_s=time.perf_counter() - started)
 
 
-class _Verifier:
-    def __init__(
-        self,
-        search: BatchSearch,
-        scaling: BatchScaling,
-        train: Train,
-        budget_bytes: int,
-        backend: Backend,
-        graph_of: Callable[[int], Graph] | None,
-        max_overhead: float | Literal["forward"] | None,
-        at_most: int,
-        solver: str,
-        solve_s: float,
-        deadline_s: float,
-        seed: int,
-    ):
-        self.search, self.scaling, self.train, self.budget, self.backend = (
-            search,
-            scaling,
-            train,
-            budget_bytes,
-            backend,
-        )
-        self.graph_of, self.max_overhead, self.at_most, self.solver = (
-            graph_of,
-            max_overhead,
-            at_most,
-            solver,
-        )
-        self.solve_s, self.deadline_s, self.seed = solve_s, deadline_s, seed
-        self.started = time.perf_counter()
-        self.longest_s = 0.0  # that a size took
-        self.error = 0  # bytes measured above the prediction, of the last size that ran
-        self.failures = 0  # since a size trained
-        self.good = 0
-        # the smallest size that does not train, with what it needs if that is known
-        self.failed: tuple[int, int | None] | None = None
-        self.probes: list[Probe] = []
-        # those found last reach furthest
-        self.orders = list(
-            dict.fromkeys(p.plan.solution.schedule for p in search.probes if p.plan is not None)
-        )
-
-    def run(self) -> None:
-        most: int | None = self.search.max_batch_size
-        for _ in range(MOST_SIZES):
-            if most is None:
-                break
-            begun = time.perf_counter()
-            chosen = self._chosen(most)
-            if chosen is None:
-                break
-            self._train(*chosen)
-            self.longest_s = max(self.longest_s, time.perf_counter() - begun)
-            most = self._next(chosen[0])
-            if self.good and not self._in_time(self.longest_s):
-                break
-
-    def _in_time(self, needed_s: float) -> bool:
-        return time.perf_counter() + needed_s <= self.deadline_s
-
-    # ---------------------------------------------------------------- which size
-
-    @property
-    def _lowest(self) -> int:
-        """The least size worth running."""
-        return max(self.good + 1, math.ceil(self.good * (1 + RESOLUTION)))
-
-    @property
-    def _corrected_budget(self) -> int:
-        """What predictions are held against, by what the last size that ran measured above its own.
-
-        How far off a prediction is differs from run to run, with the chunks that the one before
-        left free: half of it is taken to be there again, and all of it after the second failure.
-        """
-        return max(1, self.budget - (self.error if self.failures > 1 else self.error // 2))
-
-    def _next(self, size: int) -> int | None:
-        """The most to try after ``size``; ``None`` at the end."""
-        if not self.good:
-            # the first steps down are small, the next ones longer: there is a way up again
-            return (
-                max(0, min(size - 1, int(size * (1 - RESOLUTION * 2 ** (self.failures - 1)))))
-                or None
-            )
-        if self.failed is None:
-            most = self.at_most
-        else:  # the peak of a size that failed tells what orders reach; without it, half of the way is tried
-            most = (
-                self.failed[0] - 1
-                if self.failed[1] is not None
-                else (self.good + self.failed[0]) // 2
-            )
-            if most < self._lowest <= self.failed[0] - 1:
-                most = self._lowest
-        return most if most >= self._lowest else None
-
-    def _chosen(self, most: int) -> tuple[int, Plan] | None:
-        """The largest size up to ``most`` that an order reaches by the corrected prediction, with
-        its plan there."""
-        found = SizeSearch(
-            self.scaling, self._corrected_budget, self.backend, self.max_overhead, most, self.seed
-        )
-        first = min(most, int(self._lowest * _AIM) if self.good else self.search.max_batch_size)
-        orders = [*reversed(self.orders), Schedule.store_all(self.scaling.at(1).graph)]
-        found.best_of(orders, first, downwards=not self.good)
-        if not found.good and (not self.good or self._in_time(self.solve_s + self.longest_s)):
-            found.attempt(first, self.solver, self.solve_s)
-        if found.good < self._lowest:  # what a replay of the allocator says holds
-            return None if self.backend.memory.order_matters else self._worth_running(first)
-        plan = found.fastest
-        if plan.solution.schedule not in self.orders:
-            self.orders.append(plan.solution.schedule)
-        return found.good, plan
-
-    def _worth_running(self, size: int) -> tuple[int, Plan] | None:
-        """A size that no order is predicted to fit, with the order that is nearest."""
-        problem, budget = self.scaling.at(size), int((1 + WORTH_RUNNING) * self._corrected_budget)
-        plans = [reused_plan(problem, order, budget, self.backend.memory) for order in self.orders]
-        allowed = [
-            plan
-            for plan in plans
-            if plan is not None and is_allowed(problem, plan, self.max_overhead)
-        ]
-        return (size, min(allowed, key=lambda plan: plan.predicted.peak_bytes)) if allowed else None
-
-    # ---------------------------------------------------------------- running it
-
-    def _train(self, size: int, plan: Plan) -> None:
-        """Trains a size and notes what came of it."""
-        own = self._for_its_graph(size, plan)
-        usage = None if own is None else self.train(size, own)
-        if own is not None and usage is not None:
-            self.error = usage.peak_bytes - own.predicted.peak_bytes
-            self.probes.append(
-                Probe.of(size, replace(own, measured=usage, budget_bytes=self.budget))
-            )
-            if usage.peak_bytes <= self.budget:
-                self.good, self.failures = size, 0
-                return
-        self.failures += 1
-        if self.failed is None or size < self.failed[0]:
-            self.failed = size, None if usage is None else usage.peak_bytes
-
-    def _for_its_graph(self, size: int, plan: Plan) -> Plan | None:
-        """``plan``, or one made anew where the step that runs at this size has other ops; ``None``
-        where none fits."""
-        assert plan.problem is not None
-        graph = plan.problem.graph if self.graph_of is None else self.graph_of(size)
-        if graph.has_ops_of(plan.problem.graph):
-            return plan
-        problem = carried_problem(self.scaling.at(size), graph)
-        differs = f"the train step has {len(graph.ops)} ops at this size, {len(plan.problem.graph.ops)} at others"
-        try:
-            plan = plan_problem(
-                problem,
-                self._corrected_budget,
-                self.backend,
-                solver="greedy",
-                time_limit_s=self.solve_s,
-                seed=self.seed,
-            )
-        except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-            self.probes.append(Probe(size, None, 0.0, f"{differs}: {error}"))
-            return None
-        if not is_allowed(problem, plan, self.max_overhead):
-            self.probes.append(
-                Probe(size, None, 0.0, f"{differs}: overhead {plan.overhead:.1%} is over the bound")
-            )
-            return None
+def _for_its_graph(
+    size: int,
+    plan: Plan,
+    scaling: BatchScaling,
+    backend: Backend,
+    graph_of: Callable[[int], Graph] | None,
+    max_overhead: float | Literal["forward"] | None,
+    solve_s: float,
+    seed: int,
+) -> Plan | Probe:
+    """Returns ``plan``, or one made anew where the step that runs at this size has other ops; a
+    probe with the reason where none fits."""
+    planned = scaling.at(size).graph
+    graph = planned if graph_of is None else graph_of(size)
+    if graph.has_ops_of(planned):
         return plan
+    problem = transfer_costs(scaling.at(size), graph)
+    differs = f"the train step has {len(graph.ops)} ops at this size, {len(planned.ops)} at others"
+    try:
+        plan = plan_problem(
+            problem, plan.budget_bytes, backend, solver="greedy", time_limit_s=solve_s, seed=seed
+        )
+    except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+        return Probe(size, None, 0.0, f"{differs}: {error}")
+    if not is_allowed(problem, plan, max_overhead):
+        return Probe(size, None, 0.0, f"{differs}: overhead {plan.overhead:.1%} is over the bound")
+    return plan
 
-    def result(self) -> BatchSearch:
-        search = replace(self.search, verification_time_s=time.perf_counter() - self.started)
-        failed, failed_peak = self.failed or (None, None)
-        search = replace(
-            search,
-            probes=(*search.probes, *self.probes),
-            failed_batch_size=failed,
-            failed_peak_bytes=failed_peak,
-        )
-        if not self.good:
-            return search
-        fitting = [p for p in search.probes if p.plan is not None and p.batch_size <= self.good]
-        return replace(
-            search,
-            max_batch_size=self.good,
-            plain_batch_size=min(search.plain_batch_size, self.good),
-            fastest_batch_size=max(fitting, key=lambda p: p.samples_per_s).batch_size,
-        )
+
+def _with_verified(
+    search: BatchSearch, probes: list[Probe], climb: SizeClimb, *, verification_time_s: float
+) -> BatchSearch:
+    """Returns the search with what the sizes that ran have told."""
+    failed, failed_peak = climb.failed
+    search = replace(
+        search,
+        probes=tuple(probes),
+        failed_batch_size=failed or None,
+        failed_peak_bytes=failed_peak or None,
+        verification_time_s=verification_time_s,
+    )
+    if not climb.trained:
+        return search
+    fitting = [p for p in probes if p.plan is not None and p.batch_size <= climb.trained]
+    return replace(
+        search,
+        max_batch_size=climb.trained,
+        plain_batch_size=min(search.plain_batch_size, climb.trained),
+        fastest_batch_size=max(fitting, key=lambda p: p.samples_per_s).batch_size,
+    )

@@ -20,7 +20,7 @@ from typing import Any
 
 from keras_remat.backends.base import Backend, TracedStep
 from keras_remat.backends.batches import batch_size_of
-from keras_remat.batch_size.cost_fit import CostFit, carried_problem
+from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
 from keras_remat.core.graph import Graph, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -110,9 +110,7 @@ class BatchScaling:
             self._value(a, b, size)
             for a, b in zip(self._small.values, self._large.values, strict=True)
         )
-        problem = carried_problem(
-            self._problem, Graph(self._small.ops, values, self._small.outputs)
-        )
+        problem = transfer_costs(self._problem, Graph(self._small.ops, values, self._small.outputs))
         if self.fit is None:
             return problem
         times, workspaces = self.fit.op_time_s(size), self.fit.op_workspace_bytes(size)
@@ -168,13 +166,29 @@ def batch_scaling(
         UnsupportedModelError: no two of the sizes tried have the same ops.
     """
     size = batch_size_of(batch)
-    double = backend.trace(model, backend.resized_spec(batch, 2 * size)).graph
+    double = graph_at(backend, model, batch, 2 * size)
     if traced.graph.has_ops_of(double):
         return BatchScaling(traced.graph, size, double, 2 * size, problem, measured)
     # larger batches are what a search asks for, and they look like the larger trace
-    quadruple = backend.trace(model, backend.resized_spec(batch, 4 * size)).graph
+    quadruple = graph_at(backend, model, batch, 4 * size)
     if double.has_ops_of(quadruple):
-        return BatchScaling(double, 2 * size, quadruple, 4 * size, carried_problem(problem, double))
+        return BatchScaling(double, 2 * size, quadruple, 4 * size, transfer_costs(problem, double))
     return BatchScaling(
         traced.graph, size, double, 2 * size, problem
     )  # raises, and says what differs
+
+
+def graph_at(backend: Backend, model: Any, batch: Any, size: int) -> Graph:
+    """Returns the graph of the train step at another batch size.
+
+    Raises:
+        UnsupportedModelError: the model cannot take a batch of that size.
+    """
+    try:
+        return backend.trace(model, backend.resized_spec(batch, size)).graph
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # whatever the layers of a user's model raise
+        raise UnsupportedModelError(
+            f"The model takes no batch of {size} samples: {type(error).__name__}: {error}"
+        ) from error

@@ -49,6 +49,7 @@ class TunerOptions:
     seed: int = 0
     plan: Plan | None = None
     cache_dir: str | os.PathLike[str] | None = None
+    micro_batches: int = 1
 
 
 class StepPlanner:

@@ -186,10 +186,7 @@ def reused_plan(
         budget_bytes: what the device may have in use.
         memory: predicts what the device shows.
     """
-    usage = simulate(problem, schedule)
-    if usage.peak_bytes > budget_bytes:
-        return None
-    peak = memory.peak_bytes(problem, schedule)
+    usage, peak = simulate(problem, schedule), memory.peak_bytes(problem, schedule)
     if peak > budget_bytes:
         return None
     solution = Solution(schedule, "reused", "feasible", 0.0, None, usage)

@@ -3,61 +3,72 @@ batches.
 
 With ``batch_size="keep"`` every loader batch is one step. Otherwise the first steps train loader
 batches as they come; once their costs are known, the largest batch that fits is searched
-(:mod:`keras_remat.batch_size.search`), and from then on samples are held back until a batch of that
-size is full. Samples keep their order and each is trained exactly once per epoch: what is left when
-the epoch's data ends is one smaller step, before validation.
+(:mod:`keras_remat.batch_size.search`), and from then on samples are held back until a batch of the
+chosen size is full. Samples keep their order and each is trained exactly once per epoch: what is
+left when the epoch's data ends is one smaller step, before validation.
 
-The search only predicts; the steps that train tell. A size that turns out not to fit after all is
-stepped down before anything of it was trained; one is stepped up where a known order, or a new one,
-reaches 3 % further by the error that was measured, a few times at most. A size that was stepped up
-to and measures over the limit is given up for the one before, whose step is there already.
+The search only predicts; the steps that train tell, and the size goes up or down by the same rule
+as outside of ``fit`` (:mod:`keras_remat.batch_size.sizes`). With ``"fastest"``, sizes are doubled as
+long as the steps that train take less time for a sample.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 from keras_remat.backends.batches import batch_size_of
+from keras_remat.batch_size.climb import SizeClimb
+from keras_remat.batch_size.found import BatchSearch
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
-from keras_remat.batch_size.search import BatchSearch, SizeSearch, search_batch_size
+from keras_remat.batch_size.search import search_batch_size
+from keras_remat.batch_size.sizes import faster_size, largest_wanted
 from keras_remat.core.events import EventKind
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    RematError,
+    ScheduleNotFoundError,
+    UnsupportedModelError,
+)
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.grouping import BatchGrouper
+from keras_remat.training.learning_rate import LearningRateScaling
 from keras_remat.units import format_bytes
 
 #: The search may take as long as this many steps of training, but at least and at most so many
-#: seconds; of it, the share of the thorough solver, which also looks for steps up, and what one
-#: solve may take of that.
-_SEARCH_STEPS, _LEAST_SEARCH_S, _MOST_SEARCH_S, _LATE_SHARE, _SOLVE_SHARE = (
+#: seconds; the quick solver's share of that, and the share of one solve afterwards.
+_SEARCH_STEPS, _LEAST_SEARCH_S, _MOST_SEARCH_S, _QUICK_SHARE, _SOLVE_SHARE = (
     200,
     1.0,
-    30.0,
-    0.6,
-    0.25,
+    60.0,
+    0.4,
+    0.1,
 )
-_STEP_DOWN = 0.9
-#: A step up is worth it from this share on; how many there are at most.
-_WORTH_STEP_UP, _MOST_STEPS_UP = 0.03, 3
+#: Steps of one size whose median time is compared with another size's.
+_COMPARED_STEPS = 5
 
 
 class BatchTrainer:
-    """Trains loader batches under a :class:`~keras_remat.training.backend_race.BackendRace`, in
-    steps of the largest batch that fits.
+    """Trains loader batches under a :class:`~keras_remat.training.backend_race.BackendRace`.
 
     Args:
         model: inside ``fit``.
         steps: trains single batches.
         report: gets ``max_batch_size`` and ``batch_size``.
-        batch_size: ``"keep"``, ``"max"`` or the largest size wanted.
+        batch_size: ``"keep"``, ``"max"``, ``"fastest"`` or the largest size wanted.
         samples_per_epoch: asked for the epoch's samples given the loader's batch size; ``None``
             when unknown.
-        on_change: called with (old, new) when the effective batch size changes.
+        learning_rate: follows the size of every step.
         seed: for the solver.
+
+    Attributes:
+        search: what the search for a larger batch found, once there was one.
+        has_changed: whether a step was not what Keras would have run, since the epoch began.
     """
 
     def __init__(
@@ -67,194 +78,314 @@ class BatchTrainer:
         report: AutotuneReport,
         batch_size: int | str,
         samples_per_epoch: Callable[[int], int | None],
-        on_change: Callable[[int, int], None],
+        learning_rate: LearningRateScaling,
         seed: int = 0,
     ):
         self._model, self._steps, self._report = model, steps, report
-        self._wanted, self._samples_per_epoch, self._on_change, self._seed = (
-            batch_size,
-            samples_per_epoch,
-            on_change,
-            seed,
-        )
+        self._wanted, self._samples_per_epoch = batch_size, samples_per_epoch
+        self._learning_rate, self._seed = learning_rate, seed
         self._group = BatchGrouper()
+        self._loader = 0  # samples of the first batch
         self._size: int | None = None  # samples per step; None trains loader batches as they come
-        self._searching = batch_size != "keep"
-        self._logs: Any = None
+        self._largest = 0  # samples of a step, since the size was chosen
+        self._epoch_samples = 0  # of the loader, since the epoch began
+        self._step_s: list[float] = []  # of the newest steps of this size that are final
+        self._samples_per_s: dict[int, float] = {}  # of the sizes that are compared
+        self._searching, self._has_warned = batch_size != "keep", False
+        self._climb: SizeClimb | None = None
         self._scaling: BatchScaling | None = None
-        self._at_most: int | None = None
-        self._held: int | None = None  # the newest size whose final step kept to the limit
-        self._too_large: int | None = None  # the smallest size whose final step did not
-        self._steps_up = 0
-        self._step_s = 0.0  # what the newest step took
+        self._logs: Any = None
         self.search: BatchSearch | None = None
+        self.has_changed = False
+
+    # ---------------------------------------------------------------- batches
 
     def run(self, batch: Any) -> Any:
         """Takes one loader batch; returns the newest logs, or the metrics so far when nothing was
         trained yet."""
+        samples = batch_size_of(batch)
+        self._loader = self._loader or samples
         if self._size is None:
+            self._train_held()
             self._logs = self._train(batch, may_split=self._wanted != "keep")
-            if self._searching and self._steps.settled:
-                self._searching = False
-                if self._steps.trainer.micro_batches == 1:
-                    self._search(batch)
+            self._epoch_samples += samples
+            if self._searching and self._is_ready(samples):
+                self._search(batch)
             return self._logs
-        self._group.add(batch)
+        try:
+            self._group.add(batch)
+        except UnsupportedModelError as error:
+            self._begin_other_samples(error)
+            return self.run(batch)
+        self._epoch_samples += samples
         self._train_full_groups()
+        self._train_held()
         return self._logs
+
+    def run_alone(self, batch: Any) -> Any:
+        """Trains a batch that is none of the loader's at once, and returns its logs."""
+        return self._steps.run(batch)
 
     def finish(self) -> Any:
         """Trains what is held back; ``None`` when nothing is."""
         if self._group.samples == 0:
             return None
         self._train_full_groups()
-        if self._group.samples:
-            self._logs = self._steps.run(self._group.take(self._group.samples))
+        if self._size is not None and self._group.samples:
+            self._train_rest()
+        self._train_held()
         return self._logs
 
+    def _train_rest(self) -> None:
+        """Trains less than a full batch; where no schedule is found for it, the loader's batches,
+        which have trained before."""
+        try:
+            self._logs = self._train(self._group.take(self._group.samples))
+        except (InfeasibleBudgetError, ScheduleNotFoundError):
+            if self._group.samples <= self._loader:
+                raise
+            while self._group.samples:
+                size = min(self._loader, self._group.samples)
+                self._logs = self._train(self._group.take(size))
+
+    def take_held(self) -> Iterator[Any]:
+        """Yields what was not trained, oldest first, and holds it no longer."""
+        while self._group.samples:
+            yield self._group.take_oldest()
+
+    def begin_anew(self, steps: BackendRace) -> None:
+        """Goes on with other steps, and the loader's batches; what is held back is not lost."""
+        self._steps, self._size, self._searching = steps, None, self._wanted != "keep"
+        self._climb = self._scaling = self.search = None
+        self._step_s.clear()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch of the loader has been trained."""
+        return self._loader > 0
+
+    def epoch_begins(self) -> None:
+        """Begins to tell what an epoch's steps were."""
+        self.has_changed, self._epoch_samples = False, 0
+
+    def epoch_ends(self) -> None:
+        """Keeps the updates of an epoch whose length was not known before."""
+        if isinstance(self._wanted, int) or self._size is None or not self._epoch_samples:
+            return
+        most = largest_wanted(self._wanted, self._loader, self._epoch_samples)
+        if most is not None and self._size > most:
+            self._climb = None
+            self._change(most)
+
     def _train(self, batch: Any, **options: Any) -> Any:
+        size = batch_size_of(batch)
+        # a rest that is smaller than the loader's batches is trained as such a rest always is
+        usual = min(self._loader, self._size or self._loader)
+        factor = self._learning_rate.factor(max(size, usual), self._loader)
         started = time.perf_counter()
-        logs = self._steps.run(batch, **options)
-        self._step_s = time.perf_counter() - started
+        with self._learning_rate.during(factor):
+            try:
+                logs = self._steps.run(batch, **options)
+            except RematError:
+                self._group.put_back(batch)  # it was not trained
+                raise
+        if self._steps.settled and size == (self._size or self._loader):
+            self._step_s = [*self._step_s, time.perf_counter() - started][-_COMPARED_STEPS:]
+        self._report.batch_size = self._largest = max(self._largest, size)
+        self.has_changed |= self._size is not None or self._steps.trainer.plan is not None
         return logs
+
+    def _train_full_groups(self) -> None:
+        while self._size is not None and self._group.samples >= self._size:
+            size = self._size
+            try:
+                self._logs = self._train(self._group.take(size))
+            except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+                if self._climb is None:
+                    raise
+                self._climb.note(size, None, 0, fits=False)
+                self._go_on(f"A batch of {size} does not fit after all: {error}")
+            except UnsupportedModelError as error:
+                if size <= self._loader:
+                    raise
+                self._refuse_larger(error)
+            else:
+                self._follow_measured(size)
+
+    def _train_held(self) -> None:
+        """Trains what is held back as it came, where batches are no longer joined."""
+        while self._size is None and self._group.samples:
+            self._logs = self._train(self._group.take_oldest())
+
+    def _begin_other_samples(self, error: UnsupportedModelError) -> None:
+        """Trains what is held back, because no batch that follows can be joined with it."""
+        if self._size is not None and self._size > self._loader:
+            self._refuse_larger(error)
+        elif self._group.samples:
+            self._train_rest()
+
+    # ---------------------------------------------------------------- sizes
+
+    def _is_ready(self, samples: int) -> bool:
+        """Whether the loader's batches have told what there is to know."""
+        if not self._steps.settled or samples != self._loader:
+            return False
+        if self._steps.trainer.micro_batches > 1:
+            self._searching = False
+        enough = self._wanted != "fastest" or len(self._step_s) == _COMPARED_STEPS
+        return self._searching and enough
+
+    def _search(self, batch: Any) -> None:
+        self._searching = False
+        loader, wanted = self._loader, self._wanted
+        at_most = largest_wanted(wanted, loader, self._samples_per_epoch(loader))
+        if isinstance(wanted, int) and wanted <= loader:
+            if wanted < loader:
+                self._change(wanted)
+            return
+        if at_most is not None and at_most <= loader:
+            self._refuse_larger("an epoch keeps ten updates; an int as batch_size lifts that.")
+            return
+        try:
+            self.search = self._predicted(batch, at_most)
+        except (UnsupportedModelError, InfeasibleBudgetError, ScheduleNotFoundError) as error:
+            self._refuse_larger(error)
+            return
+        steps, search = self._steps, self.search
+        steps.fit.event(EventKind.SEARCH, str(search))
+        self._report.max_batch_size = search.max_batch_size
+        self._climb = SizeClimb(
+            steps.trainer.backend,
+            steps.trainer.usable_bytes,
+            predicted=search.max_batch_size,
+            at_most=search.max_batch_size * 2**10 if at_most is None else at_most,
+            orders=[p.plan.solution.schedule for p in search.probes if p.plan is not None],
+            trained=loader,
+            solve_s=_SOLVE_SHARE * self._search_s,
+            seed=self._seed,
+        )
+        if wanted == "fastest":
+            self._compare(loader)
+        elif search.max_batch_size > loader:
+            self._change(search.max_batch_size, search.plan)
+
+    def _predicted(self, batch: Any, at_most: int | None) -> BatchSearch:
+        """Searches the largest batch by prediction."""
+        with self._steps.fit.long_task("searching the largest batch that fits"):
+            steps = self._steps.trainer
+            backend = steps.backend
+            traced, problem = steps.reference_costs()
+            self._scaling = batch_scaling(
+                backend, self._model, traced, problem, batch, steps.profiles_by_size()
+            )
+            return search_batch_size(
+                self._scaling,
+                self._loader,
+                steps.limit_bytes,
+                steps.usable_bytes,
+                backend,
+                at_most=at_most,
+                time_limit_s=_QUICK_SHARE * self._search_s,
+                late_solver="auto",
+                late_time_limit_s=(1 - _QUICK_SHARE) * self._search_s,
+                seed=self._seed,
+            )
 
     @property
     def _search_s(self) -> float:
         """Seconds that a search is worth."""
-        return min(_MOST_SEARCH_S, max(_LEAST_SEARCH_S, _SEARCH_STEPS * self._step_s))
-
-    def _train_full_groups(self) -> None:
-        while self._size is not None and self._group.samples >= self._size:
-            batch = self._group.take(self._size)
-            try:
-                self._logs = self._train(batch)
-            except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-                self._group.put_back(batch)
-                if self._size == 1:
-                    raise
-                self._step_down(int(self._size * _STEP_DOWN), str(error))
-                continue
-            self._follow_measured(self._size)
+        step_s = median(self._step_s) if self._step_s else 0.0
+        return min(_MOST_SEARCH_S, max(_LEAST_SEARCH_S, _SEARCH_STEPS * step_s))
 
     def _follow_measured(self, size: int) -> None:
-        """What the measured peak of the final step says about the size."""
-        peak = self._steps.trainer.settled_peak_bytes
-        if peak is None:
+        """Chooses the next size by what the final steps of this one measured."""
+        if self._climb is None or not self._steps.settled or size == self._climb.failed[0]:
             return
-        if peak > self._steps.trainer.limit_bytes:
-            if size > 1:
-                smaller = int(size * self._steps.trainer.usable_bytes / peak)
-                self._too_large = min(size, self._too_large or size)
-                if self._held is not None:
-                    self._steps_up = _MOST_STEPS_UP  # that was one step up too many
-                self._step_down(
-                    self._held if self._held is not None and self._held < size else smaller,
-                    "its measured peak is over the limit",
-                )
-        elif self._held != size:
-            self._held = size
-            self._step_up(size, peak)
+        plan, peak = self._steps.trainer.plan, self._steps.trainer.settled_peak_bytes
+        if peak is not None and peak > self._steps.trainer.limit_bytes:
+            self._climb.note(size, plan, peak, fits=False)
+            self._go_on(
+                f"The {format_bytes(peak)} that a batch of {size} measured are over the limit."
+            )
+        elif self._wanted == "fastest":
+            self._compare(size)
+        elif plan is not None and size > self._climb.trained:
+            self._climb.note(size, plan, peak or 0, fits=True)
+            self._go_on(
+                f"By the {format_bytes(peak or 0)} that a batch of {size} measured, more fits."
+            )
 
-    def _step_up(self, size: int, peak_bytes: int) -> None:
-        """Goes on with a larger size where a known order, or one more, reaches it by what was
-        measured."""
-        plan, steps, scaling = self._steps.trainer.plan, self._steps, self._scaling
-        if (
-            scaling is None
-            or self.search is None
-            or plan is None
-            or self._steps_up >= _MOST_STEPS_UP
-        ):
+    def _go_on(self, reason: str) -> None:
+        """Goes on with the size that the rule says: another one, or the largest that trained."""
+        climb, scaling, size = self._climb, self._scaling, self._size
+        if climb is None or scaling is None:
             return
-        bounds = (self._at_most, None if self._too_large is None else self._too_large - 1)
-        at_most = min([2 * size, *(bound for bound in bounds if bound is not None)])
-        least = max(size + 1, int(size * (1 + _WORTH_STEP_UP)))
-        if (
-            least > at_most
-            or plan.problem is None
-            or not plan.problem.graph.has_ops_of(scaling.at(size).graph)
-        ):
-            return
-        with steps.fit.long_task("looking for a larger batch"):
-            error = peak_bytes - steps.trainer.backend.memory.peak_bytes(
-                scaling.at(size), plan.solution.schedule
-            )
-            orders = dict.fromkeys(
-                p.plan.solution.schedule for p in reversed(self.search.probes) if p.plan is not None
-            )
-            found = SizeSearch(
-                scaling,
-                max(1, steps.trainer.usable_bytes - error),
-                steps.trainer.backend,
-                "forward",
-                at_most,
-                self._seed,
-            )
-            found.begin_with(size, plan)
-            found.best_of([plan.solution.schedule, *orders], least)
-            late_s = _LATE_SHARE * self._search_s
-            found.climb_and_stretch("auto", late_s)
-        if found.good >= least:
-            self._steps_up += 1
-            message = f"By the {format_bytes(peak_bytes)} that a batch of {size} measured, a schedule trains {found.good}: going up."
-            steps.fit.event(EventKind.STEP_UP, message)
-            self._change(size, found.good, found.fastest)
+        chosen = None
+        if self._wanted != "fastest":
+            with self._steps.fit.long_task("looking for the largest batch"):
+                chosen = climb.choose(scaling)
+        new, plan = (climb.trained, None) if chosen is None else chosen
+        if chosen is None:
+            self._climb = None
+            self._report.max_batch_size = climb.trained
+        if new != size:
+            kind = EventKind.STEP_UP if new > (size or 0) else EventKind.STEP_DOWN
+            self._steps.fit.event(kind, reason)
+            self._change(new, plan)
 
-    def _step_down(self, size: int, reason: str) -> None:
-        assert self._size is not None
+    def _compare(self, size: int) -> None:
+        """Goes on with the size that trains the most samples per second, once it is known."""
+        if len(self._step_s) < _COMPARED_STEPS or self._climb is None or self.search is None:
+            return
+        self._samples_per_s[size] = size / median(self._step_s)
+        self._climb.trained = max(size, self._climb.trained)
+        new = faster_size(self._samples_per_s, self.search.max_batch_size)
+        if new in self._samples_per_s:
+            self._climb = None
+            told = ", ".join(f"{rate:.4g} at {of}" for of, rate in self._samples_per_s.items())
+            self._steps.fit.event(
+                EventKind.SEARCH, f"Samples per second: {told}. The batch size is {new}."
+            )
+        if new != size:
+            self._change(new, self.search.plan)
+
+    def _refuse_larger(self, reason: Exception | str) -> None:
+        """Goes on with the batches as they come."""
+        self._steps.fit.event(EventKind.SEARCH, f"No larger batch: {reason}")
+        self._report.max_batch_size = self._loader
+        self._climb = None
+        if self._size is not None:
+            self._change(self._loader)
+
+    def _change(self, new: int, expected: Plan | None = None) -> None:
+        """Trains ``new`` samples a step from here on."""
+        old, self._largest = self._size or self._loader, 0
+        self._size = None if new == self._loader else new
+        self._step_s.clear()
+        scaling = self._scaling
+        self._steps.begin_shape(expected, None if scaling is None else scaling.at(new))
         self._steps.fit.event(
-            EventKind.STEP_DOWN,
-            f"A batch of {self._size} does not fit after all, going down to {max(1, size)}: {reason}",
+            EventKind.BATCH, f"The batch size is {new} from here on ({old} before)."
         )
-        self._change(self._size, max(1, size))
+        if new > self._loader and isinstance(self._wanted, str) and not self._has_warned:
+            self._has_warned = True
+            self._warn(new)
 
-    def _search(self, batch: Any) -> None:
-        loader = batch_size_of(batch)
-        total = self._samples_per_epoch(loader)
-        bounds = [
-            b
-            for b in (total, self._wanted if isinstance(self._wanted, int) else None)
-            if b is not None
-        ]
-        at_most = self._at_most = min(bounds, default=None)
-        if isinstance(self._wanted, int) and self._wanted <= loader:
-            if self._wanted < loader:
-                self._change(loader, self._wanted)
-            return
-        try:
-            with self._steps.fit.long_task("searching the largest batch that fits"):
-                steps, backend = self._steps, self._steps.trainer.backend
-                traced, problem = steps.trainer.reference_costs()
-                scaling = batch_scaling(
-                    backend, self._model, traced, problem, batch, steps.trainer.profiles_by_size()
-                )
-                search = search_batch_size(
-                    scaling,
-                    loader,
-                    steps.trainer.limit_bytes,
-                    steps.trainer.usable_bytes,
-                    backend,
-                    at_most=at_most,
-                    time_limit_s=(1 - _LATE_SHARE) * self._search_s,
-                    late_solver="auto",
-                    late_time_limit_s=_LATE_SHARE * self._search_s,
-                    seed=self._seed,
-                )
-        except (UnsupportedModelError, InfeasibleBudgetError, ScheduleNotFoundError) as error:
-            self._steps.fit.event(EventKind.SEARCH, f"No larger batch: {error}")
-            self._report.max_batch_size = loader
-            return
-        self.search, self._scaling = search, scaling
-        self._steps.fit.event(EventKind.SEARCH, str(search))
-        self._report.max_batch_size = search.max_batch_size
-        if search.max_batch_size > loader:
-            self._change(loader, search.max_batch_size, search.plan)
-
-    def _change(self, old: int, new: int, expected: Plan | None = None) -> None:
-        self._size = new
-        self._report.batch_size = new
-        self._steps.begin_shape(expected, None if self._scaling is None else self._scaling.at(new))
-        self._steps.fit.event(
-            EventKind.BATCH, f"The effective batch size is {new} from here on ({old} before)."
+    def _warn(self, new: int) -> None:
+        """Says what a larger batch means for the training."""
+        loader, samples = self._loader, self._samples_per_epoch(self._loader)
+        updates = "fewer updates in an epoch"
+        if samples is not None:
+            updates = f"{-(-samples // new)} updates in an epoch instead of {-(-samples // loader)}"
+        factor = self._learning_rate.factor(new, loader)
+        rate = (
+            'The learning rate stays as it is; learning_rate_scaling="linear" or "sqrt" makes it '
+            "follow the batch."
+            if factor == 1.0
+            else f"The learning rate is multiplied by {factor:.4g} in its steps."
         )
-        self._on_change(old, new)
+        warnings.warn(
+            f"keras_remat: fit was given batches of {loader} and trains batches of {new} from here "
+            f'on: {updates}. {rate} batch_size="keep" keeps the batches.',
+            stacklevel=2,
+        )

@@ -74,6 +74,10 @@ class FitState:
         counter, self._counter = self._counter, StepCounter()
         return counter
 
+    def carry(self, counter: StepCounter) -> None:
+        """Goes on from what other steps of the same epoch have counted."""
+        self._counter = counter
+
     @contextmanager
     def planning(self) -> Iterator[None]:
         """Counts what runs inside as planning, once where such contexts are nested."""

@@ -1,8 +1,14 @@
-"""Loader batches joined into larger ones, and cut to size: every sample once, in order."""
+"""Loader batches joined into larger ones, and split to size: every sample once, in order.
+
+Batches are held, joined and sliced in the host's memory, so that a GPU gets one batch at a time.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+
+import keras
+import numpy as np
 
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.errors import UnsupportedModelError
@@ -23,18 +29,33 @@ class BatchGrouper:
         """Holds one loader batch.
 
         Raises:
-            UnsupportedModelError: its arrays do not all have the samples in their first dimension.
+            UnsupportedModelError: its arrays do not all have the samples in their first dimension,
+                or do not have the shapes of those that are held.
         """
-        import keras
-
         size = batch_size_of(batch)
         for leaf in keras.tree.flatten(batch):
             if leaf is not None and (len(leaf.shape) == 0 or leaf.shape[0] != size):
                 raise UnsupportedModelError(
-                    f"Batches cannot be joined: an array of shape {tuple(leaf.shape)} does not have the {size} samples of its batch."
+                    f"Batches cannot be joined: an array of shape {tuple(leaf.shape)} does not have "
+                    f"the {size} samples of its batch."
                 )
-        self._held.append(batch)
+        if self._held and _sample_shapes(self._held[-1]) != _sample_shapes(batch):
+            raise UnsupportedModelError(
+                f"Batches cannot be joined: samples have the shapes {_sample_shapes(batch)} in one "
+                f"and {_sample_shapes(self._held[-1])} in the other."
+            )
+        self._held.append(keras.tree.map_structure(_on_host, batch))
         self.samples += size
+
+    def take_oldest(self) -> Any:
+        """Returns the oldest batch that is held, or what is left of it.
+
+        Raises:
+            IndexError: none is held.
+        """
+        batch = self._held.pop(0)
+        self.samples -= batch_size_of(batch)
+        return batch
 
     def put_back(self, batch: Any) -> None:
         """Undoes a :meth:`take`: the samples are the oldest again."""
@@ -47,33 +68,37 @@ class BatchGrouper:
         Raises:
             ValueError: fewer are held.
         """
-        import keras
-
         if not 0 < size <= self.samples:
             raise ValueError(f"{size} samples asked for, {self.samples} held")
         taken: list[Any] = []
         missing = size
-        while missing:
-            batch = self._held.pop(0)
-            count = batch_size_of(batch)
-            if count > missing:
-                self._held.insert(
-                    0,
-                    keras.tree.map_structure(
-                        lambda leaf, at=missing: None if leaf is None else leaf[at:], batch
-                    ),
-                )
-                batch = keras.tree.map_structure(
-                    lambda leaf, at=missing: None if leaf is None else leaf[:at], batch
-                )
-                count = missing
-            taken.append(batch)
-            missing -= count
-        self.samples -= size
-        if len(taken) == 1:
-            return taken[0]
+        with keras.device("cpu:0"):
+            while missing:
+                batch = self._held.pop(0)
+                count = batch_size_of(batch)
+                if count > missing:
+                    self._held.insert(0, _sliced(batch, slice(missing, None)))
+                    batch, count = _sliced(batch, slice(missing)), missing
+                taken.append(batch)
+                missing -= count
+            self.samples -= size
+            return taken[0] if len(taken) == 1 else keras.tree.map_structure(_joined, *taken)
 
-        def join(*leaves: Any) -> Any:
-            return None if leaves[0] is None else keras.ops.concatenate(leaves, axis=0)
 
-        return keras.tree.map_structure(join, *taken)
+def _on_host(leaf: Any) -> Any:
+    """Returns an array that holds no memory of an accelerator; TensorFlow's iterators give those."""
+    return leaf if leaf is None or keras.backend.backend() == "tensorflow" else np.asarray(leaf)
+
+
+def _sliced(batch: Any, part: slice) -> Any:
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[part], batch)
+
+
+def _joined(*leaves: Any) -> Any:
+    return None if leaves[0] is None else keras.ops.concatenate(leaves, axis=0)
+
+
+def _sample_shapes(batch: Any) -> list[Any]:
+    """The shape of one sample in every array of a batch."""
+    flat = keras.tree.flatten(batch)
+    return [None if leaf is None else tuple(leaf.shape[1:]) for leaf in flat]

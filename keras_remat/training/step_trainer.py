@@ -225,16 +225,17 @@ class StepTrainer:
         if self._plain_may_run and self._is_within_plain(shape.signature):
             return shape
         known = self._known(shape)
-        costs = self._first_plans.trace(batch, known)
+        pieces = min(size, self._options.micro_batches)
+        costs = self._first_plans.trace(batch, known, pieces)
         # the limit is what is left now: on the host, tracing has taken from the same memory
         self._moves.set_limit(self.limit_bytes)
         given = self._first_plans.given(costs)
         if given is not None:
             return self._first_plans.lowered(shape, costs, given, Phase.VERIFY)
         peak = self._first_plans.plain_peak_bytes(costs)
-        if self._plain_may_run and peak <= self.usable_bytes:
+        if self._plain_may_run and pieces == 1 and peak <= self.usable_bytes:
             return shape.plainly(self._fit.run_plain, costs, Phase.PLAIN)
-        if self._plain_may_run:
+        if self._plain_may_run and pieces == 1:
             self._fit.event(
                 EventKind.RISK,
                 f"The plain step of {size} samples is predicted to need {format_bytes(peak)}, over "

@@ -7,7 +7,7 @@ import pytest
 from fake_backend import chain_graph, chain_problem
 from scipy.optimize import nnls
 
-from keras_remat.batch_size.cost_fit import CostFit, carried_problem
+from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -101,7 +101,7 @@ def test_profiles_of_other_ops_are_refused():
 
 def test_same_ops_cost_the_same_per_byte():
     problem = chain_problem(4)
-    carried = carried_problem(problem, chain_graph(12))
+    carried = transfer_costs(problem, chain_graph(12))
     assert carried.graph == chain_graph(12)
     assert carried.profile.op_time_s == pytest.approx([3.0] * 16)
     assert carried.profile.resident_bytes == problem.profile.resident_bytes
@@ -124,10 +124,10 @@ def test_other_ops_cost_what_their_kind_does_per_byte():
         Op(1, "a", "mul", (1,), (2,)),
         Op(2, "b", "add", (2,), (3,)),
     )
-    carried = carried_problem(problem, Graph(ops, values, (3,)))
+    carried = transfer_costs(problem, Graph(ops, values, (3,)))
     assert carried.profile.op_time_s == pytest.approx((4.0, 4.0, 12.0))
     assert carried.profile.op_workspace_bytes == (0, 100, 60)
     assert carried.profile.resident_bytes == 1100
     other = replace(ops[0], kind="unheard of")
-    carried = carried_problem(problem, Graph((other, *ops[1:]), values, (3,)))
+    carried = transfer_costs(problem, Graph((other, *ops[1:]), values, (3,)))
     assert carried.profile.op_time_s[0] == pytest.approx(8.0 / 500 * 400)

@@ -15,9 +15,11 @@ from fake_backend import (
 )
 
 from keras_remat.batch_size import find as max_batch
-from keras_remat.batch_size.find import MOST_SIZES, RESOLUTION, find_max_batch_size, verified_search
+from keras_remat.batch_size.climb import MOST_SIZES
+from keras_remat.batch_size.find import find_max_batch_size, verified_search
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import search_batch_size
+from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.core.schedule import Usage
 from keras_remat.core.simulate import simulate
 

@@ -6,8 +6,9 @@ import pytest
 from fake_backend import SAMPLE_BYTES, FakeBackend, chain_graph, chain_problem, store_all_peak
 
 from keras_remat.batch_size.find import find_max_batch_size
+from keras_remat.batch_size.found import forward_overhead
 from keras_remat.batch_size.scaling import BatchScaling
-from keras_remat.batch_size.search import forward_overhead, search_batch_size
+from keras_remat.batch_size.search import search_batch_size
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 from keras_remat.planning.make_plan import plan_problem

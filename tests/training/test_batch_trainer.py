@@ -1,7 +1,10 @@
 """Which batch size a fit trains with: every sample once, whatever fits and whatever fails."""
 
+import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_backend import FakeBackend, batch_of, event_kinds, race_on, store_all_peak
 
@@ -29,7 +32,13 @@ class FakeSteps:
         self._of_shape = 0
         self.trainer = self.fit = self
 
-    micro_batches, plan = 1, None
+    micro_batches, plan, backend = 1, None, None
+
+    def long_task(self, text):
+        return nullcontext()
+
+    def reference_costs(self):
+        return None, None
 
     def run(self, batch, *, may_split=False):
         size = len(batch[0])
@@ -54,27 +63,71 @@ class FakeSteps:
         self.events.append(kind)
 
 
-class Fixed(BatchTrainer):
+class Rate:
+    """Notes what the learning rate of every step is multiplied by."""
+
+    def __init__(self):
+        self.factors = []
+
+    def factor(self, size, loader_size):
+        return size / loader_size
+
+    def during(self, factor):
+        self.factors.append(factor)
+        return nullcontext()
+
+
+class Noting(BatchTrainer):
+    """A batch trainer that notes every change of its size."""
+
+    def __init__(self, steps, report, batch_size, samples=None):
+        self.changes = []
+        super().__init__(None, steps, report, batch_size, lambda loader: samples, Rate())
+
+    def _change(self, new, expected=None):
+        self.changes.append((self._size or self._loader, new))
+        super()._change(new, expected)
+
+
+class Fixed(Noting):
     """A batch trainer whose search finds ``found``."""
 
     def __init__(self, steps, batch_size, found=None, samples=None):
-        self.changes = []
         report = SimpleNamespace(max_batch_size=None, batch_size=None)
-        super().__init__(
-            None,
-            steps,
-            report,
-            batch_size,
-            lambda loader: samples,
-            lambda old, new: self.changes.append((old, new)),
-        )
+        super().__init__(steps, report, batch_size, samples)
         self.report, self.found = report, found
 
     def _search(self, batch):
         if self.found is None:
             super()._search(batch)
         else:
-            self._change(LOADER, self.found)
+            self._searching = False
+            self._change(self.found)
+
+
+class FakeClimb:
+    """Chooses 10 samples fewer after every failure; what trained is the answer."""
+
+    def __init__(self, trained=LOADER):
+        self.trained, self.failed, self.noted = trained, (0, 0), []
+
+    def note(self, size, plan, peak_bytes, *, fits):
+        self.noted.append((size, fits))
+        if fits:
+            self.trained = size
+        else:
+            self.failed = size, peak_bytes
+
+    def choose(self, scaling):
+        smaller = self.failed[0] - 10
+        return (smaller, None) if self.failed[0] and smaller > self.trained else None
+
+
+def climbing(steps, found, batch_size="max"):
+    """A trainer at the size ``found``, that climbs by the fake rule."""
+    trainer = Fixed(steps, batch_size, found=found)
+    trainer._climb, trainer._scaling = FakeClimb(), SimpleNamespace(at=lambda size: None)
+    return trainer
 
 
 def epoch(trainer, batches=12, size=LOADER, last=None):
@@ -142,37 +195,137 @@ def test_size_of_the_loader_changes_nothing():
 
 def test_infeasible_group_is_stepped_down_before_anything_of_it_was_trained():
     steps = FakeSteps(fits=25)
-    trainer = Fixed(steps, "max", found=40)
+    trainer = climbing(steps, 40)
     total = epoch(trainer)
     assert_all_once(steps.trained, total)
     assert max(map(len, steps.trained)) <= 25
-    assert trainer.changes == [(10, 40), (40, 36), (36, 32), (32, 28), (28, 25)]
-    assert steps.events.count("step-down") == 4
+    assert trainer.changes == [(10, 40), (40, 30), (30, 20)]
+    assert steps.events.count("step-down") == 2
 
 
-def test_group_of_one_sample_that_does_not_fit_is_an_error():
-    trainer = Fixed(FakeSteps(fits=0, settle_after=0), "keep")
-    trainer._size = 3
+def test_what_cannot_be_stepped_down_is_an_error_and_nothing_of_it_was_trained():
+    steps = FakeSteps(fits=0, settle_after=0)
+    trainer = Fixed(steps, "keep")
     with pytest.raises(ScheduleNotFoundError):
         epoch(trainer)
-    assert trainer.changes == [(3, 2), (2, 1)]
+    assert steps.trained == []
 
 
-def test_measured_peak_over_the_limit_steps_down_by_what_is_too_much():
+def test_rest_that_fits_under_no_schedule_is_trained_in_the_loaders_batches():
+    steps = FakeSteps(fits=10**9)
+    trainer = Fixed(steps, "max", found=40)
+    for first in range(0, 90, LOADER):
+        trainer.run(batch_of(first, LOADER))
+        steps.fits = LOADER if first == 80 else steps.fits
+    trainer.finish()
+    assert_all_once(steps.trained, 90)
+    assert [len(numbers) for numbers in steps.trained] == [10, 10, 40, 10, 10, 10]
+
+
+def test_measured_peak_over_the_limit_steps_down():
     steps = FakeSteps(settle_after=1, peak_bytes=lambda size: 40 * size)
-    trainer = Fixed(steps, "max", found=30)
+    trainer = climbing(steps, 40)
     total = epoch(trainer)
     assert_all_once(steps.trained, total)
-    assert trainer.changes == [(10, 30), (30, 22)]
-    assert steps.usable_bytes >= 40 * 22
+    assert trainer.changes == [(10, 40), (40, 30), (30, 20)]
 
 
-def test_one_sample_over_the_limit_is_not_stepped_down_for_ever():
-    steps = FakeSteps(settle_after=1, peak_bytes=lambda size: 2000)
-    trainer = Fixed(steps, "max", found=2)
-    total = epoch(trainer, batches=4)
+def test_no_size_but_the_loaders_trains_goes_back_to_it():
+    steps = FakeSteps(settle_after=1, peak_bytes=lambda size: 2000 if size > LOADER else None)
+    trainer = climbing(steps, 30)
+    total = epoch(trainer, batches=14)
     assert_all_once(steps.trained, total)
-    assert trainer.changes == [(10, 2), (2, 1)]
+    assert trainer.changes == [(10, 30), (30, 20), (20, 10)]
+    assert [len(numbers) for numbers in steps.trained[-5:]] == [LOADER] * 5
+
+
+def test_batches_that_cannot_be_joined_train_as_they_come():
+    steps = FakeSteps()
+    trainer = Fixed(steps, "max", found=35)
+    for first in (0, 10, 20, 30):
+        trainer.run(batch_of(first, LOADER))
+    trainer.run((batch_of(40, LOADER)[0], np.zeros((LOADER, 3))))
+    trainer.run(batch_of(50, LOADER))
+    trainer.finish()
+    assert_all_once(steps.trained, 60)
+    assert [len(numbers) for numbers in steps.trained] == [LOADER] * 6
+    assert trainer.changes == [(10, 35), (35, 10)]
+
+
+def test_learning_rate_follows_the_samples_of_every_step_down_to_the_loaders():
+    trainer = Fixed(FakeSteps(), "max", found=35)
+    epoch(trainer, last=1)
+    assert trainer._learning_rate.factors == [1.0, 1.0, 3.5, 3.5, 2.1]
+    trainer = Fixed(FakeSteps(), "max", found=35)
+    epoch(trainer, batches=6, last=1)
+    assert trainer._learning_rate.factors == [1.0, 1.0, 3.1]
+    trainer = Fixed(FakeSteps(), 4)
+    epoch(trainer, batches=4, last=1)
+    assert trainer._learning_rate.factors == [1.0, 1.0, 0.4, 0.4, 0.4]
+
+
+def test_length_that_becomes_known_keeps_ten_updates():
+    steps = FakeSteps()
+    trainer = Fixed(steps, "max", found=80)
+    for _ in range(3):
+        trainer.epoch_begins()
+        epoch(trainer, batches=40)
+        trainer.epoch_ends()
+    assert trainer.changes == [(10, 80), (80, 40)]
+    assert [len(numbers) for numbers in steps.trained[-10:]] == [40] * 10
+
+
+def test_larger_batches_are_told_of_once_with_what_they_mean():
+    with pytest.warns(UserWarning, match="keras_remat") as caught:
+        epoch(Fixed(FakeSteps(), "max", found=30, samples=600), batches=30)
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    for told in ("batches of 10", "batches of 30", "20 updates", "60", "multiplied by 3"):
+        assert told in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        epoch(Fixed(FakeSteps(), 30, found=30), batches=30)
+
+
+# ------------------------------------------------------------------ the fastest size
+
+
+class Timed(FakeSteps):
+    """Steps whose time follows from their size."""
+
+    def __init__(self, clock, seconds):
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
+    def run(self, batch, *, may_split=False):
+        self.clock[0] += self.seconds(len(batch[0]))
+        return super().run(batch, may_split=may_split)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest"),
+    [
+        (lambda size: 1.0, 80),
+        (lambda size: size, LOADER),
+        (lambda size: 1.0 if size <= 40 else size, 40),
+        (lambda size: size * (1.0 + size / 100), LOADER),
+    ],
+)
+def test_fastest_is_the_size_that_measures_most_samples_a_second(monkeypatch, seconds, fastest):
+    import keras_remat.training.batch_trainer as module
+
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    steps = Timed(clock, seconds)
+    trainer = Noting(steps, SimpleNamespace(max_batch_size=None, batch_size=None), "fastest")
+    search = SimpleNamespace(max_batch_size=80, plan=None, probes=[], __str__=lambda self: "")
+    monkeypatch.setattr(trainer, "_predicted", lambda batch, at_most: search)
+    total = epoch(trainer, batches=200)
+    assert_all_once(steps.trained, total)
+    sizes = [len(numbers) for numbers in steps.trained]
+    assert sizes[-2] == fastest
+    assert max(sizes) <= 80
+    assert trainer._climb is None, "the comparison has ended"
 
 
 # ------------------------------------------------------------------ with a tuner and a search
@@ -181,16 +334,8 @@ def test_one_sample_over_the_limit_is_not_stepped_down_for_ever():
 def on_tuner(backend, batch_size, limit, *, samples=None):
     options = TunerOptions(limit, "greedy", 5.0, 2, 0.0)
     race, report = race_on(backend, options=options)
-    changes = []
-    trainer = BatchTrainer(
-        None,
-        race,
-        report,
-        batch_size,
-        lambda loader: samples,
-        lambda old, new: changes.append((old, new)),
-    )
-    return trainer, report, changes
+    trainer = Noting(race, report, batch_size, samples)
+    return trainer, report, trainer.changes
 
 
 def test_max_finds_more_than_fits_plainly_and_trains_with_it():
@@ -199,9 +344,9 @@ def test_max_finds_more_than_fits_plainly_and_trains_with_it():
     total = epoch(trainer, batches=60)
     assert backend.samples == list(range(total))
     found = trainer.search.max_batch_size
-    assert found == report.max_batch_size == report.batch_size > 4 * LOADER
+    assert report.max_batch_size == report.batch_size >= found > 4 * LOADER
     assert trainer.search.plain_batch_size == 4 * LOADER
-    assert changes == [(LOADER, found)]
+    assert changes[0] == (LOADER, found)
     assert report.baseline_source == "measured"
     assert {"fits", "search", "batch", "risk"} <= set(event_kinds(report))
 
@@ -227,12 +372,24 @@ def test_int_above_the_loaders_is_the_most_it_becomes():
     assert len(backend.ran[-2][1]) == 24
 
 
-def test_no_batch_is_larger_than_the_epoch():
+@pytest.mark.parametrize(("wanted", "largest"), [("max", 40), (1000, 400), (200, 200)])
+def test_an_epoch_keeps_ten_updates_unless_a_number_was_asked_for(wanted, largest):
     backend = FakeBackend()
-    trainer, report, _ = on_tuner(backend, "max", 2**40, samples=8 * LOADER)
+    trainer, report, _ = on_tuner(backend, wanted, 2**40, samples=40 * LOADER)
+    for _ in range(2):
+        epoch(trainer, batches=40)
+    assert len(backend.samples) == 800
+    assert report.max_batch_size == largest
+    assert max(sizes_of(backend)) == largest
+
+
+def test_epoch_too_short_for_larger_batches_keeps_the_loaders():
+    backend = FakeBackend()
+    trainer, report, changes = on_tuner(backend, "max", 2**40, samples=8 * LOADER)
     total = epoch(trainer, batches=8)
     assert backend.samples == list(range(total))
-    assert report.max_batch_size == total
+    assert changes == []
+    assert report.max_batch_size == LOADER
 
 
 def test_measured_plain_peak_that_no_schedule_meets_trains_no_sample_twice():
@@ -311,7 +468,7 @@ def test_after_a_step_down_there_is_a_way_up_again_below_the_size_that_failed():
 
 def test_no_step_up_is_above_what_was_asked_for_or_the_epoch():
     limit = store_all_peak(4 * LOADER)
-    for batch_size, samples in ((50, None), ("max", 5 * LOADER)):
+    for batch_size, samples in ((50, None), ("max", 50 * LOADER)):
         backend = FakeBackend(surplus_bytes=lambda what, size: 0 if size <= LOADER else -limit // 4)
         trainer, _, _ = on_tuner(backend, batch_size, limit, samples=samples)
         total = epoch(trainer, batches=100)

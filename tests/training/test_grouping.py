@@ -70,7 +70,10 @@ def test_one_batch_is_cut_into_many():
 def test_a_batch_of_exactly_the_size_is_not_copied():
     group, batch = BatchGrouper(), batch_of(0, 4)
     group.add(batch)
-    assert group.take(4) is batch
+    for taken, given in zip(
+        keras.tree.flatten(group.take(4)), keras.tree.flatten(batch), strict=True
+    ):
+        assert taken is given
 
 
 def test_put_back_samples_are_the_oldest_again():
@@ -100,3 +103,20 @@ def test_arrays_without_the_samples_in_front_are_refused_and_not_held(odd):
     assert group.samples == 0
     with pytest.raises(ValueError, match="0 held"):
         group.take(1)
+
+
+def test_samples_of_other_shapes_are_refused_and_not_held():
+    group = BatchGrouper()
+    group.add((np.ones((3, 5)), np.ones((3, 1))))
+    with pytest.raises(UnsupportedModelError, match=r"\(6,\).*\(5,\)"):
+        group.add((np.ones((3, 6)), np.ones((3, 1))))
+    assert group.samples == 3
+
+
+def test_the_oldest_batch_comes_out_as_it_came():
+    group = BatchGrouper()
+    for first in (0, 4, 8):
+        group.add(batch_of(first, 4))
+    assert numbers_of(group.take(6)) == list(range(6))
+    assert [numbers_of(group.take_oldest()) for _ in range(2)] == [[6, 7], [8, 9, 10, 11]]
+    assert group.samples == 0

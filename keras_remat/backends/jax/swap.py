@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_remat.backends.base import StepRunner
+from keras_remat.backends.base import Caller, StepRunner
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.device import Device
 
@@ -31,8 +31,9 @@ class InstalledTrainFunction:
 
     Args:
         model: whose ``train_function`` Keras has made.
-        runner: when it is no longer current, the ``fit`` this was made for has ended without notice
-            (an exception, Ctrl-C): the original train function then comes back and takes the call.
+        runner: says whose a call is. A call of nobody means that the ``fit`` this was made for has
+            ended without notice (an exception, Ctrl-C): the original train function then comes back
+            and takes it.
         device: holds the state while a call runs.
     """
 
@@ -47,13 +48,17 @@ class InstalledTrainFunction:
         model.train_function = self
 
     def __call__(self, state: private.State, iterator: Any) -> tuple[Any, private.State]:
-        if not self._runner.is_current():
+        caller = self._runner.caller(iterator)
+        if caller is Caller.NOBODY:
             self.restore()
             result: tuple[Any, private.State] = self.original(state, iterator)
             return result
         device = self._device
         device.state = state
         try:
+            if caller is not Caller.FIT:
+                batch = jax.tree.map(jnp.asarray, next(iterator))
+                return self._runner.run_alone(batch, caller), device.state
             logs = self._steps(iter(iterator))
             return logs, device.state
         except StopIteration:  # before anything of this call was trained
@@ -103,6 +108,21 @@ class InstalledTrainFunction:
         finally:
             device.state = private.state_values(self._model)
             private.purge_state(self._model)
+
+    def take_place(self) -> bool:
+        """Replaces the train function that was put back, or made anew, meanwhile.
+
+        Returns:
+            Whether it was made anew: the model may be another one since.
+        """
+        current = self._model.train_function
+        if current is self:
+            return False
+        anew = current is not self.original and not isinstance(current, InstalledTrainFunction)
+        if anew:
+            self.original = current
+        self._model.train_function = self
+        return anew
 
     def restore(self) -> None:
         """Puts the original train function back, unless somebody else has replaced this one

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.base import StepRunner
+from keras_remat.backends.base import Caller, StepRunner
 
 
 class InstalledTrainFunction:
@@ -21,8 +21,9 @@ class InstalledTrainFunction:
 
     Args:
         model: whose ``train_function`` Keras has made.
-        runner: when it is no longer current, the ``fit`` this was made for has ended without notice
-            (an exception, Ctrl-C): the original train function then comes back and takes the call.
+        runner: says whose a call is. A call of nobody means that the ``fit`` this was made for has
+            ended without notice (an exception, Ctrl-C): the original train function then comes back
+            and takes it.
     """
 
     def __init__(self, model: Any, runner: StepRunner):
@@ -36,10 +37,13 @@ class InstalledTrainFunction:
         model.train_function = self
 
     def __call__(self, iterator: Any) -> Any:
-        if not self._runner.is_current():
+        caller = self._runner.caller(iterator)
+        if caller is Caller.NOBODY:
             self.restore()
             return self.original(iterator)
         try:
+            if caller is not Caller.FIT:
+                return self._runner.run_alone(_without_optionals(next(iterator)), caller)
             return self._steps(iter(iterator))
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
@@ -70,6 +74,21 @@ class InstalledTrainFunction:
     def variables(self) -> AbstractContextManager[None]:
         """TensorFlow's variables always have their values."""
         return nullcontext()
+
+    def take_place(self) -> bool:
+        """Replaces the train function that was put back, or made anew, meanwhile.
+
+        Returns:
+            Whether it was made anew: the model may be another one since.
+        """
+        current = self._model.train_function
+        if current is self:
+            return False
+        anew = current is not self.original and not isinstance(current, InstalledTrainFunction)
+        if anew:
+            self.original = current
+        self._model.train_function = self
+        return anew
 
     def restore(self) -> None:
         """Puts the original train function back, unless somebody else has replaced this one

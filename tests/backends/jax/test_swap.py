@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from keras_remat.backends.base import Caller
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.swap import InstalledTrainFunction
 
@@ -12,8 +13,8 @@ from keras_remat.backends.jax.swap import InstalledTrainFunction
 class Runner:
     """Trains a batch by adding it to the state; ``rest`` is what :meth:`finish` returns, once."""
 
-    def __init__(self, device, rest=None, current=True, error=None):
-        self.device, self.rest, self.current, self.error = device, rest, current, error
+    def __init__(self, device, rest=None, caller=Caller.FIT, error=None):
+        self.device, self.rest, self.whose, self.error = device, rest, caller, error
 
     def run(self, batch):
         if self.error is not None and len(self.device.state) == 4:
@@ -27,8 +28,11 @@ class Runner:
             self.device.state = (*self.device.state, rest)
         return rest
 
-    def is_current(self):
-        return self.current
+    def caller(self, iterator):
+        return self.whose
+
+    def run_alone(self, batch, caller):
+        return f"{caller.value} {self.run(batch)}"
 
     def is_last_call(self):
         return False
@@ -83,7 +87,7 @@ def test_after_an_error_keras_knows_the_newest_state(error):
 
 
 def test_call_of_a_later_fit_goes_to_the_original():
-    model, *_ = installed(current=False)
+    model, *_ = installed(caller=Caller.NOBODY)
     assert model.train_function((0,), iter([1])) == ("original", (0, 1))
     assert model.train_function is original
 
@@ -97,3 +101,22 @@ def test_function_left_behind_is_replaced_not_wrapped():
     second.restore()
     second.restore()
     assert model.train_function is original
+
+
+@pytest.mark.parametrize("caller", [Caller.LOOP, Caller.GUEST])
+def test_train_on_batch_is_one_batch_and_its_state_is_returned(caller):
+    model, function, device = installed(steps_per_execution=2, caller=caller, rest="rest")
+    assert model.train_function((), iter([1])) == (f"{caller.value} logs 1", (1,))
+    assert model.train_function is function
+    assert device.state is None
+
+
+def test_takes_its_place_again_and_knows_a_function_made_anew():
+    model, function, _ = installed()
+    assert not function.take_place()
+    function.restore()
+    assert not function.take_place()
+    assert model.train_function is function
+    model.train_function = other = lambda state, iterator: ("other", state)
+    assert function.take_place()
+    assert (model.train_function, function.original) == (function, other)

@@ -6,15 +6,16 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
+from keras_remat.backends.base import Caller
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 
 
 class Runner:
     """Trains a batch by noting it; ``rest`` is what :meth:`finish` returns once per epoch."""
 
-    def __init__(self, rest=None, current=True, last_at=None, error=None):
+    def __init__(self, rest=None, caller=Caller.FIT, last_at=None, error=None):
         self.ran, self.finished = [], 0
-        self.rest, self.current, self.last_at, self.error = rest, current, last_at, error
+        self.rest, self.whose, self.last_at, self.error = rest, caller, last_at, error
 
     def run(self, batch):
         if self.error is not None:
@@ -26,8 +27,11 @@ class Runner:
         self.finished += 1
         return self.rest
 
-    def is_current(self):
-        return self.current
+    def caller(self, iterator):
+        return self.whose
+
+    def run_alone(self, batch, caller):
+        return f"{caller.value} {self.run(batch)}"
 
     def is_last_call(self):
         return self.last_at is not None and len(self.ran) >= self.last_at
@@ -124,7 +128,7 @@ def test_error_of_the_iterator_gives_the_original_back():
 
 
 def test_call_of_a_later_fit_goes_to_the_original():
-    runner = Runner(current=False)
+    runner = Runner(caller=Caller.NOBODY)
     model, function = installed(runner)
     assert model.train_function(iter("ab")) == ["original", "a", "b"]
     assert runner.ran == []
@@ -160,3 +164,23 @@ def test_empty_optionals_become_none():
     assert inputs["a"] is x
     assert targets is None
     assert weights is None
+
+
+@pytest.mark.parametrize("caller", [Caller.LOOP, Caller.GUEST])
+def test_train_on_batch_is_one_batch_and_ends_nothing(caller):
+    runner = Runner(rest="rest", caller=caller)
+    model, function = installed(runner, steps_per_execution=2)
+    assert model.train_function(iter("a")) == f"{caller.value} logs a"
+    assert runner.finished == 0
+    assert model.train_function is function
+
+
+def test_takes_its_place_again_and_knows_a_function_made_anew():
+    model, function = installed(Runner())
+    assert not function.take_place()
+    function.restore()
+    assert not function.take_place()
+    assert model.train_function is function
+    model.train_function = other = lambda iterator: ["other", *iterator]
+    assert function.take_place()
+    assert (model.train_function, function.original) == (function, other)

@@ -1,0 +1,158 @@
+"""Chooses the sizes that run, each with the order that trains it: the driver of the size rule.
+
+``fit`` and ``find_max_batch_size`` both climb: a chosen size runs, in training or beside it, what it
+measured is noted, and the next one is chosen (:mod:`keras_remat.batch_size.sizes`). The size that an
+order reaches is a prediction, held against the limit less what the last size that ran measured
+above its own. Where known orders reach nothing that is worth running, one more is solved for.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from typing import Literal
+
+from keras_remat.backends.base import Backend
+from keras_remat.batch_size.search import Scaling, SizeSearch
+from keras_remat.batch_size.sizes import Facts, Move, next_size, worth_running
+from keras_remat.core.schedule import Schedule
+from keras_remat.planning.plan import Plan
+
+#: Sizes that run at most.
+MOST_SIZES = 10
+
+
+class SizeClimb:
+    """What is known of the sizes that ran.
+
+    Args:
+        backend: whose allocator decides.
+        budget_bytes: what the device may have in use.
+        predicted: the largest size by prediction.
+        at_most: no size above it is chosen.
+        orders: known ones, those that reach furthest last.
+        trained: a size that has trained; 0 for none.
+        max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
+        solver: for the sizes that no known order fits.
+        solve_s: seconds for one solve.
+        deadline_s: by ``time.perf_counter``; once a size has trained, none is chosen that would end
+            after it.
+
+    Attributes:
+        trained: the largest size that trained; 0 for none.
+        failed: the smallest size that did not, or 0, and its measured peak, or 0 where that is not
+            known.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        budget_bytes: int,
+        *,
+        predicted: int,
+        at_most: int,
+        orders: Iterable[Schedule],
+        trained: int = 0,
+        max_overhead: float | Literal["forward"] | None = "forward",
+        solver: str = "auto",
+        solve_s: float = 6.0,
+        deadline_s: float = math.inf,
+        seed: int = 0,
+    ):
+        self._backend, self._budget_bytes, self._max_overhead = backend, budget_bytes, max_overhead
+        self._predicted, self._at_most, self._seed = predicted, at_most, seed
+        self._solver, self._solve_s, self._deadline_s = solver, solve_s, deadline_s
+        self._orders = list(dict.fromkeys(orders))
+        self._newest: tuple[int, Plan, int] | None = None  # size, plan, measured peak
+        self._failures = self._runs = 0
+        self._longest_s = self._chosen_at_s = 0.0
+        self.trained = trained
+        self.failed: tuple[int, int] = 0, 0
+
+    def choose(self, scaling: Scaling) -> tuple[int, Plan] | None:
+        """Returns the next size and its plan; ``None`` when the largest that trained is the answer.
+
+        Args:
+            scaling: the problem at any size as it would run now.
+        """
+        self._chosen_at_s = time.perf_counter()
+        facts = self._facts(0, solved=False)
+        sizes = worth_running(facts)
+        if not sizes:
+            return None
+        search = SizeSearch(
+            scaling,
+            self.corrected_budget_bytes(scaling),
+            self._backend,
+            self._max_overhead,
+            sizes[-1],
+            self._seed,
+        )
+        first = sizes[0] if self.trained else sizes[-1]
+        store_all = Schedule.store_all(scaling.at(1).graph)
+        search.best_of([*reversed(self._orders), store_all], first, downwards=not self.trained)
+        solved = False
+        while True:
+            move, size = next_size(self._facts(search.largest, solved=solved))
+            if move is Move.STOP:
+                return None
+            if move is Move.RUN:
+                plan = search.fastest
+                if plan.solution.schedule not in self._orders:
+                    self._orders.append(plan.solution.schedule)
+                return size, plan
+            search.solve_at(size, self._solver, self._solve_s)
+            solved = True
+
+    def corrected_budget_bytes(self, scaling: Scaling) -> int:
+        """Returns what predictions are held against, by what the last size that ran measured.
+
+        How far off a prediction is differs from run to run, with the chunks that the one before
+        left free: half of it is taken to be there again, and all of it after the second failure.
+        """
+        if self._newest is None:
+            return self._budget_bytes
+        size, plan, peak = self._newest
+        problem, predicted = scaling.at(size), plan.predicted.peak_bytes
+        if plan.problem is not None and plan.problem.graph.has_ops_of(problem.graph):
+            predicted = self._backend.memory.peak_bytes(problem, plan.solution.schedule)
+        error = peak - predicted
+        return max(1, self._budget_bytes - (error if self._failures > 1 else error // 2))
+
+    def _facts(self, reached: int, *, solved: bool) -> Facts:
+        failed, failed_peak = self.failed
+        left_s = self._deadline_s - time.perf_counter() - self._longest_s
+        return Facts(
+            predicted=self._predicted,
+            at_most=self._at_most,
+            trained=self.trained,
+            failed=failed or self._at_most + 1,
+            failed_is_measured=failed_peak > 0,
+            failures=self._failures,
+            reached=reached,
+            solved=solved,
+            time_to_run=left_s >= 0,
+            time_to_solve=left_s >= self._solve_s,
+            runs_left=max(0, MOST_SIZES - self._runs),
+        )
+
+    def note(self, size: int, plan: Plan | None, peak_bytes: int, *, fits: bool) -> None:
+        """Notes what came of a size.
+
+        Args:
+            size: that ran, or could not.
+            plan: under which it ran; ``None`` where there was none.
+            peak_bytes: measured; 0 where the device ran out of memory.
+            fits: whether it trained within the limit.
+        """
+        self._runs += 1
+        self._longest_s = max(self._longest_s, time.perf_counter() - self._chosen_at_s)
+        if plan is not None and peak_bytes:
+            self._newest = size, plan, peak_bytes
+        if fits:
+            self.trained, self._failures = max(size, self.trained), 0
+            return
+        self._failures += 1
+        if not self.failed[0] or size < self.failed[0]:
+            self.failed = size, peak_bytes

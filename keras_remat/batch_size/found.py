@@ -1,0 +1,152 @@
+"""What a search over batch sizes found, and how much slower a schedule may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from keras_remat.batch_size.cost_fit import CostFit
+from keras_remat.core.graph import FORWARD
+from keras_remat.core.problem import Problem
+from keras_remat.planning.plan import Plan
+from keras_remat.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One batch size that was tried.
+
+    Args:
+        batch_size: samples.
+        plan: what would run; ``None`` when no schedule was found.
+        samples_per_s: predicted; 0 without a plan.
+        reason: why not, or ``""``.
+    """
+
+    batch_size: int
+    plan: Plan | None
+    samples_per_s: float
+    reason: str = ""
+
+    @classmethod
+    def of(cls, batch_size: int, plan: Plan) -> Probe:
+        """A size with a plan."""
+        return cls(
+            batch_size,
+            plan,
+            batch_size / plan.predicted.time_s if plan.predicted.time_s > 0 else 0.0,
+        )
+
+
+@dataclass(frozen=True)
+class BatchSearch:
+    """What a search over batch sizes found; all numbers are predicted, unless the plan has measured
+    ones.
+
+    Args:
+        limit_bytes: the memory limit.
+        max_batch_size: the largest batch with a schedule under the limit and the overhead bound.
+        fastest_batch_size: the tried batch with the most predicted samples per second.
+        plain_batch_size: the largest batch that fits without recomputation.
+        probes: every size that was tried, in order.
+        search_time_s: seconds the search took.
+        verification_time_s: seconds it took to run what the search found; 0 where nothing was run.
+        failed_batch_size, failed_peak_bytes: the smallest size that was run and did not fit, and
+            its measured peak (``None`` where no plan was found or the device ran out of memory);
+            ``None`` when every size that ran fitted, or none was run.
+        fit: op times and workspaces as functions of the batch size with their residuals; ``None``
+            where only one size was measured, or none, and they are taken in proportion to the
+            bytes.
+    """
+
+    limit_bytes: int
+    max_batch_size: int
+    fastest_batch_size: int
+    plain_batch_size: int
+    probes: tuple[Probe, ...]
+    search_time_s: float
+    verification_time_s: float = 0.0
+    failed_batch_size: int | None = None
+    failed_peak_bytes: int | None = None
+    fit: CostFit | None = None
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of ``max_batch_size``: the one that ran last, where one did, else the
+        fastest."""
+        plans = [
+            p.plan
+            for p in self.probes
+            if p.plan is not None and p.batch_size == self.max_batch_size
+        ]
+        ran = [plan for plan in plans if plan.measured is not None]
+        return ran[-1] if ran else min(plans, key=lambda plan: plan.predicted.time_s)
+
+    @cached_property
+    def step_time_errors(self) -> dict[int, float]:
+        """Every size that ran → (predicted − measured) / measured seconds of its step, a ratio.
+        None of these sizes was fitted to."""
+        ran = {
+            p.batch_size: p.plan
+            for p in self.probes
+            if p.plan is not None and p.plan.measured is not None
+        }
+        return {
+            size: plan.predicted.time_s / plan.measured.time_s - 1
+            for size, plan in ran.items()
+            if plan.measured is not None and plan.measured.time_s > 0
+        }
+
+    def __str__(self) -> str:
+        peak = "predicted" if self.plan.measured is None else "measured"
+        usage = self.plan.measured or self.plan.predicted
+        ran = (
+            "" if not self.verification_time_s else f" and run in {self.verification_time_s:.1f} s"
+        )
+        return (
+            f"Largest batch {self.max_batch_size} under {format_bytes(self.limit_bytes)} ({format_bytes(usage.peak_bytes)} {peak}, "
+            f"overhead {self.plan.overhead:.1%}); without recomputation {self.plain_batch_size}; most samples per second predicted at "
+            f"{self.fastest_batch_size}; {len(self.probes)} sizes tried in {self.search_time_s:.1f} s{ran}; {self._op_times()}"
+        )
+
+    def _op_times(self) -> str:
+        """Where op times at other sizes come from, and how far off they are."""
+        if self.fit is None:
+            return "op times in proportion to bytes, from one size"
+        sizes = " and ".join(map(str, self.fit.sizes))
+        off = "".join(
+            f", {error:+.1%} off the measured step at {size}"
+            for size, error in self.step_time_errors.items()
+        )
+        return f"op times fitted to steps of {sizes} samples, residual {self.fit.residual:.1%} of the measured seconds{off}"
+
+
+def forward_overhead(problem: Problem) -> float:
+    """One extra forward pass over the time of a step, a ratio: the overhead the Checkmate paper
+    allows (section 6.4)."""
+    times = problem.profile.op_time_s
+    forward = sum(times[op.id] for op in problem.graph.ops if op.phase == FORWARD)
+    return forward / problem.store_all_time_s if problem.store_all_time_s > 0 else 0.0
+
+
+def is_allowed(
+    problem: Problem, plan: Plan, max_overhead: float | Literal["forward"] | None
+) -> bool:
+    """Whether a plan's overhead keeps to the bound; ``"forward"`` is one extra forward pass,
+    ``None`` no bound."""
+    return is_overhead_allowed(problem, plan.predicted.time_s, max_overhead)
+
+
+def is_overhead_allowed(
+    problem: Problem, time_s: float, max_overhead: float | Literal["forward"] | None
+) -> bool:
+    """Whether a step of ``time_s`` seconds keeps to the bound, see :func:`is_allowed`."""
+    if max_overhead is None or problem.store_all_time_s <= 0:
+        return True
+    return time_s / problem.store_all_time_s - 1 <= overhead_bound(problem, max_overhead)
+
+
+def overhead_bound(problem: Problem, max_overhead: float | Literal["forward"]) -> float:
+    """Returns the largest overhead that is allowed, a ratio."""
+    return forward_overhead(problem) if max_overhead == "forward" else max_overhead

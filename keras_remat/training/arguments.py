@@ -1,0 +1,132 @@
+"""Checks the arguments of ``RematAutotune``: what is wrong, what it got, and what is accepted."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from keras_remat.backends.base import COMPILATIONS
+from keras_remat.planning.fit_plans import TunerOptions
+from keras_remat.planning.plan import Plan, load_plan
+from keras_remat.solvers import SOLVERS
+from keras_remat.units import check_memory_limit
+
+#: Words for a batch size; see ``RematAutotune``.
+BATCH_SIZES = ("max", "fastest", "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """The arguments of ``RematAutotune`` that decide how a ``fit`` trains; see there."""
+
+    steps: TunerOptions
+    batch_size: int | str
+    learning_rate_scaling: str | None
+    compilation: str
+
+
+def checked_options(
+    *,
+    memory_limit: int | str | None,
+    batch_size: int | str,
+    solver: str,
+    solver_time_limit_s: float,
+    profile_steps: int,
+    margin: float,
+    learning_rate_scaling: str | None,
+    micro_batches: int | str | None,
+    plan: Plan | str | os.PathLike[str] | None,
+    cache_dir: str | os.PathLike[str] | None,
+    seed: int,
+    compilation: str,
+) -> FitOptions:
+    """Returns the arguments in one record.
+
+    Raises:
+        ValueError, TypeError: a wrong argument; the message has the accepted forms.
+        OSError: the plan's file cannot be read.
+    """
+    check_memory_limit(memory_limit)
+    if not isinstance(solver, str):
+        raise TypeError(f"solver must be one of the names {', '.join(SOLVERS)}; got {solver!r}")
+    check_among("solver", solver, tuple(SOLVERS))
+    check_number("solver_time_limit_s", solver_time_limit_s, above=0)
+    check_int("profile_steps", profile_steps, least=1)
+    check_number("margin", margin, least=0, below=1)
+    check_int("seed", seed, least=0)
+    check_among("learning_rate_scaling", learning_rate_scaling, (None, "linear", "sqrt"))
+    check_among("compilation", compilation, COMPILATIONS)
+    if isinstance(batch_size, str):
+        check_among("batch_size", batch_size, BATCH_SIZES, "a positive int")
+    else:
+        check_int("batch_size", batch_size, least=1)
+    check_path("plan", plan, or_plan=True)
+    check_path("cache_dir", cache_dir)
+    if plan is not None and not isinstance(plan, Plan):
+        plan = load_plan(plan)
+    steps = TunerOptions(
+        memory_limit, solver, float(solver_time_limit_s), profile_steps, float(margin), seed, plan,
+        cache_dir, _checked_micro_batches(micro_batches),
+    )  # fmt: skip
+    return FitOptions(
+        steps=steps,
+        batch_size=batch_size if isinstance(batch_size, str) else int(batch_size),
+        learning_rate_scaling=learning_rate_scaling,
+        compilation=compilation,
+    )
+
+
+def _checked_micro_batches(micro_batches: int | str | None) -> int:
+    """Returns the number of micro-batches that was asked for."""
+    if micro_batches is None:
+        return 1
+    if micro_batches == "auto":
+        raise ValueError(
+            'micro_batches="auto" is not there yet: give the number of pieces, or None for pieces '
+            "only where nothing else fits"
+        )
+    check_int("micro_batches", micro_batches, least=1)
+    return int(micro_batches)
+
+
+def check_among(name: str, value: Any, accepted: tuple[Any, ...], *more: str) -> None:
+    """Raises ``ValueError`` for a value that is none of those accepted."""
+    if value not in accepted:
+        forms = ", ".join([*map(repr, accepted), *more])
+        raise ValueError(f"{name} must be one of {forms}; got {value!r}")
+
+
+def check_int(name: str, value: Any, *, least: int) -> None:
+    """Raises ``TypeError`` for what is no int, ``ValueError`` for one below ``least``."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int of at least {least}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raises ``TypeError`` for what is no number, ``ValueError`` for one out of range."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    ok = (
+        (least is None or value >= least)
+        and (above is None or value > above)
+        and (below is None or value < below)
+    )
+    if not ok or value != value:
+        raise ValueError(f"{name}={value!r} is out of range")
+
+
+def check_path(name: str, value: Any, *, or_plan: bool = False) -> None:
+    """Raises ``TypeError`` for what is neither a path nor ``None``."""
+    accepted = (str, os.PathLike, Plan) if or_plan else (str, os.PathLike)
+    if value is not None and not isinstance(value, accepted):
+        raise TypeError(f"{name} must be a path{' or a Plan' if or_plan else ''}, got {value!r}")

@@ -1,0 +1,62 @@
+"""Who calls the train function that was put in place of Keras's own.
+
+Keras's ``fit`` announces every call to its callbacks, but it is not the only one that calls: any
+callback may train a batch of its own by ``train_on_batch``, in any of its hooks, and a loop of the
+user's own may do nothing else. And a ``fit`` that was interrupted says nothing at all. Three facts
+tell them apart: whether the call was announced, whether it was made by ``train_on_batch``, and
+whether a ``fit`` with this callback is running, which the Python stack knows.
+
+Known limit: ``fit`` and ``train_on_batch`` are known by their names, and the callbacks of a ``fit``
+by the name of its variable, as in Keras 3.15.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from keras_remat.backends.base import Caller
+
+
+@dataclass(frozen=True)
+class RunningFit:
+    """What is known of a ``fit`` that is running."""
+
+    callbacks: tuple[Any, ...]
+    epoch_iterator: Any
+
+    @property
+    def has_no_more_data(self) -> bool:
+        """Whether the step that has begun is the last one of the data, where Keras can tell."""
+        known: int | None = getattr(self.epoch_iterator, "_num_batches", None)
+        begun: int = getattr(self.epoch_iterator, "_steps_seen", 0)
+        return known is not None and 0 < known <= begun
+
+
+def running_fit(model: Any, callback: Any) -> RunningFit | None:
+    """Returns the ``fit`` of ``model`` on the stack that has ``callback``, or ``None``."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit":
+            names = frame.f_locals
+            listed = getattr(names.get("callbacks"), "callbacks", ())
+            if names.get("self") is model and any(one is callback for one in listed):
+                return RunningFit(tuple(listed), names.get("epoch_iterator"))
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def caller_of(iterator: Any, fit: RunningFit | None, *, announced: bool) -> Caller:
+    """Returns who calls.
+
+    Args:
+        iterator: what the train function was given.
+        fit: the running ``fit`` with the callback.
+        announced: whether Keras, or a loop of the user's own, has announced a batch since the last
+            call.
+    """
+    alone = "train_on_batch." in getattr(iterator, "__qualname__", "")
+    if fit is None:
+        return Caller.NOBODY if not announced else Caller.LOOP if alone else Caller.FIT
+    return Caller.GUEST if alone else Caller.FIT

@@ -1,0 +1,199 @@
+"""One ``fit`` whose train function was replaced: who calls it, and what its epochs came to.
+
+The callback says what Keras does (a batch begins, an epoch ends); the installed train function asks
+for every batch. Between them this module keeps the promise that every batch is trained exactly
+once, whoever calls: what was held back is trained when the epoch's last step begins, and where
+Keras ends an epoch without one (its data were used up, or training was stopped), before validation,
+or at the epoch's end at the latest.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from keras_remat.backends.base import Backend, Caller
+from keras_remat.core.events import EventKind
+from keras_remat.errors import UnsupportedModelError
+from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
+from keras_remat.training.arguments import FitOptions
+from keras_remat.training.backend_race import BackendRace
+from keras_remat.training.batch_trainer import BatchTrainer
+from keras_remat.training.callers import caller_of, running_fit
+from keras_remat.training.learning_rate import LearningRateScaling
+
+
+class FitSession:
+    """Trains the batches of one ``fit``.
+
+    Args:
+        callback: the one that the ``fit`` was given.
+        model: compiled, inside ``fit``.
+        backends: those that can train it, the one to begin with first.
+        options: see ``RematAutotune``.
+        report: gets events, epochs and the baseline.
+        progress: ``progress(text)`` as a context manager around everything that takes long.
+        steps_per_epoch: as far as Keras knows.
+
+    Attributes:
+        steps: trains single batches.
+    """
+
+    def __init__(
+        self,
+        callback: Any,
+        model: Any,
+        backends: Sequence[Backend],
+        options: FitOptions,
+        report: AutotuneReport,
+        progress: Callable[[str], Any],
+        steps_per_epoch: int | None,
+    ):
+        self._callback, self._model, self._backends = callback, model, backends
+        self._options, self._report, self._progress = options, report, progress
+        self._steps_per_epoch = steps_per_epoch
+        if model.train_function is None:  # a loop of the user's own has made none so far
+            model.make_train_function()
+        self._installed = backends[0].install(model, self)
+        self.steps = self._new_steps()
+        rate = LearningRateScaling(model, options.learning_rate_scaling, self._installed.variables)
+        self._trainer = BatchTrainer(
+            model,
+            self.steps,
+            report,
+            options.batch_size,
+            lambda loader: None if steps_per_epoch is None else steps_per_epoch * loader,
+            rate,
+            options.steps.seed,
+        )
+        self._announced = self._last_call = False
+        self._training_s = 0.0  # of this epoch, planning included
+        self._rest_logs: dict[str, Any] = {}
+
+    def _new_steps(self) -> BackendRace:
+        return BackendRace(
+            self._model,
+            self._backends,
+            self._options.steps,
+            self._report,
+            self._progress,
+            self._installed,
+        )
+
+    # ---------------------------------------------------------------- what the train function asks
+
+    def caller(self, iterator: Any) -> Caller:
+        """Returns who calls the train function."""
+        announced, self._announced = self._announced, False
+        return caller_of(iterator, running_fit(self._model, self._callback), announced=announced)
+
+    def is_last_call(self) -> bool:
+        """Whether the epoch's last step has begun, where Keras knows how many there are."""
+        return self._last_call
+
+    def run(self, batch: Any) -> Any:
+        """Trains one loader batch; see :class:`~keras_remat.backends.base.StepRunner`."""
+        try:
+            with self._training():
+                return self._trainer.run(batch)
+        except UnsupportedModelError as error:
+            self._installed.restore()
+            warn_unmodified(self._report, error)
+            held = self._trainer.take_held()
+            return [self._installed.run_plain(one) for one in held][-1]
+
+    def run_alone(self, batch: Any, caller: Caller) -> Any:
+        """Trains a batch of ``train_on_batch`` at once.
+
+        One of another callback before the first of ``fit`` is trained by Keras's own step: what is
+        planned is planned for the batches of ``fit``.
+        """
+        if caller is Caller.GUEST and not self._trainer.has_begun:
+            return self._installed.run_plain(batch)
+        with self._training():
+            return self._trainer.run_alone(batch)
+
+    def finish(self) -> Any:
+        """Trains what was held back of this epoch; ``None`` where nothing was."""
+        with self._training():
+            return self._trainer.finish()
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Counts what a person with a stopwatch would: batches that are put together and steps that
+        are watched take time too."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._training_s += time.perf_counter() - started
+
+    # ---------------------------------------------------------------- what Keras does
+
+    def epoch_begins(self) -> None:
+        """Begins to count an epoch."""
+        self._training_s, self._rest_logs = 0.0, {}
+        self.steps.fit.take_counter()
+        with self._training(), self.steps.fit.long_task("looking at the device's memory"):
+            self.steps.trainer.epoch_begins()
+        self._trainer.epoch_begins()
+
+    def batch_begins(self, batch: int) -> None:
+        """Notes that Keras, or a loop of the user's own, announces a batch."""
+        self._announced, steps = True, self._steps_per_epoch
+        fit = running_fit(self._model, self._callback)
+        is_last = steps is not None and batch + self._model.steps_per_execution >= steps
+        self._last_call = is_last or (fit is not None and fit.has_no_more_data)
+        if self._installed.take_place():  # another train function: the model may be another one
+            counter = self.steps.fit.take_counter()
+            self.steps.trainer.close()
+            self.steps = self._new_steps()
+            self.steps.fit.carry(counter)
+            self._trainer.begin_anew(self.steps)
+
+    def validation_begins(self) -> None:
+        """Trains what Keras has ended the epoch without, where the ``fit`` is this one."""
+        if running_fit(self._model, self._callback) is not None:
+            self._train_rest()
+
+    def _train_rest(self) -> None:
+        logs = self.finish()
+        if logs is not None:
+            metrics = self._callback.model.get_metrics_result()
+            self._rest_logs = metrics if set(metrics) == set(logs) else logs
+
+    def epoch_ends(self, epoch: int) -> dict[str, float]:
+        """Ends the count of an epoch, and returns what is new in its logs."""
+        self._train_rest()
+        self._trainer.epoch_ends()
+        counter = self.steps.fit.take_counter()
+        usage = EpochUsage(
+            epoch,
+            counter.samples,
+            counter.steps,
+            max(counter.step_time_s, self._training_s - counter.planning_time_s),
+            counter.planning_time_s,
+            counter.peak_bytes,
+            self._report.batch_size or 0,
+            self._report.baseline_samples_per_s,
+        )
+        if not self._trainer.has_changed:  # this epoch's steps are the plain ones
+            usage = replace(usage, plain_samples_per_s=usage.samples_per_s)
+        self._report.epochs.append(usage)
+        rest = {name: float(value) for name, value in self._rest_logs.items()}
+        return rest | self._report.epoch_logs(usage)
+
+    def close(self) -> None:
+        """Gives the train function back; a second time, it does nothing."""
+        self.steps.trainer.close()
+        self._installed.restore()
+
+
+def warn_unmodified(report: AutotuneReport, error: UnsupportedModelError) -> None:
+    """Says, once, that training goes on as without the callback."""
+    warnings.warn(f"keras_remat: training goes on unmodified. {error}", stacklevel=2)
+    report.events.append(Event(0, EventKind.UNMODIFIED, str(error)))

@@ -1,0 +1,68 @@
+"""The learning rate follows the batch, without ever being changed for the user.
+
+Larger batches are often trained with a learning rate that grows with them, in proportion ("linear")
+or by its root ("sqrt"). The factor is put on the optimizer's variable right before a step and taken
+off right after it. So what callbacks set and show is the user's own learning rate, a scheduler is
+respected, and nothing is left behind by an interrupt or in another optimizer.
+
+Known limit: a ``LearningRateSchedule`` is no variable, and is left alone with a warning.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import keras
+
+
+class LearningRateScaling:
+    """Scales the learning rate of a model's optimizer while a step runs.
+
+    Args:
+        model: compiled; its optimizer is looked up at every step.
+        rule: ``"linear"``, ``"sqrt"``, or ``None`` for no scaling.
+        variables: makes a context in which the model's variables have their values, and what is
+            assigned to them counts for the next step.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        rule: str | None,
+        variables: Callable[[], AbstractContextManager[None]],
+    ):
+        self._model, self._rule, self._variables = model, rule, variables
+
+    def factor(self, size: int, loader_size: int) -> float:
+        """Returns what the learning rate of a batch of ``size`` samples is multiplied by."""
+        if self._rule is None:
+            return 1.0
+        ratio = size / loader_size
+        return ratio if self._rule == "linear" else math.sqrt(ratio)
+
+    @contextmanager
+    def during(self, factor: float) -> Iterator[None]:
+        """Makes a context in which the learning rate is ``factor`` times the user's."""
+        rate = None if factor == 1.0 else self._model.optimizer.learning_rate
+        if rate is not None and not isinstance(rate, keras.Variable):
+            self._rule = None
+            warnings.warn(
+                "keras_remat: the learning rate follows a schedule and is not scaled with the batch.",
+                stacklevel=2,
+            )
+        if not isinstance(rate, keras.Variable):
+            yield
+            return
+        with self._variables():
+            users = float(keras.ops.convert_to_numpy(rate))
+            scaled = users * factor
+            rate.assign(scaled)
+        try:
+            yield
+        finally:
+            with self._variables():
+                rate.assign(users)

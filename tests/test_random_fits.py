@@ -1,0 +1,265 @@
+"""Random combinations of Keras's features, each trained plainly and with ``RematAutotune``.
+
+With the batches kept, samples, order, losses, ``History`` and weights have to be the plain fit's.
+With other batch sizes, the samples and their order have to be. In all, the model comes back as a
+plain fit leaves it.
+"""
+
+import gc
+import random
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
+
+import keras_remat  # noqa: E402
+from keras_remat.reporting.fit_report import LOG_KEYS  # noqa: E402
+
+#: Room for the numbers of all samples that one fit trains; numbers from here on are a guest's.
+ROOM, GUEST = 2000, 900
+IN_DEFAULT_RUN, IN_ALL = 20, 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections():
+    """What TensorFlow has made so far is not looked through at every ``gc.collect()``."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Diary(keras.layers.Layer):
+    """Writes down the number of every sample that is trained, in order."""
+
+    def build(self, shape):
+        self.numbers = self.add_weight(shape=(ROOM,), initializer="zeros", trainable=False)
+        self.count = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, numbers, training=False):
+        if training:
+            at = self.count + tf.range(tf.shape(numbers)[0])
+            self.numbers.assign(
+                tf.tensor_scatter_nd_update(self.numbers, at[:, None], numbers[:, 0])
+            )
+            self.count.assign_add(tf.shape(numbers)[0])
+        return numbers / 1000.0
+
+    @property
+    def entries(self):
+        return self.numbers.numpy()[: int(self.count.numpy())].astype(int).tolist()
+
+
+class Hooks(keras.callbacks.Callback):
+    """Does something once, at a batch of the first epoch."""
+
+    def __init__(self, action, at):
+        super().__init__()
+        self.action, self.at, self.done = action, at, False
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch < self.at or self.done:
+            return
+        self.done = True
+        if self.action == "interrupt":
+            raise KeyboardInterrupt
+        if self.action == "stop":
+            self.model.stop_training = True
+        if self.action == "guest":
+            numbers = np.full((3, 1), GUEST, "float32")
+            self.model.train_on_batch(numbers, np.ones((3, 1), "float32"))
+        if self.action == "evaluate":
+            numbers = np.zeros((3, 1), "float32")
+            self.model.evaluate(numbers, numbers, verbose=0)
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, parts, size):
+        super().__init__()
+        self.parts, self.size = parts, size
+
+    def __len__(self):
+        return -(-len(self.parts[0]) // self.size)
+
+    def __getitem__(self, at):
+        return tuple(part[at * self.size : (at + 1) * self.size] for part in self.parts)
+
+
+class Case:
+    """One combination, drawn from a seed.
+
+    Attributes:
+        mode: the ``batch_size`` of the callback.
+        remat: whether the plain step is taken not to fit.
+    """
+
+    def __init__(self, seed):
+        rng = random.Random(seed)
+        self.samples, self.size = rng.choice([40, 47, 60]), rng.choice([4, 8])
+        self.source = rng.choice(
+            ["arrays", "tf.data", "repeated", "PyDataset", "generator", "unknown"]
+        )
+        self.epochs, self.initial = rng.choice([2, 3, 4]), rng.choice([0, 0, 1])
+        self.validation = rng.choice([None, None, "data", "split", "every other"])
+        self.weights = rng.choice([None, None, "sample", "class"])
+        self.per_call = rng.choice([1, 1, 2, 3])
+        self.optimizer = rng.choice(["sgd", "adam", "ema", "clipped", "schedule"])
+        if self.source == "unknown":  # Keras's own step counts the one that finds no more data
+            self.optimizer = rng.choice(["sgd", "clipped"])
+        self.action = rng.choice([None, None, "guest", "evaluate", "stop", "interrupt"])
+        self.action_at = rng.randrange(1, 5)
+        self.others = rng.sample(["early", "rate", "plateau", "csv", "nan"], rng.randrange(3))
+        self.mode = rng.choice(["keep", "keep", "keep", "max", "fastest", 20, 3])
+        self.remat = self.mode == "keep" and rng.random() < 0.4
+        self.first = rng.random() < 0.5  # in the list of callbacks
+        self.seed = seed
+
+    def __repr__(self):
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items())
+
+    def model(self):
+        keras.utils.set_random_seed(self.seed)
+        inputs = keras.layers.Input((1,))
+        x = keras.layers.Dense(6, activation="tanh")(Diary(name="diary")(inputs))
+        # the seed, too, is advanced once more by Keras's own step that finds no more data
+        x = keras.layers.Dropout(0.0 if self.source == "unknown" else 0.2)(x)
+        model = keras.Model(inputs, keras.layers.Dense(1)(x))
+        optimizer = {
+            "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+            "adam": lambda: keras.optimizers.Adam(0.01),
+            "ema": lambda: keras.optimizers.Adam(0.01, use_ema=True),
+            "clipped": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.1),
+            "schedule": lambda: keras.optimizers.SGD(
+                keras.optimizers.schedules.ExponentialDecay(0.05, 10, 0.9)
+            ),
+        }[self.optimizer]()
+        model.compile(optimizer, "mse", metrics=["mae"], steps_per_execution=self.per_call)
+        return model
+
+    def data(self):
+        numbers = np.arange(self.samples, dtype="float32")[:, None]
+        targets = np.cos(numbers).astype("float32")
+        if self.weights == "class":
+            targets = (targets > 0).astype("float32")
+        parts = (numbers, targets)
+        if self.weights == "sample":
+            parts = (*parts, 1.0 + numbers[:, 0] % 3)
+        steps = self.samples // self.size
+        dataset = tf.data.Dataset.from_tensor_slices(parts).batch(self.size)
+        options = {
+            "arrays": dict(zip(("x", "y", "sample_weight"), parts, strict=False))
+            | {"batch_size": self.size},
+            "tf.data": {"x": dataset},
+            "repeated": {"x": dataset.repeat(), "steps_per_epoch": steps - 1},
+            "PyDataset": {"x": Batches(parts, self.size)},
+            "generator": {"x": self._forever(parts), "steps_per_epoch": steps},
+            "unknown": {"x": dataset.filter(lambda *parts: True)},
+        }[self.source]
+        if self.weights == "class" and self.source in ("arrays", "PyDataset"):
+            options["class_weight"] = {0: 1.0, 1: 2.5}
+        if self.validation == "split" and self.source == "arrays":
+            options["validation_split"] = 0.2
+        elif self.validation is not None:
+            options["validation_data"] = (numbers[:7], targets[:7])
+        if self.validation == "every other":
+            options["validation_freq"] = 2
+        return options
+
+    def _forever(self, parts):
+        while True:
+            for at in range(self.samples // self.size):
+                yield tuple(part[at * self.size : (at + 1) * self.size] for part in parts)
+
+    def callbacks(self, path):
+        made = {
+            "early": lambda: keras.callbacks.EarlyStopping("loss", patience=1, min_delta=0.1),
+            "rate": lambda: keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 / (1 + epoch)),
+            "plateau": lambda: keras.callbacks.ReduceLROnPlateau("loss", patience=1),
+            "csv": lambda: keras.callbacks.CSVLogger(path / "log.csv"),
+            "nan": keras.callbacks.TerminateOnNaN,
+        }
+        changes_rate = self.optimizer != "schedule"
+        chosen = [
+            made[name]() for name in self.others if changes_rate or name not in ("rate", "plateau")
+        ]
+        return chosen + ([Hooks(self.action, self.action_at)] if self.action else [])
+
+    def run(self, path, *own):
+        model, others = self.model(), self.callbacks(path)
+        callbacks = [*own, *others] if self.first else [*others, *own]
+        history, interrupted = {}, False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                history = model.fit(
+                    **self.data(),
+                    epochs=self.epochs,
+                    initial_epoch=self.initial,
+                    shuffle=self.source == "arrays",
+                    verbose=0,
+                    callbacks=callbacks,
+                ).history
+            except KeyboardInterrupt:
+                interrupted = True
+            diary = model.get_layer("diary").entries
+            if interrupted:  # what was left behind gives way
+                model.fit(np.zeros((2, 1)), np.zeros((2, 1)), verbose=0)
+        return model, history, diary, interrupted
+
+
+def check(seed, path, monkeypatch):
+    case = Case(seed)
+    plain, history, diary, interrupted = case.run(path)
+    if case.remat:
+        monkeypatch.setattr(
+            "keras_remat.training.step_trainer.StepTrainer.usable_bytes", property(lambda tuner: -1)
+        )
+    remat = keras_remat.RematAutotune(
+        memory_limit="1GiB", batch_size=case.mode, solver="greedy", solver_time_limit_s=1.0,
+        profile_steps=1, verbose=0, report_path=path / "report.json",
+    )  # fmt: skip
+    ours, our_history, our_diary, _ = case.run(path, remat)
+    same_batches = case.mode == "keep"
+    if same_batches or case.action != "interrupt":
+        assert _of_fit(our_diary) == _of_fit(diary), case
+    else:  # what was held back when the interrupt came was not trained
+        assert _of_fit(our_diary) == _of_fit(diary)[: len(_of_fit(our_diary))], case
+    assert our_diary.count(GUEST) == diary.count(GUEST), case
+    assert [key for key in our_history if key not in LOG_KEYS] == list(history), case
+    for key in LOG_KEYS if our_history else ():
+        assert all(isinstance(number, float) for number in our_history[key]), case
+    if same_batches:
+        for key, values in history.items():
+            assert our_history[key] == pytest.approx(values, rel=2e-3, abs=1e-5), (key, case)
+        for a, b in zip(ours.get_weights(), plain.get_weights(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4, err_msg=repr(case))
+    assert type(ours.train_function) is type(plain.train_function), case
+    assert set(vars(ours)) == set(vars(plain)), case
+    if case.optimizer != "schedule" and (same_batches or "plateau" not in case.others):
+        rate, plain_rate = (float(m.optimizer.learning_rate) for m in (ours, plain))
+        assert rate == plain_rate, case
+    if not interrupted:
+        assert (path / "report.json").exists()
+        assert sum(epoch.samples for epoch in remat.report.epochs) == len(our_diary) - (
+            3 * (case.action == "guest" and not remat.report.epochs)
+        ), case
+
+
+def _of_fit(diary):
+    return [number for number in diary if number != GUEST]
+
+
+@pytest.mark.parametrize("seed", range(IN_DEFAULT_RUN))
+def test_random_combination_trains_as_plainly(seed, tmp_path, monkeypatch):
+    check(seed, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(IN_DEFAULT_RUN, IN_ALL))
+def test_more_random_combinations_train_as_plainly(seed, tmp_path, monkeypatch):
+    check(seed, tmp_path, monkeypatch)

@@ -1,0 +1,362 @@
+"""What a user can do around ``RematAutotune`` inside ``fit``: no sample is lost, and the limit
+stays."""
+
+import copy
+
+import keras
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
+
+import keras_remat  # noqa: E402
+from keras_remat.backends.tensorflow.swap import InstalledTrainFunction  # noqa: E402
+from keras_remat.reporting.fit_report import LOG_KEYS  # noqa: E402
+from keras_remat.training.learning_rate import LearningRateScaling  # noqa: E402
+
+QUICK = {"solver": "greedy", "profile_steps": 1, "solver_time_limit_s": 5.0, "verbose": 0}
+
+
+class Sum(keras.layers.Layer):
+    """Counts, in the forward pass, every sample by its number."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(1000,), initializer="zeros", trainable=False)
+
+    def call(self, numbers, training=False):
+        if training:
+            at = tf.cast(numbers, tf.int32)
+            self.seen.assign(tf.tensor_scatter_nd_add(self.seen, at, tf.ones(tf.shape(at)[:1])))
+        return numbers * 0.001
+
+
+def counting_model(width=8, **options):
+    """A model that knows how often each sample was trained."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.layers.Input((1,))
+    counted = Sum(name="count")(inputs)
+    hidden = keras.layers.Dense(width, activation="relu")(counted)
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile(**{"optimizer": keras.optimizers.SGD(0.25), "loss": "mse", **options})
+    return model
+
+
+def numbered(samples):
+    numbers = np.arange(samples, dtype="float32")[:, None]
+    return numbers, np.ones((samples, 1), "float32")
+
+
+def seen(model, samples):
+    """How often each of the first samples was trained."""
+    return model.get_layer("count").seen.numpy()[:samples].astype(int).tolist()
+
+
+def autotune(**options):
+    return keras_remat.RematAutotune(**{"memory_limit": "1GiB", **QUICK, **options})
+
+
+def batches_of(samples, size):
+    return tf.data.Dataset.from_tensor_slices(numbered(samples)).batch(size)
+
+
+class Guest(keras.callbacks.Callback):
+    """Calls ``train_on_batch`` once, from one of Keras's hooks."""
+
+    def __init__(self, hook, at=2):
+        super().__init__()
+        self.at, self.calls = at, 0
+        setattr(self, hook, self._call)
+
+    def _call(self, at, logs=None):
+        if at == self.at:
+            self.calls += 1
+            self.model.train_on_batch(np.full((3, 1), 999.0), np.ones((3, 1)))
+
+
+# ------------------------------------------------------------------ no sample is lost
+
+
+def test_steps_per_epoch_that_do_not_divide_the_data_lose_no_sample():
+    """Keras ends two of the four epochs early, without an error that could be seen."""
+    plain, ours = counting_model(), counting_model()
+    with pytest.warns(UserWarning, match="ran out of data"):
+        plain.fit(batches_of(100, 10), steps_per_epoch=7, epochs=4, verbose=0)
+    remat = autotune(batch_size=35)
+    with pytest.warns(UserWarning, match="ran out of data"):
+        ours.fit(batches_of(100, 10), steps_per_epoch=7, epochs=4, verbose=0, callbacks=[remat])
+    assert seen(ours, 100) == seen(plain, 100)
+    assert sum(epoch.samples for epoch in remat.report.epochs) == 200
+    assert all(epoch.samples for epoch in remat.report.epochs)
+
+
+@pytest.mark.parametrize(
+    ("hook", "first"),
+    [("on_epoch_begin", True), ("on_train_batch_begin", False), ("on_train_batch_end", True)],
+)
+def test_callback_that_trains_a_batch_of_its_own_ends_nothing(hook, first):
+    model, remat, guest = counting_model(), autotune(batch_size=35), Guest(hook)
+    callbacks = [guest, remat] if first else [remat, guest]
+    model.fit(*numbered(200), batch_size=10, epochs=4, verbose=0, callbacks=callbacks)
+    assert guest.calls
+    assert seen(model, 200) == [4] * 200
+    assert int(model.get_layer("count").seen[999]) == 3 * guest.calls
+    assert remat.report.batch_size == 35
+    last = remat.report.epochs[-1]
+    assert (last.samples, last.steps) == (
+        200 + 3 * (hook != "on_epoch_begin"),
+        6 + (hook != "on_epoch_begin"),
+    )
+
+
+def test_training_that_is_stopped_trains_what_was_held_back():
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 11
+
+    model, remat = counting_model(), autotune(batch_size=35)
+    model.fit(*numbered(200), batch_size=10, shuffle=False, verbose=0, callbacks=[remat, Stop()])
+    assert seen(model, 200) == [1] * 120 + [0] * 80
+    assert model.history.history["loss"] == [
+        pytest.approx(float(model.get_metrics_result()["loss"]))
+    ]
+
+
+def test_limit_stays_after_a_train_function_was_made_anew():
+    class Remake(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                self.model.make_train_function(force=True)
+
+    model, remat = counting_model(), autotune(batch_size=35)
+    model.fit(*numbered(200), batch_size=10, epochs=4, verbose=0, callbacks=[remat, Remake()])
+    assert [epoch.samples for epoch in remat.report.epochs] == [200] * 4
+    assert seen(model, 200) == [4] * 200
+    assert not isinstance(model.train_function, InstalledTrainFunction)
+
+
+# ------------------------------------------------------------------ custom loops
+
+
+def test_custom_loop_trains_every_batch_at_once():
+    model, remat = counting_model(), autotune()
+    x, y = numbered(60)
+    callbacks = keras.callbacks.CallbackList([remat], model=model, epochs=2, steps=6)
+    callbacks.on_train_begin()
+    for epoch in range(2):
+        callbacks.on_epoch_begin(epoch)
+        for at in range(6):
+            callbacks.on_train_batch_begin(at)
+            model.train_on_batch(x[10 * at : 10 * at + 10], y[10 * at : 10 * at + 10])
+            callbacks.on_train_batch_end(at)
+        callbacks.on_epoch_end(epoch, {})
+    callbacks.on_train_end()
+    assert seen(model, 60) == [2] * 60
+    assert [epoch.samples for epoch in remat.report.epochs] == [60, 60]
+    assert [epoch.batch_size for epoch in remat.report.epochs] == [10, 10]
+    assert not isinstance(model.train_function, InstalledTrainFunction)
+
+
+# ------------------------------------------------------------------ batches that cannot be joined
+
+
+def test_batches_of_varying_length_are_no_larger_batch():
+    def batches():
+        for at in range(24):
+            length = 4 + at % 3 * (at > 10)
+            yield np.ones((8, length, 2), "float32"), np.ones((8, 1), "float32")
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.layers.Input((None, 2)),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile("sgd", "mse")
+    signature = (tf.TensorSpec((8, None, 2)), tf.TensorSpec((8, 1)))
+    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    remat = autotune(batch_size=24)
+    model.fit(data, epochs=2, verbose=0, callbacks=[remat])
+    assert [epoch.samples for epoch in remat.report.epochs] == [192, 192]
+    assert any("No larger batch" in event.message for event in remat.report.events)
+    assert remat.report.batch_size == 8
+
+
+@pytest.mark.parametrize("how", ["stateful", "reshape"])
+def test_model_of_a_fixed_batch_size_is_no_larger_batch(how):
+    keras.utils.set_random_seed(0)
+    inputs = keras.layers.Input(batch_shape=(8, 3, 2))
+    fixed = {
+        "stateful": lambda t: keras.layers.SimpleRNN(4, stateful=True)(t),
+        "reshape": keras.layers.Lambda(lambda t: tf.reshape(t, (8, 6))),
+    }
+    model = keras.Model(inputs, keras.layers.Dense(1)(fixed[how](inputs)))
+    model.compile("sgd", "mse")
+    x, y = np.ones((80, 3, 2), "float32"), np.ones((80, 1), "float32")
+    remat = autotune(batch_size=24)
+    model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[remat])
+    assert [epoch.samples for epoch in remat.report.epochs] == [80] * 3
+    assert any("No larger batch" in event.message for event in remat.report.events)
+    assert remat.report.batch_size == 8
+
+
+# ------------------------------------------------------------------ the learning rate
+
+
+class Rates(keras.callbacks.Callback):
+    """What the user sees, and what the steps used."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(float(self.model.optimizer.learning_rate))
+
+
+def test_learning_rate_follows_the_size_really_trained_and_the_users_scheduler(monkeypatch):
+    model = counting_model(run_eagerly=False)
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.25 / 2**epoch)
+    shown = Rates()
+    rates = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            rates.append(float(logs["learning_rate"]))
+
+    remat, factors = autotune(batch_size=40, learning_rate_scaling="linear"), []
+    during = LearningRateScaling.during
+    monkeypatch.setattr(
+        LearningRateScaling,
+        "during",
+        lambda self, factor: factors.append(factor) or during(self, factor),
+    )
+    callbacks = [schedule, remat, shown, Watch()]
+    model.fit(*numbered(100), batch_size=10, epochs=3, verbose=0, callbacks=callbacks)
+    assert rates == [0.25, 0.125, 0.0625]
+    assert set(shown.seen) == {0.25, 0.125, 0.0625}
+    assert factors[-3:] == [4.0, 4.0, 2.0]
+    assert float(model.optimizer.learning_rate) == 0.0625
+
+
+def test_learning_rate_is_the_users_right_after_an_interrupt():
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 15:
+                raise KeyboardInterrupt
+
+    model = counting_model()
+    remat = autotune(batch_size=40, learning_rate_scaling="linear")
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(*numbered(200), batch_size=10, verbose=0, callbacks=[remat, Interrupt()])
+    assert remat.report.batch_size == 40
+    assert float(model.optimizer.learning_rate) == 0.25
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    model.fit(*numbered(20), batch_size=10, verbose=0, callbacks=[remat])
+    assert float(model.optimizer.learning_rate) == 0.5
+
+
+# ------------------------------------------------------------------ what is shown
+
+
+def test_batch_size_that_is_shown_was_trained():
+    model, remat = counting_model(), autotune()
+
+    def batches():
+        yield from zip(np.split(numbered(100)[0], 10), np.split(numbered(100)[1], 10), strict=True)
+
+    data = tf.data.Dataset.from_generator(
+        batches, output_signature=(tf.TensorSpec((10, 1)), tf.TensorSpec((10, 1)))
+    )
+    history = model.fit(data, epochs=3, verbose=0, callbacks=[remat]).history
+    assert seen(model, 100) == [3] * 100
+    assert max(history["remat_batch_size"]) <= 100
+    assert remat.report.batch_size <= 100
+
+
+def test_nothing_changed_is_no_speedup():
+    model, remat = counting_model(), autotune(batch_size="keep")
+    history = model.fit(
+        *numbered(200), batch_size=10, epochs=3, verbose=0, callbacks=[remat]
+    ).history
+    assert history["remat_speedup"] == [1.0] * 3
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_logger_listed_before_the_callback_is_warned_of(before, tmp_path, recwarn):
+    logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    remat = autotune(batch_size="keep")
+    callbacks = [logger, remat] if before else [remat, logger]
+    counting_model().fit(*numbered(40), batch_size=10, epochs=2, verbose=0, callbacks=callbacks)
+    ours = [str(one.message) for one in recwarn if "keras_remat" in str(one.message)]
+    header, *rows = (tmp_path / "log.csv").read_text().splitlines()
+    assert len(rows) == 2
+    if before:
+        assert len(ours) == 1
+        assert "list RematAutotune before CSVLogger" in ours[0]
+    else:
+        assert ours == []
+        assert set(LOG_KEYS) <= set(header.split(","))
+
+
+def test_two_callbacks_in_one_fit_are_refused_before_anything_is_changed():
+    model = counting_model()
+    with pytest.raises(ValueError, match="two RematAutotune"):
+        model.fit(*numbered(40), verbose=0, callbacks=[autotune(), autotune()])
+    assert seen(model, 40) == [0] * 40
+    assert not isinstance(model.train_function, InstalledTrainFunction)
+
+
+def test_evaluate_and_predict_change_nothing():
+    model, remat = counting_model(), autotune(batch_size=20)
+    x, y = numbered(40)
+    model.evaluate(x, y, verbose=0, callbacks=[remat])
+    model.predict(x, verbose=0, callbacks=[remat])
+    assert remat.report.events == []
+    model.fit(x, y, batch_size=10, epochs=2, verbose=0, callbacks=[remat])
+    before = len(remat.report.events), seen(model, 40)
+    model.evaluate(x, y, verbose=0, callbacks=[remat])
+    model.predict(x, verbose=0, callbacks=[remat])
+    assert (len(remat.report.events), seen(model, 40)) == before
+
+
+def test_callback_is_copied_before_and_after_a_fit():
+    model, remat = counting_model(), autotune(batch_size="keep")
+    assert copy.deepcopy(remat).report.epochs == []
+    model.fit(*numbered(40), batch_size=10, epochs=2, verbose=0, callbacks=[remat])
+    assert len(remat.report.epochs) == 2
+    assert copy.deepcopy(remat.report) == remat.report
+
+
+def test_micro_batches_chosen_by_time_are_refused_for_now():
+    with pytest.raises(ValueError, match="not there yet"):
+        autotune(micro_batches="auto")
+
+
+@pytest.mark.parametrize("samples", [40, 43])
+def test_micro_batches_by_number_train_as_the_whole_batch(samples):
+    x, y = numbered(samples)
+    x = x % 1.7
+    histories, weights = [], []
+    for pieces in (None, 4):
+        keras.utils.set_random_seed(0)
+        inputs = keras.layers.Input((1,))
+        hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+        model.compile("adam", "mse", metrics=["mae"])
+        remat = autotune(batch_size="keep", micro_batches=pieces)
+        history = model.fit(
+            x, y, sample_weight=1.0 + x[:, 0], batch_size=10, epochs=3, shuffle=False, verbose=0,
+            callbacks=[remat],
+        ).history  # fmt: skip
+        histories.append({key: history[key] for key in ("loss", "mae")})
+        weights.append(model.get_weights())
+        assert [epoch.samples for epoch in remat.report.epochs] == [samples] * 3
+    assert remat.plan is not None
+    for key, values in histories[0].items():
+        assert histories[1][key] == pytest.approx(values, rel=1e-4)
+    for whole, split in zip(*weights, strict=True):
+        np.testing.assert_allclose(split, whole, rtol=1e-3, atol=1e-5)
