@@ -16,7 +16,7 @@ from keras_remat.errors import MissingPackageError
 from keras_remat.reporting import colors
 from keras_remat.reporting.curves import Curve, intervals, top_holders
 from keras_remat.reporting.protocols import Planned, Reported
-from keras_remat.reporting.text import readable
+from keras_remat.reporting.tables import readable
 from keras_remat.units import byte_unit, format_bytes
 
 PLAN_KINDS = ("memory", "holders", "schedule", "overhead")
@@ -64,7 +64,7 @@ def report(told: Reported, kind: str = "memory") -> Any:
 
 
 def memory(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
-    """Bytes over the time of a step: plain, the plan, the limit, and the measured peak."""
+    """Bytes over the time of a step: plain, plan, limit, and the measured peak."""
     figure, axes = _figure(8, 4)
     plain = Curve(problem, Schedule.store_all(problem.graph))
     curve = Curve(problem, planned.solution.schedule)
@@ -127,7 +127,7 @@ def holders(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
 
 
 def schedule(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
-    """What runs and what is kept when: stage × op for small graphs, else stays in memory."""
+    """What runs and is kept when: stage × op for small graphs, else stays in memory."""
     curve = Curve(problem, planned.solution.schedule)
     if len(problem.graph.ops) <= SMALL_GRAPH:
         return _stages(planned, curve)
@@ -135,7 +135,7 @@ def schedule(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
 
 
 def _stages(planned: Planned, curve: Curve) -> Any:
-    """The R and S matrices of the Checkmate paper (figure 3 there), read off the order."""
+    """The R and S matrices of the Checkmate paper (its figure 3), read off the order."""
     figure, axes = _figure(6.4, 5.4)
     ops, order = curve.problem.graph.ops, curve.schedule.order
     stage_of: list[int] = []
@@ -248,7 +248,7 @@ def batch_sizes(points: Sequence[tuple[int, int, float, bool]], limit_bytes: int
 
 
 def speed(told: Reported) -> Any:
-    """Samples per second and peak of every epoch, against the plain step and the limit."""
+    """Speed and peak of every epoch, against the plain step and the limit."""
     if not told.epochs:
         raise ValueError("no epoch has ended yet, so there is nothing to draw")
     plt = _matplotlib("figure")
@@ -286,7 +286,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _with_legend(figure: Any, axes: Any, title: str, *, reverse: bool = False) -> Any:
-    """Finishes a picture: title, grid, and the legend beside it, where it hides nothing."""
+    """Finishes a picture: title, grid, and a legend beside it that hides nothing."""
     axes.set_title(title, loc="left", fontsize=11)
     for each in figure.axes:
         each.grid(axis="y", alpha=0.25)
