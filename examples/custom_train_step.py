@@ -101,9 +101,11 @@ def main() -> int:
     print("rematerialized losses ", losses)
     same = np.allclose(plain_losses, losses, rtol=1e-4)
     kept = remat.plan.measured.peak_bytes <= limit
-    peaks = f"{watching.report.baseline.peak_bytes / MIB:.1f} → {remat.plan.measured.peak_bytes / MIB:.1f} MiB"
+    before, after = watching.report.baseline.peak_bytes, remat.plan.measured.peak_bytes
+    peaks = f"{before / MIB:.1f} → {after / MIB:.1f} MiB"
     print(
-        f"{'same losses' if same else 'LOSSES DIFFER'}; {peaks}, limit {limit / MIB:.1f} MiB {'kept' if kept else 'NOT KEPT'}"
+        f"{'same losses' if same else 'LOSSES DIFFER'}; {peaks}, "
+        f"limit {limit / MIB:.1f} MiB {'kept' if kept else 'NOT KEPT'}"
     )
     return 0 if same and kept else 1
 

@@ -36,7 +36,7 @@ def block(x, filters: int, name: str):
 
 
 def build(pixels: int, filters: int = 16, depth: int = 4) -> keras.Model:
-    """A compiled U-Net for segmentation (Ronneberger et al. 2015), the same weights every time."""
+    """A compiled U-Net (Ronneberger et al. 2015), with the same weights every time."""
     keras.utils.set_random_seed(0)
     inputs = x = keras.Input((pixels, pixels, 3))
     skips = []

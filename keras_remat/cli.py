@@ -25,7 +25,6 @@ from keras_remat.errors import (
 )
 
 if TYPE_CHECKING:
-    from keras_remat.core.schedule import Solution
     from keras_remat.reporting.console import Console
 
 DONE, WRONG_USE, INFEASIBLE, NOT_FOUND = 0, 2, 3, 4
@@ -166,6 +165,7 @@ def _run_solve(options: argparse.Namespace) -> int:
     from keras_remat.core import serialize
     from keras_remat.core.schedule import Schedule
     from keras_remat.core.simulate import simulate
+    from keras_remat.planning.files import solution_to_dict
     from keras_remat.reporting.console import SearchLine
     from keras_remat.reporting.text import solution_text
 
@@ -200,20 +200,6 @@ def _budget_bytes(given: str | None, in_file: int | None, store_all_peak_bytes: 
             )
         return parse_bytes(in_file, what="budget_bytes")
     return parse_bytes(_limit(given), total_bytes=store_all_peak_bytes, what="--budget")
-
-
-def solution_to_dict(solution: Solution) -> dict[str, Any]:
-    """The solution as the JSON object of a solution file."""
-    if solution.usage is None:
-        raise ValueError("the solution was not simulated")
-    return {
-        "order": list(solution.schedule.order),
-        "peak_bytes": solution.usage.peak_bytes,
-        "time_s": solution.usage.time_s,
-        "lower_bound_s": solution.lower_bound_s,
-        "status": solution.status,
-        "solver": solution.solver,
-    }
 
 
 # -------------------------------------------------------------------------------- plan, max-batch

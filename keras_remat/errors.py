@@ -152,7 +152,9 @@ class ScheduleNotFoundError(RematError):
 
 
 def limit_for(need_bytes: int, budget_bytes: int, limit_bytes: int | None) -> int:
-    """Returns the memory limit whose budget is ``need_bytes``, by the share that is a budget now.
+    """Returns the memory limit that leaves a budget of ``need_bytes``.
+
+    The margin is the share that it is now.
 
     >>> limit_for(95, 19, 20), limit_for(95, 19, None)
     (100, 95)
@@ -176,7 +178,7 @@ def _rounded_up(nbytes: int) -> str:
 
 
 def unknown_name(what: str, name: object, names: Iterable[str]) -> str:
-    """Returns a message about a name that is none of those known, with the nearest one.
+    """Returns a message about an unknown name, with the nearest that is known.
 
     >>> unknown_name("solver", "gredy", ["greedy", "dtr"])
     "unknown solver 'gredy'; did you mean 'greedy'? There are greedy, dtr"

@@ -44,7 +44,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def byte_unit(nbytes: int) -> tuple[str, int]:
-    """Returns the name and the size of the largest binary unit that ``nbytes`` reaches.
+    """Returns name and size of the largest binary unit that ``nbytes`` reaches.
 
     >>> byte_unit(5), byte_unit(3 * 2**30)
     (('B', 1), ('GiB', 1073741824))
@@ -54,8 +54,9 @@ def byte_unit(nbytes: int) -> tuple[str, int]:
 
 
 def format_unequal_bytes(first: int, second: int) -> tuple[str, str]:
-    """Returns both numbers for people, with the exact bytes added where rounding would make unequal
-    numbers look equal.
+    """Returns both numbers for people, never equal where they are not.
+
+    The exact bytes are added where rounding would make them look equal.
 
     >>> format_unequal_bytes(3 * 2**30, 2**30), format_unequal_bytes(2**30 + 1, 2**30)
     (('3 GiB', '1 GiB'), ('1 GiB (1073741825 B)', '1 GiB (1073741824 B)'))
@@ -155,8 +156,9 @@ def _checked(nbytes: int, given: int | str, what: str, least: int) -> int:
 
 
 def check_memory_limit(limit: int | str | None) -> None:
-    """Raises what :func:`parse_bytes` would, without needing to know the device's total; ``None``
-    is accepted.
+    """Raises what :func:`parse_bytes` would, without knowing the device's total.
+
+    ``None`` is accepted.
 
     Raises:
         TypeError, ValueError: as :func:`parse_bytes`; also a limit under :data:`LEAST_LIMIT`.

@@ -23,6 +23,7 @@ from keras_remat.planning.plan import Plan
 from keras_remat.reporting import fit_report, html, text
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.reporting.layers import By
+from keras_remat.reporting.tables import table
 from keras_remat.units import format_bytes, format_seconds
 
 _SOLUTION = {"order", "peak_bytes", "time_s", "status", "solver"}
@@ -221,14 +222,28 @@ def _plan_of(problem: Problem, solution: Solution) -> Plan:
     )
 
 
+def solution_to_dict(solution: Solution) -> dict[str, Any]:
+    """Returns the solution as the JSON object of a solution file."""
+    if solution.usage is None:
+        raise ValueError("the solution was not simulated")
+    return {
+        "order": list(solution.schedule.order),
+        "peak_bytes": solution.usage.peak_bytes,
+        "time_s": solution.usage.time_s,
+        "lower_bound_s": solution.lower_bound_s,
+        "status": solution.status,
+        "solver": solution.solver,
+    }
+
+
 def comparison(names: tuple[str, str], numbers: tuple[dict[str, Any], dict[str, Any]]) -> str:
-    """Returns a table of what two files have, and how the second differs from the first."""
+    """Returns a table of what two files have, and how the second one differs."""
     first, second = numbers
     rows = [("", *names, "change")]
     for key in dict.fromkeys([*first, *second]):
         a, b = first.get(key), second.get(key)
         rows.append((key, _shown(key, a), _shown(key, b), _change(a, b)))
-    return "\n".join(text.table(rows))
+    return "\n".join(table(rows))
 
 
 def _shown(key: str, value: Any) -> str:

@@ -35,7 +35,8 @@ from keras_remat.errors import (
 from keras_remat.reporting import html as page
 from keras_remat.reporting import plots
 from keras_remat.reporting.layers import By
-from keras_remat.reporting.text import Text, plan_text, status_text, summary_text
+from keras_remat.reporting.tables import Text, summary_text
+from keras_remat.reporting.text import plan_text, status_text
 from keras_remat.solvers import solve
 from keras_remat.units import format_bytes
 
@@ -184,7 +185,7 @@ _SHARES, _SOLVE_S = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1, 0.05), 1.0
 
 
 def overheads(problem: Problem) -> list[tuple[int, float]]:
-    """Returns (budget in bytes, overhead as a ratio) for a few budgets that a quick solver meets.
+    """Returns (budget in bytes, overhead ratio) for budgets that a quick solver meets.
 
     Args:
         problem: its budget plays no part. One second is spent on each of nine budgets between the

@@ -44,7 +44,9 @@ _SHORT_S = 0.05
 class Verdict(Protocol):
     """What is printed when ``fit`` ends."""
 
-    def verdict(self) -> str: ...
+    def verdict(self) -> str:
+        """Returns a few lines."""
+        ...
 
 
 class Console:
@@ -108,8 +110,10 @@ class Console:
                 self._clear()
 
     def note(self, word: str, text: str) -> None:
-        """Adds to the summary: behind the tasks of that word, as in ``note("solving", "best +3.3
-        %")``, or alone, as in ``note("profiling", "3 steps")``."""
+        """Adds to the summary, behind the tasks of that word or alone.
+
+        As in ``note("solving", "best +3.3 %")`` and ``note("profiling", "3 steps")``.
+        """
         self._done.setdefault(word, 0.0)
         self._notes[word] = text
 
@@ -143,7 +147,7 @@ class Console:
         recomputed: int,
         ops: int,
     ) -> None:
-        """Says what the tasks took, and what the step that was swapped in is predicted to take.
+        """Says what the tasks took, and what the new step is predicted to take.
 
         Args:
             plain_bytes, plan_bytes: predicted peaks without and with recomputation.
@@ -209,7 +213,7 @@ class Console:
         return text if len(text) <= self._width else text[: self._width - 1] + "…"
 
     def _clear(self) -> None:
-        """Empties the line the cursor is in, on a terminal; Keras's bar comes back by itself."""
+        """Empties the cursor's line on a terminal; Keras's bar comes back by itself."""
         if self._live and self._verbose:
             self._write("\r\x1b[2K")
 

@@ -49,7 +49,7 @@ class Curve:
         return live
 
     def thinned(self, most: int) -> tuple[list[float], list[int]]:
-        """Returns edges in seconds and bytes between them, for a picture ``most`` steps wide.
+        """Returns edges in seconds and bytes between, for a picture ``most`` steps wide.
 
         Positions that are shorter than that are drawn as one, at their highest: peaks stay true,
         short valleys between them do not show.
@@ -105,7 +105,7 @@ class Curve:
         ]
 
     def _border(self, before: set[str], after: set[str]) -> int:
-        """The position that leaves least time of ``before`` behind it and of ``after`` before."""
+        """The position with least time of ``before`` behind it and of ``after`` before."""
         wrong = best = 0.0
         border = 0
         for k in self._first_runs:

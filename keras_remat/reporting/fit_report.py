@@ -23,7 +23,9 @@ from keras_remat.units import GIB, byte_unit, format_bytes, format_seconds
 
 FORMAT, VERSION = "keras_remat.report", 1
 #: Columns of everything that is printed.
-WIDTH = 80
+WIDTH = 79
+#: Kinds of events that say why a limit was not kept, the best first.
+_REASONS = ("over-limit", "kept", "tighten", "measured")
 #: Keys every epoch's logs get; numeric and the same from epoch 0 on.
 LOG_KEYS = ("remat_speedup", "remat_batch_size", "remat_peak_gib", "remat_samples_per_s")
 
@@ -64,6 +66,7 @@ class EpochUsage:
 
     @property
     def samples_per_s(self) -> float:
+        """Samples per second of training; 0 where no time passed."""
         return self.samples / self.step_time_s if self.step_time_s > 0 else 0.0
 
 
@@ -99,7 +102,7 @@ class AutotuneReport:
         return self.baseline_batch_size / self.baseline.time_s
 
     def speedup(self, epoch: EpochUsage) -> float:
-        """Samples per second of ``epoch`` over the plain step's; 1.0 while that is unknown."""
+        """Samples per second of ``epoch`` over the plain step's; 1.0 while unknown."""
         plain = epoch.plain_samples_per_s or self.baseline_samples_per_s
         return epoch.samples_per_s / plain if plain and epoch.samples_per_s > 0 else 1.0
 
@@ -120,7 +123,7 @@ class AutotuneReport:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The measured peak of the step that ran in the end; ``None`` before the first epoch.
+        """The measured peak of the step that ran in the end; ``None`` while unknown.
 
         Peaks of an epoch in which plans were made are not all of the last plan.
         """
@@ -129,7 +132,7 @@ class AutotuneReport:
         last = self.epochs[-1]
         measured = self.plan.measured if self.plan is not None else None
         if measured is None:
-            return last.peak_bytes
+            return last.peak_bytes or None  # 0: the device's allocator tells nothing
         later = last.peak_bytes if len(self.epochs) > 1 and last.planning_time_s == 0 else 0
         return max(measured.peak_bytes, later)
 
@@ -203,6 +206,7 @@ class AutotuneReport:
             last = self.epochs[-1]
             step_s = last.step_time_s / last.steps if last.steps else 0.0
             said = {True: "limit KEPT", False: "LIMIT NOT KEPT", None: ""}[self.limit_kept]
+            said += ", predicted" if said and self._has("predicted") else ""
             name = f"{named}, {last.batch_size}" if many else named
             usage = Usage(step_s, self.peak_bytes)
             lines.append(self._row(name, usage, last.samples_per_s, said))
@@ -227,12 +231,22 @@ class AutotuneReport:
         if self.peak_bytes is None or self.limit_bytes is None:
             return []
         over = self.peak_bytes - self.limit_bytes
-        reasons = [e.message for e in self.events if str(e.kind) in ("kept", "measured", "tighten")]
-        why = reasons[-1] if reasons else "no schedule that takes less was found"
+        why = next(
+            (
+                event.message
+                for kind in _REASONS
+                for event in reversed(self.events)
+                if event.kind == kind
+            ),
+            "no schedule that takes less was found",
+        )
         text = f"{format_bytes(over)} ({100 * over / self.limit_bytes:.1f} %) over the limit: {why}"
         return textwrap.wrap(
             text, WIDTH, initial_indent="  ", subsequent_indent="  ", max_lines=4, placeholder=" …"
         )
+
+    def _has(self, kind: str) -> bool:
+        return any(event.kind == kind for event in self.events)
 
     def __str__(self) -> str:
         lines = [self.verdict().rpartition("\n")[0], ""]
@@ -246,8 +260,8 @@ class AutotuneReport:
             )
         if self.baseline is not None:
             lines.append(
-                f"plain step of {self.baseline_batch_size}: {format_seconds(self.baseline.time_s)}, "
-                f"{format_bytes(self.baseline.peak_bytes)} ({self.baseline_source})"
+                f"plain step of {self.baseline_batch_size}: "
+                f"{format_seconds(self.baseline.time_s)}, {format_bytes(self.baseline.peak_bytes)} ({self.baseline_source})"
             )
         for event in self.events:
             lines += textwrap.wrap(

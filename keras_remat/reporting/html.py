@@ -18,13 +18,12 @@ from keras_remat.reporting import colors, svg
 from keras_remat.reporting.curves import Curve, groups, top_holders
 from keras_remat.reporting.protocols import Planned, Reported
 from keras_remat.reporting.svg import escape
+from keras_remat.reporting.tables import shown_groups, summary_cells
 from keras_remat.reporting.text import (
     plan_text,
     problem_text,
     recomputed_text,
-    shown_groups,
     status_text,
-    summary_cells,
     usages,
 )
 from keras_remat.units import format_bytes, format_seconds
@@ -64,7 +63,8 @@ body.kr{max-width:880px;margin:0 auto;padding:1em}
 .kr svg .label{paint-order:stroke;stroke:var(--paper);stroke-width:5px}
 .kr .measured{fill:var(--measured);stroke:var(--paper);stroke-width:2}
 .kr .band{opacity:.13}.kr .forward{fill:var(--forward)}.kr .backward{fill:var(--backward)}
-.kr .update{fill:var(--update)}.kr .hover{fill:transparent}.kr .hover:hover{fill:var(--ink);opacity:.1}
+.kr .update{fill:var(--update)}
+.kr .hover{fill:transparent}.kr .hover:hover{fill:var(--ink);opacity:.1}
 .kr .first{fill:var(--plan)}.kr .again{fill:var(--again)}
 .kr .legend{display:flex;flex-wrap:wrap;gap:.2em 1.1em;color:var(--faint);font-size:.9em}
 .kr .swatch{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}
@@ -99,10 +99,18 @@ def report_body(report: Reported) -> str:
     if report.epochs:
         rates = [epoch.samples_per_s for epoch in report.epochs]
         parts += ["<h2>Epochs</h2>", svg.speed(rates, report.baseline_samples_per_s)]
-        parts.append(_table(("epoch", "batch", "samples/s", "speedup", "peak", "set-up"), (
-            (str(e.epoch), str(e.batch_size), f"{e.samples_per_s:.1f}",
-             f"{speedup:.2f} ×", format_bytes(e.peak_bytes),
-             format_seconds(e.planning_time_s)) for e, speedup in zip(report.epochs, report.speedups, strict=True))))  # fmt: skip
+        rows = [
+            (
+                str(epoch.epoch),
+                str(epoch.batch_size),
+                f"{epoch.samples_per_s:.1f}",
+                f"{speedup:.2f} ×",
+                format_bytes(epoch.peak_bytes),
+                format_seconds(epoch.planning_time_s),
+            )
+            for epoch, speedup in zip(report.epochs, report.speedups, strict=True)
+        ]
+        parts.append(_table(("epoch", "batch", "samples/s", "speedup", "peak", "set-up"), rows))
     if report.plan is not None:
         parts.append(_layers(report.plan))
     if report.events:
@@ -229,7 +237,7 @@ def _plan_tiles(planned: Planned) -> list[tuple[str, str, str]]:
 
 
 def _pictures(planned: Planned, limit_bytes: int | None) -> str:
-    """Memory over time, holders of the peak, and stays in memory; nothing without a problem."""
+    """Memory over time, holders of the peak, and stays; nothing without a problem."""
     problem = planned.problem
     if problem is None:
         return ""

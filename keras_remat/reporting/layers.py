@@ -50,7 +50,8 @@ def layer_names(problem: Problem) -> list[str]:
     >>> names = ("net_1/dense_1/MatMul", "gradient_tape/net_1/dense_1/MatMul/MatMul", "adam/Sub")
     >>> ops = tuple(Op(i, n, "", (), (i,), "update" if i == 2 else "backward")
     ...     for i, n in enumerate(names))
-    >>> graph = Graph(ops, tuple(Value(i, n, 1, producer=i) for i, n in enumerate(names)), (0, 1, 2))
+    >>> values = tuple(Value(i, name, 1, producer=i) for i, name in enumerate(names))
+    >>> graph = Graph(ops, values, (0, 1, 2))
     >>> layer_names(Problem(graph, Profile((1.0,) * 3, (0,) * 3, 0), name="net"))
     ['dense', 'dense', '(optimizer)']
     """

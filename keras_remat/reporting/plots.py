@@ -16,7 +16,7 @@ from keras_remat.errors import MissingPackageError
 from keras_remat.reporting import colors
 from keras_remat.reporting.curves import Curve, intervals, top_holders
 from keras_remat.reporting.protocols import Planned, Reported
-from keras_remat.reporting.text import readable
+from keras_remat.reporting.tables import readable
 from keras_remat.units import byte_unit, format_bytes
 
 PLAN_KINDS = ("memory", "holders", "schedule", "overhead")
@@ -26,8 +26,13 @@ SMALL_GRAPH = 200
 _LAYERS, _INTERVALS, _NAME, _POINTS = 8, 60, 34, 500
 
 
-def plan(planned: Planned, kind: str = "memory") -> Any:
-    """Returns a picture of a plan; the kinds are those of ``Plan.plot`` but ``"overhead"``.
+def plan(planned: Planned, kind: str = "memory", limit_bytes: int | None = None) -> Any:
+    """Returns a picture of a plan.
+
+    Args:
+        planned: with its problem.
+        kind: one of ``Plan.plot`` but ``"overhead"``.
+        limit_bytes: the memory limit, which is drawn instead of the budget where it is known.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
@@ -38,7 +43,8 @@ def plan(planned: Planned, kind: str = "memory") -> Any:
     if planned.problem is None:
         raise ValueError("the plan was saved without its problem, so there is no graph to draw")
     picture = {"memory": memory, "holders": holders, "schedule": schedule}[kind]
-    return picture(planned, planned.problem)
+    limit = ("budget", planned.budget_bytes) if limit_bytes is None else ("limit", limit_bytes)
+    return picture(planned, planned.problem, limit)
 
 
 def report(told: Reported, kind: str = "memory") -> Any:
@@ -54,15 +60,15 @@ def report(told: Reported, kind: str = "memory") -> Any:
         return speed(told)
     if told.plan is None:
         raise ValueError("no plan is in force: the plain step ran, so there is nothing to compare")
-    return plan(told.plan, kind)
+    return plan(told.plan, kind, told.limit_bytes)
 
 
-def memory(planned: Planned, problem: Problem) -> Any:
-    """Bytes over the time of a step: plain, the plan, the budget, and the measured peak."""
+def memory(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
+    """Bytes over the time of a step: plain, plan, limit, and the measured peak."""
     figure, axes = _figure(8, 4)
     plain = Curve(problem, Schedule.store_all(problem.graph))
     curve = Curve(problem, planned.solution.schedule)
-    name, unit = byte_unit(max(plain.peak_bytes, planned.budget_bytes))
+    name, unit = byte_unit(max(plain.peak_bytes, limit[1]))
     scale, seconds = _time_unit(curve.starts_s[-1])
     for phase, begin, end in curve.bands:
         left, right = curve.starts_s[begin] * scale, curve.starts_s[end] * scale
@@ -77,11 +83,11 @@ def memory(planned: Planned, problem: Problem) -> Any:
         axes.stairs(heights, edges, color=color, lw=1.4, label=label)
         axes.stairs(heights, edges, color=color, alpha=0.12, fill=True)
     axes.axhline(
-        planned.budget_bytes / unit,
+        limit[1] / unit,
         color=colors.LIMIT,
         ls="--",
         lw=1.4,
-        label=f"budget {format_bytes(planned.budget_bytes)}",
+        label=f"{limit[0]} {format_bytes(limit[1])}",
     )
     if planned.measured is not None:
         at = curve.starts_s[curve.peak_position] * scale
@@ -98,7 +104,7 @@ def memory(planned: Planned, problem: Problem) -> Any:
     return _with_legend(figure, axes, f"Memory of one step{_of(planned)}")
 
 
-def holders(planned: Planned, problem: Problem) -> Any:
+def holders(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
     """Who holds the peak, by layer: plain beside the plan."""
     figure, axes = _figure(8, 4.4)
     curves = [
@@ -116,12 +122,12 @@ def holders(planned: Planned, problem: Problem) -> Any:
     axes.set_xticks((0, 1), [f"{n}\n{format_bytes(c.peak_bytes)}"
                              for n, c in zip(("plain", "plan"), curves, strict=True)])  # fmt: skip
     axes.set_ylabel(f"bytes at the peak ({name})")
-    axes.axhline(planned.budget_bytes / unit, color=colors.LIMIT, ls="--", lw=1.4, label="budget")
+    axes.axhline(limit[1] / unit, color=colors.LIMIT, ls="--", lw=1.4, label=limit[0])
     return _with_legend(figure, axes, f"Who holds the peak{_of(planned)}", reverse=True)
 
 
-def schedule(planned: Planned, problem: Problem) -> Any:
-    """What runs and what is kept when: stage × op for small graphs, else stays in memory."""
+def schedule(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
+    """What runs and is kept when: stage × op for small graphs, else stays in memory."""
     curve = Curve(problem, planned.solution.schedule)
     if len(problem.graph.ops) <= SMALL_GRAPH:
         return _stages(planned, curve)
@@ -129,7 +135,7 @@ def schedule(planned: Planned, problem: Problem) -> Any:
 
 
 def _stages(planned: Planned, curve: Curve) -> Any:
-    """The R and S matrices of the Checkmate paper (figure 3 there), read off the order."""
+    """The R and S matrices of the Checkmate paper (its figure 3), read off the order."""
     figure, axes = _figure(6.4, 5.4)
     ops, order = curve.problem.graph.ops, curve.schedule.order
     stage_of: list[int] = []
@@ -242,7 +248,7 @@ def batch_sizes(points: Sequence[tuple[int, int, float, bool]], limit_bytes: int
 
 
 def speed(told: Reported) -> Any:
-    """Samples per second and peak of every epoch, against the plain step and the limit."""
+    """Speed and peak of every epoch, against the plain step and the limit."""
     if not told.epochs:
         raise ValueError("no epoch has ended yet, so there is nothing to draw")
     plt = _matplotlib("figure")
@@ -280,7 +286,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _with_legend(figure: Any, axes: Any, title: str, *, reverse: bool = False) -> Any:
-    """Finishes a picture: title, grid, and the legend beside it, where it hides nothing."""
+    """Finishes a picture: title, grid, and a legend beside it that hides nothing."""
     axes.set_title(title, loc="left", fontsize=11)
     for each in figure.axes:
         each.grid(axis="y", alpha=0.25)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from keras_remat.reporting import colors
 from keras_remat.reporting.curves import Curve, intervals
-from keras_remat.reporting.text import readable
+from keras_remat.reporting.tables import readable
 from keras_remat.units import byte_unit, format_bytes, format_seconds
 
 MAX_POINTS = 1000
@@ -24,7 +24,7 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 360, 96, 12, 12, 40
 
 
 def escape(text: str) -> str:
-    """Returns ``text`` on one line, with everything escaped that HTML or SVG would read."""
+    """Returns ``text`` on one line, with all escaped that HTML or SVG would read."""
     return html.escape(readable(text), quote=True)
 
 
@@ -120,7 +120,7 @@ def stays(curve: Curve) -> str:
 
 
 def speed(samples_per_s: Sequence[float], plain: float | None) -> str:
-    """Returns samples per second of every epoch as bars, and the plain step's as a line."""
+    """Returns every epoch's samples per second as bars, the plain step's as a line."""
     highest = max([*samples_per_s, plain or 0.0, 1e-9])
     frame = _Frame(len(samples_per_s), 1.1 * highest)
     parts = [_open("Samples per second of every epoch")]
@@ -149,9 +149,11 @@ class _Frame:
         self.width, self.height = width or 1.0, height or 1.0
 
     def x(self, amount: float) -> float:
+        """Where seconds (or things) are, from the left."""
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * amount / self.width
 
     def y(self, amount: float) -> float:
+        """Where bytes (or things) are, from the top."""
         return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * amount / self.height
 
     def bands(self, curve: Curve) -> list[str]:
@@ -234,8 +236,7 @@ def _open(label: str, height: int = _HEIGHT) -> str:
 
 
 def _ticks(highest: float, most: int) -> list[float]:
-    """Round numbers from 0 to ``highest``, at most ``most`` steps of 1, 2 or 5 times a power of
-    ten."""
+    """Round numbers from 0 to ``highest``, in at most ``most`` steps."""
     if highest <= 0:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(highest / most))

@@ -6,43 +6,15 @@ Every function takes records and returns a string; files and terminals are the c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 from keras_remat.core.graph import PHASES, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import live_bytes, simulate
-from keras_remat.reporting.curves import Group, groups
-from keras_remat.reporting.layers import By
 from keras_remat.reporting.protocols import Planned
+from keras_remat.reporting.tables import counted, readable, table
 from keras_remat.units import format_bytes, format_seconds
-
-MAX_NAME = 72
-#: A table leaves out groups that hold less than this share of all that is kept, and run once.
-SHOWN_SHARE = 0.001
-
-
-class Text(str):
-    """A string that an interactive session shows as it reads."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def readable(name: str) -> str:
-    """Returns ``name`` on one line of printable characters, shortened in the middle to
-    ``MAX_NAME``.
-
-    >>> readable("a\\x1b[31m\\n"), len(readable("x" * 500))
-    ('a\\\\x1b[31m\\\\n', 72)
-    """
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
-    if len(text) <= MAX_NAME:
-        return text
-    head = MAX_NAME // 2 - 1
-    return f"{text[:head]}…{text[head + 1 - MAX_NAME :]}"
 
 
 def _op(op: Op) -> str:
@@ -62,23 +34,6 @@ def _overhead(time_s: float, base_s: float) -> str:
     return "-" if base_s <= 0 else _percent((time_s - base_s) / base_s)
 
 
-def table(
-    rows: Iterable[Sequence[str]], *, indent: str = "", right: Sequence[int] = ()
-) -> list[str]:
-    """Lines with the cells of ``rows`` in columns; those of ``right`` stand to the right."""
-    cells = [list(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-
-    def line(row: list[str]) -> str:
-        padded = [
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return (indent + "  ".join(padded)).rstrip()
-
-    return [line(row) for row in cells]
-
-
 def problem_text(problem: Problem, *, top: int = 5) -> str:
     """Summary of a problem for a terminal.
 
@@ -88,7 +43,8 @@ def problem_text(problem: Problem, *, top: int = 5) -> str:
 
     >>> from keras_remat.core.graph import chain_example
     >>> from keras_remat.core.profile import Profile
-    >>> print(problem_text(Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), 8, "chain"), top=1))
+    >>> profile = Profile((1.0,) * 5, (0,) * 5, 0)
+    >>> print(problem_text(Problem(chain_example(), profile, 8, "chain"), top=1))
     chain: 5 ops (5 forward), 5 values, 1 output
     costs      measured
     resident   0 B
@@ -100,16 +56,31 @@ def problem_text(problem: Problem, *, top: int = 5) -> str:
     slowest ops
       1 s  a
     """
+    graph = problem.graph
+    phases = Counter(op.phase for op in graph.ops)
+    by_phase = ", ".join(f"{phases[phase]} {phase}" for phase in PHASES if phases[phase])
+    ops = f"{len(graph.ops)} ops{f' ({by_phase})' if by_phase else ''}"
+    lines = [
+        f"{readable(problem.name) or 'problem'}: {ops}, {len(graph.values)} values, "
+        f"{counted(len(graph.outputs), 'output')}"
+    ]
+    lines += table(_problem_rows(problem))
+    computed = [v for v in graph.values if v.producer is not None]
+    if largest := sorted(computed, key=lambda v: (-v.nbytes, v.id))[:top]:
+        cells = [(format_bytes(v.nbytes), _value(v)) for v in largest]
+        lines += ["largest values", *table(cells, indent="  ")]
+    times = problem.profile.op_time_s
+    if slowest := sorted(graph.ops, key=lambda op: (-times[op.id], op.id))[:top]:
+        cells = [(format_seconds(times[op.id]), _op(op)) for op in slowest]
+        lines += ["slowest ops", *table(cells, indent="  ")]
+    return "\n".join(lines)
+
+
+def _problem_rows(problem: Problem) -> list[tuple[str, str]]:
+    """Costs, peak, floor and budget of a problem."""
     graph, profile = problem.graph, problem.profile
     store_all = Schedule.store_all(graph)
     usage, live = simulate(problem, store_all), live_bytes(problem, store_all)
-    phases = Counter(op.phase for op in graph.ops)
-    by_phase = ", ".join(f"{phases[phase]} {phase}" for phase in PHASES if phases[phase])
-    plural = "" if len(graph.outputs) == 1 else "s"
-    lines = [
-        f"{readable(problem.name) or 'problem'}: {len(graph.ops)} ops{f' ({by_phase})' if by_phase else ''}, "
-        f"{len(graph.values)} values, {len(graph.outputs)} output{plural}"
-    ]
     peak = format_bytes(usage.peak_bytes)
     if len(live):
         at = int(live.argmax())
@@ -117,11 +88,9 @@ def problem_text(problem: Problem, *, top: int = 5) -> str:
     floor = format_bytes(problem.floor_bytes)
     if problem.floor_op is not None:
         floor += f", set by op {_op(graph.ops[problem.floor_op])}"
+    device = f" on {readable(profile.device)}" if profile.device else ""
     rows = [
-        (
-            "costs",
-            f"{profile.source} on {readable(profile.device)}" if profile.device else profile.source,
-        ),
+        ("costs", f"{profile.source}{device}"),
         ("resident", format_bytes(profile.resident_bytes)),
         ("store-all", f"peak {peak}; time {format_seconds(usage.time_s)}"),
         ("floor", floor),
@@ -129,27 +98,7 @@ def problem_text(problem: Problem, *, top: int = 5) -> str:
     ]
     if fixed := sum(not op.recomputable for op in graph.ops):
         rows.append(("fixed", f"{fixed} ops are not recomputable"))
-    lines += table(rows)
-    computed = sorted(
-        (v for v in graph.values if v.producer is not None), key=lambda v: (-v.nbytes, v.id)
-    )[:top]
-    lines += (
-        [
-            "largest values",
-            *table(((format_bytes(v.nbytes), _value(v)) for v in computed), indent="  "),
-        ]
-        if computed
-        else []
-    )
-    slowest = sorted(graph.ops, key=lambda op: (-profile.op_time_s[op.id], op.id))[:top]
-    if slowest:
-        lines += [
-            "slowest ops",
-            *table(
-                ((format_seconds(profile.op_time_s[op.id]), _op(op)) for op in slowest), indent="  "
-            ),
-        ]
-    return "\n".join(lines)
+    return rows
 
 
 def _budget_text(problem: Problem, store_all_peak_bytes: int) -> str:
@@ -167,19 +116,19 @@ def _recomputed_by(
 ) -> list[tuple[str, int, float]]:
     """(group, extra runs, seconds they take), most seconds first."""
     runs: Counter[str] = Counter()
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
     for op_id, extra in schedule.recomputed.items():
         group = key(problem.graph.ops[op_id])
         runs[group] += extra
-        seconds[group] += extra * problem.profile.op_time_s[op_id]  # type: ignore[assignment]  # a Counter may hold floats
+        seconds[group] = seconds.get(group, 0.0) + extra * problem.profile.op_time_s[op_id]
     return sorted(
-        ((group, runs[group], float(seconds[group])) for group in runs),
+        ((group, runs[group], seconds[group]) for group in runs),
         key=lambda row: (-row[2], -row[1], row[0]),
     )
 
 
 def recomputed_text(problem: Problem, schedule: Schedule, *, top: int = 5) -> str:
-    """What a schedule recomputes: in total, the most expensive kinds, and the most expensive ops.
+    """Returns what a schedule recomputes: in total, and the most expensive kinds and op
 
     >>> from keras_remat.core.graph import chain_example
     >>> from keras_remat.core.profile import Profile
@@ -198,7 +147,8 @@ def recomputed_text(problem: Problem, schedule: Schedule, *, top: int = 5) -> st
     runs = sum(again.values())
     total = format_seconds(sum(row[2] for row in by_op))
     lines = [
-        f"recomputed {len(again)} of {len(problem.graph.ops)} ops, {_runs(runs, 'extra run')}, {total}"
+        f"recomputed {len(again)} of {len(problem.graph.ops)} ops, "
+        f"{counted(runs, 'extra run')}, {total}"
     ]
     groups = [("by op", by_op)]
     if any(op.kind for op in problem.graph.ops):
@@ -212,13 +162,11 @@ def recomputed_text(problem: Problem, schedule: Schedule, *, top: int = 5) -> st
     for title, rows in groups:
         lines += [
             title,
-            *table(((name, _runs(n), format_seconds(s)) for name, n, s in rows[:top]), indent="  "),
+            *table(
+                ((name, counted(n), format_seconds(s)) for name, n, s in rows[:top]), indent="  "
+            ),
         ]
     return "\n".join(lines)
-
-
-def _runs(count: int, noun: str = "run") -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def status_text(solution: Solution) -> str:
@@ -254,28 +202,20 @@ def solution_text(problem: Problem, solution: Solution) -> str:
     if usage is None or problem.budget_bytes is None:
         raise ValueError("the solution was not simulated under a budget")
     store_all = simulate(problem, Schedule.store_all(problem.graph))
-    return "\n".join(
-        table(
-            [
-                (
-                    "peak",
-                    f"{format_bytes(usage.peak_bytes)} of {format_bytes(problem.budget_bytes)} allowed "
-                    f"(store-all {format_bytes(store_all.peak_bytes)}, "
-                    f"floor {format_bytes(problem.floor_bytes)})",
-                ),
-                (
-                    "time",
-                    f"{format_seconds(usage.time_s)}, overhead {percent_over(problem, usage.time_s)}",
-                ),
-                ("bound", f"overhead {percent_over(problem, solution.lower_bound_s)}"),
-                (
-                    "schedule",
-                    f"{len(order)} runs, {sum(order.recomputed.values())} of them recomputations",
-                ),
-                ("solver", status_text(solution)),
-            ]
-        )
+    peak = f"{format_bytes(usage.peak_bytes)} of {format_bytes(problem.budget_bytes)} allowed"
+    around = (
+        f"store-all {format_bytes(store_all.peak_bytes)}, floor {format_bytes(problem.floor_bytes)}"
     )
+    time = f"{format_seconds(usage.time_s)}, overhead {percent_over(problem, usage.time_s)}"
+    again = sum(order.recomputed.values())
+    rows = [
+        ("peak", f"{peak} ({around})"),
+        ("time", time),
+        ("bound", f"overhead {percent_over(problem, solution.lower_bound_s)}"),
+        ("schedule", f"{len(order)} runs, {again} of them recomputations"),
+        ("solver", status_text(solution)),
+    ]
+    return "\n".join(table(rows))
 
 
 def percent_over(problem: Problem, seconds: float | None) -> str:
@@ -327,7 +267,7 @@ def plan_text(plan: Planned, *, top: int = 5) -> str:
         lines.append(recomputed_text(plan.problem, schedule, top=top))
     else:
         count = len(schedule.recomputed)
-        lines.append(f"recomputed {_runs(count, 'op')}" if count else "recomputed nothing")
+        lines.append(f"recomputed {counted(count, 'op')}" if count else "recomputed nothing")
     return "\n".join(lines)
 
 
@@ -335,68 +275,3 @@ def usages(plan: Planned) -> list[tuple[str, Usage]]:
     """What a plan is compared by: store-all, predicted, and measured where it ran."""
     rows = [("store-all", plan.store_all), ("predicted", plan.predicted)]
     return rows if plan.measured is None else [*rows, ("measured", plan.measured)]
-
-
-def summary_text(problem: Problem, schedule: Schedule, by: By = "layer") -> str:
-    """A table of what a schedule keeps and recomputes, like Keras's ``model.summary()``.
-
-    *Kept* is what a group holds when the backward phase begins, *saved* what it would hold there
-    without recomputation, less that. Groups that hold next to nothing and run once are left out;
-    the last line says how many.
-
-    Args:
-        problem: the graph and its costs.
-        schedule: a legal order.
-        by: ``"layer"``, ``"op"`` or ``"block"``.
-
-    >>> from keras_remat.core.graph import chain_example
-    >>> from keras_remat.core.profile import Profile
-    >>> problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0))
-    >>> print(summary_text(problem, Schedule((0, 1, 2, 3, 0, 4))))
-    layer     kept  recomputed  saved  added
-    ----------------------------------------
-    a          0 B  1 of 1 op     4 B    1 s
-    b          1 B  -               -      -
-    c          6 B  -               -      -
-    ----------------------------------------
-    5 layers   7 B  1 of 5 ops    4 B    1 s
-    left out: 2 layers that keep next to nothing and run once
-    """
-    rows = groups(problem, schedule, by)
-    shown = shown_groups(rows, by)
-    cells = [(by, "kept", "recomputed", "saved", "added"), *map(summary_cells, shown)]
-    lines = table(cells, right=(1, 3, 4))
-    rule = "-" * max(map(len, lines))
-    hidden = len(rows) + 1 - len(shown)
-    note = f"left out: {_runs(hidden, by)} that keep next to nothing and run once"
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *[note] * bool(hidden)])
-
-
-def summary_cells(row: Group) -> tuple[str, str, str, str, str]:
-    """The cells of one group in a table: name, kept, recomputed, saved, added."""
-    again = f"{row.recomputed} of {_runs(row.ops, 'op')}"
-    if row.runs > row.recomputed:
-        again += f", {row.runs} runs"
-    return (
-        readable(row.name),
-        format_bytes(row.kept_bytes),
-        again if row.recomputed else "-",
-        format_bytes(row.saved_bytes) if row.saved_bytes else "-",
-        format_seconds(row.added_s) if row.runs else "-",
-    )
-
-
-def shown_groups(rows: Sequence[Group], noun: str) -> list[Group]:
-    """Returns the groups that keep something or run again, and their sum over all as the last."""
-    total = Group(
-        _runs(len(rows), noun),
-        sum(row.ops for row in rows),
-        sum(row.kept_bytes for row in rows),
-        sum(row.plain_bytes for row in rows),
-        sum(row.recomputed for row in rows),
-        sum(row.runs for row in rows),
-        sum(row.added_s for row in rows),
-    )
-    least = max(1, SHOWN_SHARE * total.plain_bytes)
-    kept = [r for r in rows if r.runs or max(r.kept_bytes, r.plain_bytes) >= least]
-    return [*kept, total]

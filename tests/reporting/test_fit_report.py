@@ -136,3 +136,19 @@ def test_the_plain_step_alone_has_one_row():
     rows = report.verdict().splitlines()[1:-1]
     assert [row.split()[0] for row in rows] == ["plain"]
     assert rows[0].endswith("limit KEPT")
+
+
+def test_a_device_that_tells_nothing_has_no_verdict_or_a_predicted_one():
+    report = AutotuneReport(limit_bytes=7, epochs=[EpochUsage(0, 8, 2, 1.0, 0.0, 0, 4)])
+    assert (report.peak_bytes, report.limit_kept) == (None, None)
+    report.epochs = [EpochUsage(0, 8, 2, 1.0, 0.0, 6, 4)]
+    report.events.append(Event(0, "predicted", "The allocator keeps no statistics."))
+    assert "limit KEPT, predicted" in report.verdict()
+
+
+def test_the_reason_of_a_missed_limit_is_the_one_that_says_most():
+    report = AutotuneReport(limit_bytes=7, epochs=[EpochUsage(0, 8, 2, 1.0, 0.0, 9, 4)])
+    report.events = [Event(1, "kept", "Nothing less was found."), Event(2, "measured", "9 B.")]
+    assert "2 B (28.6 %) over the limit: Nothing less was found." in report.verdict()
+    report.events.clear()
+    assert "no schedule that takes less was found" in report.verdict()

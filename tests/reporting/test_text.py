@@ -12,6 +12,7 @@ from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting import text as show
+from keras_remat.reporting.tables import summary_text
 
 CHAIN = Problem(
     chain_example(),
@@ -126,28 +127,6 @@ def test_status_says_what_is_proved():
     assert show.status_text(proved) == "greedy in 500 ms; proved to be the best possible"
 
 
-def test_summary_by_layer_adds_up():
-    assert show.summary_text(CHAIN, RECOMPUTE_A).splitlines() == [
-        "layer     kept  recomputed  saved  added",
-        "----------------------------------------",
-        "a          0 B  1 of 1 op     4 B    1 s",
-        "b          1 B  -               -      -",
-        "c          6 B  -               -      -",
-        "----------------------------------------",
-        "5 layers   7 B  1 of 5 ops    4 B    1 s",
-        "left out: 2 layers that keep next to nothing and run once",
-    ]
-
-
-def test_summary_refuses_another_grouping():
-    with pytest.raises(ValueError, match="'layer', 'op', 'block', got 'phase'"):
-        show.summary_text(CHAIN, RECOMPUTE_A, "phase")
-
-
-def test_an_interactive_session_shows_a_text_as_it_reads():
-    assert repr(show.Text("two\nlines")) == "two\nlines"
-
-
 @pytest.mark.parametrize("name", [NASTY, "x" * 1000, "", "模型/conv", "a\r\nb\tc\u2028d\u202e"])
 def test_names_stay_on_their_line(name):
     problem = named(name)
@@ -159,8 +138,8 @@ def test_names_stay_on_their_line(name):
     for out in (
         text,
         show.recomputed_text(problem, again),
-        show.summary_text(problem, again),
-        show.summary_text(problem, again, "op"),
+        summary_text(problem, again),
+        summary_text(problem, again, "op"),
     ):
         out.encode("utf-8")
         assert not re.search(r"[\x00-\x09\x0b-\x1f\u2028\u202e]", out)
