@@ -199,6 +199,8 @@ class FirstPlans:
                 plan = self._planner.closest(costs.problem)
         except NOT_FOUND:
             raise error from None
+        if plan.predicted.peak_bytes <= self._planner.usable_bytes:
+            return plan  # the quick solver found what the others did not
         if plan.predicted.peak_bytes > (1 + LITTLE_OVER_SHARE) * limit:
             raise error
         message = (
