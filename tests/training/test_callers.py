@@ -1,0 +1,64 @@
+"""Who calls the train function: told by the announcement, the iterator and the running fit."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from keras_remat.backends.base import Caller
+from keras_remat.training.callers import RunningFit, caller_of, running_fit
+
+
+class Model:
+    """Calls what it is given from a ``fit`` with a list of callbacks, as Keras does."""
+
+    def fit(self, listed, call, seen=0, known=None):
+        callbacks = SimpleNamespace(callbacks=listed)
+        epoch_iterator = SimpleNamespace(_steps_seen=seen, _num_batches=known)
+        assert callbacks.callbacks is listed
+        assert epoch_iterator._steps_seen == seen
+        return call()
+
+    def train_on_batch(self):
+        def data():
+            yield 1
+
+        return data()
+
+
+ALONE, LOADERS = Model().train_on_batch(), iter([1])
+FIT = RunningFit((), None)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(
+    ("iterator", "fit", "caller", "unannounced"),
+    [
+        (LOADERS, FIT, Caller.FIT, Caller.FIT),
+        (ALONE, FIT, Caller.GUEST, Caller.GUEST),
+        (LOADERS, None, Caller.FIT, Caller.NOBODY),
+        (ALONE, None, Caller.LOOP, Caller.NOBODY),
+    ],
+)
+def test_caller_follows_from_three_facts(iterator, fit, caller, unannounced, announced):
+    expected = caller if announced else unannounced
+    assert caller_of(iterator, fit, announced=announced) is expected
+
+
+def test_running_fit_is_the_one_of_this_model_with_this_callback():
+    model, ours, other = Model(), object(), object()
+    assert running_fit(model, ours) is None
+    assert model.fit([other], lambda: running_fit(model, ours)) is None
+    assert Model().fit([ours], lambda: running_fit(model, ours)) is None
+    found = model.fit([other, ours], lambda: running_fit(model, ours))
+    assert found.callbacks == (other, ours)
+    nested = model.fit([ours], lambda: Model().fit([other], lambda: running_fit(model, ours)))
+    assert nested.callbacks == (ours,)
+
+
+@pytest.mark.parametrize(
+    ("seen", "known", "ended"), [(3, None, False), (3, 4, False), (4, 4, True), (0, 0, False)]
+)
+def test_end_of_the_data_is_known_where_keras_counts(seen, known, ended):
+    model, ours = Model(), object()
+    found = model.fit([ours], lambda: running_fit(model, ours), seen, known)
+    assert found.has_no_more_data is ended
