@@ -4,30 +4,32 @@ its work is done.
 1. No budget, or an order without recomputation that fits (the default one or the memory-aware one):
    optimal, done.
 2. :mod:`keras_remat.solvers.search.greedy` gives a first schedule; where the graph is not large,
-   :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores. Where they find nothing,
-   :mod:`keras_remat.solvers.search.backward` finds one, or proves that there is none.
+   :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores, and so does
+   :mod:`keras_remat.solvers.search.backward`, or it proves that there is none.
 3. :mod:`keras_remat.solvers.bounds.cut_bound`, and :mod:`keras_remat.solvers.bounds.window_bound`
    with a few cuts, may prove the best schedule optimal.
 4. :mod:`keras_remat.solvers.search.intervals` searches around it, with more candidates whenever its
-   program was solved.
-5. :mod:`keras_remat.solvers.search.anneal` and :mod:`keras_remat.solvers.search.neighbourhoods`
-   take turns: the one works on the order itself, the other solves parts of that program better than
-   the whole can be solved, and sits out the turn after one without a find.
-6. After their first turn, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
+   program was solved. It keeps the order of the ops, and does that better for the order that the
+   graph came in than for one that annealing made, so it comes first.
+5. :mod:`keras_remat.solvers.search.anneal` looks for another order, which on graphs with many
+   parallel branches decides everything. Where there is still no schedule, the search backwards
+   goes on for longer, and step 4 follows.
+6. Annealing from nothing, annealing from the best schedule, and
+   :mod:`keras_remat.solvers.search.neighbourhoods` take turns: what still improves gets the time (:mod:`keras_remat.solvers.search.turns`).
+7. After the first turn, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
    cuts tries to close the gap from below.
 
 Graphs of more than ``LARGE_OPS`` ops are coarsened first
-(:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 4 and 5 work on the coarse problem; step 4
-is left out, its program is too large. Without OR-Tools annealing does all of 4 and 5. Where step 2
-finds nothing, the others start from a schedule for a somewhat larger budget. Recomputations there
-turns out to be room for are taken back (:mod:`keras_remat.solvers.orders.trim`) wherever a schedule
-comes from.
+(:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 5 and 6 work on the coarse problem; step 4
+is left out, its program is too large. Without OR-Tools annealing does all of 4 and 6.
+Recomputations there turns out to be room for are taken back
+(:mod:`keras_remat.solvers.orders.trim`) wherever a schedule comes from.
 
 Every schedule is checked by :func:`keras_remat.core.validate.validate` before it counts.
 ``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one it passes
-through. The bound is that of step 3 or 6; both hold for every legal order.
+through. The bound is that of step 3 or 7; both hold for every legal order.
 
-All steps but 3 and 6 end by counted work (:mod:`keras_remat.solvers.orders.effort`), and a schedule
+All steps but 3 and 7 end by counted work (:mod:`keras_remat.solvers.orders.effort`), and a schedule
 replaces another only if it is faster by more than the tolerance of the proofs. So the same seed
 gives the same schedule, unless the clock ends one of these steps after all: on a machine that is
 very busy or very slow. How far the *bound* gets depends on the clock.
@@ -36,12 +38,12 @@ very busy or very slow. How far the *bound* gets depends on the clock.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
@@ -53,13 +55,15 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
 )
 from keras_remat.solvers.bounds import cut_bound, window_bound
-from keras_remat.solvers.engines import cp_sat
+from keras_remat.solvers.engines import cp_sat, native
 from keras_remat.solvers.orders import coarsen
 from keras_remat.solvers.orders.effort import effort_s
+from keras_remat.solvers.orders.incumbent import Progress
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import dtr
 from keras_remat.solvers.search import anneal, backward, greedy, intervals, neighbourhoods
+from keras_remat.solvers.search.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +80,15 @@ exactly is not possible."""
 PROVABLE_OPS = 150
 """Graphs up to this size are worth the integer program of
 :mod:`keras_remat.solvers.bounds.window_bound`."""
-GREEDY_SHARE, BACKWARD_SHARE, INTERVALS_SHARE = 0.15, 0.2, 0.3
+GREEDY_SHARE, FIRST_BACKWARD_SHARE, BACKWARD_SHARE, INTERVALS_SHARE = 0.15, 0.04, 0.2, 0.3
 """The work of these steps, as shares of the time limit."""
-TURNS = 4
-ANNEAL_SHARE, NEIGHBOURHOODS_SHARE = 0.08, 0.06
-"""The work of a turn."""
+TURNS = 12
+"""Turns of step 6."""
+FIRST_ANNEAL_SHARE, ANNEAL_SHARE, NEIGHBOURHOODS_SHARE = 0.15, 0.06, 0.04
+"""The work of step 5, and of a turn of annealing and of neighbourhoods."""
 DTR_SCORES = ("dtr", "local", "msps", "eq")
 DTR_OPS_PER_S = 1_500
 """Ops that DTR runs per score and second of the whole time limit."""
-NEARLY = (1.02, 1.05, 1.1, 1.2, 1.4)
-"""Budgets, in budgets, tried where no schedule within the budget was found."""
-LATE_ANNEAL_SHARE = 0.2
-"""The work of an annealing turn where there is no schedule yet."""
 TIGHTENINGS = 4
 """Times that greedy is tried on a coarse problem whose schedules do not fit the whole one, each
 time with less room."""
@@ -103,7 +104,7 @@ def solve(
     *,
     time_limit_s: float = 30.0,
     seed: int = 0,
-    progress: Callable[[Solution], None] | None = None,
+    progress: Progress | None = None,
 ) -> Solution:
     """Returns the best schedule found within the time limit.
 
@@ -136,10 +137,10 @@ class _Search:
         problem: Problem,
         time_limit_s: float,
         seed: int,
-        progress: Callable[[Solution], None] | None,
+        progress: Progress | None,
     ):
         self.problem, self.seed, self.progress = problem, seed, progress
-        self.started = time.perf_counter()
+        self.deadline = Deadline(time_limit_s)
         self.limit_s = time_limit_s
         self.best: Order | None = None
         self.coarse_best: Order | None = None
@@ -147,10 +148,6 @@ class _Search:
         self.solver = "auto"
         self.bound_s = problem.store_all_time_s
         self.has_cp_sat = False
-
-    def at(self, share: float) -> float:
-        """The ``perf_counter`` time at which this share of the limit is spent."""
-        return self.started + share * self.limit_s
 
     @property
     def proved(self) -> bool:
@@ -161,7 +158,7 @@ class _Search:
             raise ValueError("there is no schedule yet")
         schedule = Schedule(self.best)
         status: Literal["optimal", "feasible"] = "optimal" if self.proved else "feasible"
-        spent = time.perf_counter() - self.started
+        spent = self.deadline.spent_s()
         return Solution(
             schedule, self.solver, status, spent, self.bound_s, simulate(self.problem, schedule)
         )
@@ -183,6 +180,12 @@ class _Search:
             self._report()
         return True
 
+    def _offer_of(self, view: _View, order: Order, solver: str) -> None:
+        """Offers an order of a view, and keeps the view's own best one."""
+        if self.coarse_best is None or _seconds(view, order) < _seconds(view, self.coarse_best):
+            self.coarse_best = order
+        self.offer(view.expand(order), solver)
+
     def _report(self) -> None:
         if self.progress is not None and self.best is not None:
             self.progress(self.solution())
@@ -192,6 +195,7 @@ class _Search:
         bases = tuple(dict.fromkeys((memory_aware_order(self.problem, default), default)))
         if any(self.offer(base, "greedy") for base in bases):
             return
+        native.begin()
         large = len(default) > LARGE_OPS
         view = whole = _View(self.problem, tuple, tuple)
         known = [] if large else self._heuristics(bases)
@@ -200,33 +204,67 @@ class _Search:
                 view = self._coarse(base)
         if large and self.best is None:
             self._greedy(whole, bases[:1])
-        self.bound_s = max(
-            self.bound_s, cut_bound.lower_bound_s(self.problem, deadline_s=self.at(BOUND_SHARE))
+        self._report_bound(
+            cut_bound.lower_bound_s(self.problem, deadline=self.deadline.share(BOUND_SHARE))
         )
-        self._report()
         if not large:
             chain = window_bound.longest_chain(self.problem)
             widest = sorted(
                 chain, key=lambda op_id: -cut_bound.crossing_bytes(self.problem, op_id)
             )[:FEW_CUTS]
-            self._window_bound(sorted(widest), self.at(BOUND_SHARE))
+            self._window_bound(sorted(widest), self.deadline.share(BOUND_SHARE))
         if self.proved:
             return
-        near = view.project(self._nearly(bases)) if self.best is None else None
         self.has_cp_sat = cp_sat.available()
-        if not large:
-            self._with_cp_sat(partial(self._intervals, known, near))
-        fruitless = False
+        solve_intervals = partial(self._with_cp_sat, partial(self._intervals, known))
+        begins_with_intervals = self.best is not None and not large
+        if begins_with_intervals:
+            solve_intervals()
+        if not self.proved:
+            self._anneal(
+                view, self.seed, (anneal.LOOSE, anneal.STIFF), FIRST_ANNEAL_SHARE, from_best=False
+            )
+        if self.best is None and not large:
+            known += self._backward(BACKWARD_SHARE)
+        if not begins_with_intervals and not large:
+            solve_intervals()
+        self._take_turns(view, small=len(default) <= PROVABLE_OPS)
+
+    def _take_turns(self, view: _View, *, small: bool) -> None:
+        """Gives turns to what improves the best schedule (step 6)."""
+        loose, stiff, cool = (
+            partial(self._anneal, view, coolings=coolings, share=ANNEAL_SHARE, from_best=from_best)
+            for coolings, from_best in (
+                ((anneal.LOOSE, anneal.COOL), False),
+                ((anneal.STIFF, anneal.COOL), False),
+                ((anneal.COOL,), True),
+            )
+        )
+        solve_parts = partial(self._neighbourhoods, view)
+        arms: list[Callable[[int], None]] = [
+            cool,
+            lambda seed: self._with_cp_sat(partial(solve_parts, seed)),
+            loose,
+            stiff,
+        ]
+        turns = Turns(len(arms))
         for turn in range(TURNS):
-            self._anneal(view, near, self.seed + turn, 2 if fruitless else 1)
-            before_s = self.best_s
-            if not fruitless:
-                self._with_cp_sat(partial(self._neighbourhoods, view, self.seed + turn))
-            fruitless = not fruitless and self.best_s == before_s
-            if not self.proved and not turn and len(default) <= PROVABLE_OPS:
-                self._window_bound(window_bound.longest_chain(self.problem), self.at(PROOF_SHARE))
-            if self.proved:
+            if self.proved or self.deadline.share(LAST_SHARE).is_over:
                 return
+            ready = (
+                turns.next() if self.best is not None else 2 + turn % 2
+            )  # with nothing to improve
+            before_s = self.best_s
+            arms[ready](self.seed + 1 + turn)
+            turns.report(ready, found=self.best_s < before_s)
+            if not turn and small and not self.proved:
+                self._window_bound(
+                    window_bound.longest_chain(self.problem), self.deadline.share(PROOF_SHARE)
+                )
+
+    def _report_bound(self, bound_s: float) -> None:
+        self.bound_s = max(self.bound_s, bound_s)
+        self._report()
 
     def _with_cp_sat(self, step: Callable[[], None]) -> None:
         """Takes a step that needs CP-SAT, if it is there; a process that died once, for want of
@@ -267,78 +305,67 @@ class _Search:
             return known
         for score in DTR_SCORES:
             try:
-                other = dtr.search(
+                other = dtr.solve(
                     self.problem,
-                    score,
-                    max(0.1, self.at(BOUND_SHARE) - time.perf_counter()),
-                    self.seed,
-                    int(DTR_OPS_PER_S * effort_s(self.limit_s)),
+                    score=score,
+                    time_limit_s=max(0.1, self.deadline.share(BOUND_SHARE).left_s()),
+                    seed=self.seed,
+                    max_ops_run=int(DTR_OPS_PER_S * effort_s(self.limit_s)),
                 ).schedule.order
             except ScheduleNotFoundError:
                 continue  # one heuristic less to start from
             if self.offer(other, "dtr"):
                 known.append(other)
+        return known + self._backward(FIRST_BACKWARD_SHARE)
+
+    def _backward(self, share: float) -> list[Order]:
+        """The order that the search backwards finds in a share of the time limit, if it does.
+
+        Raises:
+            InfeasibleBudgetError: proved that there is none.
+        """
         sorts: tuple[backward.Sort, ...] = ("once", "few")
-        for sort in sorts if self.best is None else ():
-            steps = backward.steps_limit(BACKWARD_SHARE * self.limit_s)
+        for sort in sorts:
+            steps = backward.steps_limit(share * self.limit_s)
             answer = backward.search(
-                self.problem, sort, max_steps=steps, deadline_s=self.at(LAST_SHARE)
+                self.problem, sort, max_steps=steps, deadline=self.deadline.share(LAST_SHARE)
             )
             if answer.infeasible:
                 budget = self.problem.budget_bytes or 0
                 raise InfeasibleBudgetError(budget, budget + 1)
             if answer.order is not None and self.offer(answer.order, "backward"):
-                known.append(answer.order)
-                break
-        return known
+                return [answer.order]
+        return []
 
     def _greedy(self, view: _View, bases: Sequence[Order]) -> list[Order]:
         """The orders of the view that greedy gives; those that fit the problem are offered."""
         steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s)
-        deadline_s = self.at(LAST_SHARE)
+        deadline = self.deadline.share(LAST_SHARE)
         found = [
             s.order
             for s in greedy.candidates(
-                view.problem, deadline_s=deadline_s, max_steps=steps, orders=bases
+                view.problem, deadline=deadline, max_steps=steps, orders=bases
             )
         ]
         for order in found:
             self.offer(view.expand(order), "greedy")
         return found
 
-    def _window_bound(self, cuts: Sequence[int], deadline_s: float) -> None:
-        limit_s = deadline_s - time.perf_counter()
+    def _window_bound(self, cuts: Sequence[int], deadline: Deadline) -> None:
+        limit_s = deadline.left_s()
         if limit_s > 0:
-            self.bound_s = max(
-                self.bound_s,
+            self._report_bound(
                 window_bound.lower_bound_s(
                     self.problem, cuts, limit_s=limit_s, known_s=self.best_s if self.best else None
-                ),
+                )
             )
-            self._report()
 
-    def _nearly(self, bases: Sequence[Order]) -> Order:
-        """An order to start from where none fits yet: greedy's for the least larger budget at which
-        it finds one."""
-        steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s / len(NEARLY))
-        for factor in NEARLY:
-            larger = self.problem.with_budget(int((self.problem.budget_bytes or 0) * factor))
-            for schedule in greedy.candidates(
-                larger, deadline_s=self.at(BOUND_SHARE), max_steps=steps, orders=bases
-            ):
-                return schedule.order
-        return bases[0]
-
-    def _intervals(self, known: list[Order], near: Order | None) -> None:
-        """Interval search on the order of first runs of the best schedule.
-
-        Args:
-            known: schedules to take candidates from.
-            near: one over the budget to start from while there is none.
-        """
-        start = self.best or near
-        if start is None:
-            raise ValueError("needs a schedule to start from")
+    def _intervals(self, known: list[Order]) -> None:
+        """Interval search on the order of first runs of the best schedule; ``known`` are schedules
+        to take candidates from."""
+        if self.best is None:
+            return
+        start = self.best
         base = first_runs(start)
         known = [start, *(order for order in known if first_runs(order) == base)]
         work = intervals.work_limit(INTERVALS_SHARE * self.limit_s)
@@ -348,7 +375,7 @@ class _Search:
                 base,
                 known,
                 depth=depth,
-                deadline_s=self.at(LAST_SHARE),
+                deadline=self.deadline.share(LAST_SHARE),
                 work=work,
                 seed=self.seed,
             )
@@ -381,28 +408,42 @@ class _Search:
             else view.project(self.best)
         )
 
-    def _anneal(self, view: _View, near: Order | None, seed: int, turns: int) -> None:
-        share = turns * (LATE_ANNEAL_SHARE if self.best is None else ANNEAL_SHARE)
-        rounds = anneal.rounds_limit(view.problem, share * self.limit_s)
-        start = near if self.best is None else self._start(view)
-        deadline_s = self.at(LAST_SHARE)
+    def _anneal(
+        self,
+        view: _View,
+        seed: int,
+        coolings: Sequence[anneal.Cooling],
+        share: float,
+        *,
+        from_best: bool,
+    ) -> None:
+        compiled = native.is_compiled(anneal.WAIT_SHARE * self.limit_s)
+        effort = anneal.effort_for(
+            view.problem, share * self.limit_s, compiled=compiled, rounds=len(coolings)
+        )
+        start = self._start(view) if from_best else None
+        deadline = self.deadline.share(LAST_SHARE)
         for order in anneal.improve(
-            view.problem, start, deadline_s=deadline_s, seed=seed, max_rounds=rounds
+            view.problem,
+            start,
+            deadline=deadline,
+            seed=seed,
+            effort=effort,
+            compiled=compiled,
+            coolings=coolings,
         ):
-            self.coarse_best = order
-            self.offer(view.expand(order), "anneal")
+            self._offer_of(view, order, "anneal")
 
     def _neighbourhoods(self, view: _View, seed: int) -> None:
         if self.best is None or self.proved:
             return
         work = intervals.work_limit(NEIGHBOURHOODS_SHARE * self.limit_s)
         depth = NEIGHBOURHOODS_DEPTH * (2 if view.problem is self.problem else 1)
-        start, deadline_s = self._start(view), self.at(LAST_SHARE)
+        start, deadline = self._start(view), self.deadline.share(LAST_SHARE)
         for order in neighbourhoods.improve(
-            view.problem, start, deadline_s=deadline_s, work=work, depth=depth, seed=seed
+            view.problem, start, deadline=deadline, work=work, depth=depth, seed=seed
         ):
-            self.coarse_best = order
-            self.offer(view.expand(order), "neighbourhoods")
+            self._offer_of(view, order, "neighbourhoods")
             if self.proved:
                 return
 
@@ -415,6 +456,10 @@ class _View:
     problem: Problem
     expand: Callable[[Sequence[int]], Order]
     project: Callable[[Sequence[int]], Order]
+
+
+def _seconds(view: _View, order: Order) -> float:
+    return sum(view.problem.profile.op_time_s[op_id] for op_id in order)
 
 
 def first_runs(order: Sequence[int]) -> Order:

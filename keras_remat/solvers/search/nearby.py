@@ -8,14 +8,19 @@ graphs are coarsened (:mod:`keras_remat.solvers.orders.coarsen`) along the known
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
+from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders import coarsen
 from keras_remat.solvers.search import anneal
+
+ROUNDS = 4
+"""Rounds that the time limit is divided into."""
 
 
 def schedules(
@@ -29,12 +34,22 @@ def schedules(
         time_limit_s: seconds.
         seed: of every choice.
     """
-    deadline_s = time.perf_counter() + time_limit_s
+    deadline = Deadline(time_limit_s)
     budget = problem.budget_bytes or 0
     base = tuple(dict.fromkeys(start.order))
     coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
     known = coarse.project(start.order)
-    for order in anneal.improve(coarse.problem, known, deadline_s=deadline_s, seed=seed):
+    compiled = native.is_compiled(anneal.WAIT_SHARE * time_limit_s)
+    effort = anneal.effort_for(coarse.problem, time_limit_s, compiled=compiled, rounds=ROUNDS)
+    for order in anneal.improve(
+        coarse.problem,
+        known,
+        deadline=deadline,
+        effort=replace(effort, rounds=None),
+        compiled=compiled,
+        seed=seed,
+        coolings=(anneal.COOL,),
+    ):
         schedule = Schedule(coarse.expand(order))
         if simulate(problem, schedule).peak_bytes <= budget:
             yield schedule

@@ -7,6 +7,7 @@ import random
 import pytest
 from random_problems import mixed_problem
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules
@@ -40,10 +41,10 @@ def test_changed_orders_expand_to_legal_ones(seed: int) -> None:
     if not coarse.ops:
         return
     rng = random.Random(seed)
-    line = Timeline(coarse.problem, range(len(coarse.ops)))
+    line = Timeline(coarse.problem, range(len(coarse.ops)), compiled=False)
     for _ in range(60):
         op_id, cell = rng.randrange(len(coarse.ops)), rng.randrange(line.end)
-        old = line.runs[op_id][0]
+        old = line.first_run(op_id)
         if line.insert(op_id, cell) and (
             rng.random() < 0.5 or not coarse.problem.graph.ops[op_id].recomputable
         ):
@@ -60,7 +61,7 @@ def test_threshold_one_loses_nothing(seed: int) -> None:
     """With no small values the coarse peak is the full one."""
     problem = mixed_problem(seed)
     coarse = coarsen.Coarse(problem, Schedule.store_all(problem.graph).order, 1)
-    for schedule in greedy.candidates(coarse.problem, deadline_s=float("inf")):
+    for schedule in greedy.candidates(coarse.problem, deadline=Deadline(float("inf"))):
         full = Schedule(coarse.expand(schedule.order))
         assert simulate(problem, full).peak_bytes <= simulate(coarse.problem, schedule).peak_bytes
 
