@@ -107,6 +107,8 @@ class ScheduleNotFoundError(RematError):
         budget_bytes: the budget that was asked for.
         best_peak_bytes: the smallest peak any tried schedule reached, or ``None``.
         floor_bytes: no schedule needs less than this.
+        closest: the plan that takes ``best_peak_bytes``, where one was made; it can be trained
+            under where the budget is missed by a little.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class ScheduleNotFoundError(RematError):
         best_peak_bytes: int | None = None,
         *,
         solver: str = "",
+        closest: Any = None,
     ):
         budget, best = format_bytes(budget_bytes), "none found"
         if best_peak_bytes is not None:
@@ -128,6 +131,7 @@ class ScheduleNotFoundError(RematError):
         self.budget_bytes = budget_bytes
         self.best_peak_bytes = best_peak_bytes
         self.floor_bytes = floor_bytes
+        self.closest = closest
 
 
 class PlanMismatchError(RematError):
