@@ -173,13 +173,6 @@ class StepPlanner:
             raise InfeasibleBudgetError(
                 error.budget_bytes, error.floor_bytes, error.op_name, advice=advice
             ) from error
-        except ScheduleNotFoundError as error:  # it names the solver that "auto" stood for
-            raise ScheduleNotFoundError(
-                error.budget_bytes,
-                error.floor_bytes,
-                error.best_peak_bytes,
-                solver=self._options.solver,
-            ) from error
 
     def reused(self, problem: Problem, plan: Plan, graph: Graph) -> Plan | None:
         """The order of ``plan``, made for ``graph``, at another batch size of the same step;

@@ -194,13 +194,15 @@ class FirstPlans:
         """Returns a plan that misses the limit by a little, where ``error`` says that none was
         found which does not; else raises it."""
         limit = self._planner.limit_bytes
-        try:
-            with self._fit.progress("plan that comes close to the limit"):
-                plan = self._planner.closest(costs.problem)
-        except NOT_FOUND:
-            raise error from None
-        if plan.predicted.peak_bytes <= self._planner.usable_bytes:
-            return plan  # the quick solver found what the others did not
+        plan: Plan | None = error.closest
+        if plan is None:
+            try:
+                with self._fit.progress("plan that comes close to the limit"):
+                    plan = self._planner.closest(costs.problem)
+            except NOT_FOUND:
+                raise error from None
+        if plan.predicted.peak_bytes <= limit:
+            return plan  # it takes some of the margin, or the quick solver found it after all
         if plan.predicted.peak_bytes > (1 + LITTLE_OVER_SHARE) * limit:
             raise error
         message = (

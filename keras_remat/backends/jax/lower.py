@@ -3,7 +3,7 @@ step beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax import lax
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.barrier import guard, never
 from keras_remat.backends.jax.flatten import FlatProgram, nbytes
-from keras_remat.backends.jax.kinds import KINDS
+from keras_remat.backends.jax.kinds import KINDS, POOLING_PIECES, in_pieces
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.protect import Run
 from keras_remat.core.schedule import Schedule
@@ -29,6 +29,8 @@ class _Writer:
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         equation = self._program.equations[at]
         with jax.named_scope(equation.scope):
+            if self.uses_branches and in_pieces(equation.source):
+                return _bind_in_pieces(equation.source, inputs)
             return private.bind(equation.source, inputs)
 
     def literal(self, atom: Any) -> Any:
@@ -71,6 +73,13 @@ class _Writer:
         return list(lax.cond(condition, nothing, draw, *given.values()))
 
 
+def _bind_in_pieces(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Runs an equation that treats samples alike on a part of them after the other."""
+    parts = [x.reshape(POOLING_PIECES, -1, *x.shape[1:]) for x in inputs]
+    results = lax.map(lambda part: private.bind(eqn, part), parts)
+    return [x.reshape(-1, *x.shape[2:]) for x in results]
+
+
 def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, Any], Any]:
     """Returns ``(state, batch) → (logs, state)`` that runs a schedule; traceable, not compiled."""
     program, n_state = traced.program, len(jax.tree.leaves(traced.state_specs))
@@ -100,26 +109,36 @@ def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, A
     return remat_step
 
 
-def lower(traced: JaxTracedStep, schedule: Schedule) -> Any:
+def lower(
+    traced: JaxTracedStep, schedule: Schedule, options: Mapping[str, Any] | None = None
+) -> Any:
     """Compiles a schedule.
 
     Args:
         traced: from :func:`~keras_remat.backends.jax.trace.trace`.
         schedule: a legal order for ``traced.graph``.
+        options: for the compiler.
 
     Returns:
         A ``jax.stages.Compiled`` of ``(state, batch) → (logs, state)`` for the traced shapes; the
         state is donated.
     """
-    return compile_step(step_function(traced, schedule), traced.state_specs, traced.batch_specs)
+    step = step_function(traced, schedule)
+    return compile_step(step, traced.state_specs, traced.batch_specs, options)
 
 
-def lower_plain(traced: JaxTracedStep) -> Any:
+def lower_plain(traced: JaxTracedStep, options: Mapping[str, Any] | None = None) -> Any:
     """Compiles what was traced without a schedule (the model's own train step, as Keras would): the
     baseline."""
-    return compile_step(traced.train_step, traced.state_specs, traced.batch_specs)
+    return compile_step(traced.train_step, traced.state_specs, traced.batch_specs, options)
 
 
-def compile_step(step: Callable[[Any, Any], Any], state_specs: Any, batch_specs: Any) -> Any:
+def compile_step(
+    step: Callable[[Any, Any], Any],
+    state_specs: Any,
+    batch_specs: Any,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
     """Compiles ``(state, batch) → (logs, state)`` with the state donated, as Keras does."""
-    return jax.jit(step, donate_argnums=0).lower(state_specs, batch_specs).compile()
+    lowered = jax.jit(step, donate_argnums=0).lower(state_specs, batch_specs)
+    return lowered.compile(compiler_options=dict(options) if options else None)

@@ -1,0 +1,38 @@
+"""The plans a running ``fit`` asks for: limits that are missed by a little."""
+
+import pytest
+from fake_backend import FakeBackend, chain_problem, store_all_peak
+
+from keras_remat.core.simulate import simulate
+from keras_remat.errors import ScheduleNotFoundError
+from keras_remat.planning.fit_plans import StepPlanner, TunerOptions
+
+PROBLEM = chain_problem(64)
+
+
+class NeedsALittleMore(FakeBackend):
+    """Compiling tells a twentieth more than is alive, at least 0.7 of the plain peak."""
+
+    auto_solver = "greedy"
+
+    def __init__(self):
+        super().__init__()
+        self.memory.compiled_peak_bytes = self.compiled_peak_bytes
+
+    def compiled_peak_bytes(self, problem, schedule):
+        return int(max(1.05 * simulate(problem, schedule).peak_bytes, 0.7 * store_all_peak(64)))
+
+
+def best(share_of_what_it_needs):
+    limit = int(share_of_what_it_needs * 0.7 * store_all_peak(64))
+    backend = NeedsALittleMore()
+    planner = StepPlanner(
+        backend, TunerOptions(limit, solver_time_limit_s=2.0, margin=0.0, profile_steps=1)
+    )
+    return planner.best(PROBLEM, 64)
+
+
+def test_a_limit_that_is_missed_names_the_plan_that_came_closest():
+    with pytest.raises(ScheduleNotFoundError) as caught:
+        best(0.97)
+    assert caught.value.closest.predicted.peak_bytes == int(0.7 * store_all_peak(64))
