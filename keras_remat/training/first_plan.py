@@ -233,14 +233,6 @@ def _build_optimizer(model: Any) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def _state_of(model: Any) -> int:
-    """Returns how many variables the model and the optimizers that it holds have."""
-    import keras
-
-    held = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
-    return len(getattr(model, "variables", ())) + sum(len(v.variables) for v in held)
-
-
 def _refuse_stateful_random(costs: Costs) -> None:
     kinds = sorted({op.kind for op in costs.problem.graph.ops} & _STATEFUL_RANDOM)
     if kinds:
