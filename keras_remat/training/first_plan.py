@@ -85,12 +85,7 @@ class FirstPlans:
         with self._fit.progress("tracing the train step"):
             gc.collect()  # what an earlier fit left in reference cycles is not resident
             _build_optimizer(self._fit.model)
-            before = _state_of(self._fit.model)
             traced = self._backend.trace(self._fit.model, batch, micro_batches)
-            if (
-                _state_of(self._fit.model) != before
-            ):  # it was built meanwhile: that was another step
-                traced = self._backend.trace(self._fit.model, batch, micro_batches)
         in_use = counted_bytes(self._backend.device)
         profile = self._backend.estimated_profile(traced, in_use)
         for costs in known.costs if micro_batches == 1 else ():
