@@ -50,5 +50,3 @@ class EventKind(StrEnum):
     """A larger batch fits by what was measured."""
     STEP_DOWN = "step-down"
     """A batch size does not fit after all."""
-    LEARNING_RATE = "learning-rate"
-    """The learning rate was scaled with the batch, or could not be."""

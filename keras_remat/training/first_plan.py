@@ -85,12 +85,7 @@ class FirstPlans:
         with self._fit.progress("tracing the train step"):
             gc.collect()  # what an earlier fit left in reference cycles is not resident
             _build_optimizer(self._fit.model)
-            before = _state_of(self._fit.model)
             traced = self._backend.trace(self._fit.model, batch, micro_batches)
-            if (
-                _state_of(self._fit.model) != before
-            ):  # it was built meanwhile: that was another step
-                traced = self._backend.trace(self._fit.model, batch, micro_batches)
         in_use = counted_bytes(self._backend.device)
         profile = self._backend.estimated_profile(traced, in_use)
         for costs in known.costs if micro_batches == 1 else ():
@@ -233,14 +228,6 @@ def _build_optimizer(model: Any) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and model.built:
         optimizer.build(model.trainable_variables)
-
-
-def _state_of(model: Any) -> int:
-    """Returns how many variables the model and the optimizers that it holds have."""
-    import keras
-
-    held = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
-    return len(getattr(model, "variables", ())) + sum(len(v.variables) for v in held)
 
 
 def _refuse_stateful_random(costs: Costs) -> None:

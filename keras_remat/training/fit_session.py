@@ -71,6 +71,7 @@ class FitSession:
             options.steps.seed,
         )
         self._announced = self._last_call = False
+        self._is_unmodified = False  # whether Keras's own step runs to the end
         self._training_s = 0.0  # of this epoch, planning included
         self._rest_logs: dict[str, Any] = {}
 
@@ -97,12 +98,14 @@ class FitSession:
 
     def run(self, batch: Any) -> Any:
         """Trains one loader batch; see :class:`~keras_remat.backends.base.StepRunner`."""
+        if self._is_unmodified:
+            return self._installed.run_plain(batch)
         try:
             with self._training():
                 return self._trainer.run(batch)
         except UnsupportedModelError as error:
-            self._installed.restore()
-            warn_unmodified(self._report, error)
+            self._is_unmodified = True
+            warn_unmodified(self._report, error, self.steps.fit.steps_run)
             held = self._trainer.take_held()
             return [self._installed.run_plain(one) for one in held][-1]
 
@@ -112,7 +115,8 @@ class FitSession:
         One of another callback before the first of ``fit`` is trained by Keras's own step: what is
         planned is planned for the batches of ``fit``.
         """
-        if caller is Caller.GUEST and not self._trainer.has_begun:
+        too_early = caller is Caller.GUEST and not self._trainer.has_begun
+        if too_early or self._is_unmodified:
             return self._installed.run_plain(batch)
         with self._training():
             return self._trainer.run_alone(batch)
@@ -151,7 +155,7 @@ class FitSession:
         if self._installed.take_place():  # another train function: the model may be another one
             counter = self.steps.fit.take_counter()
             self.steps.trainer.close()
-            self.steps = self._new_steps()
+            self.steps, self._is_unmodified = self._new_steps(), False
             self.steps.fit.carry(counter)
             self._trainer.begin_anew(self.steps)
 
@@ -193,7 +197,7 @@ class FitSession:
         self._installed.restore()
 
 
-def warn_unmodified(report: AutotuneReport, error: UnsupportedModelError) -> None:
+def warn_unmodified(report: AutotuneReport, error: UnsupportedModelError, step: int = 0) -> None:
     """Says, once, that training goes on as without the callback."""
     warnings.warn(f"keras_remat: training goes on unmodified. {error}", stacklevel=2)
-    report.events.append(Event(0, EventKind.UNMODIFIED, str(error)))
+    report.events.append(Event(step, EventKind.UNMODIFIED, str(error)))

@@ -21,4 +21,4 @@ def test_a_kind_is_its_text_in_a_report(tmp_path):
 def test_every_kind_is_a_word_that_is_said():
     for kind in EventKind:
         assert re.fullmatch("[a-z]+(-[a-z]+)*", kind), kind
-        assert f"EventKind.{kind.name}" in SOURCES or f'"{kind}"' in SOURCES.split("EventKind(")[0]
+        assert f"EventKind.{kind.name}" in SOURCES or SOURCES.count(f'"{kind}"') > 1, kind
