@@ -24,6 +24,8 @@ from keras_remat.units import GIB, byte_unit, format_bytes, format_seconds
 FORMAT, VERSION = "keras_remat.report", 1
 #: Columns of everything that is printed.
 WIDTH = 79
+#: An epoch that spent less on planning had no plan made in it.
+_NO_PLAN_S = 0.05
 #: Kinds of events that say why a limit was not kept, the best first.
 _REASONS = ("over-limit", "kept", "tighten", "measured")
 #: Keys every epoch's logs get; numeric and the same from epoch 0 on.
@@ -133,7 +135,7 @@ class AutotuneReport:
         measured = self.plan.measured if self.plan is not None else None
         if measured is None:
             return last.peak_bytes or None  # 0: the device's allocator tells nothing
-        later = last.peak_bytes if len(self.epochs) > 1 and last.planning_time_s == 0 else 0
+        later = last.peak_bytes if len(self.epochs) > 1 and last.planning_time_s < _NO_PLAN_S else 0
         return max(measured.peak_bytes, later)
 
     @property

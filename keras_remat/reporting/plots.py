@@ -1,12 +1,14 @@
 """Pictures of plans, reports and searches, by matplotlib, which is imported when one is drawn.
 
-Every function returns a :class:`matplotlib.figure.Figure` that belongs to no window: notebooks show
-it, and ``figure.savefig("picture.svg")`` writes it.
+Every function returns a :class:`matplotlib.figure.Figure` that belongs to no window: notebooks
+show it, and ``figure.savefig("picture.svg")`` writes it.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -226,8 +228,7 @@ def batch_sizes(points: Sequence[tuple[int, int, float, bool]], limit_bytes: int
         points: (batch size, predicted peak in bytes, samples per second, recomputes), one per size.
         limit_bytes: the memory limit.
     """
-    plt = _matplotlib("figure")
-    figure = plt.Figure(figsize=(8, 4.6), layout="constrained")
+    figure = _picture()(figsize=(8, 4.6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     name, unit = byte_unit(max([limit_bytes, *(peak for _, peak, _, _ in points)]))
     for recomputes, color, label in (
@@ -251,8 +252,7 @@ def speed(told: Reported) -> Any:
     """Speed and peak of every epoch, against the plain step and the limit."""
     if not told.epochs:
         raise ValueError("no epoch has ended yet, so there is nothing to draw")
-    plt = _matplotlib("figure")
-    figure = plt.Figure(figsize=(8, 4.6), layout="constrained")
+    figure = _picture()(figsize=(8, 4.6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     epochs = [epoch.epoch for epoch in told.epochs]
     above.bar(epochs, [e.samples_per_s for e in told.epochs], 0.6, color=colors.PLAN, label="epoch")
@@ -280,8 +280,20 @@ def _matplotlib(module: str) -> Any:
         raise MissingPackageError("matplotlib", "A picture", "plot") from error
 
 
+@lru_cache
+def _picture() -> type[Any]:
+    """A figure that a notebook shows without pyplot and its backends."""
+
+    def png(figure: Any) -> bytes:
+        written = io.BytesIO()
+        figure.savefig(written, format="png", dpi=110)
+        return written.getvalue()
+
+    return type("Picture", (_matplotlib("figure").Figure,), {"_repr_png_": png})
+
+
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    figure = _matplotlib("figure").Figure(figsize=(width, height), layout="constrained")
+    figure = _picture()(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()
 
 

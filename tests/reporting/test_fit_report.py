@@ -67,7 +67,7 @@ def planned(measured_peak):
     [
         ([(9, 1.0)], 7),  # its steps were not all under the last plan
         ([(9, 1.0), (7, 0.0)], 7),
-        ([(9, 1.0), (8, 0.0)], 8),  # later steps took more
+        ([(9, 1.0), (8, 1e-4)], 8),  # later steps took more
         ([(9, 1.0), (12, 0.5)], 7),  # a plan was made in it
     ],
 )

@@ -140,5 +140,10 @@ def test_a_missing_matplotlib_is_named_with_its_extra(monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(plots, "import_module", missing)
+    plots._picture.cache_clear()
     with pytest.raises(MissingPackageError, match=r"pip install 'keras-remat\[plot\]'"):
         PLAN.plot("memory")
+
+
+def test_notebooks_show_pictures_without_pyplot():
+    assert PLAN.plot("memory")._repr_png_().startswith(b"\x89PNG")
