@@ -88,7 +88,7 @@ class Console:
 
         Args:
             text: begins with what is being done, as in ``"solving for the schedule"``; that word
-                alone stays in the summary.
+                alone stays in the summary, or ``"planning"`` where it is no such word.
         """
         task = _Task(text, self._clock())
         self._running.append(task)
@@ -105,7 +105,8 @@ class Console:
                 self._running.remove(task)
                 seconds = self._clock() - task.began_s
                 if not self._running:  # an inner task is a part of the outer one
-                    word = text.split()[0].rstrip(",")
+                    first = text.split()[0]
+                    word = first if first.endswith("ing") else "planning"
                     self._done[word] = self._done.get(word, 0.0) + seconds
                 self._clear()
 

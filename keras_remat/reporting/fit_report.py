@@ -263,7 +263,8 @@ class AutotuneReport:
         if self.baseline is not None:
             lines.append(
                 f"plain step of {self.baseline_batch_size}: "
-                f"{format_seconds(self.baseline.time_s)}, {format_bytes(self.baseline.peak_bytes)} ({self.baseline_source})"
+                f"{format_seconds(self.baseline.time_s)}, "
+                f"{format_bytes(self.baseline.peak_bytes)} ({self.baseline_source})"
             )
         for event in self.events:
             lines += textwrap.wrap(

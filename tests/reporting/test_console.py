@@ -274,3 +274,13 @@ def test_search_line_in_a_file_has_a_line_per_improvement():
         order = Schedule((0, 1, 2, 3, 0, 4))
         line.update(Solution(order, "greedy", "feasible", 0.5, 5.5, Usage(6.0, 7)))
     assert stream.getvalue() == "   0.5 s  best overhead 20.00%, bound 10.00%, gap 8.33%\n"
+
+
+def test_a_task_that_names_no_doing_is_planning():
+    stream, clock = Stream(terminal=False), Clock()
+    console = Console(stream, clock=clock, ticking=False)
+    for text in ("first plan, from estimated op times", "planning"):
+        with console.task(text):
+            clock.now_s += 0.3
+    console.tasks_line()
+    assert stream.getvalue() == "keras_remat  planning 600 ms\n"
