@@ -124,6 +124,8 @@ class ScheduleNotFoundError(RematError):
         best_peak_bytes: the smallest peak any tried schedule reached, or ``None``.
         floor_bytes: no schedule needs less than this.
         limit_bytes: the memory limit that the budget is a part of, or ``None`` where there is none.
+        closest: the plan that takes ``best_peak_bytes``, where one was made; it can be trained
+            under where the budget is missed by a little.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class ScheduleNotFoundError(RematError):
         *,
         solver: str = "",
         limit_bytes: int | None = None,
+        closest: Any = None,
     ):
         budget, best = format_bytes(budget_bytes), "none found"
         if best_peak_bytes is not None:
@@ -148,6 +151,7 @@ class ScheduleNotFoundError(RematError):
         self.budget_bytes = budget_bytes
         self.best_peak_bytes = best_peak_bytes
         self.floor_bytes = floor_bytes
+        self.closest = closest
         self.limit_bytes = limit_bytes
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds a quick plan may take to solve.
 _QUICK_SOLVE_S = 4.0
+#: Up to how many limits a plan may take where none keeps to the limit and compiling tells so.
+_NEARLY = 1.1
 #: Of what is too much, the least share that a plan over the limit saves, to be worth a swap.
 _LEAST_SAVING = 0.25
 
@@ -173,13 +176,28 @@ class StepPlanner:
             raise InfeasibleBudgetError(
                 error.budget_bytes, error.floor_bytes, error.op_name, advice=advice
             ) from error
-        except ScheduleNotFoundError as error:  # it names the solver that "auto" stood for
+        except ScheduleNotFoundError as error:
+            plan = self._near_miss(error)
+            if plan is not None:
+                return plan
+            # it names the solver that "auto" stood for
             raise ScheduleNotFoundError(
                 error.budget_bytes,
                 error.floor_bytes,
                 error.best_peak_bytes,
                 solver=self._options.solver,
             ) from error
+
+    def _near_miss(self, error: ScheduleNotFoundError) -> Plan | None:
+        """Returns the plan that came closest, where all that it takes is the margin, or a little of
+        what the device has above the limit; warns of the latter."""
+        plan = error.closest
+        most = min(int(_NEARLY * self.limit_bytes), self._backend.device.total_bytes())
+        if not isinstance(plan, Plan) or plan.predicted.peak_bytes > most:
+            return None
+        if plan.predicted.peak_bytes > self.limit_bytes:
+            warnings.warn(f"keras_remat: {error} Training goes on under that one.", stacklevel=2)
+        return plan
 
     def reused(self, problem: Problem, plan: Plan, graph: Graph) -> Plan | None:
         """The order of ``plan``, made for ``graph``, at another batch size of the same step;

@@ -71,9 +71,18 @@ def plan_problem(
     # may compile, which is no solver's time; remembered
     memory.peak_bytes(problem, Schedule.store_all(problem.graph))
     deadline_s = time.perf_counter() + time_limit_s
-    solver = backend.auto_solver if solver == "auto" else solver
-    if solver != "auto":
-        return _solved(problem, budget_bytes, memory, budget_bytes, solver, deadline_s, seed)[0]
+    chosen = backend.auto_solver if solver == "auto" else solver
+    if chosen != "auto":
+        try:
+            return _solved(problem, budget_bytes, memory, budget_bytes, chosen, deadline_s, seed)[0]
+        except ScheduleNotFoundError as error:  # names the solver that was asked for
+            raise ScheduleNotFoundError(
+                error.budget_bytes,
+                error.floor_bytes,
+                error.best_peak_bytes,
+                solver=solver,
+                closest=error.closest,
+            ) from error
     # how much the allocator needs above a schedule is told by the known one or by a quick solver;
     # the slow one starts from there
     quick = None if known is None else reused_plan(problem, known, budget_bytes, memory)
@@ -122,7 +131,12 @@ def _solved(
 ) -> tuple[Plan, int]:
     """Returns one solver's plan that keeps to the budget, and the target it was solved for."""
     search = BudgetSearch(problem, budget_bytes, memory, solver, seed)
-    found, target = search.run(start, deadline_s, patient=patient)
+    try:
+        found, target = search.run(start, deadline_s, patient=patient)
+    except ScheduleNotFoundError as error:
+        if search.closest is not None and search.closest.is_exact:
+            error.closest = plan_of(problem, budget_bytes, memory, search.closest)
+        raise
     return plan_of(problem, budget_bytes, memory, found), target
 
 

@@ -4,6 +4,10 @@ A solver keeps the bytes alive under a target. The device needs more: its alloca
 fragments, and a compiler has an order of its own. What the device needs above the budget is taken
 off the target, and the problem is solved again, until the peak fits. Where the target becomes one
 that no schedule reaches, one between is tried.
+
+Where compiling tells the peak, that decides. It takes long, so only so many schedules are compiled:
+first those that are predicted to fit, then, of all that any target gave, those that are predicted
+to come nearest. A compiler's peak is no monotone function of the bytes alive.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ _SOLVE_SHARE = 0.7
 #: Seconds that a solve gets at least, however late it is. With nothing found, and patience, the
 #: search goes on for this many times its time limit.
 _LEAST_SOLVE_S, _PATIENCE = 0.5, 4
+#: How many schedules are compiled whatever it takes, and how many before the deadline.
+_SURE_COMPILATIONS, _MOST_COMPILATIONS = 3, 6
 #: The least a correction takes off, as a share of what is above the floor.
 _LEAST_STEP = 0.05
 #: How much faster, as a share of the step, a schedule over the budget must be for another try.
@@ -37,11 +43,19 @@ _ASKED_ORDERS = 8
 
 @dataclass(frozen=True)
 class Found:
-    """A solution with its time and the peak that the device will show."""
+    """A solution with its time and the peak that the device will show.
+
+    Args:
+        solution: the schedule, with its usage.
+        time_s: predicted seconds of a step.
+        peak_bytes: what the device will have in use.
+        is_exact: whether compiling has told the peak.
+    """
 
     solution: Solution
     time_s: float
     peak_bytes: int
+    is_exact: bool = False
 
     @property
     def schedule(self) -> Schedule:
@@ -68,7 +82,9 @@ class BudgetSearch:
         self._problem, self._budget, self._memory = problem, budget_bytes, memory
         self._solver, self._seed = solver, seed
         self._chosen: tuple[Found, int] | None = None  # the fastest that fits, and its target
-        self._misses = 0  # of what compiling told
+        self._misses = 0  # compilations that told more than the budget
+        self._untried: dict[Schedule, Found] = {}  # that could be compiled
+        self._tried: set[Schedule] = set()  # that were
         self.closest: Found | None = None
 
     def run(
@@ -95,6 +111,8 @@ class BudgetSearch:
             left_s = deadline_s - time.perf_counter()
             if target < floor or left_s < (_LEAST_SOLVE_S if self._chosen else -late_s):
                 break
+            if self._tried and not self._may_compile(deadline_s):
+                break
             try:
                 found = self.solve_at(target, max(_SOLVE_SHARE * left_s, _LEAST_SOLVE_S))
             except ScheduleNotFoundError:
@@ -111,6 +129,7 @@ class BudgetSearch:
             # a few bytes less give the same schedule
             less = max(surplus, int(_LEAST_STEP * (target - unreachable)))
             target = max(target - less, (unreachable + target) // 2)
+        self._compile_nearest(deadline_s)
         if self._chosen is None:
             over = None if self.closest is None else self.closest.peak_bytes
             raise ScheduleNotFoundError(self._budget, floor, over, solver=self._solver)
@@ -158,26 +177,68 @@ class BudgetSearch:
         """Keeps the best of what was found; returns the bytes to take off the target for another
         try, or ``None`` where none is worth it."""
         fastest = found[0]
-        fitting = next((one for one in found if one.peak_bytes <= self._budget), None)
+        self._untried.update((one.schedule, one) for one in found)
+        fitting = next((one for one in found if self._may_fit(one)), None)
         step = 1
         if fitting is not None:
-            # where compiling tells the peak, that decides; it takes long, so every miss is followed
-            # by a longer step
-            told = self._memory.compiled_peak_bytes(self._problem, fitting.schedule)
-            fitting = replace(fitting, peak_bytes=fitting.peak_bytes if told is None else told)
+            fitting = self._compiled(fitting)
             self._misses += fitting.peak_bytes > self._budget
-            step = 2 ** max(0, self._misses - 1)
+            step = 2 ** max(0, self._misses - 1)  # every miss is followed by a longer one
         nearest = fitting or min(found, key=lambda one: one.peak_bytes)
-        if self.closest is None or nearest.peak_bytes < self.closest.peak_bytes:
-            self.closest = nearest
+        self._keep_if_closest(nearest)
         if fitting is None or fitting.peak_bytes > self._budget:
-            return step * (nearest.peak_bytes - self._budget)
+            alive = simulate(self._problem, nearest.schedule).peak_bytes
+            unused = 0 if self._memory.order_matters else max(0, target - alive)
+            return unused + step * (nearest.peak_bytes - self._budget)
         if self._chosen is None or fitting.time_s < self._chosen[0].time_s:
             self._chosen = fitting, target
         gain = 1 - fastest.time_s / self._chosen[0].time_s if self._chosen[0].time_s > 0 else 0.0
         if not self._memory.order_matters or gain <= _WORTH_ANOTHER:
             return None
         return fastest.peak_bytes - self._budget
+
+    def _keep_if_closest(self, one: Found) -> None:
+        """Keeps what needs least; a peak that is only predicted gives way to one that is known."""
+        rank = (one.is_exact, -one.peak_bytes)
+        if self.closest is None or rank > (self.closest.is_exact, -self.closest.peak_bytes):
+            self.closest = one
+
+    # ---------------------------------------------------------------- compiling
+
+    def _may_fit(self, one: Found) -> bool:
+        """Whether compiling is worth it. A step that recomputes nothing is compiled whatever is
+        predicted, because that is what Keras's own step needs."""
+        if one.peak_bytes <= self._budget:
+            return True
+        plain = one.schedule == Schedule.store_all(self._problem.graph)
+        return plain and not self._memory.order_matters and self._compiled(one).is_exact
+
+    def _compiled(self, one: Found) -> Found:
+        """Returns the same with the peak that compiling tells, where it does."""
+        self._untried.pop(one.schedule, None)
+        told = self._memory.compiled_peak_bytes(self._problem, one.schedule)
+        if told is None:
+            return one
+        self._tried.add(one.schedule)
+        return replace(one, peak_bytes=told, is_exact=True)
+
+    def _compile_nearest(self, deadline_s: float) -> None:
+        """Compiles what is predicted to come nearest to the budget of all that was found, until one
+        keeps to it."""
+        while self._chosen is None and self._untried and self._may_compile(deadline_s):
+            predicted = {
+                order: self._memory.peak_bytes(self._problem, order) for order in self._untried
+            }
+            one = self._compiled(self._untried[min(predicted, key=lambda at: predicted[at])])
+            if not one.is_exact:
+                return
+            self._keep_if_closest(one)
+            if one.peak_bytes <= self._budget:
+                self._chosen = one, simulate(self._problem, one.schedule).peak_bytes
+
+    def _may_compile(self, deadline_s: float) -> bool:
+        in_time = time.perf_counter() < deadline_s
+        return len(self._tried) < (_MOST_COMPILATIONS if in_time else _SURE_COMPILATIONS)
 
 
 def new_order(

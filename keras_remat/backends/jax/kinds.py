@@ -1,6 +1,8 @@
 """What JAX calls the operations that the model of XLA's fusion
 (:mod:`keras_remat.backends.xla.fusion`) knows; tables, no logic."""
 
+from typing import Any
+
 from keras_remat.backends.xla.fusion import Kinds
 
 VIEWS = frozenset(
@@ -135,3 +137,24 @@ KINDS = Kinds(
     reshapes=frozenset({"reshape"}),
     transposing=frozenset({KERNEL_GRADIENT}),
 )
+
+POOLING_GRADIENT = "select_and_scatter_add"
+"""The gradient of max pooling. XLA expands it into a reduction over five arrays of its input's size
+and a scatter, which on a CPU all exist."""
+
+POOLING_PIECES = 8
+"""In how many pieces of the batch it is lowered there; its samples have nothing to do with each
+other, so the numbers stay the same to the bit."""
+
+
+def in_pieces(eqn: Any) -> bool:
+    """Whether an equation is a :data:`POOLING_GRADIENT` whose batch can be cut into
+    :data:`POOLING_PIECES`."""
+    if eqn.primitive.name != POOLING_GRADIENT:
+        return False
+    whole = (eqn.params["window_dimensions"][0], eqn.params["window_strides"][0]) == (1, 1)
+    return (
+        whole
+        and tuple(eqn.params["padding"][0]) == (0, 0)
+        and eqn.invars[0].aval.shape[0] % POOLING_PIECES == 0
+    )

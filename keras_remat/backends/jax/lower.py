@@ -13,7 +13,7 @@ from jax import lax
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.barrier import guard, never
 from keras_remat.backends.jax.flatten import FlatProgram, nbytes
-from keras_remat.backends.jax.kinds import KINDS
+from keras_remat.backends.jax.kinds import KINDS, POOLING_PIECES, in_pieces
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.protect import Run
 from keras_remat.core.schedule import Schedule
@@ -29,6 +29,8 @@ class _Writer:
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         equation = self._program.equations[at]
         with jax.named_scope(equation.scope):
+            if self.uses_branches and in_pieces(equation.source):
+                return _bind_in_pieces(equation.source, inputs)
             return private.bind(equation.source, inputs)
 
     def literal(self, atom: Any) -> Any:
@@ -69,6 +71,13 @@ class _Writer:
             return [lax.full_like(x, 0) for x in jax.eval_shape(draw, *operands)]
 
         return list(lax.cond(condition, nothing, draw, *given.values()))
+
+
+def _bind_in_pieces(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Runs an equation that treats samples alike on a part of them after the other."""
+    parts = [x.reshape(POOLING_PIECES, -1, *x.shape[1:]) for x in inputs]
+    results = lax.map(lambda part: private.bind(eqn, part), parts)
+    return [x.reshape(-1, *x.shape[2:]) for x in results]
 
 
 def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, Any], Any]:

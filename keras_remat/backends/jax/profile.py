@@ -18,7 +18,16 @@ import jax
 
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import nbytes
-from keras_remat.backends.jax.kinds import CONVOLUTION, EXPENSIVE, KERNEL_GRADIENT, KINDS, RANDOM
+from keras_remat.backends.jax.kinds import (
+    CONVOLUTION,
+    EXPENSIVE,
+    KERNEL_GRADIENT,
+    KINDS,
+    POOLING_GRADIENT,
+    POOLING_PIECES,
+    RANDOM,
+    in_pieces,
+)
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.kernel_costs import (
@@ -33,6 +42,10 @@ from keras_remat.core.profile import Profile
 CPU_BUFFERS = {"random_bits": 4, "threefry2x32": 2, "erfc": 3}
 """Primitives XLA:CPU expands into loops or pieces that need buffers of the result's size, and how
 many (read in buffer assignments)."""
+
+POOLING_BUFFERS, DENSE_GRADIENTS = 7, 2
+"""The same for :data:`~keras_remat.backends.jax.kinds.POOLING_GRADIENT`, in sizes of its result,
+and for the kernel's gradient of a grouped convolution, in sizes of an ungrouped kernel."""
 
 
 def estimated_profile(traced: JaxTracedStep, resident_bytes: int | None = None) -> Profile:
@@ -131,12 +144,21 @@ def _workspace_bytes(traced: JaxTracedStep, op_id: int, platform: str) -> int:
             most, *(_body_bytes(body) for body in private.inner_jaxprs(equation.source.params)), 0
         )
         if platform == "cpu":
-            most = max(
-                most,
-                CPU_BUFFERS.get(equation.kind, 0)
-                * nbytes(traced.program.avals[equation.outputs[0]]),
-            )
+            most = max(most, _cpu_buffer_bytes(equation, traced.program.avals))
     return most
+
+
+def _cpu_buffer_bytes(equation: Equation, avals: Sequence[Any]) -> int:
+    """What XLA:CPU expands one primitive into, beside its operands and result."""
+    result = nbytes(avals[equation.outputs[0]])
+    if equation.kind == POOLING_GRADIENT:
+        pieces = POOLING_PIECES if in_pieces(equation.source) else 1
+        return POOLING_BUFFERS * result // pieces
+    if equation.kind in (CONVOLUTION, KERNEL_GRADIENT):
+        # the gradient of a depthwise kernel is that of a dense one, most of it thrown away
+        groups = int(equation.source.params["batch_group_count"])
+        return DENSE_GRADIENTS * groups * result if groups > 1 else 0
+    return CPU_BUFFERS.get(equation.kind, 0) * result
 
 
 def _body_bytes(jaxpr: Any) -> int:
