@@ -46,6 +46,15 @@ def residual(blocks=5, size=32, filters=8):
     return compiled(keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x))))
 
 
+def pooled(filters=16):
+    """Convolutions with max pooling."""
+    inputs = x = layers.Input((16, 16, 3))
+    for _ in range(2):
+        x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
+        x = layers.MaxPooling2D()(x)
+    return compiled(keras.Model(inputs, layers.Dense(10)(layers.Flatten()(x))))
+
+
 def small():
     """The least with dropout, batch normalization and products."""
     inputs = layers.Input((16,))

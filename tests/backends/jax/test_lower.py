@@ -72,6 +72,28 @@ def test_memory_is_saved_and_needs_the_guards(monkeypatch):
     assert memory(lower(traced, schedule)).temp_bytes > 0.9 * plain
 
 
+def test_the_gradient_of_pooling_is_lowered_in_pieces_of_the_batch():
+    """XLA expands it into arrays of its input's size; the numbers stay the same to the bit."""
+    model = models.pooled()
+    batches = [models.batch(model, 64, seed=s) for s in range(3)]
+    traced = trace(model, batches[0])
+    plain, lowered = lower_plain(traced), lower(traced, Schedule.store_all(traced.graph))
+    assert memory(lowered).temp_bytes <= 0.65 * memory(plain).temp_bytes
+    state = state_values(model)
+    expected, losses = (train(step, state, batches)[0] for step in (plain, lowered))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def test_a_batch_that_cannot_be_cut_into_pieces_is_lowered_whole():
+    model = models.pooled()
+    batch = models.batch(model, 13)
+    traced = trace(model, batch)
+    state = state_values(model)
+    expected, _ = train(lower_plain(traced), state, [batch])
+    losses, _ = train(lower(traced, Schedule.store_all(traced.graph)), state, [batch])
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
 def test_sums_that_run_again_exist(monkeypatch):
     """XLA would compute them again in each reader, and keep all that they are made of."""
     model = models.residual()
