@@ -3,13 +3,13 @@ compiled step.
 
 Imports JAX and Keras, never TensorFlow, and no solver. Two things differ from a framework that runs
 op by op. What a schedule takes is known once it is compiled, before it runs
-(:class:`~keras_remat.backends.xla.compiled_memory.CompiledMemory`), so a plan that the compiler breaks is never installed. And
-single ops cannot be timed, so op times stay estimates.
+(:class:`~keras_remat.backends.xla.compiled_memory.CompiledMemory`), so a plan that the compiler
+breaks is never installed. And single ops cannot be timed, so op times stay estimates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -22,7 +22,13 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax import profile as profiling
 from keras_remat.backends.jax import trace as tracing
 from keras_remat.backends.jax.device import Device
-from keras_remat.backends.jax.measure import memory
+from keras_remat.backends.jax.measure import (
+    PROBE_OPTIONS,
+    check_device,
+    is_out_of_memory,
+    memory,
+    platform,
+)
 from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
@@ -40,10 +46,23 @@ class LoweredStep:
 
     def __init__(self, traced: JaxTracedStep, schedule: Schedule, compiled: Any, device: Device):
         self.traced, self.schedule, self.compiled = traced, schedule, compiled
-        self._used, self._device = memory(compiled), device
+        self._used, self._device, self._has_run = memory(compiled), device, False
 
     def __call__(self, batch: Any) -> Any:
-        return self._device.run(self.traced.model, self.compiled, batch, self._used)
+        first, self._has_run = not self._has_run, True
+        return self._device.run(
+            self.traced.model, self.compiled, batch, self._used, first=first
+        )
+
+
+class DoesNotCompile:
+    """A schedule whose compilation ran out of memory; its step does so, too."""
+
+    def __init__(self, error: jax.errors.JaxRuntimeError):
+        self._error = error
+
+    def __call__(self, batch: Any) -> Any:
+        raise self._error
 
 
 class _Recorder:
@@ -79,14 +98,14 @@ class JaxBackend:
         self.device = Device()
         self.memory = CompiledMemory(self._compile_bytes)
         self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint
-        self._newest: tuple[tuple[str, Schedule | None], Any] | None = None
+        self._newest: tuple[Any, Any] | None = None  # what was compiled how, and the step
 
     def check(self, model: Any) -> str | None:
         tracing.check_supported(model)
-        return None
+        return check_device()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+        return is_out_of_memory(error)
 
     def example_batch(self, model: Any, batch: Any) -> Any:
         arrays = jax.tree.map(jnp.asarray, batches.example_batch(model, batch))
@@ -127,25 +146,41 @@ class JaxBackend:
     # ---------------------------------------------------------------- what schedules take
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
-        return LoweredStep(traced, schedule, self._compiled(traced, schedule), self.device)
+        try:
+            compiled = self._compiled(traced, schedule, {})
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return DoesNotCompile(error)
+        return LoweredStep(traced, schedule, compiled, self.device)
 
-    def _compiled(self, traced: JaxTracedStep, schedule: Schedule | None) -> Any:
+    def _compiled(
+        self, traced: JaxTracedStep, schedule: Schedule | None, options: Mapping[str, Any]
+    ) -> Any:
         """The step that runs a schedule, or Keras's own; the newest is remembered."""
-        key = (traced.graph.fingerprint, schedule)
+        key = (traced.graph.fingerprint, schedule, options)
         if self._newest is None or self._newest[0] != key:
             compiled = (
-                lowering.lower_plain(traced)
+                lowering.lower_plain(traced, options)
                 if schedule is None
-                else lowering.lower(traced, schedule)
+                else lowering.lower(traced, schedule, options)
             )
             self._newest = (key, compiled)
         return self._newest[1]
 
     def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
-        """What a step adds to the resident bytes; ``None`` for a graph that was not traced to be
-        run."""
+        """What a step adds to the resident bytes, more than there is where compiling it ran out of
+        memory; ``None`` for a graph that was not traced to be run."""
         traced = self._traced.get(problem.graph.fingerprint)
-        return None if traced is None else memory(self._compiled(traced, schedule)).added_bytes
+        if traced is None:
+            return None
+        try:
+            compiled = self._compiled(traced, schedule, PROBE_OPTIONS.get(platform(), {}))
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return self.device.total_bytes()
+        return memory(compiled).added_bytes
 
     # ---------------------------------------------------------------- the device
 

@@ -4,15 +4,17 @@ A compiled step takes the state, donates it, and gives a new one. Whoever runs a
 through :class:`Device`, which knows the current state: inside ``fit`` the one Keras handed to the
 train function, else the one in the model's variables.
 
-*Guard.* A step that fails has consumed its state. A step that runs right after
+*Guard.* A step that fails has consumed its state, or a part of it. A step that runs right after
 :meth:`Device.snapshot` gives the copy back as the state, whatever it failed of, and is waited for,
-because JAX reports out of memory asynchronously. XLA allocates all that a step needs when it
-starts, so one that ran once will run again.
+because JAX reports out of memory asynchronously. What it had not consumed stays where it is, and
+what is put back takes the place of what is let go first: the device never holds the state twice.
+XLA allocates all that a step needs when it starts, so one that ran once will run again.
 
 *Peak.* On a CPU, where JAX keeps no statistics: bytes of all live arrays, plus what buffer
 assignment says the step allocates beside its arguments, exact for what JAX allocates. On a GPU the
 allocator's peak, where it rose during the step. It cannot be reset, so where it did not rise the
-step took at most that, and the figure is made as on a CPU.
+step took at most that, and the figure is made as on a CPU. So it is where a compilation came
+between, or where a program ran for the first time: what kernels are chosen by is not the step's.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import numpy as np
 from keras_remat.backends.host import host_memory_bytes
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.lower import compile_step
-from keras_remat.backends.jax.measure import CompiledMemory, device_statistic, memory
+from keras_remat.backends.jax.measure import CompiledMemory, device_statistic, first_device, memory
 from keras_remat.backends.jax.trace import as_specs
 from keras_remat.core.schedule import Usage
 
@@ -46,15 +48,33 @@ class Device:
             Any, CompiledMemory
         ] = {}  # of Keras's own step that ran, by the shapes of its batch
         self._kept: Any = None  # a copy of the state on the host, for the next step
+        self._put_back: Any = None  # the copy that the state is equal to, after a step that failed
         self._expected_peak_bytes, self._compile_s = 0, 0.0
+        self._first_run = False  # whether a program ran for the first time since measuring began
 
     # ---------------------------------------------------------------- steps
 
     def run(
-        self, model: Any, step: Callable[[Any, Any], Any], batch: Any, used: CompiledMemory
+        self,
+        model: Any,
+        step: Callable[[Any, Any], Any],
+        batch: Any,
+        used: CompiledMemory,
+        *,
+        first: bool = False,
     ) -> Any:
-        """Runs ``step(state, batch) → (logs, state)`` on the current state and returns its logs."""
+        """Runs ``step(state, batch) → (logs, state)`` on the current state and returns its logs.
+
+        Args:
+            model: whose state it is.
+            step: consumes the state and returns the new one.
+            batch: what it trains.
+            used: what it allocates.
+            first: whether it has not run before.
+        """
         kept, self._kept = self._kept, None
+        self._put_back = None
+        self._first_run |= first
         state = self._current(model)
         self._expected_peak_bytes = max(
             self._expected_peak_bytes, self.in_use_bytes() + used.added_bytes
@@ -66,7 +86,7 @@ class Device:
                 jax.block_until_ready((logs, new_state))
         except BaseException:
             if kept is not None:
-                self._keep(model, jax.tree.map(jnp.array, kept))
+                self._restore(model, kept)
             raise
         if self.times_s is not None:
             self.times_s.append(time.perf_counter() - started)
@@ -79,9 +99,25 @@ class Device:
 
         def put_back() -> None:
             self._kept = None
-            self._keep(model, jax.tree.map(jnp.array, kept))
+            if self._put_back is not kept:
+                for leaf in jax.tree.leaves(self._current(model)):
+                    if not leaf.is_deleted():
+                        leaf.delete()
+                self._restore(model, kept)
 
         return put_back
+
+    def _restore(self, model: Any, kept: Any) -> None:
+        """Gives every array of the state that was consumed its kept value."""
+        self._keep(
+            model,
+            jax.tree.map(
+                lambda old, copy: jnp.array(copy) if old.is_deleted() else old,
+                self._current(model),
+                kept,
+            ),
+        )
+        self._put_back = kept
 
     def _current(self, model: Any) -> Any:
         return private.state_values(model) if self.state is None else self.state
@@ -96,16 +132,20 @@ class Device:
         """Runs Keras's own train function on one batch and returns its logs."""
         specs = as_specs(batch)
         key = (jax.tree.structure(specs), *jax.tree.leaves(specs))
-        if (
-            key not in self._plain
-        ):  # JAX compiles a program once: this is the executable that the train function will find
+        first = key not in self._plain
+        if first:
+            # JAX compiles a program once: this is the executable that the train function will find
             started = time.perf_counter()
             self._plain[key] = memory(
                 compile_step(model.train_step, private.state_specs(model), specs)
             )
             self._compile_s += time.perf_counter() - started
         return self.run(
-            model, lambda state, data: train_function(state, iter([data])), batch, self._plain[key]
+            model,
+            lambda state, data: train_function(state, iter([data])),
+            batch,
+            self._plain[key],
+            first=first,
         )
 
     def recorded_time_s(self) -> float | None:
@@ -131,6 +171,7 @@ class Device:
         """Runs once, waits for it or not, and returns its result with its time (compiling left out) and
         the peak."""
         self._expected_peak_bytes, self._compile_s = self.in_use_bytes(), 0.0
+        self._first_run = False
         before = device_statistic("peak_bytes_in_use")
         started = time.perf_counter()
         result = run()
@@ -140,7 +181,8 @@ class Device:
         after = device_statistic("peak_bytes_in_use")
         peak = self._expected_peak_bytes
         if after is not None:
-            peak = after if after != before else min(after, peak)
+            rose = after != before and not self._first_run
+            peak = after if rose else min(after, peak)
         return result, Usage(elapsed_s - self._compile_s, peak)
 
     def peak_bytes(self) -> int:
@@ -154,7 +196,7 @@ class Device:
         counted = device_statistic("bytes_in_use")
         if counted is not None:
             return counted
-        here = jax.devices()[0]
+        here = first_device()
         return sum(int(array.nbytes) for array in jax.live_arrays() if here in array.devices())
 
     def total_bytes(self) -> int:

@@ -3,7 +3,7 @@ step beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -109,26 +109,36 @@ def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, A
     return remat_step
 
 
-def lower(traced: JaxTracedStep, schedule: Schedule) -> Any:
+def lower(
+    traced: JaxTracedStep, schedule: Schedule, options: Mapping[str, Any] | None = None
+) -> Any:
     """Compiles a schedule.
 
     Args:
         traced: from :func:`~keras_remat.backends.jax.trace.trace`.
         schedule: a legal order for ``traced.graph``.
+        options: for the compiler.
 
     Returns:
         A ``jax.stages.Compiled`` of ``(state, batch) → (logs, state)`` for the traced shapes; the
         state is donated.
     """
-    return compile_step(step_function(traced, schedule), traced.state_specs, traced.batch_specs)
+    step = step_function(traced, schedule)
+    return compile_step(step, traced.state_specs, traced.batch_specs, options)
 
 
-def lower_plain(traced: JaxTracedStep) -> Any:
+def lower_plain(traced: JaxTracedStep, options: Mapping[str, Any] | None = None) -> Any:
     """Compiles what was traced without a schedule (the model's own train step, as Keras would): the
     baseline."""
-    return compile_step(traced.train_step, traced.state_specs, traced.batch_specs)
+    return compile_step(traced.train_step, traced.state_specs, traced.batch_specs, options)
 
 
-def compile_step(step: Callable[[Any, Any], Any], state_specs: Any, batch_specs: Any) -> Any:
+def compile_step(
+    step: Callable[[Any, Any], Any],
+    state_specs: Any,
+    batch_specs: Any,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
     """Compiles ``(state, batch) → (logs, state)`` with the state donated, as Keras does."""
-    return jax.jit(step, donate_argnums=0).lower(state_specs, batch_specs).compile()
+    lowered = jax.jit(step, donate_argnums=0).lower(state_specs, batch_specs)
+    return lowered.compile(compiler_options=dict(options) if options else None)

@@ -4,17 +4,24 @@
 arguments (state and batch) + outputs − outputs that live in donated arguments + temporary buffers.
 On a GPU ``memory_stats()`` adds what the allocator saw, other users of the device included.
 
+XLA:GPU chooses its kernels by running them, which takes time and memory of its own. A compilation
+that is made only to know its bytes leaves that out (:data:`PROBE_OPTIONS`).
+
 Known limit: on a CPU, scratch memory that a library behind one operation allocates for itself
 (convolutions) is not in the analysis.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from keras_remat.errors import UnsupportedModelError
+from keras_remat.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,56 @@ class CompiledMemory:
         return self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
+PROBE_OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0}}
+"""Compiler options, by platform, of a step that is compiled to know what it takes and never runs.
+Kernels that are not chosen by trying may want other scratch, so the step that runs is read again."""
+
+OUT_OF_MEMORY = (
+    "RESOURCE_EXHAUSTED",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "hipErrorOutOfMemory",
+    "No algorithm worked!",
+)
+"""What the texts of out of memory contain, allocated by JAX or by a library behind it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether JAX raised an error because the device had no memory left, when compiling or
+    running."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(
+        text in str(error) for text in OUT_OF_MEMORY
+    )
+
+
+def platform() -> str:
+    """Returns ``"gpu"`` or ``"cpu"``, for tables of what XLA does there."""
+    return "gpu" if jax.default_backend() in ("gpu", "cuda", "rocm") else "cpu"
+
+
+def check_device() -> str | None:
+    """Returns a remark about how much of a GPU JAX may use, or ``None``.
+
+    Raises:
+        UnsupportedModelError: it is not known how much.
+    """
+    if platform() == "cpu":
+        return None
+    limit = device_statistic("bytes_limit")
+    if limit is None:
+        raise UnsupportedModelError(
+            "JAX's allocator keeps no statistics here, so neither the device's memory nor a step's peak is known. Train without "
+            "XLA_PYTHON_CLIENT_ALLOCATOR=platform."
+        )
+    if {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"} & set(os.environ):
+        return None
+    return (
+        f"JAX may use {format_bytes(limit)} of the GPU, three quarters of it by default; "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 gives it more."
+    )
+
+
 def memory(compiled: Any) -> CompiledMemory:
     """Returns what a ``jax.stages.Compiled`` allocates.
 
@@ -66,8 +123,14 @@ def copy_state(state: Any) -> Any:
     return jax.tree.map(jnp.copy, state)
 
 
+def first_device() -> Any:
+    """Returns the device that counts: the default one that was chosen, or this process's first."""
+    chosen = jax.config.jax_default_device
+    return chosen if hasattr(chosen, "memory_stats") else jax.local_devices()[0]
+
+
 def device_statistic(name: str) -> int | None:
     """Returns one of the first device's allocator statistics (``"bytes_in_use"``,
     ``"peak_bytes_in_use"``, ``"bytes_limit"``), or ``None`` where it keeps none (CPU)."""
-    statistics = jax.devices()[0].memory_stats()
+    statistics = first_device().memory_stats()
     return int(statistics[name]) if statistics and name in statistics else None

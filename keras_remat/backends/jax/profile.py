@@ -14,9 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
-from keras_remat.backends.jax import private
+from keras_remat.backends.jax import measure, private
 from keras_remat.backends.jax.flatten import nbytes
 from keras_remat.backends.jax.kinds import (
     CONVOLUTION,
@@ -56,8 +54,7 @@ def estimated_profile(traced: JaxTracedStep, resident_bytes: int | None = None) 
         resident_bytes: bytes in use on the device between steps, if known; never less than what the
             step's inputs need.
     """
-    platform = "gpu" if jax.default_backend() in ("gpu", "cuda", "rocm") else "cpu"
-    device = jax.devices()[0]
+    platform, device = measure.platform(), measure.first_device()
     return Profile(
         tuple(_seconds(traced, op.id, platform) for op in traced.graph.ops),
         tuple(_workspace_bytes(traced, op.id, platform) for op in traced.graph.ops),

@@ -18,7 +18,8 @@ from keras_remat.core.simulate import simulate
 
 FIRST_RATIO = 1.15
 """Before anything was compiled: about what XLA:CPU needed on the models of
-``benchmarks/compiled_step.py``."""
+``benchmarks/compiled_step.py``. It serves until the first compilation, which comes before the first
+plan; nothing else is known of GPUs."""
 
 #: Activation bytes of a compiled schedule, or of Keras's own step (``None``); ``None`` where only a
 #: run tells.

@@ -42,6 +42,43 @@ def test_a_snapshot_guards_one_step_and_can_be_put_back_later():
     np.testing.assert_array_equal(device.state[0][0], [0, 0])
 
 
+def test_what_a_failed_step_had_not_consumed_stays_where_it_is():
+    """Else the device would have to hold the state twice, just when it has no memory left."""
+
+    def consumes_one(state, batch):
+        state[0][0].delete()
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+    device = Device()
+    device.state = ([jnp.arange(3.0), jnp.ones(2)],)
+    whole = device.state[0][1]
+    put_back = device.snapshot(None)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        device.run(None, consumes_one, None, NOTHING)
+    assert device.state[0][1] is whole
+    restored = device.state[0][0]
+    np.testing.assert_array_equal(restored, [0, 1, 2])
+    put_back()  # as a guard does, after the step has put it back itself
+    assert device.state[0][0] is restored
+
+
+def test_what_is_put_back_takes_the_place_of_what_is_let_go(monkeypatch):
+    device = Device()
+    device.state = ([jnp.zeros(2), jnp.ones(2)],)
+    put_back = device.snapshot(None)
+    device.run(None, lambda state, batch: (None, ([x + 1 for x in state[0]],)), None, NOTHING)
+    trained, upload = device.state[0], jnp.array
+
+    def checked(value):
+        assert all(leaf.is_deleted() for leaf in trained)
+        return upload(value)
+
+    monkeypatch.setattr("keras_remat.backends.jax.device.jnp.array", checked)
+    put_back()
+    np.testing.assert_array_equal(device.state[0][0], [0, 0])
+    np.testing.assert_array_equal(device.state[0][1], [1, 1])
+
+
 def test_outside_fit_the_state_is_in_the_models_variables():
     model = models.small()
     batch = tuple(jnp.asarray(part) for part in models.batch(model))
@@ -66,6 +103,52 @@ def test_peak_is_what_is_in_use_and_what_the_compiled_step_adds():
     assert usage.peak_bytes == in_use + memory(lower_plain(traced)).added_bytes
     assert usage.time_s > 0
     assert in_use >= other.nbytes
+
+
+class FakeAllocator:
+    """Statistics as a GPU's allocator keeps them."""
+
+    def __init__(self, monkeypatch):
+        self.bytes_in_use = self.peak_bytes_in_use = 10 * MIB
+        self.bytes_limit = GIB
+        monkeypatch.setattr(
+            "keras_remat.backends.jax.device.device_statistic", lambda name: getattr(self, name)
+        )
+
+    def step(self, peak_bytes):
+        def run(state, batch):
+            self.peak_bytes_in_use = max(self.peak_bytes_in_use, peak_bytes)
+            return None, state
+
+        return run
+
+
+def test_the_peak_of_a_first_run_is_not_the_steps(monkeypatch):
+    """Kernels may have been chosen by running them; what the program allocates is known."""
+    allocator, device = FakeAllocator(monkeypatch), Device()
+    device.state, used = (), CompiledMemory(0, 0, 0, 5 * MIB)
+    first, later, as_before = (
+        device.measure(
+            lambda peak=peak, first=first: device.run(
+                None, allocator.step(peak), None, used, first=first
+            )
+        )[1].peak_bytes
+        for peak, first in ((4 * GIB, True), (4 * GIB + MIB, False), (0, False))
+    )
+    assert first == 15 * MIB
+    assert later == 4 * GIB + MIB
+    assert as_before == 15 * MIB
+
+
+def test_after_out_of_memory_a_step_took_no_more_than_there_is(monkeypatch):
+    FakeAllocator(monkeypatch)
+    device = Device()
+    device.state = ()
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        device.measure(
+            lambda: device.run(None, failing, None, CompiledMemory(0, 0, 0, 2 * GIB), first=True)
+        )
+    assert device.peak_bytes() == GIB
 
 
 def test_bytes_in_use_count_a_held_array():

@@ -242,7 +242,9 @@ def test_a_first_run_that_fails_leaves_the_state_as_it_was(
     before = [v.numpy() for v in model.variables]
     run = Device.run
     monkeypatch.setattr(
-        Device, "run", lambda self, model, step, batch, used: run(self, model, broken, batch, used)
+        Device,
+        "run",
+        lambda self, model, step, batch, used, **how: run(self, model, broken, batch, used, **how),
     )
     remat = callback()
     with pytest.raises(error):

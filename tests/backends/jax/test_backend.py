@@ -1,0 +1,106 @@
+"""What the backend compiles, how often, and what it makes of a compilation that runs out of
+memory."""
+
+from types import SimpleNamespace
+
+import jax
+import jax_models as models
+import pytest
+
+import keras_remat
+from keras_remat.backends.base import load_backend
+from keras_remat.backends.jax import LoweredStep, lowering
+from keras_remat.planning.make_plan import plan_problem
+from keras_remat.units import MIB
+
+
+def compiled(temp_bytes):
+    sizes = SimpleNamespace(
+        argument_size_in_bytes=0,
+        output_size_in_bytes=0,
+        alias_size_in_bytes=0,
+        temp_size_in_bytes=temp_bytes,
+    )
+    return SimpleNamespace(memory_analysis=lambda: sizes)
+
+
+@pytest.fixture(scope="module")
+def step():
+    model = models.mixer(blocks=3, dropout=0)
+    backend = load_backend()
+    arrays = backend.example_batch(model, models.batch(model, 64))
+    return model, arrays
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Notes what is compiled and with which options; a schedule takes 0.6 of what is alive."""
+    seen = []
+
+    def lower(traced, schedule, options):
+        seen.append(("remat", dict(options)))
+        problem = keras_remat.Problem(traced.graph, load_backend().estimated_profile(traced))
+        alive = keras_remat.simulate(problem, schedule).peak_bytes - problem.profile.resident_bytes
+        return compiled(int(0.6 * alive))
+
+    def lower_plain(traced, options):
+        seen.append(("plain", dict(options)))
+        return compiled(200 * MIB)
+
+    monkeypatch.setattr(lowering, "lower", lower)
+    monkeypatch.setattr(lowering, "lower_plain", lower_plain)
+    return seen
+
+
+def planned(step, budget_bytes=None):
+    model, arrays = step
+    backend = load_backend()
+    traced = backend.trace(model, arrays)
+    problem = keras_remat.Problem(
+        traced.graph, backend.estimated_profile(traced, backend.bytes_in_use())
+    )
+    resident = problem.profile.resident_bytes
+    plan = plan_problem(problem, budget_bytes or resident + 100 * MIB, backend, time_limit_s=5.0)
+    return backend, traced, problem, plan
+
+
+def test_before_the_first_step_three_programs_are_compiled_on_a_gpu(step, compiler, monkeypatch):
+    """Two without choosing kernels, to know their bytes, and the one that runs."""
+    monkeypatch.setattr("keras_remat.backends.jax.platform", lambda: "gpu")
+    backend, traced, problem, plan = planned(step)
+    backend.lower(traced, problem, plan.solution.schedule)
+    quickly = {"xla_gpu_autotune_level": 0}
+    assert compiler == [("plain", quickly), ("remat", quickly), ("remat", {})]
+
+
+def test_on_a_cpu_two_are(step, compiler):
+    backend, traced, problem, plan = planned(step)
+    backend.lower(traced, problem, plan.solution.schedule)
+    assert compiler == [("plain", {}), ("remat", {})]
+
+
+def test_a_compilation_that_runs_out_of_memory_does_not_fit(step, compiler, monkeypatch):
+    backend, traced, problem, plan = planned(step)
+    assert isinstance(backend.lower(traced, problem, plan.solution.schedule), LoweredStep)
+
+    def lower(traced, schedule, options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: while choosing kernels")
+
+    monkeypatch.setattr(lowering, "lower", lower)
+    backend = load_backend()
+    traced = backend.trace(step[0], step[1])
+    peak = backend.lowered_peak_bytes(problem, plan.solution.schedule)
+    assert peak > backend.device_memory_bytes()
+    run = backend.lower(traced, problem, plan.solution.schedule)
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        run(step[1])
+    assert backend.is_out_of_memory(caught.value)
+
+
+def test_a_compilation_that_fails_otherwise_says_so(step, compiler, monkeypatch):
+    def lower(traced, schedule, options):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a defect")
+
+    monkeypatch.setattr(lowering, "lower", lower)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a defect"):
+        planned(step)
