@@ -50,9 +50,7 @@ class LoweredStep:
 
     def __call__(self, batch: Any) -> Any:
         first, self._has_run = not self._has_run, True
-        return self._device.run(
-            self.traced.model, self.compiled, batch, self._used, first=first
-        )
+        return self._device.run(self.traced.model, self.compiled, batch, self._used, first=first)
 
 
 class DoesNotCompile:

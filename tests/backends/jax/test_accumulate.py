@@ -123,7 +123,7 @@ def test_fit_trains_in_micro_batches_where_no_schedule_fits():
     arrays = device.example_batch(model, (x[:2048], y[:2048]))
     traced = device.trace(model, arrays)
     problem = keras_remat.Problem(
-        traced.graph, device.estimated_profile(traced, device.bytes_in_use())
+        traced.graph, device.estimated_profile(traced, device.device.in_use_bytes())
     )
     remat = keras_remat.RematAutotune(
         memory_limit=problem.floor_bytes - 2**19,

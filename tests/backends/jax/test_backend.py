@@ -57,7 +57,7 @@ def planned(step, budget_bytes=None):
     backend = load_backend()
     traced = backend.trace(model, arrays)
     problem = keras_remat.Problem(
-        traced.graph, backend.estimated_profile(traced, backend.bytes_in_use())
+        traced.graph, backend.estimated_profile(traced, backend.device.in_use_bytes())
     )
     resident = problem.profile.resident_bytes
     plan = plan_problem(problem, budget_bytes or resident + 100 * MIB, backend, time_limit_s=5.0)
@@ -89,8 +89,8 @@ def test_a_compilation_that_runs_out_of_memory_does_not_fit(step, compiler, monk
     monkeypatch.setattr(lowering, "lower", lower)
     backend = load_backend()
     traced = backend.trace(step[0], step[1])
-    peak = backend.lowered_peak_bytes(problem, plan.solution.schedule)
-    assert peak > backend.device_memory_bytes()
+    peak = backend.memory.compiled_peak_bytes(problem, plan.solution.schedule)
+    assert peak > backend.device.total_bytes()
     run = backend.lower(traced, problem, plan.solution.schedule)
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         run(step[1])

@@ -98,7 +98,7 @@ def test_peak_is_what_is_in_use_and_what_the_compiled_step_adds():
     model.make_train_function()
     device = Device()
     other = jnp.ones((8, MIB // 4))
-    in_use = device.bytes_in_use()
+    in_use = device.in_use_bytes()
     _, usage = device.measure(lambda: device.run_plain(model, model.train_function, batch))
     assert usage.peak_bytes == in_use + memory(lower_plain(traced)).added_bytes
     assert usage.time_s > 0
@@ -153,18 +153,18 @@ def test_after_out_of_memory_a_step_took_no_more_than_there_is(monkeypatch):
 
 def test_bytes_in_use_count_a_held_array():
     device = Device()
-    before = device.bytes_in_use()
+    before = device.in_use_bytes()
     held = jnp.ones((8, MIB // 4))
-    assert device.bytes_in_use() - before == 8 * MIB
+    assert device.in_use_bytes() - before == 8 * MIB
     del held
-    assert device.bytes_in_use() == before
+    assert device.in_use_bytes() == before
 
 
 def test_nothing_run_is_the_bytes_in_use():
     device = Device()
     result, usage = device.measure(lambda: {"loss": 2.0, "none": None})
     assert result == {"loss": 2.0, "none": None}
-    assert usage.peak_bytes == device.bytes_in_use()
+    assert usage.peak_bytes == device.in_use_bytes()
 
 
 def test_recording_gives_the_median_of_its_steps():
@@ -181,4 +181,4 @@ def test_recording_gives_the_median_of_its_steps():
 def test_memory_is_at_most_the_machines():
     with open("/proc/meminfo") as file:
         total_kib = int(file.readline().split()[1])
-    assert GIB // 4 < Device().memory_bytes() <= total_kib * 1024
+    assert GIB // 4 < Device().total_bytes() <= total_kib * 1024

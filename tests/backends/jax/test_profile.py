@@ -22,9 +22,9 @@ def test_scaling_keeps_the_split_and_calls_it_an_estimate(setting):
     traced = setting
     schedule = forget(traced.graph)
     estimated = estimated_profile(traced)
-    profile = scaled(estimated, schedule, 2.5, 10**9)
+    profile = scaled(estimated, schedule, 2.5)
     assert profile.source == estimated.source == "estimated"
-    assert profile.resident_bytes == 10**9
+    assert profile.resident_bytes == estimated.resident_bytes
     assert sum(profile.op_time_s[i] for i in schedule.order) == pytest.approx(2.5)
     ratio = [m / e for m, e in zip(profile.op_time_s, estimated.op_time_s, strict=True)]
     assert max(ratio) == pytest.approx(min(ratio))
