@@ -151,6 +151,7 @@ class ScheduleNotFoundError(RematError):
         self.budget_bytes = budget_bytes
         self.best_peak_bytes = best_peak_bytes
         self.floor_bytes = floor_bytes
+        self.closest = closest
         self.limit_bytes = limit_bytes
         self.closest = closest
 
