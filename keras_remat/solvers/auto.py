@@ -53,7 +53,7 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
 )
 from keras_remat.solvers.bounds import cut_bound, window_bound
-from keras_remat.solvers.engines import cp_sat
+from keras_remat.solvers.engines import cp_sat, native
 from keras_remat.solvers.orders import coarsen
 from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.reorder import memory_aware_order
@@ -192,6 +192,7 @@ class _Search:
         bases = tuple(dict.fromkeys((memory_aware_order(self.problem, default), default)))
         if any(self.offer(base, "greedy") for base in bases):
             return
+        native.begin()
         large = len(default) > LARGE_OPS
         view = whole = _View(self.problem, tuple, tuple)
         known = [] if large else self._heuristics(bases)
@@ -383,11 +384,12 @@ class _Search:
 
     def _anneal(self, view: _View, near: Order | None, seed: int, turns: int) -> None:
         share = turns * (LATE_ANNEAL_SHARE if self.best is None else ANNEAL_SHARE)
-        rounds = anneal.rounds_limit(view.problem, share * self.limit_s)
+        compiled = native.is_compiled(anneal.WAIT_SHARE * self.limit_s)
+        effort = anneal.effort_for(view.problem, share * self.limit_s, compiled=compiled)
         start = near if self.best is None else self._start(view)
         deadline_s = self.at(LAST_SHARE)
         for order in anneal.improve(
-            view.problem, start, deadline_s=deadline_s, seed=seed, max_rounds=rounds
+            view.problem, start, deadline_s=deadline_s, seed=seed, effort=effort, compiled=compiled
         ):
             self.coarse_best = order
             self.offer(view.expand(order), "anneal")

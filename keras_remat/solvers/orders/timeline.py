@@ -1,202 +1,182 @@
 """A schedule that can be changed one run at a time, with its live bytes kept up to date.
 
 Runs sit in *cells*, of which there are more than runs, so that a run can be put between two others
-without moving any. Inserting or removing a run changes the lifetimes of what it reads and writes
-only; each is a range added to or taken from the array of live bytes. An empty cell holds what is
-alive across it, which is never more than at its neighbours. The semantics is that of
-:mod:`keras_remat.core.simulate` (a test compares them after every change).
+without moving any. What a change does to the bytes alive is told, and done, in
+:mod:`keras_remat.solvers.engines.moves`; here is the state it works on.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
-from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
+from keras_remat.solvers.engines import native
 
 SPARE_CELLS = 3
-"""Empty cells before every run of a fresh timeline."""
+"""Empty cells before every run."""
+NO_BUDGET = 2**61
+"""Stands for no budget."""
+SPARE_RUNS = 6
+"""Runs of an op beyond the most that any op has in the order."""
 
 
 class Timeline:
     """Runs in cells.
 
+    Args:
+        problem: the excess is counted above its budget, if it has one.
+        order: a legal order.
+        compiled: whether the kernel is compiled or ordinary Python; both give the same.
+
     Attributes:
-        op_at: op id per cell, −1 for an empty one.
-        runs: per op the cells in which it runs, ascending.
-        live: int64, bytes alive per cell; one more entry for the end of the step.
-        time_s: seconds of all runs.
+        problem, compiled: as given.
+        kernel: the functions that change it.
+        state: what they work on.
+        end: the number of cells.
+
+    Raises:
+        ValueError: the order is not legal.
     """
 
-    def __init__(self, problem: Problem, order: Sequence[int]):
-        graph = problem.graph
-        self.problem, self.graph, self.ops = problem, graph, graph.ops
+    def __init__(self, problem: Problem, order: Sequence[int], *, compiled: bool = True):
+        self.problem, self.compiled = problem, compiled
+        self.kernel = native.kernel(compiled=compiled)
         self.end = len(order) * (SPARE_CELLS + 1) + SPARE_CELLS
-        self.op_at = [-1] * self.end
-        self.runs: list[list[int]] = [[] for _ in graph.ops]
-        self.reads: list[list[int]] = [[] for _ in graph.values]
-        self.live = np.full(self.end + 1, problem.profile.resident_bytes, dtype=np.int64)
-        self.reused = [0] * self.end
-        self.time_s = 0.0
-        self.nbytes = [value.nbytes for value in graph.values]
-        self.producer = [value.producer for value in graph.values]
-        self.inputs = [
-            tuple(v for v in dict.fromkeys(op.inputs) if self.producer[v] is not None)
-            for op in graph.ops
-        ]
-        self.later: list[list[int]] = [
-            [] for _ in graph.ops
-        ]  # ops that must follow all copies of this one
-        for op in graph.ops:
-            for earlier in op.after:
-                self.later[earlier].append(op.id)
-        for value_id in set(graph.outputs):
-            self.reads[value_id].append(self.end)
-        for at, op_id in enumerate(order):
-            if not self.insert(op_id, at * (SPARE_CELLS + 1) + SPARE_CELLS):
-                raise ValueError(f"op {op_id} at position {at} of the order is not legal")
+        s, self.live, f = _state(problem, order, self.end, self.kernel)
+        self.state = (s, self.live, f) if compiled else (s.tolist(), self.live, f.tolist())
+        runs = np.asarray(order, dtype=np.int64)
+        at = self.kernel.fill(*self.state, runs if compiled else runs.tolist(), SPARE_CELLS)
+        if at >= 0:
+            raise ValueError(f"op {order[at]} at position {at} of the order is not legal")
+
+    def insert(self, op_id: int, cell: int) -> bool:
+        """Runs an op in an empty cell; returns whether that was legal, and changes nothing if it
+        was not."""
+        return bool(self.kernel.insert(*self.state, op_id, cell))
+
+    def remove(self, cell: int) -> bool:
+        """Takes the run in a cell out; returns whether that was legal, and changes nothing if it
+        was not."""
+        return bool(self.kernel.remove(*self.state, cell))
+
+    @property
+    def op_at(self) -> Sequence[int]:
+        """The op in every cell, -1 in empty ones."""
+        begin = self.state[0][self.kernel.OP_AT]
+        cells: Sequence[int] = self.state[0][begin : begin + self.end]
+        return cells
+
+    def first_run(self, op_id: int) -> int:
+        """The cell of the first run of an op."""
+        s, kernel = self.state[0], self.kernel
+        return int(s[s[kernel.RUNS] + op_id * s[kernel.LIMIT]])
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of all runs."""
+        return float(self.state[2][0])
+
+    @property
+    def excess(self) -> int:
+        """Bytes above the budget, summed over the cells."""
+        return int(self.state[0][self.kernel.EXCESS])
 
     def order(self) -> tuple[int, ...]:
         """The ops in the order of their cells."""
-        return tuple(op_id for op_id in self.op_at if op_id >= 0)
+        return order_of(self.op_at)
 
-    def instance(self, value_id: int, cell: int) -> tuple[int, int] | None:
-        """(write, last read) of the instance of a value that a run in ``cell`` would read; ``None``
-        if there is none."""
-        producer = self.producer[value_id]
-        assert producer is not None
-        at = bisect_left(self.runs[producer], cell)
-        if not at:
-            return None
-        return self.runs[producer][at - 1], self._last_read(value_id, at - 1)
 
-    def _last_read(self, value_id: int, which: int) -> int:
-        """Last read of the instance written by run number ``which`` of the producer, or the cell of
-        that run."""
-        runs = self.runs[self.producer[value_id]]  # type: ignore[index]
-        until = runs[which + 1] if which + 1 < len(runs) else self.end + 1
-        reads = self.reads[value_id]
-        at = bisect_right(reads, until - 1) - 1
-        return max(runs[which], reads[at]) if at >= 0 else runs[which]
+def order_of(op_at: Iterable[int]) -> tuple[int, ...]:
+    """The ops in cells, without the empty ones."""
+    return tuple(int(op_id) for op_id in op_at if op_id >= 0)
 
-    def can_insert(self, op_id: int, cell: int) -> bool:
-        """Whether the cell is empty and a run of ``op_id`` there breaks none of S1, S3, S4 (taken
-        as one more run)."""
-        if self.op_at[cell] >= 0:
-            return False
-        for value_id in self.inputs[op_id]:
-            producer = self.producer[value_id]
-            assert producer is not None
-            if not self.runs[producer] or self.runs[producer][0] >= cell:
-                return False
-        if any(
-            self.runs[earlier] and self.runs[earlier][-1] > cell
-            for earlier in self.ops[op_id].after
-        ):
-            return False
-        return not any(
-            self.runs[later] and self.runs[later][0] < cell for later in self.later[op_id]
-        )
 
-    def insert(self, op_id: int, cell: int) -> bool:
-        """Runs ``op_id`` in an empty cell; returns whether that was legal, and changes nothing if
-        it was not."""
-        if not self.can_insert(op_id, cell):
-            return False
-        op, live = self.ops[op_id], self.live
-        touched = {cell}
-        for value_id in self.inputs[op_id]:
-            instance = self.instance(value_id, cell)
-            assert instance is not None
-            last = instance[1]
-            if last < cell:
-                live[last + 1 : cell + 1] += self.nbytes[value_id]
-                touched.add(last)
-            insort(self.reads[value_id], cell)
-        runs = self.runs[op_id]
-        at = bisect_left(runs, cell)
-        olds = [self._last_read(value_id, at - 1) if at else None for value_id in op.outputs]
-        runs.insert(at, cell)
-        for value_id, old in zip(op.outputs, olds, strict=True):
-            size = self.nbytes[value_id]
-            last = self._last_read(value_id, at)
-            if old is None or old < cell:
-                live[cell : last + 1] += size
-            else:
-                kept = self._last_read(value_id, at - 1)
-                live[kept + 1 : cell] -= size
-                touched |= {kept, old}
-            touched.add(last)
-        self.op_at[cell] = op_id
-        live[cell] += self.problem.profile.op_workspace_bytes[op_id]
-        self.time_s += self.problem.profile.op_time_s[op_id]
-        self._update_reuse(touched)
-        return True
+def _state(problem: Problem, order: Sequence[int], end: int, kernel: Any) -> tuple[Any, Any, Any]:
+    """Returns ``s``, ``live`` and ``f`` of the kernel, without any run.
 
-    def can_remove(self, cell: int) -> bool:
-        """Whether everything that reads what the run in ``cell`` writes could read an earlier run
-        of it."""
-        op_id = self.op_at[cell]
-        runs = self.runs[op_id]
-        at = bisect_left(runs, cell)
-        if at:
-            return True
-        return len(runs) > 1 and all(
-            self._last_read(value_id, at) == cell for value_id in self.ops[op_id].outputs
-        )
-
-    def remove(self, cell: int) -> bool:
-        """Takes the run in ``cell`` out; returns whether that was legal, and changes nothing if it
-        was not."""
-        if not self.can_remove(cell):
-            return False
-        op_id = self.op_at[cell]
-        op, live, runs = self.ops[op_id], self.live, self.runs[op_id]
-        at = bisect_left(runs, cell)
-        live[cell] += self.reused[cell] - self.problem.profile.op_workspace_bytes[op_id]
-        self.reused[cell] = 0
-        self.op_at[cell] = -1
-        touched: set[int] = set()
-        lasts = [self._last_read(value_id, at) for value_id in op.outputs]
-        kepts = [self._last_read(value_id, at - 1) if at else None for value_id in op.outputs]
-        del runs[at]
-        for value_id, last, kept in zip(op.outputs, lasts, kepts, strict=True):
-            size = self.nbytes[value_id]
-            if last > cell and kept is not None:
-                live[kept + 1 : cell] += size
-                touched |= {kept, last}
-            else:
-                live[cell : last + 1] -= size
-        for value_id in self.inputs[op_id]:
-            reads = self.reads[value_id]
-            del reads[bisect_left(reads, cell)]
-            instance = self.instance(value_id, cell + 1)
-            assert instance is not None
-            last = instance[1]
-            if last < cell:
-                live[last + 1 : cell + 1] -= self.nbytes[value_id]
-                touched.add(last)
-        self.time_s -= self.problem.profile.op_time_s[op_id]
-        self._update_reuse(touched)
-        return True
-
-    def _update_reuse(self, cells: set[int]) -> None:
-        for cell in cells:
-            if cell >= self.end or (op_id := self.op_at[cell]) < 0:
-                continue
-            op = self.ops[op_id]
-            if not op.may_reuse:
-                continue
-            dying = {
-                v for v in op.may_reuse if self.producer[v] is not None and self._dies_at(v, cell)
-            }
-            now = reused_bytes(op, self.graph.values, dying)
-            self.live[cell] += self.reused[cell] - now
-            self.reused[cell] = now
-
-    def _dies_at(self, value_id: int, cell: int) -> bool:
-        instance = self.instance(value_id, cell)
-        return instance is not None and instance[1] == cell
+    Args:
+        problem: see :class:`Timeline`.
+        order: what will be put in.
+        end: the number of cells.
+        kernel: names what the state consists of.
+    """
+    graph, profile = problem.graph, problem.profile
+    count = len(graph.ops)
+    limit = max(Counter(order).values(), default=1) + SPARE_RUNS
+    budget = NO_BUDGET if problem.budget_bytes is None else problem.budget_bytes
+    producer = [-1 if value.producer is None else value.producer for value in graph.values]
+    later: list[list[int]] = [[] for _ in graph.ops]
+    for op in graph.ops:
+        for earlier in op.after:
+            later[earlier].append(op.id)
+    inputs = [[v for v in dict.fromkeys(op.inputs) if producer[v] >= 0] for op in graph.ops]
+    read_at = np.cumsum([0, *(limit * len(readers) + 1 for readers in graph.readers)])
+    reads, n_reads = np.zeros(read_at[-1], dtype=np.int64), np.zeros(len(graph.values), np.int64)
+    for value_id in set(graph.outputs):
+        reads[read_at[value_id]] = end
+        n_reads[value_id] = 1
+    movable = sorted(set(order))
+    big = [
+        value.id
+        for value in graph.values
+        if value.nbytes
+        and producer[value.id] in movable
+        and graph.ops[producer[value.id]].recomputable
+    ]
+    most = max((len(op.inputs) + 4 * len(op.outputs) for op in graph.ops), default=0)
+    tables: dict[str, Sequence[int] | np.ndarray[Any, Any]] = {
+        "OP_AT": np.full(end, -1),
+        "REUSED": np.zeros(end),
+        "RUNS": np.zeros(count * limit),
+        "N_RUNS": np.zeros(count),
+        "READS": reads,
+        "READ_AT": read_at,
+        "N_READS": n_reads,
+        "AGAIN": np.zeros(count),
+        "AGAIN_PLACE": np.zeros(count),
+        "LOG": np.zeros(2 * kernel.CHAIN_OPS + 8),
+        "TOUCHED": np.zeros(most + 8),
+        "NBYTES": [value.nbytes for value in graph.values],
+        "PRODUCER": producer,
+        "WORKSPACE": profile.op_workspace_bytes,
+        "RECOMPUTABLE": [op.recomputable for op in graph.ops],
+        "MOVABLE": movable,
+        "BIG": big,
+    }
+    for name, lists in (
+        ("INPUT", inputs),
+        ("OUTPUT", [op.outputs for op in graph.ops]),
+        (
+            "REUSE",
+            [[v for v in dict.fromkeys(op.may_reuse) if producer[v] >= 0] for op in graph.ops],
+        ),
+        ("BEFORE", [op.after for op in graph.ops]),
+        ("LATER", later),
+    ):
+        plural = f"{name}S" if name in ("INPUT", "OUTPUT") else name
+        tables[plural] = [member for one in lists for member in one]
+        tables[f"{name}_AT"] = np.cumsum([0, *map(len, lists)])
+    numbers = {
+        "END": end,
+        "LIMIT": limit,
+        "BUDGET": budget,
+        "EXCESS": max(0, profile.resident_bytes - budget) * (end + 1),
+        "TAKES_OVER": len(tables["REUSE"]) > 0,
+        "N_MOVABLE": len(movable),
+        "N_BIG": len(big),
+    }
+    head = [int(numbers.get(name, 0)) for name in kernel.NUMBERS]
+    begin = len(kernel.NUMBERS) + len(kernel.TABLES)
+    for name in kernel.TABLES:
+        head.append(begin)
+        begin += len(tables[name])
+    parts = [np.asarray(tables[name], dtype=np.int64) for name in kernel.TABLES]
+    return (
+        np.concatenate([np.asarray(head, dtype=np.int64), *parts]),
+        np.full(end + 1, profile.resident_bytes, dtype=np.int64),
+        np.asarray([0.0, *profile.op_time_s]),
+    )

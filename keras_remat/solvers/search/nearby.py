@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
+from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders import coarsen
 from keras_remat.solvers.search import anneal
 
@@ -34,7 +36,19 @@ def schedules(
     base = tuple(dict.fromkeys(start.order))
     coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
     known = coarse.project(start.order)
-    for order in anneal.improve(coarse.problem, known, deadline_s=deadline_s, seed=seed):
+    compiled = native.is_compiled(anneal.WAIT_SHARE * time_limit_s)
+    effort = replace(
+        anneal.effort_for(coarse.problem, time_limit_s, compiled=compiled), rounds=None
+    )
+    for order in anneal.improve(
+        coarse.problem,
+        known,
+        deadline_s=deadline_s,
+        effort=effort,
+        compiled=compiled,
+        seed=seed,
+        heats=anneal.HEATS[1:],
+    ):
         schedule = Schedule(coarse.expand(order))
         if simulate(problem, schedule).peak_bytes <= budget:
             yield schedule

@@ -40,10 +40,10 @@ def test_changed_orders_expand_to_legal_ones(seed: int) -> None:
     if not coarse.ops:
         return
     rng = random.Random(seed)
-    line = Timeline(coarse.problem, range(len(coarse.ops)))
+    line = Timeline(coarse.problem, range(len(coarse.ops)), compiled=False)
     for _ in range(60):
         op_id, cell = rng.randrange(len(coarse.ops)), rng.randrange(line.end)
-        old = line.runs[op_id][0]
+        old = line.first_run(op_id)
         if line.insert(op_id, cell) and (
             rng.random() < 0.5 or not coarse.problem.graph.ops[op_id].recomputable
         ):

@@ -1,45 +1,20 @@
-"""The timeline keeps the live bytes of simulate; annealing improves, stays legal, and repeats
-itself for a seed."""
+"""Annealing improves, stays legal, repeats itself for a seed, and does the same compiled or not."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from random_problems import mixed_problem
+from random_problems import mixed_problem, with_budget_fraction
 
+from benchmarks.suite.layered import layered
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
-from keras_remat.core.simulate import live_bytes
-from keras_remat.core.validate import check_rules, validate
-from keras_remat.solvers.orders.timeline import Timeline
+from keras_remat.core.validate import validate
+from keras_remat.solvers.engines import native
 from keras_remat.solvers.search import anneal, greedy
 
-
-@pytest.mark.parametrize("seed", range(120))
-def test_timeline_equals_simulate_after_every_change(seed: int) -> None:
-    problem = mixed_problem(seed)
-    rng = random.Random(seed)
-    needed = sorted(problem.graph.needed)
-    again = [i for i in needed if problem.graph.ops[i].recomputable]
-    line = Timeline(problem, needed)
-    for _ in range(40):
-        cell = rng.randrange(line.end)
-        if line.op_at[cell] >= 0:
-            line.remove(cell)
-        elif again:
-            line.insert(rng.choice(again), cell)
-        schedule = Schedule(line.order())
-        check_rules(problem, schedule)
-        expected = live_bytes(problem, schedule)
-        used = [at for at in range(line.end) if line.op_at[at] >= 0]
-        assert line.live[used].tolist() == expected.tolist()
-        assert line.live.max() == expected.max()
-        assert line.time_s == pytest.approx(
-            sum(problem.profile.op_time_s[i] for i in schedule.order)
-        )
+SHORT = anneal.Effort(2, 4000)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -49,7 +24,9 @@ def test_improvements_are_valid_and_faster(seed: int) -> None:
     for schedule in greedy.candidates(problem, deadline_s=float("inf")):
         start = schedule.order
     time_s = float("inf") if start is None else sum(problem.profile.op_time_s[i] for i in start)
-    for order in anneal.improve(problem, start, deadline_s=float("inf"), seed=seed, max_rounds=1):
+    for order in anneal.improve(
+        problem, start, deadline_s=float("inf"), seed=seed, effort=SHORT, compiled=False
+    ):
         validate(problem, Schedule(order))
         faster = sum(problem.profile.op_time_s[i] for i in order)
         assert faster < time_s
@@ -59,7 +36,11 @@ def test_improvements_are_valid_and_faster(seed: int) -> None:
 def test_the_same_seed_gives_the_same_orders() -> None:
     problem = mixed_problem(11, "training")
     first, second = (
-        list(anneal.improve(problem, None, deadline_s=float("inf"), seed=3, max_rounds=2))
+        list(
+            anneal.improve(
+                problem, None, deadline_s=float("inf"), seed=3, effort=SHORT, compiled=False
+            )
+        )
         for _ in range(2)
     )
     assert first == second
@@ -75,7 +56,34 @@ def test_reordering_saves_what_no_recomputation_can() -> None:
         (4,),
     )
     problem = Problem(graph, Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=12)
-    orders = list(anneal.improve(problem, None, deadline_s=float("inf"), max_rounds=4))
+    orders = list(
+        anneal.improve(problem, None, deadline_s=float("inf"), effort=SHORT, compiled=False)
+    )
     assert orders
     validate(problem, Schedule(orders[-1]))
     assert len(orders[-1]) == 5
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_machine_code_makes_the_moves_of_the_python_oracle(seed: int) -> None:
+    """Same seed, same orders, on problems with every feature; and on a layered graph."""
+    if not native.is_compiled(native.LONGEST_S):
+        pytest.skip("Numba is not installed, or has no place for its machine code")
+    problem = layered(60, seed) if seed < 3 else mixed_problem(seed)
+    if seed < 3:
+        problem = with_budget_fraction(problem, 0.75)
+    compiled, python = (
+        list(
+            anneal.improve(
+                problem, None, deadline_s=float("inf"), seed=seed, effort=SHORT, compiled=flag
+            )
+        )
+        for flag in (True, False)
+    )
+    assert compiled == python
+
+
+def test_solving_goes_on_while_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "is_compiled", lambda wait_s=0.0: False)
+    problem = with_budget_fraction(layered(60, 1), 0.8)
+    validate(problem, anneal.solve(problem, time_limit_s=1.0).schedule)

@@ -1,0 +1,109 @@
+"""Compiles the inner loops of the searches with Numba, and runs them as Python without it.
+
+Why Numba: a million moves a second need machine code, users have no compiler, and a wheel of our
+own for every platform would have to be built and tested on each. Numba has wheels for Linux, macOS
+and Windows (numba 4 MB and llvmlite 55 MB to download on Linux, 210 MB unpacked), supports the
+NumPy releases this package runs on, and compiles the source that is also the oracle of its tests.
+Importing it takes half a second, so it is imported only when a search needs it.
+
+A *kernel* module holds functions of flat sequences and numbers under :func:`jit`. They are written
+so that arrays and lists serve alike. :func:`plain` gives the same functions as ordinary Python.
+
+Compiling takes about ten seconds, once per machine and release: Numba keeps the machine code in
+``__pycache__``, or in the user's cache folder where that cannot be written. No solve waits for it.
+:func:`begin` compiles in a process of its own, and until :func:`is_compiled` says that its machine
+code is there, searches run as Python, at a fiftieth of the speed. So the first solve after an
+installation makes fewer moves than the second. Where nothing can be written, or Numba is missing,
+all solves run as Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+KERNEL = "keras_remat.solvers.engines.moves"
+LONGEST_S = 120.0
+"""Seconds after which compiling counts as failed."""
+
+
+def jit(function: F) -> F:
+    """Compiles a function of a kernel module when it is first called, where Numba is installed."""
+    try:
+        from numba import njit
+    except ImportError:
+        function.py_func = function  # type: ignore[attr-defined]
+        return function
+    return cast(F, njit(cache=True)(function))
+
+
+def kernel(*, compiled: bool) -> Any:
+    """Returns the functions of the kernel, compiled or as ordinary Python for lists.
+
+    In Python a function ``f`` that has a twin ``f_in_numpy`` is replaced by it.
+    """
+    module = importlib.import_module(KERNEL)
+    return module if compiled else _plain(module)
+
+
+def _plain(module: ModuleType) -> SimpleNamespace:
+    """Returns the functions of a kernel as ordinary Python."""
+    names = vars(module)
+    space = dict(names)
+    for name, function in names.items():
+        if hasattr(function, "py_func"):
+            source = names.get(f"{name}_in_numpy", function.py_func)
+            space[name] = FunctionType(source.__code__, space, name, source.__defaults__)
+    return SimpleNamespace(**space)
+
+
+@cache
+def begin() -> subprocess.Popen[bytes]:
+    """Starts the process that compiles, or finds that everything is compiled; once."""
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def is_compiled(wait_s: float = 0.0) -> bool:
+    """Returns whether the machine code is there.
+
+    Args:
+        wait_s: seconds to wait for it. Where it has been compiled before, a second is enough.
+    """
+    try:
+        return begin().wait(max(wait_s, 0.0)) == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _compile() -> int:
+    """Compiles the kernel, by one small walk; returns the process's exit status."""
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return 1
+    from keras_remat.core.graph import chain_example
+    from keras_remat.core.problem import Problem
+    from keras_remat.core.profile import Profile
+    from keras_remat.solvers.search import anneal
+
+    problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)
+    effort = anneal.Effort(1, 1)
+    for _ in anneal.improve(problem, None, deadline_s=float("inf"), effort=effort, compiled=True):
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_compile())
