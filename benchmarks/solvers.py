@@ -37,6 +37,7 @@ from typing import Any
 
 from keras_remat import solvers
 from keras_remat.core import serialize
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -415,15 +416,13 @@ def best_by_intervals(
     """Seconds of the interval search's best schedule, expanded if coarse, and whether its program
     was solved."""
     full = problem if through is None else through.full
-    deadline_s = time.perf_counter() + time_limit_s
+    deadline = Deadline(time_limit_s)
     known = [
         s.order
-        for s in greedy.candidates(
-            problem, deadline_s=time.perf_counter() + time_limit_s / 4, orders=[base]
-        )
+        for s in greedy.candidates(problem, deadline=Deadline(time_limit_s / 4), orders=[base])
     ]
     search = intervals.improve(
-        problem, base, known, deadline_s=deadline_s, work=float("inf"), depth=intervals.DEPTHS[0]
+        problem, base, known, deadline=deadline, work=float("inf"), depth=intervals.DEPTHS[0]
     )
     end = intervals.yield_into(known, search)
     usages = [

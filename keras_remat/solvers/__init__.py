@@ -1,7 +1,7 @@
 """Every solver under one signature: ``Problem → Solution``.
 
-A solver is a module of this package with a function ``solve(problem, *, time_limit_s, seed) ->
-Solution``; ``SOLVERS`` maps its public name to it, and imports the module only when it is called.
+A solver is a module of this package with a function ``solve(problem, *, time_limit_s, seed,
+progress) -> Solution``; ``SOLVERS`` maps its public name to it, and imports the module only when it is called.
 :func:`solve` is the way in: it refuses budgets below the floor before any solver runs, and lets no
 schedule out that :func:`keras_remat.core.validate.validate` does not accept.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
@@ -21,55 +22,70 @@ from keras_remat.errors import InfeasibleBudgetError
 Solver = Callable[..., Solution]
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """Where a solver is: its module, a function of it unless that is ``solve``, and the options
+    that make this variant of it."""
+
+    target: str
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def load(self) -> Solver:
+        module, _, function = self.target.partition(":")
+        solver = getattr(importlib.import_module(f"{__name__}.{module}"), function or "solve")
+        return partial(solver, **self.options) if self.options else solver
+
+
 class _Registry(Mapping[str, Solver]):
     """Public solver name → solver, imported on first use."""
 
-    def __init__(self, modules: Mapping[str, str]):
-        self._modules = dict(modules)
+    def __init__(self, entries: Mapping[str, _Entry]):
+        self._entries = dict(entries)
 
     def __getitem__(self, name: str) -> Solver:
-        target = self._modules[name]
-        module, _, function = target.partition(":")
-        solver: Solver = getattr(
-            importlib.import_module(f"{__name__}.{module}"), function or "solve"
-        )
-        return solver
+        return self._entries[name].load()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._entries)
 
 
 SOLVERS: Mapping[str, Solver] = _Registry(
     {
-        "store_all": "papers.store_all",
-        "chen_sqrt_n": "papers.chen:sqrt_n",
-        "chen_sqrt_n_ap": "papers.chen:sqrt_n_ap",
-        "chen_sqrt_n_linear": "papers.chen:sqrt_n_linear",
-        "chen_greedy": "papers.chen:greedy",
-        "chen_greedy_ap": "papers.chen:greedy_ap",
-        "chen_greedy_linear": "papers.chen:greedy_linear",
-        "griewank": "papers.griewank",
-        "chain_dp": "papers.chain_dp",
-        "checkmate_milp": "papers.checkmate_milp:solve_highs",
-        "checkmate_milp_cbc": "papers.checkmate_milp:solve_cbc",
-        "checkmate_lp": "papers.lp_rounding:solve_deterministic",
-        "lp_rounding": "papers.lp_rounding",
-        "dtr": "papers.dtr",
-        "dtr_eq": "papers.dtr:solve_eq",
-        "dtr_local": "papers.dtr:solve_local",
-        "dtr_msps": "papers.dtr:solve_msps",
-        "dtr_lru": "papers.dtr:solve_lru",
-        "dtr_size": "papers.dtr:solve_size",
-        "dtr_random": "papers.dtr:solve_random",
-        "greedy": "search.greedy",
-        "greedy_first": "search.greedy:solve_first",
-        "backward": "search.backward",
-        "intervals": "search.intervals",
-        "anneal": "search.anneal",
-        "auto": "auto",
+        "store_all": _Entry("papers.store_all"),
+        "chen_sqrt_n": _Entry("papers.chen"),
+        "chen_sqrt_n_ap": _Entry("papers.chen", {"name": "chen_sqrt_n_ap", "forms": ("ap",)}),
+        "chen_sqrt_n_linear": _Entry(
+            "papers.chen", {"name": "chen_sqrt_n_linear", "forms": ("linear",)}
+        ),
+        "chen_greedy": _Entry("papers.chen", {"name": "chen_greedy"}),
+        "chen_greedy_ap": _Entry("papers.chen", {"name": "chen_greedy_ap", "forms": ("ap",)}),
+        "chen_greedy_linear": _Entry(
+            "papers.chen", {"name": "chen_greedy_linear", "forms": ("linear",)}
+        ),
+        "griewank": _Entry("papers.griewank"),
+        "chain_dp": _Entry("papers.chain_dp"),
+        "checkmate_milp": _Entry("papers.checkmate_milp"),
+        "checkmate_milp_cbc": _Entry(
+            "papers.checkmate_milp", {"name": "checkmate_milp_cbc", "backend": "cbc"}
+        ),
+        "checkmate_lp": _Entry("papers.lp_rounding", {"name": "checkmate_lp", "randomized": False}),
+        "lp_rounding": _Entry("papers.lp_rounding"),
+        "dtr": _Entry("papers.dtr"),
+        "dtr_eq": _Entry("papers.dtr", {"score": "eq"}),
+        "dtr_local": _Entry("papers.dtr", {"score": "local"}),
+        "dtr_msps": _Entry("papers.dtr", {"score": "msps"}),
+        "dtr_lru": _Entry("papers.dtr", {"score": "lru"}),
+        "dtr_size": _Entry("papers.dtr", {"score": "size"}),
+        "dtr_random": _Entry("papers.dtr", {"score": "random"}),
+        "greedy": _Entry("search.greedy"),
+        "greedy_first": _Entry("search.greedy:solve_first"),
+        "backward": _Entry("search.backward"),
+        "intervals": _Entry("search.intervals"),
+        "anneal": _Entry("search.anneal"),
+        "auto": _Entry("auto"),
     }
 )
 
@@ -89,8 +105,8 @@ def solve(
         solver: a name in ``SOLVERS``.
         time_limit_s: seconds the solver may take.
         seed: the same problem and seed give the same schedule.
-        progress: called with every better solution (and every better bound) while ``auto`` or
-            ``greedy`` runs; other solvers call it once.
+        progress: called with every better solution, by ``auto`` with every better bound, too, and
+            with the one that is returned.
 
     Returns:
         A solution whose schedule is legal, within the budget, with ``usage`` filled in.
@@ -105,8 +121,7 @@ def solve(
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     check_floor(problem)
-    watch = {"progress": progress} if solver in ("auto", "greedy") and progress is not None else {}
-    solution = SOLVERS[solver](problem, time_limit_s=time_limit_s, seed=seed, **watch)
+    solution = SOLVERS[solver](problem, time_limit_s=time_limit_s, seed=seed, progress=progress)
     validate(problem, solution.schedule)
     solution = replace(solution, usage=simulate(problem, solution.schedule))
     if progress is not None:

@@ -37,12 +37,12 @@ very busy or very slow. How far the *bound* gets depends on the clock.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
@@ -57,6 +57,7 @@ from keras_remat.solvers.bounds import cut_bound, window_bound
 from keras_remat.solvers.engines import cp_sat, native
 from keras_remat.solvers.orders import coarsen
 from keras_remat.solvers.orders.effort import effort_s
+from keras_remat.solvers.orders.incumbent import Progress
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import dtr
@@ -101,7 +102,7 @@ def solve(
     *,
     time_limit_s: float = 30.0,
     seed: int = 0,
-    progress: Callable[[Solution], None] | None = None,
+    progress: Progress | None = None,
 ) -> Solution:
     """Returns the best schedule found within the time limit.
 
@@ -134,10 +135,10 @@ class _Search:
         problem: Problem,
         time_limit_s: float,
         seed: int,
-        progress: Callable[[Solution], None] | None,
+        progress: Progress | None,
     ):
         self.problem, self.seed, self.progress = problem, seed, progress
-        self.started = time.perf_counter()
+        self.deadline = Deadline(time_limit_s)
         self.limit_s = time_limit_s
         self.best: Order | None = None
         self.coarse_best: Order | None = None
@@ -145,10 +146,6 @@ class _Search:
         self.solver = "auto"
         self.bound_s = problem.store_all_time_s
         self.has_cp_sat = False
-
-    def at(self, share: float) -> float:
-        """The ``perf_counter`` time at which this share of the limit is spent."""
-        return self.started + share * self.limit_s
 
     @property
     def proved(self) -> bool:
@@ -159,7 +156,7 @@ class _Search:
             raise ValueError("there is no schedule yet")
         schedule = Schedule(self.best)
         status: Literal["optimal", "feasible"] = "optimal" if self.proved else "feasible"
-        spent = time.perf_counter() - self.started
+        spent = self.deadline.spent_s()
         return Solution(
             schedule, self.solver, status, spent, self.bound_s, simulate(self.problem, schedule)
         )
@@ -211,13 +208,15 @@ class _Search:
             )
         if self.best is None and not large:
             known += self._backward()
-        self._report_bound(cut_bound.lower_bound_s(self.problem, deadline_s=self.at(BOUND_SHARE)))
+        self._report_bound(
+            cut_bound.lower_bound_s(self.problem, deadline=self.deadline.share(BOUND_SHARE))
+        )
         if not large:
             chain = window_bound.longest_chain(self.problem)
             widest = sorted(
                 chain, key=lambda op_id: -cut_bound.crossing_bytes(self.problem, op_id)
             )[:FEW_CUTS]
-            self._window_bound(sorted(widest), self.at(BOUND_SHARE))
+            self._window_bound(sorted(widest), self.deadline.share(BOUND_SHARE))
         if self.proved:
             return
         self.has_cp_sat = cp_sat.available()
@@ -244,7 +243,7 @@ class _Search:
         ]
         fruitless, waits = [0] * len(arms), [0] * len(arms)
         for turn in range(TURNS):
-            if self.proved or time.perf_counter() > self.at(LAST_SHARE):
+            if self.proved or self.deadline.share(LAST_SHARE).is_over:
                 return
             ready = min(range(len(arms)), key=lambda at: (waits[at], at))
             if self.best is None:  # nothing to improve
@@ -255,7 +254,9 @@ class _Search:
             waits = [max(0, wait - 1) for wait in waits]
             waits[ready] = len(arms) * fruitless[ready]
             if turn == len(arms) - 1 and small and not self.proved:
-                self._window_bound(window_bound.longest_chain(self.problem), self.at(PROOF_SHARE))
+                self._window_bound(
+                    window_bound.longest_chain(self.problem), self.deadline.share(PROOF_SHARE)
+                )
 
     def _report_bound(self, bound_s: float) -> None:
         self.bound_s = max(self.bound_s, bound_s)
@@ -300,12 +301,12 @@ class _Search:
             return known
         for score in DTR_SCORES:
             try:
-                other = dtr.search(
+                other = dtr.solve(
                     self.problem,
-                    score,
-                    max(0.1, self.at(BOUND_SHARE) - time.perf_counter()),
-                    self.seed,
-                    int(DTR_OPS_PER_S * effort_s(self.limit_s)),
+                    score=score,
+                    time_limit_s=max(0.1, self.deadline.share(BOUND_SHARE).left_s()),
+                    seed=self.seed,
+                    max_ops_run=int(DTR_OPS_PER_S * effort_s(self.limit_s)),
                 ).schedule.order
             except ScheduleNotFoundError:
                 continue  # one heuristic less to start from
@@ -323,7 +324,7 @@ class _Search:
         for sort in sorts:
             steps = backward.steps_limit(BACKWARD_SHARE * self.limit_s)
             answer = backward.search(
-                self.problem, sort, max_steps=steps, deadline_s=self.at(LAST_SHARE)
+                self.problem, sort, max_steps=steps, deadline=self.deadline.share(LAST_SHARE)
             )
             if answer.infeasible:
                 budget = self.problem.budget_bytes or 0
@@ -335,19 +336,19 @@ class _Search:
     def _greedy(self, view: _View, bases: Sequence[Order]) -> list[Order]:
         """The orders of the view that greedy gives; those that fit the problem are offered."""
         steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s)
-        deadline_s = self.at(LAST_SHARE)
+        deadline = self.deadline.share(LAST_SHARE)
         found = [
             s.order
             for s in greedy.candidates(
-                view.problem, deadline_s=deadline_s, max_steps=steps, orders=bases
+                view.problem, deadline=deadline, max_steps=steps, orders=bases
             )
         ]
         for order in found:
             self.offer(view.expand(order), "greedy")
         return found
 
-    def _window_bound(self, cuts: Sequence[int], deadline_s: float) -> None:
-        limit_s = deadline_s - time.perf_counter()
+    def _window_bound(self, cuts: Sequence[int], deadline: Deadline) -> None:
+        limit_s = deadline.left_s()
         if limit_s > 0:
             self._report_bound(
                 window_bound.lower_bound_s(
@@ -370,7 +371,7 @@ class _Search:
                 base,
                 known,
                 depth=depth,
-                deadline_s=self.at(LAST_SHARE),
+                deadline=self.deadline.share(LAST_SHARE),
                 work=work,
                 seed=self.seed,
             )
@@ -417,11 +418,11 @@ class _Search:
             view.problem, share * self.limit_s, compiled=compiled, rounds=len(coolings)
         )
         start = self._start(view) if from_best else None
-        deadline_s = self.at(LAST_SHARE)
+        deadline = self.deadline.share(LAST_SHARE)
         for order in anneal.improve(
             view.problem,
             start,
-            deadline_s=deadline_s,
+            deadline=deadline,
             seed=seed,
             effort=effort,
             compiled=compiled,
@@ -434,9 +435,9 @@ class _Search:
             return
         work = intervals.work_limit(NEIGHBOURHOODS_SHARE * self.limit_s)
         depth = NEIGHBOURHOODS_DEPTH * (2 if view.problem is self.problem else 1)
-        start, deadline_s = self._start(view), self.at(LAST_SHARE)
+        start, deadline = self._start(view), self.deadline.share(LAST_SHARE)
         for order in neighbourhoods.improve(
-            view.problem, start, deadline_s=deadline_s, work=work, depth=depth, seed=seed
+            view.problem, start, deadline=deadline, work=work, depth=depth, seed=seed
         ):
             self._offer_of(view, order, "neighbourhoods")
             if self.proved:

@@ -4,7 +4,6 @@ OR-Tools."""
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 
 import pytest
@@ -16,6 +15,7 @@ from random_problems import (
     with_budget_fraction,
 )
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
@@ -69,7 +69,7 @@ def test_bound_never_exceeds_the_optimum_over_all_orders(seed: int) -> None:
     rng = random.Random(seed)
     problem = with_budget_fraction(random_problem(rng, 4), 0.75)
     best = cheapest_of_any_order(problem, 7)
-    lower = cut_bound.lower_bound_s(problem, deadline_s=float("inf"))
+    lower = cut_bound.lower_bound_s(problem, deadline=Deadline(float("inf")))
     assert lower >= problem.store_all_time_s
     chain = window_bound.longest_chain(problem)
     tighter = window_bound.lower_bound_s(problem, chain, limit_s=20)
@@ -83,7 +83,8 @@ def test_bound_sees_what_a_cut_enforces() -> None:
     computed again."""
     problem = chain_problem(6).with_budget(5)
     assert (
-        cut_bound.lower_bound_s(problem, deadline_s=float("inf")) > problem.store_all_time_s + 0.5
+        cut_bound.lower_bound_s(problem, deadline=Deadline(float("inf")))
+        > problem.store_all_time_s + 0.5
     )
 
 
@@ -225,13 +226,15 @@ def test_an_unfinished_search_is_repeatable_too() -> None:
     base = tuple(sorted(problem.graph.needed))
     known = [
         s.order
-        for s in greedy.candidates(problem, deadline_s=float("inf"), max_steps=2000, orders=[base])
+        for s in greedy.candidates(
+            problem, deadline=Deadline(float("inf")), max_steps=2000, orders=[base]
+        )
     ]
     runs = []
     for _ in range(2):
         found: list[tuple[int, ...]] = []
         search = intervals.improve(
-            problem, base, known, deadline_s=time.perf_counter() + 60, work=0.05, depth=4
+            problem, base, known, deadline=Deadline(60.0), work=0.05, depth=4
         )
         end = intervals.yield_into(found, search)
         runs.append((found, end))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from keras_remat.core import serialize
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -57,7 +58,7 @@ def test_one_run_of_h_dtr_within_ten_percent_of_the_published_overhead(
     graph: str, share: str
 ) -> None:
     problem, store_all_s = load(graph, share)
-    order = planned_order(problem, "dtr", problem.budget_bytes or 0, 0, float("inf"))
+    order = planned_order(problem, "dtr", problem.budget_bytes or 0, 0, Deadline(float("inf")))
     assert order is not None
     overhead = 100 * (simulate(problem, Schedule(tuple(order))).time_s / store_all_s - 1)
     published = PUBLISHED[graph][share]

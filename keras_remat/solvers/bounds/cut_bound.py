@@ -20,13 +20,13 @@ the recomputations that different cuts enforce are not added up.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -39,25 +39,23 @@ SAFETY = 1e-6
 """Relative; the solver's tolerance, taken off the bound."""
 
 
-def lower_bound_s(problem: Problem, *, deadline_s: float) -> float:
+def lower_bound_s(problem: Problem, *, deadline: Deadline) -> float:
     """Returns seconds that no legal schedule within the budget beats; at least the store-all time.
 
     Args:
         problem: with a budget or without.
-        deadline_s: no cut is tried after this ``time.perf_counter()`` time.
+        deadline: no cut is tried after it.
     """
     total = problem.store_all_time_s
     if problem.budget_bytes is None:
         return total
     best = total
     for op_id in promising_cuts(problem):
-        if time.perf_counter() > deadline_s:
+        if deadline.is_over:
             break
         best = max(
             best,
-            total
-            + cut_bound_s(problem, op_id, limit_s=max(0.1, deadline_s - time.perf_counter()))
-            * (1 - SAFETY),
+            total + cut_bound_s(problem, op_id, limit_s=max(0.1, deadline.left_s())) * (1 - SAFETY),
         )
     return best
 

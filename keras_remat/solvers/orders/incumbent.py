@@ -7,14 +7,18 @@ solver can return a schedule over the budget.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
 from keras_remat.errors import ScheduleNotFoundError
+
+Progress = Callable[[Solution], None]
+"""Is called with every better solution."""
 
 
 class Incumbent:
@@ -24,25 +28,24 @@ class Incumbent:
     Args:
         problem: what is solved.
         solver: public name of the solver, for the solution and for error messages.
-        time_limit_s: seconds from now after which :attr:`out_of_time` is true.
+        time_limit_s: seconds from now after which :attr:`deadline` is over.
+        progress: is called with every better solution.
     """
 
-    def __init__(self, problem: Problem, solver: str, time_limit_s: float):
+    def __init__(
+        self,
+        problem: Problem,
+        solver: str,
+        time_limit_s: float,
+        progress: Progress | None = None,
+    ):
         self.problem = problem
         self.solver = solver
-        self.started = time.perf_counter()
-        self.deadline = self.started + time_limit_s
+        self.deadline = Deadline(time_limit_s)
+        self.progress = progress
         self.order: tuple[int, ...] | None = None
         self.usage: Usage | None = None
         self.least_peak_bytes: int | None = None
-
-    @property
-    def out_of_time(self) -> bool:
-        return time.perf_counter() >= self.deadline
-
-    @property
-    def seconds_left(self) -> float:
-        return max(0.0, self.deadline - time.perf_counter())
 
     def fits(self, usage: Usage) -> bool:
         """Whether a usage is within the budget."""
@@ -59,6 +62,8 @@ class Incumbent:
             or (usage.time_s, usage.peak_bytes) < (self.usage.time_s, self.usage.peak_bytes)
         ):
             self.order, self.usage = schedule.order, usage
+            if self.progress is not None:
+                self.progress(self.solution())
         return usage
 
     def offer_store_all(self) -> bool:
@@ -95,7 +100,5 @@ class Incumbent:
             bound, self.usage.time_s
         )  # sums of floats in another order may differ in the last digit
         optimal = optimal or len(self.order) == len(self.problem.graph.needed)
-        seconds = time.perf_counter() - self.started
-        return Solution(
-            schedule, self.solver, "optimal" if optimal else "feasible", seconds, bound, self.usage
-        )
+        status: Literal["optimal", "feasible"] = "optimal" if optimal else "feasible"
+        return Solution(schedule, self.solver, status, self.deadline.spent_s(), bound, self.usage)

@@ -28,7 +28,7 @@ import numpy as np
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
 from keras_remat.solvers.orders.demand import Walk, order_of
-from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.incumbent import Incumbent, Progress
 from keras_remat.solvers.orders.linearize import Linearized
 from keras_remat.solvers.orders.trim import trimmed
 
@@ -327,14 +327,20 @@ def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
     return order_of(stages.linear.problem, policy)
 
 
-def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Solution:
     """The best persistent schedule of the chain, or of the chain of blocks between articulation
     points.
 
     Raises:
         ScheduleNotFoundError: the forward phase has no articulation point, or no plan fits.
     """
-    incumbent = Incumbent(problem, "chain_dp", time_limit_s)
+    incumbent = Incumbent(problem, "chain_dp", time_limit_s, progress)
     if incumbent.offer_store_all() or problem.budget_bytes is None:
         return incumbent.solution()
     linear = Linearized(problem)
@@ -354,7 +360,7 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
     table = Table(stages, unit, int(-(-room // unit) * SPARE))
     tried: set[tuple[tuple[str, int], ...]] = set()
     for units in sorted(range(table.units + 1), key=lambda u: abs(u - room // unit)):
-        if incumbent.out_of_time or len(tried) == MAX_PLANS:
+        if incumbent.deadline.is_over or len(tried) == MAX_PLANS:
             break
         if np.isinf(table.cost[0, -1, units]):
             continue

@@ -27,7 +27,7 @@ from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import live_bytes
 from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers.engines.milp import GAP, Backend, optimize
-from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.incumbent import Incumbent, Progress
 from keras_remat.solvers.papers import dtr
 from keras_remat.solvers.papers.checkmate import build
 
@@ -44,10 +44,28 @@ def safe_bound_s(problem: Problem, seconds: float) -> float:
     )
 
 
-def _solve(
-    problem: Problem, name: str, backend: Backend, time_limit_s: float, seed: int
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    name: str = "checkmate_milp",
+    backend: Backend = "highs",
 ) -> Solution:
-    incumbent = Incumbent(problem, name, time_limit_s)
+    """Solves Checkmate's program.
+
+    Args:
+        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
+        name: of the solver.
+        backend: ``"highs"`` or ``"cbc"``.
+
+    Raises:
+        MissingPackageError: the backend is not installed.
+        ScheduleNotFoundError: the program is infeasible, or the time limit came before any
+            schedule.
+    """
+    incumbent = Incumbent(problem, name, time_limit_s, progress)
     if incumbent.offer_store_all() or problem.budget_bytes is None:
         return incumbent.solution()
     fallback: Solution | None = None
@@ -61,9 +79,9 @@ def _solve(
     n = len(problem.graph.needed)
     if n * n > MAX_VARIABLES:
         reason = f"{n} ops are too many for the program"
-    while not reason and not incumbent.out_of_time:
+    while not reason and not incumbent.deadline.is_over:
         program = build(problem, detailed, budget_bytes=budget)
-        answer = optimize(program, incumbent.seconds_left, backend=backend)
+        answer = optimize(program, incumbent.deadline.left_s(), backend=backend)
         if not detailed and budget == problem.budget_bytes and answer.status != "infeasible":
             bound_s = max(bound_s, safe_bound_s(problem, program.seconds(answer.bound)))
         if answer.status == "infeasible":
@@ -84,7 +102,7 @@ def _solve(
         incumbent.usage is None or fallback_is_faster(fallback, incumbent)
     ):
         met = fallback.usage is not None and meets(fallback.usage.time_s, bound_s, problem)
-        seconds = time_limit_s - incumbent.seconds_left
+        seconds = incumbent.deadline.spent_s()
         return replace(
             fallback,
             status="optimal" if met else fallback.status,
@@ -106,23 +124,3 @@ def meets(time_s: float, bound_s: float, problem: Problem) -> bool:
     """Whether a time equals a bound up to the tolerances of :func:`safe_bound_s`."""
     extra = time_s - problem.store_all_time_s
     return time_s - bound_s <= 2 * TOLERANCE * (max(0.0, extra) + 1e-3 * problem.store_all_time_s)
-
-
-def solve_highs(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """Checkmate's program with HiGHS.
-
-    Raises:
-        ScheduleNotFoundError: the program is infeasible, or the time limit came before any
-            schedule.
-    """
-    return _solve(problem, "checkmate_milp", "highs", time_limit_s, seed)
-
-
-def solve_cbc(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """Checkmate's program with CBC.
-
-    Raises:
-        MissingPackageError: CyLP is not installed.
-        ScheduleNotFoundError: as :func:`solve_highs`.
-    """
-    return _solve(problem, "checkmate_milp_cbc", "cbc", time_limit_s, seed)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
 from keras_remat.solvers.orders.demand import Walk, order_of
-from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.incumbent import Incumbent, Progress
 from keras_remat.solvers.orders.linearize import Linearized
 
 MAX_TRIALS = 200
@@ -93,63 +93,43 @@ def spread(items: Sequence[int], center: int) -> list[int]:
     ]
 
 
-def _search(
-    problem: Problem, name: str, forms: Sequence[str], greedy: bool, time_limit_s: float
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    name: str = "chen_sqrt_n",
+    forms: Sequence[str] = ("ap", "linear"),
 ) -> Solution:
-    incumbent = Incumbent(problem, name, time_limit_s)
+    """Returns the best schedule with a checkpoint every k cuts or every b bytes.
+
+    Args:
+        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
+        name: of the solver; one with ``greedy`` in it counts bytes, the others cuts.
+        forms: where checkpoints may be: ``"ap"`` is articulation points, ``"linear"`` any cut of
+            the linearized order.
+
+    Raises:
+        ScheduleNotFoundError: no k or b meets the budget.
+    """
+    incumbent = Incumbent(problem, name, time_limit_s, progress)
     if incumbent.offer_store_all():
         return incumbent.solution()
     linear = Linearized(problem)
     tried: set[tuple[int, ...]] = set()
     for form in forms:
         candidates = linear.articulation_cuts if form == "ap" else linear.all_cuts
-        for cuts in greedy_cuts(linear, candidates) if greedy else sqrt_n_cuts(candidates):
-            if incumbent.out_of_time:
+        by_bytes = "greedy" in name
+        for cuts in greedy_cuts(linear, candidates) if by_bytes else sqrt_n_cuts(candidates):
+            if incumbent.deadline.is_over:
                 break
             if tuple(cuts) not in tried:
                 tried.add(tuple(cuts))
                 incumbent.offer(segmented_order(linear, cuts))
     reason = (
         "the forward phase has no articulation point"
-        if forms == ("ap",) and not linear.articulation_cuts
+        if tuple(forms) == ("ap",) and not linear.articulation_cuts
         else ""
     )
     return incumbent.solution(reason=reason)
-
-
-def sqrt_n(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """A checkpoint every k cuts: articulation points and linearized order, the better of the two.
-
-    Raises:
-        ScheduleNotFoundError: no k meets the budget.
-    """
-    return _search(problem, "chen_sqrt_n", ("ap", "linear"), False, time_limit_s)
-
-
-def sqrt_n_ap(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """A checkpoint every k articulation points. Raises as :func:`sqrt_n`."""
-    return _search(problem, "chen_sqrt_n_ap", ("ap",), False, time_limit_s)
-
-
-def sqrt_n_linear(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """A checkpoint every k ops of the default order. Raises as :func:`sqrt_n`."""
-    return _search(problem, "chen_sqrt_n_linear", ("linear",), False, time_limit_s)
-
-
-def greedy(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """A checkpoint every b bytes: articulation points and linearized order, the better of the two.
-
-    Raises:
-        ScheduleNotFoundError: no b meets the budget.
-    """
-    return _search(problem, "chen_greedy", ("ap", "linear"), True, time_limit_s)
-
-
-def greedy_ap(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """A checkpoint at the first articulation point after b bytes. Raises as :func:`greedy`."""
-    return _search(problem, "chen_greedy_ap", ("ap",), True, time_limit_s)
-
-
-def greedy_linear(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """A checkpoint at the first op after b bytes. Raises as :func:`greedy`."""
-    return _search(problem, "chen_greedy_linear", ("linear",), True, time_limit_s)

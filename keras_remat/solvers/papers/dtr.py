@@ -22,15 +22,15 @@ until it stays the winner (so a score may be out of date, not below its true val
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
-from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.incumbent import Incumbent, Progress
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers.eviction_scores import SCORES, Neighbourhood
 
@@ -78,7 +78,7 @@ class _Run:
         seed: int,
         budget_bytes: int,
         pinned: set[int],
-        deadline: float,
+        deadline: Deadline,
         noise: float,
     ):
         graph, n = problem.graph, len(problem.graph.values)
@@ -184,7 +184,7 @@ class _Run:
             self.candidate[v] = self.alive[v] and self.allowed[v] and not self.locks[v]
 
     def _run(self, op_id: int) -> None:
-        if len(self.order) % 256 == 0 and time.perf_counter() > self.deadline:
+        if len(self.order) % 256 == 0 and self.deadline.is_over:
             raise _Abandoned
         if len(self.order) > MAX_RUNS_PER_OP * len(self.default_order):
             raise _Abandoned
@@ -295,7 +295,7 @@ def planned_order(
     score: str,
     budget_bytes: int,
     seed: int,
-    deadline: float,
+    deadline: Deadline,
     *,
     noise: float = 0.0,
 ) -> list[int] | None:
@@ -307,7 +307,7 @@ def planned_order(
         budget_bytes: what the run keeps under as long as there is something to evict, resident
             bytes included.
         seed: for the score ``random`` and for noise.
-        deadline: ``time.perf_counter()`` seconds.
+        deadline: to end at.
         noise: standard deviation of the logarithm of a factor per value that its score is divided
             by.
     """
@@ -325,12 +325,31 @@ def planned_order(
         pinned |= run.stuck
 
 
-def search(
-    problem: Problem, score: str, time_limit_s: float, seed: int, max_ops_run: int = MAX_OPS_RUN
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    score: str = "dtr",
+    max_ops_run: int = MAX_OPS_RUN,
 ) -> Solution:
     """Runs DTR with one of ``SCORES`` under several budgets around the real one, then with noise,
-    and keeps the fastest order that really fits."""
-    incumbent = Incumbent(problem, "dtr" if score == "dtr" else f"dtr_{score}", time_limit_s)
+    and returns the fastest order that really fits.
+
+    Args:
+        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
+        score: ``"dtr"``, ``"eq"`` (by union-find) and ``"local"`` are h_DTR and its variants;
+            ``"msps"`` is Capuchin's (Peng et al. 2020); ``"lru"``, ``"size"`` and ``"random"``
+            evict the least recently used value, the largest one, any one.
+        max_ops_run: no trial begins after so many ops have run.
+
+    Raises:
+        ScheduleNotFoundError: no run fits the budget, all thrash, or time is over.
+    """
+    incumbent = Incumbent(
+        problem, "dtr" if score == "dtr" else f"dtr_{score}", time_limit_s, progress
+    )
     if incumbent.offer_store_all() or problem.budget_bytes is None:
         return incumbent.solution()
     budget, room = problem.budget_bytes, problem.budget_bytes - problem.profile.resident_bytes
@@ -338,7 +357,7 @@ def search(
     trials += [(BUDGET_PERCENTS[i % 9], seed + 1 + i, NOISE) for i in range(NOISY_TRIALS)]
     ops_run = 0
     for percent, trial_seed, noise in trials:
-        if incumbent.out_of_time or ops_run > min(
+        if incumbent.deadline.is_over or ops_run > min(
             max_ops_run, OPS_RUN_PER_OP * len(problem.graph.needed)
         ):
             break
@@ -357,42 +376,3 @@ def search(
         if incumbent.fits(incumbent.offer(order)):
             incumbent.offer(trimmed(problem, order, budget))
     return incumbent.solution()
-
-
-def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """DTR with the score h_DTR.
-
-    Raises:
-        ScheduleNotFoundError: no run fits the budget, all thrash, or time is over.
-    """
-    return search(problem, "dtr", time_limit_s, seed)
-
-
-def solve_eq(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """DTR with the score h_DTR_eq (union-find). Raises as :func:`solve`."""
-    return search(problem, "eq", time_limit_s, seed)
-
-
-def solve_local(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """DTR with the score h_DTR_local. Raises as :func:`solve`."""
-    return search(problem, "local", time_limit_s, seed)
-
-
-def solve_msps(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """DTR with the score MSPS (Peng et al. 2020, Capuchin). Raises as :func:`solve`."""
-    return search(problem, "msps", time_limit_s, seed)
-
-
-def solve_lru(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """DTR evicting the least recently used value. Raises as :func:`solve`."""
-    return search(problem, "lru", time_limit_s, seed)
-
-
-def solve_size(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """DTR evicting the largest value. Raises as :func:`solve`."""
-    return search(problem, "size", time_limit_s, seed)
-
-
-def solve_random(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """DTR evicting at random. Raises as :func:`solve`."""
-    return search(problem, "random", time_limit_s, seed)

@@ -23,7 +23,7 @@ import numpy as np
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
 from keras_remat.solvers.orders.demand import Walk, order_of
-from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.incumbent import Incumbent, Progress
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers.checkmate import Program
 from keras_remat.solvers.papers.checkmate_lp import relaxation
@@ -85,17 +85,35 @@ def roundings(
             yield repaired_order(program, kept, recompute=recompute)
 
 
-def _search(problem: Problem, name: str, time_limit_s: float, seed: int | None) -> Solution:
-    incumbent = Incumbent(problem, name, time_limit_s)
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    name: str = "lp_rounding",
+    randomized: bool = True,
+) -> Solution:
+    """Rounds the relaxation for every ε and returns the best schedule.
+
+    Args:
+        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
+        name: of the solver.
+        randomized: round at random, too, and not only by thresholds.
+
+    Raises:
+        ScheduleNotFoundError: no rounding fits, or the relaxation was not solved in time.
+    """
+    incumbent = Incumbent(problem, name, time_limit_s, progress)
     if incumbent.offer_store_all() or problem.budget_bytes is None:
         return incumbent.solution()
     budget, bound_s, reason = problem.budget_bytes, problem.store_all_time_s, ""
-    rng = None if seed is None else np.random.default_rng(seed)
+    rng = np.random.default_rng(seed) if randomized else None
     for epsilon in EPSILONS:
-        if incumbent.out_of_time:
+        if incumbent.deadline.is_over:
             break
         answer = relaxation(
-            problem, incumbent.seconds_left, budget_bytes=max(1, int(budget * (1 - epsilon)))
+            problem, incumbent.deadline.left_s(), budget_bytes=max(1, int(budget * (1 - epsilon)))
         )
         if epsilon == 0:
             bound_s = answer.bound_s
@@ -111,22 +129,8 @@ def _search(problem: Problem, name: str, time_limit_s: float, seed: int | None) 
             for order in roundings(answer.program, answer.x, source):
                 if incumbent.fits(incumbent.offer(order)):
                     incumbent.offer(trimmed(problem, order, budget))
-                if incumbent.out_of_time:
+                if incumbent.deadline.is_over:
                     break
         if incumbent.usage is not None and meets(incumbent.usage.time_s, bound_s, problem):
             return incumbent.solution(bound_s, optimal=True)
     return incumbent.solution(bound_s, reason=reason)
-
-
-def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """Deterministic and randomized rounding, the best of all ε.
-
-    Raises:
-        ScheduleNotFoundError: no rounding fits, or the relaxation was not solved in time.
-    """
-    return _search(problem, "lp_rounding", time_limit_s, seed)
-
-
-def solve_deterministic(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
-    """Deterministic rounding only, under the name ``checkmate_lp``. Raises as :func:`solve`."""
-    return _search(problem, "checkmate_lp", time_limit_s, None)

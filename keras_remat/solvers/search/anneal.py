@@ -18,20 +18,20 @@ same moves for the same seed, and a round has fewer of them.
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders.effort import effort_s
+from keras_remat.solvers.orders.incumbent import Incumbent, Progress
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.orders.timeline import Timeline, order_of
 from keras_remat.solvers.search import greedy
@@ -96,40 +96,38 @@ class Effort:
     moves: int
 
 
-def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Solution:
     """Returns the best schedule that annealing reaches from the greedy one, or from store-all where
     there is none.
+
+    Args:
+        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
 
     Raises:
         ScheduleNotFoundError: none within the budget was found in time.
     """
-    started = time.perf_counter()
+    incumbent = Incumbent(problem, "anneal", time_limit_s, progress)
+    if incumbent.offer_store_all():
+        return incumbent.solution()
     native.begin()
-    best: tuple[int, ...] | None = None
-    deadline_s = started + time_limit_s
+    deadline = incumbent.deadline
     for schedule in greedy.candidates(
-        problem, deadline_s=deadline_s, max_steps=greedy.steps_limit(time_limit_s / 6)
+        problem, deadline=deadline, max_steps=greedy.steps_limit(time_limit_s / 6)
     ):
-        best = schedule.order
+        incumbent.offer(schedule.order)
     compiled = native.is_compiled(WAIT_SHARE * time_limit_s)
     effort = effort_for(problem, time_limit_s * 2 / 3, compiled=compiled, rounds=ROUNDS)
     for order in improve(
-        problem, best, deadline_s=deadline_s, seed=seed, effort=effort, compiled=compiled
+        problem, incumbent.order, deadline=deadline, seed=seed, effort=effort, compiled=compiled
     ):
-        best = order
-    if best is None:
-        raise ScheduleNotFoundError(problem.budget_bytes or 0, problem.floor_bytes, solver="anneal")
-    usage = simulate(problem, Schedule(best))
-    optimal = usage.time_s <= problem.store_all_time_s
-    spent = time.perf_counter() - started
-    return Solution(
-        Schedule(best),
-        "anneal",
-        "optimal" if optimal else "feasible",
-        spent,
-        problem.store_all_time_s,
-        usage,
-    )
+        incumbent.offer(order)
+    return incumbent.solution()
 
 
 def effort_for(problem: Problem, time_limit_s: float, *, compiled: bool, rounds: int) -> Effort:
@@ -149,7 +147,7 @@ def improve(
     problem: Problem,
     start: Sequence[int] | None,
     *,
-    deadline_s: float,
+    deadline: Deadline,
     effort: Effort,
     compiled: bool,
     seed: int = 0,
@@ -161,7 +159,7 @@ def improve(
         problem: with a budget.
         start: a legal order; one over the budget is where the search for one within it begins. The
             memory-aware store-all order when missing.
-        deadline_s: ``time.perf_counter()`` time to end at.
+        deadline: to end at.
         effort: the work to do until then.
         compiled: whether the moves are machine code; they are the same.
         seed: of every choice.
@@ -180,12 +178,12 @@ def improve(
     if start is None and best_s < float("inf"):
         yield best
     done = 0
-    while time.perf_counter() < deadline_s and (effort.rounds is None or done < effort.rounds):
+    while not deadline.is_over and (effort.rounds is None or done < effort.rounds):
         if best_s <= problem.store_all_time_s:
             return
         line = Timeline(problem, best, compiled=compiled)
         cooling = coolings[done % len(coolings)]
-        order = _round(line, cooling, effort.moves, best_s, deadline_s, rng)
+        order = _round(line, cooling, effort.moves, best_s, deadline, rng)
         if order:
             best, best_s = order, simulate(problem, Schedule(order)).time_s
             yield order
@@ -199,7 +197,7 @@ def _round(
     cooling: Cooling,
     moves: int,
     best_s: float,
-    deadline_s: float,
+    deadline: Deadline,
     rng: np.random.Generator,
 ) -> tuple[int, ...]:
     """Returns the fastest order of one round, empty if none is faster than ``best_s``."""
@@ -210,7 +208,7 @@ def _round(
     fastest: tuple[int, ...] = ()
     chunks = max(1, moves // CHUNK_MOVES)
     for chunk in range(chunks + REPAIR_CHUNKS):
-        if time.perf_counter() > deadline_s or (chunk >= chunks and not line.excess):
+        if deadline.is_over or (chunk >= chunks and not line.excess):
             break
         line.spread()
         heat, penalty = cooling.at(min(1.0, chunk / chunks))
@@ -242,5 +240,7 @@ def warm_up() -> None:
     """
     importlib.import_module("numba")
     problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)
-    for _ in improve(problem, None, deadline_s=float("inf"), effort=Effort(1, 1), compiled=True):
+    for _ in improve(
+        problem, None, deadline=Deadline(float("inf")), effort=Effort(1, 1), compiled=True
+    ):
         pass

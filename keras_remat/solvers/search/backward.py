@@ -33,17 +33,17 @@ Known limits: nothing is minimized, and thousands of ops are too many.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
 from keras_remat.errors import InfeasibleBudgetError
 from keras_remat.solvers.orders.effort import effort_s
-from keras_remat.solvers.orders.incumbent import Incumbent
+from keras_remat.solvers.orders.incumbent import Incumbent, Progress
 from keras_remat.solvers.orders.trim import trimmed
 
 STEPS_PER_S = 60_000
@@ -67,7 +67,13 @@ class Answer:
     infeasible: bool
 
 
-def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Solution:
     """The faster of the orders that the two sorts of search end at, without the recomputations
     there is room for.
 
@@ -75,13 +81,13 @@ def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Sol
         InfeasibleBudgetError: proved that no schedule fits.
         ScheduleNotFoundError: both searches were cut off.
     """
-    incumbent = Incumbent(problem, "backward", time_limit_s)
+    incumbent = Incumbent(problem, "backward", time_limit_s, progress)
     if incumbent.offer_store_all() or problem.budget_bytes is None:
         return incumbent.solution()
     sorts: tuple[Sort, ...] = ("once", "few")
     for sort in sorts:
         answer = search(
-            problem, sort, max_steps=steps_limit(time_limit_s / 2), deadline_s=incumbent.deadline
+            problem, sort, max_steps=steps_limit(time_limit_s / 2), deadline=incumbent.deadline
         )
         if answer.infeasible:
             raise InfeasibleBudgetError(problem.budget_bytes, problem.budget_bytes + 1)
@@ -96,7 +102,7 @@ def steps_limit(time_limit_s: float) -> int:
 
 
 def search(
-    problem: Problem, sort: Sort, *, max_steps: int, deadline_s: float = float("inf")
+    problem: Problem, sort: Sort, *, max_steps: int, deadline: Deadline = NO_DEADLINE
 ) -> Answer:
     """One search.
 
@@ -104,7 +110,7 @@ def search(
         problem: with a budget.
         sort: see the module docstring.
         max_steps: the search is cut off when it has looked at this many.
-        deadline_s: ``time.perf_counter()`` time to end at.
+        deadline: to end at.
     """
     game = _Game(problem)
     merges = sort == "few"
@@ -115,7 +121,7 @@ def search(
     stack: list[tuple[int, int, int, _Path | None]] = [(*start, game.bytes_of(wanted), None)]
     while stack:
         alive, left, held, path = stack.pop()
-        if game.looked > max_steps or time.perf_counter() > deadline_s:
+        if game.looked > max_steps or deadline.is_over:
             return Answer(None, False)
         while True:  # as long as a step is taken at once
             if not left:

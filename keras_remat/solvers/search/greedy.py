@@ -24,18 +24,19 @@ more), and no bound is proved.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Op, reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers.orders.effort import effort_s
+from keras_remat.solvers.orders.incumbent import Incumbent, Progress
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.orders.trim import trimmed
 
@@ -88,97 +89,55 @@ def solve(
     *,
     time_limit_s: float = 30.0,
     seed: int = 0,
-    progress: Callable[[Solution], None] | None = None,
+    progress: Progress | None = None,
 ) -> Solution:
     """Returns the fastest schedule that any policy finds on the default or the memory-aware base
     order.
 
     Args:
-        problem, time_limit_s, seed: as in :func:`keras_remat.solvers.solve`; there is nothing
-            random here.
-        progress: called with every schedule that was the fastest when it was found.
+        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`; there is
+            nothing random here.
 
     Raises:
         ScheduleNotFoundError: every policy got stuck.
     """
-    started = time.perf_counter()
-    base = tuple(sorted(problem.graph.needed))
-    usage = simulate(problem, Schedule(base))
-    budget = problem.budget_bytes
-    if budget is None or usage.peak_bytes <= budget:
-        return Solution(
-            Schedule(base),
-            "greedy",
-            "optimal",
-            time.perf_counter() - started,
-            problem.store_all_time_s,
-            usage,
-        )
-    best: Schedule | None = None
-    for schedule in candidates(
-        problem, deadline_s=started + time_limit_s, max_steps=steps_limit(time_limit_s)
-    ):
-        best = schedule
-        if progress is not None:
-            found_s = time.perf_counter() - started
-            progress(
-                Solution(
-                    best,
-                    "greedy",
-                    "feasible",
-                    found_s,
-                    problem.store_all_time_s,
-                    simulate(problem, best),
-                )
-            )
-    if best is None:
-        raise ScheduleNotFoundError(budget, problem.floor_bytes, solver="greedy")
-    usage = simulate(problem, best)
-    return Solution(
-        best,
-        "greedy",
-        "optimal" if len(best) == len(base) else "feasible",
-        time.perf_counter() - started,
-        problem.store_all_time_s,
-        usage,
-    )
+    incumbent = Incumbent(problem, "greedy", time_limit_s, progress)
+    if not incumbent.offer_store_all():
+        for schedule in candidates(
+            problem, deadline=incumbent.deadline, max_steps=steps_limit(time_limit_s)
+        ):
+            incumbent.offer(schedule.order)
+    return incumbent.solution()
 
 
-def solve_first(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+def solve_first(
+    problem: Problem,
+    *,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Solution:
     """Returns the first schedule that any policy finds, in a fraction of the time that the fastest
     takes.
 
     Args:
-        problem, time_limit_s: as in :func:`keras_remat.solvers.solve`.
+        problem, time_limit_s, progress: as in :func:`keras_remat.solvers.solve`.
         seed: which policy is the first to be tried.
 
     Raises:
         ScheduleNotFoundError: every policy got stuck.
     """
-    started = time.perf_counter()
+    incumbent = Incumbent(problem, "greedy_first", time_limit_s, progress)
     first = seed % len(POLICIES)
     found = candidates(
         problem,
-        deadline_s=started + time_limit_s,
+        deadline=incumbent.deadline,
         max_steps=steps_limit(time_limit_s),
         policies=POLICIES[first:] + POLICIES[:first],
     )
-    schedule = next(found, None)
-    if schedule is None:
-        raise ScheduleNotFoundError(
-            problem.budget_bytes or 0, problem.floor_bytes, solver="greedy_first"
-        )
-    usage = simulate(problem, schedule)
-    optimal = len(schedule) == len(problem.graph.needed)
-    seconds = time.perf_counter() - started
-    return Solution(
-        schedule,
-        "greedy_first",
-        "optimal" if optimal else "feasible",
-        seconds,
-        problem.store_all_time_s,
-        usage,
-    )
+    for schedule in islice(found, 1):
+        incumbent.offer(schedule.order)
+    return incumbent.solution()
 
 
 def steps_limit(time_limit_s: float) -> int:
@@ -189,7 +148,7 @@ def steps_limit(time_limit_s: float) -> int:
 def candidates(
     problem: Problem,
     *,
-    deadline_s: float,
+    deadline: Deadline,
     max_steps: int | None = None,
     orders: Sequence[Sequence[int]] | None = None,
     policies: Sequence[Policy] = POLICIES,
@@ -198,7 +157,7 @@ def candidates(
 
     Args:
         problem: with a budget.
-        deadline_s: no policy runs past this ``time.perf_counter()`` time.
+        deadline: no policy runs past it.
         max_steps: steps of all policies together (:func:`steps_limit`).
         orders: base orders; the memory-aware one and the default one when missing.
         policies: what is tried on each, in this order.
@@ -226,11 +185,11 @@ def candidates(
             before_s = best_s
             for order in orders:
                 for policy in policies:
-                    if left <= 0 or time.perf_counter() > deadline_s:
+                    if left <= 0 or deadline.is_over:
                         return
                     known_s = problem.store_all_time_s
                     run = _Run(
-                        tighter, order, policy, deadline_s, known_s + TRIM_GAIN * (best_s - known_s)
+                        tighter, order, policy, deadline, known_s + TRIM_GAIN * (best_s - known_s)
                     )
                     try:
                         found = run.run(min(left, patience * len(order) + 1000))
@@ -255,7 +214,7 @@ class _Run:
 
     :meth:`run` raises :class:`StuckError` when nothing can be evicted and the next op does not fit,
     when the recomputations explode, when a schedule faster than ``worse_than_s`` is out of reach,
-    or at ``deadline_s``.
+    or at ``deadline``.
     """
 
     def __init__(
@@ -263,17 +222,17 @@ class _Run:
         problem: Problem,
         base: Sequence[int],
         policy: Policy,
-        deadline_s: float,
+        deadline: Deadline,
         worse_than_s: float,
     ):
         graph = problem.graph
         if problem.budget_bytes is None:
             raise ValueError("greedy eviction needs a budget")
-        self.graph, self.profile, self.policy, self.deadline_s = (
+        self.graph, self.profile, self.policy, self.deadline = (
             graph,
             problem.profile,
             policy,
-            deadline_s,
+            deadline,
         )
         self.ops, self.base, self.budget = graph.ops, base, problem.budget_bytes
         self.nbytes = [value.nbytes for value in graph.values]
@@ -508,7 +467,7 @@ class _Run:
         # An eviction can make an input of the op wanted again, whose buffer can then not be taken
         # over: ask every time.
         while self.held + (needed := self._needed(op, new)) > self.budget:
-            if time.perf_counter() > self.deadline_s:
+            if self.deadline.is_over:
                 raise StuckError(f"{self.held + needed} bytes needed")
             self._refresh()
             given_up = self._given_up(op, new)

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Sequence
@@ -46,13 +45,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import live_bytes, simulate
 from keras_remat.core.validate import validate
-from keras_remat.errors import InvalidScheduleError, PeakExceededError, ScheduleNotFoundError
+from keras_remat.errors import InvalidScheduleError, PeakExceededError
 from keras_remat.solvers.engines import cp_sat
 from keras_remat.solvers.orders.effort import effort_s
+from keras_remat.solvers.orders.incumbent import Incumbent, Progress
 from keras_remat.solvers.search import greedy
 
 DEPTHS = (2, 4, 8, 16)
@@ -105,52 +106,42 @@ class Model:
         )
 
 
-def solve(problem: Problem, *, time_limit_s: float = 30.0, seed: int = 0) -> Solution:
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Solution:
     """Returns the best schedule CP-SAT finds over the default order.
+
+    Args:
+        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
 
     Raises:
         MissingPackageError: OR-Tools is not installed (the extra ``solvers``).
         ScheduleNotFoundError: none found in time.
     """
-    started = time.perf_counter()
     cp_sat.require_ortools()
-    base = tuple(sorted(problem.graph.needed))
-    usage = simulate(problem, Schedule(base))
-    budget = problem.budget_bytes
-    if budget is None or usage.peak_bytes <= budget:
-        spent = time.perf_counter() - started
-        return Solution(
-            Schedule(base), "intervals", "optimal", spent, problem.store_all_time_s, usage
-        )
+    incumbent = Incumbent(problem, "intervals", time_limit_s, progress)
+    if incumbent.offer_store_all():
+        return incumbent.solution()
+    base, deadline = tuple(sorted(problem.graph.needed)), incumbent.deadline
     steps = greedy.steps_limit(time_limit_s / 4)
     known = [
         s.order
-        for s in greedy.candidates(
-            problem, deadline_s=started + time_limit_s, max_steps=steps, orders=[base]
-        )
+        for s in greedy.candidates(problem, deadline=deadline, max_steps=steps, orders=[base])
     ]
     work = work_limit(0.75 * time_limit_s)
     for depth in DEPTHS:
-        search = improve(
-            problem,
-            base,
-            known,
-            depth=depth,
-            deadline_s=started + time_limit_s,
-            work=work,
-            seed=seed,
-        )
+        search = improve(problem, base, known, depth=depth, deadline=deadline, work=work, seed=seed)
         end = yield_into(known, search)
         work -= end.work
         if not end.solved:
             break
-    if not known:
-        raise ScheduleNotFoundError(budget, problem.floor_bytes, solver="intervals")
-    best = Schedule(min(known, key=lambda order: simulate(problem, Schedule(order)).time_s))
-    spent = time.perf_counter() - started
-    return Solution(
-        best, "intervals", "feasible", spent, problem.store_all_time_s, simulate(problem, best)
-    )
+    for order in known:
+        incumbent.offer(order)
+    return incumbent.solution()
 
 
 def work_limit(time_limit_s: float) -> float:
@@ -182,7 +173,7 @@ def improve(
     base: Sequence[int],
     known: Sequence[tuple[int, ...]],
     *,
-    deadline_s: float,
+    deadline: Deadline,
     work: float,
     depth: int,
     seed: int = 0,
@@ -195,7 +186,7 @@ def improve(
         base: the order of the first runs.
         known: legal orders with these first runs; their recomputations become candidates, and the
             search starts from the fastest.
-        deadline_s: ``time.perf_counter()`` time to end at.
+        deadline: to end at.
         work: deterministic limit (:func:`work_limit`).
         depth: levels of recomputed readers whose slots a value's producer inherits.
         seed: of the search.
@@ -212,7 +203,7 @@ def improve(
             slots.setdefault(op_id, set()).add(slot)
     hint = min(known, key=lambda order: simulate(problem, Schedule(order)).time_s, default=None)
     model = build(problem, base, slots, hint)
-    left = deadline_s - time.perf_counter()
+    left = deadline.left_s()
     if left <= MINIMUM_S:
         return End(False, 0.0)
     end = End(False, work)

@@ -8,10 +8,10 @@ graphs are coarsened (:mod:`keras_remat.solvers.orders.coarsen`) along the known
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -34,7 +34,7 @@ def schedules(
         time_limit_s: seconds.
         seed: of every choice.
     """
-    deadline_s = time.perf_counter() + time_limit_s
+    deadline = Deadline(time_limit_s)
     budget = problem.budget_bytes or 0
     base = tuple(dict.fromkeys(start.order))
     coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
@@ -44,7 +44,7 @@ def schedules(
     for order in anneal.improve(
         coarse.problem,
         known,
-        deadline_s=deadline_s,
+        deadline=deadline,
         effort=replace(effort, rounds=None),
         compiled=compiled,
         seed=seed,

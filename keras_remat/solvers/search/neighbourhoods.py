@@ -17,9 +17,9 @@ many threads. Everything is decided by the seed and by CP-SAT's counted work.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Collection, Generator, Sequence
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -46,7 +46,7 @@ def improve(
     problem: Problem,
     start: Sequence[int],
     *,
-    deadline_s: float,
+    deadline: Deadline,
     work: float,
     depth: int,
     seed: int = 0,
@@ -58,7 +58,7 @@ def improve(
         problem: with a budget.
         start: a legal order; one over the budget is a start too, though a worse one, and so is one
             whose recomputations before a first run must not be in the order of the first runs.
-        deadline_s: ``time.perf_counter()`` time to end at.
+        deadline: to end at.
         work: deterministic limit (:func:`keras_remat.solvers.search.intervals.work_limit`) for each
             of the two processes.
         depth: of the candidates, as for :func:`keras_remat.solvers.search.intervals.improve`.
@@ -79,18 +79,14 @@ def improve(
         for slot in slots
     }
     pairs = sorted(candidates | chosen)
-    if not pairs or deadline_s - time.perf_counter() <= intervals.MINIMUM_S:
+    if not pairs or deadline.left_s() <= intervals.MINIMUM_S:
         return 0.0
     rng = random.Random(seed)
     best_s, known_s = _seconds(problem, order_of(base, chosen)), _seconds(problem, tuple(start))
     size, done, idle = max(FIRST_SIZE, FIRST_SHARE * len(pairs)), 0.0, 0
     half = cp_sat.MEMORY_LIMIT_BYTES // 2
     with cp_sat.Worker(half) as first, cp_sat.Worker(half) as second:
-        while (
-            done < work
-            and idle < NOTHING_NEW
-            and deadline_s - time.perf_counter() > intervals.MINIMUM_S
-        ):
+        while done < work and idle < NOTHING_NEW and deadline.left_s() > intervals.MINIMUM_S:
             windows: list[set[Pair]] = []
             answers: list[set[Pair]] = []
             models: list[intervals.Model] = []
@@ -106,7 +102,7 @@ def improve(
                 model = intervals.build(
                     problem, base, slots, order_of(base, chosen), chosen - window
                 )
-                left = deadline_s - time.perf_counter()
+                left = deadline.left_s()
                 worker.start(model.program, time_limit_s=left, work_limit=WORK_PER_SOLVE, seed=seed)
                 windows.append(window)
                 models.append(model)

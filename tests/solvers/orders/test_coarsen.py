@@ -7,6 +7,7 @@ import random
 import pytest
 from random_problems import mixed_problem
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules
@@ -60,7 +61,7 @@ def test_threshold_one_loses_nothing(seed: int) -> None:
     """With no small values the coarse peak is the full one."""
     problem = mixed_problem(seed)
     coarse = coarsen.Coarse(problem, Schedule.store_all(problem.graph).order, 1)
-    for schedule in greedy.candidates(coarse.problem, deadline_s=float("inf")):
+    for schedule in greedy.candidates(coarse.problem, deadline=Deadline(float("inf"))):
         full = Schedule(coarse.expand(schedule.order))
         assert simulate(problem, full).peak_bytes <= simulate(coarse.problem, schedule).peak_bytes
 

@@ -6,6 +6,7 @@ import pytest
 from random_problems import mixed_problem, with_budget_fraction
 
 from benchmarks.suite.layered import layered
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -21,11 +22,11 @@ SHORT = anneal.Effort(2, 4000)
 def test_improvements_are_valid_and_faster(seed: int) -> None:
     problem = mixed_problem(seed)
     start = None
-    for schedule in greedy.candidates(problem, deadline_s=float("inf")):
+    for schedule in greedy.candidates(problem, deadline=Deadline(float("inf"))):
         start = schedule.order
     time_s = float("inf") if start is None else sum(problem.profile.op_time_s[i] for i in start)
     for order in anneal.improve(
-        problem, start, deadline_s=float("inf"), seed=seed, effort=SHORT, compiled=False
+        problem, start, deadline=Deadline(float("inf")), seed=seed, effort=SHORT, compiled=False
     ):
         validate(problem, Schedule(order))
         faster = sum(problem.profile.op_time_s[i] for i in order)
@@ -38,7 +39,7 @@ def test_the_same_seed_gives_the_same_orders() -> None:
     first, second = (
         list(
             anneal.improve(
-                problem, None, deadline_s=float("inf"), seed=3, effort=SHORT, compiled=False
+                problem, None, deadline=Deadline(float("inf")), seed=3, effort=SHORT, compiled=False
             )
         )
         for _ in range(2)
@@ -57,7 +58,7 @@ def test_reordering_saves_what_no_recomputation_can() -> None:
     )
     problem = Problem(graph, Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=12)
     orders = list(
-        anneal.improve(problem, None, deadline_s=float("inf"), effort=SHORT, compiled=False)
+        anneal.improve(problem, None, deadline=Deadline(float("inf")), effort=SHORT, compiled=False)
     )
     assert orders
     validate(problem, Schedule(orders[-1]))
@@ -75,7 +76,12 @@ def test_machine_code_makes_the_moves_of_the_python_oracle(seed: int) -> None:
     compiled, python = (
         list(
             anneal.improve(
-                problem, None, deadline_s=float("inf"), seed=seed, effort=SHORT, compiled=flag
+                problem,
+                None,
+                deadline=Deadline(float("inf")),
+                seed=seed,
+                effort=SHORT,
+                compiled=flag,
             )
         )
         for flag in (True, False)

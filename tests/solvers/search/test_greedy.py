@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from random_problems import chain_problem, mixed_problem
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph, Op, Value, chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -19,7 +20,7 @@ from keras_remat.solvers.search import greedy
 @pytest.mark.parametrize("seed", range(300))
 def test_every_candidate_is_valid(seed: int) -> None:
     problem = mixed_problem(seed)
-    for schedule in greedy.candidates(problem, deadline_s=float("inf")):
+    for schedule in greedy.candidates(problem, deadline=Deadline(float("inf"))):
         validate(problem, schedule)
 
 
@@ -39,7 +40,8 @@ def test_candidates_get_faster() -> None:
     problem = chain_problem(40)
     problem = problem.with_budget(20)
     times = [
-        simulate(problem, s).time_s for s in greedy.candidates(problem, deadline_s=float("inf"))
+        simulate(problem, s).time_s
+        for s in greedy.candidates(problem, deadline=Deadline(float("inf")))
     ]
     assert times
     assert times == sorted(times, reverse=True)

@@ -4,10 +4,10 @@ other decisions left alone."""
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -22,7 +22,7 @@ needs_ortools = pytest.mark.skipif(not cp_sat.available(), reason="ortools is no
 
 def problem_and_start(seed: int) -> tuple[Problem, tuple[int, ...]]:
     problem = with_budget_fraction(training_problem(random.Random(seed), 60), 0.5)
-    *_, start = greedy.candidates(problem, deadline_s=float("inf"), max_steps=5000)
+    *_, start = greedy.candidates(problem, deadline=Deadline(float("inf")), max_steps=5000)
     return problem, start.order
 
 
@@ -33,7 +33,7 @@ def test_improves_and_repeats_itself(seed: int) -> None:
     runs = [
         list(
             neighbourhoods.improve(
-                problem, start, deadline_s=time.perf_counter() + 60, work=0.3, depth=4, seed=1
+                problem, start, deadline=Deadline(60.0), work=0.3, depth=4, seed=1
             )
         )
         for _ in range(2)

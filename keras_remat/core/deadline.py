@@ -1,0 +1,45 @@
+"""The end of a time limit: the one place where solvers read the clock."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A number of seconds, counted from when it is made.
+
+    Args:
+        seconds: of the limit; infinite for none.
+        started: ``time.perf_counter()`` when it began.
+
+    >>> Deadline(0.0).is_over, Deadline(float("inf")).is_over
+    (True, False)
+    >>> Deadline(60.0).share(0.5).seconds
+    30.0
+    """
+
+    seconds: float
+    started: float = field(default_factory=time.perf_counter)
+
+    def spent_s(self) -> float:
+        """Returns the seconds since it began."""
+        return time.perf_counter() - self.started
+
+    def left_s(self) -> float:
+        """Returns the seconds until it ends, at least 0."""
+        return max(0.0, self.seconds - self.spent_s())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its seconds are spent."""
+        return self.spent_s() >= self.seconds
+
+    def share(self, share: float) -> Deadline:
+        """Returns the deadline at which this share of its seconds is spent."""
+        return Deadline(self.seconds * share, self.started)
+
+
+NO_DEADLINE = Deadline(float("inf"))
+"""Is never over."""

@@ -1,0 +1,20 @@
+"""A deadline is over when its seconds are spent, and its shares began when it did."""
+
+from __future__ import annotations
+
+from keras_remat.core import deadline
+from keras_remat.core.deadline import Deadline
+
+
+def test_left_spent_and_shares_follow_the_clock(monkeypatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(deadline.time, "perf_counter", lambda: clock[0])
+    limit = Deadline(10.0)
+    half = limit.share(0.5)
+    clock[0] = 104.0
+    assert (limit.spent_s(), limit.left_s(), half.left_s()) == (4.0, 6.0, 1.0)
+    clock[0] = 105.0
+    assert half.is_over
+    assert not limit.is_over
+    clock[0] = 200.0
+    assert (limit.left_s(), limit.is_over) == (0.0, True)

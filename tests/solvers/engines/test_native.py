@@ -1,0 +1,45 @@
+"""Numba is imported only where moves are made, and solving goes on without it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from keras_remat.solvers.engines import native
+
+
+def run(code: str) -> int:
+    """Runs Python code in a fresh process and returns its exit status."""
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode
+
+
+@pytest.mark.parametrize(
+    "module", ["keras_remat", "keras_remat.solvers.auto", "keras_remat.solvers.search.nearby"]
+)
+def test_numba_is_not_imported_before_it_is_needed(module: str) -> None:
+    assert run(f"import sys, {module}; sys.exit('numba' in sys.modules)") == 0
+
+
+def test_without_numba_the_moves_are_python() -> None:
+    code = (
+        "import sys; sys.modules['numba'] = None\n"
+        "from keras_remat.core.graph import chain_example\n"
+        "from keras_remat.core.problem import Problem\n"
+        "from keras_remat.core.profile import Profile\n"
+        "from keras_remat.solvers.engines import native\n"
+        "from keras_remat.solvers.search import anneal\n"
+        "native.WARM_UP = 'import sys; sys.exit(1)'\n"
+        "problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)\n"
+        "order = anneal.solve(problem, time_limit_s=1.0).schedule.order\n"
+        "sys.exit(order != (0, 1, 2, 3, 0, 4) or native.is_compiled(20.0))\n"
+    )
+    assert run(code) == 0
+
+
+def test_a_process_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "WARM_UP", "raise RuntimeError('no locator available')")
+    native.begin.cache_clear()
+    assert not native.is_compiled(20.0)
+    native.begin.cache_clear()
