@@ -5,30 +5,32 @@ its work is done.
    optimal, done.
 2. :mod:`keras_remat.solvers.search.greedy` gives a first schedule; where the graph is not large,
    :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores.
-3. :mod:`keras_remat.solvers.search.anneal` looks for another order of the ops, which on graphs with
-   many parallel branches decides everything. Where there is no schedule yet,
-   :mod:`keras_remat.solvers.search.backward` finds one, or proves that there is none.
-4. :mod:`keras_remat.solvers.bounds.cut_bound`, and :mod:`keras_remat.solvers.bounds.window_bound`
+3. :mod:`keras_remat.solvers.bounds.cut_bound`, and :mod:`keras_remat.solvers.bounds.window_bound`
    with a few cuts, may prove the best schedule optimal.
-5. :mod:`keras_remat.solvers.search.intervals` searches around it, with more candidates whenever its
-   program was solved.
+4. :mod:`keras_remat.solvers.search.intervals` searches around it, with more candidates whenever its
+   program was solved. It keeps the order of the ops, and does that better for the order that the
+   graph came in than for one that annealing made, so it comes first.
+5. :mod:`keras_remat.solvers.search.anneal` looks for another order, which on graphs with many
+   parallel branches decides everything. Where there is still no schedule,
+   :mod:`keras_remat.solvers.search.backward` finds one, or proves that there is none, and step 4
+   follows.
 6. Annealing from nothing, annealing from the best schedule, and
    :mod:`keras_remat.solvers.search.neighbourhoods` take turns. Who finds nothing sits out a turn,
    the next time two, and so on: what still improves gets the time.
-7. After the first turns, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
+7. After the first turn, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
    cuts tries to close the gap from below.
 
 Graphs of more than ``LARGE_OPS`` ops are coarsened first
-(:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 3 and 6 work on the coarse problem; step 5
-is left out, its program is too large. Without OR-Tools annealing does all of 5 and 6.
+(:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 5 and 6 work on the coarse problem; step 4
+is left out, its program is too large. Without OR-Tools annealing does all of 4 and 6.
 Recomputations there turns out to be room for are taken back
 (:mod:`keras_remat.solvers.orders.trim`) wherever a schedule comes from.
 
 Every schedule is checked by :func:`keras_remat.core.validate.validate` before it counts.
 ``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one it passes
-through. The bound is that of step 4 or 7; both hold for every legal order.
+through. The bound is that of step 3 or 7; both hold for every legal order.
 
-All steps but 4 and 7 end by counted work (:mod:`keras_remat.solvers.orders.effort`), and a schedule
+All steps but 3 and 7 end by counted work (:mod:`keras_remat.solvers.orders.effort`), and a schedule
 replaces another only if it is faster by more than the tolerance of the proofs. So the same seed
 gives the same schedule, unless the clock ends one of these steps after all: on a machine that is
 very busy or very slow. How far the *bound* gets depends on the clock.
@@ -83,7 +85,7 @@ GREEDY_SHARE, BACKWARD_SHARE, INTERVALS_SHARE = 0.15, 0.2, 0.3
 TURNS = 12
 """Turns of step 6."""
 FIRST_ANNEAL_SHARE, ANNEAL_SHARE, NEIGHBOURHOODS_SHARE = 0.15, 0.06, 0.04
-"""The work of step 3, and of a turn of annealing and of neighbourhoods."""
+"""The work of step 5, and of a turn of annealing and of neighbourhoods."""
 DTR_SCORES = ("dtr", "local", "msps", "eq")
 DTR_OPS_PER_S = 1_500
 """Ops that DTR runs per score and second of the whole time limit."""
@@ -202,12 +204,6 @@ class _Search:
                 view = self._coarse(base)
         if large and self.best is None:
             self._greedy(whole, bases[:1])
-        if not self.proved:
-            self._anneal(
-                view, self.seed, (anneal.LOOSE, anneal.STIFF), FIRST_ANNEAL_SHARE, from_best=False
-            )
-        if self.best is None and not large:
-            known += self._backward()
         self._report_bound(
             cut_bound.lower_bound_s(self.problem, deadline=self.deadline.share(BOUND_SHARE))
         )
@@ -220,8 +216,18 @@ class _Search:
         if self.proved:
             return
         self.has_cp_sat = cp_sat.available()
-        if not large and self.best is not None:
-            self._with_cp_sat(partial(self._intervals, known))
+        solve_intervals = partial(self._with_cp_sat, partial(self._intervals, known))
+        begins_with_intervals = self.best is not None and not large
+        if begins_with_intervals:
+            solve_intervals()
+        if not self.proved:
+            self._anneal(
+                view, self.seed, (anneal.LOOSE, anneal.STIFF), FIRST_ANNEAL_SHARE, from_best=False
+            )
+        if self.best is None and not large:
+            known += self._backward()
+        if not begins_with_intervals and not large:
+            solve_intervals()
         self._take_turns(view, small=len(default) <= PROVABLE_OPS)
 
     def _take_turns(self, view: _View, *, small: bool) -> None:
@@ -253,7 +259,7 @@ class _Search:
             fruitless[ready] = 0 if self.best_s < before_s else fruitless[ready] + 1
             waits = [max(0, wait - 1) for wait in waits]
             waits[ready] = len(arms) * fruitless[ready]
-            if turn == len(arms) - 1 and small and not self.proved:
+            if not turn and small and not self.proved:
                 self._window_bound(
                     window_bound.longest_chain(self.problem), self.deadline.share(PROOF_SHARE)
                 )

@@ -20,17 +20,16 @@ the recomputations that different cuts enforce are not added up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from scipy.optimize import linprog
-from scipy.sparse import coo_matrix
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes
+from keras_remat.core.topology import ancestors_of, descendants_of
+from keras_remat.solvers.engines.linear_program import LinearProgram
 
 CUTS = 6
 SAMPLE = 40
@@ -77,9 +76,9 @@ def crossing_bytes(problem: Problem, cut: int) -> int:
     """Bytes of what ancestors of ``cut`` compute and it or its descendants read, and of its
     outputs."""
     graph = problem.graph
-    later = _descendants(problem, cut) | {cut}
+    later = descendants_of(problem.graph, cut) | {cut}
     total = sum(graph.values[v].nbytes for v in graph.ops[cut].outputs)
-    for op_id in _ancestors(problem, cut):
+    for op_id in ancestors_of(problem.graph, cut):
         for value_id in graph.ops[op_id].outputs:
             if any(reader in later for reader in graph.readers[value_id]):
                 total += graph.values[value_id].nbytes
@@ -90,10 +89,10 @@ def cut_bound_s(problem: Problem, cut: int, *, limit_s: float = 10.0) -> float:
     """Seconds of recomputation that the cut at the first run of op ``cut`` enforces; 0 when the
     solver has no answer in time."""
     graph, profile = problem.graph, problem.profile
-    ancestors = _ancestors(problem, cut)
+    ancestors = ancestors_of(problem.graph, cut)
     if not ancestors:
         return 0.0
-    descendants = _descendants(problem, cut)
+    descendants = descendants_of(problem.graph, cut)
     outputs = set(graph.outputs)
     needed = graph.needed
     # Values of ancestors, and whether each must be alive now or later.
@@ -112,27 +111,23 @@ def cut_bound_s(problem: Problem, cut: int, *, limit_s: float = 10.0) -> float:
                 wanted.append(value_id)
             if value_id in inputs:
                 forced.add(value_id)
-    rows: list[int] = []
-    columns: list[int] = []
-    entries: list[float] = []
-    limits: list[float] = []
-
-    def at_most(terms: Iterable[tuple[int, float]], limit: float) -> None:
-        for column, entry in terms:
-            rows.append(len(limits))
-            columns.append(column)
-            entries.append(entry)
-        limits.append(limit)
-
+    unit = max(problem.store_all_time_s, 1e-12)
+    program = LinearProgram()
+    for op_id in op_column:
+        program.variable(
+            profile.op_time_s[op_id] / unit, ceiling=float(graph.ops[op_id].recomputable)
+        )
+    for value_id in value_column:
+        program.variable(floor=float(value_id in forced))
     for value_id in wanted:
         producer = graph.values[value_id].producer
         assert producer is not None
-        at_most([(value_column[value_id], -1.0), (op_column[producer], -1.0)], -1.0)
+        program.at_most([(value_column[value_id], -1.0), (op_column[producer], -1.0)], -1.0)
     for op_id, column in op_column.items():
         for value_id in dict.fromkeys(graph.ops[op_id].inputs):
             producer = graph.values[value_id].producer
             if producer in op_column:
-                at_most(
+                program.at_most(
                     [(column, 1.0), (value_column[value_id], -1.0), (op_column[producer], -1.0)],
                     0.0,
                 )
@@ -143,52 +138,15 @@ def cut_bound_s(problem: Problem, cut: int, *, limit_s: float = 10.0) -> float:
     )
     room = (problem.budget_bytes or 0) - profile.resident_bytes - own
     scale = max(1, room)
-    at_most(((c, graph.values[v].nbytes / scale) for v, c in value_column.items()), room / scale)
-    count = len(op_column) + len(value_column)
-    lower, upper = np.zeros(count), np.ones(count)
-    for value_id in forced:
-        lower[value_column[value_id]] = 1.0
-    for op_id, column in op_column.items():
-        if not graph.ops[op_id].recomputable:
-            upper[column] = 0.0
-    cost = np.zeros(count)
-    unit = max(problem.store_all_time_s, 1e-12)
-    for op_id, column in op_column.items():
-        cost[column] = profile.op_time_s[op_id] / unit
-    matrix = coo_matrix((entries, (rows, columns)), shape=(len(limits), count)).tocsr()
+    program.at_most(
+        ((c, graph.values[v].nbytes / scale) for v, c in value_column.items()), room / scale
+    )
     result = linprog(
-        cost,
-        A_ub=matrix,
-        b_ub=limits,
-        bounds=np.column_stack([lower, upper]),
+        program.cost,
+        A_ub=program.matrix,
+        b_ub=program.high,
+        bounds=np.column_stack([program.floor, program.ceiling]),
         method="highs",
         options={"time_limit": limit_s},
     )
     return float(result.fun) * unit if result.status == 0 else 0.0
-
-
-def _ancestors(problem: Problem, op_id: int) -> set[int]:
-    """Ops that have run before ``op_id`` first runs: what it reads from and what it must follow,
-    transitively."""
-    graph = problem.graph
-    found: set[int] = set()
-    stack = [op_id]
-    while stack:
-        op = graph.ops[stack.pop()]
-        producers = {p for v in op.inputs if (p := graph.values[v].producer) is not None}
-        fresh = (producers | (set(op.after) & graph.needed)) - found
-        found |= fresh
-        stack += fresh
-    return found
-
-
-def _descendants(problem: Problem, op_id: int) -> set[int]:
-    """Ops that cannot have run before ``op_id`` first runs."""
-    graph = problem.graph
-    found = {op_id}
-    for op in graph.ops[op_id + 1 :]:
-        if any(graph.values[v].producer in found for v in op.inputs) or any(
-            earlier in found for earlier in op.after
-        ):
-            found.add(op.id)
-    return found - {op_id}

@@ -25,10 +25,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_matrix
 
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
+from keras_remat.core.topology import predecessors
+from keras_remat.solvers.engines.linear_program import LinearProgram
 
 SAFETY = 1e-6
 """Relative; the solver's tolerance, taken off the bound."""
@@ -40,10 +41,7 @@ def longest_chain(problem: Problem) -> list[int]:
     length: dict[int, int] = {}
     previous: dict[int, int] = {}
     for op_id in sorted(graph.needed):
-        op = graph.ops[op_id]
-        before = {p for v in op.inputs if (p := graph.values[v].producer) is not None} | (
-            set(op.after) & graph.needed
-        )
+        before = predecessors(graph, op_id)
         best = max(sorted(before), key=lambda i: length[i], default=None)
         length[op_id] = 1 if best is None else length[best] + 1
         if best is not None:
@@ -78,15 +76,15 @@ def lower_bound_s(
     if problem.budget_bytes is None or not cuts:
         return total
     program = _Program(problem, cuts)
-    cost, unit = program.cost(), max(total, 1e-12)
+    cost, unit = program.cost, max(total, 1e-12)
     if known_s is not None:
         costly = [(at, float(c) / unit) for at, c in enumerate(cost) if c]
         program.at_most(costly, known_s / unit * (1 + SAFETY))
     result = milp(
         cost / unit,
-        constraints=program.constraint(),
+        constraints=LinearConstraint(program.matrix, program.low, program.high),
         integrality=np.full(len(cost), 1 if integer else 0),
-        bounds=Bounds(np.array(program.lower), np.array(program.upper)),
+        bounds=Bounds(program.floor, program.ceiling),
         options={"time_limit": limit_s, "mip_rel_gap": 1e-7},
     )
     dual = result.mip_dual_bound if integer else (result.fun if result.status == 0 else None)
@@ -97,30 +95,14 @@ def lower_bound_s(
     )
 
 
-class _Program:
+class _Program(LinearProgram):
     def __init__(self, problem: Problem, cuts: Sequence[int]):
+        super().__init__()
         self.problem, self.graph = problem, problem.graph
         self.last = len(cuts)
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.costs: list[float] = []
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.entries: list[float] = []
-        self.limits: list[float] = []
         needed = sorted(self.graph.needed)
         position = {op_id: w + 1 for w, op_id in enumerate(cuts)}
-        producers = {
-            i: {
-                p
-                for v in self.graph.ops[i].inputs
-                if (p := self.graph.values[v].producer) is not None
-            }
-            for i in needed
-        }
-        before = {
-            i: producers[i] | (set(self.graph.ops[i].after) & self.graph.needed) for i in needed
-        }
+        before = {i: predecessors(self.graph, i) for i in needed}
         first = dict.fromkeys(needed, 0)
         for i in needed:
             first[i] = max([position.get(i, 0), *(first[p] for p in before[i])])
@@ -132,8 +114,9 @@ class _Program:
         for i in needed:
             ends = self.last + 1 if self.graph.ops[i].recomputable else due[i]
             for w in range(first[i], ends):
-                self.runs[i, w] = self._variable(
-                    problem.profile.op_time_s[i], 1.0 if position.get(i) == w and w else 0.0
+                self.runs[i, w] = self.variable(
+                    problem.profile.op_time_s[i],
+                    floor=1.0 if position.get(i) == w and w else 0.0,
                 )
             inside = [
                 (self.runs[i, w], -1.0) for w in range(first[i], due[i]) if (i, w) in self.runs
@@ -145,7 +128,7 @@ class _Program:
             for v in self.graph.ops[i].outputs:
                 for w in range(first[i] + 1, self.last + 1):
                     read = v in self.graph.ops[cuts[w - 1]].inputs
-                    self.alive[v, w] = self._variable(0.0, 1.0 if read else 0.0)
+                    self.alive[v, w] = self.variable(floor=1.0 if read else 0.0)
                     terms = [(self.alive[v, w], 1.0)]
                     terms += [(self.alive[v, w - 1], -1.0)] if (v, w - 1) in self.alive else []
                     terms += [(self.runs[i, w - 1], -1.0)] if (i, w - 1) in self.runs else []
@@ -189,27 +172,3 @@ class _Program:
             if w == window
         ]
         self.at_most(terms, room / scale)
-
-    def _variable(self, cost: float, lower: float) -> int:
-        self.costs.append(cost)
-        self.lower.append(lower)
-        self.upper.append(1.0)
-        return len(self.costs) - 1
-
-    def at_most(self, terms: list[tuple[int, float]], limit: float) -> None:
-        for column, entry in terms:
-            self.rows.append(len(self.limits))
-            self.columns.append(column)
-            self.entries.append(entry)
-        self.limits.append(limit)
-
-    def cost(self) -> np.ndarray:
-        """Seconds per variable."""
-        return np.array(self.costs)
-
-    def constraint(self) -> LinearConstraint:
-        """All rows."""
-        matrix = coo_matrix(
-            (self.entries, (self.rows, self.columns)), shape=(len(self.limits), len(self.costs))
-        ).tocsr()
-        return LinearConstraint(matrix, -np.inf, np.array(self.limits))

@@ -13,7 +13,7 @@ import numpy as np
 import scipy.sparse
 
 from keras_remat.errors import MissingPackageError
-from keras_remat.solvers.papers.checkmate import Program
+from keras_remat.solvers.engines.linear_program import LinearProgram
 
 GAP = 1e-6  # relative, at which a program counts as solved
 Backend = Literal["highs", "cbc"]
@@ -35,18 +35,18 @@ class Answer:
 
 
 def optimize(
-    program: Program, time_limit_s: float, *, relax: bool = False, backend: Backend = "highs"
+    program: LinearProgram, time_limit_s: float, *, relax: bool = False, backend: Backend = "highs"
 ) -> Answer:
     """Solves a program.
 
     Args:
-        program: as :func:`keras_remat.solvers.papers.checkmate.build` returns it.
+        program: what to minimize.
         time_limit_s: seconds.
         relax: solve the linear relaxation.
         backend: ``"highs"`` or ``"cbc"``.
     """
     if len(program.cost) == 0:  # nothing to decide; rows are constants
-        feasible = bool(np.all(program.lower <= 1e-9) and np.all(program.upper >= -1e-9))
+        feasible = bool(np.all(program.low <= 1e-9) and np.all(program.high >= -1e-9))
         return Answer("optimal" if feasible else "infeasible", np.zeros(0), 0.0)
     return (
         _highs(program, time_limit_s, relax)
@@ -55,14 +55,14 @@ def optimize(
     )
 
 
-def _highs(program: Program, time_limit_s: float, relax: bool) -> Answer:
+def _highs(program: LinearProgram, time_limit_s: float, relax: bool) -> Answer:
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     result = milp(
         program.cost,
         integrality=np.zeros_like(program.integral) if relax else program.integral,
-        bounds=Bounds(0, program.ceiling),
-        constraints=LinearConstraint(program.matrix, program.lower, program.upper),
+        bounds=Bounds(program.floor, program.ceiling),
+        constraints=LinearConstraint(program.matrix, program.low, program.high),
         options={"time_limit": max(0.01, time_limit_s), "mip_rel_gap": GAP},
     )
     if result.status == 0:
@@ -73,7 +73,7 @@ def _highs(program: Program, time_limit_s: float, relax: bool) -> Answer:
     return Answer("stopped", None if relax else result.x, max(0.0, bound))
 
 
-def _cbc(program: Program, time_limit_s: float, relax: bool) -> Answer:
+def _cbc(program: LinearProgram, time_limit_s: float, relax: bool) -> Answer:
     try:
         from cylp.cy import CyClpSimplex
         from cylp.py.modeling.CyLPModel import CyLPModel
@@ -82,10 +82,10 @@ def _cbc(program: Program, time_limit_s: float, relax: bool) -> Answer:
     model = CyLPModel()
     x = model.addVariable("x", len(program.cost))
     finite = np.where(np.isinf(program.ceiling), 1e30, program.ceiling)
-    lower = np.where(np.isinf(program.lower), -1e30, program.lower)
-    upper = np.where(np.isinf(program.upper), 1e30, program.upper)
+    lower = np.where(np.isinf(program.low), -1e30, program.low)
+    upper = np.where(np.isinf(program.high), 1e30, program.high)
     model += lower <= scipy.sparse.csr_matrix(program.matrix) @ x <= upper
-    model += 0 <= x <= finite
+    model += program.floor <= x <= finite
     model.objective = program.cost @ x
     simplex = CyClpSimplex(model)
     simplex.logLevel = 0

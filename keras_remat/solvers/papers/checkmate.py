@@ -32,57 +32,34 @@ schedules whose first runs are in another order.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 import numpy as np
-import scipy.sparse
 
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
+from keras_remat.solvers.engines.linear_program import LinearProgram
 
 COST_OF_STORE_ALL = 1000.0  # solvers have absolute tolerances, so costs are scaled to this
 
 
-class _Rows:
-    """Collects sparse rows ``lower ≤ a · x ≤ upper``."""
-
-    def __init__(self) -> None:
-        self.row: list[int] = []
-        self.column: list[int] = []
-        self.coefficient: list[float] = []
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-
-    def add(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
-        at = len(self.lower)
-        for column, coefficient in terms:
-            self.row.append(at)
-            self.column.append(column)
-            self.coefficient.append(coefficient)
-        self.lower.append(lower)
-        self.upper.append(upper)
-
-
-@dataclass
-class Program:
-    """``min cost · x`` subject to ``lower ≤ A x ≤ upper``, ``0 ≤ x ≤ ceiling``, ``x[integral]``
-    binary.
+class Program(LinearProgram):
+    """Checkmate's program of a problem.
 
     The cost leaves out the first run of every op, which is no variable, and is scaled;
     :meth:`seconds` turns it back.
+
+    Attributes:
+        ops: the default order.
+        run: R[t, i] → variable.
+        keep: S[t, v] → variable.
     """
 
-    problem: Problem
-    ops: tuple[int, ...]
-    run: dict[tuple[int, int], int] = field(default_factory=dict)
-    keep: dict[tuple[int, int], int] = field(default_factory=dict)
-    cost: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    ceiling: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    integral: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    matrix: scipy.sparse.csc_array = None
-    lower: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    upper: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    def __init__(self, problem: Problem, ops: tuple[int, ...]):
+        super().__init__()
+        self.problem, self.ops = problem, ops
+        self.run: dict[tuple[int, int], int] = {}
+        self.keep: dict[tuple[int, int], int] = {}
 
     def seconds(self, cost: float) -> float:
         """Seconds of a whole schedule whose recomputations cost ``cost``."""
@@ -175,25 +152,16 @@ def build(
     resident = profile.resident_bytes * scale
 
     program = Program(problem, ops)
-    cost: list[float] = []
-    ceiling: list[float] = []
-    integral: list[int] = []
-
-    def column(price: float, high: float, whole: int) -> int:
-        cost.append(price)
-        ceiling.append(high)
-        integral.append(whole)
-        return len(cost) - 1
-
     for t in range(n + 1):
         for i in range(t):
             if t <= run_until[i]:
-                program.run[t, i] = column(profile.op_time_s[ops[i]] * cost_scale, 1.0, 1)
+                program.run[t, i] = program.variable(
+                    profile.op_time_s[ops[i]] * cost_scale, integral=True
+                )
     for v, i in made_by.items():
         for t in range(i + 1, read_until[v] + 1):
-            program.keep[t, v] = column(0.0, 1.0, 1)
+            program.keep[t, v] = program.variable(integral=True)
     run, keep = program.run, program.keep
-    rows = _Rows()
 
     def running(t: int, i: int) -> tuple[list[tuple[int, float]], float]:
         """R[t, i] as (terms, constant)."""
@@ -215,12 +183,14 @@ def build(
             for v in inputs[j]:
                 made, _ = running(t, made_by[v])
                 negative = [(c, -1.0) for c, _ in made + kept(t, v)]
-                rows.add(terms + negative, -np.inf, -constant)
+                program.between(terms + negative, -np.inf, -constant)
     for (t, v), c in keep.items():  # eq. 1c: what is kept was computed or kept before
         made, constant = running(t - 1, made_by[v])
-        rows.add([(c, 1.0)] + [(d, -1.0) for d, _ in made + kept(t - 1, v)], -np.inf, constant)
+        program.between(
+            [(c, 1.0)] + [(d, -1.0) for d, _ in made + kept(t - 1, v)], -np.inf, constant
+        )
         if t == n + 1:
-            rows.add([(c, 1.0)], 1.0, 1.0)
+            program.between([(c, 1.0)], 1.0, 1.0)
     for t in range(n):  # while the last op of a stage runs
         touched = set(inputs[t]) | set(outputs[t])
         op = graph.ops[ops[t]]
@@ -231,12 +201,12 @@ def build(
             for v in made_by
             if v not in touched and (t + 1, v) in keep and size[v]
         ]
-        rows.add(held, -np.inf, 1.0 - fixed)
+        program.between(held, -np.inf, 1.0 - fixed)
 
     for t in range(n + 1) if detailed is None else sorted(detailed):  # eq. 2 to 8
         for v, i in made_by.items():
             if (t, v) in keep and (t, i) in run:
-                rows.add([(keep[t, v], 1.0), (run[t, i], 1.0)], -np.inf, 1.0)
+                program.between([(keep[t, v], 1.0), (run[t, i], 1.0)], -np.inf, 1.0)
         before = [
             (keep[t, v], size[v]) for v in made_by if (t, v) in keep
         ]  # U[t, 0] without resident
@@ -244,7 +214,7 @@ def build(
         freed: list[tuple[int, float]] = []
         for k in stage_ops(t):
             runs, runs_constant = running(t, k)
-            alive = column(0.0, np.inf, 0)
+            alive = program.variable(ceiling=np.inf)
             made_bytes = sum(size[v] for v in outputs[k])
             # eq. 3: U[t, k] = U[t, k − 1] − freed after k − 1 + what k computes
             terms = (
@@ -253,41 +223,35 @@ def build(
                 + freed
                 + [(c, -made_bytes) for c, _ in runs]
             )
-            rows.add(terms, made_bytes * runs_constant, made_bytes * runs_constant)
+            program.between(terms, made_bytes * runs_constant, made_bytes * runs_constant)
             taken: list[tuple[int, float]] = []
             by_size: dict[int, list[int]] = {}
             freed = []
             for v in [*inputs[k], *outputs[k]]:
-                free = column(0.0, 1.0, 0)
+                free = program.variable()
                 freed.append((free, size[v]))
-                rows.add([(free, 1.0)] + [(c, -1.0) for c, _ in runs], -np.inf, runs_constant)
+                program.between(
+                    [(free, 1.0)] + [(c, -1.0) for c, _ in runs], -np.inf, runs_constant
+                )
                 if (t + 1, v) in keep:
-                    rows.add([(free, 1.0), (keep[t + 1, v], 1.0)], -np.inf, 1.0)
+                    program.between([(free, 1.0), (keep[t + 1, v], 1.0)], -np.inf, 1.0)
                 for j in readers[v]:
                     if j > k and j == t:
-                        rows.add([(free, 1.0)], -np.inf, 0.0)
+                        program.between([(free, 1.0)], -np.inf, 0.0)
                     elif j > k and (t, j) in run:
-                        rows.add([(free, 1.0), (run[t, j], 1.0)], -np.inf, 1.0)
+                        program.between([(free, 1.0), (run[t, j], 1.0)], -np.inf, 1.0)
                 if v in graph.ops[ops[k]].may_reuse and v in inputs[k]:
-                    take = column(0.0, 1.0, 0)
-                    rows.add([(take, 1.0), (free, -1.0)], -np.inf, 0.0)
+                    take = program.variable()
+                    program.between([(take, 1.0), (free, -1.0)], -np.inf, 0.0)
                     taken.append((take, -size[v]))
                     by_size.setdefault(graph.values[v].nbytes, []).append(take)
             for nbytes, takes in by_size.items():
                 count = sum(graph.values[v].nbytes == nbytes for v in outputs[k])
-                rows.add([(c, 1.0) for c in takes], -np.inf, float(count))
+                program.between([(c, 1.0) for c in takes], -np.inf, float(count))
             # eq. 8: within the budget
-            rows.add(
+            program.between(
                 [(alive, 1.0), *taken] + [(c, workspace[k]) for c, _ in runs],
                 -np.inf, 1.0 - resident - workspace[k] * runs_constant,
             )  # fmt: skip
             previous = [(alive, 1.0)]
-    program.cost = np.asarray(cost)
-    program.ceiling = np.asarray(ceiling)
-    program.integral = np.asarray(integral)
-    program.matrix = scipy.sparse.csc_array(
-        (rows.coefficient, (rows.row, rows.column)), shape=(len(rows.lower), len(cost))
-    )
-    program.lower = np.asarray(rows.lower)
-    program.upper = np.asarray(rows.upper)
     return program

@@ -1,0 +1,32 @@
+"""Ancestors and descendants agree with each other, and follow ``after`` as well as values."""
+
+from __future__ import annotations
+
+import pytest
+from random_problems import mixed_problem
+
+from keras_remat.core.graph import Graph, Op
+from keras_remat.core.topology import ancestors_of, descendants_of, predecessors
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_an_ancestor_has_its_descendant(seed: int) -> None:
+    graph = mixed_problem(seed).graph
+    for op_id in sorted(graph.needed):
+        for earlier in ancestors_of(graph, op_id):
+            assert op_id in descendants_of(graph, earlier)
+        for later in descendants_of(graph, op_id) & graph.needed:
+            assert op_id in ancestors_of(graph, later) or op_id not in graph.needed
+
+
+def test_what_an_op_must_follow_counts() -> None:
+    graph = Graph(
+        (
+            Op(0, "a", "", (), (), recomputable=False),
+            Op(1, "b", "", (), (), recomputable=False, after=(0,)),
+        ),
+        (),
+        (),
+    )
+    assert predecessors(graph, 1) == {0}
+    assert descendants_of(graph, 0) == {1}
