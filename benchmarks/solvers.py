@@ -5,6 +5,8 @@ and the numbers behind it.
     [--time-limit 30] [--output DIR] python benchmarks/solvers.py coarse --graphs DIR [--budgets
     0.7,0.5] [--time-limit 60] python benchmarks/solvers.py op-level [--models
     ResNet50,DenseNet121,transformer] [--budgets 0.7,0.5,0.35] [--output DIR] python
+    benchmarks/solvers.py layered --output DIR [--ops 100,500,1000] [--seeds 0,1,2] python
+    benchmarks/solvers.py moves [--ops 100,250,500,1000] [--moves 1000000] python
     benchmarks/solvers.py export MODEL.keras --batch-size 16 --output PROBLEM.json
 
 ``run`` takes every problem file of the folder (or of the environment variable
@@ -18,7 +20,8 @@ what coarsening loses: the interval search's overhead on the full graph and thro
 problem, with their proved bounds. ``op-level`` traces models of ``benchmarks/models.py`` (with
 estimated costs), solves their train steps by ``auto`` and ``dtr`` at the same budgets, and prints
 the table (written to ``op_level.md``) and the geometric mean of auto's overhead over dtr's, where
-both have one. ``export`` traces a saved Keras model's train step into a problem file.
+both have one. ``layered`` writes problem files of layered random graphs (``benchmarks/suite/layered.py``), for
+``run``. ``moves`` prints how many moves annealing makes in a second. ``export`` traces a saved Keras model's train step into a problem file.
 """
 
 from __future__ import annotations
@@ -32,19 +35,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from suite.layered import layered
+
 from keras_remat import solvers
 from keras_remat.core import serialize
-from keras_remat.core.deadline import Deadline
+from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, MissingPackageError, ScheduleNotFoundError
+from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders.coarsen import Coarse, small_value_threshold
 from keras_remat.solvers.orders.reorder import memory_aware_order
-from keras_remat.solvers.search import greedy, intervals
+from keras_remat.solvers.search import anneal, greedy, intervals
 
 BUDGETS = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,floor"
 FLOOR_FACTOR = 1.02
@@ -433,6 +440,40 @@ def best_by_intervals(
     return min(fitting, default=None), end.solved
 
 
+def moves(options: argparse.Namespace) -> None:
+    """Prints how many moves of annealing are made in a second, once compiled."""
+    if not native.is_compiled(native.LONGEST_S):
+        raise SystemExit("Numba is not installed, or has no place for its machine code")
+    print("| graph | ops | moves | CPU seconds | moves/s |", "|---|---|---|---|---|", sep="\n")
+    for ops in map(int, options.ops.split(",")):
+        problem = layered(ops, 0)
+        peak = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
+        problem = problem.with_budget(int(0.7 * peak))
+        search = partial(
+            anneal.improve, problem, None, deadline=NO_DEADLINE, compiled=True,
+            coolings=(anneal.LOOSE,),
+        )  # fmt: skip
+        for _ in search(effort=anneal.Effort(1, anneal.CHUNK_MOVES)):
+            pass  # loads the machine code
+        started = time.process_time()
+        for _ in search(effort=anneal.Effort(1, options.moves)):
+            pass
+        spent = time.process_time() - started
+        print(
+            f"| {problem.name} | {ops} | {options.moves} | {spent:.2f} | {options.moves / spent:,.0f} |"
+        )
+
+
+def write_layered(options: argparse.Namespace) -> None:
+    """Writes problem files of layered random graphs, for ``run``."""
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    for ops in map(int, options.ops.split(",")):
+        for seed in map(int, options.seeds.split(",")):
+            problem = layered(ops, seed)
+            serialize.save_problem(problem, folder / f"{problem.name}.json")
+
+
 def export(options: argparse.Namespace) -> None:
     """Writes the problem file of a saved Keras model's train step."""
     import keras
@@ -483,6 +524,15 @@ def main() -> None:
     exporting.add_argument("--batch-size", type=int, required=True)
     exporting.add_argument("--output", required=True)
     exporting.set_defaults(run=export)
+    moving = commands.add_parser("moves")
+    moving.add_argument("--ops", default="100,250,500,1000")
+    moving.add_argument("--moves", type=int, default=1_000_000)
+    moving.set_defaults(run=moves)
+    making = commands.add_parser("layered")
+    making.add_argument("--ops", default="100,500,1000")
+    making.add_argument("--seeds", default="0,1,2")
+    making.add_argument("--output", required=True)
+    making.set_defaults(run=write_layered)
     one = commands.add_parser("one")
     for name, kind in (
         ("path", str),

@@ -21,7 +21,7 @@ class Deadline:
     """
 
     seconds: float
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=lambda: time.perf_counter())
 
     def spent_s(self) -> float:
         """Returns the seconds since it began."""

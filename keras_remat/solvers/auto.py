@@ -4,19 +4,18 @@ its work is done.
 1. No budget, or an order without recomputation that fits (the default one or the memory-aware one):
    optimal, done.
 2. :mod:`keras_remat.solvers.search.greedy` gives a first schedule; where the graph is not large,
-   :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores.
+   :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores, and so does
+   :mod:`keras_remat.solvers.search.backward`, or it proves that there is none.
 3. :mod:`keras_remat.solvers.bounds.cut_bound`, and :mod:`keras_remat.solvers.bounds.window_bound`
    with a few cuts, may prove the best schedule optimal.
 4. :mod:`keras_remat.solvers.search.intervals` searches around it, with more candidates whenever its
    program was solved. It keeps the order of the ops, and does that better for the order that the
    graph came in than for one that annealing made, so it comes first.
 5. :mod:`keras_remat.solvers.search.anneal` looks for another order, which on graphs with many
-   parallel branches decides everything. Where there is still no schedule,
-   :mod:`keras_remat.solvers.search.backward` finds one, or proves that there is none, and step 4
-   follows.
+   parallel branches decides everything. Where there is still no schedule, the search backwards
+   goes on for longer, and step 4 follows.
 6. Annealing from nothing, annealing from the best schedule, and
-   :mod:`keras_remat.solvers.search.neighbourhoods` take turns. Who finds nothing sits out a turn,
-   the next time two, and so on: what still improves gets the time.
+   :mod:`keras_remat.solvers.search.neighbourhoods` take turns: what still improves gets the time (:mod:`keras_remat.solvers.search.turns`).
 7. After the first turn, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
    cuts tries to close the gap from below.
 
@@ -64,6 +63,7 @@ from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import dtr
 from keras_remat.solvers.search import anneal, backward, greedy, intervals, neighbourhoods
+from keras_remat.solvers.search.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ exactly is not possible."""
 PROVABLE_OPS = 150
 """Graphs up to this size are worth the integer program of
 :mod:`keras_remat.solvers.bounds.window_bound`."""
-GREEDY_SHARE, BACKWARD_SHARE, INTERVALS_SHARE = 0.15, 0.2, 0.3
+GREEDY_SHARE, FIRST_BACKWARD_SHARE, BACKWARD_SHARE, INTERVALS_SHARE = 0.15, 0.04, 0.2, 0.3
 """The work of these steps, as shares of the time limit."""
 TURNS = 12
 """Turns of step 6."""
@@ -225,7 +225,7 @@ class _Search:
                 view, self.seed, (anneal.LOOSE, anneal.STIFF), FIRST_ANNEAL_SHARE, from_best=False
             )
         if self.best is None and not large:
-            known += self._backward()
+            known += self._backward(BACKWARD_SHARE)
         if not begins_with_intervals and not large:
             solve_intervals()
         self._take_turns(view, small=len(default) <= PROVABLE_OPS)
@@ -247,18 +247,16 @@ class _Search:
             loose,
             stiff,
         ]
-        fruitless, waits = [0] * len(arms), [0] * len(arms)
+        turns = Turns(len(arms))
         for turn in range(TURNS):
             if self.proved or self.deadline.share(LAST_SHARE).is_over:
                 return
-            ready = min(range(len(arms)), key=lambda at: (waits[at], at))
-            if self.best is None:  # nothing to improve
-                ready = 2 + turn % 2
+            ready = (
+                turns.next() if self.best is not None else 2 + turn % 2
+            )  # with nothing to improve
             before_s = self.best_s
             arms[ready](self.seed + 1 + turn)
-            fruitless[ready] = 0 if self.best_s < before_s else fruitless[ready] + 1
-            waits = [max(0, wait - 1) for wait in waits]
-            waits[ready] = len(arms) * fruitless[ready]
+            turns.report(ready, found=self.best_s < before_s)
             if not turn and small and not self.proved:
                 self._window_bound(
                     window_bound.longest_chain(self.problem), self.deadline.share(PROOF_SHARE)
@@ -301,7 +299,7 @@ class _Search:
         return view
 
     def _heuristics(self, bases: Sequence[Order]) -> list[Order]:
-        """The orders that greedy and DTR give."""
+        """The orders that greedy, DTR and the search backwards give."""
         known = self._greedy(_View(self.problem, tuple, tuple), bases)
         if self.proved:
             return known
@@ -318,17 +316,17 @@ class _Search:
                 continue  # one heuristic less to start from
             if self.offer(other, "dtr"):
                 known.append(other)
-        return known
+        return known + self._backward(FIRST_BACKWARD_SHARE)
 
-    def _backward(self) -> list[Order]:
-        """The order that the search backwards finds, if it does.
+    def _backward(self, share: float) -> list[Order]:
+        """The order that the search backwards finds in a share of the time limit, if it does.
 
         Raises:
             InfeasibleBudgetError: proved that there is none.
         """
         sorts: tuple[backward.Sort, ...] = ("once", "few")
         for sort in sorts:
-            steps = backward.steps_limit(BACKWARD_SHARE * self.limit_s)
+            steps = backward.steps_limit(share * self.limit_s)
             answer = backward.search(
                 self.problem, sort, max_steps=steps, deadline=self.deadline.share(LAST_SHARE)
             )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from keras_remat.core import deadline
 from keras_remat.core.deadline import Deadline
 
 
-def test_left_spent_and_shares_follow_the_clock(monkeypatch) -> None:
+def test_left_spent_and_shares_follow_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(deadline.time, "perf_counter", lambda: clock[0])
     limit = Deadline(10.0)

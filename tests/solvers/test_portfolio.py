@@ -43,16 +43,17 @@ def check(problem: Problem, time_limit_s: float) -> None:
     assert ours <= min(theirs.values()) * (1 + TOLERANCE), theirs
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
-        with_budget_fraction(training_problem(random.Random(3), 12), 0.7),
-        with_budget_fraction(u_shape_problem(random.Random(4), 15), 0.6),
-    ],
-    ids=lambda problem: problem.name,
-)
-def test_auto_is_as_good_as_its_parts(problem: Problem) -> None:
-    check(problem, 2.0)
+def test_auto_is_as_good_as_its_parts() -> None:
+    """On a problem that needs as many recomputations as there are ops."""
+    check(with_budget_fraction(training_problem(random.Random(3), 12), 0.7), 4.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_auto_is_as_good_as_its_parts_on_generated_problems(seed: int) -> None:
+    rng = random.Random(seed)
+    make = training_problem if seed % 2 else u_shape_problem
+    check(with_budget_fraction(make(rng, rng.randint(8, 30)), rng.uniform(0.5, 0.9)), 8.0)
 
 
 @pytest.mark.slow

@@ -14,6 +14,9 @@ the end of the step; ``f`` the seconds of all runs and, from entry 1, of each op
 else. ``s[NAME]`` is a number or where a table begins: ``s[s[RUNS] + op · s[LIMIT] + k]`` is the cell
 of run ``k`` of an op. The semantics is that of :mod:`keras_remat.core.simulate`; a test compares
 them after every change.
+
+One file, though long: Numba compiles again when the file of a function changed, and knows nothing
+of changes in files that it calls.
 """
 
 from __future__ import annotations

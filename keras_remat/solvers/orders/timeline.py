@@ -122,68 +122,17 @@ def _state(problem: Problem, order: Sequence[int], end: int, kernel: Any) -> tup
         kernel: names what the state consists of.
     """
     graph, profile = problem.graph, problem.profile
-    count = len(graph.ops)
     limit = max(Counter(order).values(), default=1) + SPARE_RUNS
-    budget = NO_BUDGET if problem.budget_bytes is None else problem.budget_bytes
-    producer = [-1 if value.producer is None else value.producer for value in graph.values]
-    later: list[list[int]] = [[] for _ in graph.ops]
-    for op in graph.ops:
-        for earlier in op.after:
-            later[earlier].append(op.id)
-    inputs = [[v for v in dict.fromkeys(op.inputs) if producer[v] >= 0] for op in graph.ops]
-    read_at = np.cumsum([0, *(limit * len(readers) + 1 for readers in graph.readers)])
-    kept = sorted(set(graph.outputs))
-    movable = sorted(set(order))
-    big = [
-        value.id
-        for value in graph.values
-        if value.nbytes
-        and producer[value.id] in movable
-        and graph.ops[producer[value.id]].recomputable
-    ]
-    most = max((len(op.inputs) + 4 * len(op.outputs) for op in graph.ops), default=0)
-    tables: dict[str, Sequence[int] | np.ndarray[Any, Any]] = {
-        "OP_AT": np.full(end, -1),
-        "REUSED": np.zeros(end),
-        "RUNS": np.zeros(count * limit),
-        "N_RUNS": np.zeros(count),
-        "READS": np.zeros(read_at[-1]),
-        "READ_AT": read_at,
-        "N_READS": np.zeros(len(graph.values)),
-        "AGAIN": np.zeros(count),
-        "AGAIN_PLACE": np.zeros(count),
-        "LOG": np.zeros(2 * kernel.CHAIN_OPS + 8),
-        "TOUCHED": np.zeros(most + 8),
-        "NBYTES": [value.nbytes for value in graph.values],
-        "PRODUCER": producer,
-        "WORKSPACE": profile.op_workspace_bytes,
-        "RECOMPUTABLE": [op.recomputable for op in graph.ops],
-        "MOVABLE": movable,
-        "BIG": big,
-        "KEPT": kept,
-    }
-    for name, lists in (
-        ("INPUT", inputs),
-        ("OUTPUT", [op.outputs for op in graph.ops]),
-        (
-            "REUSE",
-            [[v for v in dict.fromkeys(op.may_reuse) if producer[v] >= 0] for op in graph.ops],
-        ),
-        ("BEFORE", [op.after for op in graph.ops]),
-        ("LATER", later),
-    ):
-        plural = f"{name}S" if name in ("INPUT", "OUTPUT") else name
-        tables[plural] = [member for one in lists for member in one]
-        tables[f"{name}_AT"] = np.cumsum([0, *map(len, lists)])
+    tables = {**_fixed_tables(problem, set(order)), **_empty_tables(problem, end, limit, kernel)}
     numbers = {
         "END": end,
         "LIMIT": limit,
-        "BUDGET": budget,
+        "BUDGET": NO_BUDGET if problem.budget_bytes is None else problem.budget_bytes,
         "TAKES_OVER": len(tables["REUSE"]) > 0,
-        "N_MOVABLE": len(movable),
-        "N_BIG": len(big),
-        "N_KEPT": len(kept),
-        "N_OPS": count,
+        "N_MOVABLE": len(tables["MOVABLE"]),
+        "N_BIG": len(tables["BIG"]),
+        "N_KEPT": len(tables["KEPT"]),
+        "N_OPS": len(graph.ops),
         "N_VALUES": len(graph.values),
         "RESIDENT": profile.resident_bytes,
     }
@@ -198,3 +147,64 @@ def _state(problem: Problem, order: Sequence[int], end: int, kernel: Any) -> tup
         np.zeros(end + 1, dtype=np.int64),
         np.asarray([0.0, *profile.op_time_s]),
     )
+
+
+def _empty_tables(problem: Problem, end: int, limit: int, kernel: Any) -> dict[str, Any]:
+    """Returns the tables that change, without any run."""
+    graph = problem.graph
+    most = max((len(op.inputs) + 4 * len(op.outputs) for op in graph.ops), default=0)
+    read_at = np.cumsum([0, *(limit * len(readers) + 1 for readers in graph.readers)])
+    lengths = {
+        "OP_AT": end,
+        "REUSED": end,
+        "RUNS": len(graph.ops) * limit,
+        "N_RUNS": len(graph.ops),
+        "READS": int(read_at[-1]),
+        "N_READS": len(graph.values),
+        "AGAIN": len(graph.ops),
+        "AGAIN_PLACE": len(graph.ops),
+        "LOG": 2 * kernel.CHAIN_OPS + 8,
+        "TOUCHED": most + 8,
+    }
+    return {"READ_AT": read_at, **{name: np.zeros(length) for name, length in lengths.items()}}
+
+
+def _fixed_tables(problem: Problem, runs: set[int]) -> dict[str, Sequence[int]]:
+    """Returns what the kernel has to know of a problem, the ops ``runs`` of which may be moved."""
+    graph = problem.graph
+    producer = [-1 if value.producer is None else value.producer for value in graph.values]
+    later: list[list[int]] = [[] for _ in graph.ops]
+    for op in graph.ops:
+        for earlier in op.after:
+            later[earlier].append(op.id)
+
+    def computed(value_ids: Sequence[int]) -> list[int]:
+        return [v for v in dict.fromkeys(value_ids) if producer[v] >= 0]
+
+    lists: dict[str, Sequence[Sequence[int]]] = {
+        "INPUT": [computed(op.inputs) for op in graph.ops],
+        "OUTPUT": [op.outputs for op in graph.ops],
+        "REUSE": [computed(op.may_reuse) for op in graph.ops],
+        "BEFORE": [op.after for op in graph.ops],
+        "LATER": later,
+    }
+    tables: dict[str, Sequence[int]] = {
+        "NBYTES": [value.nbytes for value in graph.values],
+        "PRODUCER": producer,
+        "WORKSPACE": problem.profile.op_workspace_bytes,
+        "RECOMPUTABLE": [op.recomputable for op in graph.ops],
+        "MOVABLE": sorted(runs),
+        "BIG": [
+            value.id
+            for value in graph.values
+            if value.nbytes
+            and producer[value.id] in runs
+            and graph.ops[producer[value.id]].recomputable
+        ],
+        "KEPT": sorted(set(graph.outputs)),
+    }
+    for name, members in lists.items():
+        plural = f"{name}S" if name in ("INPUT", "OUTPUT") else name
+        tables[plural] = [member for one in members for member in one]
+        tables[f"{name}_AT"] = np.cumsum([0, *map(len, members)]).tolist()
+    return tables
