@@ -16,9 +16,9 @@ import numpy as np
 from keras_remat.core.problem import Problem
 from keras_remat.solvers.engines import native
 
-SPARE_CELLS = 3
+SPARE_CELLS = 2
 """Empty cells per run."""
-CROWDED = 0.4
+CROWDED = 0.5
 """Share of the cells above which there is little room between runs."""
 NO_BUDGET = 2**61
 """Stands for no budget."""
