@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,13 +18,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-from tqdm import tqdm
 
 from keras_remat.backends.base import load_backends
 from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning.plan import Plan
+from keras_remat.reporting.console import Console
 from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 from keras_remat.training.arguments import check_among, check_path, checked_options
 from keras_remat.training.callers import running_fit
@@ -69,8 +69,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             ``"ordered"`` op by op by TensorFlow's executor, ``"auto"`` as the model trains: for
             ``jit_compile=True`` on TensorFlow both are measured and the faster one that keeps to
             the limit stays; without it, ordered; on JAX every step is compiled.
-        verbose: 0 is silent, 1 prints a closing table and a bar for what takes more than a second,
-            ``"auto"`` follows ``fit``.
+        verbose: 0 is silent, 1 shows what takes long, the swap and a closing verdict, 2 every
+            event; ``"auto"`` is 1 unless ``fit`` is silent.
 
     Attributes:
         plan: the :class:`~keras_remat.planning.plan.Plan` in force, or ``None``.
@@ -126,6 +126,9 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         self._report_path, self._verbose = report_path, verbose
         self._session: FitSession | None = None  # while a fit runs that can be modified
         self._last: tuple[Plan | None, Problem | None] = (None, None)  # of the fit before
+        self._console = Console(verbose=0)
+        self._told_events = 0
+        self._told_plan: Schedule | None = None
         self.report = AutotuneReport()
 
     @property
@@ -145,6 +148,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         self._check_neighbours()
         self._end()
         self.report, self._last = AutotuneReport(), (None, None)
+        self._console = Console(verbose=self._verbosity())
+        self._told_events, self._told_plan = 0, None
         try:
             backends = load_backends(self._model, self._options.compilation)
             remark = backends[0].check(self._model)
@@ -187,6 +192,10 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         if self._session is not None:
             self._session.batch_begins(batch)
 
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._console.bar_is_open = (self.params or {}).get("verbose", 0) == 1
+        self._tell_news()
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._session is not None:
             self._session.epoch_begins()
@@ -205,8 +214,10 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             logs.update(news)
 
     def on_train_end(self, logs: Any = None) -> None:
+        self.report.plan = self.plan
         if self._session is not None:
-            self._show(f"\nkeras_remat\n{self.report}")
+            self._tell_news()
+            self._console.verdict(self.report)
         self._end()
         if self._report_path is not None:
             self.report.save(self._report_path)
@@ -220,26 +231,32 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- what a person sees
 
-    def _shows(self) -> bool:
-        if self._verbose == "auto":
-            return bool((self.params or {}).get("verbose", 0))
-        return bool(self._verbose)
+    def _verbosity(self) -> int:
+        if self._verbose == "auto":  # a bar or a line an epoch: both show what takes long
+            return min(1, int((self.params or {}).get("verbose", 0)))
+        return int(self._verbose)
 
-    def _show(self, text: str) -> None:
-        if self._shows():
-            print(text, file=sys.stderr)
+    def _tell_news(self) -> None:
+        """Shows the events since the last time, and a plan that was swapped in."""
+        for event in self.report.events[self._told_events :]:
+            self._console.event(event.step, event.kind, event.message)
+        self._told_events = len(self.report.events)
+        plan = self.plan
+        if plan is None or plan.solution.schedule == self._told_plan:
+            return
+        schedule = self._told_plan = plan.solution.schedule
+        self._console.swap_line(
+            plain_bytes=plan.store_all.peak_bytes,
+            plan_bytes=plan.predicted.peak_bytes,
+            limit_bytes=self.report.limit_bytes or plan.budget_bytes,
+            overhead=plan.overhead,
+            recomputed=len(schedule.recomputed),
+            ops=len(set(schedule.order)),
+        )
 
     @contextmanager
     def _progress(self, text: str) -> Iterator[None]:
         started = time.perf_counter()
-        with tqdm(
-            total=1,
-            desc=f"keras_remat: {text}",
-            leave=False,
-            delay=1,
-            disable=not self._shows(),
-            bar_format="{desc} {elapsed}",
-        ) as bar:
+        with self._console.task(text):
             yield
-            bar.update()
         logger.info("keras_remat: %s took %.2f s", text, time.perf_counter() - started)

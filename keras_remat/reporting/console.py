@@ -80,6 +80,10 @@ class Console:
         self._notes: dict[str, str] = {}
         self.bar_is_open = False
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Console:
+        """Returns a console of its own: searches over hyperparameters copy callbacks."""
+        return Console(verbose=self._verbose)
+
     # ---------------------------------------------------------------- tasks
 
     @contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 
 from keras_remat.backends.base import Backend, Caller
 from keras_remat.core.events import EventKind
+from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 from keras_remat.training.arguments import FitOptions
@@ -181,7 +182,7 @@ class FitSession:
             counter.steps,
             max(counter.step_time_s, self._training_s - counter.planning_time_s),
             counter.planning_time_s,
-            counter.peak_bytes,
+            counter.peak_bytes or self._predicted_peak_bytes(),
             self._report.batch_size or 0,
             self._report.baseline_samples_per_s,
         )
@@ -190,6 +191,16 @@ class FitSession:
         self._report.epochs.append(usage)
         rest = {name: float(value) for name, value in self._rest_logs.items()}
         return rest | self._report.epoch_logs(usage)
+
+    def _predicted_peak_bytes(self) -> int:
+        """Returns what stands for a measured peak where the allocator keeps no statistics."""
+        trainer = self.steps.trainer
+        plan, problem = trainer.plan, trainer.problem
+        if trainer.backend.device.has_statistics or problem is None:
+            return 0
+        if plan is not None:
+            return plan.predicted.peak_bytes
+        return trainer.backend.memory.peak_bytes(problem, Schedule.store_all(problem.graph))
 
     def close(self) -> None:
         """Gives the train function back; a second time, it does nothing."""

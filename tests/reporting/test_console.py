@@ -1,6 +1,7 @@
 """What is seen while a ``fit`` runs, as golden texts: on terminals of 80 and 120 columns, in a
 file, and in a notebook, with Keras's own bar between."""
 
+import copy
 import io
 import re
 
@@ -284,3 +285,11 @@ def test_a_task_that_names_no_doing_is_planning():
             clock.now_s += 0.3
     console.tasks_line()
     assert stream.getvalue() == "keras_remat  planning 600 ms\n"
+
+
+def test_a_copy_is_a_console_of_its_own():
+    """A search over hyperparameters copies callbacks deeply."""
+    console = Console(io.StringIO(), verbose=2)
+    copied = copy.deepcopy(console)
+    assert copied is not console
+    assert copied._verbose == 2
