@@ -26,6 +26,12 @@ TOLERANCE = 1e-5
 """Relative; what the default solver takes for the same time."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled() -> None:
+    """The first solve after an installation makes fewer moves than the second."""
+    native.is_compiled(native.LONGEST_S)
+
+
 def seconds(problem: Problem, solver: str, time_limit_s: float) -> float:
     """Seconds of a solver's schedule; infinite where it finds none."""
     try:
