@@ -42,20 +42,21 @@ def main(path: str = "plan.json") -> int:
     """Plans, saves, loads and trains."""
     keras_remat.enable_cpu_memory_stats()
     model = build()
-    unlimited = keras_remat.make_plan(model, BATCH_SIZE, "1TiB", profile="estimated")
-    limit = unlimited.store_all.peak_bytes * 6 // 10
-    plan = keras_remat.make_plan(model, BATCH_SIZE, limit, solver_time_limit_s=10)
-    plan.save(path)
-    print(plan.summary("block"), flush=True)
-
     generator = np.random.default_rng(0)
     x = generator.random((4 * BATCH_SIZE, PIXELS, PIXELS, 3), dtype=np.float32)
     y = generator.integers(0, 10, (len(x),))
+    batch = x[:BATCH_SIZE], y[:BATCH_SIZE]  # dtypes count: a plan is for one train step
+    unlimited = keras_remat.make_plan(model, batch, "1TiB", profile="estimated")
+    limit = unlimited.store_all.peak_bytes * 6 // 10
+    plan = keras_remat.make_plan(model, batch, limit, solver_time_limit_s=10)
+    plan.save(path)
+    print(plan.summary("block"), flush=True)
+
     callback = keras_remat.RematAutotune(memory_limit=limit, batch_size="keep", plan=path)
     model.fit(x, y, batch_size=BATCH_SIZE, epochs=3, verbose=0, callbacks=[callback])
     print(callback.report)
     assert callback.report.limit_kept
-    assert callback.plan.solution.schedule == plan.solution.schedule
+    assert callback.plan.recomputes
     return 0
 
 
