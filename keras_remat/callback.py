@@ -193,7 +193,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             self._session.batch_begins(batch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._console.bar_is_open = (self.params or {}).get("verbose", 0) == 1
+        self._console.bar_is_open = (self.params or {}).get("verbose", 0) in (1, "auto")
         self._tell_news()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -233,7 +233,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _verbosity(self) -> int:
         if self._verbose == "auto":  # a bar or a line an epoch: both show what takes long
-            return min(1, int((self.params or {}).get("verbose", 0)))
+            return 1 if (self.params or {}).get("verbose", 0) else 0
         return int(self._verbose)
 
     def _tell_news(self) -> None:

@@ -171,7 +171,11 @@ class StepPlanner:
                 error, self.limit_bytes, batch_size, problem.profile.resident_bytes
             )
             raise InfeasibleBudgetError(
-                error.budget_bytes, error.floor_bytes, error.op_name, advice=advice
+                error.budget_bytes,
+                error.floor_bytes,
+                error.op_name,
+                advice=advice,
+                limit_bytes=self.limit_bytes,
             ) from error
 
     def reused(self, problem: Problem, plan: Plan, graph: Graph) -> Plan | None:

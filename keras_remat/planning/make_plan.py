@@ -19,7 +19,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, limit_for
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.to_budget import BudgetSearch, Found
 from keras_remat.solvers import check_floor
@@ -359,15 +359,24 @@ def describe_limit_error(
     batch_size: int,
     resident_bytes: int,
 ) -> str:
-    """What limit or batch would do, for a limit no schedule meets. Bytes above the resident ones
-    grow with the batch."""
+    """Returns what limit or batch would do, for a limit that no schedule meets.
+
+    Bytes above the resident ones grow with the batch; the margin stays the share that it is.
+    """
     need = (
         error.floor_bytes
         if isinstance(error, InfeasibleBudgetError)
         else error.best_peak_bytes or error.floor_bytes
     )
-    room, demand = limit_bytes - resident_bytes, need - resident_bytes
-    if room <= 0:
-        return f"The weights, slots and data alone take {format_bytes(resident_bytes)} of {format_bytes(limit_bytes)}."
-    batch = max(1, int(batch_size * room / demand)) if demand > 0 else batch_size
-    return f"A limit of {format_bytes(need)}, or a batch of about {batch} instead of {batch_size}, would do."
+    room, demand = error.budget_bytes - resident_bytes, need - resident_bytes
+    least = format_bytes(limit_for(need, error.budget_bytes, limit_bytes))
+    if room <= 0 or demand <= 0:
+        resident, limit = format_bytes(resident_bytes), format_bytes(limit_bytes)
+        return (
+            f"The weights, slots and data alone take {resident} of {limit}. "
+            f"Raise the limit to more than {least}."
+        )
+    batch = min(batch_size - 1, int(batch_size * room / demand))
+    smaller = f", or a batch of about {batch} instead of {batch_size}" if batch >= 1 else ""
+    return f"A limit of about {least}{smaller} would do."
+

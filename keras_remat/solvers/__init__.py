@@ -17,7 +17,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
-from keras_remat.errors import InfeasibleBudgetError
+from keras_remat.errors import InfeasibleBudgetError, unknown_name
 
 Solver = Callable[..., Solution]
 
@@ -117,7 +117,7 @@ def solve(
         ValueError: unknown solver or a time limit that is not positive.
     """
     if solver not in SOLVERS:
-        raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
+        raise ValueError(unknown_name("solver", solver, SOLVERS))
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     check_floor(problem)

@@ -314,12 +314,20 @@ def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, solves)
 
 
 def test_limit_error_says_what_would_do():
-    error = InfeasibleBudgetError(100, 300, "conv")
-    assert "batch of about 4 instead of 8" in describe_limit_error(error, 200, 8, 100)
-    assert "weights, slots and data alone" in describe_limit_error(error, 100, 8, 100)
-    assert "batch of about 4" in describe_limit_error(
-        ScheduleNotFoundError(100, 150, 300), 200, 8, 100
-    )
+    """With a limit of 200 less 5 % margin and 100 resident, a batch of 8 needs 290."""
+    error = InfeasibleBudgetError(190, 290, "conv")
+    advice = describe_limit_error(error, 200, 8, 100)
+    assert advice == "A limit of about 306 B, or a batch of about 3 instead of 8 would do."
+    assert "weights, slots and data alone" in describe_limit_error(error, 200, 8, 190)
+    not_found = ScheduleNotFoundError(190, 150, 290)
+    assert "306 B" in describe_limit_error(not_found, 200, 8, 100)
+
+
+def test_advice_that_is_followed_is_smaller_than_what_was_asked_for():
+    """The need is just above the budget: the same batch again would do nothing."""
+    error = InfeasibleBudgetError(190, 191, "conv")
+    assert "a batch of about 7 instead of 8" in describe_limit_error(error, 200, 8, 100)
+    assert "batch" not in describe_limit_error(error, 200, 1, 100)
 
 
 @pytest.mark.parametrize("margin", [-0.1, 1, 2.0, float("nan")])
