@@ -49,7 +49,12 @@ def trained(remat):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         history = model.fit(
-            *data, batch_size=BATCH, shuffle=False, verbose=0, epochs=5 if sys.argv[2] == "max" else 2, callbacks=[remat]
+            *data,
+            batch_size=BATCH,
+            shuffle=False,
+            verbose=0,
+            epochs=5 if sys.argv[2] == "max" else 2,
+            callbacks=[remat],
         )
     temp, text = seen[-1]
     return {
