@@ -39,6 +39,8 @@ from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.errors import UnsupportedModelError
 
 Result = TypeVar("Result")
+#: How many compiled steps are kept, so that what is found again is not compiled again.
+REMEMBERED_STEPS = 6
 
 
 class LoweredStep:
@@ -96,7 +98,7 @@ class JaxBackend:
         self.device = Device()
         self.memory = CompiledMemory(self._compile_bytes)
         self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint
-        self._newest: tuple[Any, Any] | None = None  # what was compiled how, and the step
+        self._newest: dict[Any, Any] = {}  # what was compiled how → the step; the newest last
 
     def check(self, model: Any) -> str | None:
         tracing.check_supported(model)
@@ -112,6 +114,10 @@ class JaxBackend:
 
     def resized_spec(self, batch: Any, size: int) -> Any:
         samples = batches.batch_size_of(batch)
+        if private.distribution() is not None:
+            raise UnsupportedModelError(
+                "Under a keras.distribution the batch stays as it is: joined batches would have to be laid over the devices anew."
+            )
 
         def resize(leaf: Any) -> Any:
             if len(leaf.shape) == 0 or leaf.shape[0] != samples:
@@ -130,8 +136,8 @@ class JaxBackend:
                 (t for t in reversed(self._traced.values()) if t.micro_batches == micro_batches),
                 None,
             )
-            return tracing.trace(model, batch, micro_batches, like)
-        traced = tracing.trace(model, batch, micro_batches)
+            return tracing.trace(model, batch, micro_batches, like, self.device.state)
+        traced = tracing.trace(model, batch, micro_batches, state=self.device.state)
         self._traced[traced.graph.fingerprint] = traced
         return traced
 
@@ -155,16 +161,17 @@ class JaxBackend:
     def _compiled(
         self, traced: JaxTracedStep, schedule: Schedule | None, options: Mapping[str, Any]
     ) -> Any:
-        """The step that runs a schedule, or Keras's own; the newest is remembered."""
-        key = (traced.graph.fingerprint, schedule, options)
-        if self._newest is None or self._newest[0] != key:
-            compiled = (
+        """The step that runs a schedule, or Keras's own; the newest are remembered."""
+        key = (traced.graph.fingerprint, schedule, *sorted(options.items()))
+        if key not in self._newest:
+            self._newest[key] = (
                 lowering.lower_plain(traced, options)
                 if schedule is None
                 else lowering.lower(traced, schedule, options)
             )
-            self._newest = (key, compiled)
-        return self._newest[1]
+            for old in list(self._newest)[:-REMEMBERED_STEPS]:
+                del self._newest[old]
+        return self._newest[key]
 
     def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
         """What a step adds to the resident bytes, more than there is where compiling it ran out of

@@ -32,6 +32,7 @@ from keras_remat.backends.host import host_memory_bytes
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.lower import compile_step
 from keras_remat.backends.jax.measure import CompiledMemory, device_statistic, first_device, memory
+from keras_remat.backends.jax.sharding import shard_bytes
 from keras_remat.backends.jax.trace import as_specs
 from keras_remat.core.schedule import Usage
 
@@ -112,7 +113,7 @@ class Device:
         self._keep(
             model,
             jax.tree.map(
-                lambda old, copy: jnp.array(copy) if old.is_deleted() else old,
+                lambda old, copy: _uploaded(copy, old.sharding) if old.is_deleted() else old,
                 self._current(model),
                 kept,
             ),
@@ -137,7 +138,7 @@ class Device:
             # JAX compiles a program once: this is the executable that the train function will find
             started = time.perf_counter()
             self._plain[key] = memory(
-                compile_step(model.train_step, private.state_specs(model), specs)
+                compile_step(model.train_step, private.state_specs(model, self.state), specs)
             )
             self._compile_s += time.perf_counter() - started
         return self.run(
@@ -197,9 +198,16 @@ class Device:
         if counted is not None:
             return counted
         here = first_device()
-        return sum(int(array.nbytes) for array in jax.live_arrays() if here in array.devices())
+        return sum(shard_bytes(array, here) for array in jax.live_arrays())
 
     def total_bytes(self) -> int:
         """All the memory this process may use on the device."""
         limit = device_statistic("bytes_limit")
         return host_memory_bytes(self.in_use_bytes()) if limit is None else limit
+
+
+def _uploaded(value: Any, sharding: Any) -> jax.Array:
+    """A copy of an array on the host, lying on the device or devices as ``sharding`` says."""
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return jnp.array(value)
+    return jax.device_put(value, sharding)

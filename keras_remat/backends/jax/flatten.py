@@ -9,8 +9,7 @@ Dead equations are dropped and equal ones merged. XLA would do both, and a graph
 will not exist plans for memory that will not be used.
 
 Limits: an equation with an effect (a callback, a debug print) is kept once, in its place. Sharding
-constraints of inlined calls are lost, which is one reason why a distributed model is refused before
-it comes here.
+constraints of inlined calls are lost; those that are equations of their own are kept.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ class FlatProgram:
         n_inputs: how many numbers are inputs.
         constants: arrays the program closes over; number ``n_inputs + i`` is ``constants[i]``.
         outputs: value numbers or literals.
+        shards: by how much one of several devices has less of every number; empty for one device.
     """
 
     equations: tuple[Equation, ...]
@@ -46,6 +46,7 @@ class FlatProgram:
     n_inputs: int
     constants: tuple[Any, ...]
     outputs: tuple[Any, ...]
+    shards: tuple[int, ...] = ()
 
     @property
     def n_given(self) -> int:
@@ -54,8 +55,9 @@ class FlatProgram:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of every number."""
-        return tuple(map(nbytes, self.avals))
+        """Bytes that a device holds of every number."""
+        shards = self.shards or (1,) * len(self.avals)
+        return tuple(nbytes(a) // n for a, n in zip(self.avals, shards, strict=True))
 
     def describe(self, number: int) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of a number."""

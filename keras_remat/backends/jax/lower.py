@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.barrier import guard, never
 from keras_remat.backends.jax.flatten import FlatProgram, nbytes
 from keras_remat.backends.jax.kinds import KINDS, POOLING_PIECES, in_pieces
+from keras_remat.backends.jax.sharding import Layout, mesh_of, partition
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.protect import Run
 from keras_remat.core.schedule import Schedule
@@ -25,6 +27,13 @@ class _Writer:
     def __init__(self, program: FlatProgram):
         self._program = program
         self.uses_branches = jax.default_backend() == "cpu"
+
+    def given(self, values: Sequence[Any]) -> None:
+        """Takes the step's inputs and constants, by number."""
+
+    def may_trigger(self, number: int) -> bool:
+        """Whether the recomputations that follow may wait for a number."""
+        return True
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         equation = self._program.equations[at]
@@ -73,6 +82,58 @@ class _Writer:
         return list(lax.cond(condition, nothing, draw, *given.values()))
 
 
+class _ShardedWriter(_Writer):
+    """The same on several devices: each reads its own part of a trigger and guards its own part of
+    a value, so that none waits for another.
+
+    A guard's condition is an array with one element per device. Nothing is written in branches,
+    because a branch would have to be taken on all devices at once.
+    """
+
+    def __init__(self, traced: JaxTracedStep):
+        super().__init__(traced.program)
+        self.uses_branches = False
+        self._mesh, self._layouts = traced.mesh, traced.layouts
+        self._everywhere = PartitionSpec(tuple(traced.mesh.axis_names))
+        self._known: dict[int, tuple[Any, Layout]] = {}  # by the value's id, which stays alive
+
+    def may_trigger(self, number: int) -> bool:
+        """What every device has a part of. To wait for what they add up together would keep XLA
+        from adding all of it up at once."""
+        return any(self._layouts[number])
+
+    def given(self, values: Sequence[Any]) -> None:
+        self._known.update((id(v), (v, self._layouts[at])) for at, v in enumerate(values))
+
+    def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
+        results = super().write(at, inputs)
+        for number, value in zip(self._program.equations[at].outputs, results, strict=True):
+            self._known[id(value)] = value, self._layouts[number]
+        return results
+
+    def _partition(self, value: Any) -> PartitionSpec:
+        known = self._known.get(id(value))
+        return PartitionSpec() if known is None else partition(known[1])
+
+    def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
+        parts = tuple(map(self._partition, triggers))
+        return self._on_each(lambda *local: never(local)[None], parts, self._everywhere)(*triggers)
+
+    def guard(self, value: Any, condition: Any) -> Any:
+        part = self._partition(value)
+        guarded = self._on_each(
+            lambda local, own: guard(local, own[0]), (part, self._everywhere), part
+        )(value, condition)
+        self._known[id(guarded)] = guarded, self._known.get(id(value), (None, tuple(part)))[1]
+        return guarded
+
+    def _on_each(self, run: Callable[..., Any], parts: Any, result: Any) -> Callable[..., Any]:
+        mapped: Callable[..., Any] = jax.shard_map(
+            run, mesh=self._mesh, in_specs=parts, out_specs=result, check_vma=False
+        )
+        return mapped
+
+
 def _bind_in_pieces(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Runs an equation that treats samples alike on a part of them after the other."""
     parts = [x.reshape(POOLING_PIECES, -1, *x.shape[1:]) for x in inputs]
@@ -92,15 +153,18 @@ def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, A
             )
         given = [*leaves, *program.constants]
         early = set(range(len(given))) - set(range(n_state, program.n_inputs))
+        writer = _Writer(program) if traced.mesh is None else _ShardedWriter(traced)
+        writer.given(given)
         run = Run(
             program,
             KINDS,
             traced.graph,
             traced.handles,
             traced.numbers,
-            _Writer(program),
+            writer,
             given,
             early,
+            writer.may_trigger,
         )
         for op_id in schedule.order:
             run.op(op_id)
@@ -140,5 +204,8 @@ def compile_step(
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Compiles ``(state, batch) → (logs, state)`` with the state donated, as Keras does."""
-    lowered = jax.jit(step, donate_argnums=0).lower(state_specs, batch_specs)
+    out = None
+    if mesh_of(state_specs) is not None:  # the new state lies as the old one, as Keras asks for
+        out = (None, jax.tree.map(lambda x: x.sharding, state_specs))
+    lowered = jax.jit(step, donate_argnums=0, out_shardings=out).lower(state_specs, batch_specs)
     return lowered.compile(compiler_options=dict(options) if options else None)

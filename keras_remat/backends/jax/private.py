@@ -77,9 +77,15 @@ def state_variables(model: Any) -> tuple[list[Any], list[Any], list[Any], list[A
     )
 
 
-def state_specs(model: Any) -> State:
-    """Returns shapes and dtypes of the trainer's state; works while ``fit`` has taken the values
-    off the variables."""
+def state_specs(model: Any, state: State | None = None) -> State:
+    """Returns shapes and dtypes of the trainer's state, and under a distribution its shardings;
+    works while ``fit`` has taken the values off the variables, if it is given them."""
+    if distribution() is not None:
+        specs: State = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            state_values(model) if state is None else state,
+        )
+        return specs
     trainable, non_trainable, optimizer, metrics = (
         [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in group]
         for group in state_variables(model)

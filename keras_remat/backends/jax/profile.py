@@ -67,11 +67,13 @@ def estimated_profile(traced: JaxTracedStep, resident_bytes: int | None = None) 
 
 def _seconds(traced: JaxTracedStep, op_id: int, platform: str) -> float:
     """Time of one cluster: the slower of its arithmetic and its traffic, and a launch."""
-    avals, op = traced.program.avals, traced.graph.ops[op_id]
+    avals, sizes = traced.program.avals, traced.program.sizes
+    op, shards = traced.graph.ops[op_id], traced.program.shards
     flops = math.fsum(
         _flops(traced.program.equations[at], avals, platform) for at in traced.handles[op_id]
     )
-    traffic = sum(nbytes(avals[traced.numbers[v]]) for v in (*op.inputs, *op.outputs))
+    flops /= shards[traced.numbers[op.outputs[0]]] if shards else 1
+    traffic = sum(sizes[traced.numbers[v]] for v in (*op.inputs, *op.outputs))
     random = any(traced.program.equations[at].kind in KINDS.random for at in traced.handles[op_id])
     fused = op.kind in KINDS.elementwise and not random
     return kernel_time_s(flops, traffic, platform) * (FUSED_SHARE if fused else 1.0)
@@ -141,13 +143,13 @@ def _workspace_bytes(traced: JaxTracedStep, op_id: int, platform: str) -> int:
             most, *(_body_bytes(body) for body in private.inner_jaxprs(equation.source.params)), 0
         )
         if platform == "cpu":
-            most = max(most, _cpu_buffer_bytes(equation, traced.program.avals))
+            most = max(most, _cpu_buffer_bytes(equation, traced.program.sizes))
     return most
 
 
-def _cpu_buffer_bytes(equation: Equation, avals: Sequence[Any]) -> int:
+def _cpu_buffer_bytes(equation: Equation, sizes: Sequence[int]) -> int:
     """What XLA:CPU expands one primitive into, beside its operands and result."""
-    result = nbytes(avals[equation.outputs[0]])
+    result = sizes[equation.outputs[0]]
     if equation.kind == POOLING_GRADIENT:
         pieces = POOLING_PIECES if in_pieces(equation.source) else 1
         return POOLING_BUFFERS * result // pieces

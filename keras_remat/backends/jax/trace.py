@@ -13,7 +13,7 @@ random ones included (the seed is an input).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.accumulate import accumulated_train_step
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import KINDS
+from keras_remat.backends.jax.sharding import Layout, count, layout_of, layouts, mesh_of
 from keras_remat.backends.xla.fused_graph import fused_graph
 from keras_remat.errors import UnsupportedModelError
 
@@ -43,6 +44,8 @@ class JaxTracedStep(TracedStep):
         out_tree: structure of ``(logs, state)``.
         model: whose ``train_step`` it is.
         micro_batches: in how many pieces it trains the batch.
+        mesh: the devices it trains on, where they are several; else ``None``.
+        layouts: how every number of the program lies on them.
     """
 
     program: FlatProgram
@@ -53,6 +56,8 @@ class JaxTracedStep(TracedStep):
     out_tree: Any
     model: Any
     micro_batches: int = 1
+    mesh: Any = None
+    layouts: tuple[Layout, ...] = ()
 
     @property
     def train_step(self) -> Callable[[Any, Any], Any]:
@@ -70,10 +75,14 @@ def _train_step(model: Any, micro_batches: int) -> Callable[[Any, Any], Any]:
 def as_specs(batch: Any) -> Any:
     """Returns a batch of arrays or specs as specs with the dtypes JAX will use."""
 
+    distributed = private.distribution() is not None
+
     def spec(leaf: Any) -> jax.ShapeDtypeStruct:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             leaf = np.asarray(leaf)
-        return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype))
+        sharding = getattr(leaf, "sharding", None) if distributed else None
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype, sharding=sharding)
 
     return jax.tree.map(spec, batch)
 
@@ -85,9 +94,9 @@ def check_supported(model: Any) -> None:
         raise UnsupportedModelError(
             "Keras's NNX mode is on: its variables are no plain state of the train step."
         )
-    if private.distribution() is not None:
+    if private.distribution() is not None and jax.process_count() > 1:
         raise UnsupportedModelError(
-            "A keras.distribution is active: the step would lose its sharding constraints. Train on one device, or without "
+            "A keras.distribution over several processes is active: their plans might differ. Train in one process, or without "
             "rematerialization."
         )
     if not getattr(model, "compiled", False):
@@ -103,7 +112,11 @@ def check_supported(model: Any) -> None:
 
 
 def trace(
-    model: Any, batch: Any, micro_batches: int = 1, like: JaxTracedStep | None = None
+    model: Any,
+    batch: Any,
+    micro_batches: int = 1,
+    like: JaxTracedStep | None = None,
+    state: Any = None,
 ) -> JaxTracedStep:
     """Traces ``model.train_step`` for one batch shape, without running or allocating anything.
 
@@ -114,19 +127,33 @@ def trace(
         micro_batches: more than 1 trains the batch in pieces, see :mod:`.accumulate`.
         like: the same step for another batch size, if its ops are wanted: which values exist
             depends on how sizes compare, and so differs a little from one batch size to another.
+        state: the trainer's state where ``fit`` has it, which tells how it lies on several devices.
 
     Raises:
-        UnsupportedModelError: not compiled, eager, under a ``keras.distribution``, or a step that
-            cannot be cut.
+        UnsupportedModelError: not compiled, eager, under a ``keras.distribution`` over several
+            processes, or a step that cannot be cut.
     """
     check_supported(model)
+    if micro_batches > 1 and private.distribution() is not None:
+        raise UnsupportedModelError(
+            "Under a keras.distribution a batch is not cut: its pieces would have to be laid over the devices anew."
+        )
     batch_specs = as_specs(batch)
     private.build(model, batch_specs)
-    state_specs = private.state_specs(model)
+    state_specs = private.state_specs(model, state)
     closed, out_shape = jax.make_jaxpr(_train_step(model, micro_batches), return_shape=True)(
         state_specs, batch_specs
     )
     program = flatten(closed)
+    mesh = mesh_of((state_specs, batch_specs))
+    lying: tuple[Layout, ...] = ()
+    if mesh is not None:
+        given = [
+            layout_of(spec.sharding, len(spec.shape))
+            for spec in jax.tree.leaves((state_specs, batch_specs))
+        ]
+        lying = layouts(program.equations, program.avals, given, mesh)
+        program = replace(program, shards=tuple(count(lies, mesh) for lies in lying))
     n_state = len(jax.tree.leaves(state_specs))
     n_logs = len(jax.tree.leaves(out_shape[0]))
     same = like is not None and [e.kind for e in like.program.equations] == [
@@ -149,4 +176,6 @@ def trace(
         out_tree=jax.tree.structure(out_shape),
         model=model,
         micro_batches=micro_batches,
+        mesh=mesh,
+        layouts=lying,
     )

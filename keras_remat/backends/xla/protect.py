@@ -40,7 +40,7 @@ XLA decides the order inside these bounds. What it makes of the plan is measured
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from keras_remat.backends.xla.fusion import Equation, Kinds, Program
@@ -119,12 +119,14 @@ class Run:
         writer: Writer,
         given: Sequence[Any],
         early: Iterable[int],
+        may_trigger: Callable[[int], bool] = lambda number: True,
     ):
         """Args:
         program, kinds, graph, numbers, handles: as
         :func:`~keras_remat.backends.xla.fused_graph.fused_graph` takes and returns them. writer:
         the framework. given: the program's inputs, in the order of their numbers.
         early: those of them that need nothing of the batch.
+        may_trigger: whether a number may be read for a trigger.
         """
         self._program, self._kinds, self._graph, self._handles, self._numbers = (
             program,
@@ -133,7 +135,7 @@ class Run:
             handles,
             numbers,
         )
-        self._writer = writer
+        self._writer, self._may_trigger = writer, may_trigger
         self._env: dict[int, Any] = dict(enumerate(given))
         self._written: dict[Any, tuple[tuple[Any, ...], list[Any]]] = {}
         self._ran: set[int] = set()
@@ -366,14 +368,19 @@ class Run:
         """Makes the newest results that nothing has read yet the condition of the recomputations
         that follow."""
         read = {v for op_id in self._since for v in self._graph.ops[op_id].inputs}
-        left = [
-            self._env[self._numbers[v]]
+        made = [
+            v
             for op_id in self._since
             for v in self._graph.ops[op_id].outputs
-            if v not in read and self._graph.values[v].nbytes > 0
+            if self._graph.values[v].nbytes > 0
         ]
+        allowed = [v for v in made if self._may_trigger(self._numbers[v])]
+        left = [v for v in allowed if v not in read]
+        if len(allowed) < len(made):  # what is left may be just what must not be waited for
+            left = left or allowed[-1:]
         if left:
-            triggers = [*left[-MAX_TRIGGERS:], *self._pins]
+            newest = [self._env[self._numbers[v]] for v in left[-MAX_TRIGGERS:]]
+            triggers = [*newest, *self._pins]
             self._condition = self._writer.never(triggers, in_branch=self._writer.uses_branches)
             self._pins = []
             self._condition_phase = self._graph.ops[self._since[-1]].phase

@@ -441,17 +441,6 @@ def test_an_order_is_refused_with_the_reason():
     assert [event.kind for event in remat.report.events] == ["fits"]
 
 
-def test_a_distribution_is_refused_with_the_reason():
-    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=jax.devices()))
-    try:
-        model, data = small()
-        with pytest.warns(UserWarning, match=r"unmodified.*sharding"):
-            history = fit(model, data, callback())
-        assert np.isfinite(history["loss"]).all()
-    finally:
-        keras.distribution.set_distribution(None)
-
-
 def test_csv_logger_keeps_its_columns(tmp_path, over_any_limit):
     model, data = small()
     logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")

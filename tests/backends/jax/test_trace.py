@@ -117,8 +117,9 @@ def test_a_model_without_compile_is_refused():
         )
 
 
-def test_a_distribution_is_refused_with_a_reason():
-    model = models.mixer(1)
+def test_a_distribution_over_several_processes_is_refused_with_a_reason(monkeypatch):
+    model = models.small()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     distribution = keras.distribution.DataParallel(devices=["cpu:0"])
-    with distribution.scope(), pytest.raises(UnsupportedModelError, match="distribution"):
+    with distribution.scope(), pytest.raises(UnsupportedModelError, match="several processes"):
         trace(model, models.batch(model))

@@ -1,0 +1,171 @@
+"""How the values of a step lie on several devices.
+
+Under a ``keras.distribution`` the step is written for whole arrays, and XLA divides the work by the
+layouts of its inputs. What a device holds of a value in between is XLA's decision; here it is
+guessed from the inputs on, by the rules of its propagation that matter: the samples' dimension goes
+through everything that treats samples alike, and ends where samples are summed up. The guess serves
+two ends. Bytes of a value are those of one device, as ``memory_analysis`` counts them; a wrong one
+is corrected by the compiled peak. And a guard (:mod:`~keras_remat.backends.jax.barrier`) reads on
+every device the part that is there, so that no collective operation is added; a wrong one costs an
+exchange, and never a wrong number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT, KINDS
+from keras_remat.backends.xla.fusion import Equation
+
+Layout = tuple[Any, ...]
+"""Per dimension, the mesh axes it is divided by, a tuple of names, or ``None``."""
+
+RESHARDS = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
+"""Primitives that say how their result lies, and the parameter that holds it."""
+
+
+def layout_of(sharding: Any, rank: int) -> Layout:
+    """Returns the layout that an array's sharding gives it."""
+    if not isinstance(sharding, NamedSharding):
+        return (None,) * rank
+    entries = [(e,) if isinstance(e, str) else e or None for e in sharding.spec]
+    return (*entries, *(None,) * (rank - len(entries)))[:rank]
+
+
+def mesh_of(specs: Any) -> jax.sharding.Mesh | None:
+    """Returns the mesh that arrays or specs lie on; ``None`` for one device."""
+    for leaf in jax.tree.leaves(specs):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+            return sharding.mesh
+    return None
+
+
+def partition(layout: Layout) -> PartitionSpec:
+    """Returns a layout as JAX writes it."""
+    return PartitionSpec(*layout)
+
+
+def count(layout: Layout, mesh: jax.sharding.Mesh) -> int:
+    """Returns by how much a device has less of a value than all of it."""
+    return math.prod(mesh.shape[axis] for axes in layout if axes for axis in axes)
+
+
+def layouts(
+    equations: Sequence[Equation],
+    avals: Sequence[Any],
+    given: Sequence[Layout],
+    mesh: jax.sharding.Mesh,
+) -> tuple[Layout, ...]:
+    """Returns the layout of every number of a program.
+
+    Args:
+        equations: in program order.
+        avals: abstract value of every number.
+        given: layouts of the inputs; constants are on every device.
+        mesh: the devices.
+    """
+    found: dict[int, Layout] = dict(enumerate(given))
+
+    def of(atom: Any) -> Layout:
+        if not isinstance(atom, int):
+            return (None,) * len(atom.aval.shape)
+        return found.setdefault(atom, (None,) * len(avals[atom].shape))
+
+    def shape(atom: Any) -> tuple[int, ...]:
+        return tuple((avals[atom] if isinstance(atom, int) else atom.aval).shape)
+
+    for equation in equations:
+        inputs = [(of(a), shape(a)) for a in equation.inputs]
+        for out in equation.outputs:
+            found[out] = _legal(_result(equation, inputs, shape(out)), shape(out), mesh)
+    for equation in reversed(equations):  # what is drawn or filled in follows its reader
+        out = equation.outputs[0]
+        if equation.kind in KINDS.elementwise | KINDS.random:
+            for atom in equation.reads:
+                if shape(atom) == shape(out) and not any(of(atom)) and atom >= len(given):
+                    found[atom] = of(out)
+    return tuple(of(number) for number in range(len(avals)))
+
+
+def _legal(layout: Layout, shape: Sequence[int], mesh: jax.sharding.Mesh) -> Layout:
+    """The layout without axes that are used twice, or that do not divide their dimension."""
+    seen: set[str] = set()
+    result: list[Any] = []
+    for axes, size in zip(layout, shape, strict=True):
+        ok = axes and not seen & set(axes) and size % math.prod(mesh.shape[a] for a in axes) == 0
+        seen |= set(axes) if ok else set()
+        result.append(axes if ok else None)
+    return tuple(result)
+
+
+def _result(
+    equation: Equation, inputs: Sequence[tuple[Layout, tuple[int, ...]]], shape: tuple[int, ...]
+) -> Layout:
+    params, kind = equation.source.params, equation.kind
+    if kind in RESHARDS:
+        return layout_of(params[RESHARDS[kind]], len(shape))
+    if kind in KINDS.reductions:
+        axes = set(params["axes"])
+        return tuple(e for at, e in enumerate(inputs[0][0]) if at not in axes)
+    if kind == "transpose":
+        return tuple(inputs[0][0][at] for at in params["permutation"])
+    if kind == "broadcast_in_dim":
+        result: list[Any] = [None] * len(shape)
+        for at, to in enumerate(params["broadcast_dimensions"]):
+            result[to] = inputs[0][0][at] if inputs[0][1][at] == shape[to] else None
+        return tuple(result)
+    if kind == "dot_general":
+        return _product(params["dimension_numbers"], inputs[0][0], inputs[1][0])
+    if kind in (CONVOLUTION, KERNEL_GRADIENT):
+        numbers, result = params["dimension_numbers"], [None] * len(shape)
+        result[numbers.out_spec[0]] = inputs[0][0][numbers.lhs_spec[0]]
+        result[numbers.out_spec[1]] = inputs[1][0][numbers.rhs_spec[0]]
+        return tuple(result)
+    if kind in ("reshape", "squeeze", "expand_dims"):
+        return _reshaped(*inputs[0], shape)
+    return _alike(inputs, shape)
+
+
+def _product(numbers: Any, left: Layout, right: Layout) -> Layout:
+    (left_summed, right_summed), (left_batch, right_batch) = numbers
+    free = [e for at, e in enumerate(left) if at not in (*left_summed, *left_batch)]
+    other = [e for at, e in enumerate(right) if at not in (*right_summed, *right_batch)]
+    return (*(left[at] for at in left_batch), *free, *other)
+
+
+def _reshaped(layout: Layout, old: tuple[int, ...], new: tuple[int, ...]) -> Layout:
+    """A dimension that begins at the same place as one of the result, counted in elements, gives it
+    its axes."""
+    starts = {math.prod(old[:at]): axes for at, axes in enumerate(layout) if axes}
+    result, used = [], set()
+    for at, size in enumerate(new):
+        start = math.prod(new[:at])
+        axes = starts.get(start) if size > 1 and start not in used else None
+        used |= {start} if axes else set()
+        result.append(axes)
+    return tuple(result)
+
+
+def _alike(inputs: Sequence[tuple[Layout, tuple[int, ...]]], shape: tuple[int, ...]) -> Layout:
+    """Dimensions of the same size at the same place go through."""
+    result: list[Any] = [None] * len(shape)
+    for layout, other in inputs:
+        if len(other) == len(shape):
+            for at, axes in enumerate(layout):
+                if axes and other[at] == shape[at] and result[at] is None:
+                    result[at] = axes
+    return tuple(result)
+
+
+def shard_bytes(array: Any, device: Any) -> int:
+    """Returns what one device holds of an array."""
+    if device not in array.sharding.device_set:
+        return 0
+    elements = math.prod(array.sharding.shard_shape(array.shape))
+    return int(elements * array.dtype.itemsize)

@@ -1,0 +1,80 @@
+"""``fit`` on four devices that the host pretends to have, plain and rematerialized; prints what came
+of it as JSON: ``python replicas_case.py data|model keep|max``."""
+
+import json
+import os
+import sys
+import warnings
+
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import jax_models as models
+import keras
+
+import keras_remat
+from keras_remat.backends.jax import device, lower
+
+BATCH = 64
+seen = []
+
+
+def noted(*arguments, **options):
+    compiled = compile_step(*arguments, **options)
+    seen.append((compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()))
+    return compiled
+
+
+compile_step = lower.compile_step
+lower.compile_step = device.compile_step = noted
+
+
+def distribution(kind):
+    if kind == "data":
+        return keras.distribution.DataParallel()
+    layouts = keras.distribution.LayoutMap(
+        keras.distribution.DeviceMesh((2, 2), ["batch", "model"])
+    )
+    layouts[".*dense.*kernel"] = (None, "model")
+    layouts[".*dense.*bias"] = ("model",)
+    return keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+
+
+def trained(remat):
+    seen.clear()
+    keras.utils.set_random_seed(0)
+    model = models.mixer(blocks=4)
+    data = models.batch(model, 3 * BATCH)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        history = model.fit(
+            *data,
+            batch_size=BATCH,
+            shuffle=False,
+            verbose=0,
+            epochs=5 if sys.argv[2] == "max" else 2,
+            callbacks=[remat],
+        )
+    temp, text = seen[-1]
+    return {
+        "losses": history.history["loss"],
+        "temp": temp,
+        "all_reduces": text.count(" all-reduce("),
+        "shardings": sorted({str(v.value.sharding) for v in model.variables}),
+        "kinds": [event.kind for event in remat.report.events],
+        "recomputes": remat.plan is not None and remat.plan.recomputes,
+        "batch": remat.report.batch_size,
+        "said": [str(w.message) for w in said if "keras_remat" in str(w.message)],
+        "peak": remat.report.epochs[-1].peak_bytes,
+    }
+
+
+keras.distribution.set_distribution(distribution(sys.argv[1]))
+plain = trained(keras_remat.RematAutotune(None, "keep", verbose=0))
+resident = device.Device().in_use_bytes()
+limit = int(resident + 0.65 * (plain["peak"] - resident))
+remat = keras_remat.RematAutotune(
+    limit if sys.argv[2] == "keep" else None, sys.argv[2], margin=0.0, verbose=0
+)
+print(json.dumps({"plain": plain, "remat": trained(remat), "limit": limit}))

@@ -1,0 +1,55 @@
+"""``keras.distribution`` on four devices that the host pretends to have: less memory on each, no
+more waiting for each other, the same numbers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[2]
+
+
+def outcome(*arguments):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "replicas_case.py"), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_trains_with_less(came):
+    plain, remat = came["plain"], came["remat"]
+    assert remat["recomputes"]
+    assert remat["temp"] < 0.7 * plain["temp"]
+    assert remat["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert remat["shardings"] == plain["shardings"]
+    assert remat["peak"] <= came["limit"]
+
+
+def test_data_parallel_takes_less_on_every_device_and_adds_no_exchange():
+    came = outcome("data", "keep")
+    assert_trains_with_less(came)
+    assert came["remat"]["all_reduces"] == came["plain"]["all_reduces"]
+
+
+@pytest.mark.slow
+def test_model_parallel_takes_less_on_every_device():
+    """What adds parts of a layer up when it runs does so when it runs again."""
+    assert_trains_with_less(outcome("model", "keep"))
+
+
+@pytest.mark.slow
+def test_a_batch_stays_as_it_is():
+    came = outcome("data", "max")
+    assert came["remat"]["batch"] == came["plain"]["batch"] == 64
+    assert came["remat"]["losses"] == pytest.approx(came["plain"]["losses"], rel=1e-5)
+    events = came["remat"]["kinds"] + came["remat"]["said"]
+    assert events, "it says why"
