@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 from keras_remat.training.arguments import check_among, check_path, checked_options
 from keras_remat.training.callers import running_fit
 from keras_remat.training.fit_session import FitSession, warn_unmodified
+from keras_remat.training.progress_bar import shorten_bars
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         self._console = Console(verbose=0)
         self._told_events = 0
         self._told_plan: Schedule | None = None
+        self._undo_bars: Callable[[], None] = _nothing
         self.report = AutotuneReport()
 
     @property
@@ -145,8 +147,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     # ---------------------------------------------------------------- Keras's life cycle
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._check_neighbours()
         self._end()
+        self._check_neighbours()
         self.report, self._last = AutotuneReport(), (None, None)
         self._console = Console(verbose=self._verbosity())
         self._told_events, self._told_plan = 0, None
@@ -177,6 +179,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
                 "There are two RematAutotune callbacks in one fit. Each would replace the train "
                 "step of the other: give fit one of them."
             )
+        self._undo_bars = shorten_bars(callbacks)
         for other in callbacks:
             if other is self:
                 return
@@ -224,6 +227,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _end(self) -> None:
         """Gives the train function back, and what steps were made for it."""
+        self._undo_bars()
         if self._session is not None:
             self._last = self.plan, self.problem
             self._session.close()
@@ -260,3 +264,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         with self._console.task(text):
             yield
         logger.info("keras_remat: %s took %.2f s", text, time.perf_counter() - started)
+
+
+def _nothing() -> None:
+    """Undoes nothing."""

@@ -379,4 +379,3 @@ def describe_limit_error(
     batch = min(batch_size - 1, int(batch_size * room / demand))
     smaller = f", or a batch of about {batch} instead of {batch_size}" if batch >= 1 else ""
     return f"A limit of about {least}{smaller} would do."
-
