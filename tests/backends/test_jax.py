@@ -69,7 +69,7 @@ import keras_remat
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, activation="gelu"), keras.layers.Dropout(0.1), keras.layers.Dense(1)])
 model.compile("adam", "mse")
 x, y = np.ones((32, 8), "float32"), np.ones((32, 1), "float32")
-remat = keras_remat.RematAutotune("8GiB", verbose=0)
+remat = keras_remat.RematAutotune("8GiB", 32, verbose=0)
 model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[remat])
 assert remat.report.batch_size == 32, remat.report
 assert keras_remat.make_plan(model, (x, y), "8GiB", solver="greedy").predicted.peak_bytes > 0
