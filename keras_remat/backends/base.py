@@ -130,13 +130,17 @@ class Backend(Protocol):
     measures_op_times: bool
     """Whether a recorder tells op times; where it does not, recording steps cannot make a plan
     better."""
-    device: DeviceMemory
-    """What the device's allocator tells."""
-    memory: MemoryModel
-    """Predicts the peaks that the device will show, and learns from those it showed."""
 
     auto_solver: str
     """The solver that ``"auto"`` stands for."""
+
+    @property
+    def device(self) -> DeviceMemory:
+        """What the device's allocator tells."""
+
+    @property
+    def memory(self) -> MemoryModel:
+        """Predicts the peaks that the device will show, and learns from those it showed."""
 
     def check(self, model: Any) -> str | None:
         """Raises :class:`UnsupportedModelError` for a model that cannot be rematerialized; returns

@@ -10,12 +10,14 @@ predictions learn (:mod:`keras_remat.backends.xla.compiled_memory`).
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from statistics import median
 from typing import Any
 
 import tensorflow as tf
 
 from keras_remat.backends.base import RunStep
+from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled import lower as lowering
 from keras_remat.backends.tensorflow.compiled import profile as profiling
@@ -83,9 +85,13 @@ class CompiledBackend(TensorFlowBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = CompiledMemory(lambda problem, schedule: None)  # only a run tells
         self._newest_trace: tracing.CompiledStep | None = None
         self.times_s: list[float] | None = None  # of the steps run while a recording is under way
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """Learns from runs: only they tell what XLA needs."""
+        return CompiledMemory(lambda problem, schedule: None)
 
     def check(self, model: Any) -> str | None:
         super().check(model)

@@ -4,6 +4,7 @@ CPU too."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, TypeVar
 
 import keras
@@ -65,9 +66,15 @@ class TensorFlowBackend:
     measures_op_times = True
     auto_solver = "auto"
 
-    def __init__(self) -> None:
-        self.device = measure.TensorFlowDevice()
-        self.memory: MemoryModel = allocator_memory(self.device)
+    @cached_property
+    def device(self) -> measure.TensorFlowDevice:
+        """Made when it is first asked: TensorFlow makes its devices then."""
+        return measure.TensorFlowDevice()
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """Made when it is first asked: probing the allocator makes tensors."""
+        return allocator_memory(self.device)
 
     def check(self, model: Any) -> str | None:
         if model.run_eagerly:
