@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from keras_remat.backends.base import Backend, TracedStep, load_backend, preserved_state
+from keras_remat.backends.base import Backend, TracedStep, preserved_state
 from keras_remat.backends.batches import batch_size_of, repeated_batch
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
@@ -34,7 +34,7 @@ from keras_remat.planning.make_plan import (
     measured_problem,
     plan_problem,
     reused_plan,
-    traced_model,
+    traced_as_it_trains,
 )
 from keras_remat.planning.plan import Plan
 
@@ -63,6 +63,7 @@ def find_max_batch_size(
     margin: float = 0.05,
     time_limit_s: float = 60.0,
     seed: int = 0,
+    compilation: str = "auto",
 ) -> BatchSearch:
     """Finds the largest batch a model can train with; the model comes back as it was.
 
@@ -82,6 +83,7 @@ def find_max_batch_size(
             first size runs however late it is, and so do smaller ones until one has trained; after
             that none is begun that would end too late.
         seed: for the solver.
+        compilation: as in ``RematAutotune``; ``"auto"`` searches for the way the model trains.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
@@ -97,8 +99,9 @@ def find_max_batch_size(
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
     started = time.perf_counter()
-    backend = load_backend()
-    step = traced_model(backend, model, batch, memory_limit, margin, profile, seed)
+    backend, step = traced_as_it_trains(
+        model, batch, memory_limit, margin, profile, seed, compilation
+    )
     traced_s = time.perf_counter() - started
     scaling = measured_scaling(backend, model, step)
     left_s = max(_LEAST_SHARE * time_limit_s, time_limit_s - (time.perf_counter() - started))

@@ -13,13 +13,25 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from keras_remat.backends.base import Backend, TracedStep, load_backend, preserved_state
+from keras_remat.backends.base import (
+    COMPILATIONS,
+    Backend,
+    TracedStep,
+    load_backends,
+    preserved_state,
+)
 from keras_remat.backends.memory import DeviceMemory, MemoryModel
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, limit_for
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    ScheduleNotFoundError,
+    UnsupportedModelError,
+    limit_for,
+    unknown_name,
+)
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.to_budget import BudgetSearch, Found
 from keras_remat.solvers import check_floor
@@ -217,6 +229,7 @@ def make_plan(
     profile: Literal["measured", "estimated"] = "measured",
     margin: float = 0.05,
     seed: int = 0,
+    compilation: str = "auto",
 ) -> Plan:
     """Plans a model's train step without training; the model comes back as it was.
 
@@ -232,6 +245,7 @@ def make_plan(
             every variable back; ``"estimated"`` runs nothing.
         margin: share of the limit that is kept free.
         seed: the same model and seed give the same plan, up to measured times.
+        compilation: as in ``RematAutotune``; ``"auto"`` plans for the way the model trains.
 
     Raises:
         InfeasibleBudgetError: the limit is below what one op alone needs.
@@ -239,8 +253,9 @@ def make_plan(
         UnsupportedModelError: the model cannot be rematerialized.
         ValueError, TypeError: wrong arguments.
     """
-    backend = load_backend()
-    step = traced_model(backend, model, batch, memory_limit, margin, profile, seed)
+    backend, step = traced_as_it_trains(
+        model, batch, memory_limit, margin, profile, seed, compilation
+    )
     return plan_problem(
         step.problem,
         step.budget_bytes,
@@ -269,6 +284,38 @@ class TracedModel:
     limit_bytes: int
     budget_bytes: int
     plan: Plan | None = None
+
+
+def traced_as_it_trains(
+    model: Any,
+    batch: Any,
+    memory_limit: int | str,
+    margin: float,
+    profile: str,
+    seed: int,
+    compilation: str,
+) -> tuple[Backend, TracedModel]:
+    """Returns a model's step as it will run, compiled or in order, and the backend that runs it.
+
+    Where a model may train either way, the first that can carry the step is taken, as in ``fit``.
+
+    Args:
+        model, batch, memory_limit, margin, profile, seed, compilation: as in :func:`make_plan`.
+
+    Raises:
+        UnsupportedModelError: no backend can carry the step.
+        InfeasibleBudgetError, ScheduleNotFoundError: no quick plan to measure under.
+        ValueError, TypeError: wrong arguments.
+    """
+    if compilation not in COMPILATIONS:
+        raise ValueError(unknown_name("compilation", compilation, COMPILATIONS))
+    *others, last = load_backends(model, compilation)
+    for backend in others:
+        try:
+            return backend, traced_model(backend, model, batch, memory_limit, margin, profile, seed)
+        except UnsupportedModelError as error:
+            logger.info("keras_remat: no %s step: %s", backend.compilation, error)
+    return last, traced_model(last, model, batch, memory_limit, margin, profile, seed)
 
 
 def traced_model(

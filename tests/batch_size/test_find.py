@@ -184,7 +184,9 @@ def test_size_whose_own_graph_fits_under_no_schedule_says_so():
 
 
 def found_on(backend, monkeypatch, *, batch=8, **options):
-    monkeypatch.setattr(max_batch, "load_backend", lambda: backend)
+    monkeypatch.setattr(
+        "keras_remat.planning.make_plan.load_backends", lambda model, compilation: [backend]
+    )
     limit = store_all_peak(40)
     return find_max_batch_size(
         SimpleNamespace(name="fake"),

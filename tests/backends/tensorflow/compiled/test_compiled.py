@@ -409,3 +409,20 @@ def test_a_piece_waits_for_the_one_before():
     assert waits <= 0.6 * side_by_side
     for one, other in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("compilation", "kind"), [("auto", "compiled"), ("ordered", "ordered")])
+def test_a_plan_is_made_for_the_way_the_model_trains(compilation, kind):
+    model, data = model_and_data(BATCH)
+    plan = keras_remat.make_plan(
+        model, data, "8GiB", profile="estimated", solver="greedy", compilation=compilation
+    )
+    backend = keras_remat.backends.tensorflow.backends(model, kind)[0]
+    traced = backend.trace(model, backend.example_batch(model, data))
+    assert plan.fingerprint == traced.graph.fingerprint
+
+
+def test_an_unknown_compilation_is_told():
+    model, data = model_and_data(BATCH)
+    with pytest.raises(ValueError, match="did you mean 'compiled'"):
+        keras_remat.make_plan(model, data, "8GiB", compilation="compile")
