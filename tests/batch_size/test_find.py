@@ -14,7 +14,6 @@ from fake_backend import (
     store_all_peak,
 )
 
-from keras_remat.batch_size import find as max_batch
 from keras_remat.batch_size.climb import MOST_SIZES
 from keras_remat.batch_size.find import find_max_batch_size, verified_search
 from keras_remat.batch_size.scaling import BatchScaling
