@@ -211,6 +211,45 @@ class Backend(Protocol):
         """Makes Keras's train loop ask ``runner`` for every batch; ``model`` is inside ``fit``."""
 
 
+class TrainFunctionSwap:
+    """Takes the place of a model's train function, and gives it back.
+
+    Args:
+        model: inside ``fit``, whose ``train_function`` Keras has made.
+
+    Attributes:
+        original: the train function that Keras has made.
+    """
+
+    def __init__(self, model: Any):
+        self._model = model
+        current: Any = model.train_function
+        while isinstance(current, TrainFunctionSwap):  # of a fit that ended without notice
+            current = current.original
+        self.original: Any = current
+        model.train_function = self
+
+    def take_place(self) -> bool:
+        """Replaces the train function that was put back, or made anew, meanwhile.
+
+        Returns:
+            Whether it was made anew: the model may be another one since.
+        """
+        current = self._model.train_function
+        if current is self:
+            return False
+        anew = current is not self.original and not isinstance(current, TrainFunctionSwap)
+        if anew:
+            self.original = current
+        self._model.train_function = self
+        return anew
+
+    def restore(self) -> None:
+        """Puts the original back, unless somebody else has replaced this one meanwhile."""
+        if self._model.train_function is self:
+            self._model.train_function = self.original
+
+
 @contextmanager
 def preserved_state(backend: Backend, model: Any) -> Iterator[None]:
     """Afterwards the model's, the optimizers' and the metrics' variables are what they were

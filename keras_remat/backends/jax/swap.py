@@ -14,19 +14,19 @@ was trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from keras_remat.backends.base import Caller, StepRunner
+from keras_remat.backends.base import Caller, StepRunner, TrainFunctionSwap
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.device import Device
 
 
-class InstalledTrainFunction:
+class InstalledTrainFunction(TrainFunctionSwap):
     """The train function of one ``fit``; asks ``runner`` for every batch.
 
     Args:
@@ -38,14 +38,8 @@ class InstalledTrainFunction:
     """
 
     def __init__(self, model: Any, runner: StepRunner, device: Device):
-        self._model, self._runner, self._device = model, runner, device
-        current: Any = model.train_function
-        while isinstance(
-            current, InstalledTrainFunction
-        ):  # left behind by a fit that ended without notice
-            current = current.original
-        self.original: Callable[..., Any] = current
-        model.train_function = self
+        super().__init__(model)
+        self._runner, self._device = runner, device
 
     def __call__(self, state: private.State, iterator: Any) -> tuple[Any, private.State]:
         caller = self._runner.caller(iterator)
@@ -108,24 +102,3 @@ class InstalledTrainFunction:
         finally:
             device.state = private.state_values(self._model)
             private.purge_state(self._model)
-
-    def take_place(self) -> bool:
-        """Replaces the train function that was put back, or made anew, meanwhile.
-
-        Returns:
-            Whether it was made anew: the model may be another one since.
-        """
-        current = self._model.train_function
-        if current is self:
-            return False
-        anew = current is not self.original and not isinstance(current, InstalledTrainFunction)
-        if anew:
-            self.original = current
-        self._model.train_function = self
-        return anew
-
-    def restore(self) -> None:
-        """Puts the original train function back, unless somebody else has replaced this one
-        meanwhile."""
-        if self._model.train_function is self:
-            self._model.train_function = self.original

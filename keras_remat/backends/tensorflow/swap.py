@@ -13,10 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.base import Caller, StepRunner
+from keras_remat.backends.base import Caller, StepRunner, TrainFunctionSwap
 
 
-class InstalledTrainFunction:
+class InstalledTrainFunction(TrainFunctionSwap):
     """The train function of one ``fit``; asks ``runner`` for every batch.
 
     Args:
@@ -27,14 +27,8 @@ class InstalledTrainFunction:
     """
 
     def __init__(self, model: Any, runner: StepRunner):
-        self._model, self._runner = model, runner
-        current: Any = model.train_function
-        while isinstance(
-            current, InstalledTrainFunction
-        ):  # left behind by a fit that ended without notice
-            current = current.original
-        self.original: Any = current
-        model.train_function = self
+        super().__init__(model)
+        self._runner = runner
 
     def __call__(self, iterator: Any) -> Any:
         caller = self._runner.caller(iterator)
@@ -74,27 +68,6 @@ class InstalledTrainFunction:
     def variables(self) -> AbstractContextManager[None]:
         """TensorFlow's variables always have their values."""
         return nullcontext()
-
-    def take_place(self) -> bool:
-        """Replaces the train function that was put back, or made anew, meanwhile.
-
-        Returns:
-            Whether it was made anew: the model may be another one since.
-        """
-        current = self._model.train_function
-        if current is self:
-            return False
-        anew = current is not self.original and not isinstance(current, InstalledTrainFunction)
-        if anew:
-            self.original = current
-        self._model.train_function = self
-        return anew
-
-    def restore(self) -> None:
-        """Puts the original train function back, unless somebody else has replaced this one
-        meanwhile."""
-        if self._model.train_function is self:
-            self._model.train_function = self.original
 
 
 def _without_optionals(batch: Any) -> Any:
