@@ -100,6 +100,9 @@ class FakeDevice:
     def total_bytes(self):
         return self._backend.memory_bytes
 
+    def floor_advice(self, op):
+        return f"Give {op.name} less."
+
 
 class FakeBackend:
     """Records what was asked of it.
@@ -119,6 +122,7 @@ class FakeBackend:
             the seconds, as where kernels are tuned.
         device_name: of the device.
         has_statistics: whether its allocator tells peaks; where it does not, all peaks are 0.
+        profiler_remark: what its recorder remarks.
 
     Attributes:
         ran: per step what ran (``"plain"`` or the schedule) and the numbers of its samples.
@@ -151,6 +155,7 @@ class FakeBackend:
         first_call_bytes=0,
         device_name="CPU:0",
         has_statistics=True,
+        profiler_remark="",
     ):
         self.memory_bytes, self.profiler, self.layers, self.folds = (
             memory_bytes,
@@ -162,6 +167,7 @@ class FakeBackend:
         self.surplus_bytes = surplus_bytes or (lambda what, size: 0)
         self.ran, self.traced = [], []
         self.device = FakeDevice(self, device_name, has_statistics)
+        self.profiler_remark = profiler_remark
         self.memory = CalibratedMemory(self.predicted)
         self.more = {"fixed_bytes": fixed_bytes, "kind": kind}
         self.first_call_bytes, self.called, self.lowered = first_call_bytes, set(), []
@@ -208,7 +214,9 @@ class FakeBackend:
         return simulate(problem, schedule).peak_bytes + self.allocator_bytes(problem, schedule)
 
     def recorder(self):
-        return SimpleNamespace(start=self._start_recording, stop=self._stop_recording)
+        return SimpleNamespace(
+            start=self._start_recording, stop=self._stop_recording, remark=self.profiler_remark
+        )
 
     def _start_recording(self):
         if self.recording or self.profiler == "busy":  # there is one session at a time

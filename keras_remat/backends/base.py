@@ -107,7 +107,13 @@ class Installed(Protocol):
 
 
 class ProfileRecorder(Protocol):
-    """Measures a profile over real training steps."""
+    """Measures a profile over real training steps.
+
+    Attributes:
+        remark: why the op times of the last profile are estimates; empty where nothing is to tell.
+    """
+
+    remark: str
 
     def start(self) -> bool:
         """Starts; ``False`` when it cannot, because the user's own profiler session is running."""

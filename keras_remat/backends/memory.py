@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from keras_remat.core.graph import Op
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -49,6 +50,9 @@ class DeviceMemory(Protocol):
 
     def total_bytes(self) -> int:
         """Returns all the memory that this process may use on the device."""
+
+    def floor_advice(self, op: Op) -> str:
+        """Returns what makes an op need less on this device; empty where nothing is known to."""
 
 
 class MemoryModel(Protocol):

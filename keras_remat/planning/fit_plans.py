@@ -170,6 +170,9 @@ class StepPlanner:
             advice = describe_limit_error(
                 error, self.limit_bytes, batch_size, problem.profile.resident_bytes
             )
+            if problem.floor_op is not None:
+                op = problem.graph.ops[problem.floor_op]
+                advice = f"{advice} {self._backend.device.floor_advice(op)}".rstrip()
             raise InfeasibleBudgetError(
                 error.budget_bytes,
                 error.floor_bytes,

@@ -115,6 +115,8 @@ class Moves:
         """Returns the shape with what the recorder has seen of its steps."""
         with self._fit.long_task("reading the profile"):
             profile = shape.recorder.stop(shape.run, shape.resident_bytes)
+            if shape.recorder.remark:
+                self._fit.event(EventKind.PROFILE, shape.recorder.remark)
             if profile is None:
                 return replace(shape, started=False, recorded=Recorded.BLIND)
             costs = replace(shape.costs, problem=replace(shape.costs.problem, profile=profile))

@@ -4,7 +4,7 @@ import pytest
 from fake_backend import FakeBackend, chain_problem, store_all_peak
 
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import ScheduleNotFoundError
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning.fit_plans import StepPlanner, TunerOptions
 
 PROBLEM = chain_problem(64)
@@ -36,3 +36,12 @@ def test_a_limit_that_is_missed_names_the_plan_that_came_closest():
     with pytest.raises(ScheduleNotFoundError) as caught:
         best(0.97)
     assert caught.value.closest.predicted.peak_bytes == int(0.7 * store_all_peak(64))
+
+
+def test_the_floor_says_what_would_lower_it():
+    limit = PROBLEM.floor_bytes // 2
+    planner = StepPlanner(FakeBackend(), TunerOptions(limit, solver_time_limit_s=2.0))
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        planner.best(PROBLEM, 64)
+    name = PROBLEM.graph.ops[PROBLEM.floor_op].name
+    assert str(caught.value).endswith(f"would do. Give {name} less.")

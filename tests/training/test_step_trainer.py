@@ -471,6 +471,12 @@ def test_profile_that_saw_too_little_leaves_the_estimated_plan():
     assert trainer.settled
 
 
+def test_why_op_times_are_estimates_is_an_event():
+    trainer, report = trainer_on(FakeBackend(profiler_remark="No kernels were seen."), options())
+    train(trainer, 8)
+    assert [e.message for e in report.events if e.kind == "profile"] == ["No kernels were seen."]
+
+
 @pytest.mark.parametrize("first", [2, 3])
 def test_a_recording_has_no_steps_of_other_shapes_and_what_it_saw_counts(first):
     larger = int(1.2 * SIZE)

@@ -68,6 +68,8 @@ class DoesNotCompile:
 class _Recorder:
     """Measures the whole step; see :mod:`keras_remat.backends.jax.profile`."""
 
+    remark = ""
+
     def __init__(self, device: Device):
         self._device = device
 

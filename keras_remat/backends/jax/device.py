@@ -34,6 +34,7 @@ from keras_remat.backends.jax.lower import compile_step
 from keras_remat.backends.jax.measure import CompiledMemory, device_statistic, first_device, memory
 from keras_remat.backends.jax.sharding import shard_bytes
 from keras_remat.backends.jax.trace import as_specs
+from keras_remat.core.graph import Op
 from keras_remat.core.schedule import Usage
 
 Result = TypeVar("Result")
@@ -204,6 +205,10 @@ class Device:
         """All the memory this process may use on the device."""
         limit = device_statistic("bytes_limit")
         return host_memory_bytes(self.in_use_bytes()) if limit is None else limit
+
+    def floor_advice(self, op: Op) -> str:
+        """Nothing is known that makes an op of XLA need less."""
+        return ""
 
 
 def _uploaded(value: Any, sharding: Any) -> jax.Array:

@@ -7,8 +7,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
-from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice, measure
-from keras_remat.backends.tensorflow.ordered.profile import WORKSPACE_ADVICE, blindness
+from keras_remat.backends.tensorflow.memory.measure import (
+    WORKSPACE_ADVICE,
+    TensorFlowDevice,
+    measure,
+)
+from keras_remat.backends.tensorflow.ordered.profile import blindness
 from keras_remat.backends.tensorflow.profiler import events
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder, Recording

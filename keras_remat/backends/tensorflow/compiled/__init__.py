@@ -57,6 +57,8 @@ class StepRun:
 class _Recorder:
     """Measures the whole step; the split over its ops stays an estimate."""
 
+    remark = ""
+
     def __init__(self, backend: CompiledBackend):
         self._backend = backend
 
@@ -95,7 +97,7 @@ class CompiledBackend(TensorFlowBackend):
 
     def check(self, model: Any) -> str | None:
         super().check(model)
-        return None
+        return self.device.remark()
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> Any:
         like = self._newest_trace if micro_batches == 1 else None

@@ -17,16 +17,27 @@ import tensorflow as tf
 
 from keras_remat.backends.host import host_memory_bytes
 from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.profiler.device import device_name, on_gpu
 from keras_remat.backends.tensorflow.profiler.events import MEASURED_STEP
+from keras_remat.core.graph import Op
 from keras_remat.core.schedule import Usage
 from keras_remat.units import KIB, MIB
 
 #: TensorFlow's own variables, which it reads when it makes its first tensor.
 _USE_BFC, _BFC_LIMIT_MIB = "TF_CPU_ALLOCATOR_USE_BFC", "TF_CPU_BFC_MEM_LIMIT_IN_MB"
 _DEFAULT_BFC_LIMIT_MIB = 64 * KIB
+_GPU_ALLOCATOR, _ASYNC = "TF_GPU_ALLOCATOR", "cuda_malloc_async"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _TRUE = ("1", "true")
+
+#: TensorFlow's variable for the most scratch of a GPU's convolution.
+WORKSPACE_LIMIT_MIB = "TF_CUDNN_WORKSPACE_LIMIT_IN_MB"
+#: What lowers the floor of a GPU's step whose largest op is a convolution.
+WORKSPACE_ADVICE = (
+    "A convolution may take gigabytes of scratch on a GPU: where a limit is said to be too low for "
+    f"one, set {WORKSPACE_LIMIT_MIB}=64 before TensorFlow starts."
+)
 
 #: oneDNN's allocator counts no request below 256 KiB; BFC counts every one.
 _SMALL_REQUEST_BYTES, _COUNTED_REQUEST_BYTES = 1, 512 * KIB
@@ -49,8 +60,8 @@ class TensorFlowDevice:
         It is probed, not assumed: BFC counts a request of one byte, oneDNN's allocator only large
         ones.
         """
-        if on_gpu() and os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
-            return "cuda_malloc_async"
+        if _is_async():
+            return _ASYNC
         if _is_counted(_SMALL_REQUEST_BYTES):
             return "bfc"
         return "onednn" if _is_counted(_COUNTED_REQUEST_BYTES) else "unknown"
@@ -74,7 +85,7 @@ class TensorFlowDevice:
     @property
     def has_statistics(self) -> bool:
         """Whether the allocator counts what it hands out."""
-        if self.allocator == "cuda_malloc_async":
+        if self.allocator == _ASYNC:
             return _is_counted(_COUNTED_REQUEST_BYTES)
         return self.allocator != "unknown"
 
@@ -111,6 +122,19 @@ class TensorFlowDevice:
         if _bfc_is_asked_for() and self.total_bytes() == _bfc_limit_bytes():
             return _BFC_LIMIT_MIB
         return "the least of machine, container and address space"
+
+    def remark(self) -> str | None:
+        """Returns what makes predictions less exact here; ``None`` where nothing is known to."""
+        if not _is_async():
+            return None
+        return (
+            f"{_GPU_ALLOCATOR}={_ASYNC} tells nothing of single requests: predicted peaks are of the "
+            "bytes alive, and measured steps correct them. Unset it for better first plans."
+        )
+
+    def floor_advice(self, op: Op) -> str:
+        """Returns how a GPU's convolution is made to take less scratch; empty for other ops."""
+        return WORKSPACE_ADVICE if on_gpu() and op.kind in kinds.CONVOLUTIONS else ""
 
     def missing_statistics_advice(self) -> str:
         """Returns the sentence that says how peaks could be measured; empty where they can."""
@@ -201,6 +225,11 @@ def _reset_peak() -> None:
         tf.config.experimental.reset_memory_stats(device_name())
     except ValueError:  # this allocator keeps none
         return
+
+
+def _is_async() -> bool:
+    """Whether CUDA itself hands out a GPU's memory."""
+    return on_gpu() and os.environ.get(_GPU_ALLOCATOR) == _ASYNC
 
 
 def _is_counted(nbytes: int) -> bool:

@@ -88,9 +88,9 @@ class TensorFlowBackend:
             raise UnsupportedModelError(
                 f"The model trains under {type(model.distribute_strategy).__name__}: schedules for several replicas are not supported."
             )
-        if model.jit_compile:
-            return "jit_compile=True: the rematerialized step runs without XLA, op by op in order."
-        return None
+        ordered = "jit_compile=True: the rematerialized step runs without XLA, op by op in order."
+        remarks = (ordered if model.jit_compile else None, self.device.remark())
+        return " ".join(filter(None, remarks)) or None
 
     def example_batch(self, model: Any, batch: Any) -> Any:
         arrays = batches.example_batch(model, batch)

@@ -20,6 +20,7 @@ from typing import Any
 
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, tensor_key
+from keras_remat.backends.tensorflow.memory.measure import WORKSPACE_LIMIT_MIB
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
 from keras_remat.backends.tensorflow.profiler import device, events
 from keras_remat.backends.tensorflow.profiler.recorder import Recording
@@ -36,14 +37,8 @@ _FLOPS_PER_S = 5e10
 _BYTES_PER_S = 5e9
 _LAUNCH_S = 2e-6
 
-#: TensorFlow's variable for the most scratch of a GPU's convolution, and its default.
-_WORKSPACE_LIMIT_MIB, _DEFAULT_WORKSPACE_LIMIT_MIB = "TF_CUDNN_WORKSPACE_LIMIT_IN_MB", 4096
-
-#: What lowers the floor of a GPU's step whose largest op is a convolution.
-WORKSPACE_ADVICE = (
-    f"A convolution may take gigabytes of scratch on a GPU: where a limit is said to be too low for "
-    f"one, set {_WORKSPACE_LIMIT_MIB}=64 before TensorFlow starts."
-)
+#: TensorFlow's default for the most scratch of a GPU's convolution.
+_DEFAULT_WORKSPACE_LIMIT_MIB = 4096
 
 
 def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None) -> Profile:
@@ -83,7 +78,7 @@ def _guessed_workspace(traced: TensorFlowStep, op: Op) -> int:
     """What cuDNN's algorithms for a convolution may ask for: as much as it reads and writes."""
     if op.kind not in kinds.CONVOLUTIONS:
         return 0
-    limit = int(os.environ.get(_WORKSPACE_LIMIT_MIB, _DEFAULT_WORKSPACE_LIMIT_MIB)) * MIB
+    limit = int(os.environ.get(WORKSPACE_LIMIT_MIB, _DEFAULT_WORKSPACE_LIMIT_MIB)) * MIB
     return min(limit, _moved_bytes(traced, op))
 
 

@@ -4,11 +4,15 @@ import os
 import subprocess
 import sys
 
+import gpu_stand_in
 import pytest
 import tensorflow as tf
 
+from keras_remat.backends.memory import SimulatedMemory
 from keras_remat.backends.tensorflow.memory import measure
+from keras_remat.backends.tensorflow.ordered.backend import allocator_memory
 from keras_remat.backends.tensorflow.profiler.device import device_name, on_gpu
+from keras_remat.core.graph import Op
 from keras_remat.units import GIB, MIB
 
 pytestmark = pytest.mark.allocator
@@ -96,6 +100,25 @@ def test_the_device_tells_what_it_has():
     del held
 
 
+def test_a_gpu_s_convolution_is_told_to_take_less_scratch():
+    convolution = Op(0, "conv", "Conv2D", (), (0,))
+    device = measure.TensorFlowDevice()
+    assert device.floor_advice(convolution) == ""
+    with gpu_stand_in.gpu():
+        assert "TF_CUDNN_WORKSPACE_LIMIT_IN_MB" in device.floor_advice(convolution)
+        assert device.floor_advice(Op(0, "relu", "Relu", (), (0,))) == ""
+
+
+def test_cuda_s_own_allocator_is_remarked(monkeypatch):
+    monkeypatch.setenv("TF_GPU_ALLOCATOR", "cuda_malloc_async")
+    assert measure.TensorFlowDevice().remark() is None, "there is no GPU"
+    with gpu_stand_in.gpu():
+        device = measure.TensorFlowDevice()
+        assert device.allocator == "cuda_malloc_async"
+        assert "TF_GPU_ALLOCATOR=cuda_malloc_async" in str(device.remark())
+        assert type(allocator_memory(device)) is SimulatedMemory
+
+
 def test_peak_is_measured_without_waiting():
     result, peak = measure.measure_peak(lambda: tf.reduce_sum(tf.ones((4, MIB // 4))))
     assert float(result) == MIB
@@ -105,7 +128,9 @@ def test_peak_is_measured_without_waiting():
 _ADDRESS_SPACE = """
 import resource
 from pathlib import Path
+from keras_remat.backends.memory import SimulatedMemory
 from keras_remat.backends.tensorflow.memory import measure
+from keras_remat.backends.tensorflow.ordered.backend import allocator_memory
 measure.bytes_in_use()
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
 unlimited = measure.device_memory_bytes()
