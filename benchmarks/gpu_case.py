@@ -162,17 +162,39 @@ class Watch(keras.callbacks.Callback):
         self.peaks.append(statistics().get("peak", 0))
 
 
+class Repeated(keras.utils.PyDataset):
+    """The same batch, again and again: an epoch of any length in the memory of one batch."""
+
+    def __init__(self, batch: Any, count: int):
+        super().__init__()
+        self._batch, self._count = batch, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batch
+
+
+def repeated(batch: Any, count: int) -> Any:
+    """Returns a data set of ``count`` times the same batch; on a CPU it is in memory once."""
+    if ON_JAX:
+        return Repeated(batch, count)
+    import tensorflow as tf
+
+    with tf.device("CPU:0"):
+        return tf.data.Dataset.from_tensors(batch).repeat(count)
+
+
 def trained(
-    model: keras.Model, data: Any, size: int, remat: Any = None, epochs: int = 1
+    model: keras.Model, data: Any, remat: Any = None, epochs: int = 1
 ) -> tuple[Watch, list[str]]:
-    """Fits, and returns what was seen from outside and the warnings."""
+    """Fits on batches, and returns what was seen from outside and the warnings."""
     watch = Watch()
     callbacks = [watch] if remat is None else [remat, watch]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
-        model.fit(
-            *data, batch_size=size, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks
-        )
+        model.fit(data, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
     return watch, [str(w.message)[:_TEXT] for w in said if "keras_remat" in str(w.message)]
 
 
@@ -279,16 +301,14 @@ def compile_seconds(options: dict[str, Any], answer: Answer) -> None:
 def analysis(options: dict[str, Any], answer: Answer) -> None:
     """What the compiler says a step takes against what the allocator saw, for one schedule: the
     allocator's peak cannot be reset, so every schedule has a process."""
-    model, size = build(options), batch_size(options)
-    data = samples(options, STEPS * size)
+    model = build(options)
+    batch = samples(options, batch_size(options))
     plan = None
     if options["share"] < 1:
-        plan = keras_remat.make_plan(
-            model, (data[0][:size], data[1][:size]), _limit(model, data, size, options["share"])
-        )
+        plan = keras_remat.make_plan(model, batch, _limit(model, batch, options["share"]))
     before = statistics().get("peak", 0)
     remat = keras_remat.RematAutotune(None, "keep", plan=plan, margin=0.0, verbose=0)
-    watch, said = trained(model, data, size, remat)
+    watch, said = trained(model, repeated(batch, STEPS), remat)
     measured = remat.report.baseline if plan is None else remat.plan.measured
     answer.row(
         schedule="plain" if plan is None else f"plan at {options['share']}",
@@ -302,9 +322,8 @@ def analysis(options: dict[str, Any], answer: Answer) -> None:
     )
 
 
-def _limit(model: keras.Model, data: Any, size: int, share: float) -> int:
+def _limit(model: keras.Model, batch: Any, share: float) -> int:
     """What a plan without recomputation needs at rest, and a share of what it adds."""
-    batch = (data[0][:size], data[1][:size])
     plan = keras_remat.make_plan(model, batch, 2**45, profile="estimated", solver="store_all")
     resident = plan.problem.profile.resident_bytes
     return int(resident + share * (plan.store_all.peak_bytes - resident))
@@ -313,17 +332,16 @@ def _limit(model: keras.Model, data: Any, size: int, share: float) -> int:
 def steps(options: dict[str, Any], answer: Answer) -> None:
     """Plain ``fit`` against ``fit`` under limits: peaks of the first calls, predicted and measured
     peaks, times, losses."""
-    size = batch_size(options)
-    data = samples(options, (STEPS + 6) * size)
-    plain, _ = trained(build(options, options["jit"]), data, size)
+    data = repeated(samples(options, batch_size(options)), 4 * STEPS)
+    plain, _ = trained(build(options, options["jit"]), data)
     answer.fact(
         plain_peaks_mib={f"call {n}": mib(plain.peaks[n - 1]) for n in TOLD},
         plain_step_s=median(plain.times_s[2:]),
     )
-    again, _ = trained(build(options, options["jit"]), data, size)
+    again, _ = trained(build(options, options["jit"]), data)
     answer.fact(losses_of_plain_twice_differ_by=_difference(plain.losses, again.losses))
     measured = keras_remat.RematAutotune(None, "keep", verbose=0)
-    trained(build(options, options["jit"]), data, size, measured)
+    trained(build(options, options["jit"]), data, measured)
     baseline = measured.report.baseline
     if baseline is None:
         answer.fact(baseline=[e.message for e in measured.report.events])
@@ -338,7 +356,7 @@ def steps(options: dict[str, Any], answer: Answer) -> None:
         )
         row: dict[str, Any] = {"share": share, "limit_mib": mib(limit)}
         try:
-            watch, said = trained(model, data, size, remat)
+            watch, said = trained(model, data, remat)
         except keras_remat.RematError as error:
             answer.row(**row, outcome=f"{type(error).__name__}: {error}"[:_TEXT])
             continue
@@ -346,13 +364,12 @@ def steps(options: dict[str, Any], answer: Answer) -> None:
         if plan is None or plan.measured is None:
             answer.row(**row, outcome=[event.kind for event in remat.report.events])
             continue
-        profile = plan.problem.profile if plan.problem is not None else None
         answer.row(
             **row,
             predicted_mib=mib(plan.predicted.peak_bytes),
             measured_mib=mib(plan.measured.peak_bytes),
             settled_step_s=median(watch.times_s[-3:]),
-            op_times=profile.source if profile else "",
+            op_times=plan.profile_source,
             predicted_step_s=plan.predicted.time_s,
             loss_difference=_difference(plain.losses, watch.losses),
             events=[event.kind for event in remat.report.events],
@@ -401,7 +418,7 @@ def out_of_memory(options: dict[str, Any], answer: Answer) -> None:
     model.fit(*samples(options, size), batch_size=size, verbose=0)
     too_many = math.ceil(options["memory_bytes"] / (16 * (4 if options["stand_in"] else 64) * 1024))
     data = samples(options, 1)
-    many = tuple(np.repeat(part, too_many, axis=0) for part in data)
+    many = tuple(keras.ops.convert_to_tensor(np.repeat(p, too_many, axis=0)) for p in data)
     host = np.zeros(options["memory_bytes"] + MIB, "uint8")
 
     def device_array() -> Any:
@@ -462,17 +479,23 @@ def promise(options: dict[str, Any], answer: Answer) -> None:
         _promised(options, answer, name, count, remat)
     asked = limit if options["stand_in"] else None
     remat = keras_remat.RematAutotune(asked, verbose=0)
-    _promised(options, answer, "RematAutotune()", size, remat, epochs=6)
+    steps = math.ceil(12 * search.max_batch_size / size)  # ten updates of the largest, and more
+    _promised(options, answer, "RematAutotune()", size, remat, steps)
     answer.fact(events=[event.message for event in remat.report.events][-8:])
 
 
 def _promised(
-    options: dict[str, Any], answer: Answer, name: str, size: int, remat: Any, epochs: int = 2
+    options: dict[str, Any],
+    answer: Answer,
+    name: str,
+    size: int,
+    remat: Any,
+    steps: int = 2 * STEPS,
 ) -> None:
-    model = build(options)
+    model, data = build(options), repeated(samples(options, size), steps)
     row: dict[str, Any] = {"run": name, "batch": size}
     try:
-        watch, said = trained(model, samples(options, STEPS * size), size, remat, epochs)
+        watch, said = trained(model, data, remat, epochs=2)
     except Exception as error:  # a failure is an outcome, and the next run goes on
         answer.row(**row, outcome=f"{type(error).__name__}: {error}"[:_TEXT])
         return

@@ -15,7 +15,7 @@ and the numbers behind it.
 peak memory of the solver's processes. Schedules are validated on the way out of the solver. Every
 row is printed and added to ``solvers.jsonl`` as soon as it is there, and rows that file already has
 are not solved again, so that a run can be stopped and continued, and solvers can be run one after
-the other; at the end it writes ``solvers.md`` and one ``NAME.png`` per graph. ``coarse`` states
+the other; at the end it writes ``solvers.md`` and one ``NAME.svg`` per graph. ``coarse`` states
 what coarsening loses: the interval search's overhead on the full graph and through its coarse
 problem, with their proved bounds. ``op-level`` traces models of ``benchmarks/models.py`` (with
 estimated costs), solves their train steps by ``auto`` and ``dtr`` at the same budgets, and prints
@@ -55,6 +55,8 @@ from keras_remat.solvers.search import anneal, greedy, intervals
 
 BUDGETS = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,floor"
 FLOOR_FACTOR = 1.02
+#: The solvers in the pictures: ours, and one of each kind of the published ones.
+SHOWN = ("auto", "dtr", "chain_dp", "chen_greedy")
 
 
 def budget_bytes(budget: str, peak_bytes: int, floor_bytes: int) -> int:
@@ -135,7 +137,7 @@ def run(options: argparse.Namespace) -> None:
         "\n".join([*overview(rows), *TABLE_HEAD, *map(table_line, rows)]) + "\n"
     )
     for name in dict.fromkeys(row["graph"] for row in rows):
-        plot([row for row in rows if row["graph"] == name], output / f"{name}.png")
+        plot([row for row in rows if row["graph"] == name], output / f"{name}.svg")
 
 
 def solve_all(
@@ -330,15 +332,18 @@ def overview_cell(row: dict[str, Any]) -> str:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Overhead against budget, one line per solver; budgets where a solver found nothing are
-    missing from its line."""
+    """Draws overhead against budget: a line for each of :data:`SHOWN`, and the lower bound.
+
+    Budgets where a solver found nothing are missing from its line.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    for solver in dict.fromkeys(row["solver"] for row in rows):
+    for solver in SHOWN:
         points = sorted(
             (row["share"], 100 * row["overhead"])
             for row in rows
@@ -372,7 +377,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_yscale("symlog", linthresh=1)
     axes.set_title(rows[0]["graph"])
     axes.legend(fontsize="x-small", ncols=2)
-    figure.savefig(path, dpi=75, bbox_inches="tight")
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
     pyplot.close(figure)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from keras_remat.batch_size.cost_fit import CostFit
 from keras_remat.core.graph import FORWARD
 from keras_remat.core.problem import Problem
 from keras_remat.planning.plan import Plan
+from keras_remat.reporting import html as page
+from keras_remat.reporting import plots
 from keras_remat.units import format_bytes
 
 
@@ -109,6 +111,33 @@ class BatchSearch:
             f"overhead {self.plan.overhead:.1%}); without recomputation {self.plain_batch_size}; most samples per second predicted at "
             f"{self.fastest_batch_size}; {len(self.probes)} sizes tried in {self.search_time_s:.1f} s{ran}; {self._op_times()}"
         )
+
+    def plot(self) -> Any:
+        """Returns a matplotlib figure: samples per second and peak of every size with a plan.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        return plots.batch_sizes(self._points, self.limit_bytes)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (str(size), format_bytes(peak), f"{rate:.1f}", f"{overhead:.1%}")
+            for size, peak, rate, overhead in self._points
+        ]
+        head = ("batch", "peak", "samples/s, predicted", "added time")
+        return page.fragment(f"<p>{page.escape_all(str(self))}.</p>{page.table(head, rows)}")
+
+    @property
+    def _points(self) -> list[tuple[int, int, float, float]]:
+        """Batch size, peak bytes, samples per second and overhead of every size with a plan."""
+        best: dict[int, tuple[int, int, float, float]] = {}
+        for probe in self.probes:
+            if probe.plan is not None:
+                peak = (probe.plan.measured or probe.plan.predicted).peak_bytes
+                size, overhead = probe.batch_size, probe.plan.overhead
+                best[size] = size, peak, probe.samples_per_s, overhead
+        return [best[size] for size in sorted(best)]
 
     def _op_times(self) -> str:
         """Where op times at other sizes come from, and how far off they are."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -35,7 +36,7 @@ from keras_remat.errors import (
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.to_budget import BudgetSearch, Found
 from keras_remat.solvers import check_floor
-from keras_remat.units import format_bytes, parse_bytes
+from keras_remat.units import LEAST_LIMIT, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -309,6 +310,13 @@ def traced_as_it_trains(
     """
     if compilation not in COMPILATIONS:
         raise ValueError(unknown_name("compilation", compilation, COMPILATIONS))
+    if isinstance(model, (str, os.PathLike)):
+        raise TypeError(
+            f"model must be a compiled Keras model, got the path {os.fspath(model)!r}: load it with "
+            "keras.saving.load_model first"
+        )
+    if not getattr(model, "compiled", False):
+        raise ValueError("the model is not compiled: call model.compile(optimizer, loss) first")
     *others, last = load_backends(model, compilation)
     for backend in others:
         try:
@@ -343,7 +351,8 @@ def traced_model(
         raise ValueError(f'profile must be "measured" or "estimated", got {profile!r}')
     backend.check(model)
     gc.collect()  # steps that ran before are in reference cycles
-    limit = parse_bytes(memory_limit, total_bytes=backend.device.total_bytes())
+    total = backend.device.total_bytes()
+    limit = parse_bytes(memory_limit, total_bytes=total, least=LEAST_LIMIT)
     budget = usable_bytes(limit, margin)
     arrays = backend.example_batch(model, batch)
     traced = backend.trace(model, arrays)

@@ -110,7 +110,7 @@ def report_body(report: Reported) -> str:
             )
             for epoch, speedup in zip(report.epochs, report.speedups, strict=True)
         ]
-        parts.append(_table(("epoch", "batch", "samples/s", "speedup", "peak", "set-up"), rows))
+        parts.append(table(("epoch", "batch", "samples/s", "speedup", "peak", "set-up"), rows))
     if report.plan is not None:
         parts.append(_layers(report.plan))
     if report.events:
@@ -141,7 +141,7 @@ def plan_body(planned: Planned) -> str:
             _tiles(_plan_tiles(planned)),
             _pictures(planned, None),
             "<h2>Numbers</h2>",
-            _table(("", "peak", "of budget", "time", "added time"), rows),
+            table(("", "peak", "of budget", "time", "added time"), rows),
             f"<p>{escape_all(status_text(planned.solution))}.</p>",
             _layers(planned),
             _versions(planned.device),
@@ -269,8 +269,8 @@ def _holders(curves: dict[str, Curve]) -> str:
         (f"{_swatch(color[n])}{escape(n)}", *(format_bytes(row[n]) for row in bars.values()))
         for n in names
     ]
-    table = _table(("layer", *bars), cells, escaped=True)
-    return f"<h2>Who holds the peak</h2>{svg.holders(bars)}{table}"
+    listed = table(("layer", *bars), cells, escaped=True)
+    return f"<h2>Who holds the peak</h2>{svg.holders(bars)}{listed}"
 
 
 def _layers(planned: Planned) -> str:
@@ -279,10 +279,10 @@ def _layers(planned: Planned) -> str:
         return f"<pre>{escape_all(plan_text(planned))}</pre>"
     problem, schedule = planned.problem, planned.solution.schedule
     rows = [summary_cells(row) for row in shown_groups(groups(problem, schedule), "layer")]
-    table = _table(("layer", "kept", "recomputed", "saved", "added"), rows)
+    listed = table(("layer", "kept", "recomputed", "saved", "added"), rows)
     again = recomputed_text(problem, schedule, top=12)
     return (
-        f"<h2>By layer</h2><p>Kept: what the layer holds when the backward phase begins.</p>{table}"
+        f"<h2>By layer</h2><p>Kept: what the layer holds when the backward phase begins.</p>{listed}"
         f"<details><summary>What is recomputed, by kind and op</summary>"
         f"<pre>{escape_all(again)}</pre></details>"
     )
@@ -306,7 +306,8 @@ def _swatch(color: str) -> str:
     return f'<span class="swatch" style="background:{color}"></span>'
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, escaped: bool = False) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, escaped: bool = False) -> str:
+    """Returns a table; its cells are escaped unless they are already."""
     cell = str if escaped else escape
     top = "".join(f"<th>{escape(text)}</th>" for text in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell(text)}</td>' for text in row)}</tr>" for row in rows)
@@ -330,4 +331,4 @@ def _versions(device: str) -> str:
             rows.append((package, metadata.version(package)))
         except metadata.PackageNotFoundError:
             continue
-    return f"<h2>Versions and device</h2>{_table(('', ''), rows)}"
+    return f"<h2>Versions and device</h2>{table(('', ''), rows)}"

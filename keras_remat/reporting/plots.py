@@ -221,11 +221,12 @@ def overhead(planned: Planned, points: Sequence[tuple[int, float]]) -> Any:
     return _with_legend(figure, axes, f"What a smaller budget costs{_of(planned)}")
 
 
-def batch_sizes(points: Sequence[tuple[int, int, float, bool]], limit_bytes: int) -> Any:
+def batch_sizes(points: Sequence[tuple[int, int, float, float]], limit_bytes: int) -> Any:
     """Samples per second and peak of the batch sizes that a search tried.
 
     Args:
-        points: (batch size, predicted peak in bytes, samples per second, recomputes), one per size.
+        points: (batch size, peak in bytes, samples per second, overhead), one per size; an
+            overhead above 0 is recomputation.
         limit_bytes: the memory limit.
     """
     figure = _picture()(figsize=(8, 4.6), layout="constrained")
@@ -235,7 +236,7 @@ def batch_sizes(points: Sequence[tuple[int, int, float, bool]], limit_bytes: int
         (False, colors.PLAIN, "without recomputation"),
         (True, colors.PLAN, "with recomputation"),
     ):
-        chosen = sorted(p for p in points if p[3] is recomputes)
+        chosen = sorted(p for p in points if (p[3] > 0) is recomputes)
         sizes = [p[0] for p in chosen]
         above.plot(sizes, [p[2] for p in chosen], "o-", color=color, label=label)
         below.plot(sizes, [p[1] / unit for p in chosen], "o-", color=color)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_remat.backends.base import COMPILATIONS
+from keras_remat.errors import unknown_name
 from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.plan import Plan, load_plan
+from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.solvers import SOLVERS
 from keras_remat.units import check_memory_limit
 
@@ -50,7 +52,8 @@ def checked_options(
     check_memory_limit(memory_limit)
     if not isinstance(solver, str):
         raise TypeError(f"solver must be one of the names {', '.join(SOLVERS)}; got {solver!r}")
-    check_among("solver", solver, tuple(SOLVERS))
+    if solver not in SOLVERS:
+        raise ValueError(unknown_name("solver", solver, SOLVERS))
     check_number("solver_time_limit_s", solver_time_limit_s, above=0)
     check_int("profile_steps", profile_steps, least=1)
     check_number("margin", margin, least=0, below=1)
@@ -128,5 +131,7 @@ def check_number(
 def check_path(name: str, value: Any, *, or_plan: bool = False) -> None:
     """Raises ``TypeError`` for what is neither a path nor ``None``."""
     accepted = (str, os.PathLike, Plan) if or_plan else (str, os.PathLike)
+    if isinstance(value, AutotuneReport):
+        raise TypeError(f"{name} must be a path or a Plan, got a report: give its .plan")
     if value is not None and not isinstance(value, accepted):
         raise TypeError(f"{name} must be a path{' or a Plan' if or_plan else ''}, got {value!r}")

@@ -440,8 +440,8 @@ def test_plan_under_a_tight_limit_recomputes_and_is_legal(models):
 def test_limit_below_the_floor_is_proved_infeasible(models):
     model, batch = models.mlp(512, width=512, blocks=1)
     with pytest.raises(InfeasibleBudgetError) as caught:
-        make_plan(model, batch, 1, profile="estimated")
-    assert caught.value.floor_bytes > caught.value.budget_bytes == 1
+        make_plan(model, batch, "1KiB", profile="estimated", margin=0.0)
+    assert caught.value.floor_bytes > caught.value.budget_bytes == 1024
 
 
 @pytest.mark.parametrize(
@@ -449,6 +449,8 @@ def test_limit_below_the_floor_is_proved_infeasible(models):
     [
         ({"memory_limit": "8Gb"}, ValueError, "GiB"),
         ({"memory_limit": 0}, ValueError, "positive"),
+        ({"memory_limit": 8}, ValueError, 'did you mean "8GiB"'),
+        ({"model": "model.keras"}, TypeError, "keras.saving.load_model"),
         ({"memory_limit": None}, TypeError, "memory_limit"),
         ({"profile": "guessed"}, ValueError, "estimated"),
         ({"solver": "magic"}, ValueError, "greedy"),
@@ -463,8 +465,19 @@ def test_wrong_arguments_say_what_is_accepted(models, arguments, error, says):
     model, batch = models.mlp(4, width=4, blocks=1)
     with pytest.raises(error, match=says):
         make_plan(
-            model, **{"batch": batch, "memory_limit": "8GiB", "profile": "estimated", **arguments}
-        )
+            **{
+                "model": model, "batch": batch, "memory_limit": "8GiB", "profile": "estimated",
+                **arguments,
+            }
+        )  # fmt: skip
+
+
+def test_a_model_that_is_not_compiled_is_told():
+    import keras
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="compile"):
+        make_plan(model, 8, "8GiB")
 
 
 def test_models_that_cannot_be_planned_say_why(models):

@@ -119,7 +119,7 @@ def test_speed_of_every_epoch():
 
 
 def test_batch_sizes():
-    figure = plots.batch_sizes([(8, 2**20, 40.0, False), (16, 2**20, 38.0, True)], 2**21)
+    figure = plots.batch_sizes([(8, 2**20, 40.0, 0.0), (16, 2**20, 38.0, 0.1)], 2**21)
     assert labels(figure) == ["without recomputation", "with recomputation", "limit 2 MiB"]
 
 

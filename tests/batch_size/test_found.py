@@ -1,0 +1,73 @@
+"""What a search tells: its numbers, its picture, its table."""
+
+from dataclasses import replace
+
+import pytest
+from fake_backend import FakeBackend, chain_problem, store_all_peak
+
+from keras_remat.batch_size.found import (
+    BatchSearch,
+    Probe,
+    forward_overhead,
+    is_allowed,
+    is_overhead_allowed,
+    overhead_bound,
+)
+from keras_remat.core.schedule import Usage
+from keras_remat.planning.make_plan import plan_problem
+
+LIMIT = int(0.9 * store_all_peak(64))
+
+
+def plan_at(size):
+    return plan_problem(chain_problem(size), LIMIT, FakeBackend(), solver="greedy")
+
+
+@pytest.fixture(scope="module")
+def search():
+    plain, tight = plan_at(32), plan_at(64)
+    ran = replace(tight, measured=Usage(2 * tight.predicted.time_s, tight.predicted.peak_bytes))
+    probes = (
+        Probe.of(32, plain),
+        Probe.of(64, tight),
+        Probe(128, None, 0.0, "too large"),
+        Probe.of(64, ran),
+    )
+    return BatchSearch(LIMIT, 64, 64, 32, probes, 1.5, 0.5)
+
+
+def test_the_plan_is_the_one_that_ran(search):
+    assert search.plan is search.probes[-1].plan
+    assert search.step_time_errors == {64: pytest.approx(-0.5)}
+
+
+def test_the_sentence_has_sizes_limit_and_what_was_measured(search):
+    text = str(search)
+    for part in ("Largest batch 64", "measured", "without recomputation 32", "4 sizes tried"):
+        assert part in text
+
+
+def test_a_notebook_shows_a_row_for_every_size_with_a_plan(search):
+    shown = search._repr_html_()
+    assert shown.count("<tr>") == 1 + 2
+    assert "Largest batch 64" in shown
+    assert "too large" not in shown
+
+
+def test_the_picture_has_sizes_with_and_without_recomputation(search):
+    above, below = search.plot().axes
+    drawn = {line.get_label(): list(line.get_xdata()) for line in above.lines}
+    assert drawn["without recomputation"] == [32]
+    assert drawn["with recomputation"] == [64]
+    assert below.get_xlabel() == "batch size"
+
+
+def test_overhead_is_bounded_by_a_forward_pass_a_number_or_nothing():
+    problem, plan = chain_problem(64), plan_at(64)
+    forward = forward_overhead(problem)
+    assert 0 < forward < 1
+    assert overhead_bound(problem, "forward") == forward
+    assert is_overhead_allowed(problem, (1 + forward) * problem.store_all_time_s * 0.999, "forward")
+    assert not is_overhead_allowed(problem, (1.01 + forward) * problem.store_all_time_s, "forward")
+    assert not is_allowed(problem, plan, plan.overhead / 2)
+    assert is_allowed(problem, plan, None)

@@ -1,0 +1,69 @@
+"""Arguments are refused with what is accepted, the nearest name first."""
+
+import pytest
+
+from keras_remat.reporting.fit_report import AutotuneReport
+from keras_remat.training.arguments import (
+    check_among,
+    check_int,
+    check_number,
+    check_path,
+    checked_options,
+)
+
+GIVEN = {
+    "memory_limit": "8GiB",
+    "batch_size": "max",
+    "solver": "auto",
+    "solver_time_limit_s": 30,
+    "profile_steps": 3,
+    "margin": 0,
+    "learning_rate_scaling": None,
+    "micro_batches": None,
+    "plan": None,
+    "cache_dir": None,
+    "seed": 0,
+    "compilation": "auto",
+}
+
+
+def test_arguments_come_back_in_one_record():
+    options = checked_options(**GIVEN | {"batch_size": 64, "learning_rate_scaling": "sqrt"})
+    assert (options.batch_size, options.learning_rate_scaling) == (64, "sqrt")
+    assert (options.steps.solver_time_limit_s, options.steps.margin) == (30.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"solver": "gredy"}, ValueError, "did you mean 'greedy'"),
+        ({"solver": 3}, TypeError, "solver"),
+        ({"memory_limit": 8}, ValueError, 'did you mean "8GiB"'),
+        ({"plan": AutotuneReport()}, TypeError, "give its .plan"),
+        ({"plan": 3}, TypeError, "a path or a Plan"),
+        ({"plan": "no such file.json"}, OSError, "no such file"),
+        ({"batch_size": "largest"}, ValueError, "'max', 'fastest', 'keep', a positive int"),
+        ({"batch_size": 0}, ValueError, "at least 1"),
+        ({"batch_size": True}, TypeError, "int"),
+        ({"margin": 1}, ValueError, "out of range"),
+        ({"seed": -1}, ValueError, "at least 0"),
+        ({"micro_batches": 0}, ValueError, "at least 1"),
+        ({"compilation": "xla"}, ValueError, "'compiled'"),
+    ],
+)
+def test_wrong_arguments(arguments, error, says):
+    with pytest.raises(error, match=says):
+        checked_options(**GIVEN | arguments)
+
+
+def test_checks_let_pass_what_is_right():
+    check_among("rule", "a", ("a", "b"))
+    check_int("n", 1, least=1)
+    check_number("x", 0.5, least=0, above=0, below=1)
+    check_path("p", None)
+
+
+@pytest.mark.parametrize("value", ["1", None, True, float("nan")])
+def test_what_is_no_number_in_range(value):
+    with pytest.raises((TypeError, ValueError), match="x"):
+        check_number("x", value, least=0)
