@@ -12,7 +12,8 @@ is allowed, by measured op times. ``auto`` is :func:`keras_remat.find_max_batch_
 is the column *searched*; Chen's schedules go through the same search and verification. Every batch
 in the table was trained, on data of its own: from the size the search said, sizes go down while the
 measured peak is over the limit, then up by 3 % until it is; a size that measures over it is planned
-again, twice at most. Rows are printed, and written to the JSON file, as they come; models that the
+again, twice at most. With ``--pool`` the limit is hard: TensorFlow's BFC allocator has one region of so
+many MiB, as a GPU's has, and a size fails by running out of memory. Rows are printed, and written to the JSON file, as they come; models that the
 JSON file has already are not run again, so that a run can be stopped and continued.
 """
 
@@ -41,6 +42,8 @@ BEST_RATIO, MEAN_RATIO, PREDICTION = 5.1, 3.0, 0.05
 SEARCH_S = 60.0
 #: The size that the search said may be off the largest that trains by this factor.
 SEARCHED = 1.03
+#: The peak of a step that ran out of memory, as :mod:`max_batch_case` tells it.
+OUT_OF_MEMORY = 2**60
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,6 +70,12 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         metavar="MIB",
         help="memory limit; by default what plain Keras needs at the model's batch",
+    )
+    result.add_argument(
+        "--pool",
+        type=int,
+        metavar="MIB",
+        help="instead of a limit: a pool of BFC's in one region that ends there, as on a GPU",
     )
     result.add_argument(
         "--steps",
@@ -131,8 +140,10 @@ def one_of(known: tuple[str, ...]) -> Any:
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What a child is told beside its model."""
+    limit = arguments.pool or arguments.limit
     return {
-        "limit_bytes": None if arguments.limit is None else int(arguments.limit * MIB),
+        "limit_bytes": None if limit is None else int(limit * MIB),
+        "pool": arguments.pool,
         "steps": arguments.steps,
         "solvers": arguments.solvers,
         "margin": arguments.margin,
@@ -164,6 +175,12 @@ def _child(name: str, options: dict[str, Any], timeout_s: float) -> Iterator[dic
         ),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
+    if options.get("pool"):
+        environment |= {
+            "TF_ENABLE_ONEDNN_OPTS": "0",
+            "TF_CPU_ALLOCATOR_USE_BFC": "1",
+            "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(options["pool"]),
+        }
     with tempfile.TemporaryDirectory(prefix="max_batch_") as directory:
         request, noise = Path(directory) / "options.json", Path(directory) / "stderr"
         request.write_text(json.dumps(options | {"model": name}))
@@ -244,6 +261,8 @@ def line(row: dict[str, Any]) -> str:
         return f"| {row['model']} | {row['solver']} | {text} |" + " |" * (len(COLUMNS) - 3)
 
     def mib(key: str) -> str:
+        if row.get(key) == OUT_OF_MEMORY:
+            return "out of memory"
         return "–" if row.get(key) is None else f"{row[key] / MIB:.1f}"
 
     error = "–" if row["predicted_bytes"] is None else f"{error_of(row):+.1%}"

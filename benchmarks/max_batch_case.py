@@ -41,6 +41,8 @@ _PLAIN_STEPS = 7
 _REPLANS = 2
 #: No limit: the profile is taken of the step without recomputation.
 _UNLIMITED_BYTES = 2**50
+#: The peak of a step that ran out of memory: above every limit.
+OUT_OF_MEMORY = 2**60
 
 
 class Measurement:
@@ -86,8 +88,16 @@ class Measurement:
     # ---------------------------------------------------------------- plain Keras
 
     def _measured(self, run: RunStep, size: int, steps: int) -> tuple[int, float]:
-        """Trains ``steps`` steps after a first one; the highest allocator peak of them all, and the
-        median seconds without the first."""
+        """Trains ``steps`` steps after a first one; the highest allocator peak of them all
+        (:data:`OUT_OF_MEMORY` where they did not end), and the median seconds without the first."""
+        try:
+            return self._ran(run, size, steps)
+        except Exception as error:
+            if not self.backend.is_out_of_memory(error):
+                raise
+            return OUT_OF_MEMORY, math.nan
+
+    def _ran(self, run: RunStep, size: int, steps: int) -> tuple[int, float]:
         batch = repeated_batch(self.batch, size)
         peaks, times_s = [], []
         for _ in range(1 + steps):
@@ -224,7 +234,7 @@ class Measurement:
         """
         tried = [(schedule, *self.train(size, schedule))]
         while tried[-1][1] > self.limit_bytes and len(tried) <= _REPLANS:
-            over = max(0, tried[-1][1] - self.predicted[size])
+            over = max(0, min(tried[-1][1], self.limit_bytes) - self.predicted[size])
             problem = self.scaling.at(size)
             try:
                 plan = plan_problem(
@@ -252,7 +262,8 @@ class Measurement:
         schedule = plan.solution.schedule
         schedule, peak, seconds = self.trained(size, schedule, name)
         while peak > self.limit_bytes and size > 1:
-            size = min(size - 1, int(size * self.limit_bytes / peak))
+            share = self.limit_bytes / peak if peak < OUT_OF_MEMORY else 1 - STEP_UP
+            size = min(size - 1, int(size * share))
             schedule, peak, seconds = self.trained(size, schedule, name)
         while True:  # until the allocator says no
             more = max(size + 1, math.ceil(size * (1 + STEP_UP)))
@@ -306,6 +317,16 @@ class Measurement:
             )
 
 
+def one_region(nbytes: int) -> None:
+    """Has BFC take all it may have at once, as a GPU's does."""
+    import tensorflow as tf
+
+    tf.raw_ops.Empty(shape=[nbytes], dtype=tf.uint8)
+
+
 if __name__ == "__main__":
     keras_remat.enable_cpu_memory_stats()
-    Measurement(json.loads(Path(sys.argv[1]).read_text())).run()
+    options = json.loads(Path(sys.argv[1]).read_text())
+    if options["pool"]:
+        one_region(options["limit_bytes"])
+    Measurement(options).run()
