@@ -41,6 +41,8 @@ _PLAIN_STEPS = 7
 _REPLANS = 2
 #: No limit: the profile is taken of the step without recomputation.
 _UNLIMITED_BYTES = 2**50
+#: What BFC takes when TensorFlow starts.
+_FIRST_REGION_BYTES = 2 * 2**20
 #: The peak of a step that ran out of memory: above every limit.
 OUT_OF_MEMORY = 2**60
 
@@ -318,10 +320,10 @@ class Measurement:
 
 
 def one_region(nbytes: int) -> None:
-    """Has BFC take all it may have at once, as a GPU's does."""
+    """Has BFC take all it may have at once, as a GPU's does; a first region it has already."""
     import tensorflow as tf
 
-    tf.raw_ops.Empty(shape=[nbytes], dtype=tf.uint8)
+    tf.raw_ops.Empty(shape=[nbytes - _FIRST_REGION_BYTES], dtype=tf.uint8)
 
 
 if __name__ == "__main__":

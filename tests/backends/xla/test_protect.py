@@ -1,0 +1,173 @@
+"""A schedule as data dependencies: what is guarded, what is not, and that numbers stay the same."""
+
+import random
+
+import pytest
+from flat_program import KINDS, LARGE, FlatProgram, TextWriter, Written
+
+from keras_remat.backends.xla.fused_graph import fused_graph
+from keras_remat.backends.xla.protect import SMALL_RESULT_BYTES, Run
+
+SMALL = SMALL_RESULT_BYTES - 1
+
+
+def ran(program, order=None, *, uses_branches=False, early=()):
+    """Runs an order of ops; returns the outputs, and the writer."""
+    backward = lambda equation: equation.scope == "backward"  # noqa: E731
+    graph, numbers, handles = fused_graph(program, KINDS, (), backward)
+    writer = TextWriter(program, uses_branches=uses_branches)
+    given = [Written(f"x{n}", n) for n in range(program.n_given)]
+    run = Run(program, KINDS, graph, handles, numbers, writer, given, early)
+    for op_id in range(len(graph.ops)) if order is None else order:
+        run.op(op_id)
+    return [run.output(atom) for atom in program.outputs], writer
+
+
+def a_chain(nbytes=LARGE, kind="dot", first="dot"):
+    """a, b of a, and c that reads both."""
+    program = FlatProgram(LARGE, LARGE)
+    a = program.add(first, 0, nbytes=nbytes)
+    b = program.add(kind, a)
+    return program.returns(program.add("call", a, b))
+
+
+def test_without_recomputation_nothing_is_guarded():
+    (out,), writer = ran(a_chain())
+    assert out.text == "call(dot(x0), dot(dot(x0)))"
+    assert writer.guarded == []
+
+
+def test_a_recomputation_waits_for_what_ran_before_it():
+    (out,), writer = ran(a_chain(), [0, 1, 0, 2])
+    assert out.text == "call(dot(guard(x0 | never(dot(dot(x0))))), dot(dot(x0)))"
+    assert writer.written == [0, 1, 0, 2]
+
+
+def test_a_small_result_is_not_guarded_and_written_once():
+    (_,), writer = ran(a_chain(nbytes=SMALL), [0, 1, 0, 2])
+    assert writer.guarded == []
+    assert writer.written == [0, 1, 2]
+
+
+def test_what_depends_on_the_newest_trigger_already_needs_no_guard():
+    program = FlatProgram(LARGE)
+    a = program.add("dot", 0)
+    b = program.add("dot", a)
+    c = program.add("dot", b)
+    program.returns(program.add("call", b, c))
+    _, writer = ran(program, [0, 1, 2, 0, 1, 3])
+    assert writer.guarded == ["x0"], "b reads the guarded a"
+
+
+def test_the_cheapest_input_is_guarded_and_a_literal_is_cheapest():
+    one = Written("1.0", 1)
+    program = FlatProgram(LARGE, 64)
+    a = program.add("dot", 0, 1)
+    b = program.add("exp", program.add("add", a, one))
+    c = program.add("dot", b)
+    program.returns(program.add("call", a, b, c))
+    _, writer = ran(program, [0, 1, 2, 0, 1, 3])
+    assert writer.guarded == ["x1"], "the kernel, not the images"
+    _, writer = ran(program, [0, 1, 2, 1, 3])
+    assert writer.guarded == ["array(1.0)"]
+
+
+def test_a_view_is_not_guarded_its_reader_is():
+    program = FlatProgram(LARGE)
+    a = program.add("dot", program.add("view", 0))
+    b = program.add("dot", a)
+    program.returns(program.add("call", a, b))
+    (out,), writer = ran(program, [0, 1, 0, 2])
+    assert writer.guarded == ["view(x0)"]
+    assert out.text.count("guard") == 1
+
+
+def test_equal_equations_on_equal_inputs_are_written_once():
+    program = FlatProgram(LARGE, 4)
+    made = program.add("dot", 0)
+    shared = program.add("add", made, 1)
+    program.returns(program.add("exp", shared), program.add("sum", shared, nbytes=4))
+    _, writer = ran(program)
+    assert sorted(writer.written) == [0, 1, 2, 3]
+
+
+def test_the_backward_phase_shares_nothing_large_with_the_forward_phase():
+    """What it computes of forward values alone is kept apart; what depends on it already is
+    not."""
+    program = FlatProgram(LARGE)
+    a = program.add("dot", 0)
+    again = program.add("dot", 0, scope="backward")
+    later = program.add("dot", again, scope="backward")
+    program.returns(a, later)
+    (_, out), writer = ran(program)
+    assert writer.guarded == ["x0"]
+    assert out.text == "dot(dot(guard(x0 | never(dot(x0)))))"
+
+
+def test_a_small_value_that_is_spread_in_both_phases_is_kept_apart():
+    program = FlatProgram(LARGE, 64)
+    forward = program.add("exp", program.add("add", program.add("dot", 0), 1))
+    gradient = program.add("dot", 0, scope="backward")
+    spread = program.add("add", gradient, 1, scope="backward")
+    program.returns(forward, spread)
+    _, writer = ran(program)
+    assert writer.guarded == ["x0", "x1"]
+
+
+def test_random_numbers_are_drawn_in_a_branch_where_branches_are_free():
+    program = FlatProgram(8, LARGE)
+    made = program.add("dot", 1)
+    noise = program.add("random", 0)
+    program.returns(program.add("call", made, noise))
+    (_,), writer = ran(program, uses_branches=True)
+    assert [equations for _, equations in writer.drawn] == [(1,)]
+    (_,), writer = ran(program, uses_branches=False)
+    assert writer.drawn == []
+
+
+def test_random_numbers_are_drawn_again_after_the_newest_trigger():
+    program = FlatProgram(8, LARGE)
+    noise = program.add("random", 0)
+    made = program.add("call", 1, noise)
+    program.returns(program.add("call", made, noise))
+    _, writer = ran(program, [0, 1, 0, 2], uses_branches=True)
+    conditions = [condition for condition, _ in writer.drawn]
+    assert conditions == ["never(x0)", "never(call(x1, random(x0)))"]
+
+
+def test_a_sum_that_two_ops_read_is_read_by_a_branch_and_so_exists():
+    program = FlatProgram(LARGE)
+    one, other = program.add("dot", 0), program.add("dot", 0)
+    total = program.add("add", one, other)
+    b, c = program.add("dot", total), program.add("dot", total)
+    program.returns(program.add("call", total, b, c))
+    (out,), _ = ran(program, [0, 1, 2, 3, 4, 0, 3, 5], uses_branches=True)
+    assert "never(add(dot(x0), dot(x0)))" in out.text
+
+
+def random_program(rng):
+    program = FlatProgram(LARGE, LARGE, 64)
+    literal, known = Written("2.0", 2), [0, 1, 2]
+    for _ in range(rng.randint(4, 14)):
+        kind = rng.choice(["dot", "add", "exp", "sum", "view", "moved", "random", "call"])
+        inputs = [rng.choice(known) for _ in range(1 if kind in ("view", "random") else 2)]
+        inputs += [literal] * (kind == "add" and rng.random() < 0.3)
+        nbytes = program.sizes[inputs[0]] if kind == "view" else rng.choice([64, LARGE])
+        scope = rng.choice(["", "backward"])
+        known.append(program.add(kind, *inputs, nbytes=nbytes, scope=scope))
+    return program.returns(*rng.sample(known[3:], 2))
+
+
+@pytest.mark.parametrize("uses_branches", [False, True])
+@pytest.mark.parametrize("seed", range(60))
+def test_any_legal_order_computes_the_same_numbers(seed, uses_branches):
+    rng = random.Random(seed)
+    program = random_program(rng)
+    plain, _ = ran(program, uses_branches=uses_branches)
+    graph, *_ = fused_graph(program, KINDS, (), lambda equation: equation.scope == "backward")
+    order = []
+    for op in graph.ops:
+        order += [rng.randrange(op.id) for _ in range(rng.randint(0, 2)) if op.id]
+        order.append(op.id)
+    recomputed, _ = ran(program, order, uses_branches=uses_branches)
+    assert [out.number for out in recomputed] == [out.number for out in plain]
