@@ -289,9 +289,12 @@ def print_row(name, case, numbers, plain):
     mib = 2**20
     loss = max(abs(a - b) / abs(b) for a, b in zip(numbers["losses"], plain["losses"], strict=True))
     print(
-        f"{name:12} {case:22} {numbers['temp'] / mib:9.1f} {numbers['temp'] / plain['temp']:6.2f} {numbers['peak'] / mib:9.1f} "
-        f"{numbers['time_s'] * 1e3:9.1f} {numbers['time_s'] / plain['time_s']:6.2f} {numbers['cpu_s'] / plain['cpu_s']:6.2f} "
-        f"{numbers['compile_s']:8.1f} {numbers['compile_cpu_s'] / plain['compile_cpu_s']:6.2f} {loss:8.1e}"
+        f"{name:12} {case:22} {numbers['temp'] / mib:9.1f} "
+        f"{numbers['temp'] / plain['temp']:6.2f} {numbers['peak'] / mib:9.1f} "
+        f"{numbers['time_s'] * 1e3:9.1f} {numbers['time_s'] / plain['time_s']:6.2f} "
+        f"{numbers['cpu_s'] / plain['cpu_s']:6.2f} "
+        f"{numbers['compile_s']:8.1f} {numbers['compile_cpu_s'] / plain['compile_cpu_s']:6.2f} "
+        f"{loss:8.1e}"
         + (
             f"   {numbers['tries']} compilations, {numbers['recomputed']} recomputed"
             if "tries" in numbers
@@ -326,7 +329,8 @@ def main():
         )
         return
     print(
-        f"{'model':12} {'case':22} {'temp MiB':>9} {'ratio':>6} {'peak MiB':>9} {'step ms':>9} {'ratio':>6} {'cpu':>6} "
+        f"{'model':12} {'case':22} {'temp MiB':>9} {'ratio':>6} {'peak MiB':>9} {'step ms':>9} "
+        f"{'ratio':>6} {'cpu':>6} "
         f"{'compile s':>8} {'ratio':>5} {'loss':>8}",
         flush=True,
     )

@@ -126,7 +126,8 @@ def main():
                 for u in (update, found["plain"][1])
             ]
             print(
-                f"{name:12} {case:18} {''.join(f'{x:10.1e}' for x in off)} {away[0]:10.1e} {away[1]:10.1e}",
+                f"{name:12} {case:18} {''.join(f'{x:10.1e}' for x in off)} {away[0]:10.1e} "
+                f"{away[1]:10.1e}",
                 flush=True,
             )
 

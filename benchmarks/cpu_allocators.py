@@ -2,8 +2,9 @@
 
 There are two: BFC (``TF_CPU_ALLOCATOR_USE_BFC=1``, what ``enable_cpu_memory_stats`` asks for) and
 oneDNN itself (``TF_ENABLE_ONEDNN_OPTS=1``). Each way trains the same U-Net in a process of its own,
-the processes in turn, so that the machine's moods hit all of them: plain steps, and steps of a greedy
-plan for 60 % of the plain peak. ``--isa AVX2`` keeps oneDNN from instructions that such a CPU lacks.
+the processes in turn, so that the machine's moods hit all of them: plain steps, and steps of a
+greedy plan for 60 % of the plain peak. ``--isa AVX2`` keeps oneDNN from instructions that such a
+CPU lacks.
 
     python benchmarks/cpu_allocators.py --isa AVX2
 

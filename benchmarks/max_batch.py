@@ -12,9 +12,10 @@ is allowed, by measured op times. ``auto`` is :func:`keras_remat.find_max_batch_
 is the column *searched*; Chen's schedules go through the same search and verification. Every batch
 in the table was trained, on data of its own: from the size the search said, sizes go down while the
 measured peak is over the limit, then up by 3 % until it is; a size that measures over it is planned
-again, twice at most. With ``--pool`` the limit is hard: TensorFlow's BFC allocator has one region of so
-many MiB, as a GPU's has, and a size fails by running out of memory. Rows are printed, and written to the JSON file, as they come; models that the
-JSON file has already are not run again, so that a run can be stopped and continued.
+again, twice at most. With ``--pool`` the limit is hard: TensorFlow's BFC allocator has one region
+of so many MiB, as a GPU's has, and a size fails by running out of memory. Rows are printed, and
+written to the JSON file, as they come; models that the JSON file has already are not run again, so
+that a run can be stopped and continued.
 """
 
 from __future__ import annotations
@@ -313,13 +314,15 @@ def summary(rows: list[dict[str, Any]]) -> str:
         if found:
             best = max(found, key=lambda name: found[name])
             lines.append(
-                f"{solver}: geometric mean {geometric_mean(list(found.values())):.2f} × plain over {len(found)} models, "
+                f"{solver}: geometric mean {geometric_mean(list(found.values())):.2f} × plain "
+                f"over {len(found)} models, "
                 f"at most {found[best]:.2f} ({best})"
             )
     errors = [abs(error_of(r)) for r in rows if r["row"] == "prediction"]
     if errors:
         lines.append(
-            f"Predicted against measured peak at batches not profiled: largest error {max(errors):.1%}"
+            "Predicted against measured peak at batches not profiled: largest error "
+            f"{max(errors):.1%}"
         )
     return "\n\n".join(lines)
 
@@ -331,25 +334,30 @@ def failed_bounds(rows: list[dict[str, Any]]) -> list[str]:
         if r["row"] == "batch" and "error" not in r:
             if r["measured_bytes"] > r["limit_bytes"]:
                 failures.append(
-                    f"{r['model']} {r['solver']}: measured {r['measured_bytes']} bytes, limit {r['limit_bytes']}"
+                    f"{r['model']} {r['solver']}: measured {r['measured_bytes']} bytes, limit "
+                    f"{r['limit_bytes']}"
                 )
             if r["overhead"] > r.get("allowed_overhead", math.inf):
                 failures.append(
-                    f"{r['model']} {r['solver']}: overhead {r['overhead']:.1%}, one forward pass is {r['allowed_overhead']:.1%}"
+                    f"{r['model']} {r['solver']}: overhead {r['overhead']:.1%}, one forward pass "
+                    f"is {r['allowed_overhead']:.1%}"
                 )
             if not r["batch"] / SEARCHED <= r.get("searched", r["batch"]) <= r["batch"] * SEARCHED:
                 failures.append(
-                    f"{r['model']} {r['solver']}: the search said {r['searched']}, {r['batch']} is what trains"
+                    f"{r['model']} {r['solver']}: the search said {r['searched']}, {r['batch']} "
+                    "is what trains"
                 )
             if r["model"] == "ResNet50" and r["solver"] == "auto" and r["search_s"] > SEARCH_S:
                 failures.append(
-                    f"{r['model']} {r['solver']}: the search took {r['search_s']:.0f} s, more than {SEARCH_S:.0f}"
+                    f"{r['model']} {r['solver']}: the search took {r['search_s']:.0f} s, more "
+                    f"than {SEARCH_S:.0f}"
                 )
             if r["failed_bytes"] <= r["limit_bytes"]:
                 failures.append(f"{r['model']} {r['solver']}: batch {r['failed_batch']} trains too")
         if r["row"] == "prediction" and abs(error_of(r)) > PREDICTION:
             failures.append(
-                f"{r['model']} at {r['batch']}: predicted peak is {error_of(r):+.1%} off, more than {PREDICTION:.0%}"
+                f"{r['model']} at {r['batch']}: predicted peak is {error_of(r):+.1%} off, more "
+                f"than {PREDICTION:.0%}"
             )
     found = list(ratios(rows, "auto").values())
     if max(found, default=0.0) < BEST_RATIO:
@@ -385,7 +393,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     arguments = parser().parse_args(argv)
     options = options_of(arguments)
-    header = f"{machine()}; float32, SGD; margin {arguments.margin:.0%}; search {arguments.search_time:g} s"
+    search = f"margin {arguments.margin:.0%}; search {arguments.search_time:g} s"
+    header = f"{machine()}; float32, SGD; {search}"
     print(f"{header}\n\n{head(COLUMNS)}", flush=True)
     rows = known_rows(arguments.json) if arguments.json else []
     for row in rows:

@@ -128,7 +128,8 @@ class Measurement:
             peak, seconds = self._train_plain(size)
         if peak > self.limit_bytes:
             raise RuntimeError(
-                f"plain Keras needs {peak} bytes for one sample, more than the limit of {self.limit_bytes}"
+                f"plain Keras needs {peak} bytes for one sample, more than the limit of "
+                f"{self.limit_bytes}"
             )
         while True:
             more = self._train_plain(size + 1)

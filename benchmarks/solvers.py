@@ -20,8 +20,9 @@ what coarsening loses: the interval search's overhead on the full graph and thro
 problem, with their proved bounds. ``op-level`` traces models of ``benchmarks/models.py`` (with
 estimated costs), solves their train steps by ``auto`` and ``dtr`` at the same budgets, and prints
 the table (written to ``op_level.md``) and the geometric mean of auto's overhead over dtr's, where
-both have one. ``layered`` writes problem files of layered random graphs (``benchmarks/suite/layered.py``), for
-``run``. ``moves`` prints how many moves annealing makes in a second. ``export`` traces a saved Keras model's train step into a problem file.
+both have one. ``layered`` writes problem files of layered random graphs
+(``benchmarks/suite/layered.py``), for ``run``. ``moves`` prints how many moves annealing makes in a
+second. ``export`` traces a saved Keras model's train step into a problem file.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ def op_level(options: argparse.Namespace) -> None:
         mean = math.exp(sum(math.log(max(ratio, 1e-9)) for ratio in ratios) / len(ratios))
         lines += [
             "",
-            f"Overhead of auto over that of dtr, geometric mean of {len(ratios)} budgets: {mean:.3f}",
+            f"Overhead of auto over that of dtr, geometric mean of {len(ratios)} budgets: "
+            f"{mean:.3f}",
         ]
         print(*lines[-2:], sep="\n")
     (output / "op_level.md").write_text("\n".join(lines) + "\n")
@@ -278,7 +280,8 @@ def table_line(row: dict[str, Any]) -> str:
         else f"{row['solver']} ({row['by']})"
     )
     return (
-        f"| {row['graph']} ({row['ops']}) | {row['budget']} | {solver} | {row['result']} | {overhead} | {bound} "
+        f"| {row['graph']} ({row['ops']}) | {row['budget']} | {solver} | {row['result']} | "
+        f"{overhead} | {bound} "
         f"| {gap} | {seconds} | {memory} |"
     )
 
@@ -311,11 +314,13 @@ def overview(rows: Sequence[dict[str, Any]]) -> list[str]:
         ]
         for solver in dict.fromkeys(solver for solver, _ in own):
             lines.append(
-                f"| {solver} | {' | '.join(overview_cell(own.get((solver, budget), {})) for budget in budgets)} |"
+                f"| {solver} | "
+                f"{' | '.join(overview_cell(own.get((solver, budget), {})) for budget in budgets)} |"
             )
         bounds = [own.get(("auto", budget), {}).get("bound") for budget in budgets]
         lines += [
-            f"| *proved bound* | {' | '.join('' if b is None else f'{100 * b:.2f}' for b in bounds)} |",
+            "| *proved bound* | "
+            f"{' | '.join('' if b is None else f'{100 * b:.2f}' for b in bounds)} |",
             "",
         ]
     return lines
@@ -417,7 +422,8 @@ def coarse(options: argparse.Namespace) -> None:
             )
             ops = len(problem.graph.needed)
             print(
-                f"| {path.stem} ({ops}) | {budget} | {len(small.ops)} | {' | '.join(cells)} | {loss} |",
+                f"| {path.stem} ({ops}) | {budget} | {len(small.ops)} | {' | '.join(cells)} | "
+                f"{loss} |",
                 flush=True,
             )
 
@@ -465,7 +471,8 @@ def moves(options: argparse.Namespace) -> None:
             pass
         spent = time.process_time() - started
         print(
-            f"| {problem.name} | {ops} | {options.moves} | {spent:.2f} | {options.moves / spent:,.0f} |"
+            f"| {problem.name} | {ops} | {options.moves} | {spent:.2f} | "
+            f"{options.moves / spent:,.0f} |"
         )
 
 

@@ -126,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     worst = 0.0
     lines = [
-        f"{machine()}; {arguments.epochs} epochs of {arguments.steps} loader batches; limits: keep {arguments.budget:.0%} of the plain "
+        f"{machine()}; {arguments.epochs} epochs of {arguments.steps} loader batches; limits: "
+        f"keep {arguments.budget:.0%} of the plain "
         f"activation peak, max {PLAIN_LIMIT:.0%} of the plain peak",
         "",
         "| model | batch size | reported | stopwatch | off | planning s | baseline |",
@@ -140,7 +141,8 @@ def main(argv: list[str] | None = None) -> int:
         off = reported / timed - 1
         worst = max(worst, abs(off))
         lines.append(
-            f"| {name} | {mode} | {reported:.3f} | {timed:.3f} | {off:+.1%} | {planning_s:.1f} | {source} |"
+            f"| {name} | {mode} | {reported:.3f} | {timed:.3f} | {off:+.1%} | {planning_s:.1f} | "
+            f"{source} |"
         )
         print(lines[-1], flush=True)
     if arguments.output:

@@ -157,7 +157,10 @@ def machine() -> str:
             ("Keras", ("keras",)),
         )
     )
-    return f"{model}, {cores} cores, {versions}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    return (
+        f"{model}, {cores} cores, {versions}, Python {platform.python_version()}, "
+        f"{time.strftime('%Y-%m-%d')}"
+    )
 
 
 def _version(*names: str) -> str:
@@ -319,7 +322,8 @@ def time_ratios(results: list[dict[str, Any]], budget: str) -> list[float]:
 def summary(results: list[dict[str, Any]], budgets: tuple[str, ...]) -> str:
     """Means over the CNNs and the median prediction error."""
     lines = [
-        f"Geometric mean over the CNNs, step time over plain, at {budget}: {geometric_mean(time_ratios(results, budget)):.3f}"
+        f"Geometric mean over the CNNs, step time over plain, at {budget}: "
+        f"{geometric_mean(time_ratios(results, budget)):.3f}"
         for budget in budgets
     ]
     stored = [r["store_all_time_ratio"] for r in results if r.get("is_cnn") and "error" not in r]
@@ -329,7 +333,8 @@ def summary(results: list[dict[str, Any]], budgets: tuple[str, ...]) -> str:
     errors = [abs(error_of(row)) for _, row in measured_rows(results)]
     if errors:
         lines.append(
-            f"Predicted against measured peak: median error {median(errors):.1%}, largest {max(errors):.1%}"
+            f"Predicted against measured peak: median error {median(errors):.1%}, largest "
+            f"{max(errors):.1%}"
         )
     return "\n\n".join(lines)
 
@@ -347,25 +352,30 @@ def failed_bounds(results: list[dict[str, Any]], bounds: Bounds | None = None) -
         case = f"{result['model']} at {row['budget']}"
         if not within(row) and row["budget"] != "smallest":
             failures.append(
-                f"{case}: measured {row['measured_bytes']} bytes, over the limit of {row['limit_bytes']}"
+                f"{case}: measured {row['measured_bytes']} bytes, over the limit of "
+                f"{row['limit_bytes']}"
             )
         if abs(error_of(row)) > bounds.prediction:
             failures.append(
-                f"{case}: predicted peak is {error_of(row):+.1%} off, more than {bounds.prediction:.0%}"
+                f"{case}: predicted peak is {error_of(row):+.1%} off, more than "
+                f"{bounds.prediction:.0%}"
             )
         if row.get("equal_weights") is False:
             failures.append(f"{case}: weights differ from those without recomputation")
         if row.get("loss_difference", 0.0) > bounds.loss:
             failures.append(
-                f"{case}: loss differs by {row['loss_difference']:.1e} from plain, more than {bounds.loss:.0e}"
+                f"{case}: loss differs by {row['loss_difference']:.1e} from plain, more than "
+                f"{bounds.loss:.0e}"
             )
         if (row.get("to_swap_s") or 0.0) > slowest.get(result["model"], math.inf):
             failures.append(
-                f"{case}: {row['to_swap_s']:.0f} s to the swapped step, more than {slowest[result['model']]:.0f}"
+                f"{case}: {row['to_swap_s']:.0f} s to the swapped step, more than "
+                f"{slowest[result['model']]:.0f}"
             )
         if result["planner_rss_bytes"] > bounds.planner_bytes:
             failures.append(
-                f"{case}: the planner took {result['planner_rss_bytes']} bytes, more than {bounds.planner_bytes}"
+                f"{case}: the planner took {result['planner_rss_bytes']} bytes, more than "
+                f"{bounds.planner_bytes}"
             )
     means = [(geometric_mean(time_ratios(results, "0.5")), bounds.half_time, "at 0.5")]
     stored = [r["store_all_time_ratio"] for r in results if r.get("is_cnn") and "error" not in r]
@@ -378,7 +388,8 @@ def failed_bounds(results: list[dict[str, Any]], bounds: Bounds | None = None) -
     errors = [abs(error_of(row)) for _, row in measured_rows(results)]
     if errors and median(errors) > bounds.median_prediction:
         failures.append(
-            f"median prediction error {median(errors):.1%}, more than {bounds.median_prediction:.0%}"
+            f"median prediction error {median(errors):.1%}, more than "
+            f"{bounds.median_prediction:.0%}"
         )
     return failures
 
@@ -398,7 +409,8 @@ def main(argv: list[str] | None = None) -> int:
         "seed": arguments.seed,
         "probe_time_limit_s": 2.0 if arguments.quick else 4.0,
     }
-    header = f"{machine()}; solver {arguments.solver}, {solve_s:g} s; {steps} steps; margin {arguments.margin:.0%}"
+    solved = f"solver {arguments.solver}, {solve_s:g} s"
+    header = f"{machine()}; {solved}; {steps} steps; margin {arguments.margin:.0%}"
     print(header, flush=True)
     results = []
     for name in arguments.models:

@@ -69,8 +69,8 @@ def test_a_fit_keeps_its_limit_and_its_losses():
 
 @pytest.mark.skipif(LIMIT_MIB > 2048, reason="the memory has no end here")
 def test_out_of_memory_is_known_and_leaves_the_state():
-    """A step whose values are eight times the memory each; the allocator waits ten seconds before it
-    gives up."""
+    """A step whose values are eight times the memory each; the allocator waits ten seconds before
+    it gives up."""
     tensorflow = backend()
     model, data = keras_models.mlp(64, width=512, blocks=4)
     batch = tensorflow.example_batch(model, tuple(part[:1] for part in data))

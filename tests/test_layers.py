@@ -1,4 +1,6 @@
-"""Imports point down only, by folder. A folder or module that the table does not know fails the test.
+"""Imports point down only, by folder.
+
+A folder or module that the table does not know fails the test.
 
 | layer | folders and modules |
 |---|---|
@@ -101,7 +103,8 @@ def faults(module, imported):
             elif layer(name) > own:
                 yield f"{module} (layer {own}) imports {name} (layer {layer(name)})"
             elif own == layer(name) == 3 and name.split(".")[1:2] != side:
-                yield f"{module} imports {name}: solvers, backends and reporting never import each other"
+                apart = "solvers, backends and reporting never import each other"
+                yield f"{module} imports {name}: {apart}"
             elif backend and re.match(
                 rf"keras_remat\.backends\.(?!(base|batches|host|memory|micro_batches)$|xla(\.|$)|{backend[1]}(\.|$))",
                 name,

@@ -109,7 +109,8 @@ def test_import_loads_no_framework_and_no_numpy():
 def test_import_loads_none_of_its_modules():
     assert (
         run(
-            "import sys, keras_remat; print([m for m in sys.modules if m.startswith('keras_remat.')])"
+            "import sys, keras_remat; print([m for m in sys.modules if "
+            "m.startswith('keras_remat.')])"
         )
         == "[]"
     )
@@ -117,7 +118,8 @@ def test_import_loads_none_of_its_modules():
 
 def test_the_core_loads_no_framework():
     code = (
-        "import sys, keras_remat as k; k.solve, k.SOLVERS, k.simulate, k.validate, k.load_problem, k.RematError; "
+        "import sys, keras_remat as k; k.solve, k.SOLVERS, k.simulate, k.validate, "
+        "k.load_problem, k.RematError; "
         "print([m for m in ['tensorflow', 'jax', 'keras', 'torch', 'scipy'] if m in sys.modules])"
     )
     assert run(code) == "[]"

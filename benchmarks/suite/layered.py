@@ -2,9 +2,9 @@
 
 The recipe is that of the public set of MOCCASIN (Bartan et al. 2023, arXiv 2304.14463), which takes
 it from Gagrani et al. (NeurIPS 2022, *Neural topological ordering for computation graphs*): ops in
-layers of very different widths, edges between neighbouring layers so that every op is read, and skip connections. The
-parameters have the names of that set's files (``n``, ``w``, ``nlv``, ``ed``, ``scd``). The sizes of
-values are drawn from a mixture of normal distributions, times uniformly.
+layers of very different widths, edges between neighbouring layers so that every op is read, and
+skip connections. The parameters have the names of that set's files (``n``, ``w``, ``nlv``, ``ed``,
+``scd``). The sizes of values are drawn from a mixture of normal distributions, times uniformly.
 
 Known limits: told again from the papers, not their code; the same parameters give graphs alike in
 widths, degrees and sizes, not the same graphs.

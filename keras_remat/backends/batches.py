@@ -54,7 +54,8 @@ def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:
         return _from_model(model, size, rng)
     if not isinstance(batch, (tuple, list, dict)) and not hasattr(batch, "shape"):
         raise TypeError(
-            f"batch must be (x, y[, sample_weight]) as arrays or specs, or an int; got {type(batch).__name__}"
+            "batch must be (x, y[, sample_weight]) as arrays or specs, or an int; got "
+            f"{type(batch).__name__}"
         )
     return keras.tree.map_structure(lambda leaf: _array(leaf, rng), batch)
 

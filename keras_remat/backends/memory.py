@@ -65,7 +65,8 @@ class MemoryModel(Protocol):
         """Returns the predicted peak of a step, resident bytes included."""
 
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
-        """Returns the peak where compiling tells it before a run; ``None`` where only a run does."""
+        """Returns the peak where compiling tells it before a run; ``None`` where only a run
+        does."""
 
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Learns from what a schedule measured."""

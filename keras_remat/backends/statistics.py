@@ -9,18 +9,18 @@ def enable_cpu_memory_stats() -> bool:
     """Asks TensorFlow for a CPU allocator that keeps statistics, where its own keeps none.
 
     Without statistics nothing can be measured on a CPU: no peak, no saving, no batch size. oneDNN's
-    allocator keeps them, but TensorFlow leaves oneDNN off on many CPUs (AMD Zen 1 to 3, most desktop
-    chips, Arm, macOS). There this asks for the allocator that TensorFlow uses on GPUs, "BFC", by the
-    environment variable ``TF_CPU_ALLOCATOR_USE_BFC``. It does nothing on a GPU, where oneDNN is on,
-    and where the variable is set already.
+    allocator keeps them, but TensorFlow leaves oneDNN off on many CPUs (AMD Zen 1 to 3, most
+    desktop chips, Arm, macOS). There this asks for the allocator that TensorFlow uses on GPUs,
+    "BFC", by the environment variable ``TF_CPU_ALLOCATOR_USE_BFC``. It does nothing on a GPU, where
+    oneDNN is on, and where the variable is set already.
 
     The other way to statistics is oneDNN itself, ``TF_ENABLE_ONEDNN_OPTS=1`` in the environment. It
-    has to be there before TensorFlow is imported, and it changes the kernels, so that every number of
-    the training changes a little. So this function asks for BFC, which changes nothing but where
+    has to be there before TensorFlow is imported, and it changes the kernels, so that every number
+    of the training changes a little. So this function asks for BFC, which changes nothing but where
     tensors lie, and leaves oneDNN to you. It may be worth it: ``benchmarks/cpu_allocators.py --isa
     AVX2`` (a U-Net, a batch of 8, 128 pixels, 2 cores, TensorFlow 2.21, 2026-11-22) measured CPU
-    seconds per plain step of 1.21 without statistics, 1.10 with BFC and 0.65 with oneDNN; the peak of
-    a plan was predicted 146.7 MiB and measured 133.8 with BFC, 121.1 and 121.2 with oneDNN.
+    seconds per plain step of 1.21 without statistics, 1.10 with BFC and 0.65 with oneDNN; the peak
+    of a plan was predicted 146.7 MiB and measured 133.8 with BFC, 121.1 and 121.2 with oneDNN.
 
     Call it before TensorFlow makes its first tensor, or asks for its logical devices. After
     ``import tensorflow`` or ``import keras`` is early enough. ::
@@ -30,8 +30,8 @@ def enable_cpu_memory_stats() -> bool:
         keras_remat.enable_cpu_memory_stats()
 
     Returns:
-        Whether TensorFlow's allocator keeps statistics, or will. ``False`` says that it is too late,
-        that the variable was set to 0, or that Keras does not run on TensorFlow.
+        Whether TensorFlow's allocator keeps statistics, or will. ``False`` says that it is too
+        late, that the variable was set to 0, or that Keras does not run on TensorFlow.
     """
     import keras
 

@@ -1,9 +1,10 @@
 """Chooses the sizes that run, each with the order that trains it: the driver of the size rule.
 
-``fit`` and ``find_max_batch_size`` both climb: a chosen size runs, in training or beside it, what it
-measured is noted, and the next one is chosen (:mod:`keras_remat.batch_size.sizes`). The size that an
-order reaches is a prediction, held against the limit less what the last size that ran measured
-above its own. Where known orders reach nothing that is worth running, one more is solved for.
+``fit`` and ``find_max_batch_size`` both climb: a chosen size runs, in training or beside it, what
+it measured is noted, and the next one is chosen (:mod:`keras_remat.batch_size.sizes`). The size
+that an order reaches is a prediction, held against the limit less what the last size that ran
+measured above its own. Where known orders reach nothing that is worth running, one more is solved
+for.
 """
 
 from __future__ import annotations

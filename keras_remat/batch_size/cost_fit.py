@@ -51,7 +51,8 @@ class CostFit:
         lengths = {len(profile.op_time_s) for profile in self.profiles.values()}
         if len(self.profiles) < 2 or min(self.profiles) < 1 or len(lengths) != 1:
             raise ValueError(
-                f"a fit needs profiles of the same ops at two sizes of at least 1, got sizes {sorted(self.profiles)} with {sorted(lengths)} ops"
+                "a fit needs profiles of the same ops at two sizes of at least 1, got sizes "
+                f"{sorted(self.profiles)} with {sorted(lengths)} ops"
             )
 
     @property

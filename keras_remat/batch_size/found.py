@@ -107,9 +107,12 @@ class BatchSearch:
             "" if not self.verification_time_s else f" and run in {self.verification_time_s:.1f} s"
         )
         return (
-            f"Largest batch {self.max_batch_size} under {format_bytes(self.limit_bytes)} ({format_bytes(usage.peak_bytes)} {peak}, "
-            f"overhead {self.plan.overhead:.1%}); without recomputation {self.plain_batch_size}; most samples per second predicted at "
-            f"{self.fastest_batch_size}; {len(self.probes)} sizes tried in {self.search_time_s:.1f} s{ran}; {self._op_times()}"
+            f"Largest batch {self.max_batch_size} under {format_bytes(self.limit_bytes)} "
+            f"({format_bytes(usage.peak_bytes)} {peak}, "
+            f"overhead {self.plan.overhead:.1%}); without recomputation {self.plain_batch_size}; "
+            "most samples per second predicted at "
+            f"{self.fastest_batch_size}; {len(self.probes)} sizes tried in "
+            f"{self.search_time_s:.1f} s{ran}; {self._op_times()}"
         )
 
     def plot(self) -> Any:
@@ -148,7 +151,10 @@ class BatchSearch:
             f", {error:+.1%} off the measured step at {size}"
             for size, error in self.step_time_errors.items()
         )
-        return f"op times fitted to steps of {sizes} samples, residual {self.fit.residual:.1%} of the measured seconds{off}"
+        return (
+            f"op times fitted to steps of {sizes} samples, residual {self.fit.residual:.1%} of "
+            f"the measured seconds{off}"
+        )
 
 
 def forward_overhead(problem: Problem) -> float:

@@ -12,8 +12,8 @@ size that fails wastes little, and one that succeeds says more than that it fits
    The bracket is closed from above only by a size whose order reaches no further than those before:
    most that are over the budget there are so by what the allocator wastes, and reach further than
    any made for a smaller size.
-3. Last come steps from the order that reaches furthest (:meth:`SizeSearch.improve_from_best`): a little above
-   its reach, annealing begins with it.
+3. Last come steps from the order that reaches furthest (:meth:`SizeSearch.improve_from_best`): a
+   little above its reach, annealing begins with it.
 
 The solver's budget is the allowed one less what the allocator was seen to waste.
 
@@ -278,7 +278,8 @@ class SizeSearch:
             if turn % 2:
                 self.target_share = _TARGET_SHARES[turn // 2 % len(_TARGET_SHARES)]
                 self.solve_at(size, solver if turn % 4 == 3 else "greedy_first", allowed_s)
-            else:  # the allocator will waste about as much as with the order to begin with, or nothing
+            else:
+                # the allocator will waste about as much as with the order to begin with, or nothing
                 best = self.fastest
                 assert best.problem is not None
                 used = (
@@ -378,7 +379,10 @@ class SizeSearch:
             return f"{format_bytes(peak)} is over {format_bytes(self.budget)}"
         overhead = usage.time_s / problem.store_all_time_s - 1
         assert self.max_overhead is not None
-        return f"overhead {overhead:.1%} is over the bound of {overhead_bound(problem, self.max_overhead):.1%}"
+        return (
+            f"overhead {overhead:.1%} is over the bound of "
+            f"{overhead_bound(problem, self.max_overhead):.1%}"
+        )
 
     def largest_fitting(self, order: Schedule, size: int, least: int = 1) -> int:
         """The largest size found at which an order fits: by steps up or down from ``size``, then

@@ -122,7 +122,8 @@ class Graph:
     def _check_value_id(self, value_id: int, field: str) -> None:
         if not _is_int(value_id) or not 0 <= value_id < len(self.values):
             raise InvalidProblemError(
-                f"unknown value id {value_id!r}; an id is an int from 0, and there are {len(self.values)} values",
+                f"unknown value id {value_id!r}; an id is an int from 0, and there are "
+                f"{len(self.values)} values",
                 field=field,
                 value=value_id,
             )
@@ -143,7 +144,8 @@ class Graph:
                 _is_int(size) and size >= 0 for size in value.shape
             ):
                 raise InvalidProblemError(
-                    f"dimensions must be ints of at least 0, got {value.shape!r}; an unknown shape is None",
+                    f"dimensions must be ints of at least 0, got {value.shape!r}; an unknown "
+                    "shape is None",
                     field=f"values[{at}].shape",
                     value=value.shape,
                 )
@@ -172,7 +174,8 @@ class Graph:
                 producer = self.values[value_id].producer
                 if producer is not None and producer >= at:
                     raise InvalidProblemError(
-                        f"G1: op {op.name!r} reads value {value_id}, which op {producer} computes only later (a cycle, or a list "
+                        f"G1: op {op.name!r} reads value {value_id}, which op {producer} "
+                        "computes only later (a cycle, or a list "
                         "that is not in topological order)",
                         field=f"ops[{at}].inputs",
                         value=value_id,
@@ -187,7 +190,8 @@ class Graph:
                     )
                 if value_id in produced:
                     raise InvalidProblemError(
-                        f"G2: value {value_id} has two producers, ops {produced[value_id]} and {at}",
+                        f"G2: value {value_id} has two producers, ops {produced[value_id]} and "
+                        f"{at}",
                         field=f"ops[{at}].outputs",
                         value=value_id,
                     )
@@ -208,7 +212,8 @@ class Graph:
         for value in self.values:
             if value.producer != produced.get(value.id):
                 raise InvalidProblemError(
-                    f"G2: value {value.id} names producer {value.producer}, but the ops say {produced.get(value.id)}",
+                    f"G2: value {value.id} names producer {value.producer}, but the ops say "
+                    f"{produced.get(value.id)}",
                     field=f"values[{value.id}].producer",
                     value=value.producer,
                 )

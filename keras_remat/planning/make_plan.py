@@ -312,7 +312,8 @@ def traced_as_it_trains(
         raise ValueError(unknown_name("compilation", compilation, COMPILATIONS))
     if isinstance(model, (str, os.PathLike)):
         raise TypeError(
-            f"model must be a compiled Keras model, got the path {os.fspath(model)!r}: load it with "
+            f"model must be a compiled Keras model, got the path {os.fspath(model)!r}: load it "
+            "with "
             "keras.saving.load_model first"
         )
     if not getattr(model, "compiled", False):

@@ -282,7 +282,8 @@ def _layers(planned: Planned) -> str:
     listed = table(("layer", "kept", "recomputed", "saved", "added"), rows)
     again = recomputed_text(problem, schedule, top=12)
     return (
-        f"<h2>By layer</h2><p>Kept: what the layer holds when the backward phase begins.</p>{listed}"
+        "<h2>By layer</h2><p>Kept: what the layer holds when the backward phase "
+        f"begins.</p>{listed}"
         f"<details><summary>What is recomputed, by kind and op</summary>"
         f"<pre>{escape_all(again)}</pre></details>"
     )

@@ -36,7 +36,8 @@ class BatchGrouper:
         for leaf in keras.tree.flatten(batch):
             if leaf is not None and (len(leaf.shape) == 0 or leaf.shape[0] != size):
                 raise UnsupportedModelError(
-                    f"Batches cannot be joined: an array of shape {tuple(leaf.shape)} does not have "
+                    f"Batches cannot be joined: an array of shape {tuple(leaf.shape)} does not "
+                    "have "
                     f"the {size} samples of its batch."
                 )
         if self._held and _sample_shapes(self._held[-1]) != _sample_shapes(batch):
@@ -86,7 +87,8 @@ class BatchGrouper:
 
 
 def _on_host(leaf: Any) -> Any:
-    """Returns an array that holds no memory of an accelerator; TensorFlow's iterators give those."""
+    """Returns an array that holds no memory of an accelerator; TensorFlow's iterators give
+    those."""
     return leaf if leaf is None or keras.backend.backend() == "tensorflow" else np.asarray(leaf)
 
 

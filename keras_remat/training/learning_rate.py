@@ -51,7 +51,8 @@ class LearningRateScaling:
         if rate is not None and not isinstance(rate, keras.Variable):
             self._rule = None
             warnings.warn(
-                "keras_remat: the learning rate follows a schedule and is not scaled with the batch.",
+                "keras_remat: the learning rate follows a schedule and is not scaled with the "
+                "batch.",
                 stacklevel=2,
             )
         if not isinstance(rate, keras.Variable):

@@ -118,13 +118,15 @@ class JaxBackend:
         samples = batches.batch_size_of(batch)
         if private.distribution() is not None:
             raise UnsupportedModelError(
-                "Under a keras.distribution the batch stays as it is: joined batches would have to be laid over the devices anew."
+                "Under a keras.distribution the batch stays as it is: joined batches would have "
+                "to be laid over the devices anew."
             )
 
         def resize(leaf: Any) -> Any:
             if len(leaf.shape) == 0 or leaf.shape[0] != samples:
                 raise UnsupportedModelError(
-                    f"An array of shape {tuple(leaf.shape)} does not have the {samples} samples of its batch."
+                    f"An array of shape {tuple(leaf.shape)} does not have the {samples} samples "
+                    "of its batch."
                 )
             return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype)
 
@@ -214,6 +216,7 @@ def backends(model: Any, compilation: str) -> list[JaxBackend]:
     """
     if compilation == "ordered":
         raise UnsupportedModelError(
-            'compilation="ordered" needs an executor that keeps an order; on JAX every step is compiled.'
+            'compilation="ordered" needs an executor that keeps an order; on JAX every step is '
+            "compiled."
         )
     return [JaxBackend()]

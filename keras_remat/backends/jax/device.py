@@ -170,8 +170,8 @@ class Device:
         return True
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
-        """Runs once, waits for it or not, and returns its result with its time (compiling left out) and
-        the peak."""
+        """Runs once, waits for it or not, and returns its result with its time (compiling left out)
+        and the peak."""
         self._expected_peak_bytes, self._compile_s = self.in_use_bytes(), 0.0
         self._first_run = False
         before = device_statistic("peak_bytes_in_use")

@@ -53,7 +53,8 @@ class CompiledMemory:
 
 PROBE_OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0}}
 """Compiler options, by platform, of a step that is compiled to know what it takes and never runs.
-Kernels that are not chosen by trying may want other scratch, so the step that runs is read again."""
+Kernels that are not chosen by trying may want other scratch, so the step that runs is read
+again."""
 
 OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED",
@@ -90,7 +91,8 @@ def check_device() -> str | None:
     limit = device_statistic("bytes_limit")
     if limit is None:
         raise UnsupportedModelError(
-            "JAX's allocator keeps no statistics here, so neither the device's memory nor a step's peak is known. Train without "
+            "JAX's allocator keeps no statistics here, so neither the device's memory nor a "
+            "step's peak is known. Train without "
             "XLA_PYTHON_CLIENT_ALLOCATOR=platform."
         )
     if {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"} & set(os.environ):

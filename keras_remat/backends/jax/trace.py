@@ -96,7 +96,8 @@ def check_supported(model: Any) -> None:
         )
     if private.distribution() is not None and jax.process_count() > 1:
         raise UnsupportedModelError(
-            "A keras.distribution over several processes is active: their plans might differ. Train in one process, or without "
+            "A keras.distribution over several processes is active: their plans might differ. "
+            "Train in one process, or without "
             "rematerialization."
         )
     if not getattr(model, "compiled", False):
@@ -107,7 +108,8 @@ def check_supported(model: Any) -> None:
         )
     if model.run_eagerly or not model.jit_compile:
         raise UnsupportedModelError(
-            "The model runs without compilation (run_eagerly=True or jit_compile=False); there is no compiled step to plan for."
+            "The model runs without compilation (run_eagerly=True or jit_compile=False); there "
+            "is no compiled step to plan for."
         )
 
 
@@ -136,7 +138,8 @@ def trace(
     check_supported(model)
     if micro_batches > 1 and private.distribution() is not None:
         raise UnsupportedModelError(
-            "Under a keras.distribution a batch is not cut: its pieces would have to be laid over the devices anew."
+            "Under a keras.distribution a batch is not cut: its pieces would have to be laid "
+            "over the devices anew."
         )
     batch_specs = as_specs(batch)
     private.build(model, batch_specs)

@@ -214,7 +214,8 @@ class Worker:
                 status = self._process.wait()
                 self._errors.seek(0)
                 raise CpSatProcessError(
-                    f"the CP-SAT process ended with status {status}: {self._errors.read()[-500:].strip()}"
+                    f"the CP-SAT process ended with status {status}: "
+                    f"{self._errors.read()[-500:].strip()}"
                 )
             news = json.loads(line)
             ones = frozenset(news["ones"]) if "ones" in news else None

@@ -1,7 +1,8 @@
 """Mixed-integer solvers behind one call: HiGHS through SciPy, CBC through CyLP.
 
-Both run in this process and keep the time limit to within one of their own steps. CyLP has no wheels
-for some machines; asking for it there raises :class:`keras_remat.errors.MissingPackageError`.
+Both run in this process and keep the time limit to within one of their own steps. CyLP has no
+wheels for some machines; asking for it there raises
+:class:`keras_remat.errors.MissingPackageError`.
 """
 
 from __future__ import annotations

@@ -69,9 +69,8 @@ class Coarse:
                 if big[value_id]:
                     number[value_id] = len(values)
                     values.append(replace(graph.values[value_id], id=len(values), producer=at))
-            signal = len(
-                values
-            )  # stands for the small values that depend on this op; an output, so that the op is needed
+            # stands for the small values that depend on this op; an output, so that it is needed
+            signal = len(values)
             values.append(Value(signal, f"{op.name}:small", 0, producer=at))
             made.append((*(number[v] for v in op.outputs if v in number), signal))
         ops = []

@@ -24,7 +24,9 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes
 
-NEGLIGIBLE = 1024  # a value this many times smaller than the largest does not keep a cut from being an articulation point
+#: A value this many times smaller than the largest does not keep a cut from being an articulation
+#: point.
+NEGLIGIBLE = 1024
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]
     hoisted = tuple(_Hoist(problem, base).run())
     postponed = _postponed(problem, hoisted)
     if _over_budget(problem, postponed)[0] <= (1 + TOLERATED) * _over_budget(problem, hoisted)[0]:
-        hoisted = postponed  # what is alive when nothing is computed again says little about what must be alive
+        # what is alive when nothing is computed again says little about what must be alive
+        hoisted = postponed
     return min((tuple(base), hoisted), key=lambda order: _over_budget(problem, order))
 
 

@@ -35,7 +35,8 @@ from keras_remat.solvers.orders.trim import trimmed
 UNITS = 400
 MAX_STAGES = 120
 MAX_PLANS = 60
-SPARE = 1.25  # the table reaches this far over the budget, because rounding up and buffer reuse leave room
+#: The table reaches this far over the budget, because rounding up and buffer reuse leave room.
+SPARE = 1.25
 
 
 @dataclass(frozen=True)

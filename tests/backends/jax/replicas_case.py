@@ -1,5 +1,5 @@
-"""``fit`` on four devices that the host pretends to have, plain and rematerialized; prints what came
-of it as JSON: ``python replicas_case.py data|model keep|max``."""
+"""``fit`` on four devices that the host pretends to have, plain and rematerialized; prints what
+came of it as JSON: ``python replicas_case.py data|model keep|max``."""
 
 import json
 import os

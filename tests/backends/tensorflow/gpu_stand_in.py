@@ -1,10 +1,10 @@
 """A GPU's behaviour on a machine that has none.
 
-:func:`gpu` makes this package, and nobody else, believe in ``GPU:0``. Its memory is that of the CPU's
-allocator: in a process of its own with ``TF_CPU_ALLOCATOR_USE_BFC=1`` and
+:func:`gpu` makes this package, and nobody else, believe in ``GPU:0``. Its memory is that of the
+CPU's allocator: in a process of its own with ``TF_CPU_ALLOCATOR_USE_BFC=1`` and
 ``TF_CPU_BFC_MEM_LIMIT_IN_MB`` every size counts and out of memory is real, as on a GPU; one large
-tensor made and dropped leaves one region (:func:`one_region`). With ``layout=True`` Grappler gets the
-devices of a GPU machine, so that a traced graph is a GPU's; such a graph does not run here.
+tensor made and dropped leaves one region (:func:`one_region`). With ``layout=True`` Grappler gets
+the devices of a GPU machine, so that a traced graph is a GPU's; such a graph does not run here.
 :func:`device_plane` writes kernels as TensorFlow's profiler does.
 """
 

@@ -209,9 +209,8 @@ class _Walk:
             or not private.is_stateful(node.op)
         ):
             self._append(node, node.op, node.name, inputs)
-        elif (
-            node.op in op_kinds.CONTROL_FLOW
-        ):  # stateful by name; what its functions do to variables would show as a variable among its inputs
+        elif node.op in op_kinds.CONTROL_FLOW:
+            # stateful by name; a variable that its functions change would be among its inputs
             self._append(node, _STATELESS[node.op], node.name, inputs)
         else:
             raise UnsupportedModelError(

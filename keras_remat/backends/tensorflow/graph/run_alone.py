@@ -1,9 +1,9 @@
 """Ask an op itself how large its outputs are, by running it once, alone, on made-up inputs.
 
 Shape inference cannot tell what cuDNN's recurrent layers keep for their gradient. A size of 0 would
-leave their largest value out of every plan. The allocations of a recording would tell, but only after
-the first plan, and only as bytes of a graph that has other bytes already. Running the op costs one
-forward pass of one layer, while tracing.
+leave their largest value out of every plan. The allocations of a recording would tell, but only
+after the first plan, and only as bytes of a graph that has other bytes already. Running the op
+costs one forward pass of one layer, while tracing.
 """
 
 from __future__ import annotations

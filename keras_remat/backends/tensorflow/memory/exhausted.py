@@ -1,9 +1,9 @@
 """Which of TensorFlow's errors say that the device had no memory left.
 
 A GPU without memory has many faces: a copy to it that fails is an ``InternalError``, a convolution
-none of whose algorithms gets its workspace is a ``NotFoundError``, and CUDA's libraries have statuses
-of their own, which come as ``InternalError`` or ``UnknownError``. The texts are those of TensorFlow
-2.18 to 2.21.
+none of whose algorithms gets its workspace is a ``NotFoundError``, and CUDA's libraries have
+statuses of their own, which come as ``InternalError`` or ``UnknownError``. The texts are those of
+TensorFlow 2.18 to 2.21.
 """
 
 from __future__ import annotations

@@ -169,8 +169,8 @@ class _Uses:
         ]
 
     def _taking_over(self, op_id: int, dying: list[int]) -> list[tuple[int, int, int | None]]:
-        """Returns what an op writes, each with the dying value of its size, if any, whose buffer it takes
-        over."""
+        """Returns what an op writes, each with the dying value of its size, if any, whose buffer it
+        takes over."""
         result: list[tuple[int, int, int | None]] = []
         donors = [(v, size) for v, size in self._donors[op_id] if v in dying]
         for value_id, nbytes in self._writes[op_id]:

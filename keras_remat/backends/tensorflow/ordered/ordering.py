@@ -9,9 +9,9 @@ the many small ones, run as soon as their inputs are there; recomputations among
 they would run early and their values be there for nothing.
 
 On a GPU, ops of one stream run in the order in which they are enqueued anyway, and waiting costs
-nothing between them. An op that runs on the host, or keeps its outputs there, is different: a control
-edge to it from a kernel is a copy that waits until the GPU is idle. Such ops are never waited for,
-and wait for none.
+nothing between them. An op that runs on the host, or keeps its outputs there, is different: a
+control edge to it from a kernel is a copy that waits until the GPU is idle. Such ops are never
+waited for, and wait for none.
 
 Where nothing is computed twice and no budget is to be kept, nothing waits: the step runs as
 TensorFlow runs the plain one, and is as fast.

@@ -1,9 +1,9 @@
 """What a recording says: how long every kernel ran, every allocation, how long the steps took.
 
-On a CPU the executor's events ``"<node>:<type>"`` last as long as the kernel runs. On a GPU they last
-as long as the launch; the kernels are on planes of their own (``/device:GPU:n``), under the kernel's
-name, and say in ``tf_op`` which op launched them. An op costs the longer of the two: a small kernel
-costs its launch. Reference: TensorFlow's ``executor.cc`` and ``cupti_collector.cc``.
+On a CPU the executor's events ``"<node>:<type>"`` last as long as the kernel runs. On a GPU they
+last as long as the launch; the kernels are on planes of their own (``/device:GPU:n``), under the
+kernel's name, and say in ``tf_op`` which op launched them. An op costs the longer of the two: a
+small kernel costs its launch. Reference: TensorFlow's ``executor.cc`` and ``cupti_collector.cc``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def node_events(planes: Sequence[Any]) -> Iterator[NodeEvent]:
 
 
 def kernel_times_s(planes: Sequence[Any]) -> dict[str, float]:
-    """Returns the seconds of all kernels that each node launched; empty where none were recorded."""
+    """Returns the seconds of all kernels that each node launched; empty where none were
+    recorded."""
     seconds: dict[str, float] = defaultdict(float)
     for plane in planes:
         if not plane.name.startswith(_DEVICE_PLANE):
