@@ -1,0 +1,393 @@
+"""Every family of ``keras.applications``, twelve training steps as people write them, and what a
+user is promised of each: limits kept, losses as plain's, predictions, set-up and step times.
+
+    python benchmarks/zoo.py --json rows.jsonl --output zoo.md [--only VAE,ResNet50] [--share 0.6]
+
+Every case is a process of its own. The same model is built three times from the same seed and
+trained by plain ``fit``, by plain ``fit`` again (which tells how far losses differ by themselves),
+and with ``RematAutotune`` under a limit: what is resident, and ``--share`` of what the plain step
+takes above it. Peaks and losses of every step are read by a callback beside it. The largest models
+are planned only (``graph``): traced, with estimated costs. A limit that is
+refused is raised to what the refusal says, and marked ↑. Backbones of keras-hub are built from
+configurations, where keras-hub is installed. Cases that the JSON file has are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from step_memory import HERE, MIB, machine
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+#: One model of each family of ``keras.applications``, and those that are planned only.
+FAMILIES = (
+    "VGG16", "ResNet50", "ResNet50V2", "Xception", "InceptionV3", "InceptionResNetV2", "MobileNet",
+    "MobileNetV2", "MobileNetV3Small", "DenseNet121", "NASNetMobile", "EfficientNetB0",
+    "EfficientNetV2B0", "ConvNeXtTiny",
+)  # fmt: skip
+GRAPHS = ("ResNet152", "DenseNet201", "NASNetLarge", "EfficientNetB7", "ConvNeXtXLarge")
+STEPS = (
+    "VAE", "GAN", "WGAN-GP", "CTC", "SimCLR", "distillation", "masked autoencoder", "VQ-VAE",
+    "graph attention", "siamese", "DDIM", "CycleGAN",
+)  # fmt: skip
+#: Backbone of keras-hub → its configuration; each gets a head of one unit.
+HUB: dict[str, dict[str, Any]] = {
+    "BertBackbone": {"vocabulary_size": 1000, "num_layers": 4, "num_heads": 4, "hidden_dim": 128,
+                     "intermediate_dim": 512, "max_sequence_length": 128},
+    "GPT2Backbone": {"vocabulary_size": 1000, "num_layers": 4, "num_heads": 4, "hidden_dim": 128,
+                     "intermediate_dim": 512, "max_sequence_length": 128},
+    "LlamaBackbone": {"vocabulary_size": 1000, "num_layers": 4, "num_query_heads": 4,
+                      "num_key_value_heads": 2, "hidden_dim": 128, "intermediate_dim": 384},
+    "ViTBackbone": {"image_shape": (64, 64, 3), "patch_size": 8, "num_layers": 4, "num_heads": 4,
+                    "hidden_dim": 128, "mlp_dim": 512},
+}  # fmt: skip
+PIXELS, BATCH, TOKENS = 96, 16, 128
+#: Steps of an epoch, and epochs.
+_STEPS, _EPOCHS = 6, 3
+_SOLVE_S, _SEED = 10.0, 0
+#: Limits that are tried where the first is refused, each so much above what is said to be needed.
+_LIMITS, _RAISED = 3, 1.05
+#: What ``--check`` demands: predictions this close on so many of the cases, and set-up seconds.
+PREDICTION, PREDICTED_SHARE, SETUP_S = 0.05, 0.9, 60.0
+
+
+# -------------------------------------------------------------------- one case
+
+
+def build(name: str) -> tuple[Any, dict[str, Any]]:
+    """Returns a case's compiled model, always with the same weights, and its data."""
+    import keras
+    import numpy as np
+
+    keras.utils.set_random_seed(_SEED)
+    generator, samples = np.random.default_rng(_SEED), BATCH * _STEPS
+    if name in STEPS:
+        import zoo_steps
+
+        model, data = zoo_steps.STEPS[name]()
+        return model, data(generator, samples)
+    if name in HUB:
+        return _hub(name, generator, samples)
+    model = getattr(keras.applications, name)(
+        weights=None, input_shape=(PIXELS, PIXELS, 3), classes=10
+    )
+    model.compile(keras.optimizers.SGD(1e-6), "sparse_categorical_crossentropy")
+    images = generator.random((samples, PIXELS, PIXELS, 3), dtype=np.float32)
+    return model, {"x": images, "y": generator.integers(0, 10, samples).astype(np.int32)}
+
+
+def _hub(name: str, generator: Any, samples: int) -> tuple[Any, dict[str, Any]]:
+    import keras
+    import keras_hub
+    import numpy as np
+
+    backbone = getattr(keras_hub.models, name)(**HUB[name])
+    inputs = {
+        key: (
+            generator.random((samples, *shape[1:]), dtype=np.float32)
+            if len(shape := tensor.shape) == 4
+            else np.ones((samples, TOKENS), np.int32)
+        )
+        for key, tensor in (
+            backbone.input.items()
+            if isinstance(backbone.input, dict)
+            else [("images", backbone.input)]
+        )
+    }
+    told = backbone.output
+    told = told.get("sequence_output") if isinstance(told, dict) else told
+    model = keras.Model(backbone.input, keras.layers.Dense(1)(told[:, 0]))
+    model.compile(keras.optimizers.Adam(1e-6), "mse")
+    x = inputs if isinstance(backbone.input, dict) else inputs["images"]
+    return model, {"x": x, "y": generator.random((samples, 1), dtype=np.float32)}
+
+
+def _watch(*, resident: Callable[[], int]) -> Any:
+    """Returns a callback that keeps peak, seconds and loss of every step, and what is resident."""
+    import keras
+    import tensorflow as tf
+
+    class Watch(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.peaks: list[int] = []
+            self.times_s: list[float] = []
+            self.losses: list[float] = []
+            self.resident_bytes = 0
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            tf.config.experimental.reset_memory_stats("CPU:0")
+            self._started = time.perf_counter()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.losses.append(float(logs["loss"]))
+            self.times_s.append(time.perf_counter() - self._started)
+            self.peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+            self.resident_bytes = max(self.resident_bytes, resident())
+
+    return Watch()
+
+
+def trained(name: str, limit_bytes: int | None = None) -> tuple[Any, Any]:
+    """Builds a case and fits it; returns what was watched, and the callback."""
+    import keras
+    import tensorflow as tf
+
+    import keras_remat
+
+    gc.collect()  # the model before is in reference cycles
+    model, data = build(name)
+    data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)
+    watch = _watch(resident=lambda: tf.config.experimental.get_memory_info("CPU:0")["current"])
+    remat = None
+    if limit_bytes is not None:
+        remat = keras_remat.RematAutotune(
+            limit_bytes, "keep", solver_time_limit_s=_SOLVE_S, verbose=0
+        )
+    callbacks = [watch] if remat is None else [watch, remat]
+    model.fit(
+        **data, batch_size=BATCH, epochs=_EPOCHS, shuffle=False, verbose=0, callbacks=callbacks
+    )
+    return watch, remat
+
+
+def differ(one: Iterable[float], other: Iterable[float]) -> float:
+    """Returns the largest relative difference of two runs' losses."""
+    return max(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(one, other, strict=True))
+
+
+def measured(name: str, share: float) -> dict[str, Any]:
+    """Trains a case three times, and returns its row."""
+    plain, _ = trained(name)
+    again, _ = trained(name)
+    peak = max(plain.peaks[1:] + again.peaks[1:])
+    limit = int(plain.resident_bytes + share * (peak - plain.resident_bytes))
+    row: dict[str, Any] = {
+        "plain_bytes": peak,
+        "resident_bytes": plain.resident_bytes,
+        "limit_bytes": limit,
+        "plain_s": median(again.times_s[2:]),
+        "plain_twice": differ(plain.losses, again.losses),
+    }
+    import keras_remat
+
+    for _ in range(_LIMITS):
+        try:
+            watch, remat = trained(name, limit)
+            break
+        except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError) as error:
+            refusal = f"{type(error).__name__}: {error}"
+            needed = getattr(error, "best_peak_bytes", None) or error.floor_bytes
+            limit = int(_RAISED * max(needed, error.budget_bytes) * limit / error.budget_bytes)
+            row |= {"limit_bytes": limit, "raised": True}
+    else:
+        return row | {"status": refusal}
+    report = remat.report
+    row |= {
+        "over_limit_steps": sum(peak > limit for peak in watch.peaks),
+        "highest_bytes": max(watch.peaks),
+        "last_bytes": max(watch.peaks[-_STEPS:]),
+        "loss_difference": differ(plain.losses, watch.losses),
+        "setup_s": report.planning_time_s,
+        "time_ratio": median(watch.times_s[-4:]) / row["plain_s"],
+        "events": [str(event.kind) for event in report.events],
+    }
+    plan = remat.plan
+    if plan is None or plan.measured is None:
+        last = report.events[-1].message if report.events else "nothing happened"
+        return row | {"status": f"plain: {last}"}
+    return row | {
+        "status": "planned",
+        "ops": len(plan.problem.graph.ops) if plan.problem else None,
+        "predicted_bytes": plan.predicted.peak_bytes,
+        "measured_bytes": plan.measured.peak_bytes,
+        "overhead": plan.overhead,
+    }
+
+
+def planned(name: str, share: float) -> dict[str, Any]:
+    """Plans a case without training it, and returns its row."""
+    import keras_remat
+
+    model, _ = build(name)
+    started = time.perf_counter()
+    options = {"profile": "estimated", "solver_time_limit_s": _SOLVE_S, "margin": 0.0}
+    batch = 2
+    roomy = keras_remat.make_plan(model, batch, 2**45, **options | {"solver": "store_all"})
+    trace_s = time.perf_counter() - started
+    resident = roomy.problem.profile.resident_bytes
+    limit = int(resident + share * (roomy.store_all.peak_bytes - resident))
+    row = {"plain_bytes": roomy.store_all.peak_bytes, "limit_bytes": limit}
+    row |= {"resident_bytes": resident, "ops": len(roomy.problem.graph.ops), "trace_s": trace_s}
+    started = time.perf_counter()
+    try:
+        plan = keras_remat.make_plan(model, batch, limit, **options)
+    except keras_remat.RematError as error:
+        return row | {"status": f"{type(error).__name__}: {error}"}
+    seconds = time.perf_counter() - started
+    told = {"predicted_bytes": plan.predicted.peak_bytes, "overhead": plan.overhead}
+    return row | told | {"status": "graph", "setup_s": seconds}
+
+
+# -------------------------------------------------------------------- all cases
+
+
+def cases() -> list[str]:
+    """The names of all cases that can run here."""
+    hub = list(HUB) if find_spec("keras_hub") else []
+    return [*STEPS, *FAMILIES, *hub, *GRAPHS]
+
+
+def run(name: str, share: float, timeout_s: float) -> dict[str, Any]:
+    """Runs a case in a process of its own; a failure is a row with its status."""
+    path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p)
+    command = [sys.executable, __file__, "--child", name, "--share", str(share)]
+    started = time.perf_counter()
+    try:
+        done = subprocess.run(
+            command,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"name": name, "status": f"error: not done after {timeout_s:.0f} s"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
+        return {"name": name, "status": f"error: {said[-1][:300]}"}
+    seconds = {"seconds": round(time.perf_counter() - started, 1)}
+    return {"name": name} | json.loads(lines[-1]) | seconds
+
+
+COLUMNS = (
+    "case", "status", "ops", "plain MiB", "limit", "predicted", "measured", "error",
+    "highest step", "steps over", "loss difference", "plain twice", "set-up s", "time / plain",
+)  # fmt: skip
+
+
+def line(row: dict[str, Any]) -> str:
+    """Returns a row of the table."""
+
+    def mib(key: str) -> str:
+        return f"{row[key] / MIB:.1f}" if row.get(key) else ""
+
+    def told(key: str, form: str) -> str:
+        return format(row[key], form) if row.get(key) is not None else ""
+
+    error = error_of(row)
+    status = " ".join(row["status"].split()).replace("|", "/")
+    cells = [
+        row["name"], status[:160], told("ops", "d"), mib("plain_bytes"),
+        mib("limit_bytes") + "↑" * bool(row.get("raised")),
+        mib("predicted_bytes"), mib("measured_bytes"), "" if error is None else f"{error:+.1%}",
+        mib("highest_bytes"), told("over_limit_steps", "d"), told("loss_difference", ".0e"),
+        told("plain_twice", ".0e"), told("setup_s", ".0f"), told("time_ratio", ".2f"),
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def error_of(row: dict[str, Any]) -> float | None:
+    """Returns predicted over measured peak, less one; ``None`` where nothing was measured."""
+    if not row.get("measured_bytes"):
+        return None
+    return float(row["predicted_bytes"] / row["measured_bytes"] - 1)
+
+
+def failures(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns what falls short, a sentence each."""
+    found = [f"{r['name']}: {r['status']}" for r in rows if r["status"].startswith("error")]
+    for row in rows:
+        if row.get("over_limit_steps"):
+            found.append(f"{row['name']}: {row['over_limit_steps']} steps over the limit")
+        if row.get("loss_difference", 0.0) > max(1e-5, 2 * row.get("plain_twice", 0.0)):
+            found.append(f"{row['name']}: losses differ by {row['loss_difference']:.0e}")
+        if row.get("setup_s", 0.0) > SETUP_S and (row.get("ops") or 0) <= 10_000:
+            found.append(f"{row['name']}: {row['setup_s']:.0f} s of set-up")
+    errors = [abs(e) for row in rows if (e := error_of(row)) is not None]
+    near = sum(error <= PREDICTION for error in errors)
+    if near < PREDICTED_SHARE * len(errors):
+        found.append(f"predictions within {PREDICTION:.0%}: {near} of {len(errors)}")
+    return found
+
+
+def report(rows: list[dict[str, Any]], share: float) -> str:
+    """Returns the rows as Markdown, and what falls short."""
+    fell_short = failures(rows) or ["nothing"]
+    table = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS), *map(line, rows)]
+    return "\n".join(
+        [
+            "# zoo.py",
+            "",
+            f"{machine()}; batch {BATCH}, {PIXELS} px; limit: resident + {share:g} of what plain",
+            f"takes above; solver auto, {_SOLVE_S:.0f} s. The columns are explained in the "
+            "command.",
+            "",
+            *table,
+            "",
+            "What falls short:",
+            "",
+            *(f"- {each}" for each in fell_short),
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """Runs what is missing, and writes the table after every case."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="A,B", help="names; default: all")
+    parser.add_argument("--share", type=float, default=0.6, help="of plain's bytes (default 0.6)")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one case")
+    parser.add_argument("--json", type=Path, metavar="FILE.jsonl", help="rows, added as they come")
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="the table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when something fails")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        import keras_remat
+
+        keras_remat.enable_cpu_memory_stats()
+        case = planned if arguments.child in GRAPHS else measured
+        print(json.dumps(case(arguments.child, arguments.share)))
+        return 0
+    rows: dict[str, dict[str, Any]] = {}
+    if arguments.json and arguments.json.exists():
+        for text in arguments.json.read_text().splitlines():
+            row = json.loads(text)
+            rows[row["name"]] = row
+    wanted = arguments.only.split(",") if arguments.only else cases()
+    unknown = set(wanted) - set(cases())
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(cases())}")
+    for name in wanted:
+        if name not in rows:
+            rows[name] = run(name, arguments.share, arguments.timeout)
+            if arguments.json:
+                with arguments.json.open("a") as file:
+                    file.write(json.dumps(rows[name]) + "\n")
+        print(line(rows[name]), flush=True)
+        if arguments.output:
+            shown = [rows[each] for each in cases() if each in rows]
+            arguments.output.write_text(report(shown, arguments.share))
+    return int(bool(arguments.check and failures(list(rows.values()))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
