@@ -3,19 +3,18 @@ user is promised of each: limits kept, losses as plain's, predictions, set-up an
 
     python benchmarks/zoo.py --json rows.jsonl --output zoo.md [--only VAE,ResNet50] [--share 0.6]
 
-Every case is a process of its own. The same model is built three times from the same seed and
-trained by plain ``fit``, by plain ``fit`` again (which tells how far losses differ by themselves),
-and with ``RematAutotune`` under a limit: what is resident, and ``--share`` of what the plain step
-takes above it. Peaks and losses of every step are read by a callback beside it. The largest models
-are planned only (``graph``): traced, with estimated costs. A limit that is
-refused is raised to what the refusal says, and marked ↑. Backbones of keras-hub are built from
-configurations, where keras-hub is installed. Cases that the JSON file has are not run again.
+Every fit is a process of its own, from the same seed: plain ``fit``, plain ``fit`` again (which
+tells how far losses differ by themselves), and ``fit`` with ``RematAutotune`` under a limit: what
+is resident, and ``--share`` of what the plain step takes above it. A limit that is refused is
+raised to what the refusal says, and marked ↑. Peaks and losses of every step are read by a callback
+beside it. The largest models are planned only (``graph``): traced, with estimated costs. Backbones
+of keras-hub are built from configurations, where keras-hub is installed. Cases that the JSON file
+has are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import subprocess
@@ -140,28 +139,56 @@ def _watch(*, resident: Callable[[], int]) -> Any:
     return Watch()
 
 
-def trained(name: str, data: dict[str, Any], limit_bytes: int | None = None) -> tuple[Any, Any]:
-    """Builds a case and fits it; returns what was watched, and the callback.
-
-    All fits share the tensors of ``data``: TensorFlow keeps those of every data set for good.
-    """
+def trained(name: str, limit_bytes: int | None) -> dict[str, Any]:
+    """Fits a case, plainly or under a limit, and returns what was watched and planned."""
+    import keras
     import tensorflow as tf
 
     import keras_remat
 
-    gc.collect()  # the model before is in reference cycles
-    model, _ = build(name)
+    model, data = build(name)
+    data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)
     watch = _watch(resident=lambda: tf.config.experimental.get_memory_info("CPU:0")["current"])
-    remat = None
+    callbacks, found = [watch], {}
     if limit_bytes is not None:
         remat = keras_remat.RematAutotune(
             limit_bytes, "keep", solver_time_limit_s=_SOLVE_S, verbose=0
         )
-    callbacks = [watch] if remat is None else [watch, remat]
-    model.fit(
-        **data, batch_size=BATCH, epochs=_EPOCHS, shuffle=False, verbose=0, callbacks=callbacks
-    )
-    return watch, remat
+        callbacks.append(remat)
+    fit = {"batch_size": BATCH, "epochs": _EPOCHS, "shuffle": False, "verbose": 0}
+    try:
+        model.fit(**data, **fit, callbacks=callbacks)
+    except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError) as error:
+        needed = max(getattr(error, "best_peak_bytes", None) or 0, error.floor_bytes)
+        refusal = f"{type(error).__name__}: {error}"
+        return {"refusal": refusal, "needed_share": needed / error.budget_bytes}
+    if limit_bytes is not None:
+        found = _found(remat)
+    return found | {
+        "peaks": watch.peaks,
+        "times_s": watch.times_s,
+        "losses": watch.losses,
+        "resident_bytes": watch.resident_bytes,
+    }
+
+
+def _found(remat: Any) -> dict[str, Any]:
+    """Returns what the callback found."""
+    report, plan = remat.report, remat.plan
+    found = {
+        "setup_s": report.planning_time_s,
+        "events": [str(event.kind) for event in report.events],
+    }
+    if plan is None or plan.measured is None:
+        last = report.events[-1].message if report.events else "nothing happened"
+        return found | {"status": f"plain: {last}"}
+    return found | {
+        "status": "planned",
+        "ops": len(plan.problem.graph.ops) if plan.problem else None,
+        "predicted_bytes": plan.predicted.peak_bytes,
+        "measured_bytes": plan.measured.peak_bytes,
+        "overhead": plan.overhead,
+    }
 
 
 def differ(one: Iterable[float], other: Iterable[float]) -> float:
@@ -169,56 +196,41 @@ def differ(one: Iterable[float], other: Iterable[float]) -> float:
     return max(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(one, other, strict=True))
 
 
-def measured(name: str, share: float) -> dict[str, Any]:
-    """Trains a case three times, and returns its row."""
-    import keras
-
-    data = keras.tree.map_structure(keras.ops.convert_to_tensor, build(name)[1])
-    plain, _ = trained(name, data)
-    again, _ = trained(name, data)
-    peak = max(plain.peaks[1:] + again.peaks[1:])
-    limit = int(again.resident_bytes + share * (peak - again.resident_bytes))
+def measured(name: str, share: float, timeout_s: float) -> dict[str, Any]:
+    """Trains a case three times, each in a process of its own, and returns its row."""
+    plain = _child(name, timeout_s)
+    again = _child(name, timeout_s)
+    resident, peak = plain["resident_bytes"], max(plain["peaks"][1:] + again["peaks"][1:])
+    limit = int(resident + share * (peak - resident))
     row: dict[str, Any] = {
         "plain_bytes": peak,
-        "resident_bytes": again.resident_bytes,
-        "limit_bytes": limit,
-        "plain_s": median(again.times_s[2:]),
-        "plain_twice": differ(plain.losses, again.losses),
+        "resident_bytes": resident,
+        "plain_s": median(again["times_s"][2:]),
+        "plain_twice": differ(plain["losses"], again["losses"]),
     }
-    import keras_remat
-
     for _ in range(_LIMITS):
-        try:
-            watch, remat = trained(name, data, limit)
+        row["limit_bytes"] = limit
+        ours = _child(name, timeout_s, limit)
+        if "refusal" not in ours:
             break
-        except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError) as error:
-            refusal = f"{type(error).__name__}: {error}"
-            needed = getattr(error, "best_peak_bytes", None) or error.floor_bytes
-            limit = int(_RAISED * max(needed, error.budget_bytes) * limit / error.budget_bytes)
-            row |= {"limit_bytes": limit, "raised": True}
+        row |= {"status": ours["refusal"], "raised": True}
+        limit = int(_RAISED * max(1.0, ours["needed_share"]) * limit)
     else:
-        return row | {"status": refusal}
-    report = remat.report
-    row |= {
-        "over_limit_steps": sum(peak > limit for peak in watch.peaks),
-        "highest_bytes": max(watch.peaks),
-        "last_bytes": max(watch.peaks[-_STEPS:]),
-        "loss_difference": differ(plain.losses, watch.losses),
-        "setup_s": report.planning_time_s,
-        "time_ratio": median(watch.times_s[-4:]) / row["plain_s"],
-        "events": [str(event.kind) for event in report.events],
-    }
-    plan = remat.plan
-    if plan is None or plan.measured is None:
-        last = report.events[-1].message if report.events else "nothing happened"
-        return row | {"status": f"plain: {last}"}
-    return row | {
-        "status": "planned",
-        "ops": len(plan.problem.graph.ops) if plan.problem else None,
-        "predicted_bytes": plan.predicted.peak_bytes,
-        "measured_bytes": plan.measured.peak_bytes,
-        "overhead": plan.overhead,
-    }
+        return row
+    peaks, times_s, losses = ours.pop("peaks"), ours.pop("times_s"), ours.pop("losses")
+    ours.pop("resident_bytes")
+    limit = row["limit_bytes"]
+    return (
+        row
+        | ours
+        | {
+            "over_limit_steps": sum(peak > limit for peak in peaks),
+            "highest_bytes": max(peaks),
+            "last_bytes": max(peaks[-_STEPS:]),
+            "loss_difference": differ(plain["losses"], losses),
+            "time_ratio": median(times_s[-4:]) / row["plain_s"],
+        }
+    )
 
 
 def planned(name: str, share: float) -> dict[str, Any]:
@@ -254,14 +266,37 @@ def cases() -> list[str]:
     return [*STEPS, *FAMILIES, *hub, *GRAPHS]
 
 
+class Failed(Exception):
+    """A case's process did not end well."""
+
+
 def run(name: str, share: float, timeout_s: float) -> dict[str, Any]:
-    """Runs a case in a process of its own; a failure is a row with its status."""
-    path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p)
-    command = [sys.executable, __file__, "--child", name, "--share", str(share)]
+    """Runs a case; a failure is a row with its status."""
     started = time.perf_counter()
     try:
+        row = (
+            _child(name, timeout_s, share=share)
+            if name in GRAPHS
+            else measured(name, share, timeout_s)
+        )
+    except Failed as error:
+        return {"name": name, "status": f"error: {error}"}
+    return {"name": name} | row | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def _child(
+    name: str, timeout_s: float, limit_bytes: int | None = None, share: float = 1.0
+) -> dict[str, Any]:
+    """Runs one fit, or one plan, in a process of its own.
+
+    Raises:
+        Failed: it did not end well.
+    """
+    path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p)
+    told = json.dumps({"name": name, "limit_bytes": limit_bytes, "share": share})
+    try:
         done = subprocess.run(
-            command,
+            [sys.executable, __file__, "--child", told],
             env=os.environ | {"PYTHONPATH": path},
             capture_output=True,
             text=True,
@@ -269,13 +304,13 @@ def run(name: str, share: float, timeout_s: float) -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"name": name, "status": f"error: not done after {timeout_s:.0f} s"}
+        raise Failed(f"not done after {timeout_s:.0f} s") from None
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
-        return {"name": name, "status": f"error: {said[-1][:300]}"}
-    seconds = {"seconds": round(time.perf_counter() - started, 1)}
-    return {"name": name} | json.loads(lines[-1]) | seconds
+        raise Failed(said[-1][:300])
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
 
 
 COLUMNS = (
@@ -358,7 +393,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", metavar="A,B", help="names; default: all")
     parser.add_argument("--share", type=float, default=0.6, help="of plain's bytes (default 0.6)")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one case")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one fit")
     parser.add_argument("--json", type=Path, metavar="FILE.jsonl", help="rows, added as they come")
     parser.add_argument("--output", type=Path, metavar="FILE.md", help="the table")
     parser.add_argument("--check", action="store_true", help="exit with 1 when something fails")
@@ -368,8 +403,10 @@ def main() -> int:
         import keras_remat
 
         keras_remat.enable_cpu_memory_stats()
-        case = planned if arguments.child in GRAPHS else measured
-        print(json.dumps(case(arguments.child, arguments.share)))
+        told = json.loads(arguments.child)
+        graph = told["name"] in GRAPHS
+        argument = told["share"] if graph else told["limit_bytes"]
+        print(json.dumps((planned if graph else trained)(told["name"], argument)))
         return 0
     rows: dict[str, dict[str, Any]] = {}
     if arguments.json and arguments.json.exists():
