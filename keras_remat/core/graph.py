@@ -227,6 +227,17 @@ class Graph:
             for a, b in zip(self.ops, other.ops, strict=True)
         )
 
+    def maker(self, value_id: int) -> int:
+        """Returns the op that computes a value.
+
+        Raises:
+            LookupError: it is a step input, which none does.
+        """
+        producer = self.values[value_id].producer
+        if producer is None:
+            raise LookupError(f"value {value_id} is a step input; no op computes it")
+        return producer
+
     @cached_property
     def input_bytes(self) -> int:
         """Bytes of all values without a producer: the batch."""

@@ -257,3 +257,10 @@ def test_reused_bytes_matches_sizes_once_each():
     assert reused_bytes(op, values, {0, 3}) == 4
     assert reused_bytes(op, values, {3}) == 0
     assert reused_bytes(dataclasses.replace(op, may_reuse=(1,)), values, {0, 1, 3}) == 4
+
+
+def test_the_maker_of_a_value_is_the_op_that_computes_it():
+    assert chain_example().maker(4) == 4
+    graph = Graph((), (Value(0, "weight", 4),), ())
+    with pytest.raises(LookupError, match="step input"):
+        graph.maker(0)

@@ -120,9 +120,8 @@ def cut_bound_s(problem: Problem, cut: int, *, limit_s: float = 10.0) -> float:
     for value_id in value_column:
         program.variable(floor=float(value_id in forced))
     for value_id in wanted:
-        producer = graph.values[value_id].producer
-        assert producer is not None
-        program.at_most([(value_column[value_id], -1.0), (op_column[producer], -1.0)], -1.0)
+        maker = op_column[graph.maker(value_id)]
+        program.at_most([(value_column[value_id], -1.0), (maker, -1.0)], -1.0)
     for op_id, column in op_column.items():
         for value_id in dict.fromkeys(graph.ops[op_id].inputs):
             producer = graph.values[value_id].producer

@@ -44,8 +44,7 @@ class Walk:
             value_id = stack.pop()
             if value_id in self.alive:
                 continue
-            producer = self.graph.values[value_id].producer
-            assert producer is not None  # step inputs are always alive
+            producer = self.graph.maker(value_id)  # step inputs are always alive
             if producer in self._barred:
                 self.stuck.add(value_id)
                 self.alive.add(value_id)

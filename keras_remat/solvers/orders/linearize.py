@@ -81,9 +81,8 @@ class Linearized:
         delta = [0] * (len(self.forward) + 1)
         for value_id, last in self.last_forward_read.items():
             if values[value_id].nbytes * NEGLIGIBLE >= largest:
-                producer = values[value_id].producer
-                assert producer is not None  # it was computed in the forward phase
-                delta[self.position[producer]] += 1
+                maker = self.problem.graph.maker(value_id)  # it was computed in the forward phase
+                delta[self.position[maker]] += 1
                 delta[last] -= 1
         return [int(c) for c in np.cumsum(delta[:-1])]
 

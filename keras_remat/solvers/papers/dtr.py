@@ -146,8 +146,7 @@ class _Run:
             self.locks[v] += 1
         for v in self.graph.outputs:
             if not self.alive[v]:
-                producer = self.graph.values[v].producer
-                assert producer is not None  # a step input is always alive
+                producer = self.graph.maker(v)  # a step input is always alive
                 if producer in self.barred:
                     self.stuck.add(v)
                 else:
@@ -169,8 +168,7 @@ class _Run:
                 for v in (*self.ops[op_id].inputs, *self.ops[op_id].outputs):
                     self._evict_if_dead(v)
                 continue
-            producer = self.graph.values[missing].producer
-            assert producer is not None  # a step input is always alive
+            producer = self.graph.maker(missing)  # a step input is always alive
             if producer in self.barred:
                 self.stuck.add(missing)
                 self._revive(missing)
@@ -219,9 +217,7 @@ class _Run:
 
     def _evict(self, v: int) -> None:
         self._forget(v)
-        producer = self.graph.values[v].producer
-        assert producer is not None  # step inputs are never candidates
-        self.around.join(producer)
+        self.around.join(self.graph.maker(v))  # step inputs are never candidates
 
     def _evict_if_dead(self, v: int) -> None:
         if self.alive[v] and self.reads_left[v] == 0 and not self.locks[v]:
