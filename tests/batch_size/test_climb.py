@@ -1,0 +1,93 @@
+"""The driver of the size rule: what ran decides about the next size, and its order."""
+
+import pytest
+from fake_backend import FakeBackend, chain_problem, store_all_peak
+
+from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
+from keras_remat.batch_size.sizes import RESOLUTION
+from keras_remat.core.schedule import Schedule
+
+LIMIT = store_all_peak(100)
+
+
+class Scaling:
+    """The chain at any size, at costs in proportion."""
+
+    fit = None
+
+    def at(self, size):
+        return chain_problem(size)
+
+
+def climb(predicted, **options):
+    arguments = {
+        "predicted": predicted,
+        "at_most": 1000,
+        "orders": [Schedule.store_all(chain_problem(1).graph)],
+        "max_overhead": 0.0,
+        "solver": "greedy",
+        "solve_s": 1.0,
+    } | options
+    return SizeClimb(FakeBackend(), LIMIT, **arguments)
+
+
+def sizes_until(largest, predicted, **options):
+    """The sizes that are chosen where those up to ``largest`` train."""
+    climbing, ran = climb(predicted, **options), []
+    while (chosen := climbing.choose(Scaling())) is not None:
+        size, plan = chosen
+        ran.append(size)
+        peak = plan.predicted.peak_bytes if size <= largest else LIMIT + 1
+        climbing.note(size, plan, peak, fits=size <= largest)
+    return ran, climbing
+
+
+def test_the_first_size_is_the_one_that_an_order_reaches():
+    ran, climbing = sizes_until(1000, 100)
+    assert ran[0] == 100
+    assert climbing.trained == 100
+
+
+def test_it_goes_down_until_a_size_trains_and_up_again():
+    ran, climbing = sizes_until(80, 100)
+    first = next(size for size in ran if size <= 80)
+    assert ran[: ran.index(first)] == sorted(ran[: ran.index(first)], reverse=True)
+    assert climbing.trained <= 80
+    assert climbing.failed[0] > 80
+    assert climbing.failed[0] <= climbing.trained * (1 + 2 * RESOLUTION) + 1
+
+
+def test_no_size_above_the_most_is_chosen():
+    ran, _ = sizes_until(1000, 100, at_most=60)
+    assert max(ran) == 60
+
+
+def test_what_ran_above_its_prediction_is_taken_off_the_budget():
+    climbing = climb(100)
+    size, plan = climbing.choose(Scaling())
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT
+    climbing.note(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - 500
+    climbing.note(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - 1000
+
+
+def test_out_of_memory_has_no_peak():
+    climbing = climb(100)
+    size, plan = climbing.choose(Scaling())
+    climbing.note(size, plan, 0, fits=False)
+    assert climbing.failed == (100, 0)
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT
+
+
+@pytest.mark.parametrize("largest", [1, 37, 99])
+def test_it_ends(largest):
+    ran, _ = sizes_until(largest, 100)
+    assert len(ran) <= MOST_SIZES
+
+
+def test_after_the_deadline_nothing_larger_is_tried():
+    climbing = climb(60, deadline_s=0.0)
+    size, plan = climbing.choose(Scaling())
+    climbing.note(size, plan, plan.predicted.peak_bytes, fits=True)
+    assert climbing.choose(Scaling()) is None

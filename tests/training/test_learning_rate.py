@@ -1,0 +1,51 @@
+"""The learning rate is scaled while a step runs, and the user's own before and after it."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import keras
+import pytest
+
+from keras_remat.training.learning_rate import LearningRateScaling
+
+
+def scaling(rule, rate=0.5):
+    optimizer = keras.optimizers.SGD(rate)
+    model = SimpleNamespace(optimizer=optimizer)
+    return LearningRateScaling(model, rule, nullcontext), optimizer
+
+
+def rate_of(optimizer):
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+
+@pytest.mark.parametrize(("rule", "factor"), [(None, 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_factor_follows_the_rule(rule, factor):
+    assert scaling(rule)[0].factor(64, 16) == factor
+
+
+def test_rate_is_scaled_during_the_step_only():
+    scaled, optimizer = scaling("linear")
+    with scaled.during(3.0):
+        assert rate_of(optimizer) == 1.5
+    assert rate_of(optimizer) == 0.5
+
+
+def test_rate_is_the_users_after_an_interrupt():
+    scaled, optimizer = scaling("linear")
+    with pytest.raises(KeyboardInterrupt), scaled.during(3.0):
+        raise KeyboardInterrupt
+    assert rate_of(optimizer) == 0.5
+
+
+def test_a_factor_of_one_touches_nothing():
+    model = SimpleNamespace()  # without an optimizer
+    with LearningRateScaling(model, "linear", nullcontext).during(1.0):
+        pass
+
+
+def test_a_schedule_is_left_alone_with_one_warning():
+    scaled, _ = scaling("linear", keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
+    with pytest.warns(UserWarning, match="not scaled"), scaled.during(2.0):
+        pass
+    assert scaled.factor(64, 16) == 1.0, "not again"
