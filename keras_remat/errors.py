@@ -35,10 +35,10 @@ def _restore(
 
 
 class InvalidScheduleError(RematError, ValueError):
-    """A schedule breaks one of the rules S1 to S4.
+    """A schedule breaks one of the rules S1 to S5.
 
     Attributes:
-        rule: the rule that is broken, ``"S1"`` to ``"S4"``.
+        rule: the rule that is broken, ``"S1"`` to ``"S5"``.
         position: index into the order where it is broken, or ``None`` when the rule concerns the
             whole order.
         op_id: the op concerned.

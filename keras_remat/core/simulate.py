@@ -5,6 +5,8 @@ nobody reads lives at k only; outputs of the graph live to the end. ``live[k] = 
 of the values alive at k + workspace of order[k]``: inputs and outputs of the running op are alive,
 but an output that takes over the buffer of an input dying at k is not counted twice.
 
+A fetch (:mod:`keras_remat.core.offload`) is an op without inputs and computes its values again.
+
 O(len(order) + reads). No solver reports its own peak: it is always this function's.
 """
 
@@ -30,7 +32,7 @@ def last_reads(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
     born: list[dict[int, int]] = []
     newest: dict[int, int] = {}
     for k, op_id in enumerate(schedule.order):
-        op = graph.ops[op_id]
+        op = problem.ops[op_id]
         for value_id in op.inputs:
             if value_id in newest:
                 born[newest[value_id]][value_id] = k
@@ -75,8 +77,8 @@ def _live(problem: Problem, schedule: Schedule) -> list[int]:
                 dying[end].add(value_id)
     live = list(accumulate(delta[:n]))
     for k, op_id in enumerate(schedule.order):
-        live[k] += problem.profile.op_workspace_bytes[op_id]
-        op = graph.ops[op_id]
+        live[k] += problem.op_workspace_bytes[op_id]
+        op = problem.ops[op_id]
         if op.may_reuse:
             ending = dying[k] if k < n - 1 else dying[k] - kept
             live[k] -= reused_bytes(op, values, ending)
@@ -99,5 +101,5 @@ def simulate(problem: Problem, schedule: Schedule) -> Usage:
     >>> simulate(p, Schedule((0, 1, 2, 3, 4))), simulate(p, Schedule((0, 1, 2, 3, 0, 4)))
     (Usage(time_s=5.0, peak_bytes=11), Usage(time_s=6.0, peak_bytes=7))
     """
-    time_s = float(sum(problem.profile.op_time_s[op_id] for op_id in schedule.order))
+    time_s = float(sum(problem.op_time_s[op_id] for op_id in schedule.order))
     return Usage(time_s, max(_live(problem, schedule), default=problem.profile.resident_bytes))

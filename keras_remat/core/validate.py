@@ -16,7 +16,7 @@ def validate(problem: Problem, schedule: Schedule) -> None:
     """Returns nothing for a legal schedule within the problem's budget, and raises otherwise.
 
     Raises:
-        InvalidScheduleError: S1, S2, S3 or S4 is broken, or an op id is unknown.
+        InvalidScheduleError: one of S1 to S5 is broken, or an op id is unknown.
         PeakExceededError: the peak is over ``problem.budget_bytes``.
     """
     check_rules(problem, schedule)
@@ -27,16 +27,20 @@ def validate(problem: Problem, schedule: Schedule) -> None:
 
 
 def check_rules(problem: Problem, schedule: Schedule) -> None:
-    """Raises :class:`InvalidScheduleError` unless the schedule obeys S1 to S4; the budget plays no
+    """Raises :class:`InvalidScheduleError` unless the schedule obeys S1 to S5; the budget plays no
     part."""
     graph = problem.graph
     seen: set[int] = set()
     for position, op_id in enumerate(schedule.order):
-        if isinstance(op_id, bool) or not isinstance(op_id, int) or not 0 <= op_id < len(graph.ops):
+        if (
+            isinstance(op_id, bool)
+            or not isinstance(op_id, int)
+            or not 0 <= op_id < len(problem.ops)
+        ):
             raise InvalidScheduleError(
                 "S2", f"unknown op id {op_id!r} at position {position}", position=position
             )
-        op = graph.ops[op_id]
+        op = problem.ops[op_id]
         for value_id in op.inputs:
             producer = graph.values[value_id].producer
             if producer is not None and producer not in seen:
@@ -50,6 +54,13 @@ def check_rules(problem: Problem, schedule: Schedule) -> None:
             raise InvalidScheduleError(
                 "S3",
                 f"op {op_id} ({op.name!r}) is not recomputable but runs again at position {position}",
+                position=position,
+                op_id=op_id,
+            )
+        if (source := problem.source_of(op_id)) != op_id and source not in seen:
+            raise InvalidScheduleError(
+                "S5",
+                f"op {op_id} fetches at position {position} what op {source} ({graph.ops[source].name!r}) has not computed",
                 position=position,
                 op_id=op_id,
             )
@@ -72,7 +83,7 @@ def check_rules(problem: Problem, schedule: Schedule) -> None:
             if later in started:
                 raise InvalidScheduleError(
                     "S4",
-                    f"op {op_id} ({graph.ops[op_id].name!r}) runs at position {position}, after op {later} that must follow it",
+                    f"op {op_id} ({problem.ops[op_id].name!r}) runs at position {position}, after op {later} that must follow it",
                     position=position,
                     op_id=op_id,
                 )
@@ -88,7 +99,7 @@ def executed_peak_bytes(problem: Problem, schedule: Schedule) -> int:
     wanted: set[int] = set(graph.outputs)
     wanted_after: list[set[int]] = [set()] * len(order)
     for position in range(len(order) - 1, -1, -1):
-        op = graph.ops[order[position]]
+        op = problem.ops[order[position]]
         touched = set(op.inputs) | set(op.outputs)
         wanted_after[position] = touched & wanted
         wanted -= set(op.outputs)
@@ -97,7 +108,7 @@ def executed_peak_bytes(problem: Problem, schedule: Schedule) -> int:
     buffers: dict[int, int] = {}
     held = peak = problem.profile.resident_bytes
     for position, op_id in enumerate(order):
-        op = graph.ops[op_id]
+        op = problem.ops[op_id]
         releasable = [
             v for v in dict.fromkeys(op.inputs)
             if graph.values[v].producer is not None and v not in wanted_after[position]
@@ -116,7 +127,7 @@ def executed_peak_bytes(problem: Problem, schedule: Schedule) -> int:
                 held -= size
             buffers[value_id] = size
             held += size
-        peak = max(peak, held + problem.profile.op_workspace_bytes[op_id])
+        peak = max(peak, held + problem.op_workspace_bytes[op_id])
         for value_id in releasable:
             held -= buffers.pop(value_id)
         for value_id in op.outputs:

@@ -18,6 +18,7 @@ from keras_remat.core.schedule import Solution
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
 from keras_remat.errors import InfeasibleBudgetError, unknown_name
+from keras_remat.solvers.orders.fetch import recomputing
 
 Solver = Callable[..., Solution]
 
@@ -25,14 +26,17 @@ Solver = Callable[..., Solution]
 @dataclass(frozen=True)
 class _Entry:
     """Where a solver is: its module, a function of it unless that is ``solve``, and the options
-    that make this variant of it."""
+    that make this variant of it. One that does not know of fetches gets them afterwards."""
 
     target: str
     options: Mapping[str, object] = field(default_factory=dict)
+    fetches: bool = False
 
     def load(self) -> Solver:
         module, _, function = self.target.partition(":")
         solver = getattr(importlib.import_module(f"{__name__}.{module}"), function or "solve")
+        if not self.fetches:
+            solver = recomputing(solver)
         return partial(solver, **self.options) if self.options else solver
 
 
@@ -67,9 +71,11 @@ SOLVERS: Mapping[str, Solver] = _Registry(
         ),
         "griewank": _Entry("papers.griewank"),
         "chain_dp": _Entry("papers.chain_dp"),
-        "checkmate_milp": _Entry("papers.checkmate_milp"),
+        "checkmate_milp": _Entry("papers.checkmate_milp", fetches=True),
         "checkmate_milp_cbc": _Entry(
-            "papers.checkmate_milp", {"name": "checkmate_milp_cbc", "backend": "cbc"}
+            "papers.checkmate_milp",
+            {"name": "checkmate_milp_cbc", "backend": "cbc"},
+            fetches=True,
         ),
         "checkmate_lp": _Entry("papers.lp_rounding", {"name": "checkmate_lp", "randomized": False}),
         "lp_rounding": _Entry("papers.lp_rounding"),
@@ -80,12 +86,12 @@ SOLVERS: Mapping[str, Solver] = _Registry(
         "dtr_lru": _Entry("papers.dtr", {"score": "lru"}),
         "dtr_size": _Entry("papers.dtr", {"score": "size"}),
         "dtr_random": _Entry("papers.dtr", {"score": "random"}),
-        "greedy": _Entry("search.greedy"),
-        "greedy_first": _Entry("search.greedy:solve_first"),
+        "greedy": _Entry("search.greedy", fetches=True),
+        "greedy_first": _Entry("search.greedy:solve_first", fetches=True),
         "backward": _Entry("search.backward"),
         "intervals": _Entry("search.intervals"),
-        "anneal": _Entry("search.anneal"),
-        "auto": _Entry("auto"),
+        "anneal": _Entry("search.anneal", fetches=True),
+        "auto": _Entry("auto", fetches=True),
     }
 )
 

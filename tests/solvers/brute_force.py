@@ -44,6 +44,14 @@ def fastest(problem: Problem, *, stages: bool = False) -> tuple[float, list[int]
         following = [(seconds, (done, alive - {v}, last), order) for v in alive]
         for t in range(min(done + 1, len(ops))):
             op = graph.ops[ops[t]]
+            if problem.fetches and t < done and not (stages and t <= last):
+                held = alive | set(op.outputs)
+                base = profile.resident_bytes + sum(graph.values[v].nbytes for v in held)
+                if base <= limit:
+                    fetch = len(graph.ops) + ops[t]
+                    cost = seconds + problem.op_time_s[fetch]
+                    after_fetch = (done, held, t if stages else -1)
+                    following.append((cost, after_fetch, (*order, fetch)))
             if t < done and (
                 not op.recomputable
                 or any(f < done for f in followers[ops[t]])

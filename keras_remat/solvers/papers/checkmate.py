@@ -3,7 +3,8 @@
 Jain et al. 2020, *Checkmate: Breaking the memory wall with optimal tensor rematerialization*, arXiv
 1910.02653, eq. 1 to 9 with the frontier-advancing stages of sec. 4.6. Stage t (from 0) runs op t of
 the default order for the first time, after whatever it recomputes, in ascending order; one more
-stage at the end may recompute outputs. R[t, i] says that op i runs in stage t, S[t, v] that value v
+stage at the end may recompute outputs. R[t, i] says that op i runs in stage t, G[t, i] that its
+values are fetched (:mod:`keras_remat.core.offload`; not in the paper), S[t, v] that value v
 is kept from stage t − 1 into t, U[t, k] what is alive while op k of stage t runs, F[t, v, k] that v
 is freed after it. Written for values and not for ops, so that ops may have several outputs.
 
@@ -52,6 +53,7 @@ class Program(LinearProgram):
     Attributes:
         ops: the default order.
         run: R[t, i] → variable.
+        fetch: G[t, i] → variable.
         keep: S[t, v] → variable.
     """
 
@@ -59,6 +61,7 @@ class Program(LinearProgram):
         super().__init__()
         self.problem, self.ops = problem, ops
         self.run: dict[tuple[int, int], int] = {}
+        self.fetch: dict[tuple[int, int], int] = {}
         self.keep: dict[tuple[int, int], int] = {}
 
     def seconds(self, cost: float) -> float:
@@ -68,11 +71,12 @@ class Program(LinearProgram):
 
     def order(self, x: np.ndarray) -> list[int]:
         """The order a solution stands for: per stage what it runs, ascending."""
-        stages: list[list[int]] = [*([t] for t in range(len(self.ops))), []]
-        for (t, i), column in self.run.items():
-            if x[column] > 0.5:
-                stages[t].append(i)
-        return [self.ops[i] for stage in stages for i in sorted(stage)]
+        stages = [*([(t, op_id)] for t, op_id in enumerate(self.ops)), list[tuple[int, int]]()]
+        for first, variables in ((0, self.run), (len(self.problem.graph.ops), self.fetch)):
+            for (t, i), column in variables.items():
+                if x[column] > 0.5:
+                    stages[t].append((i, first + self.ops[i]))
+        return [op_id for stage in stages for _, op_id in sorted(stage)]
 
     def stages_over(self, order: list[int], live: np.ndarray, budget_bytes: int) -> set[int]:
         """Stages of an order of this program that hold more than the budget while they run."""
@@ -82,17 +86,19 @@ class Program(LinearProgram):
             stage = seen + 1
             if live[at] > budget_bytes:
                 over.add(stage)
-            if position[op_id] == stage:
+            if position.get(op_id) == stage:
                 seen = stage
         return over
 
 
-def last_useful_stages(problem: Problem, ops: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Until which stage a run of each op, and keeping each value, can help anything.
+def last_useful_stages(
+    problem: Problem, ops: tuple[int, ...]
+) -> tuple[list[int], list[int], list[int]]:
+    """Until which stage a run or a fetch of each op, and keeping each value, can help anything.
 
     Returns:
         Per position of the default order the last stage in which a run is allowed and useful (its
-        own stage when only the first is); per value the last stage in which it can be read,
+        own stage when only the first is), and the same for a fetch; per value the last stage in which it can be read,
         ``len(ops) + 1`` for outputs (the end), -1 for values nobody reads.
     """
     graph = problem.graph
@@ -105,16 +111,17 @@ def last_useful_stages(problem: Problem, ops: tuple[int, ...]) -> tuple[list[int
     read_until = [-1] * len(graph.values)
     for v in graph.outputs:
         read_until[v] = n + 1
-    run_until = list(range(n))
+    run_until, fetch_until = list(range(n)), list(range(n))
     for t in reversed(range(n)):
         op = graph.ops[ops[t]]
+        useful = max((read_until[v] for v in op.outputs), default=t)
         if op.recomputable:
-            run_until[t] = max(
-                t, min(deadline[t], max((read_until[v] for v in op.outputs), default=t))
-            )
+            run_until[t] = max(t, min(deadline[t], useful))
+        if problem.fetches:
+            fetch_until[t] = max(t, useful)
         for v in op.inputs:
             read_until[v] = max(read_until[v], run_until[t])
-    return run_until, read_until
+    return run_until, fetch_until, read_until
 
 
 def build(
@@ -144,7 +151,7 @@ def build(
     for t, read in enumerate(inputs):
         for v in read:
             readers[v].append(t)
-    run_until, read_until = last_useful_stages(problem, ops)
+    run_until, fetch_until, read_until = last_useful_stages(problem, ops)
     scale = 1.0 / limit
     cost_scale = COST_OF_STORE_ALL / (problem.store_all_time_s or 1.0)
     size = {v: graph.values[v].nbytes * scale for v in made_by}
@@ -158,10 +165,13 @@ def build(
                 program.run[t, i] = program.variable(
                     profile.op_time_s[ops[i]] * cost_scale, integral=True
                 )
+            if t <= fetch_until[i]:
+                seconds = problem.op_time_s[len(graph.ops) + ops[i]]
+                program.fetch[t, i] = program.variable(seconds * cost_scale, integral=True)
     for v, i in made_by.items():
         for t in range(i + 1, read_until[v] + 1):
             program.keep[t, v] = program.variable(integral=True)
-    run, keep = program.run, program.keep
+    run, fetch, keep = program.run, program.fetch, program.keep
 
     def running(t: int, i: int) -> tuple[list[tuple[int, float]], float]:
         """R[t, i] as (terms, constant)."""
@@ -169,25 +179,30 @@ def build(
             return [], 1.0
         return ([(run[t, i], 1.0)], 0.0) if (t, i) in run else ([], 0.0)
 
+    def made(t: int, i: int) -> tuple[list[tuple[int, float]], float]:
+        """R[t, i] + G[t, i] as (terms, constant)."""
+        terms, constant = running(t, i)
+        return terms + ([(fetch[t, i], 1.0)] if (t, i) in fetch else []), constant
+
     def kept(t: int, v: int) -> list[tuple[int, float]]:
         """S[t, v] as terms."""
         return [(keep[t, v], 1.0)] if (t, v) in keep else []
 
     def stage_ops(t: int) -> list[int]:
         """What may run in stage t, ascending; the last stage has no op of its own."""
-        return [i for i in range(min(t + 1, n)) if i == t or (t, i) in run]
+        return [i for i in range(min(t + 1, n)) if i == t or (t, i) in run or (t, i) in fetch]
 
     for t in range(n + 1):  # eq. 1b: an op runs only if its inputs are there
         for j in stage_ops(t):
             terms, constant = running(t, j)
             for v in inputs[j]:
-                made, _ = running(t, made_by[v])
-                negative = [(c, -1.0) for c, _ in made + kept(t, v)]
+                made_now, _ = made(t, made_by[v])
+                negative = [(c, -1.0) for c, _ in made_now + kept(t, v)]
                 program.between(terms + negative, -np.inf, -constant)
     for (t, v), c in keep.items():  # eq. 1c: what is kept was computed or kept before
-        made, constant = running(t - 1, made_by[v])
+        made_before, constant = made(t - 1, made_by[v])
         program.between(
-            [(c, 1.0)] + [(d, -1.0) for d, _ in made + kept(t - 1, v)], -np.inf, constant
+            [(c, 1.0)] + [(d, -1.0) for d, _ in made_before + kept(t - 1, v)], -np.inf, constant
         )
         if t == n + 1:
             program.between([(c, 1.0)], 1.0, 1.0)
@@ -205,8 +220,8 @@ def build(
 
     for t in range(n + 1) if detailed is None else sorted(detailed):  # eq. 2 to 8
         for v, i in made_by.items():
-            if (t, v) in keep and (t, i) in run:
-                program.between([(keep[t, v], 1.0), (run[t, i], 1.0)], -np.inf, 1.0)
+            if (t, v) in keep and i < t and made(t, i)[0]:
+                program.between([(keep[t, v], 1.0), *made(t, i)[0]], -np.inf, 1.0)
         before = [
             (keep[t, v], size[v]) for v in made_by if (t, v) in keep
         ]  # U[t, 0] without resident
@@ -214,6 +229,7 @@ def build(
         freed: list[tuple[int, float]] = []
         for k in stage_ops(t):
             runs, runs_constant = running(t, k)
+            makes, _ = made(t, k)  # the same constant
             alive = program.variable(ceiling=np.inf)
             made_bytes = sum(size[v] for v in outputs[k])
             # eq. 3: U[t, k] = U[t, k − 1] − freed after k − 1 + what k computes
@@ -221,7 +237,7 @@ def build(
                 [(alive, 1.0)]
                 + [(c, -a) for c, a in previous]
                 + freed
-                + [(c, -made_bytes) for c, _ in runs]
+                + [(c, -made_bytes) for c, _ in makes]
             )
             program.between(terms, made_bytes * runs_constant, made_bytes * runs_constant)
             taken: list[tuple[int, float]] = []
@@ -231,7 +247,9 @@ def build(
                 free = program.variable()
                 freed.append((free, size[v]))
                 program.between(
-                    [(free, 1.0)] + [(c, -1.0) for c, _ in runs], -np.inf, runs_constant
+                    [(free, 1.0)] + [(c, -1.0) for c, _ in (makes if v in outputs[k] else runs)],
+                    -np.inf,
+                    runs_constant,
                 )
                 if (t + 1, v) in keep:
                     program.between([(free, 1.0), (keep[t + 1, v], 1.0)], -np.inf, 1.0)

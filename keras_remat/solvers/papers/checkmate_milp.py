@@ -27,6 +27,7 @@ from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import live_bytes
 from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers.engines.milp import GAP, Backend, optimize
+from keras_remat.solvers.orders.fetch import recomputing
 from keras_remat.solvers.orders.incumbent import Incumbent, Progress
 from keras_remat.solvers.papers import dtr
 from keras_remat.solvers.papers.checkmate import build
@@ -70,7 +71,9 @@ def solve(
         return incumbent.solution()
     fallback: Solution | None = None
     try:
-        fallback = dtr.solve(problem, time_limit_s=FALLBACK_SHARE * time_limit_s, seed=seed)
+        fallback = recomputing(dtr.solve)(
+            problem, time_limit_s=FALLBACK_SHARE * time_limit_s, seed=seed
+        )
     except ScheduleNotFoundError as error:
         incumbent.least_peak_bytes = error.best_peak_bytes
     bound_s = problem.store_all_time_s

@@ -10,7 +10,9 @@ each value is read next (Belady's rule), whether an op may still run again (``af
     (seconds to compute it and its missing ancestors again) ** a / (bytes · (distance to its next
     need) ** b)
 
-goes first. An input of the running op that is read again later can go too where its buffer is taken
+goes first. Where values can be fetched (:mod:`keras_remat.core.offload`), the seconds are those of
+the fetch if it is faster, and an evicted value comes back by what is faster when it is asked for. An
+input of the running op that is read again later can go too where its buffer is taken
 over. No single (a, b) wins everywhere, so a few are tried on each base order (the default one, and
 the memory-aware one of :mod:`keras_remat.solvers.orders.reorder`), some under tighter budgets too,
 recomputations there turns out to be room for are taken back
@@ -24,7 +26,7 @@ more), and no bound is proved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -228,13 +230,9 @@ class _Run:
         graph = problem.graph
         if problem.budget_bytes is None:
             raise ValueError("greedy eviction needs a budget")
-        self.graph, self.profile, self.policy, self.deadline = (
-            graph,
-            problem.profile,
-            policy,
-            deadline,
-        )
-        self.ops, self.base, self.budget = graph.ops, base, problem.budget_bytes
+        self.problem, self.graph, self.policy, self.deadline = problem, graph, policy, deadline
+        self.ops, self.base, self.budget = problem.ops, base, problem.budget_bytes
+        self.op_time_s = problem.op_time_s
         self.nbytes = [value.nbytes for value in graph.values]
         self.producer = [value.producer for value in graph.values]
         count = len(graph.values)
@@ -251,12 +249,12 @@ class _Run:
                 self.reads[value_id].append(position)
             for earlier in op.after:
                 last_run[earlier] = position
-        self.last_run = [last_run[op.id] if op.recomputable else -1 for op in self.ops]
+        self.last_run = [last_run[op.id] if op.recomputable else -1 for op in self.ops]  # or fetch
         self.alive = [producer is None for producer in self.producer]
         self.spare_s = worse_than_s - sum(
             problem.profile.op_time_s[i] for i in base
         )  # left for recomputations
-        self.ran = [False] * len(self.ops)
+        self.ran = [op.id >= len(graph.ops) for op in self.ops]  # a fetch is never a first run
         self.born = list(self.alive)  # computed at least once
         self.held = problem.profile.resident_bytes
         self.order: list[int] = []
@@ -291,8 +289,9 @@ class _Run:
             producer = self.producer[value_id]
             if producer is not None:
                 if not self.alive[value_id]:
-                    self._materialize(producer, limit)
-                    self._execute(producer)
+                    way = self._way(producer)
+                    self._materialize(way, limit)
+                    self._execute(way)
                 self._lock(value_id)
         return tuple(self.order)
 
@@ -311,7 +310,7 @@ class _Run:
             if missing:
                 if self.steps > limit:
                     raise StuckError("the recomputations exploded")
-                producers = dict.fromkeys(self._producer_of(v) for v in missing)
+                producers = dict.fromkeys(self._way(self._producer_of(v)) for v in missing)
                 if any(self.last_run[producer] < self.now for producer in producers):
                     raise StuckError("a value cannot be computed again")
                 first = (
@@ -332,6 +331,23 @@ class _Run:
                     if value_id in self.ops[reader].inputs and value_id not in kept:
                         self._lock(value_id)
                         kept.add(value_id)
+
+    def _way(self, op_id: int) -> int:
+        """The op itself, or its fetch where that is possible and faster."""
+        if not self.problem.fetches or not self.ran[op_id]:
+            return op_id
+        return self._faster(op_id, self._missing(op_id, 200))
+
+    def _faster(self, op_id: int, closure: Collection[int]) -> int:
+        """The fetch of an op where the ops of ``closure`` take longer or may not run again, else
+        the op."""
+        fetch = op_id + len(self.graph.ops)
+        if self.problem.fetches and (
+            self.op_time_s[fetch] <= sum(self.op_time_s[i] for i in closure)
+            or any(self.last_run[i] < self.now for i in closure)
+        ):
+            return fetch
+        return op_id
 
     def _producer_of(self, value_id: int) -> int:
         producer = self.producer[value_id]
@@ -380,7 +396,7 @@ class _Run:
         self.order.append(op_id)
         self.steps += 1
         if self.ran[op_id]:
-            self.spare_s -= self.profile.op_time_s[op_id]
+            self.spare_s -= self.op_time_s[op_id]
             if self.spare_s <= 0:
                 raise StuckError("a faster schedule is known")
         self.ran[op_id] = True
@@ -401,7 +417,8 @@ class _Run:
                 self._drop(value_id)
 
     def _settle(self, op_id: int) -> None:
-        """``op_id`` runs now and is pending no more."""
+        """``op_id`` or its fetch runs now, and it is pending no more."""
+        op_id = self.problem.source_of(op_id)
         if self.pending[op_id]:
             self.pending[op_id] = False
             self.earliest[op_id], self.latest[op_id] = len(self.base), -1
@@ -430,7 +447,7 @@ class _Run:
 
     def _needed(self, op: Op, new: list[int]) -> int:
         """Bytes to allocate before ``op`` can run and compute ``new``."""
-        needed = sum(self.nbytes[v] for v in new) + self.profile.op_workspace_bytes[op.id]
+        needed = sum(self.nbytes[v] for v in new) + self.problem.op_workspace_bytes[op.id]
         if self._takes_over(op, new):
             needed -= reused_bytes(op, self.graph.values, self._dying(op))
         return needed
@@ -492,7 +509,7 @@ class _Run:
             producer is not None
             and self.alive[value_id]
             and not self.kept[value_id]
-            and self.last_run[producer] >= self.now
+            and (self.problem.fetches or self.last_run[producer] >= self.now)
         )
 
     def _refresh(self) -> None:
@@ -504,8 +521,11 @@ class _Run:
 
     def _appraise(self, value_id: int) -> None:
         """What the eviction of a value would cost, and when it will be needed again."""
-        missing = self._missing(self._producer_of(value_id), 200)
-        self.cost[value_id] = sum(self.profile.op_time_s[i] for i in missing) + 0.01 * self.tick_s
+        producer = self._producer_of(value_id)
+        missing = self._missing(producer, 200)
+        way = self._faster(producer, missing)
+        missing = missing if way == producer else [way]
+        self.cost[value_id] = sum(self.op_time_s[i] for i in missing) + 0.01 * self.tick_s
         base_need = self.reads[value_id][-1] if self.reads[value_id] else len(self.base)
         pending = (self.earliest[reader] for reader in self.pending_readers[value_id])
         self.need[value_id] = min(base_need, min(pending, default=base_need))
@@ -525,6 +545,9 @@ class _Run:
 
     def _evict(self, value_id: int) -> bool:
         """Evicts a value if it can be computed again whenever it will be asked for."""
+        if not self._wanted(value_id):  # what was to be computed from it was fetched
+            self._drop(value_id)
+            return True
         producer = self._producer_of(value_id)
         readers = self.pending_readers[value_id]
         base_need = self.reads[value_id][-1] if self.reads[value_id] else None
@@ -536,7 +559,11 @@ class _Run:
         )
         closure = self._missing(producer, len(self.ops))
         if any(self.last_run[op_id] < latest for op_id in closure):
-            return False
+            if not self.problem.fetches:
+                return False
+            closure = []
+        elif self._faster(producer, closure) != producer:
+            closure = []
         self._drop(value_id)
         for op_id in closure:
             self.pending[op_id] = True
@@ -554,6 +581,8 @@ def _small_values(problem: Problem) -> list[bool]:
     budget together."""
     values = problem.graph.values
     kept = [False] * len(values)
+    if problem.fetches:
+        return kept
     left = int(KEPT_SHARE * (problem.budget_bytes or 0))
     for value in sorted(
         (value for value in values if value.producer is not None), key=lambda value: value.nbytes
