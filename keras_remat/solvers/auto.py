@@ -25,6 +25,9 @@ is left out, its program is too large. Without OR-Tools annealing does all of 4 
 Recomputations there turns out to be room for are taken back
 (:mod:`keras_remat.solvers.orders.trim`) wherever a schedule comes from.
 
+Where values can be fetched, :mod:`keras_remat.solvers.fetching` takes over, and all this gives the
+schedule it starts from.
+
 Every schedule is checked by :func:`keras_remat.core.validate.validate` before it counts.
 ``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one it passes
 through. The bound is that of step 3 or 7; both hold for every legal order.
@@ -54,6 +57,7 @@ from keras_remat.errors import (
     PeakExceededError,
     ScheduleNotFoundError,
 )
+from keras_remat.solvers import fetching
 from keras_remat.solvers.bounds import cut_bound, window_bound
 from keras_remat.solvers.engines import cp_sat, native
 from keras_remat.solvers.orders import coarsen
@@ -118,6 +122,10 @@ def solve(
         InfeasibleBudgetError: proved that there is none.
         ScheduleNotFoundError: none found within the time.
     """
+    if problem.fetches:
+        return fetching.solve(
+            problem, solve, time_limit_s=time_limit_s, seed=seed, progress=progress
+        )
     search = _Search(problem, time_limit_s, seed, progress)
     try:
         search.run()

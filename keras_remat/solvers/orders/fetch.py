@@ -59,9 +59,9 @@ def with_fetches(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
 
     ops: list[int | None] = list(order)
     for at in range(len(order) - 1, -1, -1):
-        op_id = ops[at]
-        if op_id is None or not again[at]:
+        if ops[at] is None or not again[at]:
             continue
+        op_id = order[at]
         gone = exclusive(at)
         if not reads[at]:
             ops[at] = None
@@ -91,13 +91,16 @@ def recomputing(solver: Callable[..., Solution]) -> Callable[..., Solution]:
     ) -> Solution:
         if not problem.fetches:
             return solver(problem, progress=progress, **options)
+        plain, budget = replace(problem, offload=None), problem.budget_bytes
+        if budget is not None and budget < plain.floor_bytes:
+            raise ScheduleNotFoundError(budget, problem.floor_bytes)
         try:
-            solution = solver(replace(problem, offload=None), **options)
+            solution = solver(plain, **options)
         except InfeasibleBudgetError as error:  # without fetches
             raise ScheduleNotFoundError(error.budget_bytes, problem.floor_bytes) from None
         order = with_fetches(problem, solution.schedule.order)
-        if problem.budget_bytes is not None:
-            order = trimmed(problem, order, problem.budget_bytes)
+        if budget is not None:
+            order = trimmed(problem, order, budget)
         usage = simulate(problem, Schedule(order))
         return replace(
             solution,

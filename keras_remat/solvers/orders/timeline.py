@@ -108,7 +108,7 @@ class Timeline:
 
 
 def order_of(op_at: Iterable[int]) -> tuple[int, ...]:
-    """The ops in cells, without the empty ones."""
+    """The ops and fetches in cells, without the empty ones."""
     return tuple(int(op_id) for op_id in op_at if op_id >= 0)
 
 
@@ -122,8 +122,9 @@ def _state(problem: Problem, order: Sequence[int], end: int, kernel: Any) -> tup
         kernel: names what the state consists of.
     """
     graph, profile = problem.graph, problem.profile
-    limit = max(Counter(order).values(), default=1) + SPARE_RUNS
-    tables = {**_fixed_tables(problem, set(order)), **_empty_tables(problem, end, limit, kernel)}
+    runs = Counter(map(problem.source_of, order))
+    limit = max(runs.values(), default=1) + SPARE_RUNS
+    tables = {**_fixed_tables(problem, set(runs)), **_empty_tables(problem, end, limit, kernel)}
     numbers = {
         "END": end,
         "LIMIT": limit,
@@ -135,6 +136,7 @@ def _state(problem: Problem, order: Sequence[int], end: int, kernel: Any) -> tup
         "N_OPS": len(graph.ops),
         "N_VALUES": len(graph.values),
         "RESIDENT": profile.resident_bytes,
+        "FETCHES": problem.fetches,
     }
     head = [int(numbers.get(name, 0)) for name in kernel.NUMBERS]
     begin = len(kernel.NUMBERS) + len(kernel.TABLES)
@@ -145,7 +147,7 @@ def _state(problem: Problem, order: Sequence[int], end: int, kernel: Any) -> tup
     return (
         np.concatenate([np.asarray(head, dtype=np.int64), *parts]),
         np.zeros(end + 1, dtype=np.int64),
-        np.asarray([0.0, *profile.op_time_s]),
+        np.asarray([0.0, *problem.op_time_s]),
     )
 
 
@@ -173,7 +175,7 @@ def _fixed_tables(problem: Problem, runs: set[int]) -> dict[str, Sequence[int]]:
     """Returns what the kernel has to know of a problem, the ops ``runs`` of which may be moved."""
     graph = problem.graph
     producer = [-1 if value.producer is None else value.producer for value in graph.values]
-    later: list[list[int]] = [[] for _ in graph.ops]
+    later: list[list[int]] = [[] for _ in problem.ops]
     for op in graph.ops:
         for earlier in op.after:
             later[earlier].append(op.id)
@@ -182,16 +184,16 @@ def _fixed_tables(problem: Problem, runs: set[int]) -> dict[str, Sequence[int]]:
         return [v for v in dict.fromkeys(value_ids) if producer[v] >= 0]
 
     lists: dict[str, Sequence[Sequence[int]]] = {
-        "INPUT": [computed(op.inputs) for op in graph.ops],
-        "OUTPUT": [op.outputs for op in graph.ops],
-        "REUSE": [computed(op.may_reuse) for op in graph.ops],
-        "BEFORE": [op.after for op in graph.ops],
+        "INPUT": [computed(op.inputs) for op in problem.ops],
+        "OUTPUT": [op.outputs for op in problem.ops],
+        "REUSE": [computed(op.may_reuse) for op in problem.ops],
+        "BEFORE": [op.after for op in problem.ops],
         "LATER": later,
     }
     tables: dict[str, Sequence[int]] = {
         "NBYTES": [value.nbytes for value in graph.values],
         "PRODUCER": producer,
-        "WORKSPACE": problem.profile.op_workspace_bytes,
+        "WORKSPACE": problem.op_workspace_bytes,
         "RECOMPUTABLE": [op.recomputable for op in graph.ops],
         "MOVABLE": sorted(runs),
         "BIG": [
@@ -199,7 +201,7 @@ def _fixed_tables(problem: Problem, runs: set[int]) -> dict[str, Sequence[int]]:
             for value in graph.values
             if value.nbytes
             and producer[value.id] in runs
-            and graph.ops[producer[value.id]].recomputable
+            and (problem.fetches or graph.ops[producer[value.id]].recomputable)
         ],
         "KEPT": sorted(set(graph.outputs)),
     }
