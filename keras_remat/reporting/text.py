@@ -207,12 +207,14 @@ def solution_text(problem: Problem, solution: Solution) -> str:
         f"store-all {format_bytes(store_all.peak_bytes)}, floor {format_bytes(problem.floor_bytes)}"
     )
     time = f"{format_seconds(usage.time_s)}, overhead {percent_over(problem, usage.time_s)}"
-    again = sum(order.recomputed.values())
+    fetches = sum(op_id >= len(problem.graph.ops) for op_id in order.order)
+    again = len(order) - fetches - len(set(map(problem.source_of, order.order)))
+    runs = f"{len(order)} runs, {again} of them recomputations"
     rows = [
         ("peak", f"{peak} ({around})"),
         ("time", time),
         ("bound", f"overhead {percent_over(problem, solution.lower_bound_s)}"),
-        ("schedule", f"{len(order)} runs, {again} of them recomputations"),
+        ("schedule", f"{runs}, {fetches} fetches" if fetches else runs),
         ("solver", status_text(solution)),
     ]
     return "\n".join(table(rows))
