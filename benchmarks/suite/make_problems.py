@@ -88,6 +88,8 @@ def main() -> None:
     os.environ.update(
         KERAS_BACKEND="tensorflow", CUDA_VISIBLE_DEVICES="-1", TF_ENABLE_ONEDNN_OPTS="0"
     )
+    import gc
+
     import keras
     import tensorflow as tf
 
@@ -101,7 +103,7 @@ def main() -> None:
     index: dict[str, Any] = json.loads(INDEX.read_text()) if INDEX.exists() else {"problems": {}}
     index["made_with"] = f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
     for name in names:
-        keras.utils.clear_session()
+        gc.collect()  # the network before this one
         network = NETWORKS[name]
         model = network.build()
         batch = backend.example_batch(model, network.sample)

@@ -65,7 +65,7 @@ from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Progress
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.orders.trim import trimmed
-from keras_remat.solvers.papers import dtr
+from keras_remat.solvers.papers import checkmate_milp, dtr
 from keras_remat.solvers.search import anneal, backward, greedy, intervals, neighbourhoods
 from keras_remat.solvers.search.turns import Turns
 
@@ -81,10 +81,15 @@ coarsened."""
 PROOF_TOLERANCE = 3e-6
 """Relative; the bounds give away a millionth for their solver's tolerances, so that meeting them
 exactly is not possible."""
+EXACT_OPS = 30
+"""Graphs up to this size are worth Checkmate's program."""
+PROCESS_S = 5.0
+"""Shorter time limits are not worth a process of its own for CP-SAT, which takes a second to start."""
 PROVABLE_OPS = 150
 """Graphs up to this size are worth the integer program of
 :mod:`keras_remat.solvers.bounds.window_bound`."""
 GREEDY_SHARE, FIRST_BACKWARD_SHARE, BACKWARD_SHARE, INTERVALS_SHARE = 0.15, 0.04, 0.2, 0.3
+EXACT_SHARE = 0.15
 """The work of these steps, as shares of the time limit."""
 TURNS = 12
 """Turns of step 6."""
@@ -223,7 +228,7 @@ class _Search:
             self._window_bound(sorted(widest), self.deadline.share(BOUND_SHARE))
         if self.proved:
             return
-        self.has_cp_sat = cp_sat.available()
+        self.has_cp_sat = self.limit_s >= PROCESS_S and cp_sat.available()
         solve_intervals = partial(self._with_cp_sat, partial(self._intervals, known))
         begins_with_intervals = self.best is not None and not large
         if begins_with_intervals:
@@ -324,15 +329,28 @@ class _Search:
                 continue  # one heuristic less to start from
             if self.offer(other, "dtr"):
                 known.append(other)
+        if len(self.problem.graph.needed) <= EXACT_OPS:
+            known += self._exact()
         return known + self._backward(FIRST_BACKWARD_SHARE)
 
+    def _exact(self) -> list[Order]:
+        """The order that Checkmate's program gives, if it is solved."""
+        limit_s = EXACT_SHARE * self.limit_s
+        try:
+            found = checkmate_milp.solve(self.problem, time_limit_s=limit_s, seed=self.seed)
+        except ScheduleNotFoundError:
+            return []
+        self.offer(found.schedule.order, found.solver)
+        return [found.schedule.order]
+
     def _backward(self, share: float) -> list[Order]:
-        """The order that the search backwards finds in a share of the time limit, if it does.
+        """The orders that the search backwards finds in a share of the time limit, if it does.
 
         Raises:
             InfeasibleBudgetError: proved that there is none.
         """
         sorts: tuple[backward.Sort, ...] = ("once", "few")
+        found: list[Order] = []
         for sort in sorts:
             steps = backward.steps_limit(share * self.limit_s)
             answer = backward.search(
@@ -342,8 +360,8 @@ class _Search:
                 budget = self.problem.budget_bytes or 0
                 raise InfeasibleBudgetError(budget, budget + 1)
             if answer.order is not None and self.offer(answer.order, "backward"):
-                return [answer.order]
-        return []
+                found.append(answer.order)
+        return found
 
     def _greedy(self, view: _View, bases: Sequence[Order]) -> list[Order]:
         """The orders of the view that greedy gives; those that fit the problem are offered."""

@@ -1,24 +1,11 @@
 """Greedy eviction with exact knowledge of the future: a first valid schedule for graphs of 15,000
 ops, in seconds.
 
-The base order is run once, op by op, as an online rematerializer such as DTR (Kirisame et al. 2021,
-arXiv 2006.09616) would: when an allocation does not fit, values are evicted, and an evicted value
-is computed again when an op asks for it, parents first. What DTR has to guess is known here: when
-each value is read next (Belady's rule), whether an op may still run again (``after``,
-``recomputable``), and which evicted ops are waiting for a value. The value with the least
-
-    (seconds to compute it and its missing ancestors again) ** a / (bytes · (distance to its next
-    need) ** b)
-
-goes first. Where values can be fetched (:mod:`keras_remat.core.offload`), the seconds are those of
-the fetch if it is faster, and an evicted value comes back by what is faster when it is asked for. An
-input of the running op that is read again later can go too where its buffer is taken
-over. No single (a, b) wins everywhere, so a few are tried on each base order (the default one, and
-the memory-aware one of :mod:`keras_remat.solvers.orders.reorder`), some under tighter budgets too,
+:mod:`keras_remat.solvers.search.eviction` runs a base order under one policy of what to evict. No
+single policy wins everywhere, so a few are tried on each base order (the default one, and the
+memory-aware one of :mod:`keras_remat.solvers.orders.reorder`), some under tighter budgets too,
 recomputations there turns out to be room for are taken back
-(:mod:`keras_remat.solvers.orders.trim`), and the fastest schedule is returned. Evicting late costs
-nothing: the derived lifetime of an evicted value ends at its last read, not at the moment of the
-decision.
+(:mod:`keras_remat.solvers.orders.trim`), and the fastest schedule is returned.
 
 Known limits: decisions are not revised but for that (:mod:`keras_remat.solvers.search.anneal` does
 more), and no bound is proved.
@@ -26,14 +13,11 @@ more), and no bound is proved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
-import numpy as np
-
 from keras_remat.core.deadline import Deadline
-from keras_remat.core.graph import Op, reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
@@ -41,18 +25,7 @@ from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Incumbent, Progress
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.orders.trim import trimmed
-
-NEVER = np.iinfo(np.int64).max
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Exponents of the eviction score: ``cost`` of the recomputation seconds, ``distance`` of the
-    distance to the next need."""
-
-    cost: float
-    distance: float
-
+from keras_remat.solvers.search.eviction import Eviction, Policy, StuckError
 
 POLICIES = (
     Policy(1.0, 1.0),
@@ -66,24 +39,13 @@ POLICIES = (
 
 STEPS_PER_S = 80_000
 """Steps per second of a time limit; fewer than there are in a second."""
-OPS_PER_STEP = 10
-"""Running an op is a step, and so is looking at this many missing ones to see what a value
-costs."""
 TIGHTER = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2)
 """Budgets that are tried, as shares of the room above the floor: what gets stuck under one may pass
 under a tighter one, and trimming gives back what is too tight. The next one is tried while nothing
 is known, or the last one was an improvement."""
-KEPT_SHARE = 1 / 256
-"""Share of the budget for small values that are never dropped. What is computed from them (a mean,
-spread out to the size of an activation) can then be computed again when the large values they come
-from are gone and variables have been updated."""
 TRIM_GAIN = 1.15
 """A run goes on until its overhead is this many times the best one's: trimming may still make it
 the better one."""
-
-
-class StuckError(Exception):
-    """The policy cannot go on within its limits."""
 
 
 def solve(
@@ -175,7 +137,7 @@ def candidates(
     if budget is None:
         return
     best_s = float("inf")
-    left = NEVER if max_steps is None else max_steps
+    left = sys.maxsize if max_steps is None else max_steps
     room = max(0, budget - problem.floor_bytes)
     for patience in (
         5,
@@ -190,7 +152,7 @@ def candidates(
                     if left <= 0 or deadline.is_over:
                         return
                     known_s = problem.store_all_time_s
-                    run = _Run(
+                    run = Eviction(
                         tighter, order, policy, deadline, known_s + TRIM_GAIN * (best_s - known_s)
                     )
                     try:
@@ -208,387 +170,3 @@ def candidates(
                 return
         if best_s < float("inf"):
             return
-
-
-class _Run:
-    """State of one pass over the base order, a legal order without recomputation of at least the
-    needed ops.
-
-    :meth:`run` raises :class:`StuckError` when nothing can be evicted and the next op does not fit,
-    when the recomputations explode, when a schedule faster than ``worse_than_s`` is out of reach,
-    or at ``deadline``.
-    """
-
-    def __init__(
-        self,
-        problem: Problem,
-        base: Sequence[int],
-        policy: Policy,
-        deadline: Deadline,
-        worse_than_s: float,
-    ):
-        graph = problem.graph
-        if problem.budget_bytes is None:
-            raise ValueError("greedy eviction needs a budget")
-        self.problem, self.graph, self.policy, self.deadline = problem, graph, policy, deadline
-        self.ops, self.base, self.budget = problem.ops, base, problem.budget_bytes
-        self.op_time_s = problem.op_time_s
-        self.nbytes = [value.nbytes for value in graph.values]
-        self.producer = [value.producer for value in graph.values]
-        count = len(graph.values)
-        end = len(base)
-        # Where each value is read in the base order, last entry first, so that the next read is at
-        # the end of the list.
-        self.reads: list[list[int]] = [[] for _ in range(count)]
-        for value_id in graph.outputs:
-            self.reads[value_id].append(end)
-        last_run = [end] * len(self.ops)  # base position before which an op may still run again
-        for position in range(end - 1, -1, -1):
-            op = self.ops[base[position]]
-            for value_id in dict.fromkeys(op.inputs):
-                self.reads[value_id].append(position)
-            for earlier in op.after:
-                last_run[earlier] = position
-        self.last_run = [last_run[op.id] if op.recomputable else -1 for op in self.ops]  # or fetch
-        self.alive = [producer is None for producer in self.producer]
-        self.spare_s = worse_than_s - sum(
-            problem.profile.op_time_s[i] for i in base
-        )  # left for recomputations
-        self.ran = [op.id >= len(graph.ops) for op in self.ops]  # a fetch is never a first run
-        self.born = list(self.alive)  # computed at least once
-        self.held = problem.profile.resident_bytes
-        self.order: list[int] = []
-        self.steps = 0
-        self.locks = [0] * count
-        # An op is pending when one of its outputs was evicted and will be asked for again; its
-        # inputs know it.
-        self.pending_readers: list[dict[int, None]] = [{} for _ in range(count)]
-        self.earliest, self.latest = [end] * len(self.ops), [-1] * len(self.ops)
-        self.pending = [False] * len(self.ops)
-        # Scores are kept in arrays over the values that can be evicted at all.
-        scale = np.array([value.nbytes for value in graph.values], dtype=np.float64)
-        self.size = np.maximum(scale, 1e-9)
-        self.kept = _small_values(problem)
-        self.open = np.zeros(count, dtype=bool)  # alive and evictable
-        self.cost, self.need = np.zeros(count), np.zeros(count)
-        self.stale: dict[int, None] = {}
-        self.now = 0
-        self.tick_s = max(sum(problem.profile.op_time_s[i] for i in base) / max(1, end), 1e-12)
-
-    def run(self, limit: int) -> tuple[int, ...]:
-        for position, op_id in enumerate(self.base):
-            self.now = position
-            self._materialize(op_id, limit)
-            for value_id in dict.fromkeys(self.ops[op_id].inputs):
-                if self.producer[value_id] is not None:
-                    self.reads[value_id].pop()
-                    self.stale[value_id] = None
-            self._execute(op_id)
-        self.now = len(self.base)
-        for value_id in self.graph.outputs:
-            producer = self.producer[value_id]
-            if producer is not None:
-                if not self.alive[value_id]:
-                    way = self._way(producer)
-                    self._materialize(way, limit)
-                    self._execute(way)
-                self._lock(value_id)
-        return tuple(self.order)
-
-    def _materialize(self, target: int, limit: int) -> None:
-        """Computes the missing inputs of ``target``; on return all of them are alive and locked
-        until it has run.
-
-        Of several missing inputs the one with the most to compute comes first, as in Sethi and
-        Ullman's order for expressions. What was computed for an op stays locked until the op runs;
-        an input that was there anyway may have to go and come again.
-        """
-        stack: list[tuple[int, set[int]]] = [(target, set())]
-        while stack:
-            op_id, locked = stack[-1]
-            missing = [v for v in self._inputs(op_id) if not self.alive[v]]
-            if missing:
-                if self.steps > limit:
-                    raise StuckError("the recomputations exploded")
-                producers = dict.fromkeys(self._way(self._producer_of(v)) for v in missing)
-                if any(self.last_run[producer] < self.now for producer in producers):
-                    raise StuckError("a value cannot be computed again")
-                first = (
-                    max(producers, key=self._bytes_to_compute)
-                    if len(producers) > 1
-                    else next(iter(producers))
-                )
-                stack.append((first, set()))
-                continue
-            for value_id in self._inputs(op_id):
-                if value_id not in locked:
-                    self._lock(value_id)
-            stack.pop()
-            if stack:
-                self._execute(op_id)
-                reader, kept = stack[-1]
-                for value_id in self.ops[op_id].outputs:
-                    if value_id in self.ops[reader].inputs and value_id not in kept:
-                        self._lock(value_id)
-                        kept.add(value_id)
-
-    def _way(self, op_id: int) -> int:
-        """The op itself, or its fetch where that is possible and faster."""
-        if not self.problem.fetches or not self.ran[op_id]:
-            return op_id
-        return self._faster(op_id, self._missing(op_id, 200))
-
-    def _faster(self, op_id: int, closure: Collection[int]) -> int:
-        """The fetch of an op where the ops of ``closure`` take longer or may not run again, else
-        the op."""
-        fetch = op_id + len(self.graph.ops)
-        if self.problem.fetches and (
-            self.op_time_s[fetch] <= sum(self.op_time_s[i] for i in closure)
-            or any(self.last_run[i] < self.now for i in closure)
-        ):
-            return fetch
-        return op_id
-
-    def _producer_of(self, value_id: int) -> int:
-        producer = self.producer[value_id]
-        if producer is None:
-            raise ValueError(f"value {value_id} is a step input")
-        return producer
-
-    def _bytes_to_compute(self, op_id: int) -> int:
-        """Bytes of everything that has to be computed before ``op_id`` can run, and of what it
-        computes."""
-        return sum(
-            self.nbytes[v]
-            for missing in self._missing(op_id, 200)
-            for v in self.ops[missing].outputs
-        )
-
-    def _inputs(self, op_id: int) -> Iterable[int]:
-        return sorted({v for v in self.ops[op_id].inputs if self.producer[v] is not None})
-
-    def _lock(self, value_id: int) -> None:
-        self.locks[value_id] += 1
-        self.open[value_id] = False
-
-    def _unlock(self, value_id: int) -> None:
-        self.locks[value_id] -= 1
-        if not self.locks[value_id]:
-            self.stale[value_id] = None
-
-    def _wanted(self, value_id: int) -> bool:
-        return bool(self.reads[value_id] or self.pending_readers[value_id])
-
-    def _execute(self, op_id: int) -> None:
-        """Runs ``op_id``, whose inputs are alive and locked once for it."""
-        op = self.ops[op_id]
-        self._settle(op_id)
-        inputs = [v for v in dict.fromkeys(op.inputs) if self.producer[v] is not None]
-        new = [v for v in op.outputs if not self.alive[v]]
-        for value_id in op.outputs:
-            if self.alive[value_id]:
-                self._lock(value_id)
-        self._make_room(op, new)
-        self._settle(op_id)  # an eviction just now may have counted on running it again
-        for value_id in op.outputs:
-            if self.alive[value_id]:
-                self._unlock(value_id)
-        self.order.append(op_id)
-        self.steps += 1
-        if self.ran[op_id]:
-            self.spare_s -= self.op_time_s[op_id]
-            if self.spare_s <= 0:
-                raise StuckError("a faster schedule is known")
-        self.ran[op_id] = True
-        for value_id in new:
-            self.alive[value_id] = self.born[value_id] = True
-            self.held += self.nbytes[value_id]
-            self._mark_children(value_id)
-            self.stale[value_id] = None
-        for value_id in inputs:
-            self._unlock(value_id)
-        for value_id in (*inputs, *op.outputs):
-            if (
-                self.alive[value_id]
-                and not self.locks[value_id]
-                and not self.kept[value_id]
-                and not self._wanted(value_id)
-            ):
-                self._drop(value_id)
-
-    def _settle(self, op_id: int) -> None:
-        """``op_id`` or its fetch runs now, and it is pending no more."""
-        op_id = self.problem.source_of(op_id)
-        if self.pending[op_id]:
-            self.pending[op_id] = False
-            self.earliest[op_id], self.latest[op_id] = len(self.base), -1
-            for value_id in self.ops[op_id].inputs:
-                self.pending_readers[value_id].pop(op_id, None)
-
-    def _drop(self, value_id: int) -> None:
-        self.alive[value_id] = False
-        self.open[value_id] = False
-        self.held -= self.nbytes[value_id]
-        self._mark_children(value_id)
-
-    def _mark_children(self, value_id: int) -> None:
-        """The recomputation cost of values that are reached from ``value_id`` through missing ones
-        has changed."""
-        stack, seen = [value_id], {value_id}
-        while stack and len(seen) < 500:
-            for reader in self.graph.readers[stack.pop()]:
-                for child in self.ops[reader].outputs:
-                    if child not in seen:
-                        seen.add(child)
-                        if self.alive[child]:
-                            self.stale[child] = None
-                        elif self.born[child]:
-                            stack.append(child)
-
-    def _needed(self, op: Op, new: list[int]) -> int:
-        """Bytes to allocate before ``op`` can run and compute ``new``."""
-        needed = sum(self.nbytes[v] for v in new) + self.problem.op_workspace_bytes[op.id]
-        if self._takes_over(op, new):
-            needed -= reused_bytes(op, self.graph.values, self._dying(op))
-        return needed
-
-    def _takes_over(self, op: Op, new: list[int]) -> bool:
-        """Whether buffers can be taken over: not by outputs that are there already."""
-        return bool(op.may_reuse) and not any(self.nbytes[v] for v in op.outputs if v not in new)
-
-    def _dying(self, op: Op) -> set[int]:
-        """The inputs whose buffers ``op`` takes over where they are of the right size."""
-        return {
-            v
-            for v in op.may_reuse
-            if self.locks[v] == 1 and self.alive[v] and not self.kept[v] and not self._wanted(v)
-        }
-
-    def _given_up(self, op: Op, new: list[int]) -> list[int]:
-        """Inputs that are read again later, whose buffers ``op`` takes over if they are computed
-        again for that."""
-        if not self._takes_over(op, new):
-            return []
-        dying = self._dying(op)
-        known = reused_bytes(op, self.graph.values, dying)
-        return [
-            v
-            for v in op.may_reuse
-            if v not in dying
-            and self.locks[v] == 1
-            and self._is_evictable(v)
-            and reused_bytes(op, self.graph.values, dying | {v}) == known + self.nbytes[v]
-        ]
-
-    def _make_room(self, op: Op, new: list[int]) -> None:
-        # An eviction can make an input of the op wanted again, whose buffer can then not be taken
-        # over: ask every time.
-        while self.held + (needed := self._needed(op, new)) > self.budget:
-            if self.deadline.is_over:
-                raise StuckError(f"{self.held + needed} bytes needed")
-            self._refresh()
-            given_up = self._given_up(op, new)
-            for value_id in given_up:
-                self._appraise(value_id)
-            ids = np.concatenate([np.flatnonzero(self.open), np.array(given_up, dtype=np.int64)])
-            if not len(ids):
-                raise StuckError(f"{self.held + needed} bytes needed")
-            rating = self.cost[ids] ** self.policy.cost / (
-                self.size[ids] * np.maximum(self.need[ids] - self.now, 0.5) ** self.policy.distance
-            )
-            for at in np.argsort(rating, kind="stable"):
-                if self._evict(int(ids[at])):
-                    break
-                self.open[ids[at]] = False  # until what it is computed from comes or goes
-            else:
-                raise StuckError(f"{self.held + needed} bytes needed")
-
-    def _is_evictable(self, value_id: int) -> bool:
-        producer = self.producer[value_id]
-        return (
-            producer is not None
-            and self.alive[value_id]
-            and not self.kept[value_id]
-            and (self.problem.fetches or self.last_run[producer] >= self.now)
-        )
-
-    def _refresh(self) -> None:
-        for value_id in self.stale:
-            self.open[value_id] = usable = not self.locks[value_id] and self._is_evictable(value_id)
-            if usable:
-                self._appraise(value_id)
-        self.stale.clear()
-
-    def _appraise(self, value_id: int) -> None:
-        """What the eviction of a value would cost, and when it will be needed again."""
-        producer = self._producer_of(value_id)
-        missing = self._missing(producer, 200)
-        way = self._faster(producer, missing)
-        missing = missing if way == producer else [way]
-        self.cost[value_id] = sum(self.op_time_s[i] for i in missing) + 0.01 * self.tick_s
-        base_need = self.reads[value_id][-1] if self.reads[value_id] else len(self.base)
-        pending = (self.earliest[reader] for reader in self.pending_readers[value_id])
-        self.need[value_id] = min(base_need, min(pending, default=base_need))
-
-    def _missing(self, op_id: int, limit: int) -> list[int]:
-        """``op_id`` and the ops that would have to run before it could run now, at most ``limit``
-        of them."""
-        found, stack = {op_id: None}, [op_id]
-        while stack and len(found) < limit:
-            for value_id in self.ops[stack.pop()].inputs:
-                producer = self.producer[value_id]
-                if producer is not None and not self.alive[value_id] and producer not in found:
-                    found[producer] = None
-                    stack.append(producer)
-        self.steps += len(found) // OPS_PER_STEP
-        return list(found)
-
-    def _evict(self, value_id: int) -> bool:
-        """Evicts a value if it can be computed again whenever it will be asked for."""
-        if not self._wanted(value_id):  # what was to be computed from it was fetched
-            self._drop(value_id)
-            return True
-        producer = self._producer_of(value_id)
-        readers = self.pending_readers[value_id]
-        base_need = self.reads[value_id][-1] if self.reads[value_id] else None
-        latest = max(
-            [self.latest[r] for r in readers] + ([base_need] if base_need is not None else [])
-        )
-        earliest = min(
-            [self.earliest[r] for r in readers] + ([base_need] if base_need is not None else [])
-        )
-        closure = self._missing(producer, len(self.ops))
-        if any(self.last_run[op_id] < latest for op_id in closure):
-            if not self.problem.fetches:
-                return False
-            closure = []
-        elif self._faster(producer, closure) != producer:
-            closure = []
-        self._drop(value_id)
-        for op_id in closure:
-            self.pending[op_id] = True
-            self.latest[op_id] = max(self.latest[op_id], latest)
-            self.earliest[op_id] = min(self.earliest[op_id], earliest)
-            for parent in self.ops[op_id].inputs:
-                if self.producer[parent] is not None:
-                    self.pending_readers[parent][op_id] = None
-                    self.stale[parent] = None
-        return True
-
-
-def _small_values(problem: Problem) -> list[bool]:
-    """Which values are kept for good: the smallest ones, as many as hold :data:`KEPT_SHARE` of the
-    budget together."""
-    values = problem.graph.values
-    kept = [False] * len(values)
-    if problem.fetches:
-        return kept
-    left = int(KEPT_SHARE * (problem.budget_bytes or 0))
-    for value in sorted(
-        (value for value in values if value.producer is not None), key=lambda value: value.nbytes
-    ):
-        left -= value.nbytes
-        if left < 0:
-            break
-        kept[value.id] = True
-    return kept

@@ -26,7 +26,7 @@ from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
 from keras_remat.errors import InvalidScheduleError, PeakExceededError
 from keras_remat.solvers.engines import cp_sat
-from keras_remat.solvers.search import intervals
+from keras_remat.solvers.search import interval_program, intervals
 
 Pair = tuple[int, int]
 """(slot, op) of a recomputation."""
@@ -72,7 +72,7 @@ def improve(
         CpSatProcessError: a process ended without an answer.
     """
     base = tuple(dict.fromkeys(start))
-    chosen = set(intervals.recomputations(start, base))
+    chosen = set(interval_program.recomputations(start, base))
     candidates = {
         (slot, op_id)
         for op_id, slots in intervals.candidate_slots(problem, base, depth).items()
@@ -89,7 +89,7 @@ def improve(
         while done < work and idle < NOTHING_NEW and deadline.left_s() > intervals.MINIMUM_S:
             windows: list[set[Pair]] = []
             answers: list[set[Pair]] = []
-            models: list[intervals.Model] = []
+            models: list[interval_program.Model] = []
             for worker in (first, second):
                 window = neighbourhood(
                     [pair for pair in pairs if not windows or pair not in windows[0]],
@@ -99,7 +99,7 @@ def improve(
                 slots: dict[int, set[int]] = {}
                 for slot, op_id in window:
                     slots.setdefault(op_id, set()).add(slot)
-                model = intervals.build(
+                model = interval_program.build(
                     problem, base, slots, order_of(base, chosen), chosen - window
                 )
                 left = deadline.left_s()

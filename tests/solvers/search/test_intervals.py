@@ -18,7 +18,7 @@ from keras_remat.core.validate import check_rules, validate
 from keras_remat.errors import MissingPackageError, RematError, ScheduleNotFoundError
 from keras_remat.solvers import solve
 from keras_remat.solvers.engines import cp_sat
-from keras_remat.solvers.search import intervals
+from keras_remat.solvers.search import interval_program, intervals
 from tests.solvers.brute_force import fastest
 
 needs_ortools = pytest.mark.skipif(not cp_sat.available(), reason="ortools is not installed")
@@ -137,7 +137,7 @@ def test_every_assignment_that_satisfies_the_program_fits(seed: int) -> None:
         for at in range(len(base) + 1):
             order += sorted(op_id for slot, op_id in chosen if slot == at)
             order += base[at : at + 1]
-        model = intervals.build(problem, base, slots, order)
+        model = interval_program.build(problem, base, slots, order)
         assert model.program.hint is not None
         ones = frozenset(model.program.hint)
         assert model.order(ones) == tuple(order)

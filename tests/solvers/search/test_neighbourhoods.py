@@ -14,7 +14,7 @@ from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
 from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers.engines import cp_sat
-from keras_remat.solvers.search import greedy, intervals, neighbourhoods
+from keras_remat.solvers.search import greedy, interval_program, neighbourhoods
 from tests.random_problems import mixed_problem, training_problem, with_budget_fraction
 
 needs_ortools = pytest.mark.skipif(not cp_sat.available(), reason="ortools is not installed")
@@ -55,10 +55,10 @@ def test_order_of_puts_recomputations_back(seed: int) -> None:
     except ScheduleNotFoundError:
         return
     base = tuple(dict.fromkeys(order))
-    chosen = set(intervals.recomputations(order, base))
+    chosen = set(interval_program.recomputations(order, base))
     again = neighbourhoods.order_of(base, chosen)
     assert tuple(dict.fromkeys(again)) == base
-    assert set(intervals.recomputations(again, base)) == chosen
+    assert set(interval_program.recomputations(again, base)) == chosen
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -71,11 +71,11 @@ def test_a_fixed_recomputation_stays(seed: int) -> None:
     except ScheduleNotFoundError:
         return
     base = tuple(dict.fromkeys(order))
-    fixed = set(intervals.recomputations(order, base))
-    model = intervals.build(problem, base, {}, order, fixed)
+    fixed = set(interval_program.recomputations(order, base))
+    model = interval_program.build(problem, base, {}, order, fixed)
     assert model.order(frozenset()) == neighbourhoods.order_of(base, fixed)
     free = {op_id: {slot} for slot, op_id in list(fixed)[:1]}
-    model = intervals.build(
+    model = interval_program.build(
         problem, base, free, order, fixed - {(s, o) for o, slots in free.items() for s in slots}
     )
     assert model.program.hint is not None
