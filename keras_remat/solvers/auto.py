@@ -44,27 +44,23 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
-from keras_remat.core.validate import validate
 from keras_remat.errors import (
     InfeasibleBudgetError,
-    InvalidScheduleError,
-    PeakExceededError,
     ScheduleNotFoundError,
 )
 from keras_remat.solvers import fetching
 from keras_remat.solvers.bounds import cut_bound, window_bound
 from keras_remat.solvers.engines import cp_sat, native
 from keras_remat.solvers.orders import coarsen
+from keras_remat.solvers.orders.best import Best
 from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Progress
 from keras_remat.solvers.orders.reorder import memory_aware_order
-from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import checkmate_milp, dtr
 from keras_remat.solvers.search import anneal, backward, greedy, intervals, neighbourhoods
 from keras_remat.solvers.search.turns import Turns
@@ -78,9 +74,6 @@ LARGE_OPS = 700
 FEW_CUTS = 3
 """Cuts of the window bound that is tried before the interval search, on every graph that is not
 coarsened."""
-PROOF_TOLERANCE = 3e-6
-"""Relative; the bounds give away a millionth for their solver's tolerances, so that meeting them
-exactly is not possible."""
 EXACT_OPS = 30
 """Graphs up to this size are worth Checkmate's program."""
 PROCESS_S = 5.0
@@ -142,8 +135,8 @@ def solve(
     return search.solution()
 
 
-class _Search:
-    """The best schedule and the best bound so far."""
+class _Search(Best):
+    """What the steps know of the search so far, besides the best schedule and bound."""
 
     def __init__(
         self,
@@ -152,56 +145,16 @@ class _Search:
         seed: int,
         progress: Progress | None,
     ):
-        self.problem, self.seed, self.progress = problem, seed, progress
-        self.deadline = Deadline(time_limit_s)
-        self.limit_s = time_limit_s
-        self.best: Order | None = None
+        super().__init__(problem, time_limit_s, progress)
+        self.seed, self.limit_s = seed, time_limit_s
         self.coarse_best: Order | None = None
-        self.best_s = float("inf")
-        self.solver = "auto"
-        self.bound_s = problem.store_all_time_s
         self.has_cp_sat = False
-
-    @property
-    def proved(self) -> bool:
-        return self.best is not None and self.best_s <= self.bound_s * (1 + PROOF_TOLERANCE)
-
-    def solution(self) -> Solution:
-        if self.best is None:
-            raise ValueError("there is no schedule yet")
-        schedule = Schedule(self.best)
-        status: Literal["optimal", "feasible"] = "optimal" if self.proved else "feasible"
-        spent = self.deadline.spent_s()
-        return Solution(
-            schedule, self.solver, status, spent, self.bound_s, simulate(self.problem, schedule)
-        )
-
-    def offer(self, order: Sequence[int], solver: str) -> bool:
-        """Keeps ``order`` if it is legal, within the budget and faster than the best; returns
-        whether it fits at all."""
-        schedule = Schedule(tuple(order))
-        try:
-            validate(self.problem, schedule)
-        except (InvalidScheduleError, PeakExceededError):
-            return False
-        seconds = simulate(self.problem, schedule).time_s
-        if seconds < self.best_s * (1 - PROOF_TOLERANCE):
-            self.best, self.best_s, self.solver = schedule.order, seconds, solver
-            if self.problem.budget_bytes is not None:
-                self.best = trimmed(self.problem, self.best, self.problem.budget_bytes)
-                self.best_s = simulate(self.problem, Schedule(self.best)).time_s
-            self._report()
-        return True
 
     def _offer_of(self, view: _View, order: Order, solver: str) -> None:
         """Offers an order of a view, and keeps the view's own best one."""
         if self.coarse_best is None or _seconds(view, order) < _seconds(view, self.coarse_best):
             self.coarse_best = order
         self.offer(view.expand(order), solver)
-
-    def _report(self) -> None:
-        if self.progress is not None and self.best is not None:
-            self.progress(self.solution())
 
     def run(self) -> None:
         default = tuple(sorted(self.problem.graph.needed))
@@ -217,7 +170,7 @@ class _Search:
                 view = self._coarse(base)
         if large and self.best is None:
             self._greedy(whole, bases[:1])
-        self._report_bound(
+        self.report_bound(
             cut_bound.lower_bound_s(self.problem, deadline=self.deadline.share(BOUND_SHARE))
         )
         if not large:
@@ -274,10 +227,6 @@ class _Search:
                 self._window_bound(
                     window_bound.longest_chain(self.problem), self.deadline.share(PROOF_SHARE)
                 )
-
-    def _report_bound(self, bound_s: float) -> None:
-        self.bound_s = max(self.bound_s, bound_s)
-        self._report()
 
     def _with_cp_sat(self, step: Callable[[], None]) -> None:
         """Takes a step that needs CP-SAT, if it is there; a process that died once, for want of
@@ -380,7 +329,7 @@ class _Search:
     def _window_bound(self, cuts: Sequence[int], deadline: Deadline) -> None:
         limit_s = deadline.left_s()
         if limit_s > 0:
-            self._report_bound(
+            self.report_bound(
                 window_bound.lower_bound_s(
                     self.problem, cuts, limit_s=limit_s, known_s=self.best_s if self.best else None
                 )

@@ -13,14 +13,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from random_problems import training_problem, u_shape_problem, with_budget_fraction
+from random_problems import (
+    chain_problem,
+    training_problem,
+    u_shape_problem,
+    with_budget_fraction,
+)
 
 from benchmarks.suite.layered import layered
 from keras_remat.core import serialize
 from keras_remat.core.problem import Problem
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
-from keras_remat.solvers import solve
-from keras_remat.solvers.engines import native
+from keras_remat.solvers import SOLVERS, auto, solve
+from keras_remat.solvers.engines import cp_sat, native
+from keras_remat.solvers.orders import effort
+from keras_remat.solvers.search import anneal, backward, greedy, intervals
 
 WHOLE_PARTS = ("greedy", "dtr", "dtr_local", "dtr_msps", "backward")
 """What the default solver runs as they are."""
@@ -56,6 +63,44 @@ def check(problem: Problem, time_limit_s: float, parts: Sequence[str] = PARTS) -
 def test_auto_is_as_good_as_its_parts() -> None:
     """On a problem that needs as many recomputations as there are ops."""
     check(with_budget_fraction(training_problem(random.Random(3), 12), 0.7), 4.0, WHOLE_PARTS)
+
+
+@pytest.fixture
+def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work of two seconds under a time limit of a minute, so that the clock decides nothing."""
+
+    def effort_s(time_limit_s: float) -> float:
+        return effort.effort_s(time_limit_s) / 30
+
+    for module in (auto, anneal, backward, greedy, intervals):
+        monkeypatch.setattr(module, "effort_s", effort_s)
+    monkeypatch.setattr(auto, "PROVABLE_OPS", 0)
+    monkeypatch.setattr(cp_sat, "available", lambda: False)
+
+
+BY_THE_CLOCK = {
+    "auto",
+    "intervals",
+    "checkmate_milp",
+    "checkmate_milp_cbc",
+    "checkmate_lp",
+    "lp_rounding",
+}
+"""What is not compared: ends by the clock, or needs a process of its own."""
+SMALL: dict[str, tuple[Problem, Sequence[float]]] = {
+    "training": (training_problem(random.Random(5), 14), (0.85,)),
+    "chain": (chain_problem(12, rng=random.Random(2)), (0.85, 0.7, 0.55)),
+    "u_shape": (u_shape_problem(random.Random(1), 8), (0.85, 0.7, 0.55)),
+    "layered": (layered(60, 2), (0.7, 0.55)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_auto_is_as_good_as_every_solver_at_equal_work(name: str, little_work: None) -> None:
+    plain, shares = SMALL[name]
+    for share in shares:
+        problem = with_budget_fraction(plain, share)
+        check(problem, 60.0, sorted(set(SOLVERS) - BY_THE_CLOCK))
 
 
 @pytest.mark.slow
