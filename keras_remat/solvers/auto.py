@@ -5,7 +5,8 @@ its work is done.
    optimal, done.
 2. :mod:`keras_remat.solvers.search.greedy` gives a first schedule; where the graph is not large,
    :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores, and so does
-   :mod:`keras_remat.solvers.search.backward`, or it proves that there is none.
+   :mod:`keras_remat.solvers.search.backward`, or it proves that there is none; where it is small,
+   :mod:`keras_remat.solvers.papers.checkmate_milp`, too.
 3. :mod:`keras_remat.solvers.bounds.cut_bound`, and :mod:`keras_remat.solvers.bounds.window_bound`
    with a few cuts, may prove the best schedule optimal.
 4. :mod:`keras_remat.solvers.search.intervals` searches around it, with more candidates whenever its
@@ -21,11 +22,12 @@ its work is done.
 
 Graphs of more than ``LARGE_OPS`` ops are coarsened first
 (:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 5 and 6 work on the coarse problem; step 4
-is left out, its program is too large. Without OR-Tools annealing does all of 4 and 6.
+is left out, its program is too large. Without OR-Tools, and in less than ``PROCESS_S`` seconds,
+annealing does all of 4 and 6.
 Recomputations there turns out to be room for are taken back
 (:mod:`keras_remat.solvers.orders.trim`) wherever a schedule comes from.
 
-Where values can be fetched, :mod:`keras_remat.solvers.fetching` takes over, and all this gives the
+Where values can be fetched, :mod:`keras_remat.solvers.search.fetching` takes over, and all this gives the
 schedule it starts from.
 
 Every schedule is checked by :func:`keras_remat.core.validate.validate` before it counts.
@@ -36,6 +38,8 @@ All steps but 3 and 7 end by counted work (:mod:`keras_remat.solvers.orders.effo
 replaces another only if it is faster by more than the tolerance of the proofs. So the same seed
 gives the same schedule, unless the clock ends one of these steps after all: on a machine that is
 very busy or very slow. How far the *bound* gets depends on the clock.
+
+One file, though long: the steps share what they know.
 """
 
 from __future__ import annotations
@@ -53,7 +57,6 @@ from keras_remat.errors import (
     InfeasibleBudgetError,
     ScheduleNotFoundError,
 )
-from keras_remat.solvers import fetching
 from keras_remat.solvers.bounds import cut_bound, window_bound
 from keras_remat.solvers.engines import cp_sat, native
 from keras_remat.solvers.orders import coarsen
@@ -62,7 +65,14 @@ from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Progress
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.papers import checkmate_milp, dtr
-from keras_remat.solvers.search import anneal, backward, greedy, intervals, neighbourhoods
+from keras_remat.solvers.search import (
+    anneal,
+    backward,
+    fetching,
+    greedy,
+    intervals,
+    neighbourhoods,
+)
 from keras_remat.solvers.search.turns import Turns
 
 logger = logging.getLogger(__name__)
