@@ -151,7 +151,7 @@ class Eviction:
             if missing:
                 if self.steps > limit:
                     raise StuckError("the recomputations exploded")
-                producers = dict.fromkeys(self._way(self._producer_of(v)) for v in missing)
+                producers = dict.fromkeys(self._way(self.graph.maker(v)) for v in missing)
                 if any(self.last_run[producer] < self.now for producer in producers):
                     raise StuckError("a value cannot be computed again")
                 first = (
@@ -189,12 +189,6 @@ class Eviction:
         ):
             return fetch
         return op_id
-
-    def _producer_of(self, value_id: int) -> int:
-        producer = self.producer[value_id]
-        if producer is None:
-            raise ValueError(f"value {value_id} is a step input")
-        return producer
 
     def _bytes_to_compute(self, op_id: int) -> int:
         """Bytes of everything that has to be computed before ``op_id`` can run, and of what it
@@ -362,7 +356,7 @@ class Eviction:
 
     def _appraise(self, value_id: int) -> None:
         """What the eviction of a value would cost, and when it will be needed again."""
-        producer = self._producer_of(value_id)
+        producer = self.graph.maker(value_id)
         missing = self._missing(producer, 200)
         way = self._faster(producer, missing)
         missing = missing if way == producer else [way]
@@ -389,7 +383,7 @@ class Eviction:
         if not self._wanted(value_id):  # what was to be computed from it was fetched
             self._drop(value_id)
             return True
-        producer = self._producer_of(value_id)
+        producer = self.graph.maker(value_id)
         readers = self.pending_readers[value_id]
         base_need = self.reads[value_id][-1] if self.reads[value_id] else None
         latest = max(
