@@ -48,6 +48,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
@@ -175,9 +176,12 @@ class _Search(Best):
         large = len(default) > LARGE_OPS
         view = whole = _View(self.problem, tuple, tuple)
         known = [] if large else self._heuristics(bases)
+        if large:
+            self._greedy(whole, bases, most=1)
+        fits = False
         for base in bases if large else ():
-            if self.best is None:
-                view = self._coarse(base)
+            if not fits:
+                view, fits = self._coarse(base)
         if large and self.best is None:
             self._greedy(whole, bases[:1])
         self.report_bound(
@@ -248,27 +252,28 @@ class _Search(Best):
                 logger.warning("keras_remat: goes on without CP-SAT: %s", error)
                 self.has_cp_sat = False
 
-    def _coarse(self, base: Order) -> _View:
+    def _coarse(self, base: Order) -> tuple[_View, bool]:
         """A coarse view, with as much room set aside as greedy's schedules for it turn out to need
-        in the problem itself."""
+        in the problem itself; and whether one of them fits that."""
         coarse = coarsen.Coarse(
             self.problem, base, coarsen.small_value_threshold(self.problem, base)
         )
         view = _View(coarse.problem, coarse.expand, coarse.project)
-        budget = self.problem.budget_bytes or 0
+        budget = limit = self.problem.budget_bytes or 0
+        bases = [tuple(range(len(coarse.ops)))]
         for _ in range(TIGHTENINGS):
-            found = self._greedy(view, [tuple(range(len(coarse.ops)))])
-            if self.best is not None or not found:
-                self.coarse_best = found[-1] if found else None
+            first = self._greedy(view, bases, most=1)
+            if not first:
                 break
-            peak = min(
-                simulate(self.problem, Schedule(view.expand(order))).peak_bytes for order in found
-            )
-            budget -= peak - (self.problem.budget_bytes or 0)
+            peak = simulate(self.problem, Schedule(view.expand(first[0]))).peak_bytes
+            if peak <= limit:
+                self.coarse_best = self._greedy(view, bases)[-1]
+                return view, True
+            budget -= peak - limit
             if budget < view.problem.floor_bytes:
                 break
             view = replace(view, problem=view.problem.with_budget(budget))
-        return view
+        return view, False
 
     def _heuristics(self, bases: Sequence[Order]) -> list[Order]:
         """The orders that greedy, DTR and the search backwards give."""
@@ -322,16 +327,21 @@ class _Search(Best):
                 found.append(answer.order)
         return found
 
-    def _greedy(self, view: _View, bases: Sequence[Order]) -> list[Order]:
-        """The orders of the view that greedy gives; those that fit the problem are offered."""
-        steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s)
-        deadline = self.deadline.share(LAST_SHARE)
-        found = [
-            s.order
-            for s in greedy.candidates(
-                view.problem, deadline=deadline, max_steps=steps, orders=bases
-            )
-        ]
+    def _greedy(
+        self,
+        view: _View,
+        bases: Sequence[Order],
+        most: int | None = None,
+    ) -> list[Order]:
+        """The orders of the view that greedy gives, the first ``most`` of them; those that fit the
+        problem are offered."""
+        candidates = greedy.candidates(
+            view.problem,
+            deadline=self.deadline.share(LAST_SHARE),
+            max_steps=greedy.steps_limit(GREEDY_SHARE * self.limit_s),
+            orders=bases,
+        )
+        found = [schedule.order for schedule in islice(candidates, most)]
         for order in found:
             self.offer(view.expand(order), "greedy")
         return found

@@ -20,6 +20,8 @@ from random_problems import (
     with_budget_fraction,
 )
 
+from benchmarks.suite import check as check_file
+from benchmarks.suite import make_problems
 from benchmarks.suite.layered import layered
 from keras_remat.core import serialize
 from keras_remat.core.problem import Problem
@@ -101,6 +103,13 @@ def test_auto_is_as_good_as_every_solver_at_equal_work(name: str, little_work: N
     for share in shares:
         problem = with_budget_fraction(plain, share)
         check(problem, 60.0, sorted(set(SOLVERS) - BY_THE_CLOCK))
+
+
+def test_a_large_graph_has_a_schedule_whatever_making_it_coarse_takes() -> None:
+    """Greedy finds one on the whole graph; its schedules of the coarse one do not fit at first."""
+    document = check_file.read(make_problems.PROBLEMS / "densenet121_b64.json.gz")
+    problem = serialize.problem_from_dict(document).with_budget(2_372_415_316)
+    assert seconds(problem, "auto", 6.0) <= seconds(problem, "greedy_first", 6.0)
 
 
 @pytest.mark.slow
