@@ -127,7 +127,7 @@ class TensorFlowBackend:
         return lowering.lower(traced, problem, schedule, ordering.SMALL_BYTES)
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
-        return measure.measure(run, wait=wait)
+        return measure.measure(run, wait=wait, device=self.device)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return exhausted.is_out_of_memory(error)
