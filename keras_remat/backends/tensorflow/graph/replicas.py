@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from graphlib import TopologicalSorter
 from typing import Any
 
 import tensorflow as tf
@@ -109,7 +110,11 @@ class _Cut:
         self._roles: dict[str, Hashable] = self._roles_of_placeholders()
         self._hashes: dict[str, int] = {}
         self._varies: dict[str, bool] = {}
-        for op in self._operations:
+        sources = {
+            op: [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+            for op in self._operations
+        }
+        for op in TopologicalSorter(sources).static_order():  # a loop's stacks are made after it
             self._hashes[op.name], self._varies[op.name] = self._hash(op), self._may_vary(op)
 
     # ---------------------------------------------------------------- what placeholders stand for
