@@ -231,7 +231,9 @@ class StepTrainer:
             costs = self._first_plans.trace(batch, known, pieces)
         except UnsupportedBatchError as error:
             self._fit.warn(EventKind.REMARK, str(error))
-            return replace(shape, tries=Tries(plain_ruled_out=True))  # nothing can be planned for it
+            return replace(
+                shape, tries=Tries(plain_ruled_out=True)
+            )  # nothing can be planned for it
         # the limit is what is left now: on the host, tracing has taken from the same memory
         self._moves.set_limit(self.limit_bytes)
         given = self._first_plans.given(costs)

@@ -398,12 +398,14 @@ def call_verbatim(function: Any, args: Sequence[Any]) -> list[Any]:
 def deferred_captures(graph: Any) -> dict[str, Callable[[], Any]]:
     """Placeholder name → what is called before every run of a traced function for its value (the
     numbers of collective ops)."""
+
+    def called(closure: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: tf.nest.flatten(closure(), expand_composites=True)[0]
+
     placeholders = tf.nest.flatten(graph.deferred_internal_captures, expand_composites=True)
     closures = graph.deferred_external_captures
     return {
-        placeholder.op.name: lambda closure=closure: tf.nest.flatten(
-            closure(), expand_composites=True
-        )[0]
+        placeholder.op.name: called(closure)
         for placeholder, closure in zip(placeholders, closures, strict=True)
     }
 

@@ -15,13 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 import keras_remat
-
-COUNT = 2
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * COUNT
-)
-keras_remat.enable_cpu_memory_stats()
-
 from keras_remat.backends.tensorflow.graph import replicas
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
 from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
@@ -29,6 +22,13 @@ from keras_remat.backends.tensorflow.mirrored.backend import MirroredBackend
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import RematError
+
+COUNT = 2
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * COUNT
+)
+keras_remat.enable_cpu_memory_stats()
+
 
 STRATEGY = tf.distribute.MirroredStrategy([f"CPU:{at}" for at in range(COUNT)])
 BATCH = 32
@@ -140,9 +140,7 @@ def fit(batch_size="keep", samples=6 * BATCH + 9):
     problem, peak = watched.problem, watched.report.epochs[-1].peak_bytes
     resident = problem.profile.resident_bytes
     limit = int(resident + 0.6 * (peak - resident))
-    remat = keras_remat.RematAutotune(
-        limit, batch_size, margin=0.0, solver="greedy", verbose=0
-    )
+    remat = keras_remat.RematAutotune(limit, batch_size, margin=0.0, solver="greedy", verbose=0)
     came = trained("convnet", samples, remat)
     return {
         "plain": plain,

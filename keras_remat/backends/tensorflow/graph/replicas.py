@@ -42,6 +42,9 @@ from keras_remat.errors import UnsupportedBatchError, UnsupportedModelError
 #: Attributes that two equal ops may differ in.
 _NAMING = frozenset({"_class", "_output_shapes", "_gradient_op_type", "shared_name"})
 
+#: What a placeholder stands for: its kind, and which one of them.
+Role = tuple[str, int]
+
 
 def trace(model: Any, batch: Any) -> TensorFlowStep:
     """Traces the train step of one replica of a model; the model is not changed.
@@ -107,7 +110,7 @@ class _Cut:
         self._variables = variables_of(self._graph)
         self._keys = private.deferred_captures(self._graph)
         self._inputs: list[list[Any]] = self._inputs_by_replica()
-        self._roles: dict[str, Hashable] = self._roles_of_placeholders()
+        self._roles: dict[str, Role] = self._roles_of_placeholders()
         self._hashes: dict[str, int] = {}
         self._varies: dict[str, bool] = {}
         sources = {
@@ -129,10 +132,10 @@ class _Cut:
         each = len(given) // self._count
         return [given[at * each : (at + 1) * each] for at in range(self._count)]
 
-    def _roles_of_placeholders(self) -> dict[str, Hashable]:
+    def _roles_of_placeholders(self) -> dict[str, Role]:
         """Name of a placeholder → what it stands for, the same for those of all replicas that stand
         for the same."""
-        roles: dict[str, Hashable] = {}
+        roles: dict[str, Role] = {}
         for tensors in self._inputs:
             roles |= {tensor.op.name: ("batch", at) for at, tensor in enumerate(tensors)}
         for name, external in self._external.items():
@@ -144,7 +147,7 @@ class _Cut:
         for name in (*self._keys, *self._external):
             replica = self._only_reader(name)
             resource = name in self._external and self._external[name].dtype == tf.resource
-            of_one = name in self._keys or (resource and roles[name][0] == "shared")  # type: ignore[index]
+            of_one = name in self._keys or (resource and roles[name][0] == "shared")
             if replica is not None and of_one:
                 kind = "key" if name in self._keys else "token"
                 names = own.setdefault((kind, replica), [])
@@ -160,10 +163,12 @@ class _Cut:
 
     def _is_mirrored(self, name: str) -> bool:
         """Whether a placeholder stands for what is the same on all replicas."""
-        kind = self._roles[name][0]  # type: ignore[index]
+        kind = self._roles[name][0]
         if kind != "variable":
             return kind != "batch"
-        return not private.has_value_per_replica(private.distributed_container(self._external[name]))
+        return not private.has_value_per_replica(
+            private.distributed_container(self._external[name])
+        )
 
     # ---------------------------------------------------------------- whether replicas are equal
 
@@ -284,7 +289,9 @@ class _Cut:
             output_structure=self._structures[0],
             inputs=tuple((t.op.name, t.dtype, t.shape) for t in inputs),
             variables={n: v for n, v in self._variables.items() if n in parts[0]},
-            replicas=tuple(self._replica(device, parts, at) for device, at in self._devices.items()),
+            replicas=tuple(
+                self._replica(device, parts, at) for device, at in self._devices.items()
+            ),
         )
 
     def _without_others(self, names: set[str]) -> Any:
@@ -305,18 +312,20 @@ class _Cut:
 
     def _replica(self, device: str, parts: Sequence[set[str]], at: int) -> Replica:
         """What the first replica's placeholders stand for on the device of another."""
-        own = {self._roles[name]: name for name in (*self._keys, *self._external) if name in parts[at]}
+        own = {
+            self._roles[name]: name for name in (*self._keys, *self._external) if name in parts[at]
+        }
         captures: dict[str, Any] = {}
         keys: list[Callable[[], Any]] = []
         for name in (*self._keys, *self._external):
             if name not in parts[0]:
                 continue
-            kind = self._roles[name][0]  # type: ignore[index]
+            kind = self._roles[name][0]
             if kind == "key":
                 keys.append(self._keys[own[self._roles[name]]])
             elif kind == "variable":
                 container = private.distributed_container(self._external[name])
                 captures[name] = self._strategy.experimental_local_results(container)[at].handle
             else:
-                captures[name] = self._external[own[self._roles[name]]]
+                captures[name] = self._external[own[self._roles[name]] if kind == "token" else name]
         return Replica(captures, device, tuple(keys))

@@ -172,9 +172,7 @@ def translated(recorded: RecordedStep) -> TensorFlowStep:
         output_tensors=outputs,
         output_structure=recorded.output_structure,
         replicas=tuple(
-            replace(
-                one, captures={name: of for name, of in one.captures.items() if name in nodes}
-            )
+            replace(one, captures={name: of for name, of in one.captures.items() if name in nodes})
             for one in recorded.replicas
         ),
     )

@@ -120,9 +120,7 @@ class TensorFlowDevice:
         if self.name.startswith("GPU"):
             return min(private.device_memory_limit_bytes(name) for name in self.allocators)
         total = host_memory_bytes(bytes_in_use())
-        return (
-            min(total, _bfc_limit_bytes()) if _bfc_is_asked_for() else total
-        ) // self._sharers
+        return (min(total, _bfc_limit_bytes()) if _bfc_is_asked_for() else total) // self._sharers
 
     def region_bytes(self) -> int:
         """Returns the size of the one region that the allocator has; 0 where it grows."""

@@ -52,9 +52,7 @@ def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
             for variable, value in zip(variables, saved, strict=True):
                 copy = _aligned_copy(value.reshape(-1).view(np.uint8))  # it is used where it is
                 array = copy.view(variable.dtype.as_numpy_dtype)
-                _replace(
-                    variable, tf.reshape(tf.convert_to_tensor(array), variable.shape)
-                )
+                _replace(variable, tf.reshape(tf.convert_to_tensor(array), variable.shape))
             if not isinstance(
                 error, tf.errors.ResourceExhaustedError
             ):  # a full pool that cannot grow holds them no longer
@@ -72,9 +70,7 @@ def _is_large(variable: Any) -> bool:
 
 def _bytes_of(variable: Any) -> np.ndarray:
     """A variable's bytes, copied to an address that TensorFlow can use as it is."""
-    return _aligned_copy(
-        np.asarray(memoryview(tf.bitcast(variable.value(), tf.uint8))).reshape(-1)
-    )
+    return _aligned_copy(np.asarray(memoryview(tf.bitcast(variable.value(), tf.uint8))).reshape(-1))
 
 
 def _aligned_copy(values: np.ndarray) -> np.ndarray:

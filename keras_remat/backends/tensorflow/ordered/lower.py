@@ -73,7 +73,10 @@ class LoweredStep:
         given = [
             tensor
             for at, replica in enumerate(self.traced.replicas)
-            for tensor in (*(part_of(leaf, at) for leaf in leaves), *(key() for key in replica.keys))
+            for tensor in (
+                *(part_of(leaf, at) for leaf in leaves),
+                *(key() for key in replica.keys),
+            )
         ]
         outputs = iter(private.call_verbatim(self._function, [*given, *self._handed_in.values()]))
         structure = self.traced.output_structure

@@ -1,7 +1,6 @@
 """One replica's step is cut out of what a strategy runs on all, where they do the same."""
 
 import pytest
-
 from replicas_outcome import outcome
 
 
