@@ -42,7 +42,7 @@ COLUMNS = {
 HEADINGS = {
     "tensorflow": """## `tf.distribute.MirroredStrategy`
 
-Logical CPUs, 16 samples for each replica in every step, 20 steps. Bytes are one replica's: what the
+Logical CPUs, 12 samples for each replica in every step, 20 steps. Bytes are one replica's: what the
 allocator they share has in use, divided by their number. `loss_difference` is the largest relative
 one of all steps to plain Mirrored's, `loss_noise` that of two plain fits; `time_ratio` is the median
 step's over the faster plain fit's, `time_noise` that of the slower plain fit.""",
