@@ -1,5 +1,6 @@
 """One row of ``replicas.py`` for ``tf.distribute.MirroredStrategy``, in a process of its own:
-``python mirrored_case.py MODEL REPLICAS SHARE`` prints it as JSON.
+``python mirrored_case.py MODEL REPLICAS SHARE`` prints it as JSON, ``python mirrored_case.py
+planning REPLICAS SHARE`` what planning the transformer takes.
 
 Plain ``fit``, ``fit`` that is only watched, ``fit`` under the limit, and plain ``fit`` again, each
 from the same weights: the two plain ones tell how much losses and times differ by themselves.
@@ -25,6 +26,12 @@ import numpy as np
 import tensorflow as tf
 
 import keras_remat
+from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
+from keras_remat.backends.tensorflow.mirrored.backend import MirroredBackend
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.solvers import solve
 
 #: Samples of a batch for every replica, steps of an epoch, and epochs.
 SAMPLES, STEPS, EPOCHS = 12, 10, 2
@@ -68,7 +75,7 @@ class Clipped(keras.Model):
 def own_train_step() -> keras.Model:
     """The convolutional model with a ``train_step`` of its own."""
     model = convnet()
-    return Clipped(model.inputs, model.outputs)
+    return Clipped(model.input, model.output)
 
 
 class Steps(keras.callbacks.Callback):
@@ -98,13 +105,47 @@ def difference(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) / abs(a) for a, b in zip(left, right, strict=True))
 
 
-def measured(name: str, replicas: int, share: float) -> dict[str, Any]:
-    """One row."""
+def mirrored(replicas: int) -> tf.distribute.MirroredStrategy:
+    """A strategy of so many logical CPUs."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     logical = [tf.config.LogicalDeviceConfiguration()] * replicas
     tf.config.set_logical_device_configuration(cpu, logical)
     keras_remat.enable_cpu_memory_stats()
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{at}" for at in range(replicas)])
+    return tf.distribute.MirroredStrategy([f"CPU:{at}" for at in range(replicas)])
+
+
+def planning(replicas: int, share: float) -> dict[str, Any]:
+    """What it takes to trace, plan and write a step for so many replicas, in seconds of processor
+    time."""
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        model = transformer()
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.optimizer.build(model.trainable_weights)
+    backend = MirroredBackend(model)
+    parts = (tf.zeros((SAMPLES, 128), tf.int32),) * replicas, (tf.zeros(SAMPLES),) * replicas
+    started = time.process_time()
+    traced = backend.trace(model, tuple(ShardedArray(part, part) for part in parts))
+    traced_s = time.process_time()
+    problem = Problem(traced.graph, backend.estimated_profile(traced))
+    most = simulate(problem, Schedule.store_all(traced.graph)).peak_bytes
+    resident = problem.profile.resident_bytes
+    problem = problem.with_budget(int(resident + share * (most - resident)))
+    schedule = solve(problem, solver="greedy").schedule
+    solved_s = time.process_time()
+    backend.lower(traced, problem, schedule)
+    return {
+        "replicas": replicas,
+        "ops_planned": len(traced.graph.ops),
+        "trace_s": traced_s - started,
+        "solve_s": solved_s - traced_s,
+        "write_s": time.process_time() - solved_s,
+    }
+
+
+def measured(name: str, replicas: int, share: float) -> dict[str, Any]:
+    """One row."""
+    strategy = mirrored(replicas)
     batch = SAMPLES * replicas
 
     def fit(*remat: Any, epochs: int = EPOCHS) -> Steps:
@@ -149,4 +190,5 @@ def measured(name: str, replicas: int, share: float) -> dict[str, Any]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print(json.dumps(measured(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))))
+    what, count, part = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    print(json.dumps(planning(count, part) if what == "planning" else measured(what, count, part)))

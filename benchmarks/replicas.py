@@ -1,7 +1,8 @@
 """Training on several devices, with ``tf.distribute.MirroredStrategy`` and with
 ``keras.distribution`` on JAX: memory of each, exchanges between them, losses, step time.
 
-    python benchmarks/replicas.py [tensorflow] [jax] [--devices 4] [--share 0.5] [--output FILE.md]
+    python benchmarks/replicas.py [tensorflow] [planning] [jax] [--devices 4] [--share 0.5]
+        [--output FILE.md]
 
 The devices are made up by the host (logical CPUs; ``--xla_force_host_platform_device_count``), so
 memory and the number of exchanges are those of real ones, and times are not. Every row is a process
@@ -33,6 +34,9 @@ COLUMNS = {
         "predicted_mib": ".1f", "peak_mib": ".1f", "recomputed": "d", "loss_difference": ".1e",
         "loss_noise": ".1e", "overhead_predicted": ".3f", "time_ratio": ".2f", "time_noise": ".2f",
     },
+    "planning": {
+        "replicas": "d", "ops_planned": "d", "trace_s": ".1f", "solve_s": ".1f", "write_s": ".1f",
+    },
     "jax": {
         "distribution": "s", "model": "s", "limit_mib": ".1f", "peak_mib": ".1f",
         "temp_ratio": ".2f", "all_reduces_plain": "d", "all_reduces": "d",
@@ -46,6 +50,10 @@ Logical CPUs, 12 samples for each replica in every step, 20 steps. Bytes are one
 allocator they share has in use, divided by their number. `loss_difference` is the largest relative
 one of all steps to plain Mirrored's, `loss_noise` that of two plain fits; `time_ratio` is the median
 step's over the faster plain fit's, `time_noise` that of the slower plain fit.""",
+    "planning": """## What planning takes
+
+The transformer of the table above: seconds of processor time to trace all replicas and cut one out,
+to solve (`greedy`), and to write the step for all.""",
     "jax": """## `keras.distribution` on JAX
 
 Devices that the host makes up. `temp_ratio` is the compiled step's temporary memory on one device
@@ -129,6 +137,10 @@ def rows_of(framework: str, devices: int, share: float) -> Iterator[dict[str, An
             for count in REPLICAS
             for name in MIRRORED
         ],
+        "planning": [
+            ({"replicas": count}, ["mirrored_case.py", "planning", str(count), str(share)])
+            for count in (1, 2, 4, 8)
+        ],
         "jax": [
             (
                 {"distribution": kind, "model": name},
@@ -167,7 +179,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("frameworks", nargs="*", metavar="tensorflow|jax")
+    parser.add_argument("frameworks", nargs="*", metavar="tensorflow|planning|jax")
     parser.add_argument("--devices", type=int, default=4, help="of JAX")
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--output", type=Path, metavar="FILE.md")
