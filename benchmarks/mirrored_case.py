@@ -166,16 +166,18 @@ def measured(name: str, replicas: int, share: float) -> dict[str, Any]:
     plain = fit()
     watched = keras_remat.RematAutotune(None, "keep", verbose=0)
     fit(watched, epochs=1)
-    peak = watched.report.epochs[-1].peak_bytes
-    resident = watched.problem.profile.resident_bytes
-    limit = int(resident + share * (peak - resident))
+    problem = watched.problem
+    resident = problem.profile.resident_bytes
+    alone = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
+    limit = int(resident + share * (alone - resident))
     remat = keras_remat.RematAutotune(limit, "keep", margin=0.02, verbose=0)
     ours, again = fit(remat), fit()
     predicted, taken = remat.plan.predicted.peak_bytes, remat.report.epochs[-1].peak_bytes
     return {
         "replicas": replicas,
         "model": name,
-        "plain_mib": peak / 2**20,
+        "alone_mib": alone / 2**20,
+        "plain_mib": watched.report.epochs[-1].peak_bytes / 2**20,
         "limit_mib": limit / 2**20,
         "predicted_mib": predicted / 2**20,
         "peak_mib": taken / 2**20,

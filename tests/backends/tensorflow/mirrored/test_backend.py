@@ -21,11 +21,11 @@ from keras_remat.errors import UnsupportedModelError
 
 def test_all_replicas_keep_the_limit_and_the_losses():
     """The limit is one replica's, and what is measured is its part of the allocator that both
-    share. The last batch of every epoch is uneven: its step stays plain, and the fit goes on."""
+    share, less than the prediction where they do not peak together. The last batch of every epoch is uneven: its step stays plain, and the fit goes on."""
     came = outcome("fit")
     assert came["recomputes"]
     assert came["peak"] <= came["limit"] < came["plain_peak"]
-    assert came["predicted"] == pytest.approx(came["peak"], rel=0.1)
+    assert came["peak"] <= 1.1 * came["predicted"]
     assert came["remat"]["losses"] == pytest.approx(came["plain"]["losses"], rel=1e-4)
     assert not came["remat"]["weights_differ"]
     (said,) = came["remat"]["said"]
