@@ -46,10 +46,10 @@ COLUMNS = {
 HEADINGS = {
     "tensorflow": """## `tf.distribute.MirroredStrategy`
 
-Logical CPUs, 12 samples for each replica in every step, 20 steps. Measured bytes are one
-replica's part of the allocator that all share: what is in use, divided by their number. More
-replicas than cores do not peak together, so that this is less than one replica takes alone
-(`alone_mib`, the bytes alive in the plain step; the limit is made of it). `loss_difference` is the largest relative
+Logical CPUs, 12 samples for each replica in every step, 20 steps. Measured bytes are one replica's
+part of the allocator that all share: what is in use, divided by their number. More replicas than
+cores do not peak together, so that this is less than one replica takes alone (`alone_mib`, the
+bytes alive in the plain step; the limit is made of it). `loss_difference` is the largest relative
 one of all steps to plain Mirrored's, `loss_noise` that of two plain fits; `time_ratio` is the median
 step's over the faster plain fit's, `time_noise` that of the slower plain fit.""",
     "planning": """## What planning takes
