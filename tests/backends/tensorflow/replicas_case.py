@@ -269,7 +269,7 @@ def memory():
 
 CASES = {
     "fit": fit,
-    "max": lambda: fit("max", 6 * BATCH),
+    "larger": lambda: fit(2 * BATCH, 6 * BATCH),
     "embedding": lambda: steps("embedding"),
     "recurrent": lambda: steps("recurrent"),
     "refusals": refusals,
