@@ -1,12 +1,13 @@
-"""Training on several devices with ``keras.distribution`` on JAX: memory of each, exchanges between
-them, losses, step time.
+"""Training on several devices, with ``tf.distribute.MirroredStrategy`` and with
+``keras.distribution`` on JAX: memory of each, exchanges between them, losses, step time.
 
-    python benchmarks/replicas.py [--devices 4] [--share 0.5] [--json FILE]
+    python benchmarks/replicas.py [tensorflow] [planning] [jax] [--devices 4] [--share 0.5]
+        [--output FILE.md]
 
-The devices are made up by the host (``--xla_force_host_platform_device_count``), so memory and the
-number of exchanges are those of real ones, and times are not. Every row is a process of its own:
-a model under ``DataParallel`` or ``ModelParallel``, plain and with a limit of what is resident plus
-a share of what the plain step adds.
+The devices are made up by the host (logical CPUs; ``--xla_force_host_platform_device_count``), so
+memory and the number of exchanges are those of real ones, and times are not. Every row is a process
+of its own: a model plain, and with a limit of what is resident plus a share of what the plain step
+adds. Rows for TensorFlow: :mod:`mirrored_case`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,54 @@ import json
 import os
 import subprocess
 import sys
-import time
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROWS = (("data", "mixer"), ("data", "convnet"), ("model", "mixer"))
 BATCH, STEPS = 64, 6
+#: Models and numbers of replicas under ``MirroredStrategy``.
+MIRRORED, REPLICAS = ("convnet", "transformer", "own_train_step"), (2, 4)
+#: Column of a table → its format.
+COLUMNS = {
+    "tensorflow": {
+        "replicas": "d", "model": "s", "alone_mib": ".1f", "plain_mib": ".1f",
+        "limit_mib": ".1f", "predicted_mib": ".1f", "peak_mib": ".1f", "recomputed": "d", "loss_difference": ".1e",
+        "loss_noise": ".1e", "overhead_predicted": ".3f", "time_ratio": ".2f", "time_noise": ".2f",
+    },
+    "planning": {
+        "replicas": "d", "ops_planned": "d", "trace_s": ".1f", "solve_s": ".1f", "write_s": ".1f",
+    },
+    "jax": {
+        "distribution": "s", "model": "s", "limit_mib": ".1f", "peak_mib": ".1f",
+        "temp_ratio": ".2f", "all_reduces_plain": "d", "all_reduces": "d",
+        "loss_difference": ".1e", "time_ratio": ".2f",
+    },
+}  # fmt: skip
+HEADINGS = {
+    "tensorflow": """## `tf.distribute.MirroredStrategy`
+
+Logical CPUs, 12 samples for each replica in every step, 20 steps. Measured bytes are one replica's
+part of the allocator that all share: what is in use, divided by their number. More replicas than
+cores do not peak together, so that this is less than one replica takes alone (`alone_mib`, the
+bytes alive in the plain step; the limit is made of it). `loss_difference` is the largest relative
+one of all steps to plain Mirrored's, `loss_noise` that of two plain fits; `time_ratio` is the median
+step's over the faster plain fit's, `time_noise` that of the slower plain fit.""",
+    "planning": """## What planning takes
+
+The transformer of the table above: seconds of processor time to trace all replicas and cut one out,
+to solve (`greedy`), and to write the step for all.""",
+    "jax": """## `keras.distribution` on JAX
+
+Devices that the host makes up. `temp_ratio` is the compiled step's temporary memory on one device
+over plain's.""",
+}
+INTRODUCTION = """# Replicas
+
+`benchmarks/replicas.py`. The limit leaves {share:.0%} of what the plain step adds to the resident
+bytes. All devices share the cores of one CPU: times say little."""
 
 
 def measured(kind: str, name: str, share: float) -> dict[str, Any]:
@@ -87,43 +128,81 @@ def measured(kind: str, name: str, share: float) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Every row, each in a process of its own; the status is 1 where one failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--share", type=float, default=0.5)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.row:
-        warnings.simplefilter("ignore")
-        print(json.dumps(measured(*arguments.row, arguments.share)))
-        return 0
-    flags = f"--xla_force_host_platform_device_count={arguments.devices}"
-    variables = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+def rows_of(framework: str, devices: int, share: float) -> Iterator[dict[str, Any]]:
+    """Every row of a framework, each measured in a process of its own."""
     path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p)
-    rows: list[dict[str, Any]] = []
-    for kind, name in ROWS:
-        command = [sys.executable, __file__, "--share", str(arguments.share), "--row", kind, name]
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    variables = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    cases = {
+        "tensorflow": [
+            ({"replicas": count, "model": name}, ["mirrored_case.py", name, str(count), str(share)])
+            for count in REPLICAS
+            for name in MIRRORED
+        ],
+        "planning": [
+            ({"replicas": count}, ["mirrored_case.py", "planning", str(count), str(share)])
+            for count in (1, 2, 4, 8)
+        ],
+        "jax": [
+            (
+                {"distribution": kind, "model": name},
+                [Path(__file__).name, "--share", str(share), "--row", kind, name],
+            )
+            for kind, name in ROWS
+        ],
+    }
+    for row, (script, *options) in cases[framework]:
         done = subprocess.run(
-            command,
-            env=os.environ | variables | {"PYTHONPATH": path},
+            [sys.executable, str(HERE / script), *options],
+            env=os.environ | (variables if framework == "jax" else {}) | {"PYTHONPATH": path},
             capture_output=True,
             text=True,
             check=False,
         )
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            rows.append({"distribution": kind, "model": name, "error": last[:300]})
+            yield row | {"error": last[:300]}
         else:
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(rows[-1], flush=True)
-        if arguments.json:
-            found = {"date": time.strftime("%Y-%m-%d"), "devices": arguments.devices, "rows": rows}
-            arguments.json.write_text(json.dumps(found, indent=1))
-    return int(any("error" in row for row in rows))
+            yield json.loads(done.stdout.splitlines()[-1])
+
+
+def table(framework: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of a framework in Markdown."""
+    columns = COLUMNS[framework]
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    for row in rows:
+        cells = (format(row[name], text) if name in row else "–" for name, text in columns.items())
+        lines.append(f"| {' | '.join(cells)} |{row.get('error', '')}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Every row, each in a process of its own; the status is 1 where one failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("frameworks", nargs="*", metavar="tensorflow|planning|jax")
+    parser.add_argument("--devices", type=int, default=4, help="of JAX")
+    parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--output", type=Path, metavar="FILE.md")
+    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.row:
+        warnings.simplefilter("ignore")
+        print(json.dumps(measured(*arguments.row, arguments.share)))
+        return 0
+    found: dict[str, list[dict[str, Any]]] = {}
+    for framework in arguments.frameworks or COLUMNS:
+        for row in rows_of(framework, arguments.devices, arguments.share):
+            found.setdefault(framework, []).append(row)
+            print(row, flush=True)
+            if arguments.output:
+                parts = [f"{INTRODUCTION.format(share=arguments.share)}"]
+                parts += [
+                    f"{HEADINGS[name]}\n\n{table(name, rows)}" for name, rows in found.items()
+                ]
+                arguments.output.write_text("\n\n".join(parts) + "\n")
+    return int(any("error" in row for rows in found.values() for row in rows))
 
 
 if __name__ == "__main__":

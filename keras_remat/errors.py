@@ -237,6 +237,10 @@ class UnsupportedModelError(RematError):
     go on unmodified."""
 
 
+class UnsupportedBatchError(UnsupportedModelError):
+    """The model's train step cannot be carried for batches of one shape; for others it can."""
+
+
 class MissingPackageError(RematError, ImportError):
     """An optional package is needed for what was asked.
 

@@ -20,6 +20,7 @@ EXAMPLES = {
     "ScheduleNotFoundError": errors.ScheduleNotFoundError(8, 7, 9, solver="dtr"),
     "PlanMismatchError": errors.PlanMismatchError("a" * 64, "b" * 64),
     "PeakExceededError": errors.PeakExceededError(9, 7),
+    "UnsupportedBatchError": errors.UnsupportedBatchError("9 samples do not divide among 2"),
     "UnsupportedModelError": errors.UnsupportedModelError("run_eagerly=True cannot be traced"),
     "MissingPackageError": errors.MissingPackageError(
         "ortools", "The solver 'intervals'", "solvers"

@@ -241,7 +241,7 @@ class BatchTrainer:
         at_most = largest_wanted(wanted, loader, self._samples_per_epoch(loader))
         if isinstance(wanted, int) and wanted <= loader:
             if wanted < loader:
-                self._change(wanted)
+                self._make_smaller(batch, wanted)
             return
         if at_most is not None and at_most <= loader:
             self._refuse_larger("an epoch keeps ten updates; an int as batch_size lifts that.")
@@ -268,6 +268,14 @@ class BatchTrainer:
             self._compare(loader)
         elif search.max_batch_size > loader:
             self._change(search.max_batch_size, search.plan)
+
+    def _make_smaller(self, batch: Any, size: int) -> None:
+        try:
+            self._steps.trainer.backend.resized_spec(batch, size)
+        except UnsupportedModelError as error:
+            self._steps.fit.event(EventKind.SEARCH, f"No other batch: {error}")
+        else:
+            self._change(size)
 
     def _predicted(self, batch: Any, at_most: int | None) -> BatchSearch:
         """Searches the largest batch by prediction."""

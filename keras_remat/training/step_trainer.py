@@ -22,6 +22,7 @@ from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
+from keras_remat.errors import UnsupportedBatchError
 from keras_remat.planning.fit_plans import StepPlanner, TunerOptions
 from keras_remat.planning.plan import Plan
 from keras_remat.training.baseline import Baseline
@@ -226,7 +227,13 @@ class StepTrainer:
             return shape
         known = self._known(shape)
         pieces = min(size, self._options.micro_batches)
-        costs = self._first_plans.trace(batch, known, pieces)
+        try:
+            costs = self._first_plans.trace(batch, known, pieces)
+        except UnsupportedBatchError as error:
+            self._fit.warn(EventKind.REMARK, str(error))
+            return replace(
+                shape, tries=Tries(plain_ruled_out=True)
+            )  # nothing can be planned for it
         # the limit is what is left now: on the host, tracing has taken from the same memory
         self._moves.set_limit(self.limit_bytes)
         given = self._first_plans.given(costs)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fake_backend import FakeBackend, batch_of, event_kinds, race_on, store_all_peak
 
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.training.batch_trainer import BatchTrainer
 
@@ -32,7 +32,7 @@ class FakeSteps:
         self._of_shape = 0
         self.trainer = self.fit = self
 
-    micro_batches, plan, backend = 1, None, None
+    micro_batches, plan, backend = 1, None, FakeBackend()
 
     def long_task(self, text):
         return nullcontext()
@@ -182,6 +182,20 @@ def test_size_below_the_loaders_cuts_its_batches():
     assert [len(numbers) for numbers in steps.trained] == [10, 10, *[4] * 6, 3]
     assert_all_once(steps.trained, total)
     assert trainer.changes == [(10, 4)]
+
+
+def test_size_below_the_loaders_is_left_where_batches_cannot_be_cut():
+    class Divided(FakeBackend):
+        def resized_spec(self, batch, size):
+            raise UnsupportedModelError("the batch stays as it is")
+
+    steps = FakeSteps()
+    steps.backend = Divided()
+    trainer = Fixed(steps, 4)
+    total = epoch(trainer, batches=5, last=7)
+    assert_all_once(steps.trained, total)
+    assert trainer.changes == []
+    assert steps.events == ["search"]
 
 
 def test_size_of_the_loader_changes_nothing():

@@ -21,6 +21,7 @@ from keras_remat.errors import (
     InfeasibleBudgetError,
     PlanMismatchError,
     ScheduleNotFoundError,
+    UnsupportedBatchError,
     UnsupportedModelError,
 )
 from keras_remat.planning.fit_plans import TunerOptions
@@ -885,3 +886,25 @@ def test_events_tell_the_step_that_they_come_after():
     assert steps["risk"] == 0
     assert steps["swap"] > 30
     assert [event.step for event in report.events] == sorted(e.step for e in report.events)
+
+
+def test_a_shape_that_cannot_be_traced_stays_plain_and_the_others_are_planned():
+    """Also over the limit: nothing can be planned for it."""
+
+    class Backend(FakeBackend):
+        def trace(self, model, batch, micro_batches=1):
+            if len(batch[0]) % 2:
+                raise UnsupportedBatchError("an odd batch")
+            return super().trace(model, batch, micro_batches)
+
+    backend = Backend()
+    trainer, report = trainer_on(backend, options())
+    train(trainer, 8)
+    assert trainer.settled
+    with pytest.warns(UserWarning, match="an odd batch"):
+        trainer.run(batch_of(0, SIZE - 1))
+    train(trainer, 3, SIZE - 1)
+    train(trainer, 1)
+    assert backend.kinds[8:] == ["plain"] * 4 + [backend.kinds[7]]
+    assert trainer.plan is not None
+    assert event_kinds(report).count("remark") == 1

@@ -5,7 +5,8 @@ handle, a function's definition, what XLA says when it refuses to compile, which
 kernel for an op and where that keeps its outputs, what an allocator may take, whether devices exist
 already and whether oneDNN is on, capturing an eager tensor under a chosen name, calling a function
 with a session configuration of its own, reading the profiler's raw trace, building a model from a
-batch, and what Keras's own ``train_step`` does with the loss tracker.
+batch, what Keras's own ``train_step`` does with the loss tracker, and which variables and which
+numbers of collective ops belong together on the devices of a strategy.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from tensorflow.core.protobuf import (
 )
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
+from tensorflow.python.distribute import distribute_utils
+from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.eager import context
 from tensorflow.python.framework import kernels, op_def_registry
 from tensorflow.python.grappler import cluster as grappler_cluster
@@ -390,3 +393,35 @@ def call_verbatim(function: Any, args: Sequence[Any]) -> list[Any]:
     finally:
         eager.function_call_options = options
     return list(tf.nest.flatten(outputs))
+
+
+def deferred_captures(graph: Any) -> dict[str, Callable[[], Any]]:
+    """Placeholder name → what is called before every run of a traced function for its value (the
+    numbers of collective ops)."""
+
+    def called(closure: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: tf.nest.flatten(closure(), expand_composites=True)[0]
+
+    placeholders = tf.nest.flatten(graph.deferred_internal_captures, expand_composites=True)
+    closures = graph.deferred_external_captures
+    return {
+        placeholder.op.name: called(closure)
+        for placeholder, closure in zip(placeholders, closures, strict=True)
+    }
+
+
+def per_replica(parts: Sequence[Any]) -> Any:
+    """One structure for ``strategy.run`` of the structures that its replicas get."""
+    return distribute_utils.regroup(tuple(parts))
+
+
+def distributed_container(handle: Any) -> Any:
+    """The variable of all replicas that the variable behind a handle is part of; ``None`` where it
+    is none's."""
+    container = getattr(handle, "_distributed_container", None)
+    return None if container is None else container()
+
+
+def has_value_per_replica(container: Any) -> bool:
+    """Whether every replica has a value of its own of a distributed variable."""
+    return isinstance(container, distributed_values.SyncOnReadVariable)

@@ -7,7 +7,7 @@ batches a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,10 +35,20 @@ class InstalledTrainFunction(TrainFunctionSwap):
         if caller is Caller.NOBODY:
             self.restore()
             return self.original(iterator)
+        if caller is Caller.FIT:
+            return self._of_fit(iterator)
+        return self._restored_after(
+            lambda: self._runner.run_alone(self._read(next(iterator)), caller)
+        )
+
+    def _of_fit(self, iterator: Any) -> Any:
+        """Trains a call's batches of ``fit``."""
+        return self._restored_after(lambda: self._steps(iter(iterator)))
+
+    def _restored_after(self, train: Callable[[], Any]) -> Any:
+        """Trains, and gives the original train function back where that raises."""
         try:
-            if caller is not Caller.FIT:
-                return self._runner.run_alone(_without_optionals(next(iterator)), caller)
-            return self._steps(iter(iterator))
+            return train()
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException:
@@ -55,11 +65,18 @@ class InstalledTrainFunction(TrainFunctionSwap):
                 if at == 0:
                     raise
                 return logs if rest is None else rest
-            logs = self._runner.run(_without_optionals(batch))
+            logs = self._runner.run(self._read(batch))
         if self._runner.is_last_call():
             rest = self._runner.finish()
             return logs if rest is None else rest
         return logs
+
+    def _read(self, batch: Any) -> Any:
+        """Returns a batch of an iterator as the runner gets it: Keras's iterators carry ``None``
+        (no sample weights, say) as an empty ``Optional``."""
+        return tf.nest.map_structure(
+            lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
+        )
 
     def run_plain(self, batch: Any) -> Any:
         """Runs Keras's own step on one batch."""
@@ -68,10 +85,3 @@ class InstalledTrainFunction(TrainFunctionSwap):
     def variables(self) -> AbstractContextManager[None]:
         """TensorFlow's variables always have their values."""
         return nullcontext()
-
-
-def _without_optionals(batch: Any) -> Any:
-    """Keras's iterators carry ``None`` (no sample weights, say) as an empty ``Optional``."""
-    return tf.nest.map_structure(
-        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,23 @@ from typing import Any
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What differs between the replicas that run one step side by side.
+
+    Args:
+        captures: placeholder name → the eager tensor (a variable's handle, a constant) it stands
+            for.
+        device: where it runs; empty where TensorFlow chooses.
+        keys: what is called before every step, in this order, for the step's last inputs: the
+            numbers under which its collective ops meet those of the other replicas.
+    """
+
+    captures: Mapping[str, Any]
+    device: str = ""
+    keys: tuple[Callable[[], Any], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,15 +41,15 @@ class TensorFlowStep(TracedStep):
         library: the GraphDef's function library.
         value_of: tensor name → value id, for every tensor that is an op's output or a step input.
         folded: names of the nodes that are no ops: views, constants, variable reads, ``NoOp``.
-        captures: placeholder name → the eager tensor (a variable's handle, a constant) it stands
-            for.
-        inputs: ``(placeholder name, dtype, shape)`` of the batch, in flattening order.
+        inputs: ``(placeholder name, dtype, shape)`` of the batch, in flattening order, and then of
+            the keys of a replica.
         output_tensors: names of the tensors the step returns, in flattening order of
             ``output_structure``.
         output_structure: what ``train_step`` returned, with symbolic tensors.
         tensor_shapes: tensor name → static shape, or ``None`` when unknown.
         attached: node name → the node whose op it is part of, see :func:`.rewrite.attached_nodes`.
         effects_behind: node name → the ops with an effect that have run once it has.
+        replicas: all that run the step on their part of a batch, the traced one first.
     """
 
     resident_bytes: int = 0
@@ -41,23 +58,24 @@ class TensorFlowStep(TracedStep):
     library: Any = None
     value_of: Mapping[str, int] = field(default_factory=dict)
     folded: frozenset[str] = frozenset()
-    captures: Mapping[str, Any] = field(default_factory=dict)
     inputs: tuple[tuple[str, Any, Any], ...] = ()
     output_tensors: tuple[str, ...] = ()
     output_structure: Any = None
     tensor_shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     attached: Mapping[str, str] = field(default_factory=dict)
     effects_behind: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    replicas: tuple[Replica, ...] = (Replica({}),)
 
     @cached_property
     def plain_surplus_bytes(self) -> int:
         """The products and sums of the largest weight's update, which are in place here
         (:mod:`.rewrite`)."""
         updates = (node for node in self.nodes.values() if node.op in kinds.IN_PLACE_UPDATES)
+        captures = self.replicas[0].captures
         variables = (
-            private.variable_spec(self.captures[node.input[0]])
+            private.variable_spec(captures[node.input[0]])
             for node in updates
-            if node.input[0] in self.captures
+            if node.input[0] in captures
         )
         return max(
             (2 * spec.shape.num_elements() * spec.dtype.size for spec in variables), default=0

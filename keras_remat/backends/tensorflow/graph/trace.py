@@ -25,6 +25,8 @@ Handles: ``TracedStep.handles[op.id]`` is the ``NodeDef``; everything else Tenso
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -34,7 +36,12 @@ from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
 from keras_remat.backends.tensorflow.graph.rewrite import rewrite_for_memory
 from keras_remat.backends.tensorflow.graph.shapes import static_shapes
-from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, split_input, tensor_key
+from keras_remat.backends.tensorflow.graph.step import (
+    Replica,
+    TensorFlowStep,
+    split_input,
+    tensor_key,
+)
 from keras_remat.backends.tensorflow.graph.translate import Translation, has_effect
 from keras_remat.errors import UnsupportedModelError
 
@@ -77,22 +84,70 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
     )
     concrete = tf.function(train_step, autograph=False).get_concrete_function(structure)
     graph = concrete.graph
-    effects = [op.name for op in graph.control_outputs if has_effect(op.type)]
-    fetches = [*dict.fromkeys(tensor.name for tensor in graph.outputs), *effects]
-    order = {op.name: at for at, op in enumerate(graph.get_operations())}
     captures = {placeholder.op.name: external for external, placeholder in graph.captures}
-    inputs = tuple((t.op.name, t.dtype, t.shape) for t in graph.inputs if t.op.name not in captures)
+    return translated(
+        RecordedStep(
+            operations=graph.get_operations(),
+            graph_def=graph.as_graph_def(),
+            effects=[op.name for op in graph.control_outputs if has_effect(op.type)],
+            outputs=[tensor.name for tensor in graph.outputs],
+            output_structure=concrete.structured_outputs,
+            inputs=tuple(
+                (t.op.name, t.dtype, t.shape) for t in graph.inputs if t.op.name not in captures
+            ),
+            variables=variables_of(graph),
+            replicas=(Replica(captures),),
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedStep:
+    """A train step as TensorFlow has recorded it, of one replica where there are several.
+
+    Args:
+        operations: in the traced order.
+        graph_def: the same.
+        effects: names of the operations with an effect that must happen.
+        outputs: names of the tensors that the step returns.
+        output_structure, inputs, replicas: as in :class:`.step.TensorFlowStep`.
+        variables: placeholder name → the variable whose handle it stands for.
+    """
+
+    operations: Sequence[Any]
+    graph_def: Any
+    effects: Sequence[str]
+    outputs: Sequence[str]
+    output_structure: Any
+    inputs: tuple[tuple[str, Any, Any], ...]
+    variables: Mapping[str, Any]
+    replicas: tuple[Replica, ...]
+
+
+def variables_of(graph: Any) -> dict[str, Any]:
+    """Returns the variable behind every placeholder of a traced function that stands for one."""
     of_handle = {id(variable.handle): variable for variable in graph.variables}
-    variables = {
-        name: of_handle[id(external)]
-        for name, external in captures.items()
+    return {
+        placeholder.op.name: of_handle[id(external)]
+        for external, placeholder in graph.captures
         if id(external) in of_handle
     }
-    graph_def = private.optimize_graph(graph.as_graph_def(), fetches, variables)
+
+
+def translated(recorded: RecordedStep) -> TensorFlowStep:
+    """Returns a recorded step, optimized, as ops and values.
+
+    Raises:
+        UnsupportedModelError: it holds types of ops that cannot be scheduled.
+    """
+    order = {op.name: at for at, op in enumerate(recorded.operations)}
+    captures, inputs = recorded.replicas[0].captures, recorded.inputs
+    fetches = [*dict.fromkeys(recorded.outputs), *recorded.effects]
+    graph_def = private.optimize_graph(recorded.graph_def, fetches, recorded.variables)
     nodes = {node.name: node for node in graph_def.node}
-    outputs = tuple(tensor_key(tensor.name) for tensor in graph.outputs)
+    outputs = tuple(tensor_key(name) for name in recorded.outputs)
     scalars = {
-        op.name for op in graph.get_operations() if op.outputs and op.outputs[0].shape.rank == 0
+        op.name for op in recorded.operations if op.outputs and op.outputs[0].shape.rank == 0
     }
     scalars |= {
         node.name
@@ -100,7 +155,7 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
         if node.op == "Const" and not node.attr["value"].tensor.tensor_shape.dim
     }
     nodes = rewrite_for_memory(
-        nodes, [*(split_input(t)[0] for t in outputs), *effects], order, scalars
+        nodes, [*(split_input(t)[0] for t in outputs), *recorded.effects], order, scalars
     )
     unsupported = sorted({node.op for node in nodes.values()} & kinds.UNSUPPORTED)
     if unsupported:
@@ -113,8 +168,11 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
         outputs,
         versions=graph_def.versions,
         library=graph_def.library,
-        captures={name: external for name, external in captures.items() if name in nodes},
         inputs=inputs,
         output_tensors=outputs,
-        output_structure=concrete.structured_outputs,
+        output_structure=recorded.output_structure,
+        replicas=tuple(
+            replace(one, captures={name: of for name, of in one.captures.items() if name in nodes})
+            for one in recorded.replicas
+        ),
     )

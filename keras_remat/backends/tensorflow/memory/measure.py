@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -46,12 +46,22 @@ _SMALL_REQUEST_BYTES, _COUNTED_REQUEST_BYTES = 1, 512 * KIB
 class TensorFlowDevice:
     """The memory of the device that training runs on: the first visible GPU, else the CPU.
 
+    Where several replicas train, all numbers are one replica's: of GPUs, each of which has an
+    allocator, those of the one that has least left; of logical CPUs, which share one, an equal part
+    of it.
+
+    Args:
+        replicas: names of the devices of a strategy, ``"GPU:1"`` say.
+
     Attributes:
         name: ``"GPU:0"`` or ``"CPU:0"``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: Sequence[str] = ()) -> None:
         self.name = device_name()
+        own_allocators = bool(replicas) and self.name.startswith("GPU")
+        self.allocators = tuple(replicas) if own_allocators else (self.name,)
+        self._sharers = 1 if own_allocators else max(1, len(replicas))
 
     @cached_property
     def allocator(self) -> str:
@@ -91,11 +101,15 @@ class TensorFlowDevice:
 
     def in_use_bytes(self) -> int:
         """Returns the bytes the allocator has handed out now; 0 without statistics."""
-        return bytes_in_use()
+        return self._most("current")
 
     def peak_bytes(self) -> int:
         """Returns the most bytes in use since :func:`measure` began; 0 without statistics."""
-        return peak_bytes()
+        return self._most("peak")
+
+    def _most(self, statistic: str) -> int:
+        """Returns the largest number of a statistic, of one replica's part of an allocator."""
+        return -(-max(_memory_info(name)[statistic] for name in self.allocators) // self._sharers)
 
     def total_bytes(self) -> int:
         """Returns all the memory this process may use on the device.
@@ -104,9 +118,9 @@ class TensorFlowDevice:
         limit give.
         """
         if self.name.startswith("GPU"):
-            return private.device_memory_limit_bytes(self.name)
+            return min(private.device_memory_limit_bytes(name) for name in self.allocators)
         total = host_memory_bytes(bytes_in_use())
-        return min(total, _bfc_limit_bytes()) if _bfc_is_asked_for() else total
+        return (min(total, _bfc_limit_bytes()) if _bfc_is_asked_for() else total) // self._sharers
 
     def region_bytes(self) -> int:
         """Returns the size of the one region that the allocator has; 0 where it grows."""
@@ -168,12 +182,12 @@ def enable_cpu_statistics() -> bool:
 
 def bytes_in_use() -> int:
     """Returns the bytes the device's allocator has handed out now; 0 without statistics."""
-    return _memory_info()["current"]
+    return _memory_info(device_name())["current"]
 
 
 def peak_bytes() -> int:
     """Returns the most bytes in use since :func:`measure` began; 0 without statistics."""
-    return _memory_info()["peak"]
+    return _memory_info(device_name())["peak"]
 
 
 def device_memory_bytes() -> int:
@@ -181,19 +195,28 @@ def device_memory_bytes() -> int:
     return TensorFlowDevice().total_bytes()
 
 
-def measure(step: Callable[[], Any], *, wait: bool = True) -> tuple[Any, Usage]:
+def measure(
+    step: Callable[[], Any], *, wait: bool = True, device: TensorFlowDevice | None = None
+) -> tuple[Any, Usage]:
     """Runs ``step`` once, waits for it or not, and returns its result with its time and peak.
 
     The allocator's peak statistic is reset before. Without statistics the peak is 0.
+
+    Args:
+        step: what is run.
+        wait: whether it is waited for.
+        device: whose peak it is; ``None`` for the one that training runs on.
     """
-    _reset_peak()
+    device = device or TensorFlowDevice()
+    for name in device.allocators:
+        _reset_peak(name)
     started = time.perf_counter()
     with tf.profiler.experimental.Trace(MEASURED_STEP):
         result = step()
         if wait:
             synchronize(result)
     elapsed = time.perf_counter() - started
-    return result, Usage(elapsed, peak_bytes())
+    return result, Usage(elapsed, device.peak_bytes())
 
 
 def measure_peak(step: Callable[[], Any]) -> tuple[Any, int]:
@@ -201,7 +224,7 @@ def measure_peak(step: Callable[[], Any]) -> tuple[Any, int]:
 
     A GPU's memory is taken when kernels are enqueued, so the peak is known when the call returns.
     """
-    _reset_peak()
+    _reset_peak(device_name())
     return step(), peak_bytes()
 
 
@@ -212,17 +235,17 @@ def synchronize(result: Any) -> None:
             leaf.numpy()
 
 
-def _memory_info() -> dict[str, int]:
+def _memory_info(name: str) -> dict[str, int]:
     try:
-        info: dict[str, int] = tf.config.experimental.get_memory_info(device_name())
+        info: dict[str, int] = tf.config.experimental.get_memory_info(name)
     except ValueError:  # this allocator keeps none
         return {"current": 0, "peak": 0}
     return info
 
 
-def _reset_peak() -> None:
+def _reset_peak(name: str) -> None:
     try:
-        tf.config.experimental.reset_memory_stats(device_name())
+        tf.config.experimental.reset_memory_stats(name)
     except ValueError:  # this allocator keeps none
         return
 

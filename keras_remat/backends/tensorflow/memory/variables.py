@@ -28,7 +28,7 @@ def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
     """Copies variables to the host.
 
     Args:
-        variables: Keras's, distinct.
+        variables: distinct, each on one device.
 
     Returns:
         A function that puts the values back, bit for bit, as often as it is called; after an
@@ -42,8 +42,8 @@ def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
             large = []
             for variable, value in zip(variables, saved, strict=True):
                 if in_pool and _is_large(variable):
-                    _replace(variable.value, tf.zeros([0], variable.value.dtype))
-                    large.append((variable.value, value))
+                    _replace(variable, tf.zeros([0], variable.dtype))
+                    large.append((variable, value))
                 else:
                     variable.assign(value)
             for variable, value in sorted(large, key=lambda pair: -pair[1].nbytes):
@@ -51,10 +51,8 @@ def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
         except BaseException as error:
             for variable, value in zip(variables, saved, strict=True):
                 copy = _aligned_copy(value.reshape(-1).view(np.uint8))  # it is used where it is
-                array = copy.view(variable.value.dtype.as_numpy_dtype)
-                _replace(
-                    variable.value, tf.reshape(tf.convert_to_tensor(array), variable.value.shape)
-                )
+                array = copy.view(variable.dtype.as_numpy_dtype)
+                _replace(variable, tf.reshape(tf.convert_to_tensor(array), variable.shape))
             if not isinstance(
                 error, tf.errors.ResourceExhaustedError
             ):  # a full pool that cannot grow holds them no longer
@@ -65,16 +63,14 @@ def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
 
 def _is_large(variable: Any) -> bool:
     return bool(
-        variable.dtype != "bool"
-        and int(np.prod(variable.shape)) * variable.value.dtype.size >= ONEDNN_SMALL_BYTES
+        variable.dtype != tf.bool
+        and int(np.prod(variable.shape)) * variable.dtype.size >= ONEDNN_SMALL_BYTES
     )
 
 
 def _bytes_of(variable: Any) -> np.ndarray:
     """A variable's bytes, copied to an address that TensorFlow can use as it is."""
-    return _aligned_copy(
-        np.asarray(memoryview(tf.bitcast(variable.value.value(), tf.uint8))).reshape(-1)
-    )
+    return _aligned_copy(np.asarray(memoryview(tf.bitcast(variable.value(), tf.uint8))).reshape(-1))
 
 
 def _aligned_copy(values: np.ndarray) -> np.ndarray:

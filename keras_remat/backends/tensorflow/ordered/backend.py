@@ -127,7 +127,7 @@ class TensorFlowBackend:
         return lowering.lower(traced, problem, schedule, ordering.SMALL_BYTES)
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
-        return measure.measure(run, wait=wait)
+        return measure.measure(run, wait=wait, device=self.device)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return exhausted.is_out_of_memory(error)
@@ -135,7 +135,9 @@ class TensorFlowBackend:
     def snapshot(self, model: Any) -> Callable[[], None]:
         of_optimizers = (v for optimizer in _optimizers(model) for v in optimizer.variables)
         saved = [*model.variables, *model.metrics_variables, *of_optimizers]
-        return variables.snapshot(list({id(v): v for v in saved}.values()))
+        parts = model.distribute_strategy.experimental_local_results  # of a variable, by device
+        distinct = {id(part): part for v in saved for part in parts(v.value)}
+        return variables.snapshot(list(distinct.values()))
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         return InstalledTrainFunction(model, runner)

@@ -17,13 +17,16 @@ loop's iterations run at once: what more of them hold differs from step to step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from graphlib import TopologicalSorter
+from itertools import islice
 from typing import Any
 
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.sharded import part_of
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, split_input, tensor_key
 from keras_remat.backends.tensorflow.ordered import ordering
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
@@ -66,10 +69,16 @@ class LoweredStep:
 
     def __call__(self, batch: Any) -> Any:
         """Runs one step; returns what ``train_step`` returns."""
-        leaves = [
-            tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(batch) if not _is_none(leaf)
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_none(leaf)]
+        given = [
+            tensor
+            for at, replica in enumerate(self.traced.replicas)
+            for tensor in (
+                *(part_of(leaf, at) for leaf in leaves),
+                *(key() for key in replica.keys),
+            )
         ]
-        outputs = iter(private.call_verbatim(self._function, [*leaves, *self._handed_in.values()]))
+        outputs = iter(private.call_verbatim(self._function, [*given, *self._handed_in.values()]))
         structure = self.traced.output_structure
         flat = [
             next(outputs) if isinstance(leaf, tf.Tensor) else leaf
@@ -254,28 +263,43 @@ def _build(
     traced: TensorFlowStep, writer: _Writer, document: Any, constants: Mapping[str, Any]
 ) -> Any:
     """The concrete function of a written GraphDef: batch and constants in, ``train_step``'s tensors
-    out, every effect done."""
+    out, every effect done. Replicas run side by side: no control edge leads from one to another,
+    and what they return is averaged, as Keras does."""
+    count = len(traced.inputs)
 
     def build(*placeholders: Any) -> list[Any]:
-        mapped = dict(
-            zip([*(name for name, *_ in traced.inputs), *constants], placeholders, strict=True)
-        )
-        mapped |= {name: private.capture(external) for name, external in traced.captures.items()}
-        used = {
-            f"{name}:0": tensor
-            for name, tensor in mapped.items()
-            if name in writer.used_placeholders
-        }
-        *outputs, done = tf.graph_util.import_graph_def(
-            document,
-            input_map=used,
-            return_elements=[*map(tensor_key, writer.ends), "remat_done"],
-            name="",
-        )
-        with tf.control_dependencies([done]):
-            return [tf.identity(output) for output in outputs]
+        given = iter(placeholders)
+        parts = [list(islice(given, count)) for _ in traced.replicas]
+        shared = dict(zip(constants, given, strict=True))
+        returned, ends = [], []
+        for at, (replica, part) in enumerate(zip(traced.replicas, parts, strict=True)):
+            mapped = dict(zip((name for name, *_ in traced.inputs), part, strict=True)) | shared
+            mapped |= {n: private.capture(external) for n, external in replica.captures.items()}
+            used = {
+                f"{name}:0": tensor
+                for name, tensor in mapped.items()
+                if name in writer.used_placeholders
+            }
+            with tf.device(replica.device) if replica.device else nullcontext():
+                *outputs, done = tf.graph_util.import_graph_def(
+                    document,
+                    input_map=used,
+                    return_elements=[*map(tensor_key, writer.ends), "remat_done"],
+                    name=f"replica_{at}" if at else "",
+                )
+            returned.append(outputs)
+            ends.append(done)
+        with tf.control_dependencies(ends):
+            return [
+                tf.identity(of_all[0] if len(of_all) == 1 else tf.reduce_mean(of_all, axis=0))
+                for of_all in zip(*returned, strict=True)
+            ]
 
     specs = [tf.TensorSpec(shape, dtype) for _, dtype, shape in traced.inputs]
     return private.build_function(
-        build, [*specs, *(tf.TensorSpec(c.shape, c.dtype) for c in constants.values())]
+        build,
+        [
+            *(specs * len(traced.replicas)),
+            *(tf.TensorSpec(c.shape, c.dtype) for c in constants.values()),
+        ],
     )

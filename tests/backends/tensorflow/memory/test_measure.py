@@ -155,3 +155,22 @@ def test_address_space_limit_is_respected():
     assert limited <= max(0, 450 * MIB - reserve) + 4 * MIB, "a tenth and the reserve are left out"
     # a thread that starts meanwhile maps a heap of 64 MiB
     assert limited >= max(0, 450 * MIB - reserve) - 210 * MIB, "and little more"
+
+
+def test_gpus_of_a_strategy_count_by_the_one_that_has_least_left(monkeypatch):
+    statistics = {"GPU:1": {"current": 5, "peak": 90}, "GPU:2": {"current": 7, "peak": 80}}
+    limits = {"GPU:1": 100, "GPU:2": 95}
+    monkeypatch.setattr(measure, "device_name", lambda: "GPU:0")
+    monkeypatch.setattr(measure, "_memory_info", statistics.__getitem__)
+    monkeypatch.setattr(measure.private, "device_memory_limit_bytes", limits.__getitem__)
+    device = measure.TensorFlowDevice(["GPU:1", "GPU:2"])
+    assert (device.in_use_bytes(), device.peak_bytes(), device.total_bytes()) == (7, 90, 95)
+
+
+def test_logical_cpus_share_an_allocator(monkeypatch):
+    monkeypatch.setattr(measure, "device_name", lambda: "CPU:0")
+    monkeypatch.setattr(measure, "_memory_info", lambda name: {"current": 9, "peak": 30})
+    whole = measure.TensorFlowDevice().total_bytes()
+    device = measure.TensorFlowDevice(["CPU:0", "CPU:1"])
+    assert (device.in_use_bytes(), device.peak_bytes()) == (5, 15)
+    assert device.total_bytes() == pytest.approx(whole / 2, rel=0.2)

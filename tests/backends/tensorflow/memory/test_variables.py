@@ -33,7 +33,7 @@ def test_every_bit_comes_back_as_often_as_asked(dtype, shape):
         keras.Variable(numbers, dtype="float32"),
     ]
     before = values_of(variables)
-    put_back = variables_module.snapshot(variables)
+    put_back = variables_module.snapshot([v.value for v in variables])
     for _ in range(2):
         clear(variables)
         put_back()
@@ -44,7 +44,7 @@ def test_every_bit_comes_back_as_often_as_asked(dtype, shape):
 def test_signs_of_zeros_infinities_and_nan_come_back():
     numbers = np.tile(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45], np.float32), 20_000)
     variable = keras.Variable(numbers)
-    put_back = variables_module.snapshot([variable])
+    put_back = variables_module.snapshot([variable.value])
     clear([variable])
     put_back()
     assert variable.numpy().tobytes() == numbers.tobytes()
@@ -54,7 +54,7 @@ def test_signs_of_zeros_infinities_and_nan_come_back():
 def test_large_variables_come_back_to_the_pool():
     """What is in use does not grow, however often; assigning an array would put them elsewhere."""
     variables = [keras.Variable(np.ones((256 + 7 * k, KIB), np.float32)) for k in range(6)]
-    put_back = variables_module.snapshot(variables)
+    put_back = variables_module.snapshot([v.value for v in variables])
     put_back()
     used = bytes_in_use()
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_large_variables_come_back_to_the_pool():
 def test_pool_that_has_no_room_left_half_way_keeps_no_value_back(monkeypatch):
     variables = [keras.Variable(np.full((256, KIB), float(k), np.float32)) for k in range(4)]
     before = values_of(variables)
-    put_back = variables_module.snapshot(variables)
+    put_back = variables_module.snapshot([v.value for v in variables])
     real, asked = variables_module._refill, []
 
     def full(variable, value):
@@ -89,7 +89,7 @@ def test_pool_that_has_no_room_left_half_way_keeps_no_value_back(monkeypatch):
 def test_interrupt_half_way_leaves_no_variable_empty(monkeypatch):
     variables = [keras.Variable(np.full((256, KIB), float(k), np.float32)) for k in range(4)]
     before = values_of(variables)
-    put_back = variables_module.snapshot(variables)
+    put_back = variables_module.snapshot([v.value for v in variables])
     clear(variables)
     real, calls = variables_module._replace, []
 

@@ -1,0 +1,47 @@
+"""A batch that is divided among replicas: one part of every array for each of them.
+
+The layers above ask an array of a batch for its shape and dtype only; a shape here is that of all
+parts together, so a batch has the samples that ``fit`` was asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedArray:
+    """One array of a divided batch.
+
+    Args:
+        given: as Keras's iterator gave it.
+        parts: what each replica trains.
+    """
+
+    given: Any
+    parts: tuple[Any, ...]
+
+    @property
+    def dtype(self) -> Any:
+        """Of every part."""
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all parts together."""
+        first = tuple(self.parts[0].shape)
+        return (sum(int(part.shape[0]) for part in self.parts), *first[1:]) if first else ()
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all parts have one shape, and samples."""
+        shapes = {tuple(part.shape) for part in self.parts}
+        return len(shapes) == 1 and 0 not in next(iter(shapes))
+
+
+def part_of(leaf: Any, replica: int) -> Any:
+    """Returns what a replica trains of an array: all of it where the batch is not divided."""
+    return leaf.parts[replica] if isinstance(leaf, ShardedArray) else tf.convert_to_tensor(leaf)

@@ -1,0 +1,1 @@
+"""Several replicas that train one model under ``tf.distribute.MirroredStrategy``."""

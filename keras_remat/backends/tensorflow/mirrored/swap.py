@@ -1,0 +1,45 @@
+"""Take the place of Keras's train function under a strategy, whose iterators give divided batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_remat.backends.base import Caller
+from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
+from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
+
+
+class MirroredTrainFunction(InstalledTrainFunction):
+    """The train function of one ``fit`` under a strategy.
+
+    A batch of ``train_on_batch``, which every replica trains whole, is left to Keras's own step.
+    """
+
+    def __call__(self, iterator: Any) -> Any:
+        caller = self._runner.caller(iterator)
+        if caller is not Caller.FIT:
+            if caller is Caller.NOBODY:
+                self.restore()
+            return self.original(iterator)
+        return self._of_fit(iterator)
+
+    def _read(self, batch: Any) -> Any:
+        parts = self._model.distribute_strategy.experimental_local_results
+
+        def divided(leaf: Any) -> Any:
+            of_replicas = parts(leaf)
+            if leaf is None or isinstance(of_replicas[0], tf.experimental.Optional):
+                return None
+            return ShardedArray(leaf, tuple(of_replicas))
+
+        return tf.nest.map_structure(divided, batch)
+
+    def run_plain(self, batch: Any) -> Any:
+        """Runs Keras's own step on one batch."""
+        return super().run_plain(
+            tf.nest.map_structure(
+                lambda leaf: leaf.given if isinstance(leaf, ShardedArray) else leaf, batch
+            )
+        )

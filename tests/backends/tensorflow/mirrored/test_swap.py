@@ -1,0 +1,62 @@
+"""Batches of a strategy's iterators reach the runner divided, and Keras's own step as they came."""
+
+from types import SimpleNamespace
+
+import pytest
+import tensorflow as tf
+
+from keras_remat.backends.base import Caller
+from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
+from keras_remat.backends.tensorflow.mirrored.swap import MirroredTrainFunction
+
+
+class Runner:
+    """Notes the batches of ``fit``."""
+
+    def __init__(self, caller):
+        self.ran, self._caller = [], caller
+
+    def caller(self, iterator):
+        return self._caller
+
+    def run(self, batch):
+        self.ran.append(batch)
+        return "ours"
+
+    def is_last_call(self):
+        return False
+
+
+@pytest.fixture
+def model():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    return SimpleNamespace(distribute_strategy=strategy, train_function=next, steps_per_execution=1)
+
+
+def test_every_array_is_divided_and_what_is_not_there_is_none(model):
+    runner = Runner(Caller.FIT)
+    train = MirroredTrainFunction(model, runner)
+    x, no_weights = tf.ones((4, 2)), tf.experimental.Optional.empty(tf.TensorSpec(()))
+    assert train(iter([(x, no_weights, None)])) == "ours"
+    ((array, *rest),) = runner.ran
+    assert isinstance(array, ShardedArray)
+    assert (array.shape, len(array.parts), rest) == ((4, 2), 1, [None, None])
+    assert train.run_plain((array, None))[0] is x
+
+
+@pytest.mark.parametrize("caller", [Caller.GUEST, Caller.LOOP, Caller.NOBODY])
+def test_a_batch_that_is_not_of_fit_is_trained_by_keras(model, caller):
+    runner = Runner(caller)
+    train = MirroredTrainFunction(model, runner)
+    assert train(iter(["theirs"])) == "theirs"
+    assert runner.ran == []
+    assert (model.train_function is next) == (caller is Caller.NOBODY)
+
+
+def test_what_a_step_raises_passes_through_after_the_original_is_back(model):
+    runner = Runner(Caller.FIT)
+    runner.run = lambda batch: 1 // 0
+    train = MirroredTrainFunction(model, runner)
+    with pytest.raises(ZeroDivisionError):
+        train(iter([(tf.ones((4, 2)),)]))
+    assert model.train_function is next
