@@ -1,21 +1,24 @@
 """Traces batch shapes, and finds the plan that the first step of one runs under.
 
 The first plan is the first of a list that there is: one that was given, one that was cached, the
-one of the search for a larger batch, the order of a larger batch, a quick one from estimated op
-times, one that trains the batch in micro-batches, and, last, one that misses the limit by a little.
+one of the search for a larger batch, the order of another shape, one that is solved for, one that
+trains the batch in micro-batches, and, last, one that misses the limit by a little.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 from keras_remat.backends.base import Backend
+from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.events import EventKind
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
 from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
@@ -37,6 +40,9 @@ NOT_FOUND = (InfeasibleBudgetError, ScheduleNotFoundError)
 
 #: A limit that is missed by up to this share of it is no reason to end training.
 LITTLE_OVER_SHARE = 0.05
+#: How much larger than a batch is what its plan is made for, as a ratio of activation bytes; to the
+#: power of how many plans there are for shorter ones.
+_ROOM = 1.1
 #: Kinds of TensorFlow's ops whose random state is in their kernel: built anew, they begin anew.
 _STATEFUL_RANDOM = frozenset(
     {
@@ -52,9 +58,9 @@ class Known:
     """What is known before a shape is planned.
 
     Args:
-        plans: plans for other batch sizes of the same step, the likeliest first; each with the
-            graph it was made for and the phase that it begins in.
-        costs: costs at its size, or at a larger one; empty where nothing is known.
+        plans: plans for other shapes of the same step; each with the graph it was made for and the
+            phase that it begins in.
+        costs: the step's costs at some shape; empty where nothing is known.
     """
 
     plans: tuple[tuple[Plan, Graph, Phase], ...] = ()
@@ -73,6 +79,8 @@ class FirstPlans:
 
     def __init__(self, fit: FitState, backend: Backend, planner: StepPlanner, given: Plan | None):
         self._fit, self._backend, self._planner, self._given = fit, backend, planner, given
+        # of the largest plain step that was measured: bytes as predicted, and by how much it was off
+        self._plain_seen = (0, 1.0)
 
     # ---------------------------------------------------------------- costs
 
@@ -88,21 +96,31 @@ class FirstPlans:
             traced = self._backend.trace(self._fit.model, batch, micro_batches)
         in_use = counted_bytes(self._backend.device)
         profile = self._backend.estimated_profile(traced, in_use)
-        for costs in known.costs if micro_batches == 1 else ():
-            if costs.graph.has_ops_of(traced.graph):
-                profile = replace(
-                    profile,
-                    op_time_s=costs.profile.op_time_s,
-                    op_workspace_bytes=costs.profile.op_workspace_bytes,
-                )
-                break
+        for costs in known.costs[:1] if micro_batches == 1 else ():
+            seen = transfer_costs(costs, traced.graph).profile
+            profile = replace(
+                profile, op_time_s=seen.op_time_s, op_workspace_bytes=seen.op_workspace_bytes
+            )
         problem = Problem(traced.graph, profile, name=self._fit.model.name)
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
 
     def plain_peak_bytes(self, costs: Costs) -> int:
         """Returns what Keras's own step is predicted to need."""
-        peak = self._backend.memory.peak_bytes(costs.problem, costs.store_all)
+        resident = costs.problem.profile.resident_bytes
+        surplus, seen = self._plain_bytes(costs) - resident, self._plain_seen[1]
+        return resident + round(surplus * seen)
+
+    def _plain_bytes(self, costs: Costs) -> int:
+        peak = self._backend.memory.peak_bytes(costs.problem, costs.traced.plain_order)
         return peak + costs.traced.plain_surplus_bytes
+
+    def observe_plain(self, costs: Costs, measured_bytes: int) -> None:
+        """Learns how much more than predicted Keras's own step takes, from the largest that ran: it
+        runs its ops in no order, several at once."""
+        resident = costs.problem.profile.resident_bytes
+        predicted, measured = self._plain_bytes(costs) - resident, measured_bytes - resident
+        if predicted > 0 and predicted >= self._plain_seen[0]:
+            self._plain_seen = predicted, max(1.0, measured / predicted)
 
     # ---------------------------------------------------------------- plans
 
@@ -131,13 +149,12 @@ class FirstPlans:
                 EventKind.CACHE, f"A plan for this graph and limit was cached. {cached}"
             )
             return cached, costs, Phase.VERIFY
-        for other, graph, phase in known.plans:
-            reused = self._planner.reused(costs.problem, other, graph)
+        for phase in (Phase.VERIFY, Phase.WARM_UP):
+            reused = self.reused(costs.problem, known, phase)
             if reused is not None:
                 return reused, costs, phase
         try:
-            with self._fit.progress("first plan, from estimated op times"):
-                return self._planner.quick(costs.problem, shape.batch_size), costs, Phase.WARM_UP
+            return self._solved(shape, costs, known)
         except NOT_FOUND as error:
             failure = error
         try:
@@ -145,6 +162,50 @@ class FirstPlans:
         except ScheduleNotFoundError as error:
             plan = self._a_little_over(shape, costs, error)
         return plan, costs, Phase.WARM_UP
+
+    def reused(
+        self, problem: Problem, known: Known, phase: Phase, tried: Collection[Schedule] = ()
+    ) -> Plan | None:
+        """Returns the fastest plan by a known order that fits; ``None`` where none does.
+
+        Args:
+            problem: the step that it is for.
+            known: the orders.
+            phase: that they have to begin in.
+            tried: orders that are known not to do.
+        """
+        orders = {
+            plan.solution.schedule: (plan, graph)
+            for plan, graph, begins in known.plans
+            if begins is phase and plan.solution.schedule not in tried
+        }
+        found = [self._planner.reused(problem, plan, graph) for plan, graph in orders.values()]
+        fitting = [plan for plan in found if plan is not None]
+        return min(fitting, key=lambda plan: plan.predicted.time_s, default=None)
+
+    def _solved(self, shape: ShapeState, costs: Costs, known: Known) -> tuple[Plan, Costs, Phase]:
+        """Returns a plan that is solved for: quickly, until the step's ops are measured, or for
+        good where they were at another shape.
+
+        Where longer and longer batches come, each plan leaves more room than the one before, so
+        that few serve all of them.
+        """
+        problem, size = costs.problem, shape.batch_size
+        orders = {plan.solution.schedule for plan, _, phase in known.plans if phase is Phase.VERIFY}
+        if not orders:
+            with self._fit.progress("first plan, from estimated op times"):
+                return self._planner.quick(problem, size), costs, Phase.WARM_UP
+        arrays = ", ".join(str(leaf[0]) for leaf in shape.signature if leaf is not None)
+        message = f"No known order fits a batch of {arrays}: it is planned for."
+        self._fit.event(EventKind.SHAPE, message)
+        resident = problem.profile.resident_bytes
+        room = int((self._planner.usable_bytes - resident) / _ROOM ** len(orders))
+        with self._fit.progress("solving for the schedule"):
+            try:
+                plan = self._planner.best(problem, size, budget_bytes=resident + room)
+            except NOT_FOUND:
+                plan = self._planner.best(problem, size)
+        return plan, costs, Phase.VERIFY
 
     def _cached(self, problem: Problem) -> Plan | None:
         try:

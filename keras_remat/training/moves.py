@@ -159,11 +159,16 @@ class Moves:
         return shape.plainly(self._fit.run_plain, shape.costs, phase)
 
     def _replan(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
-        """Plans again from the measured profile, or keeps the plan where it is as good."""
-        costs = shape.costs
+        """Plans again from the measured profile, or keeps the plan where it is as good.
+
+        An order that was made so for another shape will do, where it fits.
+        """
+        costs, known = shape.costs, self._known(shape)
         try:
             with self._fit.progress("solving for the schedule"):
-                plan = self._planner.best(costs.problem, shape.batch_size, shape.schedule)
+                plan = self._first_plans.reused(
+                    costs.problem, known, Phase.VERIFY
+                ) or self._planner.best(costs.problem, shape.batch_size, shape.schedule)
         except NOT_FOUND as error:
             self._fit.event(EventKind.KEPT, f"The plan that is running stays: {error}")
             raise
@@ -187,10 +192,13 @@ class Moves:
         costs = shape.costs
         self._observe(shape)
         needed = self._planner.predict(costs.problem, shape.schedule).peak_bytes
-        with self._fit.progress("solving for the schedule"):
-            plan = self._planner.nearest(costs.problem, shape.batch_size, needed)
         tried = shape.over_limit()
-        if any(plan.solution.schedule == other.schedule for other in tried):
+        orders, known = {other.schedule for other in tried}, self._known(shape)
+        with self._fit.progress("solving for the schedule"):
+            plan = self._first_plans.reused(
+                costs.problem, known, Phase.VERIFY, orders
+            ) or self._planner.nearest(costs.problem, shape.batch_size, needed)
+        if plan.solution.schedule in orders:
             floor = costs.problem.floor_bytes
             raise ScheduleNotFoundError(
                 self._planner.usable_bytes, floor, peak, solver=self._solver
