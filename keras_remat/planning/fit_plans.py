@@ -90,25 +90,30 @@ class StepPlanner:
             self._backend.memory.peak_bytes(problem, schedule),
         )
 
-    def quick(self, problem: Problem, batch_size: int) -> Plan:
+    def quick(self, problem: Problem, batch_size: int, budget_bytes: int | None = None) -> Plan:
         """A plan to train under while profiling: a quick one, or, where none is found quickly, one
         by the chosen solver in half of its time or all.
+
+        Args:
+            problem, batch_size, budget_bytes: as in :meth:`best`.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
         if not self._backend.measures_op_times:  # it is the last one, too
-            return self.best(problem, batch_size)
+            return self.best(problem, batch_size, budget_bytes=budget_bytes)
         limit_s = self._options.solver_time_limit_s
         for solver, time_limit_s in (
             ("greedy_first", min(_QUICK_SOLVE_S, limit_s)),
             (self._options.solver, limit_s / 2),
         ):
             try:
-                return self._solve(problem, batch_size, solver, time_limit_s)
+                return self._solve(
+                    problem, batch_size, solver, time_limit_s, budget_bytes=budget_bytes
+                )
             except ScheduleNotFoundError as error:
                 logger.debug("keras_remat: %s", error)
-        return self.best(problem, batch_size)
+        return self.best(problem, batch_size, budget_bytes=budget_bytes)
 
     def best(
         self,

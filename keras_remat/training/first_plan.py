@@ -61,10 +61,12 @@ class Known:
         plans: plans for other shapes of the same step; each with the graph it was made for and the
             phase that it begins in.
         costs: the step's costs at some shape; empty where nothing is known.
+        is_family: whether the plans are of shapes that came before, and more may come.
     """
 
     plans: tuple[tuple[Plan, Graph, Phase], ...] = ()
     costs: tuple[Problem, ...] = ()
+    is_family: bool = False
 
 
 class FirstPlans:
@@ -91,7 +93,8 @@ class FirstPlans:
             UnsupportedModelError: the step cannot be carried, or not be split.
         """
         with self._fit.progress("tracing the train step"):
-            gc.collect()  # what an earlier fit left in reference cycles is not resident
+            if not known.is_family:
+                gc.collect()  # what an earlier fit left in reference cycles is not resident
             _build_optimizer(self._fit.model)
             traced = self._backend.trace(self._fit.model, batch, micro_batches)
         in_use = counted_bytes(self._backend.device)
@@ -185,27 +188,54 @@ class FirstPlans:
 
     def _solved(self, shape: ShapeState, costs: Costs, known: Known) -> tuple[Plan, Costs, Phase]:
         """Returns a plan that is solved for: quickly, until the step's ops are measured, or for
-        good where they were at another shape.
+        good where they were at another shape."""
+        is_final = any(phase is Phase.VERIFY for _, _, phase in known.plans)
+        if known.is_family and known.plans:
+            arrays = ", ".join(str(leaf[0]) for leaf in shape.signature if leaf is not None)
+            message = f"No known order fits a batch of {arrays}: it is planned for."
+            self._fit.event(EventKind.SHAPE, message)
+        text = "solving for the schedule" if is_final else "first plan, from estimated op times"
+        with self._fit.progress(text):
+            plan = self.roomy(shape, costs, known, None, is_final=is_final)
+        return plan, costs, Phase.VERIFY if is_final else Phase.WARM_UP
 
-        Where longer and longer batches come, each plan leaves more room than the one before, so
-        that few serve all of them.
+    def roomy(
+        self,
+        shape: ShapeState,
+        costs: Costs,
+        known: Known,
+        running: Schedule | None,
+        *,
+        is_final: bool = True,
+    ) -> Plan:
+        """Returns a plan that leaves room for longer batches, the more the more came; or, where
+        there is none, one that does not.
+
+        Args:
+            shape, costs, known: what it is for.
+            running: the order that runs now, which may do.
+            is_final: whether it is made in earnest, or quickly.
         """
         problem, size = costs.problem, shape.batch_size
-        orders = {plan.solution.schedule for plan, _, phase in known.plans if phase is Phase.VERIFY}
-        if not orders:
-            with self._fit.progress("first plan, from estimated op times"):
-                return self._planner.quick(problem, size), costs, Phase.WARM_UP
-        arrays = ", ".join(str(leaf[0]) for leaf in shape.signature if leaf is not None)
-        message = f"No known order fits a batch of {arrays}: it is planned for."
-        self._fit.event(EventKind.SHAPE, message)
-        resident = problem.profile.resident_bytes
-        room = int((self._planner.usable_bytes - resident) / _ROOM ** len(orders))
-        with self._fit.progress("solving for the schedule"):
-            try:
-                plan = self._planner.best(problem, size, budget_bytes=resident + room)
-            except NOT_FOUND:
-                plan = self._planner.best(problem, size)
-        return plan, costs, Phase.VERIFY
+        orders = {
+            plan.solution.schedule
+            for plan, _, phase in known.plans
+            if known.is_family and (phase is Phase.VERIFY or not is_final)
+        }
+        resident, usable = problem.profile.resident_bytes, self._planner.usable_bytes
+        budget = resident + int((usable - resident) / _ROOM ** len(orders))
+
+        def make(budget_bytes: int) -> Plan:
+            if is_final:
+                return self._planner.best(problem, size, running, budget_bytes)
+            return self._planner.quick(problem, size, budget_bytes)
+
+        try:
+            return make(budget)
+        except NOT_FOUND:
+            if budget == usable:
+                raise
+            return make(usable)
 
     def _cached(self, problem: Problem) -> Plan | None:
         try:

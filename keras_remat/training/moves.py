@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from keras_remat.backends.base import Backend
+from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Usage
 from keras_remat.errors import ScheduleNotFoundError
@@ -109,7 +110,16 @@ class Moves:
         return self._first_plans.lowered(shape, costs, plan, phase)
 
     def _start_recorder(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
-        return shape.recording(self._backend.recorder(), phase)
+        """Records the next steps, unless the same ops were measured at a larger shape."""
+        recording = shape.recording(self._backend.recorder(), phase)
+        problem, seen = shape.costs.problem, self._known(shape).costs
+        larger = [c for c in seen if c.graph.input_bytes >= problem.graph.input_bytes]
+        if shape.costs.micro_batches > 1 or not larger or larger[0].profile.source != "measured":
+            return recording
+        profile = transfer_costs(larger[0], problem.graph).profile
+        profile = replace(profile, resident_bytes=problem.profile.resident_bytes)
+        known = replace(shape.costs, problem=replace(problem, profile=profile))
+        return replace(recording, recorded=Recorded.MEASURED, costs=known)
 
     def end_recording(self, shape: Recording) -> Recording:
         """Returns the shape with what the recorder has seen of its steps."""
@@ -168,7 +178,7 @@ class Moves:
             with self._fit.progress("solving for the schedule"):
                 plan = self._first_plans.reused(
                     costs.problem, known, Phase.VERIFY
-                ) or self._planner.best(costs.problem, shape.batch_size, shape.schedule)
+                ) or self._first_plans.roomy(shape, costs, known, shape.schedule)
         except NOT_FOUND as error:
             self._fit.event(EventKind.KEPT, f"The plan that is running stays: {error}")
             raise

@@ -70,7 +70,7 @@ class ShapeFamily:
             and shape.costs.micro_batches == 1
             and shape.signature != signature
         )
-        return Known(plans=plans, costs=self._costs(signature))
+        return Known(plans=plans, costs=self._costs(signature), is_family=True)
 
     def _costs(self, signature: Signature) -> tuple[Problem, ...]:
         """Returns the costs that tell most: those that were measured, at the largest shape."""
@@ -101,6 +101,6 @@ def _kind_and_sizes(signature: Signature) -> tuple[tuple[object, ...], tuple[int
 
 
 def _first_phase(shape: PlannedShape) -> Phase:
-    """Returns the phase that another shape begins in under this one's order: an order made from
-    estimates is made again from what is recorded, by whichever shape is first."""
-    return Phase.VERIFY if shape.plan.profile_source == "measured" else Phase.WARM_UP
+    """Returns the phase that another shape begins in under this one's order: one that is made from
+    estimates until this one was recorded is to be made again, by whichever is first."""
+    return Phase.WARM_UP if shape.phase in (Phase.WARM_UP, Phase.RECORD) else Phase.VERIFY
