@@ -21,7 +21,7 @@ from keras_remat.backends.batches import batch_size_of
 from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
-from keras_remat.core.schedule import Usage
+from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.planning.fit_plans import StepPlanner, TunerOptions
 from keras_remat.planning.plan import Plan
 from keras_remat.training.baseline import Baseline
@@ -326,6 +326,12 @@ class StepTrainer:
         """How many pieces the reference shape's step trains its batch in."""
         shape = self._reference_shape
         return shape.costs.micro_batches if isinstance(shape, PlannedShape) else 1
+
+    @property
+    def schedules(self) -> dict[Signature, Schedule]:
+        """The order of every batch shape that is trained under a plan."""
+        shapes = self._shapes.items()
+        return {key: shape.schedule for key, shape in shapes if isinstance(shape, PlannedShape)}
 
     @property
     def settled_usage(self) -> Usage:
