@@ -95,6 +95,7 @@ class Fit:
     watch: Watch
     planning_s: list[float] = field(default_factory=list)  # per epoch
     orders: dict[int, Any] = field(default_factory=dict)  # length → what runs
+    events: list[Any] = field(default_factory=list)
 
 
 def fit(lengths: list[int], epochs: int, limit_bytes: int | None) -> Fit:
@@ -114,8 +115,10 @@ def fit(lengths: list[int], epochs: int, limit_bytes: int | None) -> Fit:
 
         callbacks = [remat, watch, keras.callbacks.LambdaCallback(on_epoch_end=look)]
     transformer().fit(data_of(lengths), epochs=epochs, verbose=0, callbacks=callbacks)
-    planning = [] if remat is None else [e.planning_time_s for e in remat.report.epochs]
-    return Fit(watch, planning, orders)
+    if remat is None:
+        return Fit(watch)
+    planning_s = [epoch.planning_time_s for epoch in remat.report.epochs]
+    return Fit(watch, planning_s, orders, remat.report.events)
 
 
 def compare(lengths: list[int], epochs: int, share: float) -> tuple[list[str], bool]:
