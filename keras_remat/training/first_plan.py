@@ -95,8 +95,12 @@ class FirstPlans:
         with self._fit.progress("tracing the train step"):
             if not known.is_family:
                 gc.collect()  # what an earlier fit left in reference cycles is not resident
-            _build_optimizer(self._fit.model)
-            traced = self._backend.trace(self._fit.model, batch, micro_batches)
+            model = self._fit.model
+            was_built = model.built
+            _build_optimizer(model)
+            traced = self._backend.trace(model, batch, micro_batches)
+            if not was_built:  # slots that tracing made share their zeros until they are written
+                self._backend.snapshot(model)()
         in_use = counted_bytes(self._backend.device)
         profile = self._backend.estimated_profile(traced, in_use)
         for costs in known.costs[:1] if micro_batches == 1 else ():

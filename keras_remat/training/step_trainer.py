@@ -182,6 +182,7 @@ class StepTrainer:
             except NOT_FOUND as error:
                 logger.debug("keras_remat: %s cannot be made: %s", move.name, error)
                 failure, facts = error, replace(facts, failed=facts.failed | {move})
+                shape = replace(shape, tries=shape.tries.without(move))
 
     def _facts(self, shape: ShapeState, outcome: Outcome) -> Facts:
         out_of_memory = isinstance(outcome, OutOfMemory)
