@@ -202,13 +202,17 @@ class PlanMismatchError(RematError):
     Attributes:
         plan_fingerprint: fingerprint in the plan.
         graph_fingerprint: fingerprint of the graph at hand.
+
+    Args:
+        plan_fingerprint, graph_fingerprint: see there.
+        difference: a sentence that says what differs, where that is known.
     """
 
-    def __init__(self, plan_fingerprint: str, graph_fingerprint: str):
+    def __init__(self, plan_fingerprint: str, graph_fingerprint: str, difference: str = ""):
         super().__init__(
             f"The plan was made for graph {plan_fingerprint[:12]}, but this train step is "
             f"{graph_fingerprint[:12]}: another model, batch shape, dtype or framework version. "
-            "Make a new plan with make_plan."
+            f"{difference or 'Make a new plan with make_plan.'}"
         )
         self.plan_fingerprint = plan_fingerprint
         self.graph_fingerprint = graph_fingerprint

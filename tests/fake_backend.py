@@ -68,6 +68,11 @@ def batch_of(first, size):
     return (np.arange(first, first + size), None)
 
 
+def texts_of(samples, length):
+    """Samples of so many numbered tokens: a step's values grow with both."""
+    return (np.arange(samples * length).reshape(samples, length), np.zeros(samples))
+
+
 class FakeOutOfMemoryError(Exception):
     """What the fake framework raises."""
 
@@ -196,7 +201,7 @@ class FakeBackend:
         return batch_of(0, size)
 
     def trace(self, model, batch, micro_batches=1):
-        size = len(batch[0])
+        size = np.size(batch[0])
         if micro_batches > 1 and not self.can_be_cut:
             raise UnsupportedModelError("a train_step of its own")
         self.traced.append(size if micro_batches == 1 else (size, micro_batches))
@@ -237,7 +242,7 @@ class FakeBackend:
         self.lowered.append(schedule)
 
         def run(batch):
-            assert len(batch[0]) == traced.handles["samples"], (
+            assert np.size(batch[0]) == traced.handles["samples"], (
                 "a lowered step runs batches of its own shape only"
             )
             return self._step(schedule, batch, problem)
@@ -246,14 +251,12 @@ class FakeBackend:
         return run
 
     def run_plain(self, batch):
-        return self._step(
-            "plain",
-            batch,
-            chain_problem(len(batch[0]), self._layers_at(len(batch[0])), **self.more),
-        )
+        size = np.size(batch[0])
+        problem = chain_problem(size, self._layers_at(size), **self.more)
+        return self._step("plain", batch, problem)
 
     def _step(self, what, batch, problem):
-        self.ran.append((what, np.asarray(batch[0]).tolist()))
+        self.ran.append((what, np.ravel(batch[0]).tolist()))
         self.calls += 1
         self._ran_problem = problem
         schedule = Schedule.store_all(problem.graph) if what == "plain" else what

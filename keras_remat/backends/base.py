@@ -53,6 +53,11 @@ class TracedStep:
         it need less."""
         return 0
 
+    @property
+    def plain_order(self) -> Schedule:
+        """The order that Keras's own step runs its ops in, as far as that is known."""
+        return Schedule.store_all(self.graph)
+
 
 class Caller(Enum):
     """Who calls an installed train function."""

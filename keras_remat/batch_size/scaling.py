@@ -1,13 +1,15 @@
-"""One train step at any batch size, from two traces.
+"""One train step at any batch size, sequence length and so on, from a trace or two more.
 
-A train step's graph is the same at every batch size; only the shapes change. Tracing it at two
-sizes gives every dimension as an affine function of the batch, exact for any size in between or
-beyond, without running anything. What an op costs is fitted to profiles measured at two sizes, or
-taken in proportion to its bytes where there is one (:mod:`keras_remat.batch_size.cost_fit`).
+A train step's graph is the same at every size of its batch; only the shapes change. One more trace
+for each of the sizes that vary (:class:`GraphScaling`) gives every dimension, exact for sizes in
+between or beyond, without running anything: a dimension is affine in each size, and a product where
+it follows several (batch x length rows of a matrix). What an op costs at another batch size is
+fitted to profiles measured at two sizes, or taken in proportion to its bytes where there is one
+(:mod:`keras_remat.batch_size.cost_fit`).
 
 Known limits: a framework that optimizes the graph may fold an op at some sizes and not at others;
-two sizes with the same ops are looked for, and a size that is really run is compared with its own
-trace (:mod:`keras_remat.batch_size.find`).
+sizes with the same ops are looked for, and a size that is really run is compared with its own
+trace (:mod:`keras_remat.batch_size.find`, :mod:`keras_remat.training.shape_family`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from keras_remat.backends.base import Backend, TracedStep
@@ -25,6 +28,128 @@ from keras_remat.core.graph import Graph, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.errors import UnsupportedModelError
+
+
+class GraphScaling:
+    """One train step's graph at any sizes of its batch.
+
+    Args:
+        graph: traced at ``sizes``.
+        sizes: of the batch, whichever may vary: its samples, or all dimensions of all its arrays.
+
+    Attributes:
+        is_exact: whether every trace was what the ones before it said.
+    """
+
+    def __init__(self, graph: Graph, sizes: tuple[int, ...]):
+        self._graph, self._sizes = graph, sizes
+        self._axes: list[_Axis] = []
+        self._granule_bytes = _granule_bytes(graph.values)
+        self.is_exact = True
+
+    def learn(self, graph: Graph, sizes: tuple[int, ...]) -> None:
+        """Takes in a trace at other sizes: of sizes that vary together, or a check of those before.
+
+        One with other ops, or in which two independent sizes vary for the first time, tells
+        nothing.
+        """
+        if not self._graph.has_ops_of(graph) or len(graph.values) != len(self._graph.values):
+            return
+        known = {index for axis in self._axes for index in axis.indices}
+        pairs = list(zip(self._sizes, sizes, strict=True))
+        indices = [i for i, (a, b) in enumerate(pairs) if a != b and i not in known]
+        if len({pairs[i] for i in indices}) > 1:
+            return
+        before = self.at(tuple(a if i in indices else b for i, (a, b) in enumerate(pairs)))
+        if before is None:
+            return
+        if indices:
+            size, other_size = pairs[indices[0]]
+            self._axes.append(_Axis(frozenset(indices), size, before, other_size, graph))
+            self._granule_bytes = _granule_bytes((*self._graph.values, *graph.values))
+        elif any(a.nbytes != b.nbytes for a, b in zip(before.values, graph.values, strict=True)):
+            self.is_exact = False
+
+    def at(self, sizes: tuple[int, ...]) -> Graph | None:
+        """Returns the graph at other sizes; ``None`` where nothing is known of one that varies."""
+        wanted, left = [], set(range(len(sizes)))
+        for axis in self._axes:
+            (size, *others) = {sizes[index] for index in axis.indices}
+            if others:
+                return None
+            left -= axis.indices
+            wanted.append((axis, size))
+        if not self.is_exact or any(sizes[index] != self._sizes[index] for index in left):
+            return None
+        values = tuple(self._value(value, wanted) for value in self._graph.values)
+        return Graph(self._graph.ops, values, self._graph.outputs)
+
+    def _value(self, value: Value, wanted: list[tuple[_Axis, int]]) -> Value:
+        traces = [
+            (axis.graph.values[value.id], axis.other.values[value.id], axis.share(size))
+            for axis, size in wanted
+        ]
+        traces = [(a, b, at) for a, b, at in traces if (a.nbytes, a.shape) != (b.nbytes, b.shape)]
+        if not traces:
+            return value
+        shapes = [
+            (a.shape, b.shape, at)
+            for a, b, at in traces
+            if a.shape and b.shape and len(a.shape) == len(b.shape)
+        ]
+        if value.shape is None or len(shapes) < len(traces):
+            nbytes = _scaled(value.nbytes, [(a.nbytes, b.nbytes, at) for a, b, at in traces])
+            return replace(value, nbytes=max(0, round(nbytes)))
+        shape = tuple(
+            math.floor(_scaled(one, [(a[d], b[d], at) for a, b, at in shapes]))
+            for d, one in enumerate(value.shape)
+        )
+        elements, traced, one = math.prod(shape), math.prod(value.shape), _element_bytes(value)
+        if one is not None and value.nbytes == self._rounded(traced * one):
+            return replace(value, shape=shape, nbytes=self._rounded(elements * one))
+        if not traced:
+            return replace(value, shape=shape)
+        return replace(
+            value, shape=shape, nbytes=self._rounded(-(-value.nbytes * elements // traced))
+        )
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._granule_bytes) * self._granule_bytes
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Holds two traces between which one size of the batch varies.
+
+    Args:
+        indices: which of the sizes it is; some are always the same.
+        size, graph: the one.
+        other_size, other: the other.
+    """
+
+    indices: frozenset[int]
+    size: int
+    graph: Graph
+    other_size: int
+    other: Graph
+
+    def share(self, size: int) -> Fraction:
+        """Returns where a size is, from 0 for the one trace to 1 for the other."""
+        return Fraction(size - self.size, self.other_size - self.size)
+
+
+def _scaled(number: int, traces: list[tuple[int, int, Fraction]]) -> Fraction:
+    """Returns a number that is affine in every size.
+
+    Args:
+        number: at the sizes that all begin with.
+        traces: what it is at both ends of an axis, and how far along that is asked for.
+    """
+    result = Fraction(number)
+    for a, b, share in traces:
+        along = a + (b - a) * share
+        result = result * along / a if a else result + along
+    return result
 
 
 class BatchScaling:
@@ -56,61 +181,24 @@ class BatchScaling:
         problem: Problem,
         measured: Mapping[int, Profile] | None = None,
     ):
-        if not small.has_ops_of(large) or len(small.values) != len(large.values):
+        self._graphs, self._problem = GraphScaling(small, (small_size,)), problem
+        self._graphs.learn(large, (large_size,))
+        if self._graphs.at((large_size,)) is None:
             raise UnsupportedModelError(
                 f"The train step has {len(small.ops)} ops at batch {small_size} and {len(large.ops)} at batch {large_size}, or other ones: "
                 "its memory at another batch cannot be told from these two."
             )
-        self._small, self._size, self._large, self._large_size, self._problem = (
-            small,
-            small_size,
-            large,
-            large_size,
-            problem,
-        )
-        self._granule_bytes = _granule_bytes((*small.values, *large.values))
         profiles = {small_size: problem.profile, **(measured or {})}
         measured_only = all(profile.source == "measured" for profile in profiles.values())
         self.fit = CostFit(profiles) if len(profiles) > 1 and measured_only else None
 
-    def _rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self._granule_bytes) * self._granule_bytes
-
-    def _value(self, value: Value, other: Value, size: int) -> Value:
-        if value.nbytes == other.nbytes and value.shape == other.shape:
-            return value
-        span = self._large_size - self._size
-        if value.shape is None or other.shape is None or len(value.shape) != len(other.shape):
-            return replace(
-                value,
-                nbytes=max(
-                    0,
-                    round(
-                        value.nbytes + (other.nbytes - value.nbytes) * (size - self._size) / span
-                    ),
-                ),
-            )
-        shape = tuple(
-            a + (b - a) * (size - self._size) // span
-            for a, b in zip(value.shape, other.shape, strict=True)
-        )
-        elements, traced, one = math.prod(shape), math.prod(value.shape), _element_bytes(value)
-        if one is not None and value.nbytes == self._rounded(traced * one):
-            nbytes = self._rounded(elements * one)
-        else:
-            nbytes = (
-                self._rounded(-(-value.nbytes * elements // traced)) if traced else value.nbytes
-            )
-        return replace(value, shape=shape, nbytes=nbytes)
-
     def at(self, size: int) -> Problem:
         """The problem at batch size ``size``: exact bytes, times and workspace fitted or in
         proportion."""
-        values = tuple(
-            self._value(a, b, size)
-            for a, b in zip(self._small.values, self._large.values, strict=True)
-        )
-        problem = transfer_costs(self._problem, Graph(self._small.ops, values, self._small.outputs))
+        graph = self._graphs.at((size,))
+        if graph is None:
+            raise LookupError(f"nothing is known of a batch of {size}")
+        problem = transfer_costs(self._problem, graph)
         if self.fit is None:
             return problem
         times, workspaces = self.fit.op_time_s(size), self.fit.op_workspace_bytes(size)

@@ -44,6 +44,8 @@ class EventKind(StrEnum):
     """Another backend takes over, is tried, or was compared."""
     SEARCH = "search"
     """The largest batch was searched."""
+    SHAPE = "shape"
+    """A batch of another shape came that no known order fits; it is planned for."""
     BATCH = "batch"
     """The effective batch size changed."""
     STEP_UP = "step-up"

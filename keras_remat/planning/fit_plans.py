@@ -18,7 +18,8 @@ from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.core.validate import check_rules
+from keras_remat.errors import InfeasibleBudgetError, InvalidScheduleError, ScheduleNotFoundError
 from keras_remat.planning.make_plan import (
     closest_plan,
     describe_limit_error,
@@ -89,34 +90,52 @@ class StepPlanner:
             self._backend.memory.peak_bytes(problem, schedule),
         )
 
-    def quick(self, problem: Problem, batch_size: int) -> Plan:
+    def quick(self, problem: Problem, batch_size: int, budget_bytes: int | None = None) -> Plan:
         """A plan to train under while profiling: a quick one, or, where none is found quickly, one
         by the chosen solver in half of its time or all.
+
+        Args:
+            problem, batch_size, budget_bytes: as in :meth:`best`.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
         if not self._backend.measures_op_times:  # it is the last one, too
-            return self.best(problem, batch_size)
+            return self.best(problem, batch_size, budget_bytes=budget_bytes)
         limit_s = self._options.solver_time_limit_s
         for solver, time_limit_s in (
             ("greedy_first", min(_QUICK_SOLVE_S, limit_s)),
             (self._options.solver, limit_s / 2),
         ):
             try:
-                return self._solve(problem, batch_size, solver, time_limit_s)
+                return self._solve(
+                    problem, batch_size, solver, time_limit_s, budget_bytes=budget_bytes
+                )
             except ScheduleNotFoundError as error:
                 logger.debug("keras_remat: %s", error)
-        return self.best(problem, batch_size)
+        return self.best(problem, batch_size, budget_bytes=budget_bytes)
 
-    def best(self, problem: Problem, batch_size: int, known: Schedule | None = None) -> Plan:
+    def best(
+        self,
+        problem: Problem,
+        batch_size: int,
+        known: Schedule | None = None,
+        budget_bytes: int | None = None,
+    ) -> Plan:
         """Returns the chosen solver's plan, or the ``known`` order's where it is as fast.
+
+        Args:
+            problem: graph and profile.
+            batch_size: for the error's advice.
+            known: a legal order that may do.
+            budget_bytes: what may be used, where that is less than all.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
         options = self._options
-        return self._solve(problem, batch_size, options.solver, options.solver_time_limit_s, known)
+        limit_s = options.solver_time_limit_s
+        return self._solve(problem, batch_size, options.solver, limit_s, known, budget_bytes)
 
     def nearest(self, problem: Problem, batch_size: int, needed_bytes: int) -> Plan:
         """Returns a plan within the limit, or, where there is none, the closest one over it.
@@ -155,11 +174,12 @@ class StepPlanner:
         solver: str,
         time_limit_s: float,
         known: Schedule | None = None,
+        budget_bytes: int | None = None,
     ) -> Plan:
         try:
             return plan_problem(
                 problem,
-                self.usable_bytes,
+                self.usable_bytes if budget_bytes is None else budget_bytes,
                 self._backend,
                 solver=solver,
                 time_limit_s=time_limit_s,
@@ -182,11 +202,21 @@ class StepPlanner:
             ) from error
 
     def reused(self, problem: Problem, plan: Plan, graph: Graph) -> Plan | None:
-        """The order of ``plan``, made for ``graph``, at another batch size of the same step;
-        ``None`` where that does not fit or is not legal."""
-        if not graph.has_ops_of(problem.graph):
-            return None
+        """The order of ``plan``, made for ``graph``, at another shape of the same step; ``None``
+        where that does not fit or is not legal.
+
+        Constants that are equal at one shape alone are one there, so the ops have to be the same,
+        and not what they read.
+        """
         memory, order = self._backend.memory, plan.solution.schedule
+        if [(op.name, op.kind) for op in graph.ops] != [
+            (op.name, op.kind) for op in problem.graph.ops
+        ]:
+            return None
+        try:
+            check_rules(problem, order)
+        except InvalidScheduleError:
+            return None
         reused = reused_plan(problem, order, self.usable_bytes, memory)
         if reused is None:
             return None

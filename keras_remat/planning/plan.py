@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -108,7 +109,9 @@ class Plan:
             InvalidScheduleError: its order is not legal there.
         """
         if self.fingerprint != problem.graph.fingerprint:
-            raise PlanMismatchError(self.fingerprint, problem.graph.fingerprint)
+            known = None if self.problem is None else self.problem.graph
+            difference = "" if known is None else _input_difference(known, problem.graph)
+            raise PlanMismatchError(self.fingerprint, problem.graph.fingerprint, difference)
         check_rules(problem, self.solution.schedule)
 
     def __str__(self) -> str:
@@ -284,6 +287,21 @@ def plan_from_dict(document: object, *, source: str | None = None) -> Plan:
         raise
     except (ValueError, OverflowError) as error:  # OverflowError: an int too large for a float
         raise InvalidProblemError(f"malformed plan: {error}", source=source) from error
+
+
+def _input_difference(planned: Graph, step: Graph) -> str:
+    """Returns a sentence on the step inputs (weights, slots, the batch) that are not the same."""
+    ours, theirs = (
+        Counter(f"{v.dtype} {v.shape}" for v in graph.values if v.producer is None)
+        for graph in (planned, step)
+    )
+    if ours == theirs:
+        return ""
+    lacks, has = ", ".join(ours - theirs) or "nothing", ", ".join(theirs - ours) or "nothing"
+    return (
+        f"The plan's step reads {lacks} where this one reads {has}: give make_plan a batch of the "
+        "shapes and dtypes that fit trains."
+    )
 
 
 def _usage(fields: Fields, key: str) -> Usage:

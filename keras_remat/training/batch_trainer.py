@@ -22,7 +22,7 @@ from typing import Any
 
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.batch_size.climb import SizeClimb
-from keras_remat.batch_size.found import BatchSearch
+from keras_remat.batch_size.found import BatchSearch, is_allowed
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import faster_size, largest_wanted
@@ -319,6 +319,12 @@ class BatchTrainer:
             self._compare(size)
         elif plan is not None and size > self._climb.trained:
             self._climb.note(size, plan, peak or 0, fits=True)
+            if plan.problem is not None and not is_allowed(plan.problem, plan, "forward"):
+                self._steps.fit.event(
+                    EventKind.REMARK,
+                    f"By what was measured a batch of {size} recomputes {plan.overhead:.1%}, more "
+                    "than the forward pass that the search allowed.",
+                )
             self._go_on(
                 f"By the {format_bytes(peak or 0)} that a batch of {size} measured, more fits."
             )

@@ -1,21 +1,24 @@
 """Traces batch shapes, and finds the plan that the first step of one runs under.
 
 The first plan is the first of a list that there is: one that was given, one that was cached, the
-one of the search for a larger batch, the order of a larger batch, a quick one from estimated op
-times, one that trains the batch in micro-batches, and, last, one that misses the limit by a little.
+one of the search for a larger batch, the order of another shape, one that is solved for, one that
+trains the batch in micro-batches, and, last, one that misses the limit by a little.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 from keras_remat.backends.base import Backend
+from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.events import EventKind
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
 from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
@@ -37,6 +40,9 @@ NOT_FOUND = (InfeasibleBudgetError, ScheduleNotFoundError)
 
 #: A limit that is missed by up to this share of it is no reason to end training.
 LITTLE_OVER_SHARE = 0.05
+#: How much larger than a batch is what its plan is made for, as a ratio of activation bytes; to the
+#: power of how many plans there are for shorter ones.
+_ROOM = 1.1
 #: Kinds of TensorFlow's ops whose random state is in their kernel: built anew, they begin anew.
 _STATEFUL_RANDOM = frozenset(
     {
@@ -52,13 +58,15 @@ class Known:
     """What is known before a shape is planned.
 
     Args:
-        plans: plans for other batch sizes of the same step, the likeliest first; each with the
-            graph it was made for and the phase that it begins in.
-        costs: costs at its size, or at a larger one; empty where nothing is known.
+        plans: plans for other shapes of the same step; each with the graph it was made for and the
+            phase that it begins in.
+        costs: the step's costs at some shape; empty where nothing is known.
+        is_family: whether the plans are of shapes that came before, and more may come.
     """
 
     plans: tuple[tuple[Plan, Graph, Phase], ...] = ()
     costs: tuple[Problem, ...] = ()
+    is_family: bool = False
 
 
 class FirstPlans:
@@ -73,6 +81,8 @@ class FirstPlans:
 
     def __init__(self, fit: FitState, backend: Backend, planner: StepPlanner, given: Plan | None):
         self._fit, self._backend, self._planner, self._given = fit, backend, planner, given
+        # of the largest plain step that was measured: bytes as predicted, and by how much it was off
+        self._plain_seen = (0, 1.0)
 
     # ---------------------------------------------------------------- costs
 
@@ -83,26 +93,41 @@ class FirstPlans:
             UnsupportedModelError: the step cannot be carried, or not be split.
         """
         with self._fit.progress("tracing the train step"):
-            gc.collect()  # what an earlier fit left in reference cycles is not resident
-            _build_optimizer(self._fit.model)
-            traced = self._backend.trace(self._fit.model, batch, micro_batches)
+            if not known.is_family:
+                gc.collect()  # what an earlier fit left in reference cycles is not resident
+            model = self._fit.model
+            was_built = model.built
+            _build_optimizer(model)
+            traced = self._backend.trace(model, batch, micro_batches)
+            if not was_built:  # slots that tracing made share their zeros until they are written
+                self._backend.snapshot(model)()
         in_use = counted_bytes(self._backend.device)
         profile = self._backend.estimated_profile(traced, in_use)
-        for costs in known.costs if micro_batches == 1 else ():
-            if costs.graph.has_ops_of(traced.graph):
-                profile = replace(
-                    profile,
-                    op_time_s=costs.profile.op_time_s,
-                    op_workspace_bytes=costs.profile.op_workspace_bytes,
-                )
-                break
+        for costs in known.costs[:1] if micro_batches == 1 else ():
+            seen = transfer_costs(costs, traced.graph).profile
+            profile = replace(
+                profile, op_time_s=seen.op_time_s, op_workspace_bytes=seen.op_workspace_bytes
+            )
         problem = Problem(traced.graph, profile, name=self._fit.model.name)
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
 
     def plain_peak_bytes(self, costs: Costs) -> int:
         """Returns what Keras's own step is predicted to need."""
-        peak = self._backend.memory.peak_bytes(costs.problem, costs.store_all)
+        resident = costs.problem.profile.resident_bytes
+        surplus, seen = self._plain_bytes(costs) - resident, self._plain_seen[1]
+        return resident + round(surplus * seen)
+
+    def _plain_bytes(self, costs: Costs) -> int:
+        peak = self._backend.memory.peak_bytes(costs.problem, costs.traced.plain_order)
         return peak + costs.traced.plain_surplus_bytes
+
+    def observe_plain(self, costs: Costs, measured_bytes: int) -> None:
+        """Learns how much more than predicted Keras's own step takes, from the largest that ran: it
+        runs its ops in no order, several at once."""
+        resident = costs.problem.profile.resident_bytes
+        predicted, measured = self._plain_bytes(costs) - resident, measured_bytes - resident
+        if predicted > 0 and predicted >= self._plain_seen[0]:
+            self._plain_seen = predicted, max(1.0, measured / predicted)
 
     # ---------------------------------------------------------------- plans
 
@@ -131,13 +156,12 @@ class FirstPlans:
                 EventKind.CACHE, f"A plan for this graph and limit was cached. {cached}"
             )
             return cached, costs, Phase.VERIFY
-        for other, graph, phase in known.plans:
-            reused = self._planner.reused(costs.problem, other, graph)
+        for phase in (Phase.VERIFY, Phase.WARM_UP):
+            reused = self.reused(costs.problem, known, phase)
             if reused is not None:
                 return reused, costs, phase
         try:
-            with self._fit.progress("first plan, from estimated op times"):
-                return self._planner.quick(costs.problem, shape.batch_size), costs, Phase.WARM_UP
+            return self._solved(shape, costs, known)
         except NOT_FOUND as error:
             failure = error
         try:
@@ -145,6 +169,77 @@ class FirstPlans:
         except ScheduleNotFoundError as error:
             plan = self._a_little_over(shape, costs, error)
         return plan, costs, Phase.WARM_UP
+
+    def reused(
+        self, problem: Problem, known: Known, phase: Phase, tried: Collection[Schedule] = ()
+    ) -> Plan | None:
+        """Returns the fastest plan by a known order that fits; ``None`` where none does.
+
+        Args:
+            problem: the step that it is for.
+            known: the orders.
+            phase: that they have to begin in.
+            tried: orders that are known not to do.
+        """
+        orders = {
+            plan.solution.schedule: (plan, graph)
+            for plan, graph, begins in known.plans
+            if begins is phase and plan.solution.schedule not in tried
+        }
+        found = [self._planner.reused(problem, plan, graph) for plan, graph in orders.values()]
+        fitting = [plan for plan in found if plan is not None]
+        return min(fitting, key=lambda plan: plan.predicted.time_s, default=None)
+
+    def _solved(self, shape: ShapeState, costs: Costs, known: Known) -> tuple[Plan, Costs, Phase]:
+        """Returns a plan that is solved for: quickly, until the step's ops are measured, or for
+        good where they were at another shape."""
+        is_final = any(phase is Phase.VERIFY for _, _, phase in known.plans)
+        if known.is_family and known.plans:
+            arrays = ", ".join(str(leaf[0]) for leaf in shape.signature if leaf is not None)
+            message = f"No known order fits a batch of {arrays}: it is planned for."
+            self._fit.event(EventKind.SHAPE, message)
+        text = "solving for the schedule" if is_final else "first plan, from estimated op times"
+        with self._fit.progress(text):
+            plan = self.roomy(shape, costs, known, None, is_final=is_final)
+        return plan, costs, Phase.VERIFY if is_final else Phase.WARM_UP
+
+    def roomy(
+        self,
+        shape: ShapeState,
+        costs: Costs,
+        known: Known,
+        running: Schedule | None,
+        *,
+        is_final: bool = True,
+    ) -> Plan:
+        """Returns a plan that leaves room for longer batches, the more the more came; or, where
+        there is none, one that does not.
+
+        Args:
+            shape, costs, known: what it is for.
+            running: the order that runs now, which may do.
+            is_final: whether it is made in earnest, or quickly.
+        """
+        problem, size = costs.problem, shape.batch_size
+        orders = {
+            plan.solution.schedule
+            for plan, _, phase in known.plans
+            if known.is_family and (phase is Phase.VERIFY or not is_final)
+        }
+        resident, usable = problem.profile.resident_bytes, self._planner.usable_bytes
+        budget = resident + int((usable - resident) / _ROOM ** len(orders))
+
+        def make(budget_bytes: int) -> Plan:
+            if is_final:
+                return self._planner.best(problem, size, running, budget_bytes)
+            return self._planner.quick(problem, size, budget_bytes)
+
+        try:
+            return make(budget)
+        except NOT_FOUND:
+            if budget == usable:
+                raise
+            return make(usable)
 
     def _cached(self, problem: Problem) -> Plan | None:
         try:

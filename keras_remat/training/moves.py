@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from keras_remat.backends.base import Backend
+from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Usage
 from keras_remat.errors import ScheduleNotFoundError
@@ -109,7 +110,16 @@ class Moves:
         return self._first_plans.lowered(shape, costs, plan, phase)
 
     def _start_recorder(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
-        return shape.recording(self._backend.recorder(), phase)
+        """Records the next steps, unless the same ops were measured at a larger shape."""
+        recording = shape.recording(self._backend.recorder(), phase)
+        problem, seen = shape.costs.problem, self._known(shape).costs
+        larger = [c for c in seen if c.graph.input_bytes >= problem.graph.input_bytes]
+        if shape.costs.micro_batches > 1 or not larger or larger[0].profile.source != "measured":
+            return recording
+        profile = transfer_costs(larger[0], problem.graph).profile
+        profile = replace(profile, resident_bytes=problem.profile.resident_bytes)
+        known = replace(shape.costs, problem=replace(problem, profile=profile))
+        return replace(recording, recorded=Recorded.MEASURED, costs=known)
 
     def end_recording(self, shape: Recording) -> Recording:
         """Returns the shape with what the recorder has seen of its steps."""
@@ -159,11 +169,16 @@ class Moves:
         return shape.plainly(self._fit.run_plain, shape.costs, phase)
 
     def _replan(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
-        """Plans again from the measured profile, or keeps the plan where it is as good."""
-        costs = shape.costs
+        """Plans again from the measured profile, or keeps the plan where it is as good.
+
+        An order that was made so for another shape will do, where it fits.
+        """
+        costs, known = shape.costs, self._known(shape)
         try:
             with self._fit.progress("solving for the schedule"):
-                plan = self._planner.best(costs.problem, shape.batch_size, shape.schedule)
+                plan = self._first_plans.reused(
+                    costs.problem, known, Phase.VERIFY
+                ) or self._first_plans.roomy(shape, costs, known, shape.schedule)
         except NOT_FOUND as error:
             self._fit.event(EventKind.KEPT, f"The plan that is running stays: {error}")
             raise
@@ -187,10 +202,13 @@ class Moves:
         costs = shape.costs
         self._observe(shape)
         needed = self._planner.predict(costs.problem, shape.schedule).peak_bytes
-        with self._fit.progress("solving for the schedule"):
-            plan = self._planner.nearest(costs.problem, shape.batch_size, needed)
         tried = shape.over_limit()
-        if any(plan.solution.schedule == other.schedule for other in tried):
+        orders, known = {other.schedule for other in tried}, self._known(shape)
+        with self._fit.progress("solving for the schedule"):
+            plan = self._first_plans.reused(
+                costs.problem, known, Phase.VERIFY, orders
+            ) or self._planner.nearest(costs.problem, shape.batch_size, needed)
+        if plan.solution.schedule in orders:
             floor = costs.problem.floor_bytes
             raise ScheduleNotFoundError(
                 self._planner.usable_bytes, floor, peak, solver=self._solver

@@ -230,6 +230,11 @@ class Tries:
         """Whether there is a number of micro-batches that was not tried."""
         return self.splits < len(MICRO_BATCHES)
 
+    def without(self, move: Move) -> Tries:
+        """Returns the counts after a move that could not be made: a plan that could not be made
+        again for what was too much cannot the next time."""
+        return replace(self, tightenings=MAX_TIGHTENINGS) if move is Move.TIGHTEN else self
+
     def after(self, move: Move) -> Tries:
         """Returns the counts after a move, made or found impossible."""
         if move is Move.TIGHTEN:

@@ -21,7 +21,7 @@ from keras_remat.backends.batches import batch_size_of
 from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
-from keras_remat.core.schedule import Usage
+from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.errors import UnsupportedBatchError
 from keras_remat.planning.fit_plans import StepPlanner, TunerOptions
 from keras_remat.planning.plan import Plan
@@ -30,6 +30,7 @@ from keras_remat.training.first_plan import NOT_FOUND, FirstPlans, Known
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.moves import Moves
 from keras_remat.training.phases import Facts, Move, Phase, Recorded, Tries, decide
+from keras_remat.training.shape_family import ShapeFamily
 from keras_remat.training.shape_state import (
     PlainShape,
     PlannedShape,
@@ -80,6 +81,7 @@ class StepTrainer:
         self._baseline = Baseline(fit.report, options.profile_steps, self._plain_peak_bytes)
         self._shapes: dict[Signature, ShapeState] = {}
         self._reference: Signature | None = None  # of the shape that training is about
+        self._family = ShapeFamily(self._shapes)
         self._expected = Known()
         self.plan: Plan | None = None
 
@@ -102,6 +104,11 @@ class StepTrainer:
             with self._fit.planning():
                 self._set(self._prepare(batch, may_split))
         self._reference = self._reference or key
+        if (
+            is_within(self._reference, key)
+            and batch_size_of(batch) == self._shapes[self._reference].batch_size
+        ):
+            self._reference = key  # the longest batch is what training is about
         self._set(self._shapes[self._reference])
         for shape in list(self._shapes.values()):
             if shape.signature != key and isinstance(shape, Recording) and shape.started:
@@ -111,6 +118,8 @@ class StepTrainer:
             before = self._shapes[key]
             self._set(self._follow(before, outcome))
             self._baseline.follow(before, self._shapes[key], self._reference)
+            if isinstance(before, PlainShape) and before.peak_bytes:
+                self._first_plans.observe_plain(before.costs, before.peak_bytes)
             if isinstance(outcome, Trained):
                 return outcome.result
 
@@ -174,6 +183,7 @@ class StepTrainer:
             except NOT_FOUND as error:
                 logger.debug("keras_remat: %s cannot be made: %s", move.name, error)
                 failure, facts = error, replace(facts, failed=facts.failed | {move})
+                shape = replace(shape, tries=shape.tries.without(move))
 
     def _facts(self, shape: ShapeState, outcome: Outcome) -> Facts:
         out_of_memory = isinstance(outcome, OutOfMemory)
@@ -223,10 +233,10 @@ class StepTrainer:
             tries=Tries(plain_ruled_out=not self._plain_may_run),
             recorded=Recorded.NONE if self.backend.measures_op_times else Recorded.BLIND,
         )
-        if self._plain_may_run and self._is_within_plain(shape.signature):
+        pieces = min(size, self._options.micro_batches)
+        if self._plain_may_run and pieces == 1 and self._plain_is_known_to_fit(shape.signature):
             return shape
         known = self._known(shape)
-        pieces = min(size, self._options.micro_batches)
         try:
             costs = self._first_plans.trace(batch, known, pieces)
         except UnsupportedBatchError as error:
@@ -234,6 +244,7 @@ class StepTrainer:
             return replace(
                 shape, tries=Tries(plain_ruled_out=True)
             )  # nothing can be planned for it
+        self._family.learn(shape.signature, costs)
         # the limit is what is left now: on the host, tracing has taken from the same memory
         self._moves.set_limit(self.limit_bytes)
         given = self._first_plans.given(costs)
@@ -252,31 +263,18 @@ class StepTrainer:
         plan, costs, phase = self._first_plans.find(shape, costs, batch, known)
         return self._first_plans.lowered(shape, costs, plan, phase)
 
-    def _is_within_plain(self, signature: Signature) -> bool:
-        """Returns whether a batch is nowhere larger than the reference shape's, whose plain step
-        fits."""
+    def _plain_is_known_to_fit(self, signature: Signature) -> bool:
+        """Returns whether Keras's own step fits by what other shapes tell, without a trace."""
         if self._reference is None:
             return False
-        reference = self._shapes[self._reference]
-        fits = isinstance(reference, PlainShape) and not reference.tries.plain_ruled_out
-        return fits and is_within(signature, self._reference)
+        if self._family.is_within_plain(signature):
+            return True
+        costs = self._family.costs_at(signature)
+        return costs is not None and self._first_plans.plain_peak_bytes(costs) <= self.usable_bytes
 
     def _known(self, shape: ShapeState) -> Known:
-        """Returns what is known of a shape that is not traced yet; the costs of a larger batch are
-        as much as it can take."""
-        if self._reference is None:
-            return self._expected
-        reference = self._shapes[self._reference]
-        if not isinstance(reference, (PlainShape, PlannedShape)):
-            return Known()
-        problem = reference.costs.problem
-        larger = shape.batch_size <= reference.batch_size and reference.costs.micro_batches == 1
-        plans = (
-            ((reference.plan, problem.graph, Phase.VERIFY),)
-            if isinstance(reference, PlannedShape)
-            else ()
-        )
-        return Known(plans=plans, costs=(problem,) if larger else ())
+        """Returns what is known of a shape that is not traced yet."""
+        return self._expected if self._reference is None else self._family.known(shape.signature)
 
     def _set(self, shape: ShapeState) -> None:
         self._shapes[shape.signature] = shape
@@ -336,6 +334,12 @@ class StepTrainer:
         """How many pieces the reference shape's step trains its batch in."""
         shape = self._reference_shape
         return shape.costs.micro_batches if isinstance(shape, PlannedShape) else 1
+
+    @property
+    def schedules(self) -> dict[Signature, Schedule]:
+        """The order of every batch shape that is trained under a plan."""
+        shapes = self._shapes.items()
+        return {key: shape.schedule for key, shape in shapes if isinstance(shape, PlannedShape)}
 
     @property
     def settled_usage(self) -> Usage:

@@ -6,7 +6,7 @@ import pytest
 from fake_backend import RESIDENT_BYTES, FakeBackend, batch_of, chain_graph, chain_problem
 
 from keras_remat.backends.base import TracedStep
-from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
+from keras_remat.batch_size.scaling import BatchScaling, GraphScaling, batch_scaling
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -154,3 +154,44 @@ def test_traced_at_two_sizes_tells_the_graph_traced_at_a_third(models, name):
         assert [v.nbytes for v in predicted.values] == [v.nbytes for v in graphs[size].values]
         assert [v.shape for v in predicted.values] == [v.shape for v in graphs[size].values]
         assert predicted.fingerprint == graphs[size].fingerprint
+
+
+# ------------------------------------------------------------------ several sizes
+
+
+def texts(batch, length):
+    """Rows of a batch of texts, its attention scores, and one row less than a text is long."""
+    values = (
+        Value(0, "w", 400, (10, 10), "float32"),
+        Value(1, "rows", 4 * batch * length * 10, (batch * length, 10), "float32", 0),
+        Value(2, "scores", 4 * batch * length**2, (batch, length, length), "float32", 1),
+        Value(3, "shifted", 8 * batch * (length - 1), (batch, length - 1), "int64", 1),
+    )
+    return Graph((Op(0, "a", "a", (0,), (1,)), Op(1, "b", "b", (1,), (2, 3))), values, (2, 3))
+
+
+def test_three_traces_tell_every_batch_and_length():
+    scaling = GraphScaling(texts(16, 512), (16, 512, 16))
+    assert scaling.at((16, 512, 16)) == texts(16, 512)
+    assert scaling.at((16, 100, 16)) is None
+    scaling.learn(texts(16, 384), (16, 384, 16))
+    assert scaling.at((16, 100, 16)) == texts(16, 100)
+    assert scaling.at((7, 100, 7)) is None
+    scaling.learn(texts(7, 300), (7, 300, 7))
+    for batch, length in ((16, 32), (1, 512), (7, 299), (40, 1000)):
+        assert scaling.at((batch, length, batch)) == texts(batch, length)
+    assert scaling.at((7, 299, 6)) is None
+
+
+def test_a_trace_in_which_two_sizes_vary_first_tells_nothing():
+    scaling = GraphScaling(texts(16, 512), (16, 512, 16))
+    scaling.learn(texts(8, 256), (8, 256, 8))
+    assert scaling.at((8, 256, 8)) is None
+
+
+def test_a_trace_that_is_not_what_was_said_ends_it():
+    scaling = GraphScaling(texts(16, 512), (16, 512))
+    scaling.learn(texts(16, 384), (16, 384))
+    scaling.learn(texts(16, 200), (16, 201))
+    assert not scaling.is_exact
+    assert scaling.at((16, 300)) is None

@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 from fake_backend import FakeBackend, chain_problem, store_all_peak
 
+from keras_remat.core.graph import Graph, Op, Value
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import (
@@ -154,6 +157,18 @@ def test_plan_fits_its_own_graph_only():
         plan.check(chain_problem(SIZE + 1))
     assert caught.value.plan_fingerprint == PROBLEM.graph.fingerprint
     assert caught.value.graph_fingerprint == chain_problem(SIZE + 1).graph.fingerprint
+
+
+def test_a_plan_for_other_dtypes_says_what_differs():
+    def labelled(dtype):
+        label = Value(0, "y", 64, (16,), dtype)
+        loss = Op(0, "loss", "Loss", (0,), (1,))
+        graph = Graph((loss,), (label, Value(1, "l", 4, (), None, 0)), (1,))
+        return Problem(graph, Profile((1.0,), (0,), 100))
+
+    plan = replace(quick(), fingerprint="other", problem=labelled("int32"))
+    with pytest.raises(PlanMismatchError, match=r"reads int32 \(16,\) where .* int64 \(16,\)"):
+        plan.check(labelled("int64"))
 
 
 def test_order_that_is_not_legal_is_refused_under_the_right_fingerprint():

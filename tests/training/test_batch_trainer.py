@@ -440,6 +440,19 @@ def test_measured_peak_that_leaves_room_is_stepped_up_to():
     )
 
 
+def test_a_plan_that_recomputes_more_than_the_search_allowed_is_an_event(monkeypatch):
+    """Measured op times change what an order costs; the steps are kept all the same."""
+    for allowed in (True, False):
+        monkeypatch.setattr(
+            "keras_remat.training.batch_trainer.is_allowed", lambda *_, allowed=allowed: allowed
+        )
+        trainer, report, _ = on_tuner(FakeBackend(), "max", store_all_peak(4 * LOADER))
+        epoch(trainer, batches=200)
+        told = [event.message for event in report.events if event.kind == "remark"]
+        assert allowed == (not told)
+        assert all("forward pass" in message for message in told)
+
+
 def test_step_up_that_measures_over_the_limit_goes_back_to_the_size_before_and_stays():
     limit = store_all_peak(4 * LOADER)
     found = []

@@ -29,11 +29,48 @@ def functional():
     return model
 
 
-def test_slots_are_in_the_first_prediction():
+class Unbuilt(keras.Model):
+    """Is built in the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = dense()
+
+    def call(self, x):
+        return self.layer(x)
+
+
+class OwnOptimizer(Unbuilt):
+    """Builds the slots of an optimizer of its own in the first step."""
+
+    def compile(self, *arguments):
+        super().compile(*arguments)
+        self.own = keras.optimizers.Adam()
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        self.own.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def unbuilt(kind):
+    model = kind()
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [functional, lambda: unbuilt(Unbuilt), lambda: unbuilt(OwnOptimizer)],
+    ids=["functional", "unbuilt", "own optimizer"],
+)
+def test_slots_are_in_the_first_prediction(make):
     gc.collect()
     device = tensorflow_backend.backend().device
     before = device.in_use_bytes()
-    model, data = functional(), np.zeros((8, WIDTH), "float32")
+    model, data = make(), np.zeros((8, WIDTH), "float32")
     remat = keras_remat.RematAutotune("8GiB", "keep", verbose=0)
     model.fit(data, data, batch_size=8, verbose=0, callbacks=[remat])
     if device.has_statistics:

@@ -177,6 +177,23 @@ def test_final_step_that_comes_to_take_more_than_the_limit_is_planned_again():
     assert trainer.plan.measured.peak_bytes <= TIGHT
 
 
+def test_a_final_step_that_cannot_be_tightened_is_tried_once(monkeypatch):
+    """The solver has nothing that needs less: asking it again would change nothing."""
+    backend = FakeBackend()
+    trainer, _ = trainer_on(backend, options())
+    train(trainer, 25)
+    assert trainer.settled
+    running, asked = trainer.plan, []
+    monkeypatch.setattr(
+        trainer._planner, "nearest", lambda problem, *_: asked.append(problem) or running
+    )
+    backend.surplus_bytes = lambda what, size: TIGHT
+    train(trainer, 10)
+    assert len(asked) == 1
+    assert trainer.settled
+    assert backend.ran[-1][0] == running.solution.schedule
+
+
 def test_tightening_ends_and_the_plan_that_measured_least_stays():
     """The device takes the more above the limit the more is recomputed."""
     backend = FakeBackend()

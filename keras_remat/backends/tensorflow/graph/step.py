@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from graphlib import TopologicalSorter
 from typing import Any
 
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.core.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,33 @@ class TensorFlowStep(TracedStep):
         return max(
             (2 * spec.shape.num_elements() * spec.dtype.size for spec in variables), default=0
         )
+
+    @cached_property
+    def plain_order(self) -> Schedule:
+        """The order of TensorFlow's executor, which runs an op as soon as all that it waits for has
+        run: what of the backward phase needs no gradient runs while the forward phase does, and is
+        held until the gradient comes.
+
+        It waits for control edges, too. Those that the gradients of some ops have, so that this
+        does not happen, are no ``after`` of our ops, because they would forbid orders.
+        """
+        waits = {
+            name: [before for i in node.input if (before := split_input(i)[0]) in self.nodes]
+            for name, node in self.nodes.items()
+        }
+        for op in self.graph.ops:
+            waits[op.name] += [self.graph.ops[before].name for before in op.after]
+        sorter = TopologicalSorter(waits)
+        sorter.prepare()
+        order: dict[int, None] = {}
+        ready = deque(sorter.get_ready())
+        while ready:
+            name = ready.popleft()
+            if name in self.op_id:
+                order.setdefault(self.op_id[name])
+            sorter.done(name)
+            ready.extend(sorter.get_ready())
+        return Schedule(tuple(order))
 
     @cached_property
     def op_id(self) -> dict[str, int]:

@@ -1,0 +1,106 @@
+"""What the batch shapes seen so far tell of another one: sequence lengths, and an epoch's last batch.
+
+One model's train step is the same at every shape. So its bytes at a shape that was never traced are
+known from a few that were (:class:`~keras_remat.batch_size.scaling.GraphScaling`), an order found
+for one shape runs at others, and costs that were measured at one tell those of all. Where Keras's
+own step fits by that, nothing is traced, and where a known order fits, nothing is solved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from keras_remat.backends.base import TracedStep
+from keras_remat.batch_size.cost_fit import transfer_costs
+from keras_remat.batch_size.scaling import GraphScaling
+from keras_remat.core.problem import Problem
+from keras_remat.training.first_plan import Known
+from keras_remat.training.phases import Phase
+from keras_remat.training.shape_state import (
+    Costs,
+    PlainShape,
+    PlannedShape,
+    ShapeState,
+    Signature,
+    is_within,
+)
+
+
+class ShapeFamily:
+    """The shapes of one ``fit`` and backend.
+
+    Args:
+        shapes: those seen so far; the driver adds to them.
+    """
+
+    def __init__(self, shapes: Mapping[Signature, ShapeState]):
+        self._shapes = shapes
+        # by ranks and dtypes, with the step whose ops they are
+        self._scalings: dict[tuple[object, ...], tuple[GraphScaling, TracedStep]] = {}
+
+    def learn(self, signature: Signature, costs: Costs) -> None:
+        """Takes in the trace of a shape."""
+        if costs.micro_batches > 1:
+            return
+        kind, sizes = _kind_and_sizes(signature)
+        graph = costs.problem.graph
+        if kind not in self._scalings:
+            self._scalings[kind] = GraphScaling(graph, sizes), costs.traced
+        else:
+            self._scalings[kind][0].learn(graph, sizes)
+
+    def costs_at(self, signature: Signature) -> Costs | None:
+        """Returns what the step of a shape costs that was not traced; ``None`` where that is not
+        known. The traced step beside it is another shape's."""
+        kind, sizes = _kind_and_sizes(signature)
+        if kind not in self._scalings:
+            return None
+        scaling, traced = self._scalings[kind]
+        graph, seen = scaling.at(sizes), self._costs(signature)
+        if graph is None or not seen:
+            return None
+        return Costs(traced=traced, problem=transfer_costs(seen[0], graph))
+
+    def known(self, signature: Signature) -> Known:
+        """Returns the orders that run at other shapes, and what was seen to cost what there."""
+        plans = tuple(
+            (shape.plan, shape.costs.problem.graph, _first_phase(shape))
+            for shape in self._shapes.values()
+            if isinstance(shape, PlannedShape)
+            and shape.costs.micro_batches == 1
+            and shape.signature != signature
+        )
+        return Known(plans=plans, costs=self._costs(signature), is_family=True)
+
+    def _costs(self, signature: Signature) -> tuple[Problem, ...]:
+        """Returns the costs that tell most: those that were measured, at the largest shape."""
+        problems = [
+            shape.costs.problem
+            for shape in self._shapes.values()
+            if isinstance(shape, (PlainShape, PlannedShape))
+            and shape.costs.micro_batches == 1
+            and shape.signature != signature
+        ]
+        problems.sort(key=lambda p: (p.profile.source != "measured", -p.graph.input_bytes))
+        return tuple(problems[:1])
+
+    def is_within_plain(self, signature: Signature) -> bool:
+        """Returns whether a batch is nowhere larger than one whose plain step fits."""
+        return any(
+            isinstance(shape, PlainShape)
+            and not shape.tries.plain_ruled_out
+            and is_within(signature, shape.signature)
+            for shape in self._shapes.values()
+        )
+
+
+def _kind_and_sizes(signature: Signature) -> tuple[tuple[object, ...], tuple[int, ...]]:
+    """Returns what does not vary within a family, and what does."""
+    kind = tuple(leaf and (len(leaf[0]), leaf[1]) for leaf in signature)
+    return kind, tuple(size for leaf in signature if leaf is not None for size in leaf[0])
+
+
+def _first_phase(shape: PlannedShape) -> Phase:
+    """Returns the phase that another shape begins in under this one's order: one that is made from
+    estimates until this one was recorded is to be made again, by whichever is first."""
+    return Phase.WARM_UP if shape.phase in (Phase.WARM_UP, Phase.RECORD) else Phase.VERIFY

@@ -1,0 +1,61 @@
+"""A traced step tells what Keras's own step needs: its order is the executor's."""
+
+from statistics import median
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from keras_remat.backends.tensorflow import backend
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.validate import check_rules
+
+
+def encoder():
+    """The gradient of GELU needs much that waits for no gradient."""
+    inputs = layers.Input((256,), dtype="int32")
+    x = layers.Embedding(50, 64)(inputs)
+    for _ in range(2):
+        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 16)(x, x))
+        hidden = layers.Dense(256, activation="gelu")(x)
+        x = layers.LayerNormalization()(x + layers.Dense(64)(hidden))
+    model = keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
+    return model, tf.zeros((16, 256), tf.int32), tf.zeros((16, 1))
+
+
+def normalized_blocks():
+    """Each gradient of the batch normalizations waits for the one before, by a control edge."""
+    inputs = x = layers.Input((16, 16, 8))
+    for _ in range(4):
+        x = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(32, 3, padding="same")(x)))
+    outputs = layers.Dense(1)(layers.GlobalAveragePooling2D()(x))
+    return keras.Model(inputs, outputs), tf.zeros((64, 16, 16, 8)), tf.zeros((64, 1))
+
+
+@pytest.mark.parametrize("make", [encoder, normalized_blocks])
+def test_plain_step_is_predicted_in_the_executors_order(make):
+    keras.utils.set_random_seed(0)
+    model, *batch = make()
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    one, batch = backend(), tuple(batch)
+    traced = one.trace(model, batch)
+    profile = one.estimated_profile(traced, one.device.in_use_bytes() or None)
+    problem = Problem(traced.graph, profile)
+    check_rules(problem, traced.plain_order)
+    assert sorted(traced.plain_order.order) == list(range(len(traced.graph.ops)))
+    in_order, as_traced = (
+        one.memory.peak_bytes(problem, order)
+        for order in (traced.plain_order, Schedule.store_all(traced.graph))
+    )
+    if make is normalized_blocks:
+        assert in_order == pytest.approx(as_traced, rel=0.05)
+        return
+    assert in_order > 1.1 * as_traced
+    if not one.device.has_statistics:
+        pytest.skip("the allocator keeps no statistics")
+    step = tf.function(model.train_step).get_concrete_function(batch)
+    peaks = [one.measure(lambda: step(batch))[1].peak_bytes for _ in range(6)]
+    assert median(peaks[1:]) == pytest.approx(in_order, rel=0.15)
