@@ -61,6 +61,7 @@ class StepTrainer:
 
     Attributes:
         backend: as given.
+        pieces: in how many pieces a batch is asked to be trained.
         plan: of the shape that training is about, the reference shape; ``None`` while it runs
             plainly.
     """
@@ -69,6 +70,7 @@ class StepTrainer:
         self, fit: FitState, backend: Backend, options: TunerOptions, *, plain_may_run: bool = True
     ):
         self.backend, self._plain_may_run = backend, plain_may_run
+        self.pieces = options.micro_batches
         self._fit, self._options = fit, options
         self._planner = StepPlanner(backend, options)
         self._first_plans = FirstPlans(fit, backend, self._planner, options.plan)
@@ -84,13 +86,14 @@ class StepTrainer:
 
     # ---------------------------------------------------------------- one batch
 
-    def run(self, batch: Any, *, may_split: bool = False) -> Any:
+    def run(self, batch: Any, *, may_split: bool = False, timed: bool = False) -> Any:
         """Trains one batch and returns its logs.
 
         Args:
             batch: what ``train_step`` gets.
             may_split: whether the size of a step is not given: a batch that fits under no schedule
                 may then be trained in micro-batches.
+            timed: whether the step is waited for, whatever that costs.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit; this batch
@@ -106,14 +109,14 @@ class StepTrainer:
             if shape.signature != key and isinstance(shape, Recording) and shape.started:
                 self._set(self._moves.end_recording(shape))  # this step is none of its
         while True:
-            outcome = self._attempt(self._shapes[key], batch)
+            outcome = self._attempt(self._shapes[key], batch, timed)
             before = self._shapes[key]
             self._set(self._follow(before, outcome))
             self._baseline.follow(before, self._shapes[key], self._reference)
             if isinstance(outcome, Trained):
                 return outcome.result
 
-    def _attempt(self, shape: ShapeState, batch: Any) -> Trained | OutOfMemory:
+    def _attempt(self, shape: ShapeState, batch: Any, timed: bool) -> Trained | OutOfMemory:
         """Runs the shape's step on the batch and notes what it took."""
         if isinstance(shape, Recording) and shape.recorded is not Recorded.NONE:
             shape = self._follow(shape, Outcome(batch))  # a step of another shape has ended it
@@ -123,7 +126,10 @@ class StepTrainer:
             shape = replace(shape, started=started, recorded=recorded)
         self._set(shape)
         outcome = self._guard.attempt(
-            shape.run, batch, guarded=self._is_guarded(shape), timed=self._is_timed(shape)
+            shape.run,
+            batch,
+            guarded=self._is_guarded(shape),
+            timed=timed or self._is_timed(shape),
         )
         if isinstance(outcome, OutOfMemory):
             self.close()
@@ -225,7 +231,7 @@ class StepTrainer:
         if self._plain_may_run and self._is_within_plain(shape.signature):
             return shape
         known = self._known(shape)
-        pieces = min(size, self._options.micro_batches)
+        pieces = min(size, self.pieces)
         costs = self._first_plans.trace(batch, known, pieces)
         # the limit is what is left now: on the host, tracing has taken from the same memory
         self._moves.set_limit(self.limit_bytes)

@@ -5,7 +5,8 @@ handle, a function's definition, what XLA says when it refuses to compile, which
 kernel for an op and where that keeps its outputs, what an allocator may take, whether devices exist
 already and whether oneDNN is on, capturing an eager tensor under a chosen name, calling a function
 with a session configuration of its own, reading the profiler's raw trace, building a model from a
-batch, and what Keras's own ``train_step`` does with the loss tracker.
+batch, a model's nested layers, a tensor's mask, and what Keras's own ``train_step`` does with the
+loss tracker.
 """
 
 from __future__ import annotations
@@ -303,6 +304,16 @@ def build_model(model: Any, batch: Any) -> None:
 def call_for_training(model: Any, x: Any) -> Any:
     """The model's output in training mode, as Keras's ``train_step`` asks for it."""
     return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def layers(model: Any) -> list[Any]:
+    """Returns the layers of a model, nested ones too."""
+    return list(model._flatten_layers())
+
+
+def masks(predicted: Any) -> list[Any]:
+    """Returns the mask of every output of a model, ``None`` where there is none."""
+    return [getattr(leaf, "_keras_mask", None) for leaf in tf.nest.flatten(predicted)]
 
 
 def track_loss(model: Any, loss: Any, samples: int) -> None:
