@@ -67,9 +67,12 @@ class Trial:
 
     def turn(self) -> StepTrainer | None:
         """Returns who trains the next batch, once the rival's step is final; ``None`` when both
-        were measured."""
-        at = len(self._usages)
-        return self._sides[at] if at < len(self._sides) else None
+        were measured, or one is over the limit."""
+        at, both = len(self._usages), (self.champion, self.rival)
+        limit = self.champion.limit_bytes
+        if at == len(self._sides) or any(t.settled_usage.peak_bytes > limit for t in both):
+            return None
+        return self._sides[at]
 
     def note(self, trainer: StepTrainer) -> None:
         """Notes what a final step took, where it was the trainer's turn."""
@@ -80,10 +83,12 @@ class Trial:
         """Returns what a side's steps took."""
         steps = [
             usage
-            for at, (side, usage) in enumerate(zip(self._sides, self._usages, strict=True))
+            for at, (side, usage) in enumerate(zip(self._sides, self._usages, strict=False))
             if side is trainer and at % _STEPS_A_TURN
         ]
-        peak_bytes = max(step.peak_bytes for step in steps)
+        if not steps:
+            return trainer.settled_usage
+        peak_bytes = max(trainer.settled_usage.peak_bytes, *(step.peak_bytes for step in steps))
         return Usage(median(step.time_s for step in steps), peak_bytes)
 
 
@@ -145,7 +150,10 @@ class BackendRace:
             is_last = not self._left and not self._chooses_pieces
             try:
                 result = self.trainer.run(
-                    batch, may_split=may_split and is_last, timed=self._trial is not None
+                    batch,
+                    may_split=may_split and is_last,
+                    may_miss=not self._chooses_pieces,
+                    timed=self._trial is not None,
                 )
             except _FAILURES as error:
                 if not self._gives_way(error, batch):
@@ -173,7 +181,7 @@ class BackendRace:
         self._tried.append(Tried(failed.pieces))
         self._is_judged = trial is not None and failed is trial.rival
         if isinstance(error, UnsupportedModelError) and not self._left:
-            self._chooses_pieces = False  # in pieces it is no easier
+            self._chooses_pieces = False
         if trial is not None:
             kept = trial.rival if failed is trial.champion else trial.champion
             message = (
@@ -182,7 +190,12 @@ class BackendRace:
             )
             self._end_trial(trial, kept, message)
             return True
-        following = None if self._grown else self._following(batch, self._options)
+        if self._grown:
+            return False
+        following = self._following(batch, self._options)
+        if failed.pieces > self._options.micro_batches and not self._chooses_pieces:
+            # it cannot be cut: the whole batch is the last way
+            following = StepTrainer(self.fit, failed.backend, self._options, plain_may_run=False)
         if following is None:
             return False
         self.fit.event(

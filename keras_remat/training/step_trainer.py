@@ -86,13 +86,16 @@ class StepTrainer:
 
     # ---------------------------------------------------------------- one batch
 
-    def run(self, batch: Any, *, may_split: bool = False, timed: bool = False) -> Any:
+    def run(
+        self, batch: Any, *, may_split: bool = False, may_miss: bool = True, timed: bool = False
+    ) -> Any:
         """Trains one batch and returns its logs.
 
         Args:
             batch: what ``train_step`` gets.
             may_split: whether the size of a step is not given: a batch that fits under no schedule
                 may then be trained in micro-batches.
+            may_miss: whether a first plan that misses the limit by a little is better than none.
             timed: whether the step is waited for, whatever that costs.
 
         Raises:
@@ -102,7 +105,7 @@ class StepTrainer:
         key = signature_of(batch)
         if key not in self._shapes:
             with self._fit.planning():
-                self._set(self._prepare(batch, may_split))
+                self._set(self._prepare(batch, may_split, may_miss))
         self._reference = self._reference or key
         self._set(self._shapes[self._reference])
         for shape in list(self._shapes.values()):
@@ -210,7 +213,7 @@ class StepTrainer:
 
     # ---------------------------------------------------------------- a new shape
 
-    def _prepare(self, batch: Any, may_split: bool) -> ShapeState:
+    def _prepare(self, batch: Any, may_split: bool, may_miss: bool) -> ShapeState:
         """Returns how a batch of a new shape is trained first.
 
         Raises:
@@ -248,7 +251,7 @@ class StepTrainer:
                 f"{format_bytes(self.usable_bytes)} (limit {format_bytes(self.limit_bytes)} less "
                 f"{self._options.margin:.0%} margin): it will not be run.",
             )
-        plan, costs, phase = self._first_plans.find(shape, costs, batch, known)
+        plan, costs, phase = self._first_plans.find(shape, costs, batch, known, may_miss=may_miss)
         return self._first_plans.lowered(shape, costs, plan, phase)
 
     def _is_within_plain(self, signature: Signature) -> bool:

@@ -83,6 +83,7 @@ def test_within_the_limit_comes_before_faster():
     assert race.trainer.backend is ordered
     assert race.trainer.settled_peak_bytes <= TIGHT
     assert trained(compiled, ordered) == list(range(40 * SIZE))
+    assert compiled.calls < 20, "a step over the limit does not run once there is one within it"
 
 
 def test_no_compiled_schedule_under_the_limit_gives_way():

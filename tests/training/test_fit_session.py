@@ -387,7 +387,7 @@ def weighted_regression(samples):
 
 def test_pieces_and_recomputation_chosen_by_time_train_as_the_whole_batch():
     """Every number of pieces that is tried trains batches; so does the odd last one."""
-    options = {"batch_size": 1024, "epochs": 15, "shuffle": False, "verbose": 0}
+    options = {"batch_size": 1024, "epochs": 11, "shuffle": False, "verbose": 0}
     samples = 5 * 1024 + 300
     model, data = weighted_regression(samples)
     watching = autotune(memory_limit=None, batch_size="keep")
@@ -396,14 +396,14 @@ def test_pieces_and_recomputation_chosen_by_time_train_as_the_whole_batch():
     plain, resident = watching.report.baseline.peak_bytes, watching.problem.profile.resident_bytes
 
     model, data = weighted_regression(samples)
-    limit = resident + (plain - resident) // 2
+    limit = resident + 7 * (plain - resident) // 10
     remat = autotune(memory_limit=limit, micro_batches="auto")
     history = model.fit(**data, **options, callbacks=[remat]).history
     told = [event.message for event in remat.report.events if event.kind == "micro-batches"]
     assert any("in 2 pieces is tried" in message for message in told)
     assert any(message.startswith("Measured per step") for message in told)
     assert not any(event.kind in ("batch", "search") for event in remat.report.events)
-    assert [(epoch.samples, epoch.steps) for epoch in remat.report.epochs] == [(samples, 6)] * 15
+    assert [(epoch.samples, epoch.steps) for epoch in remat.report.epochs] == [(samples, 6)] * 11
     assert remat.plan.measured.peak_bytes <= limit
     for key, values in expected.items():
         if not key.startswith("remat_"):
