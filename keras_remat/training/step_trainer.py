@@ -128,12 +128,8 @@ class StepTrainer:
             recorded = Recorded.NONE if started else Recorded.BUSY
             shape = replace(shape, started=started, recorded=recorded)
         self._set(shape)
-        outcome = self._guard.attempt(
-            shape.run,
-            batch,
-            guarded=self._is_guarded(shape),
-            timed=timed or self._is_timed(shape),
-        )
+        guarded, timed = self._is_guarded(shape), timed or self._is_timed(shape)
+        outcome = self._guard.attempt(shape.run, batch, guarded=guarded, timed=timed)
         if isinstance(outcome, OutOfMemory):
             self.close()
             return outcome

@@ -291,8 +291,7 @@ def capture(external: Any) -> Any:
 
 
 def build_model(model: Any, batch: Any) -> None:
-    """Builds layers, optimizer, metrics and losses from one batch, as ``fit`` does before its first
-    step."""
+    """Builds layers, optimizer, metrics and losses from one batch, as ``fit`` does at first."""
     if not getattr(model, "compiled", False):
         raise ValueError("The model is not compiled: call model.compile(...) first.")
     model._symbolic_build(data_batch=batch)
@@ -322,12 +321,9 @@ def track_loss(model: Any, loss: Any, samples: int) -> None:
 
 
 def is_xla_refusal(error: Any) -> bool:
-    """Whether an error says that XLA cannot compile a function, and not that a step's values are
-    wrong."""
-    text = str(error.message)
-    return "XLA" in text and any(
-        said in text for said in ("compile", "conversion failed", "compilation")
-    )
+    """Whether XLA says that it cannot compile a function, and not that a step's values are wrong."""
+    text, says = str(error.message), ("compile", "conversion failed", "compilation")
+    return "XLA" in text and any(said in text for said in says)
 
 
 def read_trace(serialized: bytes) -> Any:
