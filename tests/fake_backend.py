@@ -27,7 +27,7 @@ from keras_remat.training.step_trainer import StepTrainer
 #: Bytes of one sample in every value of the chain.
 SAMPLE_BYTES = 1024
 RESIDENT_BYTES = 10_000
-MODEL = SimpleNamespace(name="fake", built=True)
+MODEL = SimpleNamespace(name="fake", built=True, non_trainable_variables=())
 
 
 def chain_graph(batch_size, layers=8, fixed_bytes=0, kind=FORWARD):
@@ -314,10 +314,10 @@ def trainer_on(backend, options):
     return StepTrainer(fit, backend, options), fit.report
 
 
-def race_on(*backends, options):
-    """What trains by the best of several backends, and its report."""
-    report = AutotuneReport()
-    race = BackendRace(MODEL, backends, options, report, nullcontext, backends[0].installed)
+def race_on(*backends, options, model=MODEL, **more):
+    """What trains by the best of several ways, and its report."""
+    report, installed = AutotuneReport(), backends[0].installed
+    race = BackendRace(model, backends, options, report, nullcontext, installed, **more)
     return race, report
 
 

@@ -9,6 +9,7 @@ normalizes over a micro-batch, and its moving averages move once per micro-batch
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +19,19 @@ SEPARATION = "next_micro_batch"
 """The scope of operations that only make a micro-batch wait for the one before."""
 
 
-def check_can_be_cut(model: Any) -> None:
+def has_batch_normalization(model: Any) -> bool:
+    """Returns whether the model keeps averages of what its layers get."""
+    return any(variable.name == "moving_mean" for variable in model.non_trainable_variables)
+
+
+def check_can_be_cut(model: Any, layers: Iterable[Any]) -> None:
     """Raises :class:`UnsupportedModelError` when summed gradients of pieces would not be those of
-    the batch: the model has a ``train_step`` of its own, or a loss that is no mean over the
-    batch."""
+    the batch: the model has a ``train_step`` of its own, or a loss that is no mean over the batch.
+
+    Args:
+        model: compiled.
+        layers: all of its layers, nested ones too.
+    """
     import keras
 
     if type(model).train_step is not keras.Model.train_step or "train_step" in vars(model):
@@ -33,6 +43,20 @@ def check_can_be_cut(model: Any) -> None:
             raise UnsupportedModelError(
                 f"The loss {loss.name!r} reduces by {loss.reduction!r}; only means over the batch can be cut into micro-batches."
             )
+    for layer in layers:
+        if getattr(layer, "activity_regularizer", None) is not None:
+            raise UnsupportedModelError(
+                f"The activity regularizer of {layer.name!r} sums over the batch; only means over the batch can be cut into micro-batches."
+            )
+
+
+def check_no_masks(masks: Iterable[Any]) -> None:
+    """Raises :class:`UnsupportedModelError` where outputs have masks: the loss is a mean over what
+    is not masked, of which every piece has another share."""
+    if any(mask is not None for mask in masks):
+        raise UnsupportedModelError(
+            "The model's output is masked: its loss is a mean over what is not masked, and the pieces of a batch do not have equal shares of that."
+        )
 
 
 def pieces(samples: int, count: int) -> list[tuple[int, int]]:

@@ -91,6 +91,7 @@ class SizeClimb:
             self._seed,
         )
         first = sizes[0] if self.trained else sizes[-1]
+        self._learn_newest(scaling)
         store_all = Schedule.store_all(scaling.at(1).graph)
         search.best_of([*reversed(self._orders), store_all], first, downwards=not self.trained)
         solved = False
@@ -105,6 +106,18 @@ class SizeClimb:
                 return size, plan
             search.solve_at(size, self._solver, self._solve_s)
             solved = True
+
+    def _learn_newest(self, scaling: Scaling) -> None:
+        """Adds the order that ran last to the known ones; ``fit`` has made it anew, from measured
+        op times."""
+        if self._newest is None:
+            return
+        size, plan, _ = self._newest
+        fits_here = plan.problem is not None and plan.problem.graph.has_ops_of(
+            scaling.at(size).graph
+        )
+        if fits_here and plan.solution.schedule not in self._orders:
+            self._orders.append(plan.solution.schedule)
 
     def corrected_budget_bytes(self, scaling: Scaling) -> int:
         """Returns what predictions are held against, by what the last size that ran measured.

@@ -78,7 +78,7 @@ def find_max_batch_size(
         profile: ``"measured"`` runs a few steps at the given batch, and up to :data:`~keras_remat.batch_size.climb.MOST_SIZES` of
             the sizes found, so that the answer is a size that trained; ``"estimated"`` runs
             nothing, and the answer is a prediction.
-        margin: share of the limit that is kept free.
+        margin: share of the limit that predictions keep free; a measured peak may take it.
         time_limit_s: for everything: tracing, measuring, the search, and the sizes that run. The
             first size runs however late it is, and so do smaller ones until one has trained; after
             that none is begun that would end too late.
@@ -256,7 +256,8 @@ def verified_search(
         search: by prediction.
         scaling: the problem at any size.
         train: runs a size, see :class:`SizeRunner`.
-        budget_bytes: what the device may have in use; the measured peak is held against it.
+        budget_bytes: the limit less the margin, which predictions are held against; a measured peak
+            is held against the limit.
         backend: whose allocator decides.
         graph_of: the graph of the train step that really runs at a size; ``None`` where it is the
             scaling's.
@@ -298,7 +299,7 @@ def verified_search(
             climb.note(size, own, 0, fits=False)
             continue
         probes.append(Probe.of(size, replace(own, measured=usage, budget_bytes=budget_bytes)))
-        climb.note(size, own, usage.peak_bytes, fits=usage.peak_bytes <= budget_bytes)
+        climb.note(size, own, usage.peak_bytes, fits=usage.peak_bytes <= search.limit_bytes)
     return _with_verified(search, probes, climb, verification_time_s=time.perf_counter() - started)
 
 

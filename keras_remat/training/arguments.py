@@ -26,6 +26,7 @@ class FitOptions:
     batch_size: int | str
     learning_rate_scaling: str | None
     compilation: str
+    chooses_pieces: bool
 
 
 def checked_options(
@@ -64,33 +65,30 @@ def checked_options(
         check_among("batch_size", batch_size, BATCH_SIZES, "a positive int")
     else:
         check_int("batch_size", batch_size, least=1)
+    chooses_pieces = micro_batches == "auto"
+    if isinstance(micro_batches, str):
+        check_among("micro_batches", micro_batches, ("auto", None), "a positive int")
+    elif micro_batches is not None:
+        check_int("micro_batches", micro_batches, least=1)
     check_path("plan", plan, or_plan=True)
     check_path("cache_dir", cache_dir)
     if plan is not None and not isinstance(plan, Plan):
         plan = load_plan(plan)
     steps = TunerOptions(
         memory_limit, solver, float(solver_time_limit_s), profile_steps, float(margin), seed, plan,
-        cache_dir, _checked_micro_batches(micro_batches),
+        cache_dir, 1 if chooses_pieces or micro_batches is None else int(micro_batches),
     )  # fmt: skip
+    if isinstance(batch_size, str):
+        wanted: int | str = "keep" if chooses_pieces else batch_size
+    else:
+        wanted = int(batch_size)
     return FitOptions(
         steps=steps,
-        batch_size=batch_size if isinstance(batch_size, str) else int(batch_size),
+        batch_size=wanted,
         learning_rate_scaling=learning_rate_scaling,
         compilation=compilation,
+        chooses_pieces=chooses_pieces,
     )
-
-
-def _checked_micro_batches(micro_batches: int | str | None) -> int:
-    """Returns the number of micro-batches that was asked for."""
-    if micro_batches is None:
-        return 1
-    if micro_batches == "auto":
-        raise ValueError(
-            'micro_batches="auto" is not there yet: give the number of pieces, or None for pieces '
-            "only where nothing else fits"
-        )
-    check_int("micro_batches", micro_batches, least=1)
-    return int(micro_batches)
 
 
 def check_among(name: str, value: Any, accepted: tuple[Any, ...], *more: str) -> None:

@@ -1,22 +1,26 @@
-"""Whether a step's schedule runs compiled as one (XLA) or op by op in order: measured, where both
-are possible.
+"""Which way a step runs: compiled as one (XLA) or op by op in order, on the whole batch or in
+pieces: measured, where several ways are possible.
 
 A compiled step fuses and may be faster; the executor obeys an order exactly and can time single
 ops, so its plans hold tighter limits. Which of the two wins depends on device and model (XLA on a
-CPU is slow at convolutions). So training begins with the first backend; one that cannot carry the
-step, or finds no schedule under the limit, gives way to the next. Once the first one's step is
-final and recomputes, the next one is tried under a quick plan, and the faster of those within the
-limit stays. Every batch is trained exactly once, by whichever is in force.
+CPU is slow at convolutions). Pieces need less memory and less recomputation
+(:mod:`keras_remat.training.pieces`). So training begins with the first way; one that cannot carry
+the step, or finds no schedule under the limit, gives way to the next. Once the first one's step is
+final and under a plan, the next one is tried under a quick plan: both train a few batches, one
+after the other, and the faster of those within the limit stays. Then the next way is tried against
+it. Every batch is trained exactly once, by whichever is in force.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from keras_remat.backends.base import Backend, Installed
 from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.micro_batches import has_batch_normalization
 from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Usage
@@ -30,17 +34,66 @@ from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.fit_state import FitState
+from keras_remat.training.pieces import MOST_OPS, Tried, next_pieces, pays
 from keras_remat.training.step_trainer import StepTrainer
 from keras_remat.units import format_bytes, format_seconds
 
 #: Seconds the solver may take for a plan that is on trial.
 _TRIAL_SOLVE_S = 8.0
+#: Both sides of a trial train so many steps in turn, so many times, before it ends; the first one
+#: after a change of sides tells nothing.
+_STEPS_A_TURN, _TURNS = 3, 2
 
 _FAILURES = (InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError, PlanMismatchError)
 
 
+class Trial:
+    """Two steps that train the same batches, until it is known which of them is faster.
+
+    The rival trains until its step is final; then both are measured shortly after each other,
+    because devices slow down and speed up from one minute to the next.
+
+    Args:
+        champion: whose step is final.
+        rival: whose step is on trial.
+        size: samples of the batches that the trial is about.
+    """
+
+    def __init__(self, champion: StepTrainer, rival: StepTrainer, size: int):
+        self.champion, self.rival, self.size = champion, rival, size
+        self._sides = [champion] * _STEPS_A_TURN + [rival] * _STEPS_A_TURN
+        self._sides *= _TURNS
+        self._usages: list[Usage] = []  # what the steps of the turns took
+
+    def turn(self) -> StepTrainer | None:
+        """Returns who trains the next batch, once the rival's step is final; ``None`` when both
+        were measured, or one is over the limit."""
+        at, both = len(self._usages), (self.champion, self.rival)
+        limit = self.champion.limit_bytes
+        if at == len(self._sides) or any(t.settled_usage.peak_bytes > limit for t in both):
+            return None
+        return self._sides[at]
+
+    def note(self, trainer: StepTrainer) -> None:
+        """Notes what a final step took, where it was the trainer's turn."""
+        if trainer is self.turn():
+            self._usages.append(trainer.settled_usage)
+
+    def usage(self, trainer: StepTrainer) -> Usage:
+        """Returns what a side's steps took."""
+        steps = [
+            usage
+            for at, (side, usage) in enumerate(zip(self._sides, self._usages, strict=False))
+            if side is trainer and at % _STEPS_A_TURN
+        ]
+        if not steps:
+            return trainer.settled_usage
+        peak_bytes = max(trainer.settled_usage.peak_bytes, *(step.peak_bytes for step in steps))
+        return Usage(median(step.time_s for step in steps), peak_bytes)
+
+
 class BackendRace:
-    """Trains batches by the better of several backends.
+    """Trains batches by the best of several ways.
 
     Args:
         model: compiled and built, inside ``fit``.
@@ -49,10 +102,11 @@ class BackendRace:
         report: gets the events and the baseline.
         progress: ``progress(text)`` as a context manager around everything that takes long.
         installed: the train function that asks for every batch.
+        chooses_pieces: whether a batch may be trained in pieces where that is faster.
 
     Attributes:
-        fit: what the steps of all backends share: events, counters, the train function.
-        trainer: the backend's that is in force, or on trial.
+        fit: what the steps of all ways share: events, counters, the train function.
+        trainer: the way's that is in force, or on trial.
     """
 
     def __init__(
@@ -63,14 +117,16 @@ class BackendRace:
         report: AutotuneReport,
         progress: Callable[[str], Any],
         installed: Installed,
+        *,
+        chooses_pieces: bool = False,
     ):
         self.fit = FitState(model, report, progress, installed)
         self._options, self._left = options, list(backends[1:])
+        self._chooses_pieces = chooses_pieces
+        self._tried: list[Tried] = []  # the best so far, and the newest
+        self._is_judged = False  # whether the step in force is among them
         self.trainer = StepTrainer(self.fit, backends[0], options)
-        self._champion: StepTrainer | None = (
-            None  # whose step is final, while the next backend is on trial
-        )
-        self._size = 0  # of the batches the trial is about
+        self._trial: Trial | None = None
         self._grown = False
 
     # ---------------------------------------------------------------- one batch
@@ -80,7 +136,7 @@ class BackendRace:
 
         Args:
             batch: what ``train_step`` gets.
-            may_split: whether a batch that fits under no schedule of any backend may be trained in
+            may_split: whether a batch that fits under no schedule of any way may be trained in
                 micro-batches.
 
         Raises:
@@ -88,100 +144,183 @@ class BackendRace:
                 was not trained.
             UnsupportedModelError: no backend can carry the step; this batch was not trained.
         """
-        if self._champion is not None and batch_size_of(batch) != self._size:
-            return self._champion.run(batch)
+        if self._trial is not None and batch_size_of(batch) != self._trial.size:
+            return self._trial.champion.run(batch)
         while True:
+            is_last = not self._left and not self._chooses_pieces
             try:
-                result = self.trainer.run(batch, may_split=may_split and not self._left)
+                result = self.trainer.run(
+                    batch,
+                    may_split=may_split and is_last,
+                    may_miss=not self._chooses_pieces,
+                    timed=self._trial is not None,
+                )
             except _FAILURES as error:
-                if not self._gives_way(error):
+                if not self._gives_way(error, batch):
                     raise
                 continue
-            if self.trainer.settled and self._champion is None:
-                self._begin_trial(batch)
-            elif self.trainer.settled and self._champion is not None:
-                self._compare(self._champion)
+            if self.trainer.settled:
+                self._follow(batch)
             return result
 
-    def _gives_way(self, error: Exception) -> bool:
-        """Whether another backend takes over from the one that failed."""
-        name = self.trainer.backend.compilation
-        champion = self._champion
-        if champion is not None:
-            kept = champion.backend.compilation
-            message = f"The {name} step was tried and cannot be used, the {kept} one stays: {error}"
-            self._end_trial(champion, champion, message)
+    def _follow(self, batch: Any) -> None:
+        """Goes on after a batch that a final step trained."""
+        if self._trial is None:
+            self._begin_trial(batch)
+            return
+        self._trial.note(self.trainer)
+        turn = self._trial.turn()
+        if turn is None:
+            self._compare(self._trial)
+        else:
+            self.trainer = turn
+
+    def _gives_way(self, error: Exception, batch: Any) -> bool:
+        """Whether another way takes over from the one that failed."""
+        failed, trial = self.trainer, self._trial
+        self._tried.append(Tried(failed.pieces))
+        self._is_judged = trial is not None and failed is trial.rival
+        if isinstance(error, UnsupportedModelError) and not self._left:
+            self._chooses_pieces = False
+        if trial is not None:
+            kept = trial.rival if failed is trial.champion else trial.champion
+            message = (
+                f"The {_way(failed)} step was tried and cannot be used, the {_way(kept)} one stays: "
+                f"{error}"
+            )
+            self._end_trial(trial, kept, message)
             return True
-        if not self._left or self._grown:
+        if self._grown:
             return False
-        following = self._rival(self._options)
+        following = self._following(batch, self._options)
+        if failed.pieces > self._options.micro_batches and not self._chooses_pieces:
+            # it cannot be cut: the whole batch is the last way
+            following = StepTrainer(self.fit, failed.backend, self._options, plain_may_run=False)
+        if following is None:
+            return False
         self.fit.event(
-            EventKind.COMPILATION,
-            f"No {name} step, training goes on {following.backend.compilation}: {error}",
+            _kind(failed, following),
+            f"No {_way(failed)} step, training goes on {_way(following)}: {error}",
         )
-        self.trainer.close()
+        failed.close()
         self.trainer = following
         return True
 
     def _begin_trial(self, batch: Any) -> None:
-        """Lets the next backend show what it can do, where the first one's step recomputes."""
+        """Lets the next way show what it can do, where the first one's step is under a plan."""
         first = self.trainer
-        if first.plan is None or not self._left or self._options.plan is not None:
+        no_way_left = not self._left and not self._chooses_pieces
+        if no_way_left or first.plan is None or self._options.plan is not None:
             return
+        if not self._is_judged:
+            self._tried.append(_tried(first, first.settled_usage))
+            self._is_judged = True
         options = self._options
         if first.settled_usage.peak_bytes <= first.limit_bytes:
             # a trial is worth little time; where the limit is broken the next one has to do it
             solver = "greedy" if options.solver == "auto" else options.solver
             limit_s = min(_TRIAL_SOLVE_S, options.solver_time_limit_s)
             options = replace(options, solver=solver, solver_time_limit_s=limit_s)
-        self._champion, self._size = first, batch_size_of(batch)
-        self.trainer = self._rival(options)
+        rival = self._following(batch, options)
+        if rival is None:
+            return
+        self._trial, self.trainer = Trial(first, rival, batch_size_of(batch)), rival
         self.fit.event(
-            EventKind.COMPILATION,
-            f"The {first.backend.compilation} step is final; "
-            f"{self.trainer.backend.compilation} is tried.",
+            _kind(first, rival), f"The {_way(first)} step is final; {_way(rival)} is tried."
         )
 
-    def _compare(self, champion: StepTrainer) -> None:
+    def _compare(self, trial: Trial) -> None:
         """Ends a trial: the faster of both steps stays, of those within the limit."""
+        champion, rival = trial.champion, trial.rival
+        old, new = trial.usage(champion), trial.usage(rival)
+        self._tried = [_tried(champion, old), _tried(rival, new)]
         limit = champion.limit_bytes
-        both = (champion, self.trainer)
-        better = min(both, key=lambda trainer: _rank(trainer.settled_usage, limit))
+        within = max(old.peak_bytes, new.peak_bytes) <= limit
+        if within and rival.pieces > champion.pieces:
+            better = rival if pays(new.time_s, old.time_s) else champion
+        else:
+            better = champion if _rank(old, limit) <= _rank(new, limit) else rival
         told = ", ".join(
-            f"{trainer.backend.compilation} {format_seconds(trainer.settled_usage.time_s)} and "
-            f"{format_bytes(trainer.settled_usage.peak_bytes)}"
-            for trainer in both
+            f"{_way(trainer)} {format_seconds(usage.time_s)} and {format_bytes(usage.peak_bytes)}"
+            for trainer, usage in ((champion, old), (rival, new))
         )
-        kept = better.backend.compilation
-        self._end_trial(champion, better, f"Measured per step: {told}. Training goes on {kept}.")
+        self._end_trial(
+            trial, better, f"Measured per step: {told}. Training goes on {_way(better)}."
+        )
 
-    def _end_trial(self, champion: StepTrainer, better: StepTrainer, message: str) -> None:
-        loser = self.trainer if better is champion else champion
-        self.fit.event(EventKind.COMPILATION, message)
-        loser.close()
-        self._champion, self.trainer = None, better
+    def _end_trial(self, trial: Trial, better: StepTrainer, message: str) -> None:
+        self.fit.event(_kind(trial.champion, trial.rival), message)
+        (trial.rival if better is trial.champion else trial.champion).close()
+        self._trial, self.trainer = None, better
 
-    def _rival(self, options: TunerOptions) -> StepTrainer:
-        """Returns the next backend's trainer, which never runs the plain step: what was tried first
-        has told that it does not fit."""
-        return StepTrainer(self.fit, self._left.pop(0), options, plain_may_run=False)
+    def _following(self, batch: Any, options: TunerOptions) -> StepTrainer | None:
+        """Returns the next way's trainer, which never runs the plain step: what was tried first has
+        told that it does not fit; ``None`` where no way is left."""
+        backend = self.trainer.backend
+        if self._left:
+            backend = self._left.pop(0)
+        else:
+            self._chooses_pieces &= not self._grown
+            pieces = self._next_pieces(batch) if self._chooses_pieces else None
+            if pieces is None:
+                self._chooses_pieces = False
+                return None
+            options = replace(options, micro_batches=pieces)
+            self._tell_batch_normalization()
+        return StepTrainer(self.fit, backend, options, plain_may_run=False)
+
+    def _next_pieces(self, batch: Any) -> int | None:
+        problem, most = self.trainer.problem, batch_size_of(batch)
+        if problem is not None:
+            most = min(most, MOST_OPS * self.trainer.pieces // len(problem.graph.ops))
+        return next_pieces(self._tried, most)
+
+    def _tell_batch_normalization(self) -> None:
+        if has_batch_normalization(self.fit.model):
+            self.fit.warn(
+                EventKind.MICRO_BATCHES,
+                "Batch normalization sees one piece of a batch at a time, where pieces are tried "
+                "and where they stay: its statistics are a piece's. micro_batches=None leaves "
+                "batches whole.",
+            )
 
     # ---------------------------------------------------------------- for others
 
     @property
     def settled(self) -> bool:
         """Whether the reference shape's step is final, and no other is on trial."""
-        return self._champion is None and self.trainer.settled
+        return self._trial is None and self.trainer.settled
 
     def begin_shape(self, expected: Plan | None = None, costs: Problem | None = None) -> None:
         """Makes the next batch's shape the reference shape; one that does not fit is refused, not
-        handed to another backend.
+        handed to another way.
 
         Args:
             expected, costs: as in :meth:`.step_trainer.StepTrainer.begin_shape`.
         """
         self._grown = True
         self.trainer.begin_shape(expected, costs)
+
+
+def _tried(trainer: StepTrainer, usage: Usage) -> Tried:
+    """Returns what a way's final step says about more pieces."""
+    plan, time_s = trainer.plan, usage.time_s
+    over = usage.peak_bytes > trainer.limit_bytes
+    share = 1.0
+    if plan is not None and plan.predicted.time_s > 0:
+        share = plan.store_all.time_s / plan.predicted.time_s
+    return Tried(trainer.pieces) if over else Tried(trainer.pieces, time_s, time_s * share)
+
+
+def _way(trainer: StepTrainer) -> str:
+    """Returns the words for how a trainer's steps run."""
+    name = trainer.backend.compilation
+    return name if trainer.pieces == 1 else f"{name} in {trainer.pieces} pieces"
+
+
+def _kind(first: StepTrainer, second: StepTrainer) -> EventKind:
+    same = first.backend is second.backend
+    return EventKind.MICRO_BATCHES if same else EventKind.COMPILATION
 
 
 def _rank(usage: Usage, limit_bytes: int) -> tuple[bool, float]:

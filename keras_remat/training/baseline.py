@@ -66,17 +66,31 @@ class Baseline:
             self.step(before.steps[-1].time_s)
         elif isinstance(after, PlannedShape) and after.phase is Phase.FINAL:
             self._shape = after.signature
-            self.predict(after.plan, after.batch_size, after.measured.time_s)
+            cut = after.costs.micro_batches > 1
+            self.predict(after.plan, after.batch_size, after.measured.time_s, cut=cut)
 
     def measured(self, batch_size: int, usage: Usage) -> None:
         """Notes what plain steps of ``batch_size`` samples took."""
         self._report.baseline, self._report.baseline_source = usage, "measured"
         self._report.baseline_batch_size = batch_size
 
-    def predict(self, plan: Plan, batch_size: int, time_s: float) -> None:
+    def predict(self, plan: Plan, batch_size: int, time_s: float, *, cut: bool = False) -> None:
         """Notes a plan whose steps were seen to take ``time_s`` seconds; the steps that follow tell
-        better. Nothing is predicted where plain steps were measured."""
+        better. Nothing is predicted where plain steps were measured.
+
+        Args:
+            plan: whose steps were seen.
+            batch_size: samples of a step.
+            time_s: of a step.
+            cut: whether it trains in pieces: a plan for the whole batch tells better what a plain
+                step takes, where there was one.
+        """
+        known = self._report.baseline
         if self._report.baseline_source == "measured":
+            return
+        if cut and known is not None and time_s > 0:
+            self._plan_share, self._peak_bytes = known.time_s / time_s, known.peak_bytes
+            self._steps_s.clear()
             return
         self._plan_share = (
             plan.store_all.time_s / plan.predicted.time_s if plan.predicted.time_s > 0 else 1.0

@@ -9,7 +9,8 @@ left when the epoch's data ends is one smaller step, before validation.
 
 The search only predicts; the steps that train tell, and the size goes up or down by the same rule
 as outside of ``fit`` (:mod:`keras_remat.batch_size.sizes`). With ``"fastest"``, sizes are doubled as
-long as the steps that train take less time for a sample.
+long as the steps that train take less time for a sample; before a larger size stays, the loader's
+is measured once more.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ class BatchTrainer:
             self._epoch_samples += samples
             if self._searching and self._is_ready(samples):
                 self._search(batch)
+            elif samples == self._loader and self._wanted == "fastest":
+                self._follow_measured(samples)
             return self._logs
         try:
             self._group.add(batch)
@@ -351,10 +354,14 @@ class BatchTrainer:
         """Goes on with the size that trains the most samples per second, once it is known."""
         if len(self._step_s) < _COMPARED_STEPS or self._climb is None or self.search is None:
             return
-        self._samples_per_s[size] = size / median(self._step_s)
+        rate = size / median(self._step_s)
+        is_second = size in self._samples_per_s
+        self._samples_per_s[size] = max(rate, self._samples_per_s.get(size, 0.0))
         self._climb.trained = max(size, self._climb.trained)
         new = faster_size(self._samples_per_s, self.search.max_batch_size)
-        if new in self._samples_per_s:
+        if new in self._samples_per_s and new != self._loader and not is_second:
+            new = self._loader  # devices slow down and speed up: it is measured once more
+        elif new in self._samples_per_s:
             self._climb = None
             told = ", ".join(f"{rate:.4g} at {of}" for of, rate in self._samples_per_s.items())
             self._steps.fit.event(

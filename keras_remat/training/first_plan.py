@@ -143,9 +143,13 @@ class FirstPlans:
         return plan
 
     def find(
-        self, shape: ShapeState, costs: Costs, batch: Any, known: Known
+        self, shape: ShapeState, costs: Costs, batch: Any, known: Known, *, may_miss: bool = True
     ) -> tuple[Plan, Costs, Phase]:
         """Returns the first plan there is, what it costs, and the phase that it begins in.
+
+        Args:
+            shape, costs, batch, known: what is planned for.
+            may_miss: whether a plan that misses the limit by a little is better than none.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: there is none.
@@ -167,6 +171,8 @@ class FirstPlans:
         try:
             plan, costs = self.split(shape, costs.micro_batches, batch, failure)
         except ScheduleNotFoundError as error:
+            if not may_miss:
+                raise
             plan = self._a_little_over(shape, costs, error)
         return plan, costs, Phase.WARM_UP
 

@@ -84,6 +84,7 @@ class FitSession:
             self._report,
             self._progress,
             self._installed,
+            chooses_pieces=self._options.chooses_pieces,
         )
 
     # ---------------------------------------------------------------- what the train function asks

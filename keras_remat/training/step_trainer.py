@@ -63,6 +63,7 @@ class StepTrainer:
 
     Attributes:
         backend: as given.
+        pieces: in how many pieces a batch is asked to be trained.
         plan: of the shape that training is about, the reference shape; ``None`` while it runs
             plainly.
     """
@@ -71,6 +72,7 @@ class StepTrainer:
         self, fit: FitState, backend: Backend, options: TunerOptions, *, plain_may_run: bool = True
     ):
         self.backend, self._plain_may_run = backend, plain_may_run
+        self.pieces = options.micro_batches
         self._fit, self._options = fit, options
         self._planner = StepPlanner(backend, options)
         self._first_plans = FirstPlans(fit, backend, self._planner, options.plan)
@@ -87,13 +89,17 @@ class StepTrainer:
 
     # ---------------------------------------------------------------- one batch
 
-    def run(self, batch: Any, *, may_split: bool = False) -> Any:
+    def run(
+        self, batch: Any, *, may_split: bool = False, may_miss: bool = True, timed: bool = False
+    ) -> Any:
         """Trains one batch and returns its logs.
 
         Args:
             batch: what ``train_step`` gets.
             may_split: whether the size of a step is not given: a batch that fits under no schedule
                 may then be trained in micro-batches.
+            may_miss: whether a first plan that misses the limit by a little is better than none.
+            timed: whether the step is waited for, whatever that costs.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit; this batch
@@ -102,7 +108,7 @@ class StepTrainer:
         key = signature_of(batch)
         if key not in self._shapes:
             with self._fit.planning():
-                self._set(self._prepare(batch, may_split))
+                self._set(self._prepare(batch, may_split, may_miss))
         self._reference = self._reference or key
         if (
             is_within(self._reference, key)
@@ -114,7 +120,7 @@ class StepTrainer:
             if shape.signature != key and isinstance(shape, Recording) and shape.started:
                 self._set(self._moves.end_recording(shape))  # this step is none of its
         while True:
-            outcome = self._attempt(self._shapes[key], batch)
+            outcome = self._attempt(self._shapes[key], batch, timed)
             before = self._shapes[key]
             self._set(self._follow(before, outcome))
             self._baseline.follow(before, self._shapes[key], self._reference)
@@ -123,7 +129,7 @@ class StepTrainer:
             if isinstance(outcome, Trained):
                 return outcome.result
 
-    def _attempt(self, shape: ShapeState, batch: Any) -> Trained | OutOfMemory:
+    def _attempt(self, shape: ShapeState, batch: Any, timed: bool) -> Trained | OutOfMemory:
         """Runs the shape's step on the batch and notes what it took."""
         if isinstance(shape, Recording) and shape.recorded is not Recorded.NONE:
             shape = self._follow(shape, Outcome(batch))  # a step of another shape has ended it
@@ -132,9 +138,8 @@ class StepTrainer:
             recorded = Recorded.NONE if started else Recorded.BUSY
             shape = replace(shape, started=started, recorded=recorded)
         self._set(shape)
-        outcome = self._guard.attempt(
-            shape.run, batch, guarded=self._is_guarded(shape), timed=self._is_timed(shape)
-        )
+        guarded, timed = self._is_guarded(shape), timed or self._is_timed(shape)
+        outcome = self._guard.attempt(shape.run, batch, guarded=guarded, timed=timed)
         if isinstance(outcome, OutOfMemory):
             self.close()
             return outcome
@@ -215,7 +220,7 @@ class StepTrainer:
 
     # ---------------------------------------------------------------- a new shape
 
-    def _prepare(self, batch: Any, may_split: bool) -> ShapeState:
+    def _prepare(self, batch: Any, may_split: bool, may_miss: bool) -> ShapeState:
         """Returns how a batch of a new shape is trained first.
 
         Raises:
@@ -233,7 +238,7 @@ class StepTrainer:
             tries=Tries(plain_ruled_out=not self._plain_may_run),
             recorded=Recorded.NONE if self.backend.measures_op_times else Recorded.BLIND,
         )
-        pieces = min(size, self._options.micro_batches)
+        pieces = min(size, self.pieces)
         if self._plain_may_run and pieces == 1 and self._plain_is_known_to_fit(shape.signature):
             return shape
         known = self._known(shape)
@@ -260,7 +265,7 @@ class StepTrainer:
                 f"{format_bytes(self.usable_bytes)} (limit {format_bytes(self.limit_bytes)} less "
                 f"{self._options.margin:.0%} margin): it will not be run.",
             )
-        plan, costs, phase = self._first_plans.find(shape, costs, batch, known)
+        plan, costs, phase = self._first_plans.find(shape, costs, batch, known, may_miss=may_miss)
         return self._first_plans.lowered(shape, costs, plan, phase)
 
     def _plain_is_known_to_fit(self, signature: Signature) -> bool:

@@ -1,11 +1,14 @@
 """The driver of the size rule: what ran decides about the next size, and its order."""
 
+import time
+
 import pytest
 from fake_backend import FakeBackend, chain_problem, store_all_peak
 
 from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.core.schedule import Schedule
+from keras_remat.planning.make_plan import plan_problem
 
 LIMIT = store_all_peak(100)
 
@@ -91,3 +94,14 @@ def test_after_the_deadline_nothing_larger_is_tried():
     size, plan = climbing.choose(Scaling())
     climbing.note(size, plan, plan.predicted.peak_bytes, fits=True)
     assert climbing.choose(Scaling()) is None
+
+
+def test_the_order_that_ran_last_is_known_even_where_it_was_made_anew():
+    """There is time to run a size, and none to solve for one."""
+    climbing = climb(100, max_overhead=None, solve_s=1000.0, deadline_s=time.perf_counter() + 100.0)
+    size, _ = climbing.choose(Scaling())
+    made_anew = plan_problem(chain_problem(size), LIMIT // 2, FakeBackend(), solver="greedy")
+    climbing.note(size, made_anew, made_anew.predicted.peak_bytes, fits=True)
+    larger, plan = climbing.choose(Scaling())
+    assert larger >= 1.5 * size
+    assert plan.solution.schedule == made_anew.solution.schedule

@@ -29,14 +29,16 @@ def scaling_of():
     return BatchScaling(chain_graph(4), 4, chain_graph(8), 8, chain_problem(4))
 
 
-def verified(surplus, *, at_most=None, max_overhead="forward", budget=BUDGET, **options):
+def verified(
+    surplus, *, at_most=None, max_overhead="forward", budget=BUDGET, limit=BUDGET, **options
+):
     """The verified search where a step of ``size`` samples takes ``surplus(size)`` bytes more than
     its schedule (``None``: out of memory)."""
     backend, scaling, trained = FakeBackend(), scaling_of(), []
     search = search_batch_size(
         scaling,
         40,
-        budget,
+        limit,
         budget,
         backend,
         time_limit_s=20.0,
@@ -84,6 +86,16 @@ def test_what_was_measured_above_the_prediction_is_taken_off(share):
     assert dict(trained)[found.max_batch_size] <= BUDGET
     assert found.plan.measured.peak_bytes == dict(trained)[found.max_batch_size]
     assert len(trained) <= MOST_SIZES
+
+
+def test_plans_keep_the_margin_free_and_a_measured_peak_may_take_it():
+    """As inside ``fit``."""
+    more = int(0.04 * BUDGET)
+    search, found, trained = verified(lambda size: more, limit=int(1.05 * BUDGET))
+    assert found.max_batch_size >= search.max_batch_size
+    assert trained[0][0] == search.max_batch_size
+    assert BUDGET < found.plan.measured.peak_bytes <= 1.05 * BUDGET
+    assert found.plan.predicted.peak_bytes <= BUDGET
 
 
 def test_what_was_measured_below_the_prediction_is_used():
@@ -188,7 +200,7 @@ def found_on(backend, monkeypatch, *, batch=8, **options):
     )
     limit = store_all_peak(40)
     return find_max_batch_size(
-        SimpleNamespace(name="fake"),
+        SimpleNamespace(name="fake", compiled=True),
         batch_of(0, batch),
         limit,
         margin=0.0,
@@ -240,3 +252,32 @@ def test_framework_that_folds_an_op_at_some_sizes_is_no_error(monkeypatch, folds
     assert found.max_batch_size > 40
     assert found.plan.measured.peak_bytes <= store_all_peak(40)
     assert found.plan.problem.profile.resident_bytes == RESIDENT_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_fit_trains_the_size_that_the_search_finds(name):
+    """Under the same limit and margin. Two searches of the MLP find other orders, more or less of
+    which fits: its sizes are not compared."""
+    tf = pytest.importorskip("tensorflow")
+    import keras_models
+
+    import keras_remat
+
+    model, batch = (
+        keras_models.mlp(256, width=512, blocks=6)
+        if name == "mlp"
+        else keras_models.convnet(32, size=32, filters=16)
+    )
+    limit = 60 * 2**20
+    found = find_max_batch_size(model, batch, limit, time_limit_s=30.0)
+    assert found.plan.measured.peak_bytes <= limit
+    loader = len(batch[0])
+    data = tf.data.Dataset.from_tensors(batch).repeat(4 * found.max_batch_size // loader)
+    remat = keras_remat.RematAutotune(limit, batch_size=10**6, verbose=0)
+    model.fit(data, epochs=8, verbose=0, shuffle=False, callbacks=[remat])
+    size = remat.report.max_batch_size
+    assert remat.report.batch_size == size > loader
+    if name == "cnn":
+        assert size == pytest.approx(found.max_batch_size, rel=RESOLUTION, abs=1)
+    assert remat.plan.measured.peak_bytes <= limit

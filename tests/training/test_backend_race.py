@@ -1,7 +1,21 @@
-"""Compiled or in order: who trains which batch, and who stays; on backends without a framework."""
+"""Compiled or in order, whole or in pieces: who trains which batch, and who stays; on backends
+without a framework."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from fake_backend import FakeBackend, batch_of, chain_problem, event_kinds, race_on, store_all_peak
+from fake_backend import (
+    RESIDENT_BYTES,
+    FakeBackend,
+    batch_of,
+    chain_problem,
+    event_kinds,
+    race_on,
+    store_all_peak,
+    trainer_on,
+)
 
 from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedModelError
 from keras_remat.planning.fit_plans import TunerOptions
@@ -26,11 +40,14 @@ class Refuses(Compiled):
         raise UnsupportedModelError("an op without a kernel")
 
 
-def race_of(*backends, limit=TIGHT, **more):
-    options = TunerOptions(
+def options_for(limit=TIGHT, **more):
+    return TunerOptions(
         **{"memory_limit": limit, "solver": "greedy", "margin": 0.0, "profile_steps": 2, **more}
     )
-    return race_on(*backends, options=options)
+
+
+def race_of(*backends, limit=TIGHT, **more):
+    return race_on(*backends, options=options_for(limit, **more))
 
 
 def train(race, steps, size=SIZE, first=0):
@@ -66,6 +83,7 @@ def test_within_the_limit_comes_before_faster():
     assert race.trainer.backend is ordered
     assert race.trainer.settled_peak_bytes <= TIGHT
     assert trained(compiled, ordered) == list(range(40 * SIZE))
+    assert compiled.calls < 20, "a step over the limit does not run once there is one within it"
 
 
 def test_no_compiled_schedule_under_the_limit_gives_way():
@@ -125,7 +143,7 @@ def test_odd_batches_do_not_disturb_a_trial():
     compiled, ordered = Compiled(), FakeBackend(slowness=2e-3)
     race, _ = race_of(compiled, ordered)
     at = 0
-    for _ in range(15):
+    for _ in range(25):
         for size in (SIZE, SIZE - 1):
             race.run(batch_of(at, size))
             at += size
@@ -159,3 +177,141 @@ def test_a_given_plan_finds_its_backend_and_is_not_questioned():
     race, _ = race_of(Compiled(layers=9), FakeBackend(layers=9), plan=plan)
     with pytest.raises(PlanMismatchError):
         train(race, 1)
+
+
+# ------------------------------------------------------------------ in pieces
+
+
+class Cut(FakeBackend):
+    """A backend whose steps take longer, or less, the more pieces they have.
+
+    Args:
+        cost: what one more piece adds to a step's time, a share of it.
+    """
+
+    def __init__(self, cost, **more):
+        super().__init__(**more)
+        self.cost, self.pieces = cost, {}
+
+    def trace(self, model, batch, micro_batches=1):
+        traced = super().trace(model, batch, micro_batches)
+        self.pieces[traced.graph.fingerprint] = micro_batches
+        return traced
+
+    def measure(self, run, *, wait=True):
+        result, usage = super().measure(run, wait=wait)
+        more = self.pieces.get(self._ran_problem.graph.fingerprint, 1) - 1
+        return result, replace(usage, time_s=usage.time_s * (1 + self.cost * more))
+
+
+def auto_race(*backends, limit=TIGHT, model=None, **more):
+    model = {} if model is None else {"model": model}
+    return race_on(*backends, options=options_for(limit, **more), chooses_pieces=True, **model)
+
+
+def step_s(backend, pieces, limit):
+    """What a settled step takes where the number of pieces is given; infinite where none fits."""
+    trainer, _ = trainer_on(backend, options_for(limit, micro_batches=pieces))
+    try:
+        train(trainer, 12)
+    except InfeasibleBudgetError:
+        return math.inf
+    assert trainer.settled
+    return trainer.settled_usage.time_s
+
+
+@pytest.mark.parametrize(
+    ("cost", "share"), [(-0.05, 0.5), (0.0, 0.3), (0.0, 0.5), (0.02, 0.5), (0.08, 0.7), (0.3, 0.5)]
+)
+def test_pieces_and_recomputation_are_chosen_together_by_time(cost, share):
+    limit = int(share * PLAIN)
+    race, report = auto_race(backend := Cut(cost), limit=limit)
+    train(race, 150)
+    assert race.settled
+    assert race.trainer.plan.measured.peak_bytes <= limit
+    assert trained(backend) == list(range(150 * SIZE)), "every sample once"
+    best = min(step_s(Cut(cost), pieces, limit) for pieces in (1, 2, 4, 8))
+    assert race.trainer.settled_usage.time_s <= best / (1 - 0.03)
+    assert set(backend.kinds) == {"remat"}
+    assert "compilation" not in event_kinds(report)
+    assert race.trainer.micro_batches == race.trainer.pieces
+    assert report.events[-1].step < 150
+
+
+def test_a_whole_batch_that_fits_under_no_schedule_gives_way_to_pieces():
+    limit = chain_problem(SIZE).floor_bytes - 1
+    race, report = auto_race(backend := Cut(0.1), limit=limit)
+    train(race, 80)
+    assert race.settled
+    assert race.trainer.pieces == 2
+    assert "No ordered step, training goes on ordered in 2 pieces" in report.events[1].message
+    assert trained(backend) == list(range(80 * SIZE))
+
+
+def test_no_number_of_pieces_helps_where_one_sample_does_not_fit():
+    race, _ = auto_race(backend := Cut(0.1), limit=RESIDENT_BYTES + 1)
+    with pytest.raises(InfeasibleBudgetError):
+        race.run(batch_of(0, SIZE))
+    assert backend.ran == []
+
+
+def test_a_step_that_cannot_be_cut_stays_whole():
+    backend = Cut(0.0)
+    backend.can_be_cut = False
+    race, report = auto_race(backend)
+    train(race, 60)
+    assert race.settled
+    assert race.trainer.pieces == 1
+    assert backend.traced == [SIZE]
+    assert "a train_step of its own" in report.events[-1].message
+
+
+def test_a_plain_step_that_fits_stays_whole():
+    race, report = auto_race(backend := Cut(-0.1), limit=PLAIN)
+    train(race, 30)
+    assert backend.kinds == ["plain"] * 30
+    assert event_kinds(report) == ["fits"]
+
+
+def test_batch_normalization_in_pieces_is_said_once():
+    variable = SimpleNamespace(name="moving_mean")
+    model = SimpleNamespace(name="fake", built=True, non_trainable_variables=(variable,))
+    race, report = auto_race(Cut(-0.05), model=model)
+    with pytest.warns(UserWarning, match="one piece of a batch at a time") as caught:
+        train(race, 150)
+    assert race.trainer.pieces > 2
+    told = [one for one in caught if "one piece" in str(one.message)]
+    assert len(told) == 1
+    assert sum("one piece" in event.message for event in report.events) == 1
+
+
+def test_both_ways_of_running_come_before_pieces():
+    compiled, ordered = Compiled(slowness=5e-3), Cut(-0.05)
+    race, _ = auto_race(compiled, ordered)
+    train(race, 150)
+    assert race.trainer.backend is ordered
+    assert race.trainer.pieces > 1
+    assert set(compiled.traced) == {SIZE}
+    assert trained(compiled, ordered) == list(range(150 * SIZE))
+
+
+def test_odd_batches_are_cut_in_as_many_pieces():
+    race, _ = auto_race(backend := Cut(-0.05))
+    at = 0
+    for _ in range(100):
+        for size in (SIZE, SIZE // 2 + 1):
+            race.run(batch_of(at, size))
+            at += size
+    assert race.settled
+    assert (SIZE // 2 + 1, race.trainer.pieces) in backend.traced
+    assert trained(backend) == list(range(at))
+
+
+def test_the_plain_step_s_time_is_told_by_the_whole_batch():
+    race, report = auto_race(Cut(0.0))
+    train(race, 150)
+    assert race.trainer.pieces > 1
+    whole, told = trainer_on(Cut(0.0), options_for())
+    train(whole, 30)
+    assert report.baseline.time_s == pytest.approx(told.baseline.time_s, rel=0.01)
+    assert report.baseline.peak_bytes == told.baseline.peak_bytes

@@ -316,16 +316,8 @@ class Timed(FakeSteps):
         return super().run(batch, may_split=may_split)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "fastest"),
-    [
-        (lambda size: 1.0, 80),
-        (lambda size: size, LOADER),
-        (lambda size: 1.0 if size <= 40 else size, 40),
-        (lambda size: size * (1.0 + size / 100), LOADER),
-    ],
-)
-def test_fastest_is_the_size_that_measures_most_samples_a_second(monkeypatch, seconds, fastest):
+def fastest_of(monkeypatch, seconds):
+    """The sizes of the steps of a fit with ``"fastest"``."""
     import keras_remat.training.batch_trainer as module
 
     clock = [0.0]
@@ -336,10 +328,31 @@ def test_fastest_is_the_size_that_measures_most_samples_a_second(monkeypatch, se
     monkeypatch.setattr(trainer, "_predicted", lambda batch, at_most: search)
     total = epoch(trainer, batches=200)
     assert_all_once(steps.trained, total)
-    sizes = [len(numbers) for numbers in steps.trained]
+    assert trainer._climb is None, "the comparison has ended"
+    return [len(numbers) for numbers in steps.trained]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest"),
+    [
+        (lambda size: 1.0, 80),
+        (lambda size: size, LOADER),
+        (lambda size: 1.0 if size <= 40 else size, 40),
+        (lambda size: size * (1.0 + size / 100), LOADER),
+    ],
+)
+def test_fastest_is_the_size_that_measures_most_samples_a_second(monkeypatch, seconds, fastest):
+    sizes = fastest_of(monkeypatch, seconds)
     assert sizes[-2] == fastest
     assert max(sizes) <= 80
-    assert trainer._climb is None, "the comparison has ended"
+
+
+def test_what_fit_was_given_is_measured_again_before_a_larger_batch_stays(monkeypatch):
+    """A device that was slow for the first steps, and only then."""
+    calls = iter(range(10_000))
+    sizes = fastest_of(monkeypatch, lambda size: size * (3.0 if next(calls) < 10 else 1.0))
+    assert max(sizes) > LOADER
+    assert sizes[-2] == LOADER
 
 
 # ------------------------------------------------------------------ with a tuner and a search

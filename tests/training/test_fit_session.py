@@ -331,11 +331,6 @@ def test_callback_is_copied_before_and_after_a_fit():
     assert copy.deepcopy(remat.report) == remat.report
 
 
-def test_micro_batches_chosen_by_time_are_refused_for_now():
-    with pytest.raises(ValueError, match="not there yet"):
-        autotune(micro_batches="auto")
-
-
 @pytest.mark.parametrize("samples", [40, 43])
 def test_micro_batches_by_number_train_as_the_whole_batch(samples):
     x, y = numbered(samples)
@@ -360,3 +355,58 @@ def test_micro_batches_by_number_train_as_the_whole_batch(samples):
         assert histories[1][key] == pytest.approx(values, rel=1e-4)
     for whole, split in zip(*weights, strict=True):
         np.testing.assert_allclose(split, whole, rtol=1e-3, atol=1e-5)
+
+
+class Decay(keras.layers.Layer):
+    """Adds a mean over the batch to the loss."""
+
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+def weighted_regression(samples):
+    """A model with an added loss, and weighted samples of which no two are alike."""
+    keras.utils.set_random_seed(0)
+    inputs = x = keras.layers.Input((16,))
+    for _ in range(4):
+        x = Decay()(keras.layers.Dense(256, activation="tanh")(x))
+    model = keras.Model(inputs, keras.layers.Dense(1, kernel_regularizer="l2")(x))
+    model.compile(
+        keras.optimizers.SGD(0.02), "mse", metrics=["mae"], weighted_metrics=["mse"],
+        jit_compile=False,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    data = {
+        "x": rng.random((samples, 16), "float32"),
+        "y": rng.random((samples, 1), "float32"),
+        "sample_weight": rng.random(samples, "float32"),
+    }
+    return model, data
+
+
+def test_pieces_and_recomputation_chosen_by_time_train_as_the_whole_batch():
+    """Every number of pieces that is tried trains batches; so does the odd last one."""
+    options = {"batch_size": 1024, "epochs": 11, "shuffle": False, "verbose": 0}
+    samples = 5 * 1024 + 300
+    model, data = weighted_regression(samples)
+    watching = autotune(memory_limit=None, batch_size="keep")
+    expected = model.fit(**data, **options, callbacks=[watching]).history
+    whole = model.get_weights()
+    plain, resident = watching.report.baseline.peak_bytes, watching.problem.profile.resident_bytes
+
+    model, data = weighted_regression(samples)
+    limit = resident + 7 * (plain - resident) // 10
+    remat = autotune(memory_limit=limit, micro_batches="auto")
+    history = model.fit(**data, **options, callbacks=[remat]).history
+    told = [event.message for event in remat.report.events if event.kind == "micro-batches"]
+    assert any("in 2 pieces is tried" in message for message in told)
+    assert any(message.startswith("Measured per step") for message in told)
+    assert not any(event.kind in ("batch", "search") for event in remat.report.events)
+    assert [(epoch.samples, epoch.steps) for epoch in remat.report.epochs] == [(samples, 6)] * 11
+    assert remat.plan.measured.peak_bytes <= limit
+    for key, values in expected.items():
+        if not key.startswith("remat_"):
+            assert history[key] == pytest.approx(values, rel=1e-4), key
+    for theirs, mine in zip(whole, model.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)

@@ -18,7 +18,7 @@ import keras
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.barrier import guard, never
-from keras_remat.backends.micro_batches import SEPARATION, check_can_be_cut, pieces
+from keras_remat.backends.micro_batches import SEPARATION, check_can_be_cut, check_no_masks, pieces
 
 
 def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
@@ -27,9 +27,9 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
 
     Raises:
         UnsupportedModelError: the model has a ``train_step`` of its own, or a loss that is no mean
-            over the batch.
+            over the batch; when traced, also for masked outputs.
     """
-    check_can_be_cut(model)
+    check_can_be_cut(model, private.layers(model))
 
     def train_step(state: private.State, data: Any) -> tuple[Any, private.State]:
         trainable, others, slots, metrics = state
@@ -52,6 +52,7 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
                 loss, updates = model.compute_loss_and_updates(
                     trainable, others, metrics, *piece, training=True, optimizer_variables=slots
                 )
+                check_no_masks(private.masks(updates[1]))
                 return loss * share, updates
 
             differentiated = jax.grad(weighted_loss, has_aux=True)

@@ -3,7 +3,7 @@
 Everything here was read in, and is tested with, the versions in ``TESTED``. From JAX: the fields of
 an equation (``primitive``, ``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``;
 from Keras: ``_symbolic_build``, ``_purge_model_variables``, ``_update_metrics_variables``,
-``_jax_state``, and the four lists of variables the JAX trainer carries as state, in its order. When
+``_jax_state``, ``_flatten_layers``, ``get_keras_mask``, and the four lists of variables the JAX trainer carries as state, in its order. When
 a new version moves one of these, this is the file to mend.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import keras
 from jax.extend import core
+from keras.src.backend import get_keras_mask
 
 TESTED = {"jax": "0.10.2", "keras": "3.15.1"}
 
@@ -136,6 +137,16 @@ def build(model: Any, batch: Any) -> None:
     """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does
     before its first step."""
     model._symbolic_build(data_batch=batch)
+
+
+def layers(model: Any) -> list[Any]:
+    """Returns the layers of a model, nested ones too."""
+    return list(model._flatten_layers())
+
+
+def masks(predicted: Any) -> list[Any]:
+    """Returns the mask of every output of a model, ``None`` where there is none."""
+    return [get_keras_mask(leaf) for leaf in keras.tree.flatten(predicted)]
 
 
 def update_metrics(

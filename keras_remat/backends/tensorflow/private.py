@@ -5,8 +5,9 @@ handle, a function's definition, what XLA says when it refuses to compile, which
 kernel for an op and where that keeps its outputs, what an allocator may take, whether devices exist
 already and whether oneDNN is on, capturing an eager tensor under a chosen name, calling a function
 with a session configuration of its own, reading the profiler's raw trace, building a model from a
-batch, what Keras's own ``train_step`` does with the loss tracker, and which variables and which
-numbers of collective ops belong together on the devices of a strategy.
+batch, a model's nested layers, a tensor's mask, what Keras's own ``train_step`` does with the loss
+tracker, and which variables and which numbers of collective ops belong together on the devices of a
+strategy.
 """
 
 from __future__ import annotations
@@ -293,8 +294,7 @@ def capture(external: Any) -> Any:
 
 
 def build_model(model: Any, batch: Any) -> None:
-    """Builds layers, optimizer, metrics and losses from one batch, as ``fit`` does before its first
-    step."""
+    """Builds layers, optimizer, metrics and losses from one batch, as ``fit`` does at first."""
     if not getattr(model, "compiled", False):
         raise ValueError("The model is not compiled: call model.compile(...) first.")
     model._symbolic_build(data_batch=batch)
@@ -308,18 +308,25 @@ def call_for_training(model: Any, x: Any) -> Any:
     return model(x, training=True) if model._call_has_training_arg else model(x)
 
 
+def layers(model: Any) -> list[Any]:
+    """Returns the layers of a model, nested ones too."""
+    return list(model._flatten_layers())
+
+
+def masks(predicted: Any) -> list[Any]:
+    """Returns the mask of every output of a model, ``None`` where there is none."""
+    return [getattr(leaf, "_keras_mask", None) for leaf in tf.nest.flatten(predicted)]
+
+
 def track_loss(model: Any, loss: Any, samples: int) -> None:
     """Adds a batch's loss to what the ``loss`` metric is the mean of."""
     model._loss_tracker.update_state(loss, sample_weight=samples)
 
 
 def is_xla_refusal(error: Any) -> bool:
-    """Whether an error says that XLA cannot compile a function, and not that a step's values are
-    wrong."""
-    text = str(error.message)
-    return "XLA" in text and any(
-        said in text for said in ("compile", "conversion failed", "compilation")
-    )
+    """Whether XLA says that it cannot compile a function, and not that a step's values are wrong."""
+    text, says = str(error.message), ("compile", "conversion failed", "compilation")
+    return "XLA" in text and any(said in text for said in says)
 
 
 def read_trace(serialized: bytes) -> Any:

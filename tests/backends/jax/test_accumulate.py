@@ -139,6 +139,41 @@ def test_fit_trains_in_micro_batches_where_no_schedule_fits():
     assert remat.plan.measured.peak_bytes <= remat.report.limit_bytes
 
 
+def test_fit_chooses_pieces_and_recomputation_together():
+    """Every number of pieces that is tried trains batches; so does the odd last one."""
+    x, y, weights = samples(3 * 4096 + 300)
+    options = {
+        "batch_size": 4096, "sample_weight": weights, "shuffle": False, "epochs": 9, "verbose": 0,
+    }  # fmt: skip
+    model = dense(128)
+    watching = keras_remat.RematAutotune(batch_size="keep", profile_steps=1, verbose=0)
+    expected = model.fit(x, y, **options, callbacks=[watching]).history
+    plain, resident = watching.report.baseline.peak_bytes, watching.problem.profile.resident_bytes
+    limit = resident + 8 * (plain - resident) // 10
+    remat = keras_remat.RematAutotune(
+        memory_limit=limit, micro_batches="auto", solver="greedy", solver_time_limit_s=5.0,
+        profile_steps=1, verbose=0,
+    )  # fmt: skip
+    history = dense(128).fit(x, y, **options, callbacks=[remat]).history
+    told = [event.message for event in remat.report.events if event.kind == "micro-batches"]
+    assert any("in 2 pieces" in message for message in told)
+    assert any(message.startswith("Measured per step") for message in told)
+    assert {(epoch.samples, epoch.steps) for epoch in remat.report.epochs} == {(len(x), 4)}
+    for key in ("loss", "mae"):
+        assert history[key] == pytest.approx(expected[key], rel=1e-4)
+    assert remat.plan.measured.peak_bytes <= limit
+
+
+def test_losses_that_are_no_means_over_the_batch_are_refused():
+    inputs = layers.Input((6,))
+    tokens = layers.Embedding(10, 4, mask_zero=True)(inputs)
+    masked = keras.Model(inputs, layers.Dense(2)(tokens))
+    masked.compile("sgd", "mse")
+    batch = backend().example_batch(masked, (np.ones((8, 6)), np.zeros((8, 6, 2))))
+    with pytest.raises(UnsupportedModelError, match="masked"):
+        trace(masked, batch, 2)
+
+
 def test_a_scaled_loss_is_cut_too():
     model = models.mixed_precision()
     assert "LossScale" in type(model.optimizer).__name__

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_remat.backends.batches import batch_size_of
-from keras_remat.backends.micro_batches import SEPARATION, check_can_be_cut, pieces
+from keras_remat.backends.micro_batches import SEPARATION, check_can_be_cut, check_no_masks, pieces
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.barrier import never
 
@@ -31,9 +31,9 @@ def accumulated_train_step(model: Any, count: int, separated: bool = False) -> C
 
     Raises:
         UnsupportedModelError: the model has a ``train_step`` of its own, or a loss that is no mean
-            over the batch.
+            over the batch; when traced, also for masked outputs.
     """
-    check_can_be_cut(model)
+    check_can_be_cut(model, private.layers(model))
 
     def train_step(data: Any) -> Any:
         total = batch_size_of(data)
@@ -49,6 +49,7 @@ def accumulated_train_step(model: Any, count: int, separated: bool = False) -> C
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(piece)
             with tf.GradientTape() as tape:
                 predicted = private.call_for_training(model, x)
+                check_no_masks(private.masks(predicted))
                 loss = model.compute_loss(
                     x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
                 )
