@@ -145,10 +145,18 @@ class StepTrainer:
             return outcome
         self._fit.count(shape.batch_size, outcome.usage)
         shape = shape.after_step(outcome.usage, self.backend.device.in_use_bytes())
-        if isinstance(shape, Recording) and len(shape.steps) >= self._options.profile_steps:
+        if isinstance(shape, Recording) and self._is_recorded(shape):
             shape = self._moves.end_recording(shape)
         self._set(shape)
         return outcome
+
+    def _is_recorded(self, shape: Recording) -> bool:
+        """Returns whether enough was recorded: no step more than needed runs over the limit."""
+        return self._is_over(shape) or len(shape.steps) >= self._options.profile_steps
+
+    def _is_over(self, shape: ShapeState) -> bool:
+        """Returns whether a step of this phase measured over the limit."""
+        return self.backend.device.has_statistics and shape.peak_bytes > self.limit_bytes
 
     def _is_guarded(self, shape: ShapeState) -> bool:
         """Returns whether the next step has to be undone if it runs out of memory, whatever the
@@ -197,7 +205,7 @@ class StepTrainer:
         return Facts(
             phase=shape.phase,
             enough_steps=len(shape.steps) >= self._wanted_steps(shape),
-            over_limit=self.backend.device.has_statistics and shape.peak_bytes > self.limit_bytes,
+            over_limit=self._is_over(shape),
             attempts_left=shape.tries.attempts_left(out_of_memory=out_of_memory),
             may_split=shape.may_split and shape.tries.splits_left,
             runs_a_plan=isinstance(shape, PlannedShape),

@@ -1,5 +1,7 @@
 """The plans a running ``fit`` asks for: limits that are missed by a little."""
 
+import dataclasses
+
 import pytest
 from fake_backend import FakeBackend, chain_problem, store_all_peak
 
@@ -45,3 +47,27 @@ def test_the_floor_says_what_would_lower_it():
         planner.best(PROBLEM, 64)
     name = PROBLEM.graph.ops[PROBLEM.floor_op].name
     assert str(caught.value).endswith(f"would do. Give {name} less.")
+
+
+def quick(share, source):
+    """A quick plan under a share of the plain peak, for costs of that source."""
+    problem = dataclasses.replace(
+        PROBLEM, profile=dataclasses.replace(PROBLEM.profile, source=source)
+    )
+    limit = int(share * store_all_peak(64))
+    options = TunerOptions(limit, solver_time_limit_s=2.0, margin=0.0)
+    return StepPlanner(FakeBackend(), options).quick(problem, 64), limit
+
+
+def test_a_plan_leaves_room_until_something_was_measured():
+    plan, limit = quick(1.0, "measured")
+    assert plan.predicted.peak_bytes == limit
+    plan, limit = quick(1.0, "estimated")
+    assert plan.predicted.peak_bytes <= 0.95 * limit
+    assert plan.budget_bytes == limit
+
+
+def test_room_is_given_up_where_no_schedule_leaves_it():
+    least = min(quick(share, "measured")[0].predicted.peak_bytes for share in (0.5, 0.6, 0.7))
+    plan, limit = quick(1.02 * least / store_all_peak(64), "estimated")
+    assert plan.predicted.peak_bytes <= limit == plan.budget_bytes

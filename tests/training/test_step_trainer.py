@@ -127,14 +127,15 @@ def test_first_plan_gets_more_time_where_less_finds_none(monkeypatch):
 
     def plan(problem, budget, backend, *, solver, time_limit_s, **options):
         asked.append((solver, time_limit_s))
-        if len(asked) < 3:
+        if len(asked) < 4:
             raise ScheduleNotFoundError(budget, problem.floor_bytes)
         return real(problem, budget, backend, solver=solver, time_limit_s=time_limit_s, **options)
 
     monkeypatch.setattr(planner, "plan_problem", plan)
     trainer, _ = trainer_on(FakeBackend(), options(solver="anneal", solver_time_limit_s=8.0))
     train(trainer, 1)
-    assert asked == [("greedy_first", 4.0), ("anneal", 4.0), ("anneal", 8.0)]
+    quick = ("greedy_first", 4.0)  # with room first
+    assert asked == [quick, quick, ("anneal", 4.0), ("anneal", 8.0)]
 
 
 def test_surplus_seen_while_recording_is_in_the_plan_that_is_swapped_in():
@@ -155,7 +156,8 @@ def test_measured_peak_over_the_limit_tightens_until_it_holds():
     )  # the recorded steps do not show it
     trainer, report = trainer_on(backend, options())
     train(trainer, 20)
-    assert event_kinds(report).count("tighten") == 1
+    # the first plan left room: what it told of tighter schedules was no longer so
+    assert event_kinds(report).count("tighten") == 2
     assert trainer.settled
     assert trainer.plan.measured.peak_bytes == trainer.plan.predicted.peak_bytes <= TIGHT
     assert "within" in report.events[-1].message
@@ -171,7 +173,8 @@ def test_final_step_that_comes_to_take_more_than_the_limit_is_planned_again():
     assert "tighten" not in event_kinds(report)
     before = trainer.plan
     train(trainer, 25)
-    assert event_kinds(report).count("tighten") == 1
+    # the first plan left room: what it told of tighter schedules was no longer so
+    assert event_kinds(report).count("tighten") == 2
     assert trainer.settled
     assert len(trainer.plan.solution.schedule.recomputed) > len(before.solution.schedule.recomputed)
     assert trainer.plan.measured.peak_bytes <= TIGHT
@@ -487,6 +490,14 @@ def test_profile_that_saw_too_little_leaves_the_estimated_plan():
     assert "profile" in event_kinds(report)
     assert trainer.plan.profile_source == "estimated"
     assert trainer.settled
+
+
+@pytest.mark.parametrize(("surplus", "goes_on"), [(0, True), (10 * PLAIN, False)])
+def test_a_recording_ends_with_its_first_step_over_the_limit(surplus, goes_on):
+    backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
+    trainer, _ = trainer_on(backend, options(profile_steps=5))
+    train(trainer, 2)  # one that is recorded
+    assert backend.recording is goes_on
 
 
 def test_why_op_times_are_estimates_is_an_event():
