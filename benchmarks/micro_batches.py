@@ -1,13 +1,13 @@
-"""How fast a batch trains under a limit below the plain step's peak: whole and recomputed, in pieces
-without recomputation, and as ``micro_batches="auto"`` chooses.
+"""How fast a batch trains under a limit below the plain step's peak: whole and recomputed, in
+pieces without recomputation, and as ``micro_batches="auto"`` chooses.
 
     python benchmarks/micro_batches.py --models unet,transformer,MobileNetV2 --output table.md
 
 Limits are shares of the plain step's peak. *Recomputation* trains the whole batch under a schedule,
 *pieces* in the least number of pieces that keeps the limit without recomputation. Every way first
 trains a ``fit`` of its own, in which it plans and settles; then the settled plans train in turn, a
-short ``fit`` after the other, several rounds, because machines slow down and speed up meanwhile. The
-time of a way is the median of its rounds' median steps.
+short ``fit`` after the other, several rounds, because machines slow down and speed up meanwhile.
+The time of a way is the median of its rounds' median steps.
 """
 
 from __future__ import annotations

@@ -173,7 +173,8 @@ def main(argv: list[str] | None = None) -> int:
     lines = [
         "# shapes.py",
         "",
-        f"{machine()}; batches of {BATCH}, {arguments.epochs} epochs of {len(lengths)} in random order",
+        f"{machine()}; batches of {BATCH}, {arguments.epochs} epochs of {len(lengths)} in random "
+        "order",
         "",
         *rows,
     ]

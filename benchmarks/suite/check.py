@@ -1,4 +1,5 @@
-"""Checks a solution file against a problem file: is it legal, how long does it take, what is its peak?
+"""Checks a solution file against a problem file: is it legal, how long does it take, what is its
+peak?
 
     python benchmarks/suite/check.py PROBLEM.json[.gz] SOLUTION.json
 

@@ -9,8 +9,8 @@ times are *estimated* from a cost model (floating-point operations or bytes move
 whichever takes longer), so that files come out the same again. Resident bytes are weights, slots
 and the batch.
 
-Budgets lie between the floor, which no schedule beats, and the store-all peak, in ninths of the way.
-The lowest may have no schedule.
+Budgets lie between the floor, which no schedule beats, and the store-all peak, in ninths of the
+way. The lowest may have no schedule.
 """
 
 from __future__ import annotations

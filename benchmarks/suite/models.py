@@ -2,8 +2,8 @@
 
 Twelve networks of ``keras.applications``, four transformers in the shapes of keras-hub's presets
 (built from plain layers, so that nothing has to be downloaded), a U-Net, an unrolled LSTM and a GAN
-with a train step of its own. Weights are never trained here: only the graph of the step counts. Convolutional networks train with
-momentum, the others with Adam.
+with a train step of its own. Weights are never trained here: only the graph of the step counts.
+Convolutional networks train with momentum, the others with Adam.
 """
 
 from __future__ import annotations

@@ -303,6 +303,7 @@ def _framework() -> Any:
     name = keras.backend.backend()
     if name not in BACKENDS:
         raise UnsupportedModelError(
-            f"Keras runs on {name!r}; inside fit, rematerialization works on {' and '.join(BACKENDS)}."
+            f"Keras runs on {name!r}; inside fit, rematerialization works on "
+            f"{' and '.join(BACKENDS)}."
         )
     return importlib.import_module(f"keras_remat.backends.{name}")

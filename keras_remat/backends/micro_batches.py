@@ -36,17 +36,20 @@ def check_can_be_cut(model: Any, layers: Iterable[Any]) -> None:
 
     if type(model).train_step is not keras.Model.train_step or "train_step" in vars(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has a train_step of its own, which cannot be cut into micro-batches."
+            f"{type(model).__name__} has a train_step of its own, which cannot be cut into "
+            "micro-batches."
         )
     for loss in keras.tree.flatten(model.loss):
         if getattr(loss, "reduction", "sum_over_batch_size") not in ("sum_over_batch_size", "mean"):
             raise UnsupportedModelError(
-                f"The loss {loss.name!r} reduces by {loss.reduction!r}; only means over the batch can be cut into micro-batches."
+                f"The loss {loss.name!r} reduces by {loss.reduction!r}; only means over the "
+                "batch can be cut into micro-batches."
             )
     for layer in layers:
         if getattr(layer, "activity_regularizer", None) is not None:
             raise UnsupportedModelError(
-                f"The activity regularizer of {layer.name!r} sums over the batch; only means over the batch can be cut into micro-batches."
+                f"The activity regularizer of {layer.name!r} sums over the batch; only means "
+                "over the batch can be cut into micro-batches."
             )
 
 
@@ -55,7 +58,8 @@ def check_no_masks(masks: Iterable[Any]) -> None:
     is not masked, of which every piece has another share."""
     if any(mask is not None for mask in masks):
         raise UnsupportedModelError(
-            "The model's output is masked: its loss is a mean over what is not masked, and the pieces of a batch do not have equal shares of that."
+            "The model's output is masked: its loss is a mean over what is not masked, and the "
+            "pieces of a batch do not have equal shares of that."
         )
 
 

@@ -185,7 +185,8 @@ class BatchScaling:
         self._graphs.learn(large, (large_size,))
         if self._graphs.at((large_size,)) is None:
             raise UnsupportedModelError(
-                f"The train step has {len(small.ops)} ops at batch {small_size} and {len(large.ops)} at batch {large_size}, or other ones: "
+                f"The train step has {len(small.ops)} ops at batch {small_size} and "
+                f"{len(large.ops)} at batch {large_size}, or other ones: "
                 "its memory at another batch cannot be told from these two."
             )
         profiles = {small_size: problem.profile, **(measured or {})}

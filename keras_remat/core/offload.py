@@ -13,12 +13,12 @@ time of a schedule is still a sum over its positions. Copying out takes no time 
 the other way of a full-duplex bus, from when the value is computed until its last read before the
 fetch. POFO (Beaumont, Eyraud-Dubois, Shilova, NeurIPS 2021, *Efficient combination of
 rematerialization and offloading for training DNNs*) plans both, for chains, and hides transfers
-behind the computations that are there; Capuchin (Peng et al., ASPLOS 2020) fetches early by measured
-times, and recomputes where a fetch cannot be hidden. Checkmate (2020) has no transfers.
+behind the computations that are there; Capuchin (Peng et al., ASPLOS 2020) fetches early by
+measured times, and recomputes where a fetch cannot be hidden. Checkmate (2020) has no transfers.
 
-Known limits: a bus that is busy all the time hides less than one that is not, so ``overlap`` must be
-measured with as many transfers as a plan has; the buffer of a fetch that runs ahead is counted only
-from its position on; all outputs of an op come back together. No backend runs fetches yet.
+Known limits: a bus that is busy all the time hides less than one that is not, so ``overlap`` must
+be measured with as many transfers as a plan has; the buffer of a fetch that runs ahead is counted
+only from its position on; all outputs of an op come back together. No backend runs fetches yet.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class Problem:
     def __post_init__(self) -> None:
         if len(self.profile.op_time_s) != len(self.graph.ops):
             raise InvalidProblemError(
-                f"the profile has {len(self.profile.op_time_s)} ops, the graph has {len(self.graph.ops)}",
+                f"the profile has {len(self.profile.op_time_s)} ops, the graph has "
+                f"{len(self.graph.ops)}",
                 field="profile",
             )
         budget = self.budget_bytes

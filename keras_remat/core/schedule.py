@@ -54,7 +54,8 @@ class Schedule:
             for position, op_id in enumerate(order):
                 if isinstance(op_id, bool) or not hasattr(op_id, "__index__"):
                     raise TypeError(
-                        f"op id at position {position} must be an int, got {op_id!r} of type {type(op_id).__name__}"
+                        f"op id at position {position} must be an int, got {op_id!r} of type "
+                        f"{type(op_id).__name__}"
                     )
             order = tuple(map(operator.index, order))
         if order and (lowest := min(order)) < 0:

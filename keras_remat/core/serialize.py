@@ -5,8 +5,8 @@
 "recomputable", "inputs", "outputs", "after", "may_reuse"}], "outputs"}``. ``after`` and
 ``may_reuse`` may be missing. A value without a producer is a step input. What the core knows beyond
 that (``kind`` of an op, ``shape`` and ``dtype`` of a value, ``source``, ``device`` and ``backend``
-of the profile, ``offload``) is written when it is there, so that a problem comes back exactly as it was. Unknown
-fields (``pool``, which older files have) are ignored.
+of the profile, ``offload``) is written when it is there, so that a problem comes back exactly as it
+was. Unknown fields (``pool``, which older files have) are ignored.
 """
 
 from __future__ import annotations

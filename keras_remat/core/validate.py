@@ -46,21 +46,24 @@ def check_rules(problem: Problem, schedule: Schedule) -> None:
             if producer is not None and producer not in seen:
                 raise InvalidScheduleError(
                     "S1",
-                    f"op {op_id} ({op.name!r}) at position {position} reads value {value_id} before op {producer} ran",
+                    f"op {op_id} ({op.name!r}) at position {position} reads value {value_id} "
+                    f"before op {producer} ran",
                     position=position,
                     op_id=op_id,
                 )
         if op_id in seen and not op.recomputable:
             raise InvalidScheduleError(
                 "S3",
-                f"op {op_id} ({op.name!r}) is not recomputable but runs again at position {position}",
+                f"op {op_id} ({op.name!r}) is not recomputable but runs again at position "
+                f"{position}",
                 position=position,
                 op_id=op_id,
             )
         if (source := problem.source_of(op_id)) != op_id and source not in seen:
             raise InvalidScheduleError(
                 "S5",
-                f"op {op_id} fetches at position {position} what op {source} ({graph.ops[source].name!r}) has not computed",
+                f"op {op_id} fetches at position {position} what op {source} "
+                f"({graph.ops[source].name!r}) has not computed",
                 position=position,
                 op_id=op_id,
             )
@@ -70,7 +73,8 @@ def check_rules(problem: Problem, schedule: Schedule) -> None:
         op_id = min(missing)
         raise InvalidScheduleError(
             "S2",
-            f"{len(missing)} needed ops never run, the first is op {op_id} ({graph.ops[op_id].name!r})",
+            f"{len(missing)} needed ops never run, the first is op {op_id} "
+            f"({graph.ops[op_id].name!r})",
             op_id=op_id,
         )
     successors: dict[int, list[int]] = {}
@@ -83,7 +87,8 @@ def check_rules(problem: Problem, schedule: Schedule) -> None:
             if later in started:
                 raise InvalidScheduleError(
                     "S4",
-                    f"op {op_id} ({problem.ops[op_id].name!r}) runs at position {position}, after op {later} that must follow it",
+                    f"op {op_id} ({problem.ops[op_id].name!r}) runs at position {position}, "
+                    f"after op {later} that must follow it",
                     position=position,
                     op_id=op_id,
                 )

@@ -1,9 +1,9 @@
 """Every solver under one signature: ``Problem → Solution``.
 
 A solver is a module of this package with a function ``solve(problem, *, time_limit_s, seed,
-progress) -> Solution``; ``SOLVERS`` maps its public name to it, and imports the module only when it is called.
-:func:`solve` is the way in: it refuses budgets below the floor before any solver runs, and lets no
-schedule out that :func:`keras_remat.core.validate.validate` does not accept.
+progress) -> Solution``; ``SOLVERS`` maps its public name to it, and imports the module only when it
+is called. :func:`solve` is the way in: it refuses budgets below the floor before any solver runs,
+and lets no schedule out that :func:`keras_remat.core.validate.validate` does not accept.
 """
 
 from __future__ import annotations

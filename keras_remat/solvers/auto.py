@@ -16,7 +16,8 @@ its work is done.
    parallel branches decides everything. Where there is still no schedule, the search backwards
    goes on for longer, and step 4 follows.
 6. Annealing from nothing, annealing from the best schedule, and
-   :mod:`keras_remat.solvers.search.neighbourhoods` take turns: what still improves gets the time (:mod:`keras_remat.solvers.search.turns`).
+   :mod:`keras_remat.solvers.search.neighbourhoods` take turns: what still improves gets the time
+   (:mod:`keras_remat.solvers.search.turns`).
 7. After the first turn, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
    cuts tries to close the gap from below.
 
@@ -27,8 +28,8 @@ annealing does all of 4 and 6.
 Recomputations there turns out to be room for are taken back
 (:mod:`keras_remat.solvers.orders.trim`) wherever a schedule comes from.
 
-Where values can be fetched, :mod:`keras_remat.solvers.search.fetching` takes over, and all this gives the
-schedule it starts from.
+Where values can be fetched, :mod:`keras_remat.solvers.search.fetching` takes over, and all this
+gives the schedule it starts from.
 
 Every schedule is checked by :func:`keras_remat.core.validate.validate` before it counts.
 ``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one it passes
@@ -88,7 +89,8 @@ coarsened."""
 EXACT_OPS = 30
 """Graphs up to this size are worth Checkmate's program."""
 PROCESS_S = 5.0
-"""Shorter time limits are not worth a process of its own for CP-SAT, which takes a second to start."""
+"""Shorter time limits are not worth a process of its own for CP-SAT, which takes a second to
+start."""
 PROVABLE_OPS = 150
 """Graphs up to this size are worth the integer program of
 :mod:`keras_remat.solvers.bounds.window_bound`."""

@@ -185,7 +185,8 @@ class BackendRace:
         if trial is not None:
             kept = trial.rival if failed is trial.champion else trial.champion
             message = (
-                f"The {_way(failed)} step was tried and cannot be used, the {_way(kept)} one stays: "
+                f"The {_way(failed)} step was tried and cannot be used, the {_way(kept)} one "
+                "stays: "
                 f"{error}"
             )
             self._end_trial(trial, kept, message)

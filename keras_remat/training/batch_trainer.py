@@ -8,9 +8,9 @@ chosen size is full. Samples keep their order and each is trained exactly once p
 left when the epoch's data ends is one smaller step, before validation.
 
 The search only predicts; the steps that train tell, and the size goes up or down by the same rule
-as outside of ``fit`` (:mod:`keras_remat.batch_size.sizes`). With ``"fastest"``, sizes are doubled as
-long as the steps that train take less time for a sample; before a larger size stays, the loader's
-is measured once more.
+as outside of ``fit`` (:mod:`keras_remat.batch_size.sizes`). With ``"fastest"``, sizes are doubled
+as long as the steps that train take less time for a sample; before a larger size stays, the
+loader's is measured once more.
 """
 
 from __future__ import annotations

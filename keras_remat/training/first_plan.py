@@ -81,7 +81,7 @@ class FirstPlans:
 
     def __init__(self, fit: FitState, backend: Backend, planner: StepPlanner, given: Plan | None):
         self._fit, self._backend, self._planner, self._given = fit, backend, planner, given
-        # of the largest plain step that was measured: bytes as predicted, and by how much it was off
+        # of the largest plain step that was measured: bytes as predicted, and how far it was off
         self._plain_seen = (0, 1.0)
 
     # ---------------------------------------------------------------- costs

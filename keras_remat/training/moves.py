@@ -196,7 +196,8 @@ class Moves:
         self._fit.event(
             EventKind.TIGHTEN,
             f"Measured peak {format_bytes(peak)} is over the limit of "
-            f"{format_bytes(self._planner.limit_bytes)} ({format_bytes(shape.plan.predicted.peak_bytes)} "
+            f"{format_bytes(self._planner.limit_bytes)} "
+            f"({format_bytes(shape.plan.predicted.peak_bytes)} "
             f"predicted): planning again for {format_bytes(over)} less.",
         )
         costs = shape.costs
@@ -236,7 +237,8 @@ class Moves:
         kept = min((*shape.over_limit_plans, shape), key=lambda other: other.peak_bytes)
         message = (
             f"The step of {shape.batch_size} samples takes {format_bytes(kept.peak_bytes)} "
-            f"measured, over the limit of {format_bytes(self._planner.limit_bytes)}; no schedule that takes "
+            f"measured, over the limit of {format_bytes(self._planner.limit_bytes)}; no schedule "
+            "that takes "
             "less was found. Training goes on with it."
         )
         self._fit.warn(EventKind.OVER_LIMIT, message)

@@ -1,4 +1,5 @@
-"""What the batch shapes seen so far tell of another one: sequence lengths, and an epoch's last batch.
+"""What the batch shapes seen so far tell of another one: sequence lengths, and an epoch's last
+batch.
 
 One model's train step is the same at every shape. So its bytes at a shape that was never traced are
 known from a few that were (:class:`~keras_remat.batch_size.scaling.GraphScaling`), an order found

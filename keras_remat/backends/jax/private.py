@@ -3,8 +3,9 @@
 Everything here was read in, and is tested with, the versions in ``TESTED``. From JAX: the fields of
 an equation (``primitive``, ``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``;
 from Keras: ``_symbolic_build``, ``_purge_model_variables``, ``_update_metrics_variables``,
-``_jax_state``, ``_flatten_layers``, ``get_keras_mask``, and the four lists of variables the JAX trainer carries as state, in its order. When
-a new version moves one of these, this is the file to mend.
+``_jax_state``, ``_flatten_layers``, ``get_keras_mask``, and the four lists of variables the JAX
+trainer carries as state, in its order. When a new version moves one of these, this is the file to
+mend.
 """
 
 from __future__ import annotations

@@ -214,8 +214,8 @@ def _has_gpu_kernel(kind: str) -> bool:
 
 
 def stays_on_host(node: Any) -> bool:
-    """Whether a node takes no GPU memory where there is a GPU: it is placed on the CPU, has no kernel
-    for a GPU and its types, or one that keeps all its outputs in the host's memory."""
+    """Whether a node takes no GPU memory where there is a GPU: it is placed on the CPU, has no
+    kernel for a GPU and its types, or one that keeps all its outputs in the host's memory."""
     if ":CPU:" in node.device.upper():
         return True
     op_def = op_def_registry.get(node.op)
@@ -324,7 +324,8 @@ def track_loss(model: Any, loss: Any, samples: int) -> None:
 
 
 def is_xla_refusal(error: Any) -> bool:
-    """Whether XLA says that it cannot compile a function, and not that a step's values are wrong."""
+    """Whether XLA says that it cannot compile a function, and not that a step's values are
+    wrong."""
     text, says = str(error.message), ("compile", "conversion failed", "compilation")
     return "XLA" in text and any(said in text for said in says)
 

@@ -1,20 +1,21 @@
 """Changes an order one run at a time and keeps its live bytes up to date, at native speed.
 
-The kernel of :mod:`keras_remat.solvers.search.anneal` (see :mod:`keras_remat.solvers.engines.native`
-for how it is compiled). Runs sit in *cells*, of which there are more than runs, so that a run is put
-between two others without moving any: the no-ops of FastSA (Imanishi, Xu, Takagi, Wang, Castillo,
-NeurIPS 2023). Inserting or removing a run changes the lifetimes of what it reads and writes only;
-each change is a range added to the live bytes. FastSA keeps those in a segment tree, whose root is
-the peak. Here they are an array, and one pass over a range adds to it and to the *excess*, the sum
-over cells of the bytes above the budget: a range has some hundred cells, which vector instructions
-pass as fast as a tree is climbed, and the sum says of a move that it helps where the peak does not.
+The kernel of :mod:`keras_remat.solvers.search.anneal` (see
+:mod:`keras_remat.solvers.engines.native` for how it is compiled). Runs sit in *cells*, of which
+there are more than runs, so that a run is put between two others without moving any: the no-ops of
+FastSA (Imanishi, Xu, Takagi, Wang, Castillo, NeurIPS 2023). Inserting or removing a run changes the
+lifetimes of what it reads and writes only; each change is a range added to the live bytes. FastSA
+keeps those in a segment tree, whose root is the peak. Here they are an array, and one pass over a
+range adds to it and to the *excess*, the sum over cells of the bytes above the budget: a range has
+some hundred cells, which vector instructions pass as fast as a tree is climbed, and the sum says of
+a move that it helps where the peak does not.
 
-The state is three arrays, so that a call passes little: ``live`` has the bytes alive per cell and at
-the end of the step; ``f`` the seconds of all runs and, from entry 1, of each op; ``s`` everything
-else. ``s[NAME]`` is a number or where a table begins: ``s[s[RUNS] + op · s[LIMIT] + k]`` is the cell
-of run ``k`` of an op. An *id* is an op or its fetch (:mod:`keras_remat.core.offload`), which is
-another run of the op. The semantics is that of :mod:`keras_remat.core.simulate`; a test compares
-them after every change.
+The state is three arrays, so that a call passes little: ``live`` has the bytes alive per cell and
+at the end of the step; ``f`` the seconds of all runs and, from entry 1, of each op; ``s``
+everything else. ``s[NAME]`` is a number or where a table begins: ``s[s[RUNS] + op · s[LIMIT] + k]``
+is the cell of run ``k`` of an op. An *id* is an op or its fetch (:mod:`keras_remat.core.offload`),
+which is another run of the op. The semantics is that of :mod:`keras_remat.core.simulate`; a test
+compares them after every change.
 
 One file, though long: Numba compiles again when the file of a function changed, and knows nothing
 of changes in files that it calls.

@@ -98,8 +98,8 @@ def last_useful_stages(
 
     Returns:
         Per position of the default order the last stage in which a run is allowed and useful (its
-        own stage when only the first is), and the same for a fetch; per value the last stage in which it can be read,
-        ``len(ops) + 1`` for outputs (the end), -1 for values nobody reads.
+        own stage when only the first is), and the same for a fetch; per value the last stage in
+        which it can be read, ``len(ops) + 1`` for outputs (the end), -1 for values nobody reads.
     """
     graph = problem.graph
     n, position = len(ops), {op_id: t for t, op_id in enumerate(ops)}

@@ -211,7 +211,8 @@ class _Cut:
                 continue
             if op.device not in self._devices:
                 raise UnsupportedModelError(
-                    f"{op.name} ({op.type}) changes state on {op.device or 'no device'}, outside of "
+                    f"{op.name} ({op.type}) changes state on {op.device or 'no device'}, outside "
+                    "of "
                     "its replica's device."
                 )
             effects[self._devices[op.device]].append(op.name)

@@ -57,7 +57,8 @@ def data_spec(batch: Any) -> Any:
             return leaf
         if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
             raise UnsupportedModelError(
-                f"The batch holds a {type(leaf).__name__}, whose size differs from step to step; rematerialization needs dense tensors."
+                f"The batch holds a {type(leaf).__name__}, whose size differs from step to step; "
+                "rematerialization needs dense tensors."
             )
         tensor = leaf if isinstance(leaf, tf.Tensor) else tf.convert_to_tensor(leaf)
         return tf.TensorSpec(tensor.shape, tensor.dtype)

@@ -142,7 +142,8 @@ class TensorFlowDevice:
         if not _is_async():
             return None
         return (
-            f"{_GPU_ALLOCATOR}={_ASYNC} tells nothing of single requests: predicted peaks are of the "
+            f"{_GPU_ALLOCATOR}={_ASYNC} tells nothing of single requests: predicted peaks are of "
+            "the "
             "bytes alive, and measured steps correct them. Unset it for better first plans."
         )
 

@@ -1,4 +1,5 @@
-"""Take the place of Keras's train function under a strategy, whose iterators give divided batches."""
+"""Take the place of Keras's train function under a strategy, whose iterators give divided
+batches."""
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ class TensorFlowBackend:
             or tf.distribute.has_strategy()
         ):
             raise UnsupportedModelError(
-                f"The model trains under {type(model.distribute_strategy).__name__}: schedules for several replicas are not supported."
+                f"The model trains under {type(model.distribute_strategy).__name__}: schedules "
+                "for several replicas are not supported."
             )
         ordered = "jit_compile=True: the rematerialized step runs without XLA, op by op in order."
         remarks = (ordered if model.jit_compile else None, self.device.remark())
@@ -108,7 +109,8 @@ class TensorFlowBackend:
                 return None
             if len(leaf.shape) == 0 or leaf.shape[0] != samples:
                 raise UnsupportedModelError(
-                    f"An array of shape {tuple(leaf.shape)} does not have the {samples} samples of its batch."
+                    f"An array of shape {tuple(leaf.shape)} does not have the {samples} samples "
+                    "of its batch."
                 )
             return tf.TensorSpec((size, *leaf.shape[1:]), leaf.dtype)
 
