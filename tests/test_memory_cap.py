@@ -64,6 +64,7 @@ def run(room, how):
     return done, json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
+@pytest.mark.slow
 def test_fit_that_dies_under_a_memory_cap_trains_with_the_callback():
     _, free = run(0, "plain")
     cap = int(0.65 * free["grown"])

@@ -41,9 +41,8 @@ class Refuses(Compiled):
 
 
 def options_for(limit=TIGHT, **more):
-    return TunerOptions(
-        **{"memory_limit": limit, "solver": "greedy", "margin": 0.0, "profile_steps": 2, **more}
-    )
+    given = {"memory_limit": limit, "solver": "greedy", "solver_time_limit_s": 2.0}
+    return TunerOptions(**given | {"margin": 0.0, "profile_steps": 2} | more)
 
 
 def race_of(*backends, limit=TIGHT, **more):

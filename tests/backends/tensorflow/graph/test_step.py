@@ -53,7 +53,8 @@ def test_plain_step_is_predicted_in_the_executors_order(make):
     if make is normalized_blocks:
         assert in_order == pytest.approx(as_traced, rel=0.05)
         return
-    assert in_order > 1.1 * as_traced
+    resident = profile.resident_bytes  # what other tests hold is in it
+    assert in_order - resident > 1.1 * (as_traced - resident)
     if not one.device.has_statistics:
         pytest.skip("the allocator keeps no statistics")
     step = tf.function(model.train_step).get_concrete_function(batch)
