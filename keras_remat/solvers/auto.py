@@ -269,7 +269,7 @@ class _Search(Best):
                 break
             peak = simulate(self.problem, Schedule(view.expand(first[0]))).peak_bytes
             if peak <= limit:
-                self.coarse_best = self._greedy(view, bases)[-1]
+                self.coarse_best = (self._greedy(view, bases) or first)[-1]
                 return view, True
             budget -= peak - limit
             if budget < view.problem.floor_bytes:

@@ -166,6 +166,22 @@ def test_large_graphs_are_coarsened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(problem, time_limit_s=4).usage is not None
 
 
+def test_a_large_graph_keeps_its_first_schedule_where_the_time_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Greedy finds one schedule of the coarse graph, and none again."""
+    monkeypatch.setattr(auto, "LARGE_OPS", 10)
+    real = auto._Search._greedy
+
+    def in_time(self, view, bases, most=None):  # type: ignore[no-untyped-def]
+        return real(self, view, bases, most) if most == 1 else []
+
+    monkeypatch.setattr(auto._Search, "_greedy", in_time)
+    problem = with_budget_fraction(training_problem(random.Random(1), 20), 0.8)
+    solution = solve(problem, time_limit_s=2.0)
+    validate(problem, solution.schedule)
+
+
 CROSS_CHECKS = ("greedy", "dtr", "dtr_local", "chen_greedy_linear", "backward")
 
 
