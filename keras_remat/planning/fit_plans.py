@@ -109,19 +109,18 @@ class StepPlanner:
             return self.best(problem, batch_size, budget_bytes=budget_bytes)
         limit_s = self._options.solver_time_limit_s
         quick_s, usable = min(_QUICK_SOLVE_S, limit_s), budget_bytes or self.usable_bytes
-        roomy = int(usable * (1 - _UNMEASURED_SHARE))
+        has_room = usable < self.usable_bytes or problem.profile.source == "measured"
+        roomy = usable if has_room else int(usable * (1 - _UNMEASURED_SHARE))
         for solver, time_limit_s, budget in (
-            ("greedy_first", quick_s, roomy),
+            *([("greedy_first", quick_s, roomy)] if roomy < usable else []),
             ("greedy_first", quick_s, usable),
             (self._options.solver, limit_s / 2, usable),
         ):
-            if budget == roomy and problem.profile.source == "measured":
-                continue
             try:
                 plan = self._solve(problem, batch_size, solver, time_limit_s, budget_bytes=budget)
                 return replace(plan, budget_bytes=usable)
             except InfeasibleBudgetError:
-                if budget != roomy:
+                if budget == usable:
                     raise
             except ScheduleNotFoundError as error:
                 logger.debug("keras_remat: %s", error)
