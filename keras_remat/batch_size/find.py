@@ -76,9 +76,8 @@ def find_max_batch_size(
             ``"forward"``, the default, is one extra forward pass, the rule of the Checkmate paper;
             ``None`` lifts it.
         profile: ``"measured"`` runs a few steps at the given batch, and up to
-        :data:`~keras_remat.batch_size.climb.MOST_SIZES` of
-            the sizes found, so that the answer is a size that trained; ``"estimated"`` runs
-            nothing, and the answer is a prediction.
+            :data:`~keras_remat.batch_size.climb.MOST_SIZES` of the sizes found, so that the answer
+            is a size that trained; ``"estimated"`` runs nothing, and the answer is a prediction.
         margin: share of the limit that predictions keep free; a measured peak may take it.
         time_limit_s: for everything: tracing, measuring, the search, and the sizes that run. The
             first size runs however late it is, and so do smaller ones until one has trained; after

@@ -103,16 +103,15 @@ class BatchSearch:
     def __str__(self) -> str:
         peak = "predicted" if self.plan.measured is None else "measured"
         usage = self.plan.measured or self.plan.predicted
-        ran = (
-            "" if not self.verification_time_s else f" and run in {self.verification_time_s:.1f} s"
-        )
+        run_s = self.verification_time_s
+        ran = f" and run in {run_s:.1f} s" if run_s else ""
         return (
             f"Largest batch {self.max_batch_size} under {format_bytes(self.limit_bytes)} "
-            f"({format_bytes(usage.peak_bytes)} {peak}, "
-            f"overhead {self.plan.overhead:.1%}); without recomputation {self.plain_batch_size}; "
-            "most samples per second predicted at "
-            f"{self.fastest_batch_size}; {len(self.probes)} sizes tried in "
-            f"{self.search_time_s:.1f} s{ran}; {self._op_times()}"
+            f"({format_bytes(usage.peak_bytes)} {peak}, overhead {self.plan.overhead:.1%}); "
+            f"without recomputation {self.plain_batch_size}; "
+            f"most samples per second predicted at {self.fastest_batch_size}; "
+            f"{len(self.probes)} sizes tried in {self.search_time_s:.1f} s{ran}; "
+            f"{self._op_times()}"
         )
 
     def plot(self) -> Any:

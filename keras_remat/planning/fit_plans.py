@@ -34,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds a quick plan may take to solve.
 _QUICK_SOLVE_S = 4.0
-#: Of the budget, what a plan leaves free before anything was measured: first predictions were up to
-#: 6 % too low on networks of the zoo (benchmarks/zoo.py).
-_UNMEASURED_SHARE = 0.05
 #: Of what is too much, the least share that a plan over the limit saves, to be worth a swap.
 _LEAST_SAVING = 0.25
 
@@ -93,29 +90,25 @@ class StepPlanner:
             self._backend.memory.peak_bytes(problem, schedule),
         )
 
-    def quick(self, problem: Problem, batch_size: int, budget_bytes: int | None = None) -> Plan:
+    def quick(self, problem: Problem, batch_size: int, roomy_bytes: int | None = None) -> Plan:
         """A plan to train under while profiling: a quick one, or, where none is found quickly, one
         by the chosen solver in half of its time or all.
 
-        Before anything was measured the plan leaves more room, where one is found that does.
-
         Args:
-            problem, batch_size, budget_bytes: as in :meth:`best`.
+            problem, batch_size: as in :meth:`best`.
+            roomy_bytes: what a plan should need at most, where one that does is found quickly.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
         if not self._backend.measures_op_times:  # it is the last one, too
-            return self.best(problem, batch_size, budget_bytes=budget_bytes)
-        limit_s = self._options.solver_time_limit_s
-        quick_s, usable = min(_QUICK_SOLVE_S, limit_s), budget_bytes or self.usable_bytes
-        has_room = usable < self.usable_bytes or problem.profile.source == "measured"
-        roomy = usable if has_room else int(usable * (1 - _UNMEASURED_SHARE))
-        for solver, time_limit_s, budget in (
-            *([("greedy_first", quick_s, roomy)] if roomy < usable else []),
-            ("greedy_first", quick_s, usable),
-            (self._options.solver, limit_s / 2, usable),
-        ):
+            return self.best(problem, batch_size)
+        limit_s, usable = self._options.solver_time_limit_s, self.usable_bytes
+        quick_s = min(_QUICK_SOLVE_S, limit_s)
+        tries = [("greedy_first", quick_s, usable), (self._options.solver, limit_s / 2, usable)]
+        if roomy_bytes is not None and roomy_bytes < usable:
+            tries.insert(0, ("greedy_first", quick_s, roomy_bytes))
+        for solver, time_limit_s, budget in tries:
             try:
                 plan = self._solve(problem, batch_size, solver, time_limit_s, budget_bytes=budget)
                 return replace(plan, budget_bytes=usable)
@@ -124,7 +117,7 @@ class StepPlanner:
                     raise
             except ScheduleNotFoundError as error:
                 logger.debug("keras_remat: %s", error)
-        return self.best(problem, batch_size, budget_bytes=budget_bytes)
+        return self.best(problem, batch_size)
 
     def best(
         self,

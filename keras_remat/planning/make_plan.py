@@ -313,8 +313,7 @@ def traced_as_it_trains(
     if isinstance(model, (str, os.PathLike)):
         raise TypeError(
             f"model must be a compiled Keras model, got the path {os.fspath(model)!r}: load it "
-            "with "
-            "keras.saving.load_model first"
+            "with keras.saving.load_model first"
         )
     if not getattr(model, "compiled", False):
         raise ValueError("the model is not compiled: call model.compile(optimizer, loss) first")

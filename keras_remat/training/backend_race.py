@@ -186,8 +186,7 @@ class BackendRace:
             kept = trial.rival if failed is trial.champion else trial.champion
             message = (
                 f"The {_way(failed)} step was tried and cannot be used, the {_way(kept)} one "
-                "stays: "
-                f"{error}"
+                f"stays: {error}"
             )
             self._end_trial(trial, kept, message)
             return True

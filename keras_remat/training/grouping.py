@@ -37,8 +37,7 @@ class BatchGrouper:
             if leaf is not None and (len(leaf.shape) == 0 or leaf.shape[0] != size):
                 raise UnsupportedModelError(
                     f"Batches cannot be joined: an array of shape {tuple(leaf.shape)} does not "
-                    "have "
-                    f"the {size} samples of its batch."
+                    f"have the {size} samples of its batch."
                 )
         if self._held and _sample_shapes(self._held[-1]) != _sample_shapes(batch):
             raise UnsupportedModelError(

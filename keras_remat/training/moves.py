@@ -103,10 +103,11 @@ class Moves:
             f"measured ({format_bytes(self._first_plans.plain_peak_bytes(costs))} predicted), over "
             f"{format_bytes(self._planner.limit_bytes)}: planning.",
         )
-        measured = costs.problem.profile.source == "measured"
-        make = self._planner.best if measured else self._planner.quick
+        is_final = costs.problem.profile.source == "measured"
         with self._fit.progress("planning"):
-            plan = make(costs.problem, shape.batch_size)
+            plan = self._first_plans.roomy(
+                shape, costs, self._known(shape), None, is_final=is_final
+            )
         return self._first_plans.lowered(shape, costs, plan, phase)
 
     def _start_recorder(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
@@ -238,8 +239,7 @@ class Moves:
         message = (
             f"The step of {shape.batch_size} samples takes {format_bytes(kept.peak_bytes)} "
             f"measured, over the limit of {format_bytes(self._planner.limit_bytes)}; no schedule "
-            "that takes "
-            "less was found. Training goes on with it."
+            "that takes less was found. Training goes on with it."
         )
         self._fit.warn(EventKind.OVER_LIMIT, message)
         return self._finish(replace(kept, tries=shape.tries), outcome, phase)

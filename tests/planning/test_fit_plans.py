@@ -1,7 +1,5 @@
 """The plans a running ``fit`` asks for: limits that are missed by a little."""
 
-import dataclasses
-
 import pytest
 from fake_backend import FakeBackend, chain_problem, store_all_peak
 
@@ -49,25 +47,24 @@ def test_the_floor_says_what_would_lower_it():
     assert str(caught.value).endswith(f"would do. Give {name} less.")
 
 
-def quick(share, source):
-    """A quick plan under a share of the plain peak, for costs of that source."""
-    problem = dataclasses.replace(
-        PROBLEM, profile=dataclasses.replace(PROBLEM.profile, source=source)
-    )
-    limit = int(share * store_all_peak(64))
-    options = TunerOptions(limit, solver_time_limit_s=2.0, margin=0.0)
-    return StepPlanner(FakeBackend(), options).quick(problem, 64), limit
+def quick(share, roomy_share=None):
+    """A quick plan under a share of the plain peak, and one that should need less."""
+    plain = store_all_peak(64)
+    options = TunerOptions(int(share * plain), solver_time_limit_s=2.0, margin=0.0)
+    roomy = roomy_share and int(roomy_share * plain)
+    return StepPlanner(FakeBackend(), options).quick(PROBLEM, 64, roomy)
 
 
-def test_a_plan_leaves_room_until_something_was_measured():
-    plan, limit = quick(1.0, "measured")
-    assert plan.predicted.peak_bytes == limit
-    plan, limit = quick(1.0, "estimated")
-    assert plan.predicted.peak_bytes <= 0.95 * limit
-    assert plan.budget_bytes == limit
+def test_a_quick_plan_leaves_the_room_it_is_asked_for():
+    plain = store_all_peak(64)
+    assert quick(1.0).predicted.peak_bytes == plain
+    plan = quick(1.0, roomy_share=0.9)
+    assert plan.predicted.peak_bytes <= 0.9 * plain
+    assert plan.budget_bytes == plain
 
 
 def test_room_is_given_up_where_no_schedule_leaves_it():
-    least = min(quick(share, "measured")[0].predicted.peak_bytes for share in (0.5, 0.6, 0.7))
-    plan, limit = quick(1.02 * least / store_all_peak(64), "estimated")
-    assert plan.predicted.peak_bytes <= limit == plan.budget_bytes
+    plain = store_all_peak(64)
+    least = min(quick(share).predicted.peak_bytes for share in (0.5, 0.6, 0.7)) / plain
+    plan = quick(1.02 * least, roomy_share=0.5 * PROBLEM.floor_bytes / plain)
+    assert plan.predicted.peak_bytes <= plan.budget_bytes == int(1.02 * least * plain)

@@ -1,10 +1,13 @@
 """What is traced is the step that will run: with its slots, whatever Keras has built so far."""
 
+import dataclasses
 import gc
+import types
 
 import keras
 import numpy as np
 import pytest
+from fake_backend import FakeBackend, chain_problem
 
 tf = pytest.importorskip("tensorflow")
 if keras.backend.backend() != "tensorflow":
@@ -13,6 +16,7 @@ if keras.backend.backend() != "tensorflow":
 import keras_remat  # noqa: E402
 import keras_remat.backends.tensorflow as tensorflow_backend  # noqa: E402
 from keras_remat.backends.tensorflow.graph import trace as tracing  # noqa: E402
+from keras_remat.training.first_plan import FirstPlans, Known  # noqa: E402
 
 WIDTH = 512
 #: Of the kernel: what is as small as the bias does not count.
@@ -137,3 +141,31 @@ def test_random_numbers_do_not_repeat_where_a_swap_would_lose_their_state(monkey
     assert ours == plain
     assert len(set(ours)) == len(ours) == 8
     assert remat.report.events[-1].kind == "unmodified"
+
+
+class AsksOfThePlanner:
+    """Notes the budgets that plans are asked for."""
+
+    usable_bytes = 1000
+
+    def __init__(self):
+        self.quickly, self.in_earnest = [], []
+
+    def quick(self, problem, size, roomy_bytes):
+        self.quickly.append(roomy_bytes)
+
+    def best(self, problem, size, running, budget_bytes):
+        self.in_earnest.append(budget_bytes)
+
+
+@pytest.mark.parametrize(("source", "roomy"), [("estimated", 909), ("measured", 1000)])
+def test_a_first_plan_leaves_room_until_something_was_measured(source, roomy):
+    problem = chain_problem(64)
+    profile = dataclasses.replace(problem.profile, source=source, resident_bytes=0)
+    costs = types.SimpleNamespace(problem=dataclasses.replace(problem, profile=profile))
+    planner, shape = AsksOfThePlanner(), types.SimpleNamespace(batch_size=64)
+    plans = FirstPlans(None, FakeBackend(), planner, None)
+    plans.roomy(shape, costs, Known(), None, is_final=False)
+    plans.roomy(shape, costs, Known(), None)
+    assert planner.quickly == [roomy]
+    assert planner.in_earnest == [1000]

@@ -212,8 +212,7 @@ class _Cut:
             if op.device not in self._devices:
                 raise UnsupportedModelError(
                     f"{op.name} ({op.type}) changes state on {op.device or 'no device'}, outside "
-                    "of "
-                    "its replica's device."
+                    "of its replica's device."
                 )
             effects[self._devices[op.device]].append(op.name)
         each = len(self._graph.outputs) // self._count

@@ -143,8 +143,7 @@ class TensorFlowDevice:
             return None
         return (
             f"{_GPU_ALLOCATOR}={_ASYNC} tells nothing of single requests: predicted peaks are of "
-            "the "
-            "bytes alive, and measured steps correct them. Unset it for better first plans."
+            "the bytes alive, and measured steps correct them. Unset it for better first plans."
         )
 
     def floor_advice(self, op: Op) -> str:

@@ -72,8 +72,8 @@ class MirroredBackend(TensorFlowBackend):
         if model.jit_compile:
             raise UnsupportedModelError(
                 "jit_compile=True under MirroredStrategy: what XLA compiles keeps no order. "
-                "Keras's "
-                'own default there, jit_compile="auto", runs without XLA and can be scheduled.'
+                "Keras's own default there, jit_compile='auto', runs without XLA and can be "
+                "scheduled."
             )
         devices = strategy.extended.worker_devices
         if on_gpu() != all("GPU" in device for device in devices):
