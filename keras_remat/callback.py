@@ -23,7 +23,7 @@ from keras_remat.backends.base import load_backends
 from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
-from keras_remat.errors import UnsupportedModelError
+from keras_remat.errors import UnsupportedModelError, without_inner_frames
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.console import Console
 from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
@@ -150,6 +150,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- Keras's life cycle
 
+    @without_inner_frames
     def on_train_begin(self, logs: Any = None) -> None:
         self._end()
         self._check_neighbours()

@@ -7,10 +7,15 @@ type, a negative limit) raises the built-in ``ValueError`` or ``TypeError`` inst
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 from keras_remat.units import byte_unit, format_bytes, format_unequal_bytes
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 class RematError(Exception):
@@ -106,7 +111,7 @@ class InfeasibleBudgetError(RematError):
             "with its inputs, outputs, workspace and the resident bytes. "
             + (
                 advice
-                or f"Raise the memory limit to at least {_rounded_up(least)}, or use a smaller "
+                or f"Raise the memory limit to at least {rounded_up(least)}, or use a smaller "
                 "batch."
             )
         )
@@ -114,6 +119,16 @@ class InfeasibleBudgetError(RematError):
         self.floor_bytes = floor_bytes
         self.op_name = op_name
         self.limit_bytes = limit_bytes
+
+    def under(self, limit_bytes: int, advice: str = "") -> InfeasibleBudgetError:
+        """Returns this error in the words of the limit that the budget is a part of."""
+        return InfeasibleBudgetError(
+            self.budget_bytes,
+            self.floor_bytes,
+            self.op_name,
+            advice=advice,
+            limit_bytes=limit_bytes,
+        )
 
 
 class ScheduleNotFoundError(RematError):
@@ -126,6 +141,7 @@ class ScheduleNotFoundError(RematError):
         limit_bytes: the memory limit that the budget is a part of, or ``None`` where there is none.
         closest: the plan that takes ``best_peak_bytes``, where one was made; it can be trained
             under where the budget is missed by a little.
+        solver: which did not find one.
     """
 
     def __init__(
@@ -135,6 +151,7 @@ class ScheduleNotFoundError(RematError):
         best_peak_bytes: int | None = None,
         *,
         solver: str = "",
+        advice: str = "",
         limit_bytes: int | None = None,
         closest: Any = None,
     ):
@@ -145,15 +162,27 @@ class ScheduleNotFoundError(RematError):
         super().__init__(
             f"{solver + ': ' if solver else ''}no schedule found under "
             f"{_with_limit(budget, budget_bytes, limit_bytes)} ({best}; the floor is "
-            f"{format_bytes(floor_bytes)}). Raise the memory limit, allow more solver time, or use "
-            "a smaller batch."
+            f"{format_bytes(floor_bytes)}). "
+            + (advice or "Raise the memory limit, allow more solver time, or use a smaller batch.")
         )
         self.budget_bytes = budget_bytes
         self.best_peak_bytes = best_peak_bytes
         self.floor_bytes = floor_bytes
-        self.closest = closest
+        self.solver = solver
         self.limit_bytes = limit_bytes
         self.closest = closest
+
+    def under(self, limit_bytes: int, advice: str = "") -> ScheduleNotFoundError:
+        """Returns this error in the words of the limit that the budget is a part of."""
+        return ScheduleNotFoundError(
+            self.budget_bytes,
+            self.floor_bytes,
+            self.best_peak_bytes,
+            solver=self.solver,
+            advice=advice,
+            limit_bytes=limit_bytes,
+            closest=self.closest,
+        )
 
 
 def limit_for(need_bytes: int, budget_bytes: int, limit_bytes: int | None) -> int:
@@ -177,7 +206,7 @@ def _with_limit(budget: str, budget_bytes: int, limit_bytes: int | None) -> str:
     return f"your limit of {format_bytes(limit_bytes)} less {margin:.3g} % margin = {budget}"
 
 
-def _rounded_up(nbytes: int) -> str:
+def rounded_up(nbytes: int) -> str:
     """Bytes for people that are not less than ``nbytes`` when typed in again."""
     return format_bytes(nbytes + byte_unit(nbytes)[1] // 100)
 
@@ -258,3 +287,23 @@ class MissingPackageError(RematError, ImportError):
         super().__init__(f"{purpose} needs the package {package!r}: {how}")
         self.package = package
         self.extra = extra
+
+
+def without_inner_frames(entry: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorates what users call: this package's errors come without the frames inside of it.
+
+    Its own frames say nothing that the message does not. As with Keras's,
+    ``keras.config.disable_traceback_filtering()`` brings them back.
+    """
+
+    @functools.wraps(entry)
+    def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return entry(*args, **kwargs)
+        except RematError as error:
+            keras = sys.modules.get("keras")
+            if keras is not None and not keras.config.is_traceback_filtering_enabled():
+                raise
+            raise error.with_traceback(None) from error.__cause__
+
+    return called

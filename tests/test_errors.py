@@ -3,6 +3,9 @@
 import copy
 import pickle
 import re
+import sys
+import traceback
+import types
 
 import pytest
 
@@ -119,3 +122,30 @@ def test_builtin_bases():
     assert isinstance(EXAMPLES["InvalidProblemError"], ValueError)
     assert isinstance(EXAMPLES["MissingPackageError"], ImportError)
     assert "pip install cylp" in str(errors.MissingPackageError("cylp", "CBC"))
+
+
+@errors.without_inner_frames
+def entry(error):
+    def inner():
+        raise error
+
+    inner()
+
+
+def frames(error):
+    with pytest.raises(type(error)) as caught:
+        entry(error)
+    return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_errors_of_the_package_come_without_its_inner_frames(monkeypatch):
+    keras = types.SimpleNamespace(config=types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "keras", keras)
+    keras.config.is_traceback_filtering_enabled = lambda: True
+    error = errors.UnsupportedModelError("no")
+    error.__cause__ = ValueError("why")
+    assert frames(error) == ["frames", "called"]
+    assert isinstance(error.__cause__, ValueError)
+    assert frames(ValueError("a defect"))[-2:] == ["entry", "inner"]
+    keras.config.is_traceback_filtering_enabled = lambda: False
+    assert frames(errors.UnsupportedModelError("no"))[-2:] == ["entry", "inner"]

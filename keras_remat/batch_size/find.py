@@ -28,7 +28,7 @@ from keras_remat.batch_size.search import search_batch_size
 from keras_remat.core.graph import Graph
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, without_inner_frames
 from keras_remat.planning.make_plan import (
     TracedModel,
     measured_problem,
@@ -53,6 +53,7 @@ _LEAST_SHARE = 0.3
 Train = Callable[[int, Plan], Usage | None]
 
 
+@without_inner_frames
 def find_max_batch_size(
     model: Any,
     batch: Any,

@@ -21,8 +21,8 @@ from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import InfeasibleBudgetError, InvalidScheduleError, ScheduleNotFoundError
 from keras_remat.planning.make_plan import (
+    advising,
     closest_plan,
-    describe_limit_error,
     plan_problem,
     reused_plan,
     usable_bytes,
@@ -180,7 +180,7 @@ class StepPlanner:
         known: Schedule | None = None,
         budget_bytes: int | None = None,
     ) -> Plan:
-        try:
+        with advising(problem, self.limit_bytes, batch_size, self._backend.device):
             return plan_problem(
                 problem,
                 self.usable_bytes if budget_bytes is None else budget_bytes,
@@ -190,20 +190,6 @@ class StepPlanner:
                 seed=self._options.seed,
                 known=known,
             )
-        except InfeasibleBudgetError as error:
-            advice = describe_limit_error(
-                error, self.limit_bytes, batch_size, problem.profile.resident_bytes
-            )
-            if problem.floor_op is not None:
-                op = problem.graph.ops[problem.floor_op]
-                advice = f"{advice} {self._backend.device.floor_advice(op)}".rstrip()
-            raise InfeasibleBudgetError(
-                error.budget_bytes,
-                error.floor_bytes,
-                error.op_name,
-                advice=advice,
-                limit_bytes=self.limit_bytes,
-            ) from error
 
     def reused(self, problem: Problem, plan: Plan, graph: Graph) -> Plan | None:
         """The order of ``plan``, made for ``graph``, at another shape of the same step; ``None``

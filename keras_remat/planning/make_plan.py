@@ -11,6 +11,8 @@ import gc
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from keras_remat.backends.base import (
     load_backends,
     preserved_state,
 )
+from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.memory import DeviceMemory, MemoryModel
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -31,7 +34,9 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
     UnsupportedModelError,
     limit_for,
+    rounded_up,
     unknown_name,
+    without_inner_frames,
 )
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.to_budget import BudgetSearch, Found
@@ -220,6 +225,7 @@ def reused_plan(
     return plan_of(problem, budget_bytes, memory, Found(solution, usage.time_s, peak))
 
 
+@without_inner_frames
 def make_plan(
     model: Any,
     batch: Any,
@@ -257,14 +263,15 @@ def make_plan(
     backend, step = traced_as_it_trains(
         model, batch, memory_limit, margin, profile, seed, compilation
     )
-    return plan_problem(
-        step.problem,
-        step.budget_bytes,
-        backend,
-        solver=solver,
-        time_limit_s=solver_time_limit_s,
-        seed=seed,
-    )
+    with advising(step.problem, step.limit_bytes, batch_size_of(step.batch), backend.device):
+        return plan_problem(
+            step.problem,
+            step.budget_bytes,
+            backend,
+            solver=solver,
+            time_limit_s=solver_time_limit_s,
+            seed=seed,
+        )
 
 
 @dataclass(frozen=True)
@@ -360,9 +367,15 @@ def traced_model(
     problem = Problem(traced.graph, profile_now, name=model.name)
     plan: Plan | None = None
     if profile == "measured":
-        plan = plan_problem(
-            problem, budget, backend, solver="greedy_first", time_limit_s=_QUICK_PLAN_S, seed=seed
-        )
+        with advising(problem, limit, batch_size_of(arrays), backend.device):
+            plan = plan_problem(
+                problem,
+                budget,
+                backend,
+                solver="greedy_first",
+                time_limit_s=_QUICK_PLAN_S,
+                seed=seed,
+            )
         problem = measured_problem(backend, model, traced, problem, plan, arrays)
     return TracedModel(arrays, traced, problem, limit, budget, plan)
 
@@ -409,29 +422,54 @@ def usable_bytes(limit_bytes: int, margin: float) -> int:
     return max(1, int(limit_bytes * (1 - margin)))
 
 
-def describe_limit_error(
+@contextmanager
+def advising(
+    problem: Problem, limit_bytes: int, batch_size: int, device: DeviceMemory
+) -> Iterator[None]:
+    """Errors inside speak of the user's limit, and say what limit or batch would do.
+
+    Args:
+        problem: what is planned.
+        limit_bytes: the limit that its budget is a part of.
+        batch_size: samples of it.
+        device: says what would lower an op's need.
+    """
+    try:
+        yield
+    except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+        advice = _advice(error, problem, limit_bytes, batch_size, device)
+        raise error.under(limit_bytes, advice) from error.__cause__
+
+
+def _advice(
     error: InfeasibleBudgetError | ScheduleNotFoundError,
+    problem: Problem,
     limit_bytes: int,
     batch_size: int,
-    resident_bytes: int,
+    device: DeviceMemory,
 ) -> str:
-    """Returns what limit or batch would do, for a limit that no schedule meets.
+    """What limit or batch would do; empty where nothing is known.
 
     Bytes above the resident ones grow with the batch; the margin stays the share that it is.
     """
-    need = (
-        error.floor_bytes
-        if isinstance(error, InfeasibleBudgetError)
-        else error.best_peak_bytes or error.floor_bytes
-    )
+    resident_bytes = problem.profile.resident_bytes
+    if isinstance(error, InfeasibleBudgetError):
+        need: int | None = error.floor_bytes
+        floor_op = None if problem.floor_op is None else problem.graph.ops[problem.floor_op]
+        more = "" if floor_op is None else device.floor_advice(floor_op)
+    else:
+        need, more = error.best_peak_bytes, "More solver time may do, too."
+    if need is None:
+        return ""
     room, demand = error.budget_bytes - resident_bytes, need - resident_bytes
-    least = format_bytes(limit_for(need, error.budget_bytes, limit_bytes))
+    least = rounded_up(limit_for(need, error.budget_bytes, limit_bytes))
     if room <= 0 or demand <= 0:
-        resident, limit = format_bytes(resident_bytes), format_bytes(limit_bytes)
-        return (
-            f"The weights, slots and data alone take {resident} of {limit}. "
-            f"Raise the limit to more than {least}."
+        advice = (
+            f"The weights, slots and data alone take {format_bytes(resident_bytes)} of "
+            f"{format_bytes(limit_bytes)}. Raise the limit to more than {least}."
         )
-    batch = min(batch_size - 1, int(batch_size * room / demand))
-    smaller = f", or a batch of about {batch} instead of {batch_size}" if batch >= 1 else ""
-    return f"A limit of about {least}{smaller} would do."
+    else:
+        batch = min(batch_size - 1, int(batch_size * room / demand))
+        smaller = f", or a batch of about {batch} instead of {batch_size}" if batch >= 1 else ""
+        advice = f"A limit of about {least}{smaller} would do."
+    return f"{advice} {more}".rstrip()

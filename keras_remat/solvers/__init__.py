@@ -17,7 +17,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
-from keras_remat.errors import InfeasibleBudgetError, unknown_name
+from keras_remat.errors import InfeasibleBudgetError, unknown_name, without_inner_frames
 from keras_remat.solvers.orders.fetch import recomputing
 
 Solver = Callable[..., Solution]
@@ -96,6 +96,7 @@ SOLVERS: Mapping[str, Solver] = _Registry(
 )
 
 
+@without_inner_frames
 def solve(
     problem: Problem,
     *,

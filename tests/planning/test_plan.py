@@ -2,6 +2,7 @@
 without training it."""
 
 import json
+import types
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from keras_remat.errors import (
 )
 from keras_remat.planning import to_budget
 from keras_remat.planning.make_plan import (
-    describe_limit_error,
+    advising,
     make_plan,
     plan_problem,
     usable_bytes,
@@ -328,21 +329,33 @@ def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, solves)
     assert len(asked) == solves
 
 
+def told(error, batch_size=8, resident_bytes=100):
+    """What is said of an error under a limit of 200."""
+    problem = replace(PROBLEM, profile=replace(PROBLEM.profile, resident_bytes=resident_bytes))
+    device = types.SimpleNamespace(floor_advice=lambda op: "")
+    with pytest.raises(type(error)) as caught, advising(problem, 200, batch_size, device):
+        raise error
+    assert "your limit of 200 B less 5 % margin = 190 B" in str(caught.value)
+    return str(caught.value)
+
+
 def test_limit_error_says_what_would_do():
     """With a limit of 200 less 5 % margin and 100 resident, a batch of 8 needs 290."""
     error = InfeasibleBudgetError(190, 290, "conv")
-    advice = describe_limit_error(error, 200, 8, 100)
-    assert advice == "A limit of about 306 B, or a batch of about 3 instead of 8 would do."
-    assert "weights, slots and data alone" in describe_limit_error(error, 200, 8, 190)
-    not_found = ScheduleNotFoundError(190, 150, 290)
-    assert "306 B" in describe_limit_error(not_found, 200, 8, 100)
+    advice = "A limit of about 306 B, or a batch of about 3 instead of 8 would do."
+    assert advice in told(error)
+    assert "weights, slots and data alone" in told(error, resident_bytes=190)
+    not_found = told(ScheduleNotFoundError(190, 150, 290, solver="dtr"))
+    assert not_found.startswith("dtr: ")
+    assert f"{advice} More solver time may do, too." in not_found
+    assert "306 B" not in told(ScheduleNotFoundError(190, 150))
 
 
 def test_advice_that_is_followed_is_smaller_than_what_was_asked_for():
     """The need is just above the budget: the same batch again would do nothing."""
     error = InfeasibleBudgetError(190, 191, "conv")
-    assert "a batch of about 7 instead of 8" in describe_limit_error(error, 200, 8, 100)
-    assert "batch" not in describe_limit_error(error, 200, 1, 100)
+    assert "a batch of about 7 instead of 8" in told(error)
+    assert "batch" not in told(error, batch_size=1)
 
 
 @pytest.mark.parametrize("margin", [-0.1, 1, 2.0, float("nan")])

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from keras_remat.backends.base import Caller, StepRunner, TrainFunctionSwap
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.device import Device
+from keras_remat.errors import without_inner_frames
 
 
 class InstalledTrainFunction(TrainFunctionSwap):
@@ -41,6 +42,7 @@ class InstalledTrainFunction(TrainFunctionSwap):
         super().__init__(model)
         self._runner, self._device = runner, device
 
+    @without_inner_frames
     def __call__(self, state: private.State, iterator: Any) -> tuple[Any, private.State]:
         caller = self._runner.caller(iterator)
         if caller is Caller.NOBODY:

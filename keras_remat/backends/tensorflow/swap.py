@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.base import Caller, StepRunner, TrainFunctionSwap
+from keras_remat.errors import without_inner_frames
 
 
 class InstalledTrainFunction(TrainFunctionSwap):
@@ -30,6 +31,7 @@ class InstalledTrainFunction(TrainFunctionSwap):
         super().__init__(model)
         self._runner = runner
 
+    @without_inner_frames
     def __call__(self, iterator: Any) -> Any:
         caller = self._runner.caller(iterator)
         if caller is Caller.NOBODY:
