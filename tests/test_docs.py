@@ -63,15 +63,21 @@ def test_prose_has_100_columns(page):
 
 
 def snippets(page):
-    """The Python of a page, without what says that it is not run."""
-    found = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-    return [code for code in found if not code.startswith("# not run by the tests")]
+    """The Python of a page, but what stands alone because it needs a package that few have."""
+    return [code for code in all_snippets(page) if not code.startswith("# needs ")]
+
+
+def all_snippets(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+ALONE = [code for page in PAGES for code in all_snippets(page) if code.startswith("# needs ")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_snippet_is_python_and_every_command_exists(page):
     text = page.read_text(encoding="utf-8")
-    for code in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+    for code in all_snippets(page):
         ast.parse(code)
     used = set(re.findall(r"^keras-remat ([\w-]+)", text, re.M))
     help_text = subprocess.run(
@@ -109,6 +115,14 @@ def test_snippets_without_a_framework_run(page, tmp_path):
 def test_snippets_that_train_run(page, tmp_path):
     pytest.importorskip("tensorflow")
     run_snippets(snippets(page), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", ALONE, ids=lambda code: code.split()[2])
+def test_snippets_that_need_another_package_run(code, tmp_path):
+    pytest.importorskip("tensorflow")
+    pytest.importorskip(code.split()[2])
+    run_snippets([code], tmp_path)
 
 
 def test_the_site_has_every_page():
