@@ -178,7 +178,7 @@ class BackendRace:
     def _gives_way(self, error: Exception, batch: Any) -> bool:
         """Whether another way takes over from the one that failed."""
         failed, trial = self.trainer, self._trial
-        self._tried.append(Tried(failed.pieces))
+        self._tried.append(Tried(failed.pieces, over_bytes=_over_bytes(error)))
         self._is_judged = trial is not None and failed is trial.rival
         if isinstance(error, UnsupportedModelError) and not self._left:
             self._chooses_pieces = False
@@ -270,10 +270,8 @@ class BackendRace:
         return StepTrainer(self.fit, backend, options, plain_may_run=False)
 
     def _next_pieces(self, batch: Any) -> int | None:
-        problem, most = self.trainer.problem, batch_size_of(batch)
-        if problem is not None:
-            most = min(most, MOST_OPS * self.trainer.pieces // len(problem.graph.ops))
-        return next_pieces(self._tried, most)
+        most = MOST_OPS * self.trainer.pieces // max(1, self.trainer.traced_ops)
+        return next_pieces(self._tried, min(most, batch_size_of(batch)))
 
     def _tell_batch_normalization(self) -> None:
         if has_batch_normalization(self.fit.model):
@@ -310,6 +308,13 @@ def _tried(trainer: StepTrainer, usage: Usage) -> Tried:
     if plan is not None and plan.predicted.time_s > 0:
         share = plan.store_all.time_s / plan.predicted.time_s
     return Tried(trainer.pieces) if over else Tried(trainer.pieces, time_s, time_s * share)
+
+
+def _over_bytes(error: Exception) -> int:
+    """Returns by how much one op alone is over the limit, where an error says so."""
+    if isinstance(error, InfeasibleBudgetError | ScheduleNotFoundError):
+        return error.floor_bytes - error.budget_bytes
+    return 0
 
 
 def _way(trainer: StepTrainer) -> str:

@@ -31,11 +31,13 @@ class Tried:
         time_s: measured for a step; infinite where no schedule keeps to the limit.
         least_s: what it is predicted to take without recomputation; as much as measured where there
             is none.
+        over_bytes: by how much one op alone is over the limit; at most 0 where none is.
     """
 
     pieces: int
     time_s: float = math.inf
     least_s: float = 0.0
+    over_bytes: int = 0
 
 
 def pays(time_s: float, best_s: float) -> bool:
@@ -56,8 +58,12 @@ def next_pieces(tried: Sequence[Tried], most: int) -> int | None:
         2
         >>> next_pieces([Tried(1, 2.0, 1.9), Tried(2, 2.0, 2.0)], 8) is None
         True
+        >>> next_pieces([Tried(1, over_bytes=50), Tried(2, over_bytes=40)], 8) is None
+        True
     """
     newest, following = tried[-1], 2 * tried[-1].pieces
+    if len(tried) > 1 and 2 * newest.over_bytes > tried[-2].over_bytes > 0:
+        return None  # halving what depends on the batch again and again leaves too much
     before_s = min((other.time_s for other in tried[:-1]), default=math.inf)
     recomputes = newest.least_s < newest.time_s
     hopeless = newest.least_s > before_s * (1 + _HOPELESS_SHARE)

@@ -66,6 +66,7 @@ class StepTrainer:
         pieces: in how many pieces a batch is asked to be trained.
         plan: of the shape that training is about, the reference shape; ``None`` while it runs
             plainly.
+        traced_ops: how many ops the newest step that was traced has; 0 before.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class StepTrainer:
         self._family = ShapeFamily(self._shapes)
         self._expected = Known()
         self.plan: Plan | None = None
+        self.traced_ops = 0
 
     # ---------------------------------------------------------------- one batch
 
@@ -257,6 +259,7 @@ class StepTrainer:
             return replace(
                 shape, tries=Tries(plain_ruled_out=True)
             )  # nothing can be planned for it
+        self.traced_ops = len(costs.problem.graph.ops)
         self._family.learn(shape.signature, costs)
         # the limit is what is left now: on the host, tracing has taken from the same memory
         self._moves.set_limit(self.limit_bytes)

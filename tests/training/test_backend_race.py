@@ -254,6 +254,14 @@ def test_no_number_of_pieces_helps_where_one_sample_does_not_fit():
     assert backend.ran == []
 
 
+def test_no_pieces_are_tried_where_what_stays_is_too_much():
+    """Whatever the pieces, resident bytes stay; the second trace tells."""
+    race, _ = auto_race(backend := Cut(0.1), limit=RESIDENT_BYTES // 2)
+    with pytest.raises(InfeasibleBudgetError):
+        race.run(batch_of(0, SIZE))
+    assert backend.traced == [SIZE, (SIZE, 2), SIZE]  # whole again, to come close to the limit
+
+
 def test_a_step_that_cannot_be_cut_stays_whole():
     backend = Cut(0.0)
     backend.can_be_cut = False
