@@ -11,7 +11,6 @@ proportion to the measured step; :func:`blindness` says why.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from math import fsum, inf, prod
@@ -20,14 +19,13 @@ from typing import Any
 
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, tensor_key
-from keras_remat.backends.tensorflow.memory.measure import WORKSPACE_LIMIT_MIB
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
+from keras_remat.backends.tensorflow.ordered.scratch import estimated_workspace, known_workspace
 from keras_remat.backends.tensorflow.profiler import device, events
 from keras_remat.backends.tensorflow.profiler.recorder import Recording
 from keras_remat.backends.xla.kernel_costs import kernel_time_s, scaled
 from keras_remat.core.graph import Op
 from keras_remat.core.profile import Profile
-from keras_remat.units import MIB
 
 #: By how much an output's request may be off its bytes, and by what share of them.
 _ALIGNMENT_BYTES, _PADDING = 256, 0.01
@@ -37,17 +35,12 @@ _FLOPS_PER_S = 5e10
 _BYTES_PER_S = 5e9
 _LAUNCH_S = 2e-6
 
-#: TensorFlow's default for the most scratch of a GPU's convolution.
-_DEFAULT_WORKSPACE_LIMIT_MIB = 4096
-
 
 def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None) -> Profile:
     """A profile from shapes alone: floating-point operations or bytes moved at fixed rates,
     whichever takes longer.
 
-    Workspace is taken as none on a CPU, but where it is known: how much a kernel wants depends on
-    the device, and a guess that is too high would refuse what fits. On a GPU convolutions without
-    any are slow, so those get a guess.
+    Workspace is what :mod:`.scratch` expects.
 
     Args:
         traced: the step.
@@ -57,29 +50,12 @@ def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None)
     ops, on_gpu = traced.graph.ops, device.on_gpu()
     return Profile(
         tuple(_estimated_time_s(traced, op, on_gpu) for op in ops),
-        tuple(
-            max(_known_workspace(traced, op), _guessed_workspace(traced, op) if on_gpu else 0)
-            for op in ops
-        ),
+        tuple(estimated_workspace(traced, op) for op in ops),
         traced.resident_bytes if resident_bytes is None else resident_bytes,
         "estimated",
         device.device_name(),
         "tensorflow",
     )
-
-
-def _known_workspace(traced: TensorFlowStep, op: Op) -> int:
-    """Bytes that a kernel asks for whatever its device; the recorder does not see them while they
-    are few."""
-    return traced.graph.values[op.outputs[0]].nbytes if op.kind in kinds.SCRATCH else 0
-
-
-def _guessed_workspace(traced: TensorFlowStep, op: Op) -> int:
-    """What cuDNN's algorithms for a convolution may ask for: as much as it reads and writes."""
-    if op.kind not in kinds.CONVOLUTIONS:
-        return 0
-    limit = int(os.environ.get(WORKSPACE_LIMIT_MIB, _DEFAULT_WORKSPACE_LIMIT_MIB)) * MIB
-    return min(limit, _moved_bytes(traced, op))
 
 
 def _moved_bytes(traced: TensorFlowStep, op: Op) -> int:
@@ -185,7 +161,7 @@ def measured_profile(
     profile = Profile(
         tuple(times),
         tuple(
-            max(workspace.get(op.id, 0), _known_workspace(traced, op))
+            max(workspace.get(op.id, 0), known_workspace(traced, op))
             if memory
             else base.op_workspace_bytes[op.id]
             for op in graph.ops

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_remat.backends.tensorflow import backend
+from keras_remat.backends.tensorflow import backend, private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.ordered.lower import lower
 from keras_remat.backends.tensorflow.ordered.profile import (
@@ -245,7 +245,8 @@ def test_scratch_of_a_cross_entropy_is_known_without_a_recording():
         == traced.graph.values[op.outputs[0]].nbytes
         == 4 * batch[1].size
     )
-    assert sum(profile.op_workspace_bytes) == profile.op_workspace_bytes[op.id]
+    others = [bytes_ for at, bytes_ in enumerate(profile.op_workspace_bytes) if at != op.id]
+    assert private.onednn_is_on() == (sum(others) == 0)
 
 
 def test_workspace_is_the_most_temporary_bytes_held_at_once(mlp):
@@ -458,7 +459,7 @@ def test_estimates_on_a_gpu_have_its_rates_and_room_for_convolutions(monkeypatch
         moved = sum(traced.graph.values[v].nbytes for v in (*op.inputs, *op.outputs))
         assert profile.op_workspace_bytes[op.id] == moved
     assert convolutions
-    assert limited.op_workspace_bytes == on_cpu.op_workspace_bytes
+    assert set(limited.op_workspace_bytes) == {0}
     assert max(profile.op_time_s) < max(on_cpu.op_time_s)
 
 

@@ -1,0 +1,82 @@
+"""What kernels are expected to ask for besides their outputs."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_remat.backends.tensorflow import backend, private
+from keras_remat.backends.tensorflow.ordered import scratch
+from keras_remat.backends.tensorflow.profiler import device
+from keras_remat.planning.make_plan import traced_as_it_trains
+from keras_remat.units import MIB
+
+BATCH = 8
+
+
+def unet_piece():
+    """Convolutions at two sizes, a pooling, and a transposed convolution between them."""
+    inputs = x = keras.Input((64, 64, 16))
+    x = keras.layers.Conv2D(16, 3, padding="same", use_bias=False, name="at_64")(x)
+    x = keras.layers.MaxPooling2D()(x)
+    x = keras.layers.Conv2D(32, 3, padding="same", use_bias=False, name="at_32")(x)
+    x = keras.layers.Conv2DTranspose(16, 2, strides=2, use_bias=False, name="up")(x)
+    model = keras.Model(inputs, keras.layers.Conv2D(1, 1, use_bias=False, name="last")(x))
+    model.compile("sgd", "mse", jit_compile=False)
+    return model, (np.ones((BATCH, 64, 64, 16), "float32"), np.ones((BATCH, 64, 64, 1), "float32"))
+
+
+@pytest.fixture(scope="module")
+def traced():
+    model, batch = unet_piece()
+    return backend().trace(model, backend().example_batch(model, batch))
+
+
+def asked(traced, kind, layer):
+    (bytes_,) = {
+        scratch.estimated_workspace(traced, op)
+        for op in traced.graph.ops
+        if op.kind == kind and f"/{layer}" in op.name
+    }
+    return bytes_
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "images", "positions", "patch"),
+    [
+        # 30 MiB hold 11.96 images of 4 * (4096 * 144 + 4096 * 16 + 144 * 16) bytes
+        ("Conv2DBackpropFilter", "at_64", 12, 64 * 64, 3 * 3 * 16),
+        ("Conv2DBackpropFilter", "at_32", 43, 32 * 32, 3 * 3 * 16),
+        ("Conv2DBackpropInput", "at_32", 1, 32 * 32, 3 * 3 * 16),  # large: image by image
+        ("Conv2DBackpropInput", "up", 79, 32 * 32, 2 * 2 * 16),  # and small, on six threads
+    ],
+)
+def test_own_kernels_gather_patches_of_several_images(
+    traced, kind, layer, images, positions, patch, monkeypatch
+):
+    monkeypatch.setattr(private, "onednn_is_on", lambda: False)
+    monkeypatch.setattr(scratch, "_threads", lambda: 2 if layer == "at_32" else 6)
+    assert asked(traced, kind, layer) == 4 * images * positions * patch
+
+
+def test_a_pooling_s_gradient_notes_where_values_are_from(traced, monkeypatch):
+    monkeypatch.setattr(private, "onednn_is_on", lambda: False)
+    assert asked(traced, "MaxPoolGrad", "max_pooling2d") == 8 * BATCH * 32 * 32 * 16
+
+
+def test_onednn_s_kernels_are_taken_to_need_none(traced, monkeypatch):
+    monkeypatch.setattr(private, "onednn_is_on", lambda: True)
+    assert {scratch.estimated_workspace(traced, op) for op in traced.graph.ops} == {0}
+
+
+@pytest.mark.allocator
+def test_what_is_expected_is_what_is_recorded():
+    if private.onednn_is_on() or device.on_gpu() or not backend().device.has_statistics:
+        pytest.skip("for TensorFlow's own kernels, on an allocator with statistics")
+    model, batch = unet_piece()
+    _, step = traced_as_it_trains(model, batch, "2GiB", 0.05, "measured", 0, "ordered")
+    for op, recorded in zip(
+        step.traced.graph.ops, step.problem.profile.op_workspace_bytes, strict=True
+    ):
+        expected = scratch.estimated_workspace(step.traced, op)
+        if max(expected, recorded) > MIB and "last" not in op.name:
+            assert recorded == pytest.approx(expected, rel=0.01), op
