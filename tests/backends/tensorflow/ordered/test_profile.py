@@ -459,7 +459,7 @@ def test_estimates_on_a_gpu_have_its_rates_and_room_for_convolutions(monkeypatch
         moved = sum(traced.graph.values[v].nbytes for v in (*op.inputs, *op.outputs))
         assert profile.op_workspace_bytes[op.id] == moved
     assert convolutions
-    assert set(limited.op_workspace_bytes) == {0}
+    assert {limited.op_workspace_bytes[op.id] for op in convolutions} == {0}
     assert max(profile.op_time_s) < max(on_cpu.op_time_s)
 
 
