@@ -17,8 +17,15 @@ from keras_remat.units import MIB
 _RESERVED_ADDRESS_BYTES, _RESERVED_BYTES_PER_CORE = 64 * MIB, 32 * MIB
 
 
+def cores() -> int:
+    """Returns how many processor cores this process may use; all, where no system call tells."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _reserved_bytes() -> int:
-    return _RESERVED_ADDRESS_BYTES + len(os.sched_getaffinity(0)) * _RESERVED_BYTES_PER_CORE
+    return _RESERVED_ADDRESS_BYTES + cores() * _RESERVED_BYTES_PER_CORE
 
 
 def address_space_is_limited() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_remat.backends.host import cores
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, tensor_key
@@ -83,4 +84,4 @@ def _patches_bytes(traced: TensorFlowStep, op: Op) -> int:
 def _threads() -> int:
     """How many threads an op may use."""
     asked: Any = tf.config.threading.get_intra_op_parallelism_threads()
-    return asked or len(os.sched_getaffinity(0))
+    return asked or cores()
