@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import statistics
 import sys
 import threading
 import time
@@ -56,8 +57,9 @@ class Probe(keras.callbacks.Callback):
         super().__init__()
         self._backend, self._remat = backend, callback
         self.peaks: list[int] = []
+        self.times_s: list[float] = []
         self.resident_bytes = 0
-        self.started_s = self.swapped_after_s = 0.0
+        self.started_s = self.swapped_after_s = self._began_s = 0.0
         self._schedule: Any = None
         self._changed_after = 0
 
@@ -66,11 +68,18 @@ class Probe(keras.callbacks.Callback):
         """The most of all steps since the last change of the schedule."""
         return max(self.peaks[self._changed_after :] or self.peaks[-1:])
 
+    @property
+    def final_time_s(self) -> float:
+        """The median step since the last change of the schedule; the first one is left out."""
+        return statistics.median(self.times_s[self._changed_after + 1 :] or self.times_s[-1:])
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.started_s = self.started_s or time.perf_counter()
+        self._began_s = time.perf_counter()
+        self.started_s = self.started_s or self._began_s
         _reset_peak()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.times_s.append(time.perf_counter() - self._began_s)
         self.peaks.append(_peak_bytes())
         time.sleep(_REFILL_S)
         self.resident_bytes = max(self.resident_bytes, self._backend.device.in_use_bytes())
