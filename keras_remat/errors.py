@@ -233,7 +233,8 @@ class PlanMismatchError(RematError):
         graph_fingerprint: fingerprint of the graph at hand.
 
     Args:
-        plan_fingerprint, graph_fingerprint: see there.
+        plan_fingerprint: as the attribute.
+        graph_fingerprint: as the attribute.
         difference: a sentence that says what differs, where that is known.
     """
 

@@ -54,9 +54,10 @@ class BatchSearch:
         probes: every size that was tried, in order.
         search_time_s: seconds the search took.
         verification_time_s: seconds it took to run what the search found; 0 where nothing was run.
-        failed_batch_size, failed_peak_bytes: the smallest size that was run and did not fit, and
-            its measured peak (``None`` where no plan was found or the device ran out of memory);
-            ``None`` when every size that ran fitted, or none was run.
+        failed_batch_size: the smallest size that was run and did not fit; ``None`` when every size
+            that ran fitted, or none was run.
+        failed_peak_bytes: its measured peak; ``None`` where no plan was found or the device ran out
+            of memory.
         fit: op times and workspaces as functions of the batch size with their residuals; ``None``
             where only one size was measured, or none, and they are taken in proportion to the
             bytes.
