@@ -62,7 +62,8 @@ def next_pieces(tried: Sequence[Tried], most: int) -> int | None:
         True
     """
     newest, following = tried[-1], 2 * tried[-1].pieces
-    if len(tried) > 1 and 2 * newest.over_bytes > tried[-2].over_bytes > 0:
+    before = tried[-2] if len(tried) > 1 else newest
+    if newest.pieces > before.pieces and 2 * newest.over_bytes > before.over_bytes > 0:
         return None  # halving what depends on the batch again and again leaves too much
     before_s = min((other.time_s for other in tried[:-1]), default=math.inf)
     recomputes = newest.least_s < newest.time_s

@@ -26,6 +26,7 @@ from keras_remat.training.pieces import Tried, next_pieces
         ([Tried(2, 1.0, 0.9), Tried(4, 0.9, 0.8)], 8),
         ([Tried(4, 1.0, 0.9), Tried(8, 0.9, 0.8)], None),  # more than the most
         ([Tried(1, over_bytes=50)], 2),
+        ([Tried(1, over_bytes=50), Tried(1, over_bytes=50)], 2),  # compiled, then in order
         ([Tried(1, over_bytes=50), Tried(2, over_bytes=25)], 4),  # all of it is the batch's
         ([Tried(1, over_bytes=50), Tried(2, over_bytes=26)], None),  # 1 is over with the least
         ([Tried(1, over_bytes=50), Tried(2, over_bytes=-1)], 4),

@@ -1,28 +1,14 @@
 """``keras.distribution`` on four devices that the host pretends to have: less memory on each, no
 more waiting for each other, the same numbers."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-TESTS = Path(__file__).resolve().parents[2]
+from own_process import came_of
 
 
 def outcome(*arguments):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "replicas_case.py"), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return came_of(Path(__file__).parent / "replicas_case.py", *arguments)
 
 
 def assert_trains_with_less(came):
