@@ -211,10 +211,7 @@ class Moves:
                 costs.problem, known, Phase.VERIFY, orders
             ) or self._planner.nearest(costs.problem, shape.batch_size, needed)
         if plan.solution.schedule in orders:
-            floor = costs.problem.floor_bytes
-            raise ScheduleNotFoundError(
-                self._planner.usable_bytes, floor, peak, solver=self._solver
-            )
+            raise self._not_found(costs, peak)
         self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")
         shape = replace(shape, over_limit_plans=tried)
         return self._first_plans.lowered(shape, costs, plan, phase)
@@ -222,10 +219,7 @@ class Moves:
     def _split(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
         """Trains the batch in micro-batches, or in more of them."""
         costs = self.costs_of(shape, outcome.batch)
-        floor, peak = costs.problem.floor_bytes, shape.peak_bytes or None
-        too_large = ScheduleNotFoundError(
-            self._planner.usable_bytes, floor, peak, solver=self._solver
-        )
+        too_large = self._not_found(costs, shape.peak_bytes or None)
         plan, split = self._first_plans.split(shape, costs.micro_batches, outcome.batch, too_large)
         if isinstance(shape, PlannedShape) and shape.steps:
             shape = replace(shape, over_limit_plans=shape.over_limit())
@@ -309,13 +303,22 @@ class Moves:
         )
         return self._first_plans.lowered(shape, costs, plan, phase)
 
+    def _not_found(self, costs: Costs, peak_bytes: int | None) -> ScheduleNotFoundError:
+        """Returns the error that every schedule that was tried takes too much; ``peak_bytes`` is
+        the least that one took."""
+        return ScheduleNotFoundError(
+            self._planner.usable_bytes,
+            costs.problem.floor_bytes,
+            peak_bytes,
+            solver=self._solver,
+            limit_bytes=self._planner.limit_bytes,
+        )
+
     def refusal(self, shape: ShapeState, outcome: Any, failure: Exception | None) -> Exception:
         """Returns the error of a batch that cannot be trained; its cause is the framework's."""
         if failure is None:
             costs = self.costs_of(shape, outcome.batch)
-            failure = ScheduleNotFoundError(
-                self._planner.limit_bytes, costs.problem.floor_bytes, solver=self._solver
-            )
+            failure = self._not_found(costs, None)
         # Keras drops the cause of what fit raises; a note stays
         what = f"{type(outcome.cause).__name__}: {str(outcome.cause)[:500]}"
         failure.add_note(f"The device ran out of memory: {what}")
