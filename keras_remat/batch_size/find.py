@@ -31,6 +31,7 @@ from keras_remat.core.schedule import Usage
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, without_inner_frames
 from keras_remat.planning.make_plan import (
     TracedModel,
+    advising,
     measured_problem,
     plan_problem,
     reused_plan,
@@ -113,19 +114,21 @@ def find_max_batch_size(
         took, and a longer step."""
         return min(_RUNNING_SHARE * late_s, traced_s + _LATER * plan.predicted.time_s)
 
-    search = search_batch_size(
-        scaling,
-        batch_size_of(step.batch),
-        step.limit_bytes,
-        step.budget_bytes,
-        backend,
-        max_overhead=max_overhead,
-        time_limit_s=_QUICK_SHARE * left_s,
-        late_solver="auto",
-        late_time_limit_s=late_s,
-        afterwards_s=running_s if profile == "measured" else None,
-        seed=seed,
-    )
+    # what cannot be met is one sample
+    with advising(step.problem, step.limit_bytes, 1, backend.device):
+        search = search_batch_size(
+            scaling,
+            batch_size_of(step.batch),
+            step.limit_bytes,
+            step.budget_bytes,
+            backend,
+            max_overhead=max_overhead,
+            time_limit_s=_QUICK_SHARE * left_s,
+            late_solver="auto",
+            late_time_limit_s=late_s,
+            afterwards_s=running_s if profile == "measured" else None,
+            seed=seed,
+        )
     search = replace(search, search_time_s=time.perf_counter() - started)
     if profile == "estimated":
         return search
