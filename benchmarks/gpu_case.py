@@ -409,6 +409,7 @@ def out_of_memory(options: dict[str, Any], answer: Answer) -> None:
     """Every way to run out of memory: class, text, seconds, whether it is recognized, and whether
     the state comes back bit for bit."""
     from keras_remat.backends.base import load_backend
+    from keras_remat.training.undo import OutOfMemory, StepGuard
 
     if ON_JAX and on_cpu():
         answer.skipped("JAX's CPU allocator has no limit")
@@ -431,22 +432,24 @@ def out_of_memory(options: dict[str, Any], answer: Answer) -> None:
     }
     if on_cpu():  # where host memory ends, TensorFlow's copy of an array is a segmentation fault
         del faces["a copy from the host"]
+    guard = StepGuard(model, backend)
     for name, provoke in faces.items():
         before = [v.numpy() for v in model.variables]
-        put_back = backend.snapshot(model)
         started = time.perf_counter()
+        outcome: dict[str, Any] = {"error": "none", "recognized": ""}
         try:
-            result = provoke()
-            del result
-            outcome: dict[str, Any] = {"error": "none", "recognized": ""}
-        except Exception as error:  # whatever it is, is what was asked
+            attempt = guard.attempt(lambda _, provoke=provoke: provoke(), None, guarded=True)
+            error = attempt.cause if isinstance(attempt, OutOfMemory) else None
+        except Exception as raised:  # whatever it is, is what was asked
+            error = raised
+        if error is not None:
             outcome = {
                 "error": type(error).__name__,
                 "text": str(error)[:_TEXT],
                 "recognized": backend.is_out_of_memory(error),
             }
+        del error
         seconds = time.perf_counter() - started
-        put_back()
         gc.collect()
         same = all(
             np.array_equal(v.numpy(), old) for v, old in zip(model.variables, before, strict=True)

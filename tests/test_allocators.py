@@ -22,6 +22,7 @@ import keras_remat  # noqa: E402
 from keras_remat.backends.tensorflow import backend  # noqa: E402
 from keras_remat.core.problem import Problem  # noqa: E402
 from keras_remat.core.schedule import Schedule  # noqa: E402
+from keras_remat.training.undo import OutOfMemory, StepGuard  # noqa: E402
 from keras_remat.units import MIB  # noqa: E402
 
 pytestmark = pytest.mark.allocator
@@ -89,3 +90,21 @@ def test_out_of_memory_is_known_and_leaves_the_state():
         assert np.array_equal(variable.numpy(), value)
     small, _ = keras_models.mlp(64, width=512, blocks=4)
     assert np.isfinite(small.fit(*data, verbose=0).history["loss"][0])
+
+
+@pytest.mark.skipif(LIMIT_MIB > 2048, reason="the memory has no end here")
+def test_a_compiled_step_is_undone_each_time_its_launch_fails():
+    """XLA frees the variables that a failed launch donated: without care the process ends."""
+    model, data = keras_models.mlp(64, width=512, blocks=4, jit_compile=True)
+    guard = StepGuard(model, backend())
+    model.train_on_batch(*data)
+    before = [variable.numpy() for variable in model.variables]
+    held = in_use()
+    too_many = tuple(np.repeat(part, 1024 * LIMIT_MIB // 512, axis=0) for part in data)
+    for _ in range(2):
+        outcome = guard.attempt(lambda batch: model.train_on_batch(*batch), too_many, guarded=True)
+        assert isinstance(outcome, OutOfMemory)
+        assert in_use() <= held + MIB  # the failed step's batch is not kept
+        for variable, value in zip(model.variables, before, strict=True):
+            assert np.array_equal(variable.numpy(), value)
+    assert np.isfinite(model.train_on_batch(*data)[0])

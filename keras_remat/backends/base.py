@@ -215,7 +215,8 @@ class Backend(Protocol):
         """Copies the model's, the optimizers' and the metrics' variables to the host; what it
         returns puts them back.
 
-        Where the allocator fragments, they lie close together in its memory afterwards.
+        Where the allocator fragments, they lie close together in its memory afterwards. After a
+        step that ran out of memory they are put back while its error is handled.
         """
 
     def install(self, model: Any, runner: StepRunner) -> Installed:

@@ -14,6 +14,7 @@ which can).
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,6 +100,7 @@ class StepGuard:
             if put_back is None or not self._backend.is_out_of_memory(error):
                 raise
             peak = self._backend.device.peak_bytes()
+            _forget_locals(error)
             put_back()
             return OutOfMemory(batch, peak, error)
         self._pending = None if timed else result
@@ -114,3 +116,18 @@ class StepGuard:
         put_back = self._backend.snapshot(self._model)
         self._copy_s = time.perf_counter() - started
         return put_back
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Frees what failed calls hold, the batch's copies on the device above all.
+
+    Frameworks hide frames from the traceback, which stay callers of those that are left.
+    """
+    while error is not None:
+        for failed, _ in traceback.walk_tb(error.__traceback__):
+            for frame, _ in traceback.walk_stack(failed):
+                try:
+                    frame.clear()
+                except RuntimeError:  # it runs still, and so do its callers
+                    break
+        error = error.__context__

@@ -2,6 +2,7 @@
 business."""
 
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +61,37 @@ def test_guarded_step_is_undone():
     assert isinstance(outcome, OutOfMemory)
     assert outcome.peak_bytes == 5
     assert isinstance(outcome.cause, RanOut)
+
+
+def test_what_the_failed_call_held_is_free_before_the_state_comes_back():
+    """Also what frames hold that the framework cut out of the traceback."""
+    held, alive = [], []
+    device = Device()
+    device.snapshot = lambda model: lambda: alive.append([ref() is not None for ref in held])
+
+    class Copy:
+        pass
+
+    def inner():
+        copy = Copy()
+        held.append(weakref.ref(copy))
+        raise RanOut
+
+    def hidden():
+        copy = Copy()
+        held.append(weakref.ref(copy))
+        inner()
+
+    def step(batch):
+        try:
+            hidden()
+        except RanOut as error:
+            last = error.__traceback__.tb_next.tb_next  # as TensorFlow's and Keras's filters do
+            raise RanOut from error.with_traceback(last)
+
+    outcome = StepGuard(SimpleNamespace(), device).attempt(step, BATCH, guarded=True)
+    assert isinstance(outcome, OutOfMemory)
+    assert alive == [[False, False]]
 
 
 def test_other_errors_and_interrupts_are_not_touched():

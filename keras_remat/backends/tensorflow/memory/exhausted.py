@@ -31,6 +31,10 @@ _TEXTS: tuple[tuple[type[Exception], tuple[str, ...]], ...] = (
     (tf.errors.AbortedError, _LIBRARIES),
 )
 
+#: How XLA says that it could not allocate a step's temporary memory; TensorFlow's own ops say
+#: "OOM when allocating tensor".
+_XLA_TEXT = "Out of memory while trying to allocate"
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether TensorFlow raised ``error`` because the device had no memory left."""
@@ -40,3 +44,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(
         isinstance(error, kind) and any(part in text for part in parts) for kind, parts in _TEXTS
     )
+
+
+def is_failed_launch(error: BaseException | None) -> bool:
+    """Whether a compiled step found no memory for its temporary values."""
+    return isinstance(error, tf.errors.ResourceExhaustedError) and _XLA_TEXT in str(error)

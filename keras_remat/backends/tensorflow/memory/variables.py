@@ -11,33 +11,41 @@ few chunks as can be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow.memory.best_fit import ONEDNN_SMALL_BYTES
+from keras_remat.backends.tensorflow.memory.donated import abandon_donated, nbytes
+from keras_remat.backends.tensorflow.memory.exhausted import is_failed_launch
+from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 
 #: What the CPU's kernels and allocator align tensors to.
 _ALIGNMENT_BYTES = 64
 
 
-def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
+def snapshot(variables: Sequence[Any], updated: Collection[int] = ()) -> Callable[[], None]:
     """Copies variables to the host.
 
     Args:
         variables: distinct, each on one device.
+        updated: ``id`` of those among them that every step updates.
 
     Returns:
         A function that puts the values back, bit for bit, as often as it is called; after an
-        exception or interrupt in it they are back, too.
+        exception or interrupt in it they are back, too. It is called while the error is handled
+        where a step ran out of memory.
     """
-    in_pool = not on_gpu()
+    in_pool, in_use = not on_gpu(), bytes_in_use()
     saved = [_bytes_of(v) if in_pool and _is_large(v) else v.numpy() for v in variables]
 
     def put_back() -> None:
+        if is_failed_launch(sys.exc_info()[1]):
+            abandon_donated(variables, updated, in_use - bytes_in_use())
         try:
             large = []
             for variable, value in zip(variables, saved, strict=True):
@@ -62,10 +70,7 @@ def snapshot(variables: Sequence[Any]) -> Callable[[], None]:
 
 
 def _is_large(variable: Any) -> bool:
-    return bool(
-        variable.dtype != tf.bool
-        and int(np.prod(variable.shape)) * variable.dtype.size >= ONEDNN_SMALL_BYTES
-    )
+    return bool(variable.dtype != tf.bool and nbytes(variable) >= ONEDNN_SMALL_BYTES)
 
 
 def _bytes_of(variable: Any) -> np.ndarray:

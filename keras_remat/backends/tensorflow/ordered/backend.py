@@ -3,7 +3,7 @@ CPU too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -135,11 +135,15 @@ class TensorFlowBackend:
         return exhausted.is_out_of_memory(error)
 
     def snapshot(self, model: Any) -> Callable[[], None]:
-        of_optimizers = (v for optimizer in _optimizers(model) for v in optimizer.variables)
-        saved = [*model.variables, *model.metrics_variables, *of_optimizers]
         parts = model.distribute_strategy.experimental_local_results  # of a variable, by device
-        distinct = {id(part): part for v in saved for part in parts(v.value)}
-        return variables.snapshot(list(distinct.values()))
+
+        def distinct(of: Iterable[Any]) -> dict[int, Any]:
+            return {id(part): part for v in of for part in parts(v.value)}
+
+        of_optimizers = [v for optimizer in _optimizers(model) for v in optimizer.variables]
+        updated = distinct([*model.trainable_variables, *of_optimizers])
+        rest = distinct([*model.variables, *model.metrics_variables])
+        return variables.snapshot(list({**rest, **updated}.values()), updated.keys())
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         return InstalledTrainFunction(model, runner)

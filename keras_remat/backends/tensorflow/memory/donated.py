@@ -1,0 +1,50 @@
+"""What a compiled step that ran out of memory leaves behind in its variables.
+
+XLA writes an updated variable into the memory of the old one, which the variable *donates*. Where
+the launch fails because its temporary memory cannot be allocated, XLA gives the donated memory back
+to the allocator, although the variables still hold it (TensorFlow 2.16 to 2.21:
+``PopulateExecutionInputBuffer`` in ``tensorflow/compiler/jit/xla_launch_util.cc`` lends ownership,
+and ``GenerateBufferAllocations`` in XLA's executables fails before it is returned). The next
+assignment frees it a second time, and the allocator ends the process. So the old values of such
+variables must never be freed. Nothing is lost by it: their memory is back in the pool already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from keras_remat.units import MIB
+
+#: Memory that may be abandoned in vain, where what else came and went hides the truth.
+_NEGLIGIBLE_BYTES = 64 * MIB
+#: What an allocator may round up, all small variables together.
+_ROUNDING_BYTES = MIB
+
+
+def abandon_donated(variables: Sequence[Any], updated: Collection[int], missing_bytes: int) -> None:
+    """Keeps what a failed launch gave back to the allocator from being freed once more.
+
+    Args:
+        variables: ``tf.Variable`` objects.
+        updated: ``id`` of those among them that every step updates.
+        missing_bytes: by how much less is in use than before the step.
+    """
+    surely = sum(nbytes(v) for v in variables if id(v) in updated)
+    if missing_bytes <= 0 and surely > _NEGLIGIBLE_BYTES:
+        return  # the launch failed before anything was donated
+    perhaps_bytes = max(0, missing_bytes - surely) + _ROUNDING_BYTES
+    donated = [v for v in variables if id(v) in updated or nbytes(v) <= perhaps_bytes]
+    for variable in donated:
+        keep_for_ever(variable.value())  # shares the variable's memory
+
+
+def keep_for_ever(value: Any) -> None:
+    """Adds a reference that nobody gives back, not even the interpreter when it ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def nbytes(variable: Any) -> int:
+    """Returns the bytes of a variable's value."""
+    return int(variable.shape.num_elements() * variable.dtype.size)
