@@ -273,6 +273,7 @@ class Measurement:
         backend.example_batch(model, batch)  # builds the model
         self.state = State(model)
         initial = self.state.take()
+        self._begin_anew = backend.snapshot(model)  # variables lie where they lie in a first fit
         # without a limit that bites the callback leaves the step alone, and tells what is resident
         # when it comes to plan
         watching, probe = keras_remat.RematAutotune(batch_size="keep", verbose=0), Probe(backend)
@@ -280,7 +281,7 @@ class Measurement:
         plain_peak = max(probe.peaks[1:])
         resident = max(probe.resident_bytes, watching.problem.profile.resident_bytes)
         self.result |= {"plain_peak_bytes": plain_peak, "resident_bytes": resident}
-        self.state.put_back(initial)
+        self._begin_anew()
 
         traced, problem, store_all = self._plan(batch)
         plain = _plain_step(model)
@@ -299,11 +300,11 @@ class Measurement:
             self.result["rows"].append(row)
             try:
                 if budget == "smallest":
-                    plan = self._smallest(row, initial)
+                    plan = self._smallest(row)
                 else:
                     limit, raised = self._limit_bytes(budget)
                     row |= {"limit_bytes": limit, "raised": raised}
-                    plan = self._train_within(limit, row, initial)
+                    plan = self._train_within(limit, row)
             except keras_remat.RematError as error:
                 row["error"] = f"{type(error).__name__}: {error}"
                 continue
@@ -381,31 +382,38 @@ class Measurement:
         least = int(1.1 * self.result["smallest_bytes"])
         return max(wanted, least), wanted < least
 
-    def _smallest(self, row: dict[str, Any], initial: list[np.ndarray]) -> keras_remat.Plan | None:
+    def _smallest(self, row: dict[str, Any]) -> keras_remat.Plan | None:
         """``fit`` under the smallest limit that it keeps: from the least predicted peak up, until
         one holds."""
         limit = int(self.result["least_predicted_bytes"] / (1 - self.options["margin"])) + 1
         for attempt in range(1, _LIMITS + 1):
             row |= {"limit_bytes": limit, "raised": False, "attempts": attempt}
+            plan = self._train_within(limit, row)
+            limit = row["limit_bytes"]
+            self.result["smallest_bytes"] = row["measured_bytes"]
+            if row["measured_bytes"] <= limit:
+                break
+            limit = max(int(1.03 * limit), row["measured_bytes"])
+        return plan
+
+    def _train_within(self, limit: int, row: dict[str, Any]) -> keras_remat.Plan | None:
+        """One ``fit`` under the limit, which is raised to what is needed where it is refused."""
+        for attempt in range(1, _LIMITS + 1):
+            row["limit_bytes"] = limit
             try:
-                plan = self._train_within(limit, row, initial)
-            except keras_remat.RematError:
+                return self._fit_within(limit, row)
+            except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError) as error:
                 if attempt == _LIMITS:
                     raise
-                limit = int(1.07 * limit)
-                continue
-            self.result["smallest_bytes"] = row["measured_bytes"]
-            if row["measured_bytes"] <= limit or attempt == _LIMITS:
-                return plan
-            limit = max(int(1.03 * limit), row["measured_bytes"])
+                needed = max(getattr(error, "best_peak_bytes", None) or 0, error.floor_bytes)
+                limit = int(max(1.03 * limit, 1.01 * needed / (1 - self.options["margin"])))
+                row["raised"] = row["budget"] != "smallest"
         raise AssertionError("the loop returns or raises")
 
-    def _train_within(
-        self, limit: int, row: dict[str, Any], initial: list[np.ndarray]
-    ) -> keras_remat.Plan | None:
+    def _fit_within(self, limit: int, row: dict[str, Any]) -> keras_remat.Plan | None:
         """One ``fit`` with ``RematAutotune`` under the limit; fills in the row."""
         options = self.options
-        self.state.put_back(initial)
+        self._begin_anew()
         remat = keras_remat.RematAutotune(
             memory_limit=limit,
             batch_size="keep",

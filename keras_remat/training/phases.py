@@ -94,7 +94,7 @@ class Facts:
         attempts_left: whether the plan may be made again for such a reason once more.
         may_split: whether the batch may be trained in (more) micro-batches.
         runs_a_plan: whether a plan runs, and not Keras's own step.
-        plain_fits: whether Keras's own step is predicted to fit.
+        plain_fits: whether Keras's own step is predicted to fit with room to spare.
         plain_ruled_out: whether Keras's own step is known not to fit, whatever is predicted.
         recorded: what came of recording.
         out_of_memory: whether the step ran out of memory and was undone.

@@ -214,7 +214,7 @@ class StepTrainer:
             plain_fits=costs is not None
             and pieces == 1
             and shape.recorded is Recorded.MEASURED
-            and self._first_plans.plain_peak_bytes(costs) <= self.usable_bytes,
+            and self._first_plans.plain_peak_bytes(costs, with_room=True) <= self.usable_bytes,
             plain_ruled_out=shape.tries.plain_ruled_out,
             recorded=shape.recorded,
             out_of_memory=out_of_memory,
