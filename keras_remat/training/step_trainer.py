@@ -286,7 +286,9 @@ class StepTrainer:
         if self._family.is_within_plain(signature):
             return True
         costs = self._family.costs_at(signature)
-        return costs is not None and self._first_plans.plain_peak_bytes(costs) <= self.usable_bytes
+        if costs is None:
+            return False
+        return self._first_plans.plain_peak_bytes(costs, with_room=True) <= self.usable_bytes
 
     def _known(self, shape: ShapeState) -> Known:
         """Returns what is known of a shape that is not traced yet."""

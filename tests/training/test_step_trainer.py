@@ -221,7 +221,7 @@ def test_tightening_ends_and_the_plan_that_measured_least_stays():
 
 def test_plain_step_that_fits_by_what_was_measured_comes_back():
     """The estimate was too high: what the recorded steps measure leaves room for the plain step."""
-    backend = FakeBackend(surplus_bytes=lambda what, size: -8_000)
+    backend = FakeBackend(surplus_bytes=lambda what, size: -120_000)
     trainer, report = trainer_on(backend, options(limit=PLAIN - 5_000))
     train(trainer, 12)
     assert event_kinds(report) == ["risk", "plain", "fits"]
@@ -231,7 +231,7 @@ def test_plain_step_that_fits_by_what_was_measured_comes_back():
 
 
 def test_plain_step_that_came_back_and_does_not_fit_is_not_tried_again():
-    backend = FakeBackend(surplus_bytes=lambda what, size: 0 if what == "plain" else -8_000)
+    backend = FakeBackend(surplus_bytes=lambda what, size: 0 if what == "plain" else -120_000)
     trainer, report = trainer_on(backend, options(limit=PLAIN - 5_000))
     train(trainer, 12)
     assert event_kinds(report)[:3] == ["risk", "plain", "exceeded"]

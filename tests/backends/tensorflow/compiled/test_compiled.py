@@ -78,6 +78,12 @@ def encoder(batch=8, tokens=64, dim=64, blocks=4):
 
 # ------------------------------------------------------------------ numbers
 
+
+def some_slow(names, *slow):
+    """The names as parameters, some of them of slow tests: XLA compiles them for long."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+
+
 NUMBERS = {
     "mlp": keras_models.mlp,
     "convnet": keras_models.convnet,
@@ -87,7 +93,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", some_slow(NUMBERS, "transformer"))
 def test_numbers_are_those_of_the_plain_compiled_step(name):
     """Four steps, everything recomputed: logs, weights, slots, metrics, dropout's seeds and moving
     averages."""
@@ -159,7 +165,7 @@ def planned(traced, share):
     ).schedule
 
 
-@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize("name", some_slow(MEMORY, "mlp", "encoder"))
 def test_half_the_memory_of_the_plain_compiled_step(name):
     """XLA's convolutions on a CPU keep inputs in layouts of their own, which no schedule sees."""
     share = 0.7 if name == "convnet" else 0.6
@@ -323,6 +329,7 @@ def test_fit_compiled_keeps_to_the_limit_and_gives_the_train_function_back():
     assert not said["installed"]
 
 
+@pytest.mark.slow
 def test_second_fit_with_an_odd_last_batch(compiled_run):
     model, data = model_and_data(2 * BATCH + 100)
     plain, _ = model_and_data(2 * BATCH + 100)
