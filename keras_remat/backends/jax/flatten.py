@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT
 from keras_remat.backends.xla.fusion import Equation
@@ -156,9 +158,7 @@ def _merge_equal(equations: list[Equation], outputs: list[Any]) -> tuple[list[Eq
 def _identity(equation: Equation) -> Any:
     """A key equal for equations that compute the same; ``None`` when a parameter cannot be
     hashed."""
-    inputs = tuple(
-        a if isinstance(a, int) else ("literal", str(a.aval), repr(a.val)) for a in equation.inputs
-    )
+    inputs = tuple(a if isinstance(a, int) else _literal_identity(a) for a in equation.inputs)
     key = (
         equation.source.primitive,
         tuple(sorted(equation.source.params.items(), key=lambda item: item[0])),
@@ -169,6 +169,13 @@ def _identity(equation: Equation) -> Any:
     except TypeError:
         return None
     return key
+
+
+def _literal_identity(literal: Any) -> Any:
+    """A key equal for literals with the same bits: what is printed of them is rounded, and 0.0 is
+    equal to -0.0."""
+    aval = literal.aval
+    return "literal", str(aval), np.asarray(literal.val, aval.dtype).tobytes()
 
 
 def _drop_dead(equations: list[Equation], outputs: list[Any]) -> list[Equation]:
