@@ -124,7 +124,12 @@ def flatten(graph: Any) -> Stateless:
         for name, external in captures.items()
         if external.dtype == tf.resource and name in walk.state
     ]
-    others = [name for name, external in captures.items() if external.dtype != tf.resource]
+    constants = {node.name for node in walk.nodes if node.op == "Const"}
+    others = [
+        name  # a small tensor is captured by its value, as a constant
+        for name, external in captures.items()
+        if external.dtype != tf.resource and name not in constants
+    ]
     batch = [t.op.name for t in graph.inputs if t.op.name not in captures]
     given = [*batch, *(_value_name(name) for name in variables), *others]
     written = {

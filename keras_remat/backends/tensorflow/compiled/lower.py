@@ -328,7 +328,8 @@ class LoweredStep:
                 tf.raw_ops.ReadVariableOp(resource=handle, dtype=program.dtypes[batch + at])
                 for at, handle in enumerate(stateless.handles)
             ]
-            given = dict(zip(names, [*leaves, *variables, *stateless.captured], strict=True))
+            captured = map(private.capture, stateless.captured)
+            given = dict(zip(names, [*leaves, *variables, *captured], strict=True))
             own = [n for n in dict.fromkeys([*returned, *written.values()]) if n not in given]
             used = {i for node in writer.document.node for i in node.input}
             mapped = {name: tensor for name, tensor in given.items() if name in used}

@@ -131,6 +131,33 @@ def test_a_nan_gradient_poisons_nothing_it_did_not_poison_before():
     assert train(lambda traced: (traced, forget(traced.graph))) == plain
 
 
+class Scaled(layers.Layer):
+    """A layer that holds a tensor, which is no variable."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+    def call(self, x):
+        return x * tf.sin(self.held)[:8]
+
+
+@pytest.mark.parametrize("size", [8, 1000])
+def test_a_tensor_that_a_layer_holds_is_read(size):
+    """A small one is a constant of the step, a large one is captured."""
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, layers.Dense(1)(Scaled(tf.range(float(size)))(inputs)))
+    model.compile("sgd", "mse")
+    model, data = ready((model, (np.ones((4, 8), "float32"), np.ones((4, 1), "float32"))))
+    before = model.get_weights()
+    logs = lower(traced := trace(model, data), Schedule.store_all(traced.graph))(data)
+    after = model.get_weights()
+    model.set_weights(before)
+    assert float(logs["loss"]) == pytest.approx(float(compiled_plain(model)(data)["loss"]))
+    for one, other in zip(after, model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 # ------------------------------------------------------------------ memory
 
 MEMORY = {
