@@ -105,11 +105,11 @@ class Problem:
         return (
             self.profile.resident_bytes
             + total
-            - reused_bytes(op, graph.values, alive - self._irreplaceable)
+            - reused_bytes(op, graph.values, alive - self.irreplaceable)
         )
 
     @cached_property
-    def _irreplaceable(self) -> frozenset[int]:
+    def irreplaceable(self) -> frozenset[int]:
         """Ids of the graph outputs whose first instance must survive to the end, because their op
         may run only once and nothing can be fetched."""
         graph = self.graph

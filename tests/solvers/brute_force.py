@@ -1,8 +1,9 @@
 """The fastest schedule by exhaustive search: the reference for exact solvers on small problems.
 
-Dijkstra over states (first runs done, values alive, last op run in this stage). First runs are in
-default order. With ``stages`` every stage runs each op at most once and in ascending order, which
-is exactly Checkmate's model; without it anything may be recomputed at any time.
+Dijkstra over states (ops that have run, values alive, last op run in this stage). First runs are in
+default order, or in any legal one if that is asked for. With ``stages`` every stage runs each op at
+most once and in ascending order, which is exactly Checkmate's model; without it anything may be
+recomputed at any time.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from itertools import combinations
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 
+State = tuple[frozenset[int], frozenset[int], int]
 
-def fastest(problem: Problem, *, stages: bool = False) -> tuple[float, list[int]] | None:
+
+def fastest(
+    problem: Problem, *, stages: bool = False, any_order: bool = False
+) -> tuple[float, list[int]] | None:
     """Seconds and order of the fastest schedule within the budget, or ``None`` when none fits."""
     graph, profile = problem.graph, problem.profile
     limit = problem.budget_bytes if problem.budget_bytes is not None else float("inf")
@@ -27,11 +32,10 @@ def fastest(problem: Problem, *, stages: bool = False) -> tuple[float, list[int]
             if earlier in position:
                 followers[earlier].append(position[i])
     wanted = set(graph.outputs) & produced
-    start: tuple[int, frozenset[int], int] = (0, frozenset(), -1)
-    queue: list[tuple[float, int, tuple[int, frozenset[int], int], tuple[int, ...]]] = [
-        (0.0, 0, start, ())
-    ]
-    seen: set[tuple[int, frozenset[int], int]] = set()
+    everything = frozenset(range(len(ops)))
+    start: State = (frozenset(), frozenset(), -1)
+    queue: list[tuple[float, int, State, tuple[int, ...]]] = [(0.0, 0, start, ())]
+    seen: set[State] = set()
     pushed = 0
     while queue:
         seconds, _, state, order = heapq.heappop(queue)
@@ -39,12 +43,14 @@ def fastest(problem: Problem, *, stages: bool = False) -> tuple[float, list[int]
             continue
         seen.add(state)
         done, alive, last = state
-        if done == len(ops) and wanted <= alive:
+        if done == everything and wanted <= alive:
             return seconds, list(order)
         following = [(seconds, (done, alive - {v}, last), order) for v in alive]
-        for t in range(min(done + 1, len(ops))):
+        for t in range(len(ops) if any_order else min(len(done) + 1, len(ops))):
             op = graph.ops[ops[t]]
-            if problem.fetches and t < done and not (stages and t <= last):
+            if any(position[e] not in done for e in op.after if e in position):
+                continue
+            if problem.fetches and t in done and not (stages and t <= last):
                 held = alive | set(op.outputs)
                 base = profile.resident_bytes + sum(graph.values[v].nbytes for v in held)
                 if base <= limit:
@@ -52,11 +58,9 @@ def fastest(problem: Problem, *, stages: bool = False) -> tuple[float, list[int]
                     cost = seconds + problem.op_time_s[fetch]
                     after_fetch = (done, held, t if stages else -1)
                     following.append((cost, after_fetch, (*order, fetch)))
-            if t < done and (
-                not op.recomputable
-                or any(f < done for f in followers[ops[t]])
-                or (stages and t <= last)
-            ):
+            if any(f in done for f in followers[ops[t]]):
+                continue
+            if t in done and (not op.recomputable or (stages and t <= last)):
                 continue
             inputs = set(op.inputs) & produced
             if not inputs <= alive:
@@ -71,9 +75,9 @@ def fastest(problem: Problem, *, stages: bool = False) -> tuple[float, list[int]
                         after = (alive | set(op.outputs)) - set(dying)
                         cost = seconds + profile.op_time_s[ops[t]]
                         state_after = (
-                            done + (t == done),
+                            done | {t},
                             after,
-                            -1 if t == done or not stages else t,
+                            -1 if t not in done or not stages else t,
                         )
                         following.append((cost, state_after, (*order, ops[t])))
         for cost, next_state, next_order in following:

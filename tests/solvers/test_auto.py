@@ -10,82 +10,19 @@ import pytest
 from random_problems import (
     chain_problem,
     mixed_problem,
-    random_problem,
     training_problem,
     with_budget_fraction,
 )
 
 from keras_remat.core.deadline import Deadline
-from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
-from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.solvers import auto, solve
-from keras_remat.solvers.bounds import cut_bound, window_bound
 from keras_remat.solvers.engines import cp_sat
 from keras_remat.solvers.search import anneal, greedy, intervals
 from tests.solvers.brute_force import fastest
-
-
-def cheapest_of_any_order(problem: Problem, max_runs: int) -> float | None:
-    """Brute force over every legal order of at most ``max_runs`` runs, within the budget."""
-    ops, needed = problem.graph.ops, problem.graph.needed
-    best: float | None = None
-
-    def extend(order: tuple[int, ...], seconds: float) -> None:
-        nonlocal best
-        if best is not None and seconds >= best:
-            return
-        if needed <= set(order):
-            try:
-                validate(problem, Schedule(order))
-            except (RematError, ValueError):
-                pass
-            else:
-                best = seconds
-                return
-        if len(order) < max_runs:
-            ran = set(order)
-            for op in ops:
-                ready = all(
-                    p is None or p in ran
-                    for p in (problem.graph.values[v].producer for v in op.inputs)
-                )
-                if (
-                    op.id in needed
-                    and ready
-                    and (op.recomputable or op.id not in ran)
-                    and order[-1:] != (op.id,)
-                ):
-                    extend((*order, op.id), seconds + problem.profile.op_time_s[op.id])
-
-    extend((), 0.0)
-    return best
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_bound_never_exceeds_the_optimum_over_all_orders(seed: int) -> None:
-    rng = random.Random(seed)
-    problem = with_budget_fraction(random_problem(rng, 4), 0.75)
-    best = cheapest_of_any_order(problem, 7)
-    lower = cut_bound.lower_bound_s(problem, deadline=Deadline(float("inf")))
-    assert lower >= problem.store_all_time_s
-    chain = window_bound.longest_chain(problem)
-    tighter = window_bound.lower_bound_s(problem, chain, limit_s=20)
-    if best is not None:
-        assert lower <= best * (1 + 1e-9)
-        assert tighter <= best * (1 + 1e-9)
-
-
-def test_bound_sees_what_a_cut_enforces() -> None:
-    """At the loss of a chain of 6 under 7 bytes, some of the 6 activations are gone and must be
-    computed again."""
-    problem = chain_problem(6).with_budget(5)
-    assert (
-        cut_bound.lower_bound_s(problem, deadline=Deadline(float("inf")))
-        > problem.store_all_time_s + 0.5
-    )
 
 
 @pytest.mark.parametrize("seed", range(8))

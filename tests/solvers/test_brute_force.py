@@ -2,7 +2,7 @@
 
 import random
 
-from keras_remat.core.graph import chain_example
+from keras_remat.core.graph import Graph, Op, Value, chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
@@ -30,6 +30,36 @@ def test_its_orders_are_legal_and_fit() -> None:
                 found += 1
                 validate(problem, Schedule(tuple(best[1])))
     assert found > 30
+
+
+def test_any_order_never_loses_to_the_default_order() -> None:
+    found = 0
+    for seed in range(60):
+        problem = mixed_problem(seed, "random")
+        if len(problem.graph.values) > 7:
+            continue
+        default, free = fastest(problem), fastest(problem, any_order=True)
+        if free is not None:
+            found += 1
+            validate(problem, Schedule(tuple(free[1])))
+        assert default is None or (free is not None and free[0] <= default[0])
+    assert found > 10
+
+
+def test_any_order_runs_one_branch_after_the_other() -> None:
+    """In the default order the large values of both branches are alive at once."""
+    reads: tuple[tuple[int, ...], ...] = ((), (), (0,), (1,), (2, 3))
+    graph = Graph(
+        tuple(Op(i, f"op{i}", "", reads[i], (i,), recomputable=False) for i in range(5)),
+        tuple(Value(i, f"v{i}", (10, 10, 1, 1, 1)[i], producer=i) for i in range(5)),
+        (4,),
+    )
+    problem = Problem(graph, Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=12)
+    assert fastest(problem) is None
+    best = fastest(problem, any_order=True)
+    assert best is not None
+    assert best[0] == 5.0
+    validate(problem, Schedule(tuple(best[1])))
 
 
 def test_stages_never_beat_free_orders() -> None:

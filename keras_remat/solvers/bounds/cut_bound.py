@@ -132,9 +132,7 @@ def cut_bound_s(problem: Problem, cut: int, *, limit_s: float = 10.0) -> float:
                 )
     op = graph.ops[cut]
     own = sum(graph.values[v].nbytes for v in op.outputs) + profile.op_workspace_bytes[cut]
-    own -= reused_bytes(
-        op, graph.values, {v for v in op.may_reuse if v in value_column and v not in outputs}
-    )
+    own -= reused_bytes(op, graph.values, value_column.keys() - problem.irreplaceable)
     room = (problem.budget_bytes or 0) - profile.resident_bytes - own
     scale = max(1, room)
     program.at_most(

@@ -150,9 +150,9 @@ class _Program(LinearProgram):
                     terms += [(self.runs[producer, w], -1.0)] if (producer, w) in self.runs else []
                     self.at_most(terms, 0.0)
         for w, cut in enumerate(cuts, start=1):
-            self._room(w, cut, outputs)
+            self._room(w, cut)
 
-    def _room(self, window: int, cut: int, outputs: set[int]) -> None:
+    def _room(self, window: int, cut: int) -> None:
         op = self.graph.ops[cut]
         own = (
             sum(self.graph.values[v].nbytes for v in op.outputs)
@@ -161,7 +161,7 @@ class _Program(LinearProgram):
         reusable = {
             v
             for v in op.may_reuse
-            if self.graph.values[v].producer is not None and v not in outputs
+            if self.graph.values[v].producer is not None and v not in self.problem.irreplaceable
         }
         own -= reused_bytes(op, self.graph.values, reusable)
         room = (self.problem.budget_bytes or 0) - self.problem.profile.resident_bytes - own
