@@ -217,6 +217,27 @@ def test_a_graph_output_may_be_taken_over_and_computed_again() -> None:
     assert window_bound.lower_bound_s(kept, [3], limit_s=LIMIT_S) > kept.store_all_time_s + 4
 
 
+@pytest.mark.parametrize(("recomputable", "extra"), [(True, 1.0), (False, 5.0)])
+def test_what_cannot_be_computed_again_must_stay(recomputable: bool, extra: float) -> None:
+    """At the cut there is room for x or for z, both of which are read later."""
+    graph = Graph(
+        (
+            Op(0, "x", "", (), (0,), recomputable=recomputable),
+            Op(1, "z", "", (), (1,)),
+            Op(2, "y", "", (0, 1), (2,)),
+            Op(3, "cut", "", (2,), (3,)),
+            Op(4, "first", "", (0, 3), (4,)),
+            Op(5, "last", "", (1, 4), (5,)),
+        ),
+        tuple(Value(i, f"v{i}", (10, 10, 1, 10, 1, 1)[i], producer=i) for i in range(6)),
+        (5,),
+    )
+    problem = Problem(graph, Profile((1.0, 5.0, 1.0, 1.0, 1.0, 1.0), (0,) * 6, 0), 21)
+    found = window_bound.lower_bound_s(problem, [3], limit_s=LIMIT_S)
+    assert found == pytest.approx(problem.store_all_time_s + extra, rel=1e-5)
+    assert found <= optimum(problem)
+
+
 # ------------------------------------------------------------------ the longest chain
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from graph_builder import Builder
 from random_problems import chain_problem, mixed_problem
 
 from keras_remat.core.deadline import Deadline
-from keras_remat.core.graph import Graph, Op, Value, chain_example
+from keras_remat.core.graph import chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.core.validate import check_rules, validate
+from keras_remat.core.validate import validate
 from keras_remat.errors import ScheduleNotFoundError
-from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.search import greedy
 
 
@@ -72,127 +72,6 @@ def test_first_begins_with_another_policy_by_seed() -> None:
         greedy.solve_first(problem, seed=seed).schedule for seed in range(len(greedy.POLICIES))
     }
     assert len(found) > 1
-
-
-def updates_at_the_end(layers: int) -> Problem:
-    """Gradients 0..layers-1, each 10 bytes and read by its own update (no output), all updates at
-    the end."""
-    gradients = [Op(i, f"g{i}", "Grad", (i - 1,) if i else (), (i,)) for i in range(layers)]
-    updates = [
-        Op(layers + i, f"u{i}", "Assign", (i,), (), recomputable=False, after=(i,))
-        for i in range(layers)
-    ]
-    values = tuple(Value(i, f"g{i}", 10, producer=i) for i in range(layers))
-    return Problem(
-        Graph((*gradients, *updates), values, ()),
-        Profile((1.0,) * 2 * layers, (0,) * 2 * layers, 0),
-    )
-
-
-def test_updates_follow_their_gradients() -> None:
-    problem = updates_at_the_end(8)
-    order = memory_aware_order(problem, sorted(problem.graph.needed))
-    check_rules(problem, Schedule(order))
-    assert simulate(problem, Schedule.store_all(problem.graph)).peak_bytes == 80
-    assert simulate(problem, Schedule(order)).peak_bytes == 20
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_memory_aware_order_is_legal_and_no_worse(seed: int) -> None:
-    problem = mixed_problem(seed, budget=False)
-    base = Schedule.store_all(problem.graph)
-    order = Schedule(memory_aware_order(problem, base.order))
-    check_rules(problem, order)
-    assert sorted(order.order) == list(base.order)
-    assert simulate(problem, order).peak_bytes <= simulate(problem, base).peak_bytes
-
-
-@pytest.mark.parametrize("momentum", [False, True])
-def test_updates_run_early_though_they_read_a_value_computed_late(momentum: bool) -> None:
-    """The learning rate is read once per weight, after everything; each update takes its read
-    along, and so the momentum times its decay."""
-    weights = 4
-    ops: list[Op] = []
-    values: list[Value] = []
-
-    def add(name: str, nbytes: int, inputs: tuple[int, ...], **options: object) -> int:
-        at = len(values)
-        values.append(Value(at, name, nbytes, producer=len(ops)))
-        ops.append(Op(len(ops), name, name, inputs, (at,), **options))  # type: ignore[arg-type]
-        return at
-
-    chain = add("x", 10, ())
-    gradients = []
-    for _ in range(weights):
-        chain = add("backward", 10, (chain,))
-        gradients.append(add("gradient", 100, (chain,)))
-    for gradient in gradients:
-        rate = add("rate", 1, ())
-        scaled = add("scaled", 100, (gradient, rate), may_reuse=(gradient,))
-        if momentum:
-            decayed = add("decayed", 100, ())
-            scaled = add("slot", 100, (scaled, decayed), may_reuse=(scaled, decayed))
-        add("assign", 0, (scaled,), recomputable=False)
-    graph = Graph(tuple(ops), tuple(values), (chain,))
-    problem = Problem(graph, Profile((1.0,) * len(ops), (0,) * len(ops), 0))
-    before = simulate(problem, Schedule.store_all(graph)).peak_bytes
-    after = simulate(problem, Schedule(memory_aware_order(problem, range(len(ops))))).peak_bytes
-    assert before > 400
-    assert after < (350 if momentum else 250)
-
-
-class Builder:
-    """A graph written op by op; every op has one output."""
-
-    def __init__(self) -> None:
-        self.ops: list[Op] = []
-        self.values: list[Value] = []
-
-    def add(self, name: str, nbytes: int, inputs: tuple[int, ...] = (), **options: object) -> int:
-        at = len(self.values)
-        self.values.append(Value(at, name, nbytes, producer=len(self.ops)))
-        self.ops.append(Op(len(self.ops), name, name, inputs, (at,), **options))  # type: ignore[arg-type]
-        return at
-
-    def problem(
-        self,
-        outputs: tuple[int, ...],
-        budget_bytes: int | None = None,
-        times: tuple[float, ...] = (),
-    ) -> Problem:
-        costs = Profile(times or (1.0,) * len(self.ops), (0,) * len(self.ops), 0)
-        return Problem(Graph(tuple(self.ops), tuple(self.values), outputs), costs, budget_bytes)
-
-
-def test_many_quick_updates_do_not_keep_the_order_as_it_is() -> None:
-    """Updates that run early are many ops where much is alive; what counts is how long that
-    lasts."""
-    builder = Builder()
-    chain = builder.add("x", 100)
-    activations = [chain := builder.add("forward", 100, (chain,)) for _ in range(4)]
-    gradients = []
-    for activation in reversed(activations):
-        chain = builder.add("backward", 100, (chain, activation))
-        gradients.append(builder.add("gradient", 30, (chain,)))
-    quick = len(builder.ops)
-    for gradient in gradients:
-        for _ in range(10):
-            gradient = builder.add("scaled", 30, (gradient,))
-        builder.add("assign", 0, (gradient,), recomputable=False)
-    problem = builder.problem((chain,), 250, (1.0,) * quick + (1e-6,) * (len(builder.ops) - quick))
-    order = memory_aware_order(problem, range(len(problem.graph.ops)))
-    assert order.index(gradients[-1]) > max(order.index(i) for i in range(quick, quick + 11))
-
-
-def test_a_reduction_runs_at_once_and_an_expansion_late() -> None:
-    builder = Builder()
-    gradient = builder.add("gradient", 100)
-    spread = builder.add("spread", 100)
-    other = builder.add("to input", 100, (gradient,))
-    small = builder.add("to weight", 5, (gradient,))
-    result = builder.add("sum", 100, (other, spread))
-    problem = builder.problem((small, result), 250)
-    assert memory_aware_order(problem, range(5)) == (gradient, small, other, spread, result)
 
 
 def test_an_input_goes_where_its_buffer_is_taken_over() -> None:
