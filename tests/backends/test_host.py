@@ -1,0 +1,156 @@
+"""How much memory the machine gives: the least of what the machine has and what limits leave."""
+
+import os
+import sys
+from typing import ClassVar
+
+import pytest
+
+resource = pytest.importorskip("resource")  # POSIX
+if not sys.platform.startswith("linux"):
+    pytest.skip("limits are read from /proc and /sys", allow_module_level=True)
+
+from keras_remat.backends import host  # noqa: E402
+from keras_remat.units import GIB, MIB  # noqa: E402
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+MACHINE = os.sysconf("SC_PHYS_PAGES") * PAGE
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Sets what the system says: files of a control group, the limit, what is mapped, cores."""
+
+    def says(address_space=resource.RLIM_INFINITY, mapped=0, cores=1, **files):
+        paths = {
+            "/sys/fs/cgroup/memory.max": files.get("second"),
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes": files.get("first"),
+            "/proc/self/statm": f"{mapped // PAGE} 1 1 1 0 1 0",
+        }
+
+        def path(name):
+            stand_in = tmp_path / name.strip("/").replace("/", "_")
+            if paths[name] is not None:
+                stand_in.write_text(f"{paths[name]}\n")
+            return stand_in
+
+        monkeypatch.setattr(host, "Path", path)
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (address_space, address_space))
+        monkeypatch.setattr(host, "cores", lambda: cores)
+
+    says()
+    return says
+
+
+def test_without_a_limit_it_is_the_machine_s_memory(machine):
+    assert host.host_memory_bytes(0) == MACHINE
+    assert not host.address_space_is_limited()
+
+
+@pytest.mark.parametrize("version", ["first", "second"])
+def test_a_container_s_limit_counts(machine, version):
+    machine(**{version: 100 * MIB})
+    assert host.host_memory_bytes(0) == 100 * MIB
+
+
+@pytest.mark.parametrize("unlimited", ["max", 2**63 - 4096])
+def test_a_container_without_a_limit_has_the_machine_s_memory(machine, unlimited):
+    machine(first=unlimited, second=unlimited)
+    assert host.host_memory_bytes(0) == MACHINE
+
+
+def test_of_an_address_space_a_tenth_and_room_for_threads_are_left_out(machine):
+    machine(address_space=2 * GIB, mapped=1 * GIB, cores=2)
+    assert host.address_space_is_limited()
+    left = GIB - GIB // 10 - (64 + 2 * 32) * MIB
+    assert host.host_memory_bytes(0) == left
+    machine(address_space=2 * GIB, mapped=1 * GIB, cores=4)
+    assert host.host_memory_bytes(0) == left - 2 * 32 * MIB
+
+
+def test_what_tensors_take_counts_as_available(machine):
+    machine(address_space=2 * GIB, mapped=1 * GIB)
+    free = host.host_memory_bytes(0)
+    assert host.host_memory_bytes(100 * MIB) == free + 100 * MIB
+
+
+def test_an_address_space_that_is_used_up_leaves_what_tensors_take(machine):
+    machine(address_space=GIB, mapped=2 * GIB)
+    assert host.host_memory_bytes(7) == 7
+
+
+def test_the_least_of_all_limits_counts(machine):
+    machine(address_space=2 * GIB, mapped=1 * GIB, second=50 * MIB)
+    assert host.host_memory_bytes(0) == 50 * MIB
+    machine(address_space=GIB, mapped=GIB - 200 * MIB, second=500 * MIB)
+    assert host.host_memory_bytes(0) == 180 * MIB - 96 * MIB
+
+
+# ------------------------------------------------------------------ cores
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
+    assert host.cores() == 3
+
+
+@pytest.mark.parametrize(("counted", "expected"), [(6, 6), (None, 1)])
+def test_where_nobody_tells_cores_are_all_of_them(monkeypatch, counted, expected):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: counted)
+    assert host.cores() == expected
+
+
+# ------------------------------------------------------------------ room for threads
+
+
+class Mapping:
+    """Stands for an anonymous mapping; ``all`` are those that were made."""
+
+    all: ClassVar[list["Mapping"]] = []
+    room: ClassVar[int] = 2**62
+
+    def __init__(self, descriptor, nbytes):
+        assert descriptor == -1, "no file"
+        if nbytes > self.room:
+            raise OSError("Cannot allocate memory")
+        self.nbytes, self.is_open = nbytes, True
+        self.all.append(self)
+
+    def close(self):
+        self.is_open = False
+
+
+@pytest.fixture
+def mappings(monkeypatch):
+    monkeypatch.setattr(Mapping, "all", [])
+    monkeypatch.setattr(host.mmap, "mmap", Mapping)
+    return Mapping
+
+
+def test_room_for_threads_is_kept_inside_and_given_back(machine, mappings):
+    machine(address_space=GIB, cores=3)
+    with host.address_space_for_threads():
+        (kept,) = mappings.all
+        assert kept.nbytes == (64 + 3 * 32) * MIB
+        assert kept.is_open
+    assert not kept.is_open
+
+
+def test_it_is_given_back_after_an_error(machine, mappings):
+    machine(address_space=GIB)
+    with pytest.raises(KeyError), host.address_space_for_threads():
+        raise KeyError
+    assert [kept.is_open for kept in mappings.all] == [False]
+
+
+def test_without_a_limit_nothing_is_kept(machine, mappings):
+    with host.address_space_for_threads():
+        assert mappings.all == []
+
+
+def test_less_room_than_is_wanted_is_no_error(machine, mappings, monkeypatch):
+    machine(address_space=GIB)
+    monkeypatch.setattr(mappings, "room", 95 * MIB)
+    with host.address_space_for_threads():
+        assert mappings.all == []
