@@ -39,14 +39,15 @@ SAFETY = 1e-6
 
 
 def lower_bound_s(problem: Problem, *, deadline: Deadline) -> float:
-    """Returns seconds that no legal schedule within the budget beats; at least the store-all time.
+    """Returns seconds that no legal schedule within the budget beats; at least the store-all time,
+    and just that where values can be fetched.
 
     Args:
         problem: with a budget or without.
         deadline: no cut is tried after it.
     """
     total = problem.store_all_time_s
-    if problem.budget_bytes is None:
+    if problem.budget_bytes is None or problem.fetches:
         return total
     best = total
     for op_id in promising_cuts(problem):

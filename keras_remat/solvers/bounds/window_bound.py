@@ -62,7 +62,8 @@ def lower_bound_s(
     integer: bool = True,
     known_s: float | None = None,
 ) -> float:
-    """Returns seconds that no legal schedule within the budget beats; at least the store-all time.
+    """Returns seconds that no legal schedule within the budget beats; at least the store-all time,
+    and just that where values can be fetched.
 
     Args:
         problem: with a budget.
@@ -73,7 +74,7 @@ def lower_bound_s(
             more.
     """
     total = problem.store_all_time_s
-    if problem.budget_bytes is None or not cuts:
+    if problem.budget_bytes is None or problem.fetches or not cuts:
         return total
     program = _Program(problem, cuts)
     cost, unit = program.cost, max(total, 1e-12)

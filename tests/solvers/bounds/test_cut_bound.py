@@ -17,6 +17,7 @@ from random_problems import (
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph, Op, Value, chain_example
+from keras_remat.core.offload import Offload
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
@@ -73,6 +74,11 @@ def test_it_mostly_sees_that_something_must_run_again() -> None:
     ]
     assert len(dear) > 15
     assert sum(bound(problem) > problem.store_all_time_s for problem in dear) > len(dear) / 2
+
+
+def test_what_can_be_fetched_need_not_run_again() -> None:
+    free = replace(example(10), offload=Offload(float("inf")))
+    assert bound(example(10)) > bound(free) == free.store_all_time_s
 
 
 def test_running_example_must_recompute_a() -> None:
