@@ -36,19 +36,17 @@ def _child(name: str) -> dict[str, Any]:
     from step_case import Probe
 
     import keras_remat
-    from keras_remat.backends.base import load_backend
 
     keras.utils.set_random_seed(0)
     model, case = models.make(name)
     data = case.steps(_STEPS)
-    backend = load_backend()
-    plain = Probe(backend)
+    plain = Probe()
     arguments = {"batch_size": case.batch_size, "verbose": 0, "shuffle": False}
     model.fit(**data, **arguments, epochs=1, callbacks=[plain])
     resident = tf.config.experimental.get_memory_info("CPU:0")["current"]
     limit = (resident + max(plain.peaks)) // 2
     remat = keras_remat.RematAutotune(memory_limit=limit, margin=0.0, batch_size="keep", verbose=0)
-    probe = Probe(backend, remat)
+    probe = Probe(remat)
     model.fit(**data, **arguments, epochs=2, callbacks=[probe, remat])
     plan = remat.plan
     return {

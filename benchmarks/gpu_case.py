@@ -25,6 +25,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 from keras import layers
+from watch import StepWatch, statistics
 
 import keras_remat
 
@@ -108,27 +109,6 @@ def on_cpu() -> bool:
     return not tf.config.list_physical_devices("GPU")
 
 
-def statistics() -> dict[str, int]:
-    """The allocator's ``current`` and ``peak`` bytes, where it keeps them."""
-    if ON_JAX:
-        import jax
-
-        told = jax.local_devices()[0].memory_stats() or {}
-        names = {"current": "bytes_in_use", "peak": "peak_bytes_in_use", "limit": "bytes_limit"}
-        return {name: int(told[key]) for name, key in names.items() if key in told}
-    import tensorflow as tf
-
-    return dict(tf.config.experimental.get_memory_info("CPU:0" if on_cpu() else "GPU:0"))
-
-
-def reset_peak() -> None:
-    """Starts a new peak, where that can be done."""
-    if not ON_JAX:
-        import tensorflow as tf
-
-        tf.config.experimental.reset_memory_stats("CPU:0" if on_cpu() else "GPU:0")
-
-
 def cap(options: dict[str, Any]) -> None:
     """Caps TensorFlow's memory on a GPU; JAX's, and the stand-in's, were capped by variables."""
     if ON_JAX or on_cpu():
@@ -141,25 +121,6 @@ def cap(options: dict[str, Any]) -> None:
     tf.config.set_logical_device_configuration(
         gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=megabytes)]
     )
-
-
-class Watch(keras.callbacks.Callback):
-    """Peak bytes, seconds and loss of every batch, seen from outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peaks: list[int] = []
-        self.times_s: list[float] = []
-        self.losses: list[float] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        reset_peak()
-        self._started = time.perf_counter()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.losses.append(float(logs["loss"]))  # waits for the step
-        self.times_s.append(time.perf_counter() - self._started)
-        self.peaks.append(statistics().get("peak", 0))
 
 
 class Repeated(keras.utils.PyDataset):
@@ -188,9 +149,9 @@ def repeated(batch: Any, count: int) -> Any:
 
 def trained(
     model: keras.Model, data: Any, remat: Any = None, epochs: int = 1
-) -> tuple[Watch, list[str]]:
+) -> tuple[StepWatch, list[str]]:
     """Fits on batches, and returns what was seen from outside and the warnings."""
-    watch = Watch()
+    watch = StepWatch()
     callbacks = [watch] if remat is None else [remat, watch]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)

@@ -26,8 +26,8 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import models
-from speedup import Stopwatch
 from step_memory import machine
+from watch import StepWatch
 
 import keras_remat
 from keras_remat.units import MIB
@@ -68,12 +68,12 @@ class Bench:
         watching = self._fit(2, memory_limit=None)[0]
         self.plain_bytes = watching.report.baseline.peak_bytes
 
-    def _fit(self, epochs: int, **remat: Any) -> tuple[keras_remat.RematAutotune, Stopwatch]:
+    def _fit(self, epochs: int, **remat: Any) -> tuple[keras_remat.RematAutotune, StepWatch]:
         gc.collect()
         callback = keras_remat.RematAutotune(
             **{"batch_size": "keep", "solver_time_limit_s": 10.0, "verbose": 0, **remat}
         )
-        stopwatch = Stopwatch()
+        stopwatch = StepWatch()
         self.model.fit(
             **self.data, batch_size=self.case.batch_size, epochs=epochs, verbose=0, shuffle=False,
             callbacks=[callback, stopwatch],
@@ -109,7 +109,7 @@ class Bench:
     def time(self, limit: int, way: Way) -> None:
         """Trains one more round."""
         remat, stopwatch = self._fit(2, memory_limit=limit, micro_batches=way.pieces, plan=way.plan)
-        steps = [step for epoch in stopwatch.epochs for step in epoch][_UNTIMED:]
+        steps = stopwatch.times_s[_UNTIMED:]
         way.steps_s.append(median(steps))
         way.peaks.append(remat.report.epochs[-1].peak_bytes)
 

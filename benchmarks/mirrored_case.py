@@ -24,6 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
+from watch import StepWatch
 
 import keras_remat
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
@@ -78,26 +79,9 @@ def own_train_step() -> keras.Model:
     return Clipped(model.input, model.output)
 
 
-class Steps(keras.callbacks.Callback):
-    """Notes every step's loss and seconds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[float] = []
-        self.times_s: list[float] = []
-        self._started_s = 0.0
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._started_s = time.perf_counter()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.losses.append(float(logs["loss"]))
-        self.times_s.append(time.perf_counter() - self._started_s)
-
-    @property
-    def step_s(self) -> float:
-        """The median of the last epoch's steps but the first."""
-        return median(self.times_s[-STEPS + 1 :])
+def step_s(watch: StepWatch) -> float:
+    """The median of the last epoch's steps but the first."""
+    return median(watch.times_s[-STEPS + 1 :])
 
 
 def difference(left: list[float], right: list[float]) -> float:
@@ -148,7 +132,7 @@ def measured(name: str, replicas: int, share: float) -> dict[str, Any]:
     strategy = mirrored(replicas)
     batch = SAMPLES * replicas
 
-    def fit(*remat: Any, epochs: int = EPOCHS) -> Steps:
+    def fit(*remat: Any, epochs: int = EPOCHS) -> StepWatch:
         keras.utils.set_random_seed(0)
         with strategy.scope():
             model = globals()[name]()
@@ -158,7 +142,7 @@ def measured(name: str, replicas: int, share: float) -> dict[str, Any]:
         shape = (STEPS * batch, *model.input.shape[1:])
         whole = model.input.dtype == "int32"
         x = numbers.integers(0, 500, shape) if whole else numbers.random(shape).astype("float32")
-        y, steps = numbers.integers(0, 10, STEPS * batch), Steps()
+        y, steps = numbers.integers(0, 10, STEPS * batch), StepWatch()
         options = {"batch_size": batch, "epochs": epochs, "shuffle": False, "verbose": 0}
         model.fit(x, y, callbacks=[*remat, steps], **options)
         return steps
@@ -185,8 +169,8 @@ def measured(name: str, replicas: int, share: float) -> dict[str, Any]:
         "loss_difference": difference(plain.losses, ours.losses),
         "loss_noise": difference(plain.losses, again.losses),
         "overhead_predicted": remat.plan.overhead,
-        "time_ratio": ours.step_s / min(plain.step_s, again.step_s),
-        "time_noise": max(plain.step_s, again.step_s) / min(plain.step_s, again.step_s),
+        "time_ratio": step_s(ours) / min(step_s(plain), step_s(again)),
+        "time_noise": max(map(step_s, (plain, again))) / min(map(step_s, (plain, again))),
     }
 
 

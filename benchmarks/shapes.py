@@ -17,8 +17,8 @@ import argparse
 import os
 import random
 import sys
-import time
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +29,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from step_memory import machine
+from watch import StepWatch
 
 import keras_remat
 
@@ -68,39 +69,27 @@ def data_of(lengths: list[int]) -> tf.data.Dataset:
     return data.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
 
-class Watch(keras.callbacks.Callback):
-    """What every batch took: its length, seconds, and the highest peak; and the losses."""
-
-    def __init__(self, lengths: list[int]):
-        super().__init__()
-        self.lengths, self.losses = lengths, list[float]()
-        self.seconds: dict[int, list[float]] = {length: [] for length in lengths}
-        self.peaks: dict[int, list[int]] = {length: [] for length in lengths}
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        tf.config.experimental.reset_memory_stats("CPU:0")
-        self._started = time.perf_counter()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        length = self.lengths[batch]
-        self.seconds[length].append(time.perf_counter() - self._started)
-        self.peaks[length].append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
-        self.losses.append(float((logs or {})["loss"]))
-
-
 @dataclass
 class Fit:
     """What one ``fit`` showed."""
 
-    watch: Watch
+    watch: StepWatch
+    lengths: list[int]  # of an epoch's batches
     planning_s: list[float] = field(default_factory=list)  # per epoch
     orders: dict[int, Any] = field(default_factory=dict)  # length → what runs
     events: list[Any] = field(default_factory=list)
 
+    def by_length(self, values: list[Any]) -> dict[int, list[Any]]:
+        """Returns length → those of a value per step that its steps have."""
+        found: dict[int, list[Any]] = {length: [] for length in self.lengths}
+        for length, value in zip(cycle(self.lengths), values, strict=False):
+            found[length].append(value)
+        return found
+
 
 def fit(lengths: list[int], epochs: int, limit_bytes: int | None) -> Fit:
     """Trains a new model, plainly where there is no limit."""
-    watch = Watch(lengths)
+    watch = StepWatch()
     callbacks: list[keras.callbacks.Callback] = [watch]
     orders: dict[int, Any] = {}
     remat = None
@@ -116,15 +105,15 @@ def fit(lengths: list[int], epochs: int, limit_bytes: int | None) -> Fit:
         callbacks = [remat, watch, keras.callbacks.LambdaCallback(on_epoch_end=look)]
     transformer().fit(data_of(lengths), epochs=epochs, verbose=0, callbacks=callbacks)
     if remat is None:
-        return Fit(watch)
+        return Fit(watch, lengths)
     planning_s = [epoch.planning_time_s for epoch in remat.report.epochs]
-    return Fit(watch, planning_s, orders, remat.report.events)
+    return Fit(watch, lengths, planning_s, orders, remat.report.events)
 
 
 def compare(lengths: list[int], epochs: int, share: float) -> tuple[list[str], bool]:
     """Returns the table's lines, and whether all is as it should be."""
     plain = fit(lengths, epochs, None)
-    limit = int(share * max(map(max, plain.watch.peaks.values())))
+    limit = int(share * max(plain.watch.peaks))
     family = fit(lengths, epochs, limit)
     off = max(abs(a - b) for a, b in zip(plain.watch.losses, family.watch.losses, strict=True))
     orders = list(dict.fromkeys(family.orders.values()))
@@ -141,11 +130,11 @@ def compare(lengths: list[int], epochs: int, share: float) -> tuple[list[str], b
         order, own = family.orders.get(length), "-"
         if order is not None:
             alone = fit([length] * 6, 3, limit)
-            own = f"{median(alone.watch.seconds[length][-6:]):.3f}"
+            own = f"{median(alone.watch.times_s[-6:]):.3f}"
         name = "plain" if order is None else f"order {orders.index(order) + 1}"
-        peaks = [max(one.watch.peaks[length]) / limit for one in (family, plain)]
+        peaks = [max(one.by_length(one.watch.peaks)[length]) / limit for one in (family, plain)]
         fits &= peaks[0] <= 1
-        times = [median(one.watch.seconds[length][-6:]) for one in (family, plain)]
+        times = [median(one.by_length(one.watch.times_s)[length][-6:]) for one in (family, plain)]
         lines.append(
             f"| {length} | {name} | {peaks[0]:.2f} | {peaks[1]:.2f} | {times[0]:.3f} | "
             f"{times[1]:.3f} | {own} |"

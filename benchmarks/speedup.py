@@ -15,17 +15,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import models
 from step_memory import machine
+from watch import StepWatch
 
 import keras_remat
 
@@ -33,24 +32,6 @@ import keras_remat
 PLAIN_LIMIT = 1.15
 #: So many epochs of every fit are timed.
 TIMED = 3
-
-
-class Stopwatch(keras.callbacks.Callback):
-    """Seconds between the beginning and the end of every batch, per epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.epochs: list[list[float]] = []
-        self._started = 0.0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.epochs.append([])
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._started = time.perf_counter()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.epochs[-1].append(time.perf_counter() - self._started)
 
 
 def compare(
@@ -63,8 +44,8 @@ def compare(
     model, case = models.make(name)
     data = case.steps(steps)
 
-    def fit(*callbacks: keras.callbacks.Callback) -> Stopwatch:
-        stopwatch = Stopwatch()
+    def fit(*callbacks: keras.callbacks.Callback) -> StepWatch:
+        stopwatch = StepWatch()
         model.fit(
             **data,
             batch_size=case.batch_size,
@@ -88,8 +69,8 @@ def compare(
         memory_limit=limit, batch_size=mode, solver_time_limit_s=10.0, verbose=0
     )
     during, after = fit(remat), fit()
-    plain_s = median(map(sum, before.epochs[-TIMED:] + after.epochs[-TIMED:]))
-    timed = list(zip(remat.report.epochs, during.epochs, strict=True))
+    plain_s = median(map(sum, before.epochs_s[-TIMED:] + after.epochs_s[-TIMED:]))
+    timed = list(zip(remat.report.epochs, during.epochs_s, strict=True))
     undisturbed = [pair for pair in timed if pair[0].planning_time_s == 0]
     epochs, seconds = zip(*(undisturbed or timed[-1:])[-TIMED:], strict=True)
     reported = median(map(remat.report.speedup, epochs))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import statistics
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import models
 import numpy as np
+from watch import StepWatch, statistics
 
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend, preserved_state
@@ -43,23 +43,18 @@ _PROBES = 4
 _LIMITS = 4
 
 
-class Probe(keras.callbacks.Callback):
-    """Peak bytes and time of every step of a ``fit``, measured from outside of what is being
-    measured.
+class Probe(StepWatch):
+    """A watch that knows when the schedule changed.
 
     Args:
-        backend: whose allocator is asked.
         callback: the ``RematAutotune`` of this ``fit``; listed after it, so that its plan can be
             looked at.
     """
 
-    def __init__(self, backend: Backend, callback: Any = None):
+    def __init__(self, callback: Any = None):
         super().__init__()
-        self._backend, self._remat = backend, callback
-        self.peaks: list[int] = []
-        self.times_s: list[float] = []
-        self.resident_bytes = 0
-        self.started_s = self.swapped_after_s = self._began_s = 0.0
+        self._remat = callback
+        self.started_s = self.swapped_after_s = 0.0
         self._schedule: Any = None
         self._changed_after = 0
 
@@ -71,41 +66,21 @@ class Probe(keras.callbacks.Callback):
     @property
     def final_time_s(self) -> float:
         """The median step since the last change of the schedule; the first one is left out."""
-        return statistics.median(self.times_s[self._changed_after + 1 :] or self.times_s[-1:])
+        return median(self.times_s[self._changed_after + 1 :] or self.times_s[-1:])
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._began_s = time.perf_counter()
-        self.started_s = self.started_s or self._began_s
-        _reset_peak()
+        self.started_s = self.started_s or time.perf_counter()
+        super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.times_s.append(time.perf_counter() - self._began_s)
-        self.peaks.append(_peak_bytes())
+        super().on_train_batch_end(batch, logs)
         time.sleep(_REFILL_S)
-        self.resident_bytes = max(self.resident_bytes, self._backend.device.in_use_bytes())
+        self.resident_bytes = max(self.resident_bytes, statistics().get("current", 0))
         plan = self._remat.plan if self._remat is not None else None
         if plan is not None and plan.solution.schedule != self._schedule:
             self._schedule, self._changed_after = plan.solution.schedule, len(self.peaks)
         if plan is not None and plan.profile_source == "measured" and not self.swapped_after_s:
             self.swapped_after_s = time.perf_counter() - self.started_s
-
-
-def _reset_peak() -> None:
-    import tensorflow as tf
-
-    tf.config.experimental.reset_memory_stats(
-        "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
-    )
-
-
-def _peak_bytes() -> int:
-    import tensorflow as tf
-
-    return int(
-        tf.config.experimental.get_memory_info(
-            "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
-        )["peak"]
-    )
 
 
 class State:
@@ -276,7 +251,7 @@ class Measurement:
         self._begin_anew = backend.snapshot(model)  # variables lie where they lie in a first fit
         # without a limit that bites the callback leaves the step alone, and tells what is resident
         # when it comes to plan
-        watching, probe = keras_remat.RematAutotune(batch_size="keep", verbose=0), Probe(backend)
+        watching, probe = keras_remat.RematAutotune(batch_size="keep", verbose=0), Probe()
         _fit(model, data, self.case.batch_size, [watching, probe], epochs=2)
         plain_peak = max(probe.peaks[1:])
         resident = max(probe.resident_bytes, watching.problem.profile.resident_bytes)
@@ -423,7 +398,7 @@ class Measurement:
             seed=options["seed"],
             verbose=0,
         )
-        probe = Probe(self.backend, remat)
+        probe = Probe(remat)
         try:
             _fit(self.model, self.data, self.case.batch_size, [remat, probe], epochs=3)
         finally:

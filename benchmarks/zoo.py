@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -113,42 +113,16 @@ def _hub(name: str, generator: Any, samples: int) -> tuple[Any, dict[str, Any]]:
     return model, {"x": x, "y": generator.random((samples, 1), dtype=np.float32)}
 
 
-def _watch(*, resident: Callable[[], int]) -> Any:
-    """Returns a callback that keeps peak, seconds and loss of every step, and what is resident."""
-    import keras
-    import tensorflow as tf
-
-    class Watch(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.peaks: list[int] = []
-            self.times_s: list[float] = []
-            self.losses: list[float] = []
-            self.resident_bytes = 0
-
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            tf.config.experimental.reset_memory_stats("CPU:0")
-            self._started = time.perf_counter()
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.losses.append(float(logs["loss"]))
-            self.times_s.append(time.perf_counter() - self._started)
-            self.peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
-            self.resident_bytes = max(self.resident_bytes, resident())
-
-    return Watch()
-
-
 def trained(name: str, limit_bytes: int | None) -> dict[str, Any]:
     """Fits a case, plainly or under a limit, and returns what was watched and planned."""
     import keras
-    import tensorflow as tf
+    from watch import StepWatch
 
     import keras_remat
 
     model, data = build(name)
     data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)
-    watch = _watch(resident=lambda: tf.config.experimental.get_memory_info("CPU:0")["current"])
+    watch = StepWatch()
     callbacks, found = [watch], {}
     if limit_bytes is not None:
         remat = keras_remat.RematAutotune(

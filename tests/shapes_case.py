@@ -25,12 +25,13 @@ def main(lengths, epochs, share, solve_s):
         return
     shapes.SOLVE_S = solve_s
     plain = shapes.fit(lengths, epochs, None)
-    limit = int(share * max(map(max, plain.watch.peaks.values())))
+    limit = int(share * max(plain.watch.peaks))
     family = shapes.fit(lengths, epochs, limit)
+    peaks = family.by_length(family.watch.peaks)
     planned = [event for event in family.events if event.kind in PLANNED]
     said = {
         "limit": limit,
-        "over": {n: peaks for n, peaks in family.watch.peaks.items() if max(peaks) > limit},
+        "over": {n: peaks for n, peaks in peaks.items() if max(peaks) > limit},
         "losses": family.watch.losses,
         "plain_losses": plain.watch.losses,
         "orders": len(set(family.orders.values())),
