@@ -110,7 +110,7 @@ class BatchTrainer:
             self._train_held()
             self._logs = self._train(batch, may_split=self._wanted != "keep")
             self._epoch_samples += samples
-            if self._searching and self._is_ready(samples):
+            if self._searching and self._is_ready(batch):
                 self._search(batch)
             elif samples == self._loader and self._wanted == "fastest":
                 self._follow_measured(samples)
@@ -229,11 +229,15 @@ class BatchTrainer:
 
     # ---------------------------------------------------------------- sizes
 
-    def _is_ready(self, samples: int) -> bool:
-        """Whether the loader's batches have told what there is to know."""
-        if not self._steps.settled or samples != self._loader:
+    def _is_ready(self, batch: Any) -> bool:
+        """Whether the loader's batches have told what there is to know; where they differ in
+        shape, the batch is of the one that training is about."""
+        steps = self._steps
+        if not steps.settled or batch_size_of(batch) != self._loader:
             return False
-        if self._steps.trainer.micro_batches > 1:
+        if not steps.trainer.is_reference(batch):
+            return False
+        if steps.trainer.micro_batches > 1:
             self._searching = False
         enough = self._wanted != "fastest" or len(self._step_s) == _COMPARED_STEPS
         return self._searching and enough
@@ -285,6 +289,7 @@ class BatchTrainer:
         with self._steps.fit.long_task("searching the largest batch that fits"):
             steps = self._steps.trainer
             backend = steps.backend
+            steps.trace_reference(batch)
             traced, problem = steps.reference_costs()
             self._scaling = batch_scaling(
                 backend, self._model, traced, problem, batch, steps.profiles_by_size()

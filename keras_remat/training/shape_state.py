@@ -119,6 +119,10 @@ class ShapeState:
         """Returns the record of Keras's own step, traced."""
         return PlainShape(**(_carried(self) | {"run": run, "phase": phase}), costs=costs)
 
+    def traced(self, costs: Costs) -> PlainShape:
+        """Returns the record of Keras's own step, which goes on and was traced meanwhile."""
+        return PlainShape(**vars(self), costs=costs)
+
     def planned(self, run: RunStep, costs: Costs, plan: Plan, phase: Phase) -> PlannedShape:
         """Returns the record of a new plan's step."""
         changes = {"run": run, "phase": phase}

@@ -377,6 +377,27 @@ class StepTrainer:
         measured = self.plan.measured if self.settled and self.plan is not None else None
         return None if measured is None else measured.peak_bytes
 
+    def is_reference(self, batch: Any) -> bool:
+        """Returns whether a batch has the reference shape."""
+        return signature_of(batch) == self._reference
+
+    def trace_reference(self, batch: Any) -> None:
+        """Traces the step of the reference shape, where it was known to fit without that.
+
+        Args:
+            batch: of the reference shape.
+
+        Raises:
+            UnsupportedModelError: nothing can be planned for it.
+        """
+        shape = self._reference_shape
+        if shape is None or isinstance(shape, (PlainShape, PlannedShape)):
+            return
+        with self._fit.planning():
+            costs = self._moves.costs_of(shape, batch)
+        self._family.learn(shape.signature, costs)
+        self._set(shape.traced(costs))
+
     def reference_costs(self) -> tuple[TracedStep, Problem]:
         """Returns the reference shape's trace and costs; after plain steps the estimated op times
         are scaled to the measured step.

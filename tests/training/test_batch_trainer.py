@@ -37,6 +37,12 @@ class FakeSteps:
     def long_task(self, text):
         return nullcontext()
 
+    def is_reference(self, batch):
+        return True
+
+    def trace_reference(self, batch):
+        """It was traced."""
+
     def reference_costs(self):
         return None, None
 

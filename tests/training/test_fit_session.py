@@ -15,6 +15,8 @@ if keras.backend.backend() != "tensorflow":
 import keras_remat  # noqa: E402
 from keras_remat.backends.tensorflow import backend as tensorflow_backend  # noqa: E402
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction  # noqa: E402
+from keras_remat.core.events import EventKind  # noqa: E402
+from keras_remat.errors import UnsupportedModelError  # noqa: E402
 from keras_remat.reporting.fit_report import LOG_KEYS  # noqa: E402
 from keras_remat.training.learning_rate import LearningRateScaling  # noqa: E402
 
@@ -161,6 +163,47 @@ def test_custom_loop_trains_every_batch_at_once():
 
 
 # ------------------------------------------------------------------ batches that cannot be joined
+
+
+def texts_of(lengths, batch=4):
+    """A model of averaged words, and a data set with one batch of every length."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.layers.Input((None,), dtype="int32")
+    words = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(20, 4)(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(words))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    batches = ((np.full((batch, n), n % 20), np.full((batch, 1), n / 10.0)) for n in lengths)
+    shapes = (tf.TensorSpec((None, None), tf.int32), tf.TensorSpec((None, 1), tf.float32))
+    data = list(batches)
+    return model, tf.data.Dataset.from_generator(lambda: iter(data), output_signature=shapes)
+
+
+@pytest.mark.parametrize("wanted", ["max", "fastest", 6])
+def test_a_longest_batch_that_was_never_traced_can_be_what_is_searched_from(wanted):
+    """By two shorter ones it is known to fit."""
+    lengths = (3, 5, 3, 9, 2, 9, 3)
+    plain, data = texts_of(lengths)
+    expected = plain.fit(data, epochs=4, verbose=0, shuffle=False).history["loss"]
+    model, data = texts_of(lengths)
+    remat = autotune(batch_size=wanted)
+    history = model.fit(data, epochs=4, verbose=0, shuffle=False, callbacks=[remat]).history
+    assert history["loss"] == pytest.approx(expected, rel=1e-4)
+    assert [epoch.samples for epoch in remat.report.epochs] == [28] * 4
+    assert EventKind.SEARCH in [event.kind for event in remat.report.events]
+
+
+def test_a_larger_batch_is_searched_from_a_batch_of_the_shape_that_was_traced(monkeypatch):
+    """What another length takes at twice the samples says nothing of it."""
+    asked = []
+
+    def scaling(backend, model, traced, problem, batch, measured):
+        asked.append((tuple(batch[0].shape), traced.inputs[0][2]))
+        raise UnsupportedModelError("enough is known")
+
+    monkeypatch.setattr("keras_remat.training.batch_trainer.batch_scaling", scaling)
+    model, data = texts_of((9, 3, 9, 3, 3, 9, 3, 9, 3))
+    model.fit(data, epochs=2, verbose=0, callbacks=[autotune(batch_size="fastest")])
+    assert asked == [((4, 9), (4, 9))]
 
 
 def test_batches_of_varying_length_are_no_larger_batch():
