@@ -9,10 +9,12 @@ normalizes over a micro-batch, and its moving averages move once per micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+from keras_remat.backends.batches import batch_size_of
 from keras_remat.errors import UnsupportedModelError
 
 SEPARATION = "next_micro_batch"
@@ -61,6 +63,74 @@ def check_no_masks(masks: Iterable[Any]) -> None:
             "The model's output is masked: its loss is a mean over what is not masked, and the "
             "pieces of a batch do not have equal shares of that."
         )
+
+
+@contextmanager
+def checked_losses(masks: Callable[[Any], list[Any]]) -> Iterator[None]:
+    """Raises :class:`UnsupportedModelError` inside, where a loss is computed whose mean over the
+    batch is not made of the means over its pieces.
+
+    That shows only in what the loss returns before it is reduced: a mask of its own (an ignored
+    class), or fewer numbers than one for every sample (Dice and Tversky, and a function that
+    reduces by itself, of which nobody knows whether by a sum or a mean).
+
+    Args:
+        masks: returns the masks of a structure of tensors.
+    """
+    import keras
+
+    original = keras.losses.Loss.__call__
+
+    def call(loss: Any, *args: Any, **options: Any) -> Any:
+        compute, own = loss.call, vars(loss).get("call")
+
+        def checked(y_true: Any, y_pred: Any) -> Any:
+            values = compute(y_true, y_pred)
+            _check_values(loss.name, values, y_pred, masks(values))
+            return values
+
+        loss.call = checked
+        try:
+            return original(loss, *args, **options)
+        finally:
+            del loss.call
+            if own is not None:
+                loss.call = own
+
+    keras.losses.Loss.__call__ = call
+    try:
+        yield
+    finally:
+        keras.losses.Loss.__call__ = original
+
+
+def _check_values(name: str, values: Any, predicted: Any, masks: list[Any]) -> None:
+    if any(mask is not None for mask in masks):
+        raise UnsupportedModelError(
+            f"The loss {name!r} is a mean over what it does not mask, and the pieces of a batch "
+            "do not have equal shares of that."
+        )
+    shape, wanted = tuple(values.shape), tuple(predicted.shape)
+    if not shape or (None not in (*shape[:1], *wanted[:1]) and shape[:1] != wanted[:1]):
+        raise UnsupportedModelError(
+            f"The loss {name!r} returns an array of shape {shape} for predictions of shape "
+            f"{wanted}; only one that returns numbers for every sample, which "
+            "Keras then takes the mean of, can be cut into micro-batches."
+        )
+
+
+def check_samples(batch: Any) -> None:
+    """Raises :class:`UnsupportedModelError` where an array of a batch does not have the batch's
+    samples in its first dimension, so that its pieces would not be those of the others."""
+    import keras
+
+    samples = batch_size_of(batch)
+    for leaf in keras.tree.flatten(batch):
+        if leaf is not None and (len(leaf.shape) == 0 or leaf.shape[0] != samples):
+            raise UnsupportedModelError(
+                f"The batch cannot be cut into micro-batches: an array of shape "
+                f"{tuple(leaf.shape)} does not have its {samples} samples."
+            )
 
 
 def pieces(samples: int, count: int) -> list[tuple[int, int]]:

@@ -18,7 +18,14 @@ import keras
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.barrier import guard, never
-from keras_remat.backends.micro_batches import SEPARATION, check_can_be_cut, check_no_masks, pieces
+from keras_remat.backends.micro_batches import (
+    SEPARATION,
+    check_can_be_cut,
+    check_no_masks,
+    check_samples,
+    checked_losses,
+    pieces,
+)
 
 
 def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
@@ -27,12 +34,14 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
 
     Raises:
         UnsupportedModelError: the model has a ``train_step`` of its own, or a loss that is no mean
-            over the batch; when traced, also for masked outputs.
+            over the batch; when traced, also for masked outputs, for losses that turn out to be
+            none, and for arrays that do not have the batch's samples.
     """
     check_can_be_cut(model, private.layers(model))
 
     def train_step(state: private.State, data: Any) -> tuple[Any, private.State]:
         trainable, others, slots, metrics = state
+        check_samples(data)
         total = batch_size_of(data)
         gradients: Any = None
         logs: Any = None
@@ -49,9 +58,10 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
             def weighted_loss(
                 trainable: Any, others: Any, metrics: Any, share: float, *piece: Any
             ) -> Any:
-                loss, updates = model.compute_loss_and_updates(
-                    trainable, others, metrics, *piece, training=True, optimizer_variables=slots
-                )
+                with checked_losses(private.masks):
+                    loss, updates = model.compute_loss_and_updates(
+                        trainable, others, metrics, *piece, training=True, optimizer_variables=slots
+                    )
                 check_no_masks(private.masks(updates[1]))
                 return loss * share, updates
 

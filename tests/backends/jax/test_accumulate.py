@@ -1,6 +1,8 @@
 """Micro-batches: the gradient of the whole batch, for less memory; refused where the sum would not
 be that."""
 
+import jax
+import jax.numpy as jnp
 import jax_models as models
 import keras
 import numpy as np
@@ -112,6 +114,68 @@ def test_the_forward_phase_of_every_piece_is_one():
     }
     for one, three in count.values():
         assert three == pytest.approx(3 * one, rel=0.2)
+
+
+IGNORED = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (IGNORED, "does not mask"),
+        (lambda y, p: keras.losses.sparse_categorical_crossentropy(y, p, True, 0), "does not mask"),
+        (keras.losses.Circle(), "does not mask"),
+        (keras.losses.Dice(), r"shape \(\)"),
+        (keras.losses.Dice(axis=0), r"shape \(3,\)"),
+        ("tversky", r"shape \(\)"),
+        (lambda y, p: keras.ops.sum(keras.ops.square(y - p)), r"shape \(\)"),
+    ],
+)
+def test_losses_that_turn_out_to_be_no_means_are_refused(loss, reason):
+    """What the loss says of itself is its reduction, and that is the mean."""
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
+    model.compile("sgd", loss)
+    ranks = 1 if reason == "does not mask" else 2
+    y = np.ones((8, 3)[:ranks], "float32")
+    batch = backend().example_batch(model, (np.ones((8, 6), "float32"), y))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        backend().trace(model, batch, 2)
+    assert keras.losses.MeanSquaredError()(np.ones((2, 3)), np.zeros((2, 3))) == 1.0
+
+
+def test_an_array_that_does_not_have_the_samples_is_not_cut():
+    x, table = keras.Input((6,)), keras.Input((6,))
+    added = keras.layers.Lambda(lambda both: both[0] + keras.ops.mean(both[1], 0))([x, table])
+    model = keras.Model([x, table], keras.layers.Dense(1)(added))
+    model.compile("sgd", "mse")
+    arrays = (np.ones((8, 6), "float32"), np.ones((4, 6), "float32")), np.ones((8, 1), "float32")
+    with pytest.raises(UnsupportedModelError, match=r"shape \(4, 6\) does not have its 8 samples"):
+        backend().trace(model, jax.tree.map(jnp.asarray, arrays), 2)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_fit_cuts_batches_of_a_model_that_is_not_built(frozen):
+    """Its weights do not exist before it is traced, or there are none to train."""
+
+    def fit(*callbacks):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.trainable = not frozen
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        x = np.linspace(-1, 1, 96, dtype="float32").reshape(16, 6)
+        history = model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0, shuffle=False,
+                            callbacks=list(callbacks)).history  # fmt: skip
+        return history["loss"], model.get_weights()
+
+    remat = keras_remat.RematAutotune(
+        "1GiB", "keep", micro_batches=2, solver="greedy", profile_steps=1, verbose=0
+    )
+    losses, weights = fit()
+    ours, our_weights = fit(remat)
+    assert remat.plan is not None
+    assert ours == pytest.approx(losses, rel=1e-4)
+    for mine, theirs in zip(our_weights, weights, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_fit_trains_in_micro_batches_where_no_schedule_fits():

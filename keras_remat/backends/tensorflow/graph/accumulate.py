@@ -15,7 +15,14 @@ import keras
 import tensorflow as tf
 
 from keras_remat.backends.batches import batch_size_of
-from keras_remat.backends.micro_batches import SEPARATION, check_can_be_cut, check_no_masks, pieces
+from keras_remat.backends.micro_batches import (
+    SEPARATION,
+    check_can_be_cut,
+    check_no_masks,
+    check_samples,
+    checked_losses,
+    pieces,
+)
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.barrier import never
 
@@ -31,13 +38,15 @@ def accumulated_train_step(model: Any, count: int, separated: bool = False) -> C
 
     Raises:
         UnsupportedModelError: the model has a ``train_step`` of its own, or a loss that is no mean
-            over the batch; when traced, also for masked outputs.
+            over the batch; when traced, also for masked outputs, for losses that turn out to be
+            none, and for arrays that do not have the batch's samples.
     """
     check_can_be_cut(model, private.layers(model))
 
     def train_step(data: Any) -> Any:
+        check_samples(data)
         total = batch_size_of(data)
-        gradients: list[Any] = [None] * len(model.trainable_weights)
+        gradients: list[Any] = []
         logs: Any = None
         for start, stop in pieces(total, count):
             piece = keras.tree.map_structure(
@@ -50,15 +59,19 @@ def accumulated_train_step(model: Any, count: int, separated: bool = False) -> C
             with tf.GradientTape() as tape:
                 predicted = private.call_for_training(model, x)
                 check_no_masks(private.masks(predicted))
-                loss = model.compute_loss(
-                    x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
-                )
+                with checked_losses(private.masks):
+                    loss = model.compute_loss(
+                        x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
+                    )
                 private.track_loss(model, loss, stop - start)
                 scaled = model.optimizer.scale_loss(loss * ((stop - start) / total))
             new = tape.gradient(scaled, model.trainable_weights)
-            gradients = [_sum(a, b) for a, b in zip(gradients, new, strict=True)]
+            gradients = (
+                [_sum(a, b) for a, b in zip(gradients, new, strict=True)] if gradients else new
+            )
             logs = model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
-        model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+        if gradients:  # none where all weights are frozen, as in Keras's own step
+            model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
         return logs
 
     return train_step
