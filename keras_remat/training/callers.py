@@ -13,6 +13,7 @@ by the name of its variable, as in Keras 3.15.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +37,29 @@ class RunningFit:
 
 def running_fit(model: Any, callback: Any) -> RunningFit | None:
     """Returns the ``fit`` of ``model`` on the stack that has ``callback``, or ``None``."""
+    return next((fit for fit in _fits(model) if _has(fit, callback)), None)
+
+
+def in_another_fit(model: Any, callback: Any) -> bool:
+    """Returns whether the ``fit`` of ``model`` that is on the stack does not have ``callback``."""
+    fits = list(_fits(model))
+    return bool(fits) and not any(_has(fit, callback) for fit in fits)
+
+
+def _has(fit: RunningFit, callback: Any) -> bool:
+    return any(one is callback for one in fit.callbacks)
+
+
+def _fits(model: Any) -> Iterator[RunningFit]:
+    """Yields every ``fit`` of ``model`` on the stack whose callbacks are known, the innermost
+    first."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "fit":
-            names = frame.f_locals
-            listed = getattr(names.get("callbacks"), "callbacks", ())
-            if names.get("self") is model and any(one is callback for one in listed):
-                return RunningFit(tuple(listed), names.get("epoch_iterator"))
+        names = frame.f_locals if frame.f_code.co_name == "fit" else {}
+        listed = getattr(names.get("callbacks"), "callbacks", None)
+        if listed is not None and names.get("self") is model:
+            yield RunningFit(tuple(listed), names.get("epoch_iterator"))
         frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def caller_of(iterator: Any, fit: RunningFit | None, *, announced: bool) -> Caller:

@@ -24,7 +24,7 @@ from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.batch_trainer import BatchTrainer
-from keras_remat.training.callers import caller_of, running_fit
+from keras_remat.training.callers import caller_of, in_another_fit, running_fit
 from keras_remat.training.learning_rate import LearningRateScaling
 
 
@@ -92,6 +92,8 @@ class FitSession:
     def caller(self, iterator: Any) -> Caller:
         """Returns who calls the train function."""
         announced, self._announced = self._announced, False
+        if in_another_fit(self._model, self._callback):
+            announced = False  # the batch that was announced went down with the fit before
         return caller_of(iterator, running_fit(self._model, self._callback), announced=announced)
 
     def is_last_call(self) -> bool:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from keras_remat.backends.base import Caller
-from keras_remat.training.callers import RunningFit, caller_of, running_fit
+from keras_remat.training.callers import RunningFit, caller_of, in_another_fit, running_fit
 
 
 class Model:
@@ -53,6 +53,15 @@ def test_running_fit_is_the_one_of_this_model_with_this_callback():
     assert found.callbacks == (other, ours)
     nested = model.fit([ours], lambda: Model().fit([other], lambda: running_fit(model, ours)))
     assert nested.callbacks == (ours,)
+
+
+def test_another_fit_is_one_of_this_model_without_this_callback():
+    model, ours, other = Model(), object(), object()
+    assert not in_another_fit(model, ours)
+    assert model.fit([other], lambda: in_another_fit(model, ours))
+    assert not model.fit([ours], lambda: in_another_fit(model, ours))
+    assert not model.fit([ours], lambda: model.fit([other], lambda: in_another_fit(model, ours)))
+    assert not Model().fit([other], lambda: in_another_fit(model, ours))
 
 
 @pytest.mark.parametrize(

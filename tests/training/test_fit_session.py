@@ -114,6 +114,26 @@ def test_callback_that_trains_a_batch_of_its_own_ends_nothing(hook, first):
     )
 
 
+@pytest.mark.parametrize("batch_size", ["keep", 35])
+def test_a_fit_after_one_that_another_callback_ended_loses_no_sample(batch_size):
+    """That one ended between the announcement of a batch and its step."""
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 12:
+                raise RuntimeError("not today")
+
+    model, remat = counting_model(), autotune(batch_size=batch_size)
+    with pytest.raises(RuntimeError, match="not today"):
+        model.fit(*numbered(200), batch_size=10, verbose=0, callbacks=[remat, Fails()])
+    before = np.array(seen(model, 300))
+    assert 80 <= before.sum() <= 120
+    x, y = numbered(300)
+    model.fit(x[200:], y[200:], batch_size=10, verbose=0)
+    assert (np.array(seen(model, 300)) - before).tolist() == [0] * 200 + [1] * 100
+    assert not isinstance(model.train_function, InstalledTrainFunction)
+
+
 def test_training_that_is_stopped_trains_what_was_held_back():
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
