@@ -138,11 +138,12 @@ class TensorFlowBackend:
         parts = model.distribute_strategy.experimental_local_results  # of a variable, by device
 
         def distinct(of: Iterable[Any]) -> dict[int, Any]:
-            return {id(part): part for v in of for part in parts(v.value)}
+            values = (v if isinstance(v, tf.Variable) else v.value for v in of)
+            return {id(part): part for value in values for part in parts(value)}
 
         of_optimizers = [v for optimizer in _optimizers(model) for v in optimizer.variables]
         updated = distinct([*model.trainable_variables, *of_optimizers])
-        rest = distinct([*model.variables, *model.metrics_variables])
+        rest = distinct([*model.variables, *model.metrics_variables, *_held_variables(model)])
         return variables.snapshot(list({**rest, **updated}.values()), updated.keys())
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
@@ -161,6 +162,24 @@ def allocator_memory(device: measure.TensorFlowDevice) -> MemoryModel:
     return replay.ReplayedMemory(
         smallest_bytes=smallest_counted_bytes(device), region_bytes=device.region_bytes()
     )
+
+
+def _held_variables(model: Any) -> Iterator[Any]:
+    """The variables that layers hold as attributes, or in lists or dictionaries among them.
+
+    Some are none of the layer's weights: the state of a stateful recurrent layer, and what was not
+    made by Keras.
+    """
+    for layer in private.layers(model):
+        stack = list(vars(layer).values())
+        while stack:
+            held = stack.pop()
+            if isinstance(held, (tf.Variable, keras.Variable)):
+                yield held
+            elif isinstance(held, (list, tuple)):
+                stack += held
+            elif isinstance(held, dict):
+                stack += held.values()
 
 
 def _optimizers(model: Any) -> Iterator[Any]:
