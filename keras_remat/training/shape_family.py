@@ -97,7 +97,7 @@ class ShapeFamily:
 
 def _kind_and_sizes(signature: Signature) -> tuple[tuple[object, ...], tuple[int, ...]]:
     """Returns what does not vary within a family, and what does."""
-    kind = tuple(leaf and (len(leaf[0]), leaf[1]) for leaf in signature)
+    kind = tuple(leaf and (len(leaf[0]), *leaf[1:]) for leaf in signature)
     return kind, tuple(size for leaf in signature if leaf is not None for size in leaf[0])
 
 

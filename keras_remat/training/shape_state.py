@@ -18,16 +18,21 @@ from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.planning.plan import Plan
 from keras_remat.training.phases import Phase, Recorded, Tries
 
-#: The shape and the name of the dtype of every array of a batch; ``None`` stays ``None``.
-Signature = tuple[tuple[tuple[int, ...], str] | None, ...]
+#: Of every array of a batch its shape, the name of its dtype and the structure that it is a leaf of;
+#: ``None`` stays ``None``.
+Signature = tuple[tuple[tuple[int, ...], str, str] | None, ...]
 
 
 def signature_of(batch: Any) -> Signature:
     """Returns what batches that are trained by one step have in common."""
     import keras
 
+    # leaves in the same order are other arguments where they are named or nested otherwise
+    structure = repr(keras.tree.map_structure(lambda leaf: 0, batch))
     return tuple(
-        None if leaf is None else (tuple(leaf.shape), getattr(leaf.dtype, "name", str(leaf.dtype)))
+        None
+        if leaf is None
+        else (tuple(leaf.shape), getattr(leaf.dtype, "name", str(leaf.dtype)), structure)
         for leaf in keras.tree.flatten(batch)
     )
 
@@ -40,7 +45,7 @@ def is_within(small: Signature, large: Signature) -> bool:
         if a is None or b is None:
             if a != b:
                 return False
-        elif a[1] != b[1] or len(a[0]) != len(b[0]) or any(map(gt, a[0], b[0])):
+        elif a[1:] != b[1:] or len(a[0]) != len(b[0]) or any(map(gt, a[0], b[0])):
             return False
     return True
 

@@ -114,6 +114,33 @@ def test_callback_that_trains_a_batch_of_its_own_ends_nothing(hook, first):
     )
 
 
+def test_a_batch_of_a_callback_may_name_the_inputs_that_fit_is_given_in_order(monkeypatch):
+    """The arrays have the same shapes in both, and another order."""
+    x, y = np.linspace(0, 1, 240, dtype="float32").reshape(40, 6), np.ones((40, 1), "float32")
+
+    class Named(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch in (1, 3):
+                self.model.train_on_batch({"a": x[:8], "b": -x[:8]}, y[:8], sample_weight=y[:8, 0])
+
+    def trained(*callbacks):
+        keras.utils.set_random_seed(0)
+        a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
+        joined = keras.layers.Concatenate()([keras.layers.Dense(4, activation="tanh")(b), a])
+        model = keras.Model([b, a], keras.layers.Dense(1)(joined))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit([-x, x], y, batch_size=8, sample_weight=y[:, 0], shuffle=False, verbose=0,
+                  callbacks=[*callbacks, Named()])  # fmt: skip
+        return model.get_weights()
+
+    plain = trained()
+    monkeypatch.setattr(
+        "keras_remat.training.step_trainer.StepTrainer.usable_bytes", property(lambda steps: -1)
+    )
+    for mine, theirs in zip(trained(autotune(batch_size="keep")), plain, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("batch_size", ["keep", 35])
 def test_a_fit_after_one_that_another_callback_ended_loses_no_sample(batch_size):
     """That one ended between the announcement of a batch and its step."""
