@@ -166,7 +166,8 @@ class JaxBackend:
         self, traced: JaxTracedStep, schedule: Schedule | None, options: Mapping[str, Any]
     ) -> Any:
         """The step that runs a schedule, or Keras's own; the newest are remembered."""
-        key = (traced.graph.fingerprint, schedule, *sorted(options.items()))
+        # a step takes its arguments in one structure; another batch's ops may be the same
+        key = (traced.graph.fingerprint, traced.in_tree, schedule, *sorted(options.items()))
         if key not in self._newest:
             self._newest[key] = (
                 lowering.lower_plain(traced, options)

@@ -104,3 +104,15 @@ def test_a_compilation_that_fails_otherwise_says_so(step, compiler, monkeypatch)
     monkeypatch.setattr(lowering, "lower", lower)
     with pytest.raises(jax.errors.JaxRuntimeError, match="a defect"):
         planned(step)
+
+
+def test_the_same_arrays_in_another_structure_are_trained_by_another_step(step):
+    """``train_on_batch`` hands weights of samples over that are none, and ``fit`` does not."""
+    model, (x, y) = step
+    backend, losses = load_backend(), []
+    for batch in ((x, y), (x, y, None)):
+        traced = backend.trace(model, batch)
+        problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced))
+        run = backend.lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))
+        losses.append(float(run(batch)["loss"]))
+    assert len(losses) == 2
