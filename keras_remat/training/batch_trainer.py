@@ -24,7 +24,7 @@ from typing import Any
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.found import BatchSearch, is_allowed
-from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
+from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import faster_size, largest_wanted
 from keras_remat.core.events import EventKind
@@ -278,7 +278,7 @@ class BatchTrainer:
 
     def _make_smaller(self, batch: Any, size: int) -> None:
         try:
-            self._steps.trainer.backend.resized_spec(batch, size)
+            graph_at(self._steps.trainer.backend, self._model, batch, size)
         except UnsupportedModelError as error:
             self._steps.fit.event(EventKind.SEARCH, f"No other batch: {error}")
         else:

@@ -13,7 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from keras_remat.backends.base import Backend
+from keras_remat.backends.base import Backend, TracedStep
+from keras_remat.backends.batches import batch_size_of
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.events import EventKind
 from keras_remat.core.graph import Graph
@@ -99,7 +100,7 @@ class FirstPlans:
             model = self._fit.model
             was_built = model.built
             _build_optimizer(model)
-            traced = self._backend.trace(model, batch, micro_batches)
+            traced = self._traced(batch, micro_batches)
             if not was_built:  # slots that tracing made share their zeros until they are written
                 self._backend.snapshot(model)()
         in_use = counted_bytes(self._backend.device)
@@ -111,6 +112,23 @@ class FirstPlans:
             )
         problem = Problem(traced.graph, profile, name=self._fit.model.name)
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
+
+    def _traced(self, batch: Any, micro_batches: int) -> TracedStep:
+        """Traces the step; what the layers of a user's model raise for the first batch that they
+        get is the model's own fault, and for pieces or another size it is not."""
+        try:
+            return self._backend.trace(self._fit.model, batch, micro_batches)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            if micro_batches == 1 and self._fit.steps_run == 0:
+                raise
+            size = batch_size_of(batch)
+            what = f"a batch of {size} samples in {micro_batches} pieces"
+            raise UnsupportedModelError(
+                f"The model cannot train {what if micro_batches > 1 else f'a batch of {size}'}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def plain_peak_bytes(self, costs: Costs, *, with_room: bool = False) -> int:
         """Returns what Keras's own step is predicted to need.

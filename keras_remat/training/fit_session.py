@@ -108,10 +108,14 @@ class FitSession:
             with self._training():
                 return self._trainer.run(batch)
         except UnsupportedModelError as error:
-            self._is_unmodified = True
-            warn_unmodified(self._report, error, self.steps.fit.steps_run)
-            held = self._trainer.take_held()
-            return [self._installed.run_plain(one) for one in held][-1]
+            return self._go_on_unmodified(error)
+
+    def _go_on_unmodified(self, error: UnsupportedModelError) -> Any:
+        """Trains by Keras's own step, from what is held back on."""
+        self._is_unmodified = True
+        warn_unmodified(self._report, error, self.steps.fit.steps_run)
+        held = self._trainer.take_held()
+        return [self._installed.run_plain(one) for one in held][-1]
 
     def run_alone(self, batch: Any, caller: Caller) -> Any:
         """Trains a batch of ``train_on_batch`` at once.
@@ -123,12 +127,19 @@ class FitSession:
         if too_early or self._is_unmodified:
             return self._installed.run_plain(batch)
         with self._training():
-            return self._trainer.run_alone(batch)
+            try:
+                return self._trainer.run_alone(batch)
+            except UnsupportedModelError as error:
+                self.steps.fit.warn(EventKind.REMARK, f"Keras's own step trains it. {error}")
+                return self._installed.run_plain(batch)
 
     def finish(self) -> Any:
         """Trains what was held back of this epoch; ``None`` where nothing was."""
-        with self._training():
-            return self._trainer.finish()
+        try:
+            with self._training():
+                return self._trainer.finish()
+        except UnsupportedModelError as error:
+            return self._go_on_unmodified(error)
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -3,6 +3,7 @@ stays."""
 
 import copy
 import gc
+import warnings
 
 import keras
 import numpy as np
@@ -112,6 +113,48 @@ def test_callback_that_trains_a_batch_of_its_own_ends_nothing(hook, first):
         200 + 3 * (hook != "on_epoch_begin"),
         6 + (hook != "on_epoch_begin"),
     )
+
+
+def only_batches_of(size):
+    """A model whose layers take no other batch."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    shaped = keras.layers.Lambda(lambda x: keras.ops.reshape(x, (size, 3, 2)), output_shape=(3, 2))
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(shaped(inputs))))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 3}, {"batch_size": "keep", "micro_batches": 2}])
+def test_a_model_that_takes_no_other_batch_keeps_its_batches(options):
+    x, y = np.linspace(0, 1, 240, dtype="float32").reshape(40, 6), np.ones((40, 1), "float32")
+    how = {"batch_size": 8, "shuffle": False, "verbose": 0, "epochs": 2}
+    plain, model, remat = only_batches_of(8), only_batches_of(8), autotune(**options)
+    expected = plain.fit(x, y, **how).history["loss"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "keras_remat: training goes on unmodified")
+        history = model.fit(x, y, **how, callbacks=[remat]).history["loss"]
+    assert history == pytest.approx(expected, rel=1e-5)
+    told = " ".join(event.message for event in remat.report.events)
+    assert "The model takes no batch of 3" in told or "in 2 pieces" in told
+
+
+def test_a_callback_gets_what_keras_raises_for_a_batch_that_the_model_does_not_take():
+    class Wrong(keras.callbacks.Callback):
+        said = ""
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                try:
+                    self.model.train_on_batch(np.ones((3, 6), "float32"), np.ones((3, 1)))
+                except Exception as error:
+                    self.said = str(error)
+
+    x, y, wrong = np.ones((40, 6), "float32"), np.ones((40, 1), "float32"), Wrong()
+    model, remat = only_batches_of(8), autotune(batch_size="keep")
+    with pytest.warns(UserWarning, match="Keras's own step trains it"):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[remat, wrong])
+    assert "reshape" in wrong.said.lower()
 
 
 def test_a_batch_of_a_callback_may_name_the_inputs_that_fit_is_given_in_order(monkeypatch):
