@@ -52,7 +52,7 @@ MIB = 2**20
 class Bounds:
     """What ``--check`` demands."""
 
-    prediction: float = 0.05  # of every predicted peak
+    prediction: float = 0.10  # of every predicted peak
     median_prediction: float = 0.02
     loss: float = 1e-4  # relative, against plain steps
     half_time: float = 1.15  # geometric mean over the CNNs at 0.5
