@@ -135,7 +135,7 @@ def test_benchmark_accepts_what_holds(step_memory):
     ("changes", "said"),
     [
         ({"measured_bytes": 1001, "predicted_bytes": 1000}, "over the limit"),
-        ({"predicted_bytes": 990}, "more than 5%"),
+        ({"predicted_bytes": 790}, "more than 10%"),
         ({"equal_weights": False}, "weights differ"),
         ({"loss_difference": 1e-3}, "loss differs"),
         ({"time_ratio": 1.3}, "CNNs at 0.5: 1.300"),
