@@ -24,6 +24,10 @@ def pytest_collection_finish(session):
     """Asks for statistics before the first test makes a tensor; test files have imported what they
     need by now."""
     if "tensorflow" in sys.modules:
+        from keras_remat.backends.tensorflow import private
+
+        if private.has_made_devices():
+            raise pytest.UsageError("a test file makes a tensor when it is imported")
         keras_remat.enable_cpu_memory_stats()
 
 

@@ -110,8 +110,8 @@ def test_only_what_changes_is_written(seen):
 
 
 ROWS = [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
-INDICES = tf.constant([2, 0, 2])
-UPDATES = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+INDICES = np.array([2, 0, 2], np.int32)
+UPDATES = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
 
 
 def scatter(kind, rows=3):
