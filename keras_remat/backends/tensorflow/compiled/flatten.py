@@ -216,7 +216,7 @@ class _Walk:
             self._append(node, node.op, node.name, inputs)
         elif node.op in op_kinds.CONTROL_FLOW:
             # stateful by name; a variable that its functions change would be among its inputs
-            self._append(node, _STATELESS[node.op], node.name, inputs)
+            self._append(node, op_kinds.STATELESS[node.op], node.name, inputs)
         else:
             raise UnsupportedModelError(
                 f"{node.op} ({node.name}) has an effect that cannot be compiled into one step."
@@ -301,8 +301,6 @@ _ACCESS = {
     "ResourceScatterUpdate": "TensorScatterUpdate",
 }
 """Operations on a variable, and what they are on its value."""
-
-_STATELESS = {"While": "StatelessWhile", "If": "StatelessIf", "Case": "StatelessCase"}
 
 
 def _placeholder(name: str, spec: Any) -> Any:

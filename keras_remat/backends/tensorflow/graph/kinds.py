@@ -202,8 +202,9 @@ MATMULS = frozenset(
     }
 )
 
-#: Loops and branches whose bodies are functions.
-CONTROL_FLOW = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"})
+#: Loops and branches whose bodies are functions, and the same without an effect.
+STATELESS = {"While": "StatelessWhile", "If": "StatelessIf", "Case": "StatelessCase"}
+CONTROL_FLOW = frozenset({*STATELESS, *STATELESS.values()})
 
 #: Types this backend cannot carry: control flow of TensorFlow 1, queues and host callbacks whose
 #: effects cannot be ordered.

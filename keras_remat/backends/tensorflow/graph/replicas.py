@@ -46,12 +46,13 @@ _NAMING = frozenset({"_class", "_output_shapes", "_gradient_op_type", "shared_na
 Role = tuple[str, int]
 
 
-def trace(model: Any, batch: Any) -> TensorFlowStep:
+def trace(model: Any, batch: Any, smallest_bytes: int = 0) -> TensorFlowStep:
     """Traces the train step of one replica of a model; the model is not changed.
 
     Args:
         model: compiled and built under a ``MirroredStrategy``.
         batch: what ``train_step`` gets, every array a :class:`.sharded.ShardedArray`.
+        smallest_bytes: the smallest request that the allocator counts.
 
     Raises:
         UnsupportedBatchError: its parts are not of one shape.
@@ -85,7 +86,7 @@ def trace(model: Any, batch: Any) -> TensorFlowStep:
         ]
 
     concrete = tf.function(all_replicas, autograph=False).get_concrete_function(*structures)
-    return translated(_Cut(strategy, concrete).first_replica())
+    return translated(_Cut(strategy, concrete).first_replica(), smallest_bytes)
 
 
 def _nth(parts: Sequence[Any], at: int) -> Any:

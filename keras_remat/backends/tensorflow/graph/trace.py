@@ -17,7 +17,8 @@ How TensorFlow's graph maps to ours:
   stands behind it.
 * oneDNN's kernels may have an output that the graph does not show (``kinds.HIDDEN_OUTPUT``); it is
   a value like others.
-* An op is **recomputable** when its OpDef has no state, or when it only reads a variable.
+* An op is **recomputable** when its OpDef has no state, or when it only reads variables. So is a
+  loop or branch all of whose functions do no more than that.
 
 Handles: ``TracedStep.handles[op.id]`` is the ``NodeDef``; everything else TensorFlow-specific is in
 :class:`.step.TensorFlowStep`. The rules above are carried out by :mod:`.translate`.
@@ -32,7 +33,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
-from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph import kinds, lists
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
 from keras_remat.backends.tensorflow.graph.rewrite import rewrite_for_memory
 from keras_remat.backends.tensorflow.graph.shapes import static_shapes
@@ -66,7 +67,9 @@ def data_spec(batch: Any) -> Any:
     return tf.nest.map_structure(spec, batch)
 
 
-def trace(model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
+def trace(
+    model: Any, batch: Any, micro_batches: int = 1, smallest_bytes: int = 0
+) -> TensorFlowStep:
     """Traces ``model.train_step`` for batches of this shape; the model is not changed.
 
     Args:
@@ -74,6 +77,7 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
         batch: what ``train_step`` gets: ``(x, y[, sample_weight])`` as tensors, arrays or
             ``tf.TensorSpec``.
         micro_batches: more than 1 trains the batch in pieces, see :mod:`.accumulate`.
+        smallest_bytes: the smallest request that the allocator counts.
 
     Raises:
         UnsupportedModelError: the step cannot be carried; the message says which op or type, and
@@ -98,7 +102,8 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
             ),
             variables=variables_of(graph),
             replicas=(Replica(captures),),
-        )
+        ),
+        smallest_bytes,
     )
 
 
@@ -135,8 +140,12 @@ def variables_of(graph: Any) -> dict[str, Any]:
     }
 
 
-def translated(recorded: RecordedStep) -> TensorFlowStep:
+def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowStep:
     """Returns a recorded step, optimized, as ops and values.
+
+    Args:
+        recorded: the step.
+        smallest_bytes: the smallest request that the allocator counts.
 
     Raises:
         UnsupportedModelError: it holds types of ops that cannot be scheduled.
@@ -146,6 +155,7 @@ def translated(recorded: RecordedStep) -> TensorFlowStep:
     fetches = [*dict.fromkeys(recorded.outputs), *recorded.effects]
     graph_def = private.optimize_graph(recorded.graph_def, fetches, recorded.variables)
     nodes = {node.name: node for node in graph_def.node}
+    _name_stateless(nodes, graph_def.library)
     outputs = tuple(tensor_key(name) for name in recorded.outputs)
     scalars = {
         op.name for op in recorded.operations if op.outputs and op.outputs[0].shape.rank == 0
@@ -164,7 +174,8 @@ def translated(recorded: RecordedStep) -> TensorFlowStep:
             f"The train step contains ops that cannot be scheduled: {', '.join(unsupported)}."
         )
     shapes = static_shapes(nodes, graph_def, captures, inputs)
-    translation = Translation(nodes, captures, inputs, shapes, order)
+    in_lists = lists.held_bytes(nodes, graph_def.library, shapes, smallest_bytes)
+    translation = Translation(nodes, captures, inputs, shapes, order, in_lists)
     return translation.step(
         outputs,
         versions=graph_def.versions,
@@ -177,3 +188,26 @@ def translated(recorded: RecordedStep) -> TensorFlowStep:
             for one in recorded.replicas
         ),
     )
+
+
+def _name_stateless(nodes: Mapping[str, Any], library: Any) -> None:
+    """Gives loops and branches without an effect the type that says so, in place. TensorFlow takes
+    a function that reads a variable for one with an effect."""
+    functions = {function.signature.name: function for function in library.function}
+
+    def is_pure(name: str) -> bool:
+        return name in functions and not any(
+            has_effect(node.op)
+            and not (node.op in kinds.STATELESS and all(map(is_pure, _called(node))))
+            for node in functions[name].node_def
+        )
+
+    for node in nodes.values():
+        if node.op in kinds.STATELESS and all(map(is_pure, _called(node))):
+            node.op = kinds.STATELESS[node.op]
+
+
+def _called(node: Any) -> list[str]:
+    """Returns the names of the functions that a node's attributes name."""
+    attributes = node.attr.values()
+    return [f.name for a in attributes for f in (a.func, *a.list.func) if f.name]

@@ -45,8 +45,10 @@ class Translation:
         inputs: tuple[tuple[str, Any, Any], ...],
         shapes: Mapping[str, tuple[tuple[int, ...] | None, Any]],
         order: Mapping[str, int],
+        in_lists: Mapping[str, int],
     ):
         self.nodes, self.captures, self.shapes = nodes, captures, shapes
+        self.in_lists = in_lists
         self.order = order
         self.attached = attached_nodes(nodes)
         self.step_inputs = {name for name, *_ in inputs} | set(captures)
@@ -66,6 +68,8 @@ class Translation:
         return node.op in kinds.VIEWS
 
     def _nbytes(self, tensor: str) -> int:
+        if tensor in self.in_lists:
+            return self.in_lists[tensor]
         shape, dtype = self.shapes.get(tensor, (None, None))
         if shape is None or dtype is None or dtype.size is None:
             return 0
@@ -185,7 +189,7 @@ class Translation:
             for source in inputs[name]:
                 before |= passed[source]
             for handle in resources[name]:
-                if self.nodes[name].op not in kinds.VARIABLE_READS:
+                if has_effect(self.nodes[name].op):
                     result.setdefault(name, []).extend(
                         r for r in reads.get(handle, ()) if before & bit[r]
                     )
@@ -287,9 +291,14 @@ class Translation:
         on those; forward: the rest.
 
         A weight's update may depend on its gradient only through a slot that is assigned and read
-        again, hence ``after``.
+        again, hence ``after``. The lists that a loop fills for its gradient are traced by the tape,
+        too.
         """
-        gradient = {name for name in order if "gradient_tape/" in name}
+        gradient = {
+            name
+            for name in order
+            if "gradient_tape/" in name and self.nodes[name].op != "EmptyTensorList"
+        }
         below, above = set(gradient), set(gradient)
         for name in order:
             if (data[name] | after[name]) & below:

@@ -12,7 +12,10 @@ from keras_remat.backends.tensorflow.graph import replicas
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.backends.tensorflow.memory import measure
 from keras_remat.backends.tensorflow.mirrored.swap import MirroredTrainFunction
-from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
+from keras_remat.backends.tensorflow.ordered.backend import (
+    TensorFlowBackend,
+    smallest_counted_bytes,
+)
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.errors import UnsupportedModelError
 
@@ -106,7 +109,7 @@ class MirroredBackend(TensorFlowBackend):
                 "Under MirroredStrategy a batch is divided among the replicas, and not into "
                 "micro-batches."
             )
-        return replicas.trace(model, batch)
+        return replicas.trace(model, batch, smallest_counted_bytes(self.device))
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         return MirroredTrainFunction(model, runner)

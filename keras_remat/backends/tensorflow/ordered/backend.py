@@ -117,7 +117,7 @@ class TensorFlowBackend:
         return tf.nest.map_structure(resize, batch)
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
-        return tracing.trace(model, batch, micro_batches)
+        return tracing.trace(model, batch, micro_batches, smallest_counted_bytes(self.device))
 
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
         return profiling.estimated_profile(traced, resident_bytes)

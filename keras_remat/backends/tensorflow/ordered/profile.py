@@ -11,6 +11,7 @@ proportion to the measured step; :func:`blindness` says why.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from math import fsum, inf, prod
@@ -24,7 +25,7 @@ from keras_remat.backends.tensorflow.ordered.scratch import estimated_workspace,
 from keras_remat.backends.tensorflow.profiler import device, events
 from keras_remat.backends.tensorflow.profiler.recorder import Recording
 from keras_remat.backends.xla.kernel_costs import kernel_time_s, scaled
-from keras_remat.core.graph import Op
+from keras_remat.core.graph import Graph, Op
 from keras_remat.core.profile import Profile
 
 #: By how much an output's request may be off its bytes, and by what share of them.
@@ -156,8 +157,8 @@ def measured_profile(
             for op_id, launch in enumerate(times)
         ]
     memory = events.allocation_events(planes, device.allocator_name())
-    outputs = {op.id: [graph.values[v].nbytes for v in op.outputs] for op in graph.ops}
-    workspace = _workspace(memory, op_of, loops, outputs, _ends(planes, op_of))
+    ends = _ends(planes, op_of, loops, graph) if memory else {}
+    workspace = _workspace(memory, op_of, loops, graph, ends)
     profile = Profile(
         tuple(times),
         tuple(
@@ -229,24 +230,27 @@ def _workspace(
     memory: list[tuple[int, str, dict[str, Any]]],
     op_of: dict[str, int],
     loops: dict[str, int],
-    outputs: dict[int, list[int]],
+    graph: Graph,
     ends: dict[str, list[int]],
 ) -> dict[int, int]:
     """Op id → the most bytes it asked for at once that are none of its outputs.
 
     Kernels of oneDNN may have an output more than their op; and some kernels, those of reductions,
     ask for their output as if it were workspace: what is as large as an output and outlives the op
-    is one.
+    is one. What outlives a loop, or an op that makes a list, is in its lists.
 
     Args:
         memory: as :func:`.events.allocation_events` returns it.
         op_of: a node's name → op id.
         loops: those of them that are loops or branches; all that is asked for inside is their
             workspace.
-        outputs: op id → bytes of its outputs.
+        graph: of the ops; it tells the bytes of their outputs.
         ends: a node's name → when its runs ended, in picoseconds, ascending.
     """
     freed = _freed(memory)
+    loop_of = {op_id: name for name, op_id in loops.items()}
+    outputs = {op.id: [graph.values[v].nbytes for v in op.outputs] for op in graph.ops}
+    makes_lists = {v.producer for v in graph.values if v.dtype == "variant" and v.nbytes}
     held: dict[int, int] = defaultdict(int)
     most: dict[int, int] = defaultdict(int)
     owner: dict[int, tuple[int, int]] = {}
@@ -265,13 +269,15 @@ def _workspace(
         region = stats.get("region_type")
         if allocating is None:
             continue
+        name = node if node in op_of else loop_of[allocating]
+        end = _end(ends.get(name, ()), start, inf if name in loops else start)
+        outlives = freed.get((address, start), inf) > end
         if node in op_of and any(
-            abs(nbytes - n) < max(_ALIGNMENT_BYTES, _PADDING * n) for n in outputs[op_of[node]]
+            abs(nbytes - n) < max(_ALIGNMENT_BYTES, _PADDING * n) for n in outputs[allocating]
         ):
-            end = next((end for end in ends.get(node, ()) if end >= start), start)
-            if region == "output" or freed.get((address, start), inf) > end:
+            if region == "output" or outlives:
                 continue
-        elif region not in ("temp", "output"):
+        elif region not in ("temp", "output") or (outlives and allocating in makes_lists):
             continue
         owner[address] = (allocating, nbytes)
         held[allocating] += nbytes
@@ -292,13 +298,32 @@ def _freed(memory: list[tuple[int, str, dict[str, Any]]]) -> dict[tuple[int, int
     return freed
 
 
-def _ends(planes: Sequence[Any], op_of: dict[str, int]) -> dict[str, list[int]]:
-    """Node name → when its runs ended, in picoseconds, ascending."""
+def _ends(
+    planes: Sequence[Any], op_of: dict[str, int], loops: dict[str, int], graph: Graph
+) -> dict[str, list[int]]:
+    """Node name → when its runs ended, in picoseconds, ascending; of a loop, which has no event
+    of its own, when what reads its outputs began."""
+    readers: dict[int, list[str]] = defaultdict(list)
+    of_op = {op_id: name for name, op_id in loops.items()}
+    for op in graph.ops:
+        for value_id in op.inputs:
+            producer = graph.values[value_id].producer
+            if producer in of_op:
+                readers[op.id].append(of_op[producer])
     ends: dict[str, list[int]] = defaultdict(list)
     for node, start, duration in events.node_events(planes):
-        if node in op_of:
+        op_id = op_of[node] if node in op_of else _enclosing(node, loops)
+        if node in op_of and node not in loops:
             ends[node].append(start + duration)
+        for loop in readers.get(-1 if op_id is None else op_id, ()):
+            ends[loop].append(start)
     return {node: sorted(times) for node, times in ends.items()}
+
+
+def _end(ends: Sequence[int], start: int, otherwise: float) -> float:
+    """Returns when the run ended that was under way at a time."""
+    at = bisect_left(ends, start)
+    return ends[at] if at < len(ends) else otherwise
 
 
 def _enclosing(name: str, loops: dict[str, int]) -> int | None:

@@ -135,11 +135,12 @@ def test_whatever_changes_a_variable_follows_all_its_earlier_reads(name):
         )
         ancestors.append(direct.union(*(ancestors[i] for i in direct)))
     writes = [op for op in graph.ops if not op.recomputable and op.kind not in ("While", "If")]
+    reads = kinds.VARIABLE_READS | set(kinds.STATELESS.values())
     assert writes
     for write in writes:
         handles = {v for v in write.inputs if graph.values[v].dtype == "resource"}
         for op in graph.ops:
-            if op.kind in kinds.VARIABLE_READS and handles & set(op.inputs):
+            if op.kind in reads and handles & set(op.inputs):
                 assert op.id in write.after or write.id in ancestors[op.id], (write.name, op.name)
 
 
@@ -177,6 +178,39 @@ def test_loops_and_branches_are_single_ops():
     branches = traced_model(keras_models.mixed_precision)[1].graph.ops
     assert any(op.kind in ("If", "StatelessIf") for op in branches)
     assert not any(op.recomputable for op in branches if op.kind == "If")
+
+
+def test_a_loop_that_changes_nothing_may_run_again_and_one_that_does_may_not():
+    """Both read a variable, for which TensorFlow gives both the type with an effect."""
+
+    class Loops(layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(3, 3))
+            self.count = self.add_weight(shape=(), trainable=False)
+
+        def call(self, x):
+            def count(i, y):
+                self.count.assign_add(1.0)
+                return i + 1, y @ self.kernel
+
+            loop = functools.partial(tf.while_loop, lambda i, _: i < 3, maximum_iterations=3)
+            _, x = loop(lambda i, y: (i + 1, tf.tanh(y @ self.kernel)), (0, x))
+            return loop(count, (0, x))[1]
+
+    def make():
+        model = keras.Sequential([layers.Input((3,)), Loops()])
+        model.compile("sgd", "mse")
+        return model, (np.ones((2, 3), "float32"), np.ones((2, 3), "float32"))
+
+    graph = traced_model(make)[1].graph
+    forward = [op for op in graph.ops if "While" in op.kind and op.phase == "forward"]
+    assert [(op.kind, op.recomputable) for op in forward] == [
+        ("StatelessWhile", True),
+        ("While", False),
+    ]
+    pure, counting = forward
+    update = next(op for op in graph.ops if op.kind == "AssignSubVariableOp")
+    assert {pure.id, counting.id} & set(update.after)
 
 
 def test_sample_and_class_weights_are_inputs():

@@ -13,6 +13,7 @@ from recorded_trace import Trace
 
 from keras_remat.backends.tensorflow import backend, private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.trace import trace
 from keras_remat.backends.tensorflow.ordered.lower import lower
 from keras_remat.backends.tensorflow.ordered.profile import (
     _flops,
@@ -269,6 +270,25 @@ def test_what_runs_inside_a_loop_is_the_loops():
     profile = measured_profile(lowered, recorded(trace), 0)
     assert profile.op_time_s[loop.id] == pytest.approx(10e-6)
     assert profile.op_workspace_bytes[loop.id] == 4000
+
+
+def test_what_outlives_a_loop_is_in_its_lists_and_no_workspace():
+    """Of 7,000 bytes, 5,000 are given back before the loop's outputs are read."""
+    model, batch = keras_models.lstm()
+    traced = trace(model, BACKEND.example_batch(model, batch), smallest_bytes=0)
+    graph, lowered = traced.graph, lowered_with(traced)
+    loop = next(op for op in graph.ops if "While" in op.kind and op.phase == "forward")
+    assert sum(graph.values[v].nbytes for v in loop.outputs if graph.values[v].dtype == "variant")
+    at_of = {op_id: at for at, op_id in enumerate(lowered.schedule.order)}
+    began = at_of[loop.id]
+    read = min(at_of[i] for v in loop.outputs for i in graph.readers[v] if i in at_of)
+    recording = full_trace(lowered)
+    name = lowered.names[began][0]
+    for address, (nbytes, freed) in enumerate([(5000, read - 0.5), (2000, read + 0.5)], start=1):
+        recording.allocate(f"{name}/cell/MatMul", 10 * began, address, nbytes, region="output")
+        recording.free(10 * freed, address)
+    profile = measured_profile(lowered, recorded(recording), 0)
+    assert profile.op_workspace_bytes[loop.id] == 5000
 
 
 def test_workspace_over_two_planes_is_ordered_by_absolute_time(mlp):

@@ -1,0 +1,186 @@
+"""What tensor lists hold: the bytes behind the handles that loops hand on.
+
+A loop keeps what its gradient needs in lists, and so does a ``TensorArray``. A list is a scalar of
+type variant; its elements are buffers of their own. How many they will be is known from where the
+list is made, how large they are, too; whose buffers they are, the loop's body says: a variable that
+is read in every iteration is pushed on a list without a copy.
+
+Reference: ``while_v2.py`` (the accumulators) and ``list_kernels.cc`` of TensorFlow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.step import split_input, tensor_key
+
+#: The granularity of TensorFlow's allocators.
+_ALIGNMENT_BYTES = 256
+_WRITES = ("TensorListPushBack", "TensorListSetItem")
+_RESERVES = ("EmptyTensorList", "TensorListReserve")
+
+
+class _TensorList(NamedTuple):
+    """A list behind a tensor: room for so many elements of so many bytes, and what is its own."""
+
+    element_bytes: int
+    length: int
+    held_bytes: int = 0
+
+    def full(self) -> _TensorList:
+        return self._replace(held_bytes=self.element_bytes * self.length)
+
+
+_UNKNOWN = _TensorList(0, 0)
+
+
+def held_bytes(
+    nodes: Mapping[str, Any],
+    library: Any,
+    shapes: Mapping[str, tuple[tuple[int, ...] | None, Any]],
+    smallest_bytes: int = 0,
+) -> dict[str, int]:
+    """Returns tensor name → the bytes of the elements that were made with the list.
+
+    A buffer in two lists is counted in one of them. Lists of unknown length or element shape are
+    left out, and those inside of a loop's body: they are workspace.
+
+    Args:
+        nodes: of a graph, by name.
+        library: its functions.
+        shapes: tensor name → static shape and dtype.
+        smallest_bytes: elements below this are not counted, as the allocator does not.
+    """
+    lists = _Lists(nodes, {f.signature.name: f for f in library.function}, shapes)
+    found = {
+        tensor: lists.of(tensor) for tensor, (_, dtype) in shapes.items() if dtype == tf.variant
+    }
+    return {
+        tensor: of.held_bytes
+        for tensor, of in found.items()
+        if of.held_bytes and of.element_bytes >= smallest_bytes
+    }
+
+
+class _Lists:
+    """Follows lists through a graph."""
+
+    def __init__(self, nodes: Mapping[str, Any], functions: Mapping[str, Any], shapes: Any):
+        self._nodes, self._functions, self._shapes = nodes, functions, shapes
+        self._known: dict[str, _TensorList] = {}
+
+    def of(self, tensor: str) -> _TensorList:
+        """Returns the list behind a tensor."""
+        waiting = [tensor]
+        while waiting:  # no recursion: a chain of writes may be long
+            name, index = split_input(waiting[-1])
+            read = self._read(name)
+            missing = [source for source in read if source and source not in self._known]
+            if missing:
+                waiting += missing
+                continue
+            self._known[waiting.pop()] = self._made(name, index, read)
+        return self._known[tensor]
+
+    def _read(self, name: str) -> list[str | None]:
+        """Returns the inputs of a node; ``None`` for those that are no lists."""
+        inputs = [tensor_key(i) for i in self._nodes[name].input if not i.startswith("^")]
+        return [i if self._shapes.get(i, (None, None))[1] == tf.variant else None for i in inputs]
+
+    def _made(self, name: str, index: int, read: list[str | None]) -> _TensorList:
+        """Returns the list that a node makes of others."""
+        node = self._nodes[name]
+        lists = [_UNKNOWN if source is None else self._known[source] for source in read]
+        if node.op in _RESERVES:
+            return self._reserved(node)
+        if node.op == "TensorListFromTensor":
+            shape, dtype = self._shapes.get(tensor_key(node.input[0]), (None, None))
+            return _UNKNOWN if not shape else _TensorList(_bytes(shape[1:], dtype), shape[0]).full()
+        if "While" in node.op:
+            return self._after_loop(node, index, lists)
+        source = next((of for of in lists if of is not _UNKNOWN), _UNKNOWN)
+        if node.op in kinds.VIEWS:
+            return (lists[index] if node.op == "IdentityN" else source)._replace(held_bytes=0)
+        return source.full()
+
+    def _reserved(self, node: Any) -> _TensorList:
+        shape, count = (self._constant(node.input[at]) for at in (0, 1))
+        if shape is None or count is None or min((*shape, *count), default=0) < 0:
+            return _UNKNOWN
+        dtype = tf.as_dtype(node.attr["element_dtype"].type)
+        return _TensorList(_bytes(shape, dtype), count[0])
+
+    def _constant(self, tensor: str) -> tuple[int, ...] | None:
+        name, _ = split_input(tensor)
+        node = self._nodes[name]
+        if node.op != "Const":
+            return None
+        return tuple(int(n) for n in tf.make_ndarray(node.attr["value"].tensor).flat)
+
+    def _after_loop(self, node: Any, index: int, lists: list[_TensorList]) -> _TensorList:
+        body = self._functions.get(node.attr["body"].func.name)
+        known = [at for at, of in enumerate(lists) if of is not _UNKNOWN]
+        if body is not None and index in _Body(body).filled(known):
+            return lists[index].full()
+        return lists[index]._replace(held_bytes=0)
+
+
+class _Body:
+    """A loop's body: which of its lists get buffers of their own."""
+
+    def __init__(self, function: Any):
+        self._nodes = {node.name: node for node in function.node_def}
+        self._arguments = {arg.name: at for at, arg in enumerate(function.signature.input_arg)}
+        self._returned = [function.ret[arg.name] for arg in function.signature.output_arg]
+
+    def filled(self, known: Sequence[int]) -> set[int]:
+        """Returns the lists, of those that are known, that have buffers after the loop that no list
+        has before it; of lists that share them, one."""
+        first: dict[str, int] = {}
+        for at in sorted(known, key=self._is_set):
+            element = self._element(at)
+            if element is not None:
+                first.setdefault(element, at)
+        return set(first.values())
+
+    def _is_set(self, at: int) -> bool:
+        """Orders what is pushed before what is set: an accumulator lives longer."""
+        node = self._nodes.get(_name(self._origin(self._returned[at])))
+        return node is not None and node.op == "TensorListSetItem"
+
+    def _element(self, at: int) -> str | None:
+        """Returns the name of the tensor that an iteration adds to a list; ``None`` where it adds
+        none, or one that was there before."""
+        node = self._nodes.get(_name(self._origin(self._returned[at])))
+        if node is None or node.op == "TensorListPopBack":
+            return None
+        if node.op not in _WRITES:
+            return str(node.name)  # sums of lists, among others, make a new one
+        element = self._origin(node.input[1 if node.op == "TensorListPushBack" else 2])
+        if element in self._arguments:  # what the iteration before has returned
+            element = self._origin(self._returned[self._arguments[element]])
+        made = self._nodes.get(_name(element))
+        is_shared = made is None or made.op in kinds.VARIABLE_READS | {"Const", "TensorListGetItem"}
+        return None if is_shared else element
+
+    def _origin(self, tensor: str) -> str:
+        """Returns the tensor whose buffer a tensor shares."""
+        node = self._nodes.get(_name(tensor))
+        while node is not None and node.op in kinds.VIEWS and node.input:
+            tensor = str(node.input[0])
+            node = self._nodes.get(_name(tensor))
+        return tensor
+
+
+def _name(tensor: str) -> str:
+    """Returns the node of a tensor in a function, which is called ``node:output:index``."""
+    return tensor.partition(":")[0]
+
+
+def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    return -(-prod(shape) * int(dtype.size or 0) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
