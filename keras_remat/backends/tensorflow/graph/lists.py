@@ -89,12 +89,15 @@ class _Lists:
 
     def _read(self, name: str) -> list[str | None]:
         """Returns the inputs of a node; ``None`` for those that are no lists."""
-        inputs = [tensor_key(i) for i in self._nodes[name].input if not i.startswith("^")]
+        node = self._nodes.get(name)  # what the step captures is no node
+        inputs = [] if node is None else [tensor_key(i) for i in node.input if i[0] != "^"]
         return [i if self._shapes.get(i, (None, None))[1] == tf.variant else None for i in inputs]
 
     def _made(self, name: str, index: int, read: list[str | None]) -> _TensorList:
         """Returns the list that a node makes of others."""
-        node = self._nodes[name]
+        node = self._nodes.get(name)
+        if node is None:
+            return _UNKNOWN
         lists = [_UNKNOWN if source is None else self._known[source] for source in read]
         if node.op in _RESERVES:
             return self._reserved(node)
@@ -103,7 +106,7 @@ class _Lists:
             return _UNKNOWN if not shape else _TensorList(_bytes(shape[1:], dtype), shape[0]).full()
         if "While" in node.op:
             return self._after_loop(node, index, lists)
-        source = next((of for of in lists if of is not _UNKNOWN), _UNKNOWN)
+        source = next((of for of in lists if of.length), _UNKNOWN)
         if node.op in kinds.VIEWS:
             return (lists[index] if node.op == "IdentityN" else source)._replace(held_bytes=0)
         return source.full()
@@ -117,14 +120,14 @@ class _Lists:
 
     def _constant(self, tensor: str) -> tuple[int, ...] | None:
         name, _ = split_input(tensor)
-        node = self._nodes[name]
-        if node.op != "Const":
+        node = self._nodes.get(name)
+        if node is None or node.op != "Const":
             return None
         return tuple(int(n) for n in tf.make_ndarray(node.attr["value"].tensor).flat)
 
     def _after_loop(self, node: Any, index: int, lists: list[_TensorList]) -> _TensorList:
         body = self._functions.get(node.attr["body"].func.name)
-        known = [at for at, of in enumerate(lists) if of is not _UNKNOWN]
+        known = [at for at, of in enumerate(lists) if of.length]
         if body is not None and index in _Body(body).filled(known):
             return lists[index].full()
         return lists[index]._replace(held_bytes=0)
