@@ -129,7 +129,7 @@ def plan_problem(
         plan, _ = _solved(
             problem, budget_bytes, memory, start, solver, deadline_s, seed, patient=known is None
         )
-    except ScheduleNotFoundError:
+    except (InfeasibleBudgetError, ScheduleNotFoundError):
         if quick is None:
             raise
         return quick

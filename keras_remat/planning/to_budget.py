@@ -20,7 +20,7 @@ from keras_remat.backends.memory import MemoryModel
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import ScheduleNotFoundError
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.solvers import solve
 from keras_remat.solvers.search import nearby
 
@@ -115,7 +115,8 @@ class BudgetSearch:
                 break
             try:
                 found = self.solve_at(target, max(_SOLVE_SHARE * left_s, _LEAST_SOLVE_S))
-            except ScheduleNotFoundError:
+            except (InfeasibleBudgetError, ScheduleNotFoundError):
+                # what is proved is proved of this target, and a higher one is within the budget
                 if self._chosen is not None:
                     break
                 if self.closest is None and not approach:

@@ -220,16 +220,17 @@ def test_a_lowered_step_over_the_budget_is_planned_again():
     assert made.predicted.peak_bytes <= BUDGET
 
 
-def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkeypatch):
+@pytest.mark.parametrize("error", [ScheduleNotFoundError, InfeasibleBudgetError])
+def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkeypatch, error):
     """The allocator needs more for the first order only; a solver that finds nothing at the lower
-    target is asked in between."""
+    target, or proves that there is nothing, is asked in between."""
     asked = []
     real = to_budget.solve
 
     def solve(problem, **options):
         asked.append(problem.budget_bytes)
         if len(asked) == 2:
-            raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
+            raise error(problem.budget_bytes, problem.floor_bytes)
         return real(problem, **options)
 
     monkeypatch.setattr(to_budget, "solve", solve)
@@ -254,6 +255,23 @@ def test_budget_below_the_floor_is_refused_before_solving(monkeypatch):
     )
 
 
+def test_what_is_proved_of_a_lower_target_is_not_said_of_the_budget(monkeypatch):
+    """With what the allocator wastes nothing fits, though the bytes alive would."""
+    real = to_budget.solve
+
+    def solve(problem, **options):
+        if problem.budget_bytes < BUDGET:
+            raise InfeasibleBudgetError(problem.budget_bytes, problem.budget_bytes + 1)
+        return real(problem, **options)
+
+    monkeypatch.setattr(to_budget, "solve", solve)
+    waste = SIZE * 512
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: waste)
+    with pytest.raises(ScheduleNotFoundError) as caught:
+        quick(backend=backend)
+    assert caught.value.budget_bytes == BUDGET < caught.value.best_peak_bytes
+
+
 def test_allocator_that_always_needs_more_ends_in_not_found():
     backend = FakeBackend(allocator_bytes=lambda problem, schedule: PLAIN)
     with pytest.raises(ScheduleNotFoundError) as caught:
@@ -263,8 +281,9 @@ def test_allocator_that_always_needs_more_ends_in_not_found():
     assert caught.value.floor_bytes == PROBLEM.floor_bytes
 
 
+@pytest.mark.parametrize("error", [ScheduleNotFoundError, InfeasibleBudgetError])
 def test_known_order_is_the_plan_where_the_solver_finds_none_and_tells_what_the_allocator_wastes(
-    monkeypatch,
+    monkeypatch, error
 ):
     waste = SIZE * 512
     backend = FakeBackend(allocator_bytes=lambda problem, schedule: waste)
@@ -273,7 +292,7 @@ def test_known_order_is_the_plan_where_the_solver_finds_none_and_tells_what_the_
 
     def solve(problem, *, solver, **options):
         asked.append((solver, problem.budget_bytes))
-        raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
+        raise error(problem.budget_bytes, problem.floor_bytes)
 
     monkeypatch.setattr("keras_remat.planning.to_budget.solve", solve)
     plan = quick(backend=backend, solver="auto", known=known)
