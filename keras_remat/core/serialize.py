@@ -30,18 +30,20 @@ _REQUIRED = object()
 
 def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Writes ``document`` to ``path`` in one step: a reader sees the old file or the new one, never
-    half of it.
+    half of it. A device or a pipe stays what it is, and is written to.
 
     Raises:
         ValueError: a number is NaN or infinite, which JSON cannot say.
         OSError: the file cannot be written.
     """
     target = Path(path)
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+        return
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(
-            json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)

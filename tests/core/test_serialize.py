@@ -260,6 +260,20 @@ def test_writing_replaces_whole_files_and_leaves_nothing_behind(tmp_path):
     assert os.listdir(tmp_path) == ["p.json"]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_json({"x": 1}, pipe)
+        assert json.loads(os.read(reader, 100)) == {"x": 1}
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
 def test_read_json_checks_the_format_it_is_asked_for(tmp_path):
     write_json({"format": "keras_remat.plan", "version": 3}, tmp_path / "p.json")
     assert read_json(tmp_path / "p.json", "keras_remat.plan", 3)["version"] == 3
