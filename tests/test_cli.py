@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import keras_remat
 from keras_remat.cli import main
 from keras_remat.core.graph import chain_example
+from keras_remat.core.offload import Offload
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
@@ -209,6 +211,19 @@ def test_solution_files_can_be_shown_and_compared(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["peak_bytes", "7", "B", "11", "B", "+57.1", "%"] in rows
     assert ["time_s", "6", "s", "5", "s", "-16.7", "%"] in rows
+
+
+def test_a_solution_with_fetches_can_be_shown(
+    problem_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = replace(load_problem(problem_file), offload=Offload(1000.0))
+    save_problem(problem, tmp_path / "problem.json")
+    files = [str(tmp_path / name) for name in ("problem.json", "solution.json", "page.html")]
+    command = ["solve", files[0], "--budget", "7", "--solver", "greedy", "--time-limit", "1"]
+    assert main([*command, "--output", files[1]]) == 0
+    assert "1 fetches" in capsys.readouterr().out
+    assert main(["show", files[1], "--problem", files[0], "--html", files[2]]) == 0
+    assert "recomputed nothing" in capsys.readouterr().out
 
 
 def test_a_plan_and_a_report_can_be_shown(

@@ -36,7 +36,7 @@ class Curve:
     @cached_property
     def starts_s(self) -> list[float]:
         """Seconds at which each position begins, and at which the last one ends."""
-        times = self.problem.profile.op_time_s
+        times = self.problem.op_time_s
         starts = list(accumulate((times[op] for op in self.schedule.order), initial=0.0))
         if starts[-1] > 0:
             return starts
@@ -79,7 +79,7 @@ class Curve:
         """The positions at which an op runs for the first time."""
         seen: set[int] = set()
         firsts = []
-        for k, op in enumerate(self.schedule.order):
+        for k, op in enumerate(map(self.problem.source_of, self.schedule.order)):
             if op not in seen:
                 seen.add(op)
                 firsts.append(k)
@@ -93,7 +93,7 @@ class Curve:
         A border lies where it leaves least time on its wrong side.
         """
         n = len(self.schedule.order)
-        phases = {self.problem.graph.ops[op].phase for op in self.schedule.order}
+        phases = {self.problem.ops[op].phase for op in self.schedule.order}
         if BACKWARD not in phases:
             return [(FORWARD, 0, n)] if n else []
         middle = self._border({FORWARD}, {BACKWARD, UPDATE})
@@ -143,15 +143,16 @@ class Curve:
             return {RESIDENT: self.problem.profile.resident_bytes}
         names = group_names(self.problem, by)
         values, running = self.problem.graph.values, self.schedule.order[position]
+        owner = names[self.problem.source_of(running)]
         held: Counter[str] = Counter()
         for value_id, nbytes in self.alive_at(position).items():
             producer = values[value_id].producer
             if producer is not None:
                 held[names[producer]] += nbytes
-        workspace = self.problem.profile.op_workspace_bytes[running]
+        workspace = self.problem.op_workspace_bytes[running]
         resident = self.problem.profile.resident_bytes
         reused = sum(held.values()) + workspace + resident - self.live[position]
-        held[names[running]] -= reused  # outputs that took over the buffer of an input
+        held[owner] -= reused  # outputs that took over the buffer of an input
         rows = {name: nbytes for name, nbytes in held.most_common() if nbytes > 0}
         return rows | ({WORKSPACE: workspace} if workspace else {}) | {RESIDENT: resident}
 
@@ -166,7 +167,7 @@ class Group:
         kept_bytes: what it holds when the backward phase begins.
         plain_bytes: what it would hold there without recomputation.
         recomputed: how many of its ops run more than once.
-        runs: how many runs there are beyond the first ones.
+        runs: how many runs there are beyond the first ones, fetches included.
         added_s: seconds those runs take.
     """
 
@@ -199,11 +200,12 @@ def groups(problem: Problem, schedule: Schedule, by: By = "layer") -> list[Group
     recomputed: Counter[str] = Counter()
     runs: Counter[str] = Counter()
     added: dict[str, float] = dict.fromkeys(ops, 0.0)
-    for op_id, extra in schedule.recomputed.items():
-        name = names[op_id]
-        recomputed[name] += 1
+    for op_id, count in Counter(schedule.order).items():
+        source = problem.source_of(op_id)
+        name, extra = names[source], count - (op_id == source)
+        recomputed[name] += op_id == source and extra > 0
         runs[name] += extra
-        added[name] += extra * problem.profile.op_time_s[op_id]
+        added[name] += extra * problem.op_time_s[op_id]
     return [
         Group(name, count, kept[name], before[name], recomputed[name], runs[name], added[name])
         for name, count in ops.items()

@@ -139,7 +139,8 @@ def schedule(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
 def _stages(planned: Planned, curve: Curve) -> Any:
     """The R and S matrices of the Checkmate paper (its figure 3), read off the order."""
     figure, axes = _figure(6.4, 5.4)
-    ops, order = curve.problem.graph.ops, curve.schedule.order
+    ops = curve.problem.graph.ops
+    order = [curve.problem.source_of(op) for op in curve.schedule.order]
     stage_of: list[int] = []
     seen: set[int] = set()
     for op in order:

@@ -221,7 +221,7 @@ class _Frame:
             left, right = self.x(curve.starts_s[at]), self.x(curve.starts_s[end])
             held = list(curve.holders(top).items())[:3]
             most = ", ".join(f"{escape(name)} {format_bytes(nbytes)}" for name, nbytes in held)
-            op = escape(curve.problem.graph.ops[curve.schedule.order[top]].name)
+            op = escape(curve.problem.ops[curve.schedule.order[top]].name)
             parts.append(
                 f'<rect class="hover" x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" '
                 f'height="{_HEIGHT - _TOP - _BOTTOM}"><title>{format_bytes(curve.live[top])} '

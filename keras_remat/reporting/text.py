@@ -111,13 +111,19 @@ def _budget_text(problem: Problem, store_all_peak_bytes: int) -> str:
     return text + (", below the floor: infeasible" if budget < problem.floor_bytes else "")
 
 
+def _recomputed(problem: Problem, schedule: Schedule) -> dict[int, int]:
+    """Ids of the ops that run again, fetches left out, with the number of extra runs."""
+    count = len(problem.graph.ops)
+    return {op_id: extra for op_id, extra in schedule.recomputed.items() if op_id < count}
+
+
 def _recomputed_by(
     problem: Problem, schedule: Schedule, key: Callable[[Op], str]
 ) -> list[tuple[str, int, float]]:
     """(group, extra runs, seconds they take), most seconds first."""
     runs: Counter[str] = Counter()
     seconds: dict[str, float] = {}
-    for op_id, extra in schedule.recomputed.items():
+    for op_id, extra in _recomputed(problem, schedule).items():
         group = key(problem.graph.ops[op_id])
         runs[group] += extra
         seconds[group] = seconds.get(group, 0.0) + extra * problem.profile.op_time_s[op_id]
@@ -140,7 +146,7 @@ def recomputed_text(problem: Problem, schedule: Schedule, *, top: int = 5) -> st
     by op
       a  1 run  1 s
     """
-    again = schedule.recomputed
+    again = _recomputed(problem, schedule)
     if not again:
         return "recomputed nothing"
     by_op = _recomputed_by(problem, schedule, _op)
