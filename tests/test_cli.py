@@ -12,7 +12,7 @@ import pytest
 
 import keras_remat
 from keras_remat.cli import main
-from keras_remat.core.graph import chain_example
+from keras_remat.core.graph import Graph, chain_example
 from keras_remat.core.offload import Offload
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -211,6 +211,16 @@ def test_solution_files_can_be_shown_and_compared(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["peak_bytes", "7", "B", "11", "B", "+57.1", "%"] in rows
     assert ["time_s", "6", "s", "5", "s", "-16.7", "%"] in rows
+
+
+def test_a_problem_without_ops_can_be_solved_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(tmp_path / name) for name in ("problem.json", "solution.json")]
+    save_problem(Problem(Graph((), (), ()), Profile((), (), 0)), files[0])
+    assert main(["solve", files[0], "--budget", "7", "--output", files[1]]) == 0
+    assert main(["show", files[1], "--problem", files[0]]) == 0
+    assert "recomputed nothing" in capsys.readouterr().out
 
 
 def test_a_solution_with_fetches_can_be_shown(

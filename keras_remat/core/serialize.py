@@ -183,6 +183,10 @@ class Fields:
             raise InvalidProblemError(
                 f"expected {names}, got {value!r}", source=self.source, field=field, value=value
             )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidProblemError(
+                f"must be finite, got {value!r}", source=self.source, field=field, value=value
+            )
         return value
 
     def ids(self, key: str, default: Any = _REQUIRED) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from keras_remat.core.validate import check_rules
 from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
+    InvalidScheduleError,
     PlanMismatchError,
     RematError,
     ScheduleNotFoundError,
@@ -257,16 +258,22 @@ def plan_from_dict(document: object, *, source: str | None = None) -> Plan:
         source: the file it came from, for error messages.
 
     Raises:
-        InvalidProblemError: a field is missing, has the wrong type or an impossible value.
+        InvalidProblemError: a field is missing, has the wrong type or an impossible value, or the
+            order is not legal for the plan's own problem.
     """
     top = Fields(document, source)
     problem = top.get("problem", (dict, type(None)), None)
     raw = Fields(top.get("solution", dict), source, "solution")
     bound = raw.get("lower_bound_s", (int, float, type(None)), None)
+    budget = top.get("budget_bytes", int)
+    if budget <= 0:
+        raise InvalidProblemError(
+            f"must be positive, got {budget}", source=source, field="budget_bytes", value=budget
+        )
     try:
-        return Plan(
+        plan = Plan(
             top.get("fingerprint", str),
-            top.get("budget_bytes", int),
+            budget,
             Solution(
                 Schedule(raw.ids("order")),
                 raw.get("solver", str),
@@ -283,10 +290,15 @@ def plan_from_dict(document: object, *, source: str | None = None) -> Plan:
             top.get("name", str),
             None if problem is None else problem_from_dict(problem, source=source),
         )
+        if plan.problem is not None:
+            check_rules(plan.problem, plan.solution.schedule)
     except InvalidProblemError:
         raise
+    except InvalidScheduleError as error:
+        raise InvalidProblemError(str(error), source=source, field="solution.order") from error
     except (ValueError, OverflowError) as error:  # OverflowError: an int too large for a float
         raise InvalidProblemError(f"malformed plan: {error}", source=source) from error
+    return plan
 
 
 def _input_difference(planned: Graph, step: Graph) -> str:

@@ -258,7 +258,7 @@ def plan_text(plan: Planned, *, top: int = 5) -> str:
             (
                 name,
                 format_bytes(usage.peak_bytes),
-                _percent(usage.peak_bytes / plan.budget_bytes),
+                _percent(usage.peak_bytes / plan.budget_bytes) if plan.budget_bytes else "-",
                 format_seconds(usage.time_s),
                 "-" if plain else _overhead(usage.time_s, plan.store_all.time_s),
             )
