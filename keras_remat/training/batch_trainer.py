@@ -403,6 +403,7 @@ class BatchTrainer:
         updates = "fewer updates in an epoch"
         if samples is not None:
             updates = f"{-(-samples // new)} updates in an epoch instead of {-(-samples // loader)}"
+        self._learning_rate.leave_schedule_alone()
         factor = self._learning_rate.factor(new, loader)
         rate = (
             'The learning rate stays as it is; learning_rate_scaling="linear" or "sqrt" makes it '

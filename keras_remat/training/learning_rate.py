@@ -44,24 +44,36 @@ class LearningRateScaling:
         ratio = size / loader_size
         return ratio if self._rule == "linear" else math.sqrt(ratio)
 
-    @contextmanager
-    def during(self, factor: float) -> Iterator[None]:
-        """Makes a context in which the learning rate is ``factor`` times the user's."""
-        rate = None if factor == 1.0 else self._model.optimizer.learning_rate
-        if rate is not None and not isinstance(rate, keras.Variable):
+    def leave_schedule_alone(self) -> None:
+        """Gives the scaling up, with a warning, where the learning rate is no variable."""
+        if self._rule is None:
+            return
+        with self._variables():  # a schedule reads how many updates there were
+            rate = self._model.optimizer.learning_rate
+        if not isinstance(rate, keras.Variable):
             self._rule = None
             warnings.warn(
                 "keras_remat: the learning rate follows a schedule and is not scaled with the "
                 "batch.",
                 stacklevel=2,
             )
-        if not isinstance(rate, keras.Variable):
+
+    @contextmanager
+    def during(self, factor: float) -> Iterator[None]:
+        """Makes a context in which the learning rate is ``factor`` times the user's."""
+        if factor == 1.0:
             yield
             return
         with self._variables():
-            users = float(keras.ops.convert_to_numpy(rate))
-            scaled = users * factor
-            rate.assign(scaled)
+            rate = self._model.optimizer.learning_rate
+            is_variable = isinstance(rate, keras.Variable)
+            if is_variable:
+                users = float(keras.ops.convert_to_numpy(rate))
+                rate.assign(users * factor)
+        if not is_variable:
+            self.leave_schedule_alone()
+            yield
+            return
         try:
             yield
         finally:

@@ -1,6 +1,6 @@
 """The learning rate is scaled while a step runs, and the user's own before and after it."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import keras
@@ -49,3 +49,34 @@ def test_a_schedule_is_left_alone_with_one_warning():
     with pytest.warns(UserWarning, match="not scaled"), scaled.during(2.0):
         pass
     assert scaled.factor(64, 16) == 1.0, "not again"
+
+
+def test_a_schedule_is_asked_while_its_variables_have_their_values():
+    """JAX takes the number of updates away from the optimizer while ``fit`` runs."""
+    reading = []
+
+    class Optimizer:
+        @property
+        def learning_rate(self):
+            assert reading, "deleted"
+            return 0.5
+
+    @contextmanager
+    def variables():
+        reading.append(True)
+        yield
+        reading.clear()
+
+    scaled = LearningRateScaling(SimpleNamespace(optimizer=Optimizer()), "linear", variables)
+    with pytest.warns(UserWarning, match="not scaled"), scaled.during(2.0):
+        pass
+
+
+def test_what_is_said_of_a_schedule_before_the_first_step_is_true():
+    scaled, _ = scaling("linear", keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
+    with pytest.warns(UserWarning, match="not scaled"):
+        scaled.leave_schedule_alone()
+    assert scaled.factor(64, 16) == 1.0
+    constant, _ = scaling("linear")
+    constant.leave_schedule_alone()
+    assert constant.factor(64, 16) == 4.0
