@@ -101,7 +101,7 @@ class GraphScaling:
             nbytes = _scaled(value.nbytes, [(a.nbytes, b.nbytes, at) for a, b, at in traces])
             return replace(value, nbytes=max(0, round(nbytes)))
         shape = tuple(
-            math.floor(_scaled(one, [(a[d], b[d], at) for a, b, at in shapes]))
+            max(0, math.floor(_scaled(one, [(a[d], b[d], at) for a, b, at in shapes])))
             for d, one in enumerate(value.shape)
         )
         elements, traced, one = math.prod(shape), math.prod(value.shape), _element_bytes(value)

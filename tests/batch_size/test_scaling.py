@@ -49,6 +49,20 @@ def affine(batch):
     return Graph(ops, values, (3,))
 
 
+@pytest.mark.parametrize("size", [1, 4, 5, 6, 100])
+def test_a_slice_that_a_small_batch_leaves_empty_has_no_bytes(size):
+    def tail(batch):
+        rows = max(0, batch - 5)
+        values = (
+            Value(0, "x", batch * 8, (batch, 2), "float32"),
+            Value(1, "x[5:]", rows * 8, (rows, 2), "float32", 0),
+        )
+        return Graph((Op(0, "slice", "slice", (0,), (1,)),), values, (1,))
+
+    problem = Problem(tail(16), Profile((1.0,), (0,), 128))
+    assert BatchScaling(tail(16), 16, tail(32), 32, problem).at(size).graph == tail(size)
+
+
 @pytest.mark.parametrize("size", [1, 2, 5, 7, 11, 1000])
 def test_constants_stay_affine_sizes_follow_and_inputs_are_resident(size):
     problem = Problem(affine(3), Profile((1.0, 1.0), (1000, 0), 5000, "measured", "D"))
