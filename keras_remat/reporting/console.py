@@ -200,8 +200,9 @@ class Console:
         if not self._verbose:
             return
         indent = " " * len(_NAME)
+        width = max(self._width, 2 * len(_NAME))  # a terminal that is narrower wraps by itself
         for line in textwrap.wrap(
-            text, self._width, initial_indent=_NAME, subsequent_indent=indent,
+            text, width, initial_indent=_NAME, subsequent_indent=indent,
             break_on_hyphens=False,
         ):  # fmt: skip
             self._line(line)

@@ -165,6 +165,15 @@ def test_a_narrow_terminal_cuts(monkeypatch):
     assert all(len(line) < 30 for line in stream.screen)
 
 
+def test_a_terminal_narrower_than_the_name_gets_whole_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1")
+    stream = Stream(terminal=True)
+    console = Console(stream, clock=Clock(), ticking=False)
+    console.note("profiling", "3 steps")
+    console.tasks_line()
+    assert stream.screen == ["keras_remat  profiling 3", "             steps", ""]
+
+
 def test_a_file_gets_whole_lines_of_what_takes_long(monkeypatch):
     stream = Stream(terminal=False)
     a_fit(stream, 80, monkeypatch)
