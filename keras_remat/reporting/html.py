@@ -18,7 +18,7 @@ from keras_remat.reporting import colors, svg
 from keras_remat.reporting.curves import Curve, groups, top_holders
 from keras_remat.reporting.protocols import Planned, Reported
 from keras_remat.reporting.svg import escape
-from keras_remat.reporting.tables import shown_groups, summary_cells
+from keras_remat.reporting.tables import MAX_NAME, shown_groups, summary_cells
 from keras_remat.reporting.text import (
     plan_text,
     problem_text,
@@ -98,7 +98,8 @@ def report_body(report: Reported) -> str:
         parts.append(_pictures(report.plan, report.limit_bytes))
     if report.epochs:
         rates = [epoch.samples_per_s for epoch in report.epochs]
-        parts += ["<h2>Epochs</h2>", svg.speed(rates, report.baseline_samples_per_s)]
+        first = report.epochs[0].epoch
+        parts += ["<h2>Epochs</h2>", svg.speed(rates, report.baseline_samples_per_s, first)]
         rows = [
             (
                 str(epoch.epoch),
@@ -174,8 +175,10 @@ def escape_all(text: str) -> str:
 
 
 def _long(text: str) -> str:
-    """``text`` escaped on one line, in full."""
-    return "".join(escape(text[at : at + 60]) for at in range(0, len(text), 60))
+    """``text`` escaped on one line, in full: in parts too short to be shortened, since an
+    unprintable character becomes ten at most."""
+    step = MAX_NAME // 10
+    return "".join(escape(text[at : at + step]) for at in range(0, len(text), step))
 
 
 def _page(title: str, body: str) -> str:

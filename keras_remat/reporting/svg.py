@@ -119,8 +119,9 @@ def stays(curve: Curve) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def speed(samples_per_s: Sequence[float], plain: float | None) -> str:
-    """Returns every epoch's samples per second as bars, the plain step's as a line."""
+def speed(samples_per_s: Sequence[float], plain: float | None, first: int = 0) -> str:
+    """Returns every epoch's samples per second as bars, the plain step's as a line; the epochs are
+    numbered from ``first``."""
     highest = max([*samples_per_s, plain or 0.0, 1e-9])
     frame = _Frame(len(samples_per_s), 1.1 * highest)
     parts = [_open("Samples per second of every epoch")]
@@ -131,7 +132,7 @@ def speed(samples_per_s: Sequence[float], plain: float | None) -> str:
         parts.append(
             f'<rect class="first" x="{left:.1f}" y="{frame.y(value):.1f}" '
             f'width="{right - left:.1f}" height="{frame.y(0) - frame.y(value):.1f}">'
-            f"<title>epoch {at}: {value:.1f} samples/s</title></rect>"
+            f"<title>epoch {first + at}: {value:.1f} samples/s</title></rect>"
         )
     if plain is not None:
         parts.append(frame.line("resident", plain, f"plain {plain:.3g}/s"))

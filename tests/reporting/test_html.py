@@ -227,3 +227,17 @@ def test_ticks_are_few_and_round(highest):
     assert 3 <= len(ticks) <= 6
     assert ticks[-1] <= highest * (1 + 1e-6)
     assert f"{ticks[1]:e}"[0] in "125"
+
+
+def test_a_message_full_of_unprintable_characters_is_not_shortened():
+    message = "".join(f"\x1b[{n}mword{n}\x1b[0m\U000e0001" for n in range(40))
+    source = page.report_page(report_of(plan_of(CHAIN, RECOMPUTE_A), message=message))
+    assert all(f"word{n}" in source for n in range(40))
+    assert "…" not in source
+
+
+def test_epochs_are_numbered_as_keras_counts_them():
+    report = report_of(plan_of(CHAIN, RECOMPUTE_A))
+    report.epochs = [EpochUsage(5, 8, 2, 4.0, 0.5, 12, 4), EpochUsage(6, 8, 2, 4.0, 0.0, 8, 4)]
+    titles = re.findall(r"<title>epoch (\d+):", page.report_page(report))
+    assert titles == ["5", "6"]
