@@ -36,8 +36,8 @@ def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:
         seed: for random data.
 
     Raises:
-        ValueError: an int that is not positive, a shape that is not fully known, or a model whose
-            inputs or targets do not follow.
+        ValueError: an int that is not positive, arrays without samples, a shape that is not fully
+            known, or a model whose inputs or targets do not follow.
         TypeError: a bool or another type.
     """
     import keras
@@ -57,7 +57,10 @@ def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:
             "batch must be (x, y[, sample_weight]) as arrays or specs, or an int; got "
             f"{type(batch).__name__}"
         )
-    return keras.tree.map_structure(lambda leaf: _array(leaf, rng), batch)
+    arrays = keras.tree.map_structure(lambda leaf: _array(leaf, rng), batch)
+    if batch_size_of(arrays) == 0:
+        raise ValueError("batch must have samples, got arrays without any")
+    return arrays
 
 
 def batch_size_of(batch: Any) -> int:

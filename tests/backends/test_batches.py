@@ -45,6 +45,7 @@ def test_the_same_seed_gives_the_same_batch():
         ("8", TypeError),
         (2.5, TypeError),
         (None, TypeError),
+        ((np.ones((0, 5)), np.ones((0, 3))), ValueError),
     ],
 )
 def test_wrong_batches_are_refused(batch, error):
