@@ -107,9 +107,10 @@ class BudgetSearch:
         most = simulate(self._problem, store_all).peak_bytes if approach else start
         target, reached, unreachable = start, max(start, most), floor
         late_s = _PATIENCE * (deadline_s - time.perf_counter()) if patient else 0.0
-        for _ in range(_CORRECTIONS):
+        for turn in range(_CORRECTIONS):
             left_s = deadline_s - time.perf_counter()
-            if target < floor or left_s < (_LEAST_SOLVE_S if self._chosen else -late_s):
+            is_late = left_s < (_LEAST_SOLVE_S if self._chosen else -late_s)
+            if target < floor or (turn and is_late):
                 break
             if self._tried and not self._may_compile(deadline_s):
                 break

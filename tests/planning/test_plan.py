@@ -326,6 +326,12 @@ def test_solver_that_finds_nothing_at_all_is_not_asked_again(monkeypatch):
     assert asked == [BUDGET]
 
 
+@pytest.mark.parametrize("solver", ["auto", "greedy"])
+def test_a_plan_is_looked_for_however_little_time_there_is(solver):
+    plan = quick(budget=PLAIN, solver=solver, time_limit_s=1e-9)
+    assert plan.predicted.peak_bytes <= PLAIN
+
+
 @pytest.mark.parametrize(("patient", "solves"), [(True, 2), (False, 1)])
 def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, solves):
     """With nothing found that the allocator agrees to, the target is corrected once more, unless
