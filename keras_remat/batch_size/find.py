@@ -98,8 +98,8 @@ def find_max_batch_size(
         raise ValueError(
             f'max_overhead must be at least 0, None or "forward", got {max_overhead!r}'
         )
-    if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
+    if not 0 < time_limit_s < math.inf:
+        raise ValueError(f"time_limit_s must be positive and finite, got {time_limit_s!r}")
     started = time.perf_counter()
     backend, step = traced_as_it_trains(
         model, batch, memory_limit, margin, profile, seed, compilation

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -80,10 +81,10 @@ def plan_problem(
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
-        ValueError: a time limit that is not positive.
+        ValueError: a time limit that is not positive and finite.
     """
-    if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
+    if not 0 < time_limit_s < math.inf:
+        raise ValueError(f"time_limit_s must be positive and finite, got {time_limit_s!r}")
     check_floor(problem.with_budget(budget_bytes))
     memory = backend.memory
     # may compile, which is no solver's time; remembered

@@ -9,6 +9,7 @@ and lets no schedule out that :func:`keras_remat.core.validate.validate` does no
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -121,12 +122,12 @@ def solve(
     Raises:
         InfeasibleBudgetError: proved that no schedule fits.
         ScheduleNotFoundError: none found, none proved impossible.
-        ValueError: unknown solver or a time limit that is not positive.
+        ValueError: unknown solver or a time limit that is not positive and finite.
     """
     if solver not in SOLVERS:
         raise ValueError(unknown_name("solver", solver, SOLVERS))
-    if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s must be positive, got {time_limit_s!r}")
+    if not 0 < time_limit_s < math.inf:
+        raise ValueError(f"time_limit_s must be positive and finite, got {time_limit_s!r}")
     check_floor(problem)
     solution = SOLVERS[solver](problem, time_limit_s=time_limit_s, seed=seed, progress=progress)
     validate(problem, solution.schedule)

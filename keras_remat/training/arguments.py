@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ def checked_options(
         raise TypeError(f"solver must be one of the names {', '.join(SOLVERS)}; got {solver!r}")
     if solver not in SOLVERS:
         raise ValueError(unknown_name("solver", solver, SOLVERS))
-    check_number("solver_time_limit_s", solver_time_limit_s, above=0)
+    check_number("solver_time_limit_s", solver_time_limit_s, above=0, below=math.inf)
     check_int("profile_steps", profile_steps, least=1)
     check_number("margin", margin, least=0, below=1)
     check_int("seed", seed, least=0)

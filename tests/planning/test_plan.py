@@ -513,6 +513,7 @@ def test_limit_below_the_floor_is_proved_infeasible(models):
         ({"profile": "guessed"}, ValueError, "estimated"),
         ({"solver": "magic"}, ValueError, "greedy"),
         ({"solver_time_limit_s": 0}, ValueError, "time_limit_s"),
+        ({"solver_time_limit_s": float("inf")}, ValueError, "time_limit_s"),
         ({"margin": 1.5}, ValueError, "margin"),
         ({"batch": 0}, ValueError, "positive"),
         ({"batch": "8"}, TypeError, "batch"),

@@ -165,5 +165,6 @@ def test_recomputes_on_a_training_chain(solver: str) -> None:
 def test_unknown_solver_and_time_limit() -> None:
     with pytest.raises(ValueError, match="no_such"):
         solve(chain_problem(2), solver="no_such")
-    with pytest.raises(ValueError, match="time_limit_s"):
-        solve(chain_problem(2), solver="store_all", time_limit_s=0)
+    for limit_s in (0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="time_limit_s"):
+            solve(chain_problem(2), solver="store_all", time_limit_s=limit_s)

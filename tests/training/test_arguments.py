@@ -67,3 +67,8 @@ def test_checks_let_pass_what_is_right():
 def test_what_is_no_number_in_range(value):
     with pytest.raises((TypeError, ValueError), match="x"):
         check_number("x", value, least=0)
+
+
+def test_solvers_need_a_finite_time_limit():
+    with pytest.raises(ValueError, match="solver_time_limit_s=inf"):
+        checked_options(**GIVEN | {"solver_time_limit_s": float("inf")})
