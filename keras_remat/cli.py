@@ -135,7 +135,11 @@ def _json_argument(command: Any) -> None:
 
 
 def _print(text: str, document: dict[str, Any], as_json: bool) -> None:
-    print(json.dumps(document, indent=1, allow_nan=False) if as_json else text)
+    shown = json.dumps(document, indent=1, allow_nan=False) if as_json else text
+    try:
+        print(shown)
+    except UnicodeEncodeError:  # a terminal or a file of another encoding
+        print(shown.encode("ascii", "replace").decode())
 
 
 # -------------------------------------------------------------------------------- solve
@@ -372,9 +376,9 @@ def _run_show(options: argparse.Namespace) -> int:
     from keras_remat.planning.files import shown_file
 
     shown = shown_file(options.file, options.problem)
-    _print(shown.text(options.by), shown.numbers(), options.json)
-    if options.html is not None:
+    if options.html is not None:  # first, since who reads what is printed may not read all of it
         Path(options.html).write_text(shown.page(), encoding="utf-8")
+    _print(shown.text(options.by), shown.numbers(), options.json)
     return DONE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -234,6 +235,33 @@ def test_a_solution_with_fetches_can_be_shown(
     assert "1 fetches" in capsys.readouterr().out
     assert main(["show", files[1], "--problem", files[0], "--html", files[2]]) == 0
     assert "recomputed nothing" in capsys.readouterr().out
+
+
+def test_a_page_is_written_and_the_text_printed_in_any_encoding(
+    problem_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = load_problem(problem_file)
+    save_problem(replace(problem, profile=Profile((1e-6,) * 5, (0,) * 5, 0)), problem_file)
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", printed)
+    page = tmp_path / "page.html"
+    assert main(["show", problem_file, "--html", str(page)]) == 0
+    printed.seek(0)
+    assert "time 5 ?s" in printed.read()
+    assert "time 5 µs" in page.read_text(encoding="utf-8")
+
+
+def test_a_page_is_written_though_nobody_reads_the_text(
+    problem_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    page = tmp_path / "page.html"
+    main(["show", problem_file, "--html", str(page)])
+    assert "Who holds the peak" in page.read_text()
 
 
 def test_a_plan_and_a_report_can_be_shown(
