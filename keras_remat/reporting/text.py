@@ -184,7 +184,8 @@ def status_text(solution: Solution) -> str:
     >>> status_text(Solution(order, "auto", "feasible", 0.5, 1.0, usage))
     'auto in 500 ms; at most 5 % slower than the best possible'
     """
-    found = f"{solution.solver} in {format_seconds(solution.solve_time_s)}"
+    seconds = solution.solve_time_s  # 0 where no solver ran, or a file does not tell
+    found = f"{solution.solver} in {format_seconds(seconds)}" if seconds else solution.solver
     usage, bound = solution.usage, solution.lower_bound_s
     if solution.status == "optimal":
         return f"{found}; proved to be the best possible"

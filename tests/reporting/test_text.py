@@ -126,6 +126,8 @@ def test_plan_text_before_measuring_and_without_the_problem():
 def test_status_says_what_is_proved():
     proved = replace(plan().solution, status="optimal")
     assert show.status_text(proved) == "greedy in 500 ms; proved to be the best possible"
+    unknown = replace(proved, solve_time_s=0.0)
+    assert show.status_text(unknown) == "greedy; proved to be the best possible"
 
 
 @pytest.mark.parametrize("name", [NASTY, "x" * 1000, "", "模型/conv", "a\r\nb\tc\u2028d\u202e"])
