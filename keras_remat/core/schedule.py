@@ -92,6 +92,8 @@ class Solution:
         lower_bound_s: seconds that no schedule under the budget beats, or ``None`` when nothing was
             proved.
         usage: time and peak of ``schedule`` by :func:`keras_remat.core.simulate.simulate`.
+        keeps_order: whether ``status`` and ``lower_bound_s`` speak of those schedules alone whose
+            first runs are in the graph's order, as Checkmate's program does.
     """
 
     schedule: Schedule
@@ -100,6 +102,7 @@ class Solution:
     solve_time_s: float
     lower_bound_s: float | None = None
     usage: Usage | None = None
+    keeps_order: bool = False
 
     def __post_init__(self) -> None:
         if self.status not in ("optimal", "feasible"):

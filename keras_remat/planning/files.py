@@ -197,6 +197,7 @@ def _solution(path: str | os.PathLike[str]) -> Solution | None:
             0.0,
             None if bound is None else float(bound),
             Usage(float(fields.get("time_s", (int, float))), fields.get("peak_bytes", int)),
+            fields.get("keeps_order", bool, False),
         )
     except (ValueError, OverflowError) as error:
         if isinstance(error, InvalidProblemError):
@@ -233,6 +234,7 @@ def solution_to_dict(solution: Solution) -> dict[str, Any]:
         "lower_bound_s": solution.lower_bound_s,
         "status": solution.status,
         "solver": solution.solver,
+        **({"keeps_order": True} if solution.keeps_order else {}),
     }
 
 

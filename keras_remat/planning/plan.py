@@ -235,6 +235,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             "lower_bound_s": solution.lower_bound_s,
             "usage": _usage_to_dict(solution.usage),
             "order": list(solution.schedule.order),
+            **({"keeps_order": True} if solution.keeps_order else {}),
         },
         "problem": None if plan.problem is None else problem_to_dict(plan.problem),
     }
@@ -281,6 +282,7 @@ def plan_from_dict(document: object, *, source: str | None = None) -> Plan:
                 float(raw.get("solve_time_s", (int, float))),
                 None if bound is None else float(bound),
                 _optional_usage(raw, "usage"),
+                raw.get("keeps_order", bool, False),
             ),
             _usage(top, "store_all"),
             _usage(top, "predicted"),

@@ -187,12 +187,13 @@ def status_text(solution: Solution) -> str:
     seconds = solution.solve_time_s  # 0 where no solver ran, or a file does not tell
     found = f"{solution.solver} in {format_seconds(seconds)}" if seconds else solution.solver
     usage, bound = solution.usage, solution.lower_bound_s
+    best = "best possible" + (" without reordering" if solution.keeps_order else "")
     if solution.status == "optimal":
-        return f"{found}; proved to be the best possible"
+        return f"{found}; proved to be the {best}"
     if usage is None or bound is None or bound <= 0:
         return f"{found}; how far from the best possible is not known"
     more = max(0.0, usage.time_s / bound - 1)
-    return f"{found}; at most {_percent(more)} slower than the best possible"
+    return f"{found}; at most {_percent(more)} slower than the {best}"
 
 
 def solution_text(problem: Problem, solution: Solution) -> str:

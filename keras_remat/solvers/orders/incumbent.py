@@ -72,7 +72,12 @@ class Incumbent:
         return self.fits(self.offer(Schedule.store_all(self.problem.graph).order))
 
     def solution(
-        self, lower_bound_s: float | None = None, *, optimal: bool = False, reason: str = ""
+        self,
+        lower_bound_s: float | None = None,
+        *,
+        optimal: bool = False,
+        reason: str = "",
+        keeps_order: bool = False,
     ) -> Solution:
         """The best schedule seen.
 
@@ -81,6 +86,7 @@ class Incumbent:
                 case.
             optimal: the solver proved that nothing is faster.
             reason: why none was found, for the error message.
+            keeps_order: the proof is of schedules alone whose first runs are in the graph's order.
 
         Raises:
             ScheduleNotFoundError: no offered order fits the budget.
@@ -99,6 +105,9 @@ class Incumbent:
         bound = min(
             bound, self.usage.time_s
         )  # sums of floats in another order may differ in the last digit
-        optimal = optimal or len(self.order) == len(self.problem.graph.needed)
+        is_plain = len(self.order) == len(self.problem.graph.needed)
+        optimal = optimal or is_plain
         status: Literal["optimal", "feasible"] = "optimal" if optimal else "feasible"
-        return Solution(schedule, self.solver, status, self.deadline.spent_s(), bound, self.usage)
+        keeps_order = keeps_order and not is_plain and bound > self.problem.store_all_time_s
+        spent_s = self.deadline.spent_s()
+        return Solution(schedule, self.solver, status, spent_s, bound, self.usage, keeps_order)

@@ -111,9 +111,10 @@ def solve(
             status="optimal" if met else fallback.status,
             lower_bound_s=bound_s,
             solve_time_s=seconds,
+            keeps_order=bound_s > problem.store_all_time_s,
         )
     proved = incumbent.usage is not None and meets(incumbent.usage.time_s, bound_s, problem)
-    return incumbent.solution(bound_s, optimal=proved, reason=reason)
+    return incumbent.solution(bound_s, optimal=proved, reason=reason, keeps_order=True)
 
 
 def fallback_is_faster(fallback: Solution, incumbent: Incumbent) -> bool:

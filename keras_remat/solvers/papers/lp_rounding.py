@@ -132,5 +132,5 @@ def solve(
                 if incumbent.deadline.is_over:
                     break
         if incumbent.usage is not None and meets(incumbent.usage.time_s, bound_s, problem):
-            return incumbent.solution(bound_s, optimal=True)
-    return incumbent.solution(bound_s, reason=reason)
+            return incumbent.solution(bound_s, optimal=True, keeps_order=True)
+    return incumbent.solution(bound_s, reason=reason, keeps_order=True)

@@ -5,8 +5,12 @@ import random
 
 import pytest
 
+from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
 from keras_remat.errors import MissingPackageError, ScheduleNotFoundError
+from keras_remat.planning.files import solution_to_dict
+from keras_remat.reporting.text import status_text
 from keras_remat.solvers import solve
 from keras_remat.solvers.engines.milp import optimize
 from keras_remat.solvers.papers import checkmate_milp
@@ -48,6 +52,27 @@ def test_agrees_with_exhaustive_search(solver: str) -> None:
             assert solution.usage.time_s == pytest.approx(free[0])
     assert compared > 20
     assert optimal > 15
+
+
+@pytest.mark.parametrize("solver", ["checkmate_milp", "checkmate_lp", "lp_rounding"])
+def test_a_proof_says_that_it_is_of_the_order_the_graph_came_in(solver: str) -> None:
+    """To run c before b saves both recomputations."""
+    ops = (
+        Op(0, "a", "", (), (0,)), Op(1, "b", "", (), (1,)),
+        Op(2, "c", "", (0,), (2,)), Op(3, "d", "", (1, 2), (3,)),
+    )  # fmt: skip
+    sizes = (4, 4, 1, 1)
+    values = tuple(Value(i, "abcd"[i], nbytes, producer=i) for i, nbytes in enumerate(sizes))
+    problem = Problem(Graph(ops, values, (3,)), Profile((1.0,) * 4, (0,) * 4, 0), 6)
+    kept, free = (solve(problem, solver=name, time_limit_s=5.0) for name in (solver, "auto"))
+    assert kept.usage is not None
+    assert free.usage is not None
+    assert free.usage.time_s < (kept.lower_bound_s or 0.0)
+    assert (kept.keeps_order, free.keeps_order) == (True, False)
+    assert status_text(kept).endswith(" without reordering")
+    assert status_text(free).endswith("proved to be the best possible")
+    assert solution_to_dict(kept)["keeps_order"]
+    assert "keeps_order" not in solution_to_dict(free)
 
 
 def test_stages_written_lazily_give_the_optimum_of_the_whole_program() -> None:
