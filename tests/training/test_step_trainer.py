@@ -446,6 +446,22 @@ def test_plan_that_cannot_be_tightened_enough_is_tightened_in_part_and_measured(
     assert trainer.plan.measured.peak_bytes > TIGHT
 
 
+def test_a_plan_that_is_predicted_to_save_little_is_measured():
+    """What one schedule measured above its prediction tells little of others."""
+    first = []
+
+    def surplus(what, size):
+        if what != "plain" and not first:
+            first.append(what)
+        return TIGHT if what in first else 0
+
+    trainer, report = trainer_on(FakeBackend(surplus_bytes=surplus), options())
+    train(trainer, 16)
+    assert event_kinds(report).count("tighten") == 1
+    assert trainer.settled
+    assert trainer.plan.measured.peak_bytes <= TIGHT
+
+
 def test_plain_step_over_its_prediction_is_planned_with_what_was_too_much():
     surplus = SIZE * 1024
     backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
