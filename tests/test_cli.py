@@ -121,6 +121,19 @@ def test_as_a_module(problem_file: str) -> None:
     assert "overhead 20.00%" in done.stdout
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(problem_file: str) -> None:
+    """As ``| head -1`` is: it closes the pipe."""
+    command = [sys.executable, "-m", "keras_remat", "show", problem_file]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (0, "")
+
+
 COMMANDS = ["solve", "plan", "max-batch", "show", "compare"]
 
 
