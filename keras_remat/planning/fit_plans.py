@@ -155,25 +155,39 @@ class StepPlanner:
         """
         try:
             return self.best(problem, batch_size)
-        except ScheduleNotFoundError as error:
-            plans: list[Plan] = [self.closest(problem)]
-            plans += [error.closest] if error.closest is not None else []
-            failure: InfeasibleBudgetError | ScheduleNotFoundError = error
-        except InfeasibleBudgetError as error:
-            plans, failure = [self.closest(problem)], error
-        plan = min(plans, key=lambda one: one.predicted.peak_bytes)
-        if plan.predicted.peak_bytes >= needed_bytes:
-            raise failure
-        return plan
+        except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+            plan = self.closest(problem, error)
+            if plan.predicted.peak_bytes >= needed_bytes:
+                raise error
+            return plan
 
-    def closest(self, problem: Problem) -> Plan:
-        """Returns the plan that a quick solver comes closest to the limit with.
+    def closest(
+        self, problem: Problem, failure: InfeasibleBudgetError | ScheduleNotFoundError
+    ) -> Plan:
+        """Returns the plan that comes closest to the limit: the closest that was found when none
+        kept to it, or, where no compiler has told its peak, one by a quick solver.
+
+        Args:
+            problem: graph and profile.
+            failure: why there is none that keeps to it.
 
         Raises:
-            InfeasibleBudgetError, ScheduleNotFoundError: it finds none at all.
+            InfeasibleBudgetError, ScheduleNotFoundError: there is none at all.
         """
+        seen: Plan | None = getattr(failure, "closest", None)
+        if seen is not None and not self._backend.memory.order_matters:
+            return seen
         usable, seed = self.usable_bytes, self._options.seed
-        return closest_plan(problem, usable, self._backend, time_limit_s=_QUICK_SOLVE_S, seed=seed)
+        try:
+            quick = closest_plan(
+                problem, usable, self._backend, time_limit_s=_QUICK_SOLVE_S, seed=seed
+            )
+        except (InfeasibleBudgetError, ScheduleNotFoundError):
+            if seen is None:
+                raise
+            return seen
+        plans = [quick] if seen is None else [quick, seen]
+        return min(plans, key=lambda plan: plan.predicted.peak_bytes)
 
     def _solve(
         self,

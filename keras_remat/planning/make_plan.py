@@ -153,7 +153,7 @@ def _solved(
     try:
         found, target = search.run(start, deadline_s, patient=patient)
     except ScheduleNotFoundError as error:
-        if search.closest is not None and search.closest.is_exact:
+        if search.closest is not None:
             error.closest = plan_of(problem, budget_bytes, memory, search.closest)
         raise
     return plan_of(problem, budget_bytes, memory, found), target

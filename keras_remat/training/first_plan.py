@@ -313,13 +313,11 @@ class FirstPlans:
         """Returns a plan that misses the limit by a little, where ``error`` says that none was
         found which does not; else raises it."""
         limit = self._planner.limit_bytes
-        plan: Plan | None = error.closest
-        if plan is None:
-            try:
-                with self._fit.progress("plan that comes close to the limit"):
-                    plan = self._planner.closest(costs.problem)
-            except NOT_FOUND:
-                raise error from None
+        try:
+            with self._fit.progress("plan that comes close to the limit"):
+                plan = self._planner.closest(costs.problem, error)
+        except NOT_FOUND:
+            raise error from None
         if plan.predicted.peak_bytes <= limit:
             return plan  # it takes some of the margin, or the quick solver found it after all
         if plan.predicted.peak_bytes > (1 + LITTLE_OVER_SHARE) * limit:

@@ -5,6 +5,7 @@ from fake_backend import FakeBackend, chain_problem, store_all_peak
 
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.planning import fit_plans
 from keras_remat.planning.fit_plans import StepPlanner, TunerOptions
 
 PROBLEM = chain_problem(64)
@@ -36,6 +37,28 @@ def test_a_limit_that_is_missed_names_the_plan_that_came_closest():
     with pytest.raises(ScheduleNotFoundError) as caught:
         best(0.97)
     assert caught.value.closest.predicted.peak_bytes == int(0.7 * store_all_peak(64))
+
+
+def test_the_closest_plan_is_the_best_of_what_the_search_saw_and_a_quick_one(monkeypatch):
+    """The search has more time; where the allocator decides, a quick solver may be luckier."""
+    tight, loose = (quick(share) for share in (0.6, 1.0))
+    failure = ScheduleNotFoundError(1, 0, closest=tight)
+    backend = FakeBackend()
+    backend.memory.order_matters = True
+    planner = StepPlanner(backend, TunerOptions(int(0.7 * store_all_peak(64))))
+    for other in (loose, tight):
+        monkeypatch.setattr(fit_plans, "closest_plan", lambda *_, other=other, **__: other)
+        assert planner.closest(PROBLEM, failure) is tight
+        failure.closest = loose
+
+    def none(*arguments, **options):
+        raise ScheduleNotFoundError(1, 0)
+
+    monkeypatch.setattr(fit_plans, "closest_plan", none)
+    assert planner.closest(PROBLEM, failure) is loose
+    failure.closest = None
+    with pytest.raises(ScheduleNotFoundError):
+        planner.closest(PROBLEM, failure)
 
 
 def test_the_floor_says_what_would_lower_it():
