@@ -30,6 +30,7 @@ from keras_remat.batch_size.find import SizeRunner, measured_scaling, verified_s
 from keras_remat.batch_size.found import BatchSearch, forward_overhead
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import search_batch_size
+from keras_remat.batch_size.sizes import shorter_by
 from keras_remat.planning.make_plan import plan_problem, traced_model
 
 #: How far one step up goes from a batch that trained.
@@ -236,8 +237,13 @@ class Measurement:
             The order that needs least, with its peak and seconds.
         """
         tried = [(schedule, *self.train(size, schedule))]
+        predicted = {schedule: self.predicted[size]}
         while tried[-1][1] > self.limit_bytes and len(tried) <= _REPLANS:
-            over = max(0, min(tried[-1][1], self.limit_bytes) - self.predicted[size])
+            if tried[-1][1] < OUT_OF_MEMORY:
+                over = max(0, tried[-1][1] - self.predicted[size])
+            else:  # of which nothing is known but that it was too much
+                left = self.predicted[size] * (1 - shorter_by(len(tried)))
+                over = max(0, self.limit_bytes - int(left))
             problem = self.scaling.at(size)
             try:
                 plan = plan_problem(
@@ -252,8 +258,12 @@ class Measurement:
                 break
             if plan.overhead > forward_overhead(problem):
                 break
-            tried.append((plan.solution.schedule, *self.train(size, plan.solution.schedule)))
-        return min(tried, key=lambda entry: entry[1])
+            schedule = plan.solution.schedule
+            tried.append((schedule, *self.train(size, schedule)))
+            predicted[schedule] = self.predicted[size]
+        best = min(tried, key=lambda entry: entry[1])
+        self.predicted[size] = predicted[best[0]]
+        return best
 
     # ---------------------------------------------------------------- one solver
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from keras_remat.backends.base import Backend
 from keras_remat.batch_size.search import Scaling, SizeSearch
-from keras_remat.batch_size.sizes import Facts, Move, next_size, worth_running
+from keras_remat.batch_size.sizes import Facts, Move, next_size, shorter_by, worth_running
 from keras_remat.core.schedule import Schedule
 from keras_remat.planning.plan import Plan
 
@@ -66,7 +66,7 @@ class SizeClimb:
         self._solver, self._solve_s, self._deadline_s = solver, solve_s, deadline_s
         self._orders = list(dict.fromkeys(orders))
         self._newest: tuple[int, Plan, int] | None = None  # size, plan, measured peak
-        self._failures = self._runs = 0
+        self._failures = self._ran_out = self._runs = 0  # the first two since a size trained
         self._longest_s = self._chosen_at_s = 0.0
         self.trained = trained
         self.failed: tuple[int, int] = 0, 0
@@ -124,15 +124,19 @@ class SizeClimb:
 
         How far off a prediction is differs from run to run, with the chunks that the one before
         left free: half of it is taken to be there again, and all of it after the second failure.
+        A size that ran out of memory tells no peak. Smaller sizes alone would not do after it,
+        because a faster order fills the same bytes: the bytes shrink as the sizes do.
         """
+        short = int(shorter_by(self._ran_out) * self._budget_bytes) if self._ran_out else 0
         if self._newest is None:
-            return self._budget_bytes
+            return max(1, self._budget_bytes - short)
         size, plan, peak = self._newest
         problem, predicted = scaling.at(size), plan.predicted.peak_bytes
         if plan.problem is not None and plan.problem.graph.has_ops_of(problem.graph):
             predicted = self._backend.memory.peak_bytes(problem, plan.solution.schedule)
         error = peak - predicted
-        return max(1, self._budget_bytes - (error if self._failures > 1 else error // 2))
+        error = error if self._failures > 1 else error // 2
+        return max(1, self._budget_bytes - (max(short, error) if short else error))
 
     def _facts(self, reached: int, *, solved: bool) -> Facts:
         failed, failed_peak = self.failed
@@ -165,8 +169,9 @@ class SizeClimb:
         if plan is not None and peak_bytes:
             self._newest = size, plan, peak_bytes
         if fits:
-            self.trained, self._failures = max(size, self.trained), 0
+            self.trained, self._failures, self._ran_out = max(size, self.trained), 0, 0
             return
         self._failures += 1
+        self._ran_out += plan is not None and not peak_bytes
         if not self.failed[0] or size < self.failed[0]:
             self.failed = size, peak_bytes

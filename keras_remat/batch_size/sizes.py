@@ -75,13 +75,18 @@ def worth_running(facts: Facts) -> range:
     if not facts.trained:
         if not facts.failures:
             return range(1, min(facts.predicted, facts.at_most, facts.failed - 1) + 1)
-        share = RESOLUTION * 2 ** (facts.failures - 1)
-        return range(1, min(facts.failed - 1, int(facts.failed * (1 - share))) + 1)
+        largest = int(facts.failed * (1 - shorter_by(facts.failures)))
+        return range(1, min(facts.failed - 1, largest) + 1)
     least = max(facts.trained + 1, math.ceil(facts.trained * (1 + RESOLUTION)))
     most = min(facts.at_most, facts.failed - 1)
     if facts.failed <= facts.at_most and not facts.failed_is_measured:
         most = min(most, max(least, (facts.trained + facts.failed) // 2))
     return range(least, most + 1)
+
+
+def shorter_by(failures: int) -> float:
+    """Returns the share by which the next try is smaller after so many failures, at least one."""
+    return min(1.0, RESOLUTION * 2.0 ** (failures - 1))
 
 
 def next_size(facts: Facts) -> tuple[Move, int]:

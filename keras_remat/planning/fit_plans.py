@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -139,30 +140,43 @@ class StepPlanner:
         limit_s = options.solver_time_limit_s
         return self._solve(problem, batch_size, options.solver, limit_s, known, budget_bytes)
 
-    def nearest(self, problem: Problem, batch_size: int, needed_bytes: int) -> Plan:
+    def nearest(
+        self,
+        problem: Problem,
+        batch_size: int,
+        needed_bytes: int,
+        over_limit: Collection[Schedule] = (),
+    ) -> Plan:
         """Returns a plan within the limit, or, where there is none, the closest one over it.
 
-        That one is worth a measured step, however little it is predicted to save: what a pool adds
-        differs from order to order (a plan predicted at 95 MiB measured 74).
+        That one is worth a measured step, however little it is predicted to save; where the
+        allocator decides, whatever is predicted: what a pool adds differs from order to order (a
+        plan predicted at 95 MiB measured 74).
 
         Args:
             problem: graph and profile.
             batch_size: for the error's advice.
             needed_bytes: what was needed so far.
+            over_limit: orders that measured over the limit.
 
         Raises:
-            InfeasibleBudgetError, ScheduleNotFoundError: none is predicted to need less.
+            InfeasibleBudgetError, ScheduleNotFoundError: there is no other order, or none that is
+                predicted to need less.
         """
         try:
             return self.best(problem, batch_size)
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-            plan = self.closest(problem, error)
-            if plan.predicted.peak_bytes >= needed_bytes:
+            plan = self.closest(problem, error, over_limit)
+            measuring_tells = over_limit and self._backend.memory.order_matters
+            if plan.predicted.peak_bytes >= needed_bytes and not measuring_tells:
                 raise error
             return plan
 
     def closest(
-        self, problem: Problem, failure: InfeasibleBudgetError | ScheduleNotFoundError
+        self,
+        problem: Problem,
+        failure: InfeasibleBudgetError | ScheduleNotFoundError,
+        over_limit: Collection[Schedule] = (),
     ) -> Plan:
         """Returns the plan that comes closest to the limit: the closest that was found when none
         kept to it, or, where no compiler has told its peak, one by a quick solver.
@@ -170,6 +184,7 @@ class StepPlanner:
         Args:
             problem: graph and profile.
             failure: why there is none that keeps to it.
+            over_limit: orders that measured over it, which are left out.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: there is none at all.
@@ -177,17 +192,18 @@ class StepPlanner:
         seen: Plan | None = getattr(failure, "closest", None)
         if seen is not None and not self._backend.memory.order_matters:
             return seen
+        plans = [] if seen is None else [seen]
         usable, seed = self.usable_bytes, self._options.seed
         try:
-            quick = closest_plan(
-                problem, usable, self._backend, time_limit_s=_QUICK_SOLVE_S, seed=seed
-            )
-        except (InfeasibleBudgetError, ScheduleNotFoundError):
-            if seen is None:
-                raise
-            return seen
-        plans = [quick] if seen is None else [quick, seen]
-        return min(plans, key=lambda plan: plan.predicted.peak_bytes)
+            plans += [
+                closest_plan(problem, usable, self._backend, time_limit_s=_QUICK_SOLVE_S, seed=seed)
+            ]
+        except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+            logger.debug("keras_remat: %s", error)
+        others = [plan for plan in plans if plan.solution.schedule not in over_limit]
+        if not others:
+            raise failure
+        return min(others, key=lambda plan: plan.predicted.peak_bytes)
 
     def _solve(
         self,

@@ -209,7 +209,7 @@ class Moves:
         with self._fit.progress("solving for the schedule"):
             plan = self._first_plans.reused(
                 costs.problem, known, Phase.VERIFY, orders
-            ) or self._planner.nearest(costs.problem, shape.batch_size, needed)
+            ) or self._planner.nearest(costs.problem, shape.batch_size, needed, orders)
         if plan.solution.schedule in orders:
             raise self._not_found(costs, peak)
         self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")

@@ -8,6 +8,7 @@ from fake_backend import FakeBackend, chain_problem, store_all_peak
 from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
 from keras_remat.planning.make_plan import plan_problem
 
 LIMIT = store_all_peak(100)
@@ -80,6 +81,10 @@ def test_out_of_memory_has_no_peak():
     size, plan = climbing.choose(Scaling())
     climbing.note(size, plan, 0, fits=False)
     assert climbing.failed == (100, 0)
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - int(RESOLUTION * LIMIT)
+    climbing.note(size, None, 0, fits=False)  # it could not be planned, which tells no bytes
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - int(RESOLUTION * LIMIT)
+    climbing.note(size, plan, plan.predicted.peak_bytes, fits=True)
     assert climbing.corrected_budget_bytes(Scaling()) == LIMIT
 
 
@@ -105,3 +110,23 @@ def test_the_order_that_ran_last_is_known_even_where_it_was_made_anew():
     larger, plan = climbing.choose(Scaling())
     assert larger >= 1.5 * size
     assert plan.solution.schedule == made_anew.solution.schedule
+
+
+def test_after_out_of_memory_an_order_is_not_taken_that_fills_the_same_bytes():
+    """Sizes that shrink alone would be trained by faster and faster orders, each as large."""
+    has_bytes = 0.85 * LIMIT
+    orders = [
+        plan_problem(chain_problem(size), LIMIT, FakeBackend(), solver="greedy").solution.schedule
+        for size in range(100, 151, 2)
+    ]
+    climbing = climb(150, orders=orders, max_overhead=None)
+    while (chosen := climbing.choose(Scaling())) is not None:
+        size, plan = chosen
+        peak = plan.predicted.peak_bytes
+        climbing.note(size, plan, peak if peak <= has_bytes else 0, fits=peak <= has_bytes)
+    fits = [
+        size
+        for size in range(1, 150)
+        if simulate(chain_problem(size), orders[-1]).peak_bytes <= has_bytes
+    ]
+    assert climbing.trained >= 0.9 * max(fits)

@@ -91,3 +91,30 @@ def test_room_is_given_up_where_no_schedule_leaves_it():
     least = min(quick(share).predicted.peak_bytes for share in (0.5, 0.6, 0.7)) / plain
     plan = quick(1.02 * least, roomy_share=0.5 * PROBLEM.floor_bytes / plain)
     assert plan.predicted.peak_bytes <= plan.budget_bytes == int(1.02 * least * plain)
+
+
+@pytest.mark.parametrize("order_matters", [True, False])
+def test_another_order_is_measured_whatever_is_predicted_where_the_allocator_decides(
+    order_matters, monkeypatch
+):
+    ran, other = (quick(share) for share in (0.6, 1.0))
+    backend = FakeBackend()
+    backend.memory.order_matters = order_matters
+    planner = StepPlanner(backend, TunerOptions(int(0.7 * store_all_peak(64))))
+
+    def none(*arguments, **options):
+        raise ScheduleNotFoundError(1, 0, closest=ran if order_matters else other)
+
+    monkeypatch.setattr(fit_plans, "plan_problem", none)
+    monkeypatch.setattr(fit_plans, "closest_plan", lambda *_, **__: other)
+    needed = ran.predicted.peak_bytes
+    over_limit = [ran.solution.schedule]
+    with pytest.raises(ScheduleNotFoundError):
+        planner.nearest(PROBLEM, 64, needed)
+    if not order_matters:
+        with pytest.raises(ScheduleNotFoundError):
+            planner.nearest(PROBLEM, 64, needed, over_limit)
+        return
+    assert planner.nearest(PROBLEM, 64, needed, over_limit) is other
+    with pytest.raises(ScheduleNotFoundError):
+        planner.nearest(PROBLEM, 64, needed, [*over_limit, other.solution.schedule])
