@@ -15,6 +15,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
 
 import keras_models  # noqa: E402
+from tight_limit import tight_limit as limit_of  # noqa: E402
 
 import keras_remat  # noqa: E402
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction  # noqa: E402
@@ -34,18 +35,8 @@ def model_and_data(samples=SAMPLES, **options):
     return keras_models.mlp(samples, width=512, blocks=4, **options)
 
 
-def tight_limit(model, data, batch=BATCH, share=0.55):
-    """Bytes between what the device holds now and the plain step's peak."""
-    backend = keras_remat.backends.tensorflow.backend()
-    arrays = backend.example_batch(model, tuple(part[:batch] for part in data))
-    traced = backend.trace(model, arrays)
-    problem = keras_remat.Problem(
-        traced.graph, backend.estimated_profile(traced, backend.device.in_use_bytes())
-    )
-    del arrays
-    resident = problem.profile.resident_bytes
-    peak = backend.memory.peak_bytes(problem, keras_remat.Schedule.store_all(traced.graph))
-    return int(resident + (peak - resident) * share)
+def tight_limit(model, data, share=0.55):
+    return limit_of(keras_remat.backends.tensorflow.backend(), model, data, BATCH, share)
 
 
 def small():

@@ -9,6 +9,7 @@ import jax_models as models
 import keras
 import numpy as np
 import pytest
+from tight_limit import tight_limit as limit_of
 
 import keras_remat
 from keras_remat.backends.base import load_backend
@@ -47,16 +48,8 @@ def fit(model, data, *callbacks, **options):
     return model.fit(*data, callbacks=list(callbacks), **options).history
 
 
-def tight_limit(model, data, share, batch=BATCH):
-    """Resident bytes plus a share of what the plain step adds to them."""
-    backend = load_backend()
-    arrays = backend.example_batch(model, tuple(part[:batch] for part in data))
-    traced = backend.trace(model, arrays)
-    problem = keras_remat.Problem(
-        traced.graph, backend.estimated_profile(traced, backend.device.in_use_bytes())
-    )
-    peak = backend.memory.peak_bytes(problem, keras_remat.Schedule.store_all(traced.graph))
-    return int(problem.profile.resident_bytes + share * (peak - problem.profile.resident_bytes))
+def tight_limit(model, data, share):
+    return limit_of(load_backend(), model, data, BATCH, share)
 
 
 def assert_given_back(model):

@@ -15,6 +15,7 @@ import tensorflow as tf
 from jax_models import mixer, residual
 from keras import layers
 from random_schedules import forget
+from tight_limit import tight_limit as limit_of
 
 import keras_remat
 from keras_remat.backends.tensorflow import private
@@ -274,19 +275,10 @@ def model_and_data(samples=6 * BATCH, dropout=0.1):
     return keras_models.mlp(samples, 256, 6, dropout, jit_compile=True)
 
 
-def tight_limit(model, data, share=0.55, batch=BATCH):
-    """Bytes between what the device holds now and the plain step's predicted peak."""
+def tight_limit(model, data, share=0.55):
+    """Between what the device holds now and the compiled plain step's predicted peak."""
     backend = keras_remat.backends.tensorflow.backends(model, "compiled")[0]
-    traced = backend.trace(
-        model, backend.example_batch(model, tuple(part[:batch] for part in data))
-    )
-    problem = Problem(
-        traced.graph, backend.estimated_profile(traced, backend.device.in_use_bytes())
-    )
-    store_all = simulate(problem, Schedule.store_all(traced.graph)).peak_bytes
-    return int(
-        problem.profile.resident_bytes + share * (store_all - problem.profile.resident_bytes)
-    )
+    return limit_of(backend, model, data, BATCH, share)
 
 
 def fit(model, data, *callbacks, **options):
