@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -48,6 +48,16 @@ _FIRST_REGION_BYTES = 2 * 2**20
 OUT_OF_MEMORY = 2**60
 
 
+class Trained(NamedTuple):
+    """Steps of a batch size by a schedule: what was predicted and measured of them."""
+
+    size: int
+    schedule: keras_remat.Schedule
+    predicted_bytes: int
+    peak_bytes: int
+    seconds: float
+
+
 class Measurement:
     """What one model can train under one limit.
 
@@ -65,7 +75,6 @@ class Measurement:
         self.plain_batch, self.plain_s_per_sample = 0, math.nan
         self.scaling: BatchScaling
         self.traced: TracedStep
-        self.predicted: dict[int, int] = {}  # batch → peak, of the newest order
 
     def row(self, **row: Any) -> None:
         """Hands a row to the benchmark at once."""
@@ -208,9 +217,9 @@ class Measurement:
             seed=options["seed"],
         )
 
-    def train(self, size: int, schedule: keras_remat.Schedule) -> tuple[int, float]:
-        """Really trains ``size`` samples per step by a schedule; as :meth:`_measured`. The peak is
-        predicted just before."""
+    def train(self, size: int, schedule: keras_remat.Schedule) -> Trained:
+        """Really trains ``size`` samples per step by a schedule. The peak is predicted just
+        before."""
         gc.collect()
         spec = self.backend.resized_spec(self.batch, size)
         traced = self.backend.trace(self.model, spec)
@@ -223,27 +232,20 @@ class Measurement:
             )
             schedule = plan.solution.schedule
         keras_remat.validate(problem, schedule)
-        self.predicted[size] = self.backend.memory.peak_bytes(problem, schedule)
+        predicted = self.backend.memory.peak_bytes(problem, schedule)
         run = self.backend.lower(traced, problem.with_budget(self.limit_bytes), schedule)
-        return self._measured(run, size, self.options["steps"])
+        return Trained(size, schedule, predicted, *self._measured(run, size, self.options["steps"]))
 
-    def trained(
-        self, size: int, schedule: keras_remat.Schedule, name: str
-    ) -> tuple[keras_remat.Schedule, int, float]:
+    def trained(self, size: int, schedule: keras_remat.Schedule, name: str) -> Trained:
         """Trains by a known order, and where that is over the limit by one made again for this size
-        and what was measured, as ``fit`` does.
-
-        Returns:
-            The order that needs least, with its peak and seconds.
-        """
-        tried = [(schedule, *self.train(size, schedule))]
-        predicted = {schedule: self.predicted[size]}
-        while tried[-1][1] > self.limit_bytes and len(tried) <= _REPLANS:
-            if tried[-1][1] < OUT_OF_MEMORY:
-                over = max(0, tried[-1][1] - self.predicted[size])
+        and what was measured, as ``fit`` does; returns what needed least."""
+        tried = [self.train(size, schedule)]
+        while (newest := tried[-1]).peak_bytes > self.limit_bytes and len(tried) <= _REPLANS:
+            if newest.peak_bytes < OUT_OF_MEMORY:
+                over = max(0, newest.peak_bytes - newest.predicted_bytes)
             else:  # of which nothing is known but that it was too much
-                left = self.predicted[size] * (1 - shorter_by(len(tried)))
-                over = max(0, self.limit_bytes - int(left))
+                less = newest.predicted_bytes * (1 - shorter_by(len(tried)))
+                over = max(0, self.limit_bytes - int(less))
             problem = self.scaling.at(size)
             try:
                 plan = plan_problem(
@@ -258,12 +260,8 @@ class Measurement:
                 break
             if plan.overhead > forward_overhead(problem):
                 break
-            schedule = plan.solution.schedule
-            tried.append((schedule, *self.train(size, schedule)))
-            predicted[schedule] = self.predicted[size]
-        best = min(tried, key=lambda entry: entry[1])
-        self.predicted[size] = predicted[best[0]]
-        return best
+            tried.append(self.train(size, plan.solution.schedule))
+        return min(tried, key=lambda one: one.peak_bytes)
 
     # ---------------------------------------------------------------- one solver
 
@@ -271,42 +269,40 @@ class Measurement:
         started = time.perf_counter()
         search = self._search(name)
         search_s = time.perf_counter() - started
-        size, plan = search.max_batch_size, search.plan
-        schedule = plan.solution.schedule
-        schedule, peak, seconds = self.trained(size, schedule, name)
-        while peak > self.limit_bytes and size > 1:
-            share = self.limit_bytes / peak if peak < OUT_OF_MEMORY else 1 - STEP_UP
-            size = min(size - 1, int(size * share))
-            schedule, peak, seconds = self.trained(size, schedule, name)
+        best = self.trained(search.max_batch_size, search.plan.solution.schedule, name)
+        while best.peak_bytes > self.limit_bytes and best.size > 1:
+            out = best.peak_bytes >= OUT_OF_MEMORY
+            share = 1 - STEP_UP if out else self.limit_bytes / best.peak_bytes
+            size = min(best.size - 1, int(best.size * share))
+            best = self.trained(size, best.schedule, name)
         while True:  # until the allocator says no
-            more = max(size + 1, math.ceil(size * (1 + STEP_UP)))
-            predicted = self.predicted[size]
-            next_schedule, failed, next_seconds = self.trained(more, schedule, name)
-            if failed > self.limit_bytes:
+            more = max(best.size + 1, math.ceil(best.size * (1 + STEP_UP)))
+            larger = self.trained(more, best.schedule, name)
+            if larger.peak_bytes > self.limit_bytes:
                 break
-            size, schedule, peak, seconds = more, next_schedule, failed, next_seconds
-        overhead, allowed = self._overhead(size, schedule)
+            best = larger
+        overhead, allowed = self._overhead(best.size, best.schedule)
         self.row(
             row="batch",
             solver=name,
             limit_bytes=self.limit_bytes,
-            batch=size,
-            ratio=size / self.plain_batch,
+            batch=best.size,
+            ratio=best.size / self.plain_batch,
             searched=search.max_batch_size,
-            predicted_bytes=predicted,
-            measured_bytes=peak,
+            predicted_bytes=best.predicted_bytes,
+            measured_bytes=best.peak_bytes,
             overhead=overhead,
             allowed_overhead=allowed,
-            time_ratio=seconds / size / self.plain_s_per_sample,
+            time_ratio=best.seconds / best.size / self.plain_s_per_sample,
             search_s=search_s,
-            failed_batch=more,
-            failed_bytes=failed,
-            recomputed=len(schedule.recomputed),
-            found_by=plan.solution.solver,
+            failed_batch=larger.size,
+            failed_bytes=larger.peak_bytes,
+            recomputed=len(best.schedule.recomputed),
+            found_by=search.plan.solution.solver,
             pixels=self.paper.pixels,
         )
         if self.options["predictions"]:
-            self._predictions(size, peak, schedule)
+            self._predictions(best)
 
     def _overhead(self, size: int, schedule: keras_remat.Schedule) -> tuple[float, float]:
         """The overhead of an order at this size, and one extra forward pass, both over the
@@ -316,17 +312,17 @@ class Measurement:
             problem, schedule
         ).time_s / problem.store_all_time_s - 1, forward_overhead(problem)
 
-    def _predictions(self, found: int, found_peak: int, schedule: keras_remat.Schedule) -> None:
+    def _predictions(self, found: Trained) -> None:
         """Predicted and measured peak of the found order at batches that were not profiled."""
         profiled = self.paper.plain_batch
-        for size in (profiled // 2, 2 * profiled, found):
-            measured = found_peak if size == found else self.train(size, schedule)[0]
+        orders = (self.train(size, found.schedule) for size in (profiled // 2, 2 * profiled))
+        for one in (*orders, found):
             self.row(
                 row="prediction",
-                batch=size,
+                batch=one.size,
                 profiled=profiled,
-                predicted_bytes=self.predicted[size],
-                measured_bytes=measured,
+                predicted_bytes=one.predicted_bytes,
+                measured_bytes=one.peak_bytes,
             )
 
 

@@ -127,16 +127,16 @@ class SizeClimb:
         A size that ran out of memory tells no peak. Smaller sizes alone would not do after it,
         because a faster order fills the same bytes: the bytes shrink as the sizes do.
         """
-        short = int(shorter_by(self._ran_out) * self._budget_bytes) if self._ran_out else 0
-        if self._newest is None:
-            return max(1, self._budget_bytes - short)
-        size, plan, peak = self._newest
-        problem, predicted = scaling.at(size), plan.predicted.peak_bytes
-        if plan.problem is not None and plan.problem.graph.has_ops_of(problem.graph):
-            predicted = self._backend.memory.peak_bytes(problem, plan.solution.schedule)
-        error = peak - predicted
-        error = error if self._failures > 1 else error // 2
-        return max(1, self._budget_bytes - (max(short, error) if short else error))
+        error = 0
+        if self._newest is not None:
+            size, plan, peak = self._newest
+            problem, predicted = scaling.at(size), plan.predicted.peak_bytes
+            if plan.problem is not None and plan.problem.graph.has_ops_of(problem.graph):
+                predicted = self._backend.memory.peak_bytes(problem, plan.solution.schedule)
+            error = peak - predicted if self._failures > 1 else (peak - predicted) // 2
+        if self._ran_out:
+            error = max(error, int(shorter_by(self._ran_out) * self._budget_bytes))
+        return max(1, self._budget_bytes - error)
 
     def _facts(self, reached: int, *, solved: bool) -> Facts:
         failed, failed_peak = self.failed

@@ -189,7 +189,9 @@ class StepPlanner:
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: there is none at all.
         """
-        seen: Plan | None = getattr(failure, "closest", None)
+        seen: Plan | None = None
+        if isinstance(failure, ScheduleNotFoundError):
+            seen = failure.closest
         if seen is not None and not self._backend.memory.order_matters:
             return seen
         plans = [] if seen is None else [seen]
