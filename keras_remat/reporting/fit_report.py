@@ -208,10 +208,11 @@ class AutotuneReport:
             last = self.epochs[-1]
             step_s = last.step_time_s / last.steps if last.steps else 0.0
             said = {True: "limit KEPT", False: "LIMIT NOT KEPT", None: ""}[self.limit_kept]
-            said += ", predicted" if said and self._has("predicted") else ""
             name = f"{named}, {last.batch_size}" if many else named
             usage = Usage(step_s, self.peak_bytes)
             lines.append(self._row(name, usage, last.samples_per_s, said))
+        if self.limit_kept is not None and self._has("predicted"):
+            lines.append("  predicted, not measured: the device's allocator keeps no statistics")
         if self.limit_kept is False:
             lines += self._why_not_kept()
         lines.append(
