@@ -117,7 +117,7 @@ def test_plan_file_is_used_again_and_refused_by_another_model(tight_run, tmp_pat
 def test_limit_below_the_floor_is_refused_before_anything_was_trained():
     model, data = model_and_data(BATCH)
     backend = keras_remat.backends.tensorflow.backend()
-    limit = tight_limit(model, data, share=0.02)
+    limit = tight_limit(model, data, share=-0.2)
     before = model.get_weights()  # tight_limit() has built the optimizer
     fresh = [v.numpy() for v in model.optimizer.variables]
     with pytest.raises(keras_remat.InfeasibleBudgetError) as caught:

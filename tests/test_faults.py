@@ -17,7 +17,6 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
 
 import keras_models  # noqa: E402
-from tight_limit import with_margin  # noqa: E402
 
 import keras_remat  # noqa: E402
 import keras_remat.backends.tensorflow as tensorflow_backend  # noqa: E402
@@ -53,7 +52,7 @@ def bytes_in_use():
 def train(room, seen, epochs=EPOCHS, validation=False):
     """One ``fit`` of a model made anew with ``room`` bytes above what TensorFlow still holds of
     earlier ones; returns the model, the callback, and what was raised."""
-    limit = with_margin(bytes_in_use() + room)
+    limit = bytes_in_use() + room
     model, data = keras_models.mlp(BATCHES * BATCH + ODD, width=512, blocks=4)
     remat = keras_remat.RematAutotune(
         memory_limit=limit,

@@ -4,6 +4,7 @@ import math
 
 import pytest
 from fake_backend import SAMPLE_BYTES, FakeBackend, chain_graph, chain_problem, store_all_peak
+from tight_limit import with_margin
 
 from keras_remat.batch_size.find import find_max_batch_size
 from keras_remat.batch_size.found import forward_overhead
@@ -12,6 +13,7 @@ from keras_remat.batch_size.search import search_batch_size
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 from keras_remat.planning.make_plan import plan_problem
+from keras_remat.units import MIB
 
 
 def scaling_of(small=4, large=8, layers=8):
@@ -235,7 +237,7 @@ def test_search_leaves_the_model_as_it_was_and_keeps_to_the_budget(models, profi
     model, batch = models.mlp(256, width=256, blocks=2)
     tensorflow_backend().example_batch(model, batch)  # builds the optimizer
     before = models.state_of(model)
-    limit = tensorflow_backend().device.in_use_bytes() + 24 * 2**20
+    limit = with_margin(tensorflow_backend().device.in_use_bytes() + 24 * MIB)
     found = find_max_batch_size(model, batch, limit, profile=profile, time_limit_s=5.0)
     models.assert_same_bits(models.state_of(model), before)
     assert found.limit_bytes == limit
