@@ -20,6 +20,7 @@ from typing import Any
 import keras
 
 from keras_remat.backends.base import load_backends
+from keras_remat.checks import check_among
 from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -27,7 +28,7 @@ from keras_remat.errors import UnsupportedModelError, without_inner_frames
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.console import Console
 from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
-from keras_remat.training.arguments import check_among, check_path, checked_options
+from keras_remat.training.arguments import check_path, checked_options
 from keras_remat.training.callers import running_fit
 from keras_remat.training.fit_session import FitSession, warn_unmodified
 from keras_remat.training.progress_bar import shorten_bars

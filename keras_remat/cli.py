@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keras_remat import doctor
+from keras_remat.checks import check_name
 from keras_remat.errors import (
     InfeasibleBudgetError,
     RematError,
     ScheduleNotFoundError,
-    unknown_name,
 )
 
 if TYPE_CHECKING:
@@ -132,8 +132,7 @@ def _common(command: Any, *, solver: bool = True) -> None:
 def _check_solver(name: str) -> None:
     from keras_remat.solvers import SOLVERS
 
-    if name not in SOLVERS:
-        raise ValueError(unknown_name("solver", name, SOLVERS))
+    check_name("solver", name, SOLVERS)
 
 
 def _json_argument(command: Any) -> None:

@@ -11,7 +11,7 @@ A folder or module that the table does not know fails the test.
 | 5 | planning |
 | 3 | solvers, backends and reporting, which never import each other |
 | 2 | core |
-| 1 | errors |
+| 1 | errors, checks |
 | 0 | units |
 """
 
@@ -34,7 +34,7 @@ LAYERS = [
     (r"keras_remat\.planning(\..+)?", 5),
     (r"keras_remat\.(solvers|backends|reporting)(\..+)?", 3),
     (r"keras_remat\.core(\..+)?", 2),
-    (r"keras_remat\.errors", 1),
+    (r"keras_remat\.(errors|checks)", 1),
     (r"keras_remat\.units", 0),
 ]
 FRAMEWORKS = {"tensorflow", "jax", "jaxlib", "torch", "keras"}

@@ -25,6 +25,7 @@ from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.found import BatchSearch, Probe, is_allowed
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
 from keras_remat.batch_size.search import search_batch_size
+from keras_remat.checks import check_seconds
 from keras_remat.core.graph import Graph
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
@@ -98,8 +99,7 @@ def find_max_batch_size(
         raise ValueError(
             f'max_overhead must be at least 0, None or "forward", got {max_overhead!r}'
         )
-    if not 0 < time_limit_s < math.inf:
-        raise ValueError(f"time_limit_s must be positive and finite, got {time_limit_s!r}")
+    check_seconds("time_limit_s", time_limit_s)
     started = time.perf_counter()
     backend, step = traced_as_it_trains(
         model, batch, memory_limit, margin, profile, seed, compilation

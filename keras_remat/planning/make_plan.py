@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from keras_remat.backends.base import (
 )
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.memory import DeviceMemory, MemoryModel
+from keras_remat.checks import check_among, check_int, check_name, check_seconds, check_share
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Solution, Usage
@@ -36,12 +36,11 @@ from keras_remat.errors import (
     UnsupportedModelError,
     limit_for,
     rounded_up,
-    unknown_name,
     without_inner_frames,
 )
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.to_budget import BudgetSearch, Found
-from keras_remat.solvers import check_floor
+from keras_remat.solvers import SOLVERS, check_floor
 from keras_remat.units import LEAST_LIMIT, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -81,10 +80,9 @@ def plan_problem(
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
-        ValueError: a time limit that is not positive and finite.
+        ValueError, TypeError: a time limit that is not positive and finite.
     """
-    if not 0 < time_limit_s < math.inf:
-        raise ValueError(f"time_limit_s must be positive and finite, got {time_limit_s!r}")
+    check_seconds("time_limit_s", time_limit_s)
     check_floor(problem.with_budget(budget_bytes))
     memory = backend.memory
     # may compile, which is no solver's time; remembered
@@ -261,6 +259,8 @@ def make_plan(
         UnsupportedModelError: the model cannot be rematerialized.
         ValueError, TypeError: wrong arguments.
     """
+    check_name("solver", solver, SOLVERS)
+    check_seconds("solver_time_limit_s", solver_time_limit_s)
     backend, step = traced_as_it_trains(
         model, batch, memory_limit, margin, profile, seed, compilation
     )
@@ -316,8 +316,10 @@ def traced_as_it_trains(
         InfeasibleBudgetError, ScheduleNotFoundError: no quick plan to measure under.
         ValueError, TypeError: wrong arguments.
     """
-    if compilation not in COMPILATIONS:
-        raise ValueError(unknown_name("compilation", compilation, COMPILATIONS))
+    check_among("compilation", compilation, COMPILATIONS)
+    check_among("profile", profile, ("measured", "estimated"))
+    check_share("margin", margin)
+    check_int("seed", seed, least=0)
     if isinstance(model, (str, os.PathLike)):
         raise TypeError(
             f"model must be a compiled Keras model, got the path {os.fspath(model)!r}: load it "
@@ -355,8 +357,6 @@ def traced_model(
         UnsupportedModelError: the model cannot be rematerialized.
         ValueError, TypeError: wrong arguments.
     """
-    if profile not in ("measured", "estimated"):
-        raise ValueError(f'profile must be "measured" or "estimated", got {profile!r}')
     backend.check(model)
     gc.collect()  # steps that ran before are in reference cycles
     total = backend.device.total_bytes()
@@ -413,13 +413,7 @@ def counted_bytes(device: DeviceMemory) -> int | None:
 
 
 def usable_bytes(limit_bytes: int, margin: float) -> int:
-    """The limit less the share ``margin`` that is kept free of it.
-
-    Raises:
-        ValueError: ``margin`` is not at least 0 and below 1.
-    """
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin must be at least 0 and below 1, got {margin!r}")
+    """Returns the limit less the share ``margin`` that is kept free of it."""
     return max(1, int(limit_bytes * (1 - margin)))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from keras_remat.checks import check_among
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
@@ -75,10 +76,7 @@ class Plan:
     problem: Problem | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.profile_source not in ("measured", "estimated"):
-            raise ValueError(
-                f'profile_source must be "measured" or "estimated", got {self.profile_source!r}'
-            )
+        check_among("profile_source", self.profile_source, ("measured", "estimated"))
 
     @property
     def overhead(self) -> float:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from keras_remat.checks import check_among
 from keras_remat.core.graph import BACKWARD, UPDATE, Graph, Op
 from keras_remat.core.problem import Problem
 
@@ -86,8 +87,7 @@ def group_names(problem: Problem, by: By) -> list[str]:
     Raises:
         ValueError: another grouping.
     """
-    if by not in GROUPINGS:
-        raise ValueError(f"by must be one of {', '.join(map(repr, GROUPINGS))}, got {by!r}")
+    check_among("by", by, GROUPINGS)
     if by == "op":
         return [op.name for op in problem.graph.ops]
     names = layer_names(problem)

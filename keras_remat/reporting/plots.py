@@ -12,6 +12,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+from keras_remat.checks import check_among
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import MissingPackageError
@@ -40,8 +41,7 @@ def plan(planned: Planned, kind: str = "memory", limit_bytes: int | None = None)
         MissingPackageError: matplotlib is not installed.
         ValueError: another kind, or a plan without its problem.
     """
-    if kind not in PLAN_KINDS:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, PLAN_KINDS))}, got {kind!r}")
+    check_among("kind", kind, PLAN_KINDS)
     if planned.problem is None:
         raise ValueError("the plan was saved without its problem, so there is no graph to draw")
     picture = {"memory": memory, "holders": holders, "schedule": schedule}[kind]
@@ -56,8 +56,7 @@ def report(told: Reported, kind: str = "memory") -> Any:
         MissingPackageError: matplotlib is not installed.
         ValueError: another kind, or nothing to draw yet.
     """
-    if kind not in REPORT_KINDS:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, REPORT_KINDS))}, got {kind!r}")
+    check_among("kind", kind, REPORT_KINDS)
     if kind == "speed":
         return speed(told)
     if told.plan is None:

@@ -9,16 +9,16 @@ and lets no schedule out that :func:`keras_remat.core.validate.validate` does no
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from keras_remat.checks import check_int, check_name, check_seconds
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
-from keras_remat.errors import InfeasibleBudgetError, unknown_name, without_inner_frames
+from keras_remat.errors import InfeasibleBudgetError, without_inner_frames
 from keras_remat.solvers.orders.fetch import recomputing
 
 Solver = Callable[..., Solution]
@@ -122,12 +122,11 @@ def solve(
     Raises:
         InfeasibleBudgetError: proved that no schedule fits.
         ScheduleNotFoundError: none found, none proved impossible.
-        ValueError: unknown solver or a time limit that is not positive and finite.
+        ValueError, TypeError: wrong arguments.
     """
-    if solver not in SOLVERS:
-        raise ValueError(unknown_name("solver", solver, SOLVERS))
-    if not 0 < time_limit_s < math.inf:
-        raise ValueError(f"time_limit_s must be positive and finite, got {time_limit_s!r}")
+    check_name("solver", solver, SOLVERS)
+    check_seconds("time_limit_s", time_limit_s)
+    check_int("seed", seed, least=0)
     check_floor(problem)
     solution = SOLVERS[solver](problem, time_limit_s=time_limit_s, seed=seed, progress=progress)
     validate(problem, solution.schedule)

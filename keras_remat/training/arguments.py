@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from keras_remat.backends.base import COMPILATIONS
-from keras_remat.errors import unknown_name
+from keras_remat.checks import check_among, check_int, check_name, check_seconds, check_share
 from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.plan import Plan, load_plan
 from keras_remat.reporting.fit_report import AutotuneReport
@@ -52,13 +51,10 @@ def checked_options(
         OSError: the plan's file cannot be read.
     """
     check_memory_limit(memory_limit)
-    if not isinstance(solver, str):
-        raise TypeError(f"solver must be one of the names {', '.join(SOLVERS)}; got {solver!r}")
-    if solver not in SOLVERS:
-        raise ValueError(unknown_name("solver", solver, SOLVERS))
-    check_number("solver_time_limit_s", solver_time_limit_s, above=0, below=math.inf)
+    check_name("solver", solver, SOLVERS)
+    check_seconds("solver_time_limit_s", solver_time_limit_s)
     check_int("profile_steps", profile_steps, least=1)
-    check_number("margin", margin, least=0, below=1)
+    check_share("margin", margin)
     check_int("seed", seed, least=0)
     check_among("learning_rate_scaling", learning_rate_scaling, (None, "linear", "sqrt"))
     check_among("compilation", compilation, COMPILATIONS)
@@ -92,45 +88,13 @@ def checked_options(
     )
 
 
-def check_among(name: str, value: Any, accepted: tuple[Any, ...], *more: str) -> None:
-    """Raises ``ValueError`` for a value that is none of those accepted."""
-    if value not in accepted:
-        forms = ", ".join([*map(repr, accepted), *more])
-        raise ValueError(f"{name} must be one of {forms}; got {value!r}")
-
-
-def check_int(name: str, value: Any, *, least: int) -> None:
-    """Raises ``TypeError`` for what is no int, ``ValueError`` for one below ``least``."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int of at least {least}, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def check_number(
-    name: str,
-    value: Any,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> None:
-    """Raises ``TypeError`` for what is no number, ``ValueError`` for one out of range."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    ok = (
-        (least is None or value >= least)
-        and (above is None or value > above)
-        and (below is None or value < below)
-    )
-    if not ok or value != value:
-        raise ValueError(f"{name}={value!r} is out of range")
-
-
 def check_path(name: str, value: Any, *, or_plan: bool = False) -> None:
-    """Raises ``TypeError`` for what is neither a path nor ``None``."""
+    """Raises ``TypeError`` for what is neither a path nor ``None``, ``ValueError`` for a path that
+    no system has."""
     accepted = (str, os.PathLike, Plan) if or_plan else (str, os.PathLike)
     if isinstance(value, AutotuneReport):
         raise TypeError(f"{name} must be a path or a Plan, got a report: give its .plan")
     if value is not None and not isinstance(value, accepted):
         raise TypeError(f"{name} must be a path{' or a Plan' if or_plan else ''}, got {value!r}")
+    if value is not None and not isinstance(value, Plan) and "\0" in os.fsdecode(value):
+        raise ValueError(f"{name} must be a path without a null character, got {value!r}")

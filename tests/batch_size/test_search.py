@@ -260,6 +260,8 @@ def test_search_leaves_the_model_as_it_was_and_keeps_to_the_budget(models, profi
         ({"max_overhead": float("nan")}, ValueError, "max_overhead"),
         ({"max_overhead": "backward"}, ValueError, "max_overhead"),
         ({"margin": 1.0}, ValueError, "margin"),
+        ({"seed": None}, TypeError, "seed"),
+        ({"time_limit_s": "x"}, TypeError, "time_limit_s"),
         ({"batch": 0}, ValueError, "positive"),
         ({"batch": True}, TypeError, "batch"),
         ({"time_limit_s": 0}, ValueError, "time_limit_s"),

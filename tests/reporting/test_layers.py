@@ -93,5 +93,5 @@ def test_the_block_of_a_nested_layer_is_the_outermost():
 def test_groupings():
     problem = problem_of(["net_1/dense_1/MatMul"])
     assert group_names(problem, "op") == ["net_1/dense_1/MatMul"]
-    with pytest.raises(ValueError, match="'layer', 'op', 'block', got 'phase'"):
+    with pytest.raises(ValueError, match="'layer', 'op', 'block'; got 'phase'"):
         group_names(problem, "phase")

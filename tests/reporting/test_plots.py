@@ -124,7 +124,7 @@ def test_batch_sizes():
 
 
 def test_what_cannot_be_drawn_says_why():
-    with pytest.raises(ValueError, match="'memory', 'holders', 'schedule', 'overhead', got 'pie'"):
+    with pytest.raises(ValueError, match="'memory', 'holders', 'schedule', 'overhead'; got 'pie'"):
         PLAN.plot("pie")
     for kind in ("memory", "overhead"):
         with pytest.raises(ValueError, match="saved without its problem"):

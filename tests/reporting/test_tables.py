@@ -26,7 +26,7 @@ def test_summary_by_layer_adds_up():
 
 
 def test_summary_refuses_another_grouping():
-    with pytest.raises(ValueError, match="'layer', 'op', 'block', got 'phase'"):
+    with pytest.raises(ValueError, match="'layer', 'op', 'block'; got 'phase'"):
         tables.summary_text(CHAIN, RECOMPUTE_A, "phase")
 
 

@@ -3,13 +3,7 @@
 import pytest
 
 from keras_remat.reporting.fit_report import AutotuneReport
-from keras_remat.training.arguments import (
-    check_among,
-    check_int,
-    check_number,
-    check_path,
-    checked_options,
-)
+from keras_remat.training.arguments import checked_options
 
 GIVEN = {
     "memory_limit": "8GiB",
@@ -41,11 +35,12 @@ def test_arguments_come_back_in_one_record():
         ({"memory_limit": 8}, ValueError, 'did you mean "8GiB"'),
         ({"plan": AutotuneReport()}, TypeError, "give its .plan"),
         ({"plan": 3}, TypeError, "a path or a Plan"),
+        ({"cache_dir": "plans\0"}, ValueError, "null character"),
         ({"plan": "no such file.json"}, OSError, "no such file"),
         ({"batch_size": "largest"}, ValueError, "'max', 'fastest', 'keep', a positive int"),
         ({"batch_size": 0}, ValueError, "at least 1"),
         ({"batch_size": True}, TypeError, "int"),
-        ({"margin": 1}, ValueError, "out of range"),
+        ({"margin": 1}, ValueError, "below 1"),
         ({"seed": -1}, ValueError, "at least 0"),
         ({"micro_batches": 0}, ValueError, "at least 1"),
         ({"compilation": "xla"}, ValueError, "'compiled'"),
@@ -56,19 +51,6 @@ def test_wrong_arguments(arguments, error, says):
         checked_options(**GIVEN | arguments)
 
 
-def test_checks_let_pass_what_is_right():
-    check_among("rule", "a", ("a", "b"))
-    check_int("n", 1, least=1)
-    check_number("x", 0.5, least=0, above=0, below=1)
-    check_path("p", None)
-
-
-@pytest.mark.parametrize("value", ["1", None, True, float("nan")])
-def test_what_is_no_number_in_range(value):
-    with pytest.raises((TypeError, ValueError), match="x"):
-        check_number("x", value, least=0)
-
-
 def test_solvers_need_a_finite_time_limit():
-    with pytest.raises(ValueError, match="solver_time_limit_s=inf"):
+    with pytest.raises(ValueError, match="solver_time_limit_s must be positive and finite"):
         checked_options(**GIVEN | {"solver_time_limit_s": float("inf")})

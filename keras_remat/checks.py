@@ -1,0 +1,58 @@
+"""Checks arguments: what is wrong, what it got, and what is accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+from keras_remat.errors import unknown_name
+
+
+def check_among(name: str, value: Any, accepted: tuple[Any, ...], *more: str) -> None:
+    """Raises ``ValueError`` for a value that is none of those accepted."""
+    if value not in accepted:
+        forms = ", ".join([*map(repr, accepted), *more])
+        raise ValueError(f"{name} must be one of {forms}; got {value!r}")
+
+
+def check_name(what: str, value: Any, names: Collection[str]) -> None:
+    """Raises ``TypeError`` for what is no name, ``ValueError`` with the nearest for an unknown one.
+
+    Args:
+        what: is named, ``"solver"`` for instance.
+        value: the argument.
+        names: that there are.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be one of the names {', '.join(names)}; got {value!r}")
+    if value not in names:
+        raise ValueError(unknown_name(what, value, names))
+
+
+def check_int(name: str, value: Any, *, least: int) -> None:
+    """Raises ``TypeError`` for what is no int, ``ValueError`` for one below ``least``."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int of at least {least}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_share(name: str, value: Any) -> None:
+    """Raises ``TypeError`` for what is no number, ``ValueError`` for one not in [0, 1)."""
+    _check_number(name, value)
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}")
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raises ``TypeError`` for what is no number, ``ValueError`` for no time, or one without
+    end."""
+    _check_number(name, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value!r}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
