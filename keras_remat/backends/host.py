@@ -28,11 +28,6 @@ def _reserved_bytes() -> int:
     return _RESERVED_ADDRESS_BYTES + cores() * _RESERVED_BYTES_PER_CORE
 
 
-def address_space_is_limited() -> bool:
-    """Whether the process has an ``RLIMIT_AS``."""
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-
-
 @contextmanager
 def address_space_for_threads() -> Iterator[None]:
     """Keeps some of a limited address space from what runs inside, so that threads can be started

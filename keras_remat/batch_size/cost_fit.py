@@ -89,24 +89,6 @@ class CostFit:
         return tuple(int(nbytes) for nbytes in np.ceil(fixed + per_sample * size - 1e-6))
 
     @cached_property
-    def op_residuals(self) -> tuple[float, ...]:
-        """Per op, the root mean square of fitted − measured over its mean measured seconds, a
-        ratio; 0 for an op that took no time."""
-        off = np.sqrt(np.mean((self._fitted_s() - self._measured_s) ** 2, axis=0))
-        mean = self._measured_s.mean(axis=0)
-        return tuple(map(float, np.divide(off, mean, out=np.zeros_like(off), where=mean > 0)))
-
-    @cached_property
-    def step_errors(self) -> dict[int, float]:
-        """Measured batch size → (fitted − measured) / measured seconds of all ops together, a
-        ratio."""
-        fitted, measured = self._fitted_s().sum(axis=1), self._measured_s.sum(axis=1)
-        return {
-            size: float(f / m - 1) if m > 0 else 0.0
-            for size, f, m in zip(self.sizes, fitted, measured, strict=True)
-        }
-
-    @cached_property
     def residual(self) -> float:
         """The share of the measured seconds that the fit misses: Σ |fitted − measured| over all ops
         and sizes / Σ measured, a ratio."""

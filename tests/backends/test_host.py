@@ -44,7 +44,6 @@ def machine(monkeypatch, tmp_path):
 
 def test_without_a_limit_it_is_the_machine_s_memory(machine):
     assert host.host_memory_bytes(0) == MACHINE
-    assert not host.address_space_is_limited()
 
 
 @pytest.mark.parametrize("version", ["first", "second"])
@@ -61,7 +60,6 @@ def test_a_container_without_a_limit_has_the_machine_s_memory(machine, unlimited
 
 def test_of_an_address_space_a_tenth_and_room_for_threads_are_left_out(machine):
     machine(address_space=2 * GIB, mapped=1 * GIB, cores=2)
-    assert host.address_space_is_limited()
     left = GIB - GIB // 10 - (64 + 2 * 32) * MIB
     assert host.host_memory_bytes(0) == left
     machine(address_space=2 * GIB, mapped=1 * GIB, cores=4)

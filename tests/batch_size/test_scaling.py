@@ -108,7 +108,7 @@ def test_a_second_measured_size_gives_fitted_costs_and_residuals():
     scaling = BatchScaling(chain_graph(8), 8, chain_graph(4), 4, problem, {4: half})
     assert scaling.at(16).graph == chain_graph(16)
     assert scaling.at(16).profile.op_time_s == pytest.approx([1.5] * 16)
-    assert scaling.fit.step_errors == pytest.approx({4: 0, 8: 0})
+    assert scaling.fit.residual == pytest.approx(0)
 
 
 @pytest.mark.parametrize("source", ["measured", "estimated"])

@@ -87,11 +87,6 @@ class Timeline:
         cells: Sequence[int] = self.state[0][begin : begin + self.end]
         return cells
 
-    def first_run(self, op_id: int) -> int:
-        """The cell of the first run of an op."""
-        s, kernel = self.state[0], self.kernel
-        return int(s[s[kernel.RUNS] + op_id * s[kernel.LIMIT]])
-
     @property
     def time_s(self) -> float:
         """Seconds of all runs."""

@@ -55,16 +55,6 @@ def binomial_split(length: int, slots: int) -> int:
     return max(1, min(below_most, length - above_least, length - 1))
 
 
-def forward_runs(length: int, slots: int) -> int:
-    """Griewank & Walther's t(l, s): forward runs beyond the last one that reversing ``length`` ops
-    takes with ``slots`` checkpoints beside the start, if the run whose values the backward op reads
-    is not counted."""
-    runs = 0
-    while comb(slots + 1 + runs, runs) < length:
-        runs += 1
-    return runs * length - comb(slots + 1 + runs, runs - 1) if runs else 0
-
-
 def revolve_order(linear: Linearized, slots: int) -> list[int]:
     """The order that reverses the forward phase with at most ``slots`` checkpoints beside its
     start.

@@ -44,7 +44,7 @@ def test_changed_orders_expand_to_legal_ones(seed: int) -> None:
     line = Timeline(coarse.problem, range(len(coarse.ops)), compiled=False)
     for _ in range(60):
         op_id, cell = rng.randrange(len(coarse.ops)), rng.randrange(line.end)
-        old = line.first_run(op_id)
+        old = next(cell for cell, run in enumerate(line.op_at) if run == op_id)
         if line.insert(op_id, cell) and (
             rng.random() < 0.5 or not coarse.problem.graph.ops[op_id].recomputable
         ):

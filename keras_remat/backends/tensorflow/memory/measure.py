@@ -190,11 +190,6 @@ def peak_bytes() -> int:
     return _memory_info(device_name())["peak"]
 
 
-def device_memory_bytes() -> int:
-    """Returns all the memory this process may use on the device."""
-    return TensorFlowDevice().total_bytes()
-
-
 def measure(
     step: Callable[[], Any], *, wait: bool = True, device: TensorFlowDevice | None = None
 ) -> tuple[Any, Usage]:
@@ -217,15 +212,6 @@ def measure(
             synchronize(result)
     elapsed = time.perf_counter() - started
     return result, Usage(elapsed, device.peak_bytes())
-
-
-def measure_peak(step: Callable[[], Any]) -> tuple[Any, int]:
-    """Runs ``step`` once and returns its result with its peak, and does not wait for a GPU.
-
-    A GPU's memory is taken when kernels are enqueued, so the peak is known when the call returns.
-    """
-    _reset_peak(device_name())
-    return step(), peak_bytes()
 
 
 def synchronize(result: Any) -> None:
