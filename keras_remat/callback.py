@@ -167,10 +167,11 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         if remark:
             self.report.events.append(Event(0, EventKind.REMARK, remark))
             logger.warning("keras_remat: %s", remark)
-        steps = (self.params or {}).get("steps")
+        params = self.params or {}
         self._session = FitSession(
-            self, self._model, backends, self._options, self.report, self._progress, steps
-        )
+            self, self._model, backends, self._options, self.report, self._progress,
+            params.get("steps"), params.get("epochs"),
+        )  # fmt: skip
 
     def _check_neighbours(self) -> None:
         """Refuses a second callback of this kind, and warns of loggers that see no ``remat_`` keys.

@@ -308,9 +308,9 @@ class FakeBackend:
         return [number for _, numbers in self.ran for number in numbers]
 
 
-def trainer_on(backend, options):
+def trainer_on(backend, options, most_steps=None):
     """A trainer whose plain step is the backend's, and its report."""
-    fit = FitState(MODEL, AutotuneReport(), nullcontext, backend.installed)
+    fit = FitState(MODEL, AutotuneReport(), nullcontext, backend.installed, most_steps)
     return StepTrainer(fit, backend, options), fit.report
 
 

@@ -28,6 +28,8 @@ class EventKind(StrEnum):
     """By what was measured the plain step fits; it comes back."""
     KEPT = "kept"
     """No other plan was found; the running one stays."""
+    ENOUGH = "enough"
+    """A faster plan would save less than it takes to solve for it; the running one stays."""
     SWAP = "swap"
     """A new plan was swapped in."""
     TIGHTEN = "tighten"

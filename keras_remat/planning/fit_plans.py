@@ -8,6 +8,7 @@ Without a framework and without state beyond the limit: what runs when is
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Collection
@@ -124,6 +125,7 @@ class StepPlanner:
         batch_size: int,
         known: Schedule | None = None,
         budget_bytes: int | None = None,
+        most_s: float = math.inf,
     ) -> Plan:
         """Returns the chosen solver's plan, or the ``known`` order's where it is as fast.
 
@@ -132,12 +134,13 @@ class StepPlanner:
             batch_size: for the error's advice.
             known: a legal order that may do.
             budget_bytes: what may be used, where that is less than all.
+            most_s: seconds that solving may take, where that is less than its time limit.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
         options = self._options
-        limit_s = options.solver_time_limit_s
+        limit_s = min(options.solver_time_limit_s, most_s)
         return self._solve(problem, batch_size, options.solver, limit_s, known, budget_bytes)
 
     def nearest(

@@ -103,6 +103,7 @@ class BackendRace:
         progress: ``progress(text)`` as a context manager around everything that takes long.
         installed: the train function that asks for every batch.
         chooses_pieces: whether a batch may be trained in pieces where that is faster.
+        most_steps: that the ``fit`` can have; ``None`` where that is not known.
 
     Attributes:
         fit: what the steps of all ways share: events, counters, the train function.
@@ -119,8 +120,9 @@ class BackendRace:
         installed: Installed,
         *,
         chooses_pieces: bool = False,
+        most_steps: int | None = None,
     ):
-        self.fit = FitState(model, report, progress, installed)
+        self.fit = FitState(model, report, progress, installed, most_steps)
         self._options, self._left = options, list(backends[1:])
         self._chooses_pieces = chooses_pieces
         self._tried: list[Tried] = []  # the best so far, and the newest

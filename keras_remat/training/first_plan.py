@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -242,6 +243,7 @@ class FirstPlans:
         running: Schedule | None,
         *,
         is_final: bool = True,
+        most_s: float = math.inf,
     ) -> Plan:
         """Returns a plan that leaves room for longer batches, the more the more came, and for what
         was not measured yet; or, where there is none, one that does not.
@@ -250,6 +252,7 @@ class FirstPlans:
             shape, costs, known: what it is for.
             running: the order that runs now, which may do.
             is_final: whether it is made in earnest, or quickly.
+            most_s: seconds that a plan in earnest may take.
         """
         problem, size = costs.problem, shape.batch_size
         orders = {
@@ -264,11 +267,11 @@ class FirstPlans:
         if not is_final:
             return self._planner.quick(problem, size, budget)
         try:
-            return self._planner.best(problem, size, running, budget)
+            return self._planner.best(problem, size, running, budget, most_s)
         except NOT_FOUND:
             if budget == usable:
                 raise
-            return self._planner.best(problem, size, running)
+            return self._planner.best(problem, size, running, most_s=most_s)
 
     def _cached(self, problem: Problem) -> Plan | None:
         try:

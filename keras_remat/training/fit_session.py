@@ -38,7 +38,7 @@ class FitSession:
         options: see ``RematAutotune``.
         report: gets events, epochs and the baseline.
         progress: ``progress(text)`` as a context manager around everything that takes long.
-        steps_per_epoch: as far as Keras knows.
+        steps_per_epoch, epochs: as far as Keras knows.
 
     Attributes:
         steps: trains single batches.
@@ -53,10 +53,11 @@ class FitSession:
         report: AutotuneReport,
         progress: Callable[[str], Any],
         steps_per_epoch: int | None,
+        epochs: int | None = None,
     ):
         self._callback, self._model, self._backends = callback, model, backends
         self._options, self._report, self._progress = options, report, progress
-        self._steps_per_epoch = steps_per_epoch
+        self._steps_per_epoch, self._epochs = steps_per_epoch, epochs
         if model.train_function is None:  # a loop of the user's own has made none so far
             model.make_train_function()
         self._installed = backends[0].install(model, self)
@@ -77,6 +78,7 @@ class FitSession:
         self._rest_logs: dict[str, Any] = {}
 
     def _new_steps(self) -> BackendRace:
+        steps, epochs = self._steps_per_epoch, self._epochs
         return BackendRace(
             self._model,
             self._backends,
@@ -85,6 +87,7 @@ class FitSession:
             self._progress,
             self._installed,
             chooses_pieces=self._options.chooses_pieces,
+            most_steps=None if steps is None or epochs is None else steps * epochs,
         )
 
     # ---------------------------------------------------------------- what the train function asks

@@ -38,6 +38,7 @@ class FitState:
         report: gets the events and the baseline.
         progress: ``progress(text)`` as a context manager around everything that takes long.
         installed: the train function that asks for every batch.
+        most_steps: that the ``fit`` can have; ``None`` where that is not known.
 
     Attributes:
         model, report, progress, installed: as given.
@@ -50,12 +51,19 @@ class FitState:
         report: AutotuneReport,
         progress: Callable[[str], Any],
         installed: Installed,
+        most_steps: int | None = None,
     ):
         self.model, self.report = model, report
         self.progress, self.installed = progress, installed
         self.steps_run = 0
+        self._most_steps = most_steps
         self._counter = StepCounter()
         self._is_planning = False
+
+    @property
+    def most_steps_left(self) -> int | None:
+        """The steps that may come; ``None`` where that is not known."""
+        return None if self._most_steps is None else max(0, self._most_steps - self.steps_run)
 
     def run_plain(self, batch: Any) -> Any:
         """Runs Keras's own step on a batch."""

@@ -7,6 +7,7 @@ table for another one (:mod:`keras_remat.training.phases`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,9 @@ from keras_remat.training.phases import Move, Phase, Recorded
 from keras_remat.training.shape_state import Costs, PlainShape, PlannedShape, Recording, ShapeState
 from keras_remat.training.undo import Outcome, OutOfMemory
 from keras_remat.units import format_bytes, format_seconds
+
+#: Seconds below which solving for a faster plan is not begun.
+_LEAST_SOLVE_S = 0.5
 
 
 class Moves:
@@ -172,19 +176,30 @@ class Moves:
     def _replan(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Plans again from the measured profile, or keeps the plan where it is as good.
 
-        An order that was made so for another shape will do, where it fits.
+        An order that was made so for another shape will do, where it fits. Solving for a faster one
+        takes no longer than the steps that are left can save by it.
         """
         costs, known = shape.costs, self._known(shape)
+        now = self._planner.predict(costs.problem, shape.schedule)
+        fits = now.peak_bytes <= self._planner.usable_bytes
+        steps, most_s = self._fit.most_steps_left, math.inf
+        if fits and steps is not None:
+            most_s = steps * (now.time_s - costs.problem.store_all_time_s)
+            if most_s < _LEAST_SOLVE_S:
+                self._fit.event(
+                    EventKind.ENOUGH,
+                    "The plan that is running stays: in the steps that are left "
+                    f"({steps} at most), a faster one could save {format_seconds(max(0.0, most_s))}.",
+                )
+                return self._keep_plan(shape, outcome, phase)
         try:
             with self._fit.progress("solving for the schedule"):
                 plan = self._first_plans.reused(
                     costs.problem, known, Phase.VERIFY
-                ) or self._first_plans.roomy(shape, costs, known, shape.schedule)
+                ) or self._first_plans.roomy(shape, costs, known, shape.schedule, most_s=most_s)
         except NOT_FOUND as error:
             self._fit.event(EventKind.KEPT, f"The plan that is running stays: {error}")
             raise
-        now = self._planner.predict(costs.problem, shape.schedule)
-        fits = now.peak_bytes <= self._planner.usable_bytes
         if fits and plan.predicted.time_s >= now.time_s:
             return self._keep_plan(shape, outcome, phase)
         self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")
