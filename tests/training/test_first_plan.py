@@ -154,7 +154,7 @@ class AsksOfThePlanner:
     def quick(self, problem, size, roomy_bytes):
         self.quickly.append(roomy_bytes)
 
-    def best(self, problem, size, running, budget_bytes):
+    def best(self, problem, size, running, budget_bytes, most_s):
         self.in_earnest.append(budget_bytes)
 
 
