@@ -34,6 +34,7 @@ def _child(name: str) -> dict[str, Any]:
     import models
     import tensorflow as tf
     from step_case import Probe
+    from watch import long_fit
 
     import keras_remat
 
@@ -47,7 +48,7 @@ def _child(name: str) -> dict[str, Any]:
     limit = (resident + max(plain.peaks)) // 2
     remat = keras_remat.RematAutotune(memory_limit=limit, margin=0.0, batch_size="keep", verbose=0)
     probe = Probe(remat)
-    model.fit(**data, **arguments, epochs=2, callbacks=[probe, remat])
+    long_fit(model, **data, **arguments, epochs=2, callbacks=[probe, remat])
     plan = remat.plan
     return {
         "limit": limit,

@@ -25,7 +25,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 from keras import layers
-from watch import StepWatch, statistics
+from watch import StepWatch, long_fit, statistics
 
 import keras_remat
 
@@ -155,7 +155,7 @@ def trained(
     callbacks = [watch] if remat is None else [remat, watch]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
-        model.fit(data, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+        long_fit(model, data, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
     return watch, [str(w.message)[:_TEXT] for w in said if "keras_remat" in str(w.message)]
 
 

@@ -27,7 +27,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import models
 from step_memory import machine
-from watch import StepWatch
+from watch import StepWatch, long_fit
 
 import keras_remat
 from keras_remat.units import MIB
@@ -74,8 +74,8 @@ class Bench:
             **{"batch_size": "keep", "solver_time_limit_s": 10.0, "verbose": 0, **remat}
         )
         stopwatch = StepWatch()
-        self.model.fit(
-            **self.data, batch_size=self.case.batch_size, epochs=epochs, verbose=0, shuffle=False,
+        long_fit(
+            self.model, **self.data, batch_size=self.case.batch_size, epochs=epochs, verbose=0, shuffle=False,
             callbacks=[callback, stopwatch],
         )  # fmt: skip
         return callback, stopwatch

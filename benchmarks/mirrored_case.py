@@ -24,7 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
-from watch import StepWatch
+from watch import StepWatch, long_fit
 
 import keras_remat
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
@@ -144,7 +144,7 @@ def measured(name: str, replicas: int, share: float) -> dict[str, Any]:
         x = numbers.integers(0, 500, shape) if whole else numbers.random(shape).astype("float32")
         y, steps = numbers.integers(0, 10, STEPS * batch), StepWatch()
         options = {"batch_size": batch, "epochs": epochs, "shuffle": False, "verbose": 0}
-        model.fit(x, y, callbacks=[*remat, steps], **options)
+        long_fit(model, x, y, callbacks=[*remat, steps], **options)
         return steps
 
     plain = fit()

@@ -24,7 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import models
 from step_memory import machine
-from watch import StepWatch
+from watch import StepWatch, long_fit
 
 import keras_remat
 
@@ -46,7 +46,8 @@ def compare(
 
     def fit(*callbacks: keras.callbacks.Callback) -> StepWatch:
         stopwatch = StepWatch()
-        model.fit(
+        long_fit(
+            model,
             **data,
             batch_size=case.batch_size,
             epochs=epochs,

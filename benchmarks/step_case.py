@@ -25,7 +25,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import models
 import numpy as np
-from watch import StepWatch, statistics
+from watch import StepWatch, long_fit, statistics
 
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend, preserved_state
@@ -217,8 +217,14 @@ def _fit(model: keras.Model, data: Any, batch_size: int, callbacks: list[Any], e
     """On a CPU the whole data set is in the allocator's bytes; as tensors it is there once, in the
     same place in every fit."""
     gc.collect()  # what the fit before had is held by reference cycles
-    model.fit(
-        **data, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks
+    long_fit(
+        model,
+        **data,
+        batch_size=batch_size,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
     )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+_LONG_EPOCHS = 10_000
+
 
 def statistics() -> dict[str, int]:
     """The device allocator's ``current`` and ``peak`` bytes, where it keeps them; JAX's ``limit``,
@@ -34,6 +36,17 @@ def _device() -> str:
     import tensorflow as tf
 
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+def long_fit(
+    model: keras.Model, *data: Any, epochs: int, callbacks: list[Any], **options: Any
+) -> keras.callbacks.History:
+    """Trains the first ``epochs`` of a ``fit`` that is announced as long: no more is solved for
+    than the steps that are left can repay, and what is measured here stands for long fits."""
+    end = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", epoch + 1 >= epochs)
+    )
+    return model.fit(*data, **options, epochs=_LONG_EPOCHS, callbacks=[*callbacks, end])
 
 
 class StepWatch(keras.callbacks.Callback):

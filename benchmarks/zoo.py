@@ -116,7 +116,7 @@ def _hub(name: str, generator: Any, samples: int) -> tuple[Any, dict[str, Any]]:
 def trained(name: str, limit_bytes: int | None) -> dict[str, Any]:
     """Fits a case, plainly or under a limit, and returns what was watched and planned."""
     import keras
-    from watch import StepWatch
+    from watch import StepWatch, long_fit
 
     import keras_remat
 
@@ -131,7 +131,7 @@ def trained(name: str, limit_bytes: int | None) -> dict[str, Any]:
         callbacks.append(remat)
     fit = {"batch_size": BATCH, "epochs": _EPOCHS, "shuffle": False, "verbose": 0}
     try:
-        model.fit(**data, **fit, callbacks=callbacks)
+        long_fit(model, **data, **fit, callbacks=callbacks)
     except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError) as error:
         needed = max(getattr(error, "best_peak_bytes", None) or 0, error.floor_bytes)
         refusal = f"{type(error).__name__}: {error}"

@@ -54,7 +54,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             trained in micro-batches with summed gradients, where the backend can, with a warning.
         solver: a name in ``keras_remat.SOLVERS``; ``"auto"`` is ``"greedy"`` for compiled steps on
             TensorFlow.
-        solver_time_limit_s: seconds for the solver.
+        solver_time_limit_s: seconds for the solver; less where the steps that are left cannot save
+            as much, unless ``cache_dir`` keeps the plan for other fits.
         profile_steps: real training steps that are measured before the final plan is made.
         margin: share of the limit that is kept free.
         learning_rate_scaling: ``None``, ``"linear"`` or ``"sqrt"``: how the learning rate follows a

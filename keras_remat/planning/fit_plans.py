@@ -79,6 +79,11 @@ class StepPlanner:
         self._limit_bytes = limit_bytes
 
     @property
+    def keeps_plans(self) -> bool:
+        """Whether plans are kept for other fits."""
+        return self._options.cache_dir is not None
+
+    @property
     def usable_bytes(self) -> int:
         """The limit less the margin."""
         return usable_bytes(self.limit_bytes, self._options.margin)

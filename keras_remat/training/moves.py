@@ -177,13 +177,13 @@ class Moves:
         """Plans again from the measured profile, or keeps the plan where it is as good.
 
         An order that was made so for another shape will do, where it fits. Solving for a faster one
-        takes no longer than the steps that are left can save by it.
+        takes no longer than the steps that are left can save by it, unless it is kept for other fits.
         """
         costs, known = shape.costs, self._known(shape)
         now = self._planner.predict(costs.problem, shape.schedule)
         fits = now.peak_bytes <= self._planner.usable_bytes
         steps, most_s = self._fit.most_steps_left, math.inf
-        if fits and steps is not None:
+        if fits and steps is not None and not self._planner.keeps_plans:
             most_s = steps * (now.time_s - costs.problem.store_all_time_s)
             if most_s < _LEAST_SOLVE_S:
                 self._fit.event(

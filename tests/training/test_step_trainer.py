@@ -96,8 +96,8 @@ def test_risky_step_is_planned_recorded_planned_again_verified_and_settled():
     assert trainer.problem.profile.source == "measured"
 
 
-@pytest.mark.parametrize("left", [None, 0, 2])
-def test_solving_takes_no_longer_than_the_steps_that_are_left_can_save(left, monkeypatch):
+@pytest.mark.parametrize("left", [None, 0, 2, "kept for other fits"])
+def test_solving_takes_no_longer_than_the_steps_that_are_left_can_save(left, monkeypatch, tmp_path):
     """An op takes a second in the fake profile; the third step is the last that is recorded."""
     limits_s = []
 
@@ -106,16 +106,17 @@ def test_solving_takes_no_longer_than_the_steps_that_are_left_can_save(left, mon
         return plan_problem(*arguments, time_limit_s=time_limit_s, **more)
 
     monkeypatch.setattr("keras_remat.planning.fit_plans.plan_problem", plan)
-    trainer, report = trainer_on(
-        FakeBackend(), options(solver_time_limit_s=25.0), None if left is None else 3 + left
-    )
+    kept = tmp_path if left == "kept for other fits" else None
+    most_steps = {None: None, 2: 5}.get(left, 3)
+    chosen = options(solver_time_limit_s=25.0, cache_dir=kept)
+    trainer, report = trainer_on(FakeBackend(), chosen, most_steps)
     train(trainer, 1)
     first = trainer.plan
     overhead_s = first.predicted.time_s - first.store_all.time_s
     assert overhead_s >= 1
     train(trainer, 2)
     _, *later = limits_s
-    assert later == {None: [25.0], 0: [], 2: [min(25.0, 2 * overhead_s)]}[left]
+    assert later == {0: [], 2: [min(25.0, 2 * overhead_s)]}.get(left, [25.0])
     assert ("enough" in event_kinds(report)) == (left == 0)
     assert trainer.plan.profile_source == "measured"
     train(trainer, 7)
