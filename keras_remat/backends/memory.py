@@ -78,10 +78,10 @@ class Calibration:
     How much that is depends on the model that trains and on how tight the schedule is. So every
     measurement is one point: the simulated activation bytes (peak − resident) and the surplus
     above them, both as shares of the activation bytes of store-all. Between points the surplus lies
-    on the line through the neighbours; outside of them it is the nearest point's, but nothing is
-    taken off a schedule that is tighter than all that were measured: where loose ones measured a
-    tenth less than predicted, tight ones measured what was. Shares hold at every batch size, so
-    what was learnt at one size serves the others.
+    on the line through the neighbours; outside of them it is the nearest point's. But what is taken
+    off the tightest point fades out, to nothing at half of its bytes: where loose schedules
+    measured a tenth less than simulated, schedules of half their bytes measured what was. Shares
+    hold at every batch size, so what was learnt at one size serves the others.
 
     Args:
         first_ratio: what is taken before anything was measured.
@@ -107,10 +107,11 @@ class Calibration:
         """Returns the activation bytes that the device will need."""
         if self.is_empty or store_all_bytes <= 0:
             return int(simulated_bytes * self._first_ratio)
-        known = sorted(self._surplus)
-        tightness = simulated_bytes / store_all_bytes
-        least = max(0.0, self._surplus[known[0]])
-        surplus = np.interp(tightness, known, [self._surplus[at] for at in known], left=least)
+        known = sorted(self._surplus.items())
+        if known[0][1] < 0:
+            known.insert(0, (known[0][0] / 2, 0.0))
+        tightness, surpluses = np.transpose(known)
+        surplus = np.interp(simulated_bytes / store_all_bytes, tightness, surpluses)
         return max(0, round(simulated_bytes + float(surplus) * store_all_bytes))
 
 

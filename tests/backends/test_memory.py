@@ -26,15 +26,18 @@ def test_in_between_on_the_line_outside_as_the_nearest(simulated, surplus):
 
 
 def test_what_a_loose_schedule_did_not_need_a_tighter_one_may():
-    """Plain steps of MobileNet in a pool of 512 MiB measured a tenth less than predicted, tight
+    """Plain steps of MobileNet in a pool of 512 MiB measured a tenth less than simulated, tight
     schedules what was: taken off those, too, 41 % were missing."""
     calibration = Calibration()
     calibration.learn(1000, 1000, 900)
     assert calibration.predict(1000, 1000) == 900
     assert calibration.predict(1200, 1000) == 1100
+    assert calibration.predict(750, 1000) == 700
     assert calibration.predict(500, 1000) == 500
+    assert calibration.predict(250, 1000) == 250
     calibration.learn(500, 1000, 400)
     assert calibration.predict(750, 1000) == 650
+    assert calibration.predict(375, 1000) == 325
     assert calibration.predict(250, 1000) == 250
 
 
