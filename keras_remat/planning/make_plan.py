@@ -316,7 +316,7 @@ def traced_as_it_trains(
         InfeasibleBudgetError, ScheduleNotFoundError: no quick plan to measure under.
         ValueError, TypeError: wrong arguments.
     """
-    check_among("compilation", compilation, COMPILATIONS)
+    check_name("compilation", compilation, COMPILATIONS)
     check_among("profile", profile, ("measured", "estimated"))
     check_share("margin", margin)
     check_int("seed", seed, least=0)

@@ -57,7 +57,7 @@ def checked_options(
     check_share("margin", margin)
     check_int("seed", seed, least=0)
     check_among("learning_rate_scaling", learning_rate_scaling, (None, "linear", "sqrt"))
-    check_among("compilation", compilation, COMPILATIONS)
+    check_name("compilation", compilation, COMPILATIONS)
     if isinstance(batch_size, str):
         check_among("batch_size", batch_size, BATCH_SIZES, "a positive int")
     else:

@@ -43,7 +43,7 @@ def test_arguments_come_back_in_one_record():
         ({"margin": 1}, ValueError, "below 1"),
         ({"seed": -1}, ValueError, "at least 0"),
         ({"micro_batches": 0}, ValueError, "at least 1"),
-        ({"compilation": "xla"}, ValueError, "'compiled'"),
+        ({"compilation": "compile"}, ValueError, "did you mean 'compiled'"),
     ],
 )
 def test_wrong_arguments(arguments, error, says):
