@@ -412,7 +412,7 @@ def test_what_xla_cannot_do_trains_in_order_with_the_reason(case, monkeypatch):
 
 def test_compilation_is_checked():
     with pytest.raises(
-        ValueError, match="compilation must be one of 'auto', 'compiled', 'ordered'; got 'xla'"
+        ValueError, match="unknown compilation 'xla'; there are auto, compiled, ordered"
     ):
         keras_remat.RematAutotune("1GiB", compilation="xla")
 
