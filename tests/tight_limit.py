@@ -1,15 +1,13 @@
 """Limits for a process in which other tests hold bytes, too."""
 
 import keras_remat
-
-#: What ``RematAutotune`` keeps free where nothing else is said.
-MARGIN = 0.05
+from keras_remat.planning.fit_plans import TunerOptions
 
 
 def with_margin(usable_bytes):
     """The limit that leaves ``usable_bytes`` after the margin, which is a share of *all* bytes:
     what other tests hold would take from the room that a test means."""
-    return int(usable_bytes / (1 - MARGIN)) + 1
+    return int(usable_bytes / (1 - TunerOptions.margin)) + 1
 
 
 def tight_limit(backend, model, data, batch_size, share):

@@ -78,10 +78,11 @@ class Calibration:
     How much that is depends on the model that trains and on how tight the schedule is. So every
     measurement is one point: the simulated activation bytes (peak − resident) and the surplus
     above them, both as shares of the activation bytes of store-all. Between points the surplus lies
-    on the line through the neighbours; outside of them it is the nearest point's. But what is taken
-    off the tightest point fades out, to nothing at half of its bytes: where loose schedules
-    measured a tenth less than simulated, schedules of half their bytes measured what was. Shares
-    hold at every batch size, so what was learnt at one size serves the others.
+    on the line through the neighbours; outside of them it is the nearest point's. A surplus below 0
+    at the tightest point fades out, to 0 at half of its bytes: MobileNet's loose schedules measured
+    a tenth less than simulated, and those of half their bytes as much as simulated
+    (``benchmarks/max_batch.py --pool 512``). Shares hold at every batch size, so what was learnt at
+    one size serves the others.
 
     Args:
         first_ratio: what is taken before anything was measured.

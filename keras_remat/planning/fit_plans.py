@@ -175,7 +175,7 @@ class StepPlanner:
             return self.best(problem, batch_size)
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             plan = self.closest(problem, error, over_limit)
-            measuring_tells = over_limit and self._backend.memory.order_matters
+            measuring_tells = bool(over_limit) and self._backend.memory.order_matters
             if plan.predicted.peak_bytes >= needed_bytes and not measuring_tells:
                 raise error
             return plan

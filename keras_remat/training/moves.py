@@ -176,22 +176,19 @@ class Moves:
     def _replan(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Plans again from the measured profile, or keeps the plan where it is as good.
 
-        An order that was made so for another shape will do, where it fits. Solving for a faster one
-        takes no longer than the steps that are left can save by it, unless it is kept for other fits.
+        An order that was made so for another shape will do, where it fits.
         """
         costs, known = shape.costs, self._known(shape)
         now = self._planner.predict(costs.problem, shape.schedule)
         fits = now.peak_bytes <= self._planner.usable_bytes
-        steps, most_s = self._fit.most_steps_left, math.inf
-        if fits and steps is not None and not self._planner.keeps_plans:
-            most_s = steps * (now.time_s - costs.problem.store_all_time_s)
-            if most_s < _LEAST_SOLVE_S:
-                self._fit.event(
-                    EventKind.ENOUGH,
-                    "The plan that is running stays: in the steps that are left "
-                    f"({steps} at most), a faster one could save {format_seconds(max(0.0, most_s))}.",
-                )
-                return self._keep_plan(shape, outcome, phase)
+        most_s = self._most_saved_s(costs, now) if fits else math.inf
+        if most_s < _LEAST_SOLVE_S:
+            self._fit.event(
+                EventKind.ENOUGH,
+                f"The plan that is running stays: in {self._fit.most_steps_left} steps at most, a "
+                f"faster one could save {format_seconds(max(0.0, most_s))}.",
+            )
+            return self._keep_plan(shape, outcome, phase)
         try:
             with self._fit.progress("solving for the schedule"):
                 plan = self._first_plans.reused(
@@ -204,6 +201,15 @@ class Moves:
             return self._keep_plan(shape, outcome, phase)
         self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")
         return self._first_plans.lowered(shape, costs, plan, phase)
+
+    def _most_saved_s(self, costs: Costs, now: Usage) -> float:
+        """Returns the seconds that a faster plan can save: solving for it may take as long. There
+        is no bound where the steps that are left are not known, or a plan is kept for other
+        fits."""
+        steps = self._fit.most_steps_left
+        if steps is None or self._planner.keeps_plans:
+            return math.inf
+        return steps * (now.time_s - costs.problem.store_all_time_s)
 
     def _tighten(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Plans again for what the measured peak was too much."""
