@@ -144,6 +144,7 @@ class FakeBackend:
     name, compilation = "fake", "ordered"
     measures_op_times = True
     auto_solver = "auto"
+    batch_multiple = 1
 
     def __init__(
         self,
@@ -189,7 +190,9 @@ class FakeBackend:
     @property
     def installed(self):
         """The train function, as far as trainers ask for it."""
-        return SimpleNamespace(run_plain=self.run_plain, restore=lambda: None)
+        return SimpleNamespace(
+            run_plain=self.run_plain, restore=lambda: None, as_given=lambda batch: batch
+        )
 
     def check(self, model):
         return None

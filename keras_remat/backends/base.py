@@ -96,6 +96,10 @@ class StepRunner(Protocol):
 class Installed(Protocol):
     """A train function that has taken the place of Keras's own; see :meth:`Backend.install`."""
 
+    def as_given(self, batch: Any) -> Any:
+        """Returns a batch that was held on the host as Keras's iterator would give it: divided
+        among the devices, where there are several."""
+
     def run_plain(self, batch: Any) -> Any:
         """Runs Keras's own step on a batch."""
 
@@ -144,6 +148,11 @@ class Backend(Protocol):
 
     auto_solver: str
     """The solver that ``"auto"`` stands for."""
+
+    @property
+    def batch_multiple(self) -> int:
+        """The number of parts that a batch is divided into, one for each device: its samples are a
+        multiple of it; 1 on one device."""
 
     @property
     def device(self) -> DeviceMemory:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from keras_remat.backends.base import Backend
-from keras_remat.batch_size.search import Scaling, SizeSearch
+from keras_remat.batch_size.search import PartScaling, Scaling, SizeSearch
 from keras_remat.batch_size.sizes import Facts, Move, next_size, shorter_by, worth_running
 from keras_remat.core.schedule import Schedule
 from keras_remat.planning.plan import Plan
@@ -39,6 +39,8 @@ class SizeClimb:
         solve_s: seconds for one solve.
         deadline_s: by ``time.perf_counter``; once a size has trained, none is chosen that would end
             after it.
+        multiple: every size is a multiple of it, because so many devices divide it. The size rule
+            decides on one device's part.
 
     Attributes:
         trained: the largest size that trained; 0 for none.
@@ -59,11 +61,13 @@ class SizeClimb:
         solver: str = "auto",
         solve_s: float = 6.0,
         deadline_s: float = math.inf,
+        multiple: int = 1,
         seed: int = 0,
     ):
         self._backend, self._budget_bytes, self._max_overhead = backend, budget_bytes, max_overhead
         self._predicted, self._at_most, self._seed = predicted, at_most, seed
         self._solver, self._solve_s, self._deadline_s = solver, solve_s, deadline_s
+        self._multiple = multiple
         self._orders = list(dict.fromkeys(orders))
         self._newest: tuple[int, Plan, int] | None = None  # size, plan, measured peak
         self._failures = self._ran_out = self._runs = 0  # the first two since a size trained
@@ -83,7 +87,7 @@ class SizeClimb:
         if not sizes:
             return None
         search = SizeSearch(
-            scaling,
+            PartScaling(scaling, self._multiple),
             self.corrected_budget_bytes(scaling),
             self._backend,
             self._max_overhead,
@@ -92,7 +96,7 @@ class SizeClimb:
         )
         first = sizes[0] if self.trained else sizes[-1]
         self._learn_newest(scaling)
-        store_all = Schedule.store_all(scaling.at(1).graph)
+        store_all = Schedule.store_all(scaling.at(self._multiple).graph)
         search.best_of([*reversed(self._orders), store_all], first, downwards=not self.trained)
         solved = False
         while True:
@@ -103,7 +107,7 @@ class SizeClimb:
                 plan = search.fastest
                 if plan.solution.schedule not in self._orders:
                     self._orders.append(plan.solution.schedule)
-                return size, plan
+                return size * self._multiple, plan
             search.solve_at(size, self._solver, self._solve_s)
             solved = True
 
@@ -139,13 +143,14 @@ class SizeClimb:
         return max(1, self._budget_bytes - error)
 
     def _facts(self, reached: int, *, solved: bool) -> Facts:
-        failed, failed_peak = self.failed
+        (failed, failed_peak), multiple = self.failed, self._multiple
+        at_most = self._at_most // multiple
         left_s = self._deadline_s - time.perf_counter() - self._longest_s
         return Facts(
-            predicted=self._predicted,
-            at_most=self._at_most,
-            trained=self.trained,
-            failed=failed or self._at_most + 1,
+            predicted=self._predicted // multiple,
+            at_most=at_most,
+            trained=self.trained // multiple,
+            failed=failed // multiple or at_most + 1,
             failed_is_measured=failed_peak > 0,
             failures=self._failures,
             reached=reached,

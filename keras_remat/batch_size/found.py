@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -40,6 +40,14 @@ class Probe:
             batch_size / plan.predicted.time_s if plan.predicted.time_s > 0 else 0.0,
         )
 
+    def times(self, multiple: int) -> Probe:
+        """The same of a batch that so many devices divide, each of which gets this one's size."""
+        return replace(
+            self,
+            batch_size=self.batch_size * multiple,
+            samples_per_s=self.samples_per_s * multiple,
+        )
+
 
 @dataclass(frozen=True)
 class BatchSearch:
@@ -73,6 +81,16 @@ class BatchSearch:
     failed_batch_size: int | None = None
     failed_peak_bytes: int | None = None
     fit: CostFit | None = None
+
+    def times(self, multiple: int) -> BatchSearch:
+        """The same of batches that so many devices divide, each of which gets these sizes."""
+        return replace(
+            self,
+            max_batch_size=self.max_batch_size * multiple,
+            fastest_batch_size=self.fastest_batch_size * multiple,
+            plain_batch_size=self.plain_batch_size * multiple,
+            probes=tuple(probe.times(multiple) for probe in self.probes),
+        )
 
     @cached_property
     def plan(self) -> Plan:

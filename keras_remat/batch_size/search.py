@@ -87,6 +87,29 @@ class Scaling(Protocol):
         """The problem at ``size`` samples."""
 
 
+class PartScaling:
+    """A train step at any size of the part of a batch that one device trains.
+
+    Sizes that the devices do not divide do not exist here.
+
+    Args:
+        scaling: of whole batches.
+        multiple: the number of parts.
+    """
+
+    def __init__(self, scaling: Scaling, multiple: int):
+        self._scaling, self._multiple = scaling, multiple
+
+    @property
+    def fit(self) -> CostFit | None:
+        """Of whole batches."""
+        return self._scaling.fit
+
+    def at(self, size: int) -> Problem:
+        """The problem at ``size`` samples for every device."""
+        return self._scaling.at(size * self._multiple)
+
+
 def search_batch_size(
     scaling: Scaling,
     start: int,
@@ -101,6 +124,7 @@ def search_batch_size(
     late_solver: str | None = None,
     late_time_limit_s: float = 60.0,
     afterwards_s: Callable[[Plan], float] | None = None,
+    multiple: int = 1,
     seed: int = 0,
     progress: Callable[[Probe], None] | None = None,
 ) -> BatchSearch:
@@ -122,6 +146,8 @@ def search_batch_size(
             the others; no solve gets more than a quarter of it.
         afterwards_s: seconds that have to be left of the late time when a plan is the result;
             ``None`` for none.
+        multiple: every size is a multiple of it: see
+            :attr:`~keras_remat.backends.base.Backend.batch_multiple`.
         seed: for the solvers.
         progress: called with every probe.
 
@@ -129,15 +155,15 @@ def search_batch_size(
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
     """
     search = SizeSearch(
-        scaling,
+        PartScaling(scaling, multiple),
         budget_bytes,
         backend,
         max_overhead,
-        _LARGEST_SIZE if at_most is None else at_most,
+        (_LARGEST_SIZE if at_most is None else at_most) // multiple,
         seed,
-        progress,
+        None if progress is None else lambda probe: progress(probe.times(multiple)),
     )
-    search.begin(min(start, search.at_most), solver, _SOLVE_TIME_SHARE * time_limit_s)
+    search.begin(min(start // multiple, search.at_most), solver, _SOLVE_TIME_SHARE * time_limit_s)
     quick_deadline_s = search.started + time_limit_s
     search.bisect(
         solver, _SOLVE_TIME_SHARE * time_limit_s, quick_deadline_s, try_again=late_solver is None
@@ -147,7 +173,7 @@ def search_batch_size(
         search.bisect_and_improve(
             late_solver, late_time_limit_s + max(0.0, quick_deadline_s - time.perf_counter())
         )
-    return replace(search.result(limit_bytes), fit=scaling.fit)
+    return replace(search.result(limit_bytes), fit=scaling.fit).times(multiple)
 
 
 class SizeSearch:

@@ -140,16 +140,18 @@ class BatchTrainer:
         return self._logs
 
     def _train_rest(self) -> None:
-        """Trains less than a full batch; where no schedule is found for it, the loader's batches,
-        which have trained before."""
-        try:
-            self._logs = self._train(self._group.take(self._group.samples))
-        except (InfeasibleBudgetError, ScheduleNotFoundError):
-            if self._group.samples <= self._loader:
-                raise
-            while self._group.samples:
-                size = min(self._loader, self._group.samples)
-                self._logs = self._train(self._group.take(size))
+        """Trains less than a full batch; where no schedule is found for it, or the devices do not
+        divide it, the loader's batches, which have trained before."""
+        rest = self._group.samples
+        if rest <= self._loader or rest == self._divisible(rest):
+            try:
+                self._logs = self._train(self._group.take(rest))
+            except (InfeasibleBudgetError, ScheduleNotFoundError):
+                if rest <= self._loader:
+                    raise
+        while self._group.samples:
+            size = min(self._loader, self._group.samples)
+            self._logs = self._train(self._group.take(size))
 
     def take_held(self) -> Iterator[Any]:
         """Yields what was not trained, oldest first, and holds it no longer."""
@@ -178,7 +180,7 @@ class BatchTrainer:
         most = largest_wanted(self._wanted, self._loader, self._epoch_samples)
         if most is not None and self._size > most:
             self._climb = None
-            self._change(most)
+            self._change(max(self._loader, self._divisible(most)))
 
     def _train(self, batch: Any, **options: Any) -> Any:
         size = batch_size_of(batch)
@@ -188,7 +190,7 @@ class BatchTrainer:
         started = time.perf_counter()
         with self._learning_rate.during(factor):
             try:
-                logs = self._steps.run(batch, **options)
+                logs = self._steps.run(self._steps.fit.installed.as_given(batch), **options)
             except RematError:
                 self._group.put_back(batch)  # it was not trained
                 raise
@@ -246,6 +248,7 @@ class BatchTrainer:
         self._searching = False
         loader, wanted = self._loader, self._wanted
         at_most = largest_wanted(wanted, loader, self._samples_per_epoch(loader))
+        at_most = None if at_most is None else self._divisible(at_most)
         if isinstance(wanted, int) and wanted <= loader:
             if wanted < loader:
                 self._make_smaller(batch, wanted)
@@ -269,6 +272,7 @@ class BatchTrainer:
             orders=[p.plan.solution.schedule for p in search.probes if p.plan is not None],
             trained=loader,
             solve_s=_SOLVE_SHARE * self._search_s,
+            multiple=steps.trainer.backend.batch_multiple,
             seed=self._seed,
         )
         if wanted == "fastest":
@@ -276,7 +280,12 @@ class BatchTrainer:
         elif search.max_batch_size > loader:
             self._change(search.max_batch_size, search.plan)
 
+    def _divisible(self, size: int) -> int:
+        """Returns the largest size up to ``size`` that the devices divide evenly."""
+        return size - size % self._steps.trainer.backend.batch_multiple
+
     def _make_smaller(self, batch: Any, size: int) -> None:
+        size = self._divisible(size) or self._steps.trainer.backend.batch_multiple
         try:
             graph_at(self._steps.trainer.backend, self._model, batch, size)
         except UnsupportedModelError as error:
@@ -304,6 +313,7 @@ class BatchTrainer:
                 time_limit_s=_QUICK_SHARE * self._search_s,
                 late_solver="auto",
                 late_time_limit_s=(1 - _QUICK_SHARE) * self._search_s,
+                multiple=backend.batch_multiple,
                 seed=self._seed,
             )
 
@@ -390,8 +400,10 @@ class BatchTrainer:
         self._step_s.clear()
         scaling = self._scaling
         self._steps.begin_shape(expected, None if scaling is None else scaling.at(new))
+        devices = self._steps.trainer.backend.batch_multiple
+        each = f": {new // devices} on each of {devices} devices" if devices > 1 else ""
         self._steps.fit.event(
-            EventKind.BATCH, f"The batch size is {new} from here on ({old} before)."
+            EventKind.BATCH, f"The batch size is {new} from here on ({old} before){each}."
         )
         if new > self._loader and isinstance(self._wanted, str) and not self._has_warned:
             self._has_warned = True

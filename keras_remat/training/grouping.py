@@ -59,7 +59,7 @@ class BatchGrouper:
 
     def put_back(self, batch: Any) -> None:
         """Undoes a :meth:`take`: the samples are the oldest again."""
-        self._held.insert(0, batch)
+        self._held.insert(0, keras.tree.map_structure(_on_host, batch))
         self.samples += batch_size_of(batch)
 
     def take(self, size: int) -> Any:
@@ -86,9 +86,10 @@ class BatchGrouper:
 
 
 def _on_host(leaf: Any) -> Any:
-    """Returns an array that holds no memory of an accelerator; TensorFlow's iterators give
-    those."""
-    return leaf if leaf is None or keras.backend.backend() == "tensorflow" else np.asarray(leaf)
+    """Returns an array that holds no memory of an accelerator, and is in one piece. TensorFlow's
+    iterators give such tensors, unless they are divided among replicas."""
+    on_host = keras.backend.backend() == "tensorflow" and keras.ops.is_tensor(leaf)
+    return leaf if leaf is None or on_host else np.asarray(leaf)
 
 
 def _sliced(batch: Any, part: slice) -> Any:

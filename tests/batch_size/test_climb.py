@@ -52,6 +52,13 @@ def test_the_first_size_is_the_one_that_an_order_reaches():
     assert climbing.trained == 100
 
 
+@pytest.mark.parametrize("largest", [61, 80, 99])
+def test_every_size_is_one_that_the_devices_divide(largest):
+    ran, climbing = sizes_until(largest, 104, multiple=8, at_most=160)
+    assert all(size % 8 == 0 for size in ran)
+    assert climbing.trained == largest - largest % 8
+
+
 def test_it_goes_down_until_a_size_trains_and_up_again():
     ran, climbing = sizes_until(80, 100)
     first = next(size for size in ran if size <= 80)

@@ -51,6 +51,22 @@ def fits(size, budget, backend=None, bound=math.inf):
     return plan.overhead <= bound
 
 
+@pytest.mark.parametrize("multiple", [2, 3, 8])
+def test_every_size_is_one_that_the_devices_divide(multiple):
+    budget, tried = store_all_peak(40), []
+    found = search(
+        budget, start=2 * multiple, multiple=multiple, at_most=1000, progress=tried.append
+    )
+    one = search(budget, start=2 * multiple, at_most=1000)
+    assert tried == list(found.probes)
+    assert all(probe.batch_size % multiple == 0 for probe in found.probes)
+    assert found.plain_batch_size == 40 - 40 % multiple
+    assert found.max_batch_size >= 0.9 * one.max_batch_size
+    assert found.plan.problem.graph == chain_graph(found.max_batch_size)
+    rates = {p.batch_size: p.samples_per_s for p in found.probes if p.plan is not None}
+    assert rates[found.max_batch_size] == found.max_batch_size / found.plan.predicted.time_s
+
+
 @pytest.mark.parametrize("start", [1, 4, 37, 400])
 def test_largest_batch_is_found_from_anywhere(start):
     budget = store_all_peak(40)

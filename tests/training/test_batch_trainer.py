@@ -33,6 +33,7 @@ class FakeSteps:
         self.trainer = self.fit = self
 
     micro_batches, plan, backend = 1, None, FakeBackend()
+    installed = SimpleNamespace(as_given=lambda batch: batch)
 
     def long_task(self, text):
         return nullcontext()
@@ -67,6 +68,20 @@ class FakeSteps:
 
     def event(self, kind, message):
         self.events.append(kind)
+
+
+class OfSeveral(FakeBackend):
+    """Divides its batches among several devices."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.batch_multiple = count
+
+
+def on_devices(count):
+    steps = FakeSteps()
+    steps.backend = OfSeveral(count)
+    return steps
 
 
 class Rate:
@@ -205,6 +220,38 @@ def test_size_below_the_loaders_is_left_where_batches_cannot_be_cut():
     assert_all_once(steps.trained, total)
     assert trainer.changes == []
     assert steps.events == ["search"]
+
+
+@pytest.mark.parametrize(("wanted", "trained"), [(7, 6), (4, 3), (2, 3)])
+def test_a_smaller_size_is_one_that_the_devices_divide(wanted, trained):
+    steps = on_devices(3)
+    total = epoch(Fixed(steps, wanted), batches=5, last=7)
+    sizes = [len(numbers) for numbers in steps.trained]
+    assert set(sizes[2:-1]) == {trained}
+    assert_all_once(steps.trained, total)
+
+
+def test_a_rest_that_the_devices_do_not_divide_is_trained_in_the_loaders_batches():
+    """Such a batch is trained by the plain step: a joined one might need more than there is."""
+    steps = on_devices(2)
+    total = epoch(Fixed(steps, "max", found=40), batches=8, last=7)
+    assert [len(numbers) for numbers in steps.trained] == [10, 10, 40, 10, 7]
+    assert_all_once(steps.trained, total)
+
+
+def test_a_rest_that_the_devices_divide_is_one_batch():
+    steps = on_devices(2)
+    epoch(Fixed(steps, "max", found=40), batches=8, last=6)
+    assert [len(numbers) for numbers in steps.trained] == [10, 10, 40, 16]
+
+
+def test_an_epoch_keeps_its_updates_by_a_size_that_the_devices_divide():
+    steps = on_devices(4)
+    trainer = Fixed(steps, "max", found=80)
+    trainer.epoch_begins()
+    epoch(trainer, batches=23)
+    trainer.epoch_ends()
+    assert trainer.changes == [(10, 80), (80, 20)]  # of 230 samples, 23 would be a tenth
 
 
 def test_size_of_the_loader_changes_nothing():

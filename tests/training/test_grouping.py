@@ -113,6 +113,27 @@ def test_samples_of_other_shapes_are_refused_and_not_held():
     assert group.samples == 3
 
 
+class InTwoParts:
+    """An array that two devices have a half of each, as far as it is asked."""
+
+    def __init__(self, whole):
+        self.whole, self.shape, self.dtype = whole, whole.shape, whole.dtype
+
+    def __array__(self, dtype=None, copy=None):
+        return np.concatenate(np.split(self.whole, 2))
+
+
+def test_divided_arrays_are_joined_in_the_order_of_their_samples():
+    group, numbers = BatchGrouper(), np.arange(12)
+    group.add((InTwoParts(numbers[:6]),))
+    group.add((InTwoParts(numbers[6:]),))
+    (taken,) = group.take(8)
+    np.testing.assert_array_equal(taken, numbers[:8])
+    group.put_back((InTwoParts(numbers[:8]),))
+    (taken,) = group.take(12)
+    np.testing.assert_array_equal(taken, numbers)
+
+
 def test_the_oldest_batch_comes_out_as_it_came():
     group = BatchGrouper()
     for first in (0, 4, 8):

@@ -102,6 +102,11 @@ class JaxBackend:
         self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint
         self._newest: dict[Any, Any] = {}  # what was compiled how → the step; the newest last
 
+    @property
+    def batch_multiple(self) -> int:
+        """The number of parts that the active ``keras.distribution`` divides a batch into."""
+        return private.batch_parts()
+
     def check(self, model: Any) -> str | None:
         tracing.check_supported(model)
         return check_device()
@@ -116,11 +121,6 @@ class JaxBackend:
 
     def resized_spec(self, batch: Any, size: int) -> Any:
         samples = batches.batch_size_of(batch)
-        if private.distribution() is not None:
-            raise UnsupportedModelError(
-                "Under a keras.distribution the batch stays as it is: joined batches would have "
-                "to be laid over the devices anew."
-            )
 
         def resize(leaf: Any) -> Any:
             if len(leaf.shape) == 0 or leaf.shape[0] != samples:
@@ -128,7 +128,8 @@ class JaxBackend:
                     f"An array of shape {tuple(leaf.shape)} does not have the {samples} samples "
                     "of its batch."
                 )
-            return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype)
+            sharding = getattr(leaf, "sharding", None)
+            return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
 
         return jax.tree.map(resize, batch)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 from jax.extend import core
 from keras.src.backend import get_keras_mask
@@ -164,3 +165,23 @@ def update_metrics(
 def distribution() -> Any:
     """Returns the active ``keras.distribution`` setting or ``None``."""
     return keras.distribution.distribution()
+
+
+def batch_parts() -> int:
+    """Returns the number of parts that the active distribution divides a batch into."""
+    active = distribution()
+    if active is None:
+        return 1
+    mesh = active.device_mesh
+    return int(mesh.shape[mesh.axis_names.index(active.batch_dim_name)])
+
+
+def laid_out(batch: Any) -> Any:
+    """Returns a batch of arrays as JAX's own: laid over the devices by the active distribution."""
+    active = distribution()
+    if active is None:
+        return jax.tree.map(jnp.asarray, batch)
+    return jax.tree.map(
+        lambda leaf: keras.distribution.distribute_tensor(leaf, active.get_data_layout(leaf.shape)),
+        batch,
+    )

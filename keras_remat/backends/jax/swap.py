@@ -86,6 +86,10 @@ class InstalledTrainFunction(TrainFunctionSwap):
             return logs if rest is None else rest
         return logs
 
+    def as_given(self, batch: Any) -> Any:
+        """Makes JAX's arrays of a batch, over the devices of the active ``keras.distribution``."""
+        return private.laid_out(batch)
+
     def run_plain(self, batch: Any) -> Any:
         """Runs Keras's own step on one batch."""
         return self._device.run_plain(self._model, self.original, batch)

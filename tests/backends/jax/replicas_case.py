@@ -1,5 +1,5 @@
 """``fit`` on four devices that the host pretends to have, plain and rematerialized; prints what
-came of it as JSON: ``python replicas_case.py data|model keep|max``."""
+came of it as JSON: ``python replicas_case.py data|model keep|joined``."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def trained(remat):
             batch_size=BATCH,
             shuffle=False,
             verbose=0,
-            epochs=5 if sys.argv[2] == "max" else 2,
+            epochs=2,
             callbacks=[remat],
         )
     temp, text = seen[-1]
@@ -70,11 +70,39 @@ def trained(remat):
     }
 
 
+def joined(size=2 * BATCH, samples=12 * BATCH + 40):
+    """Batches that are joined, and plain ones of the same samples: what the weights are after."""
+    remat = keras_remat.RematAutotune(None, size, verbose=0)
+    options = {"shuffle": False, "verbose": 0}
+    weights = []
+    for callback in (remat, None):
+        keras.utils.set_random_seed(0)
+        model = models.mixer(blocks=4)
+        x, y = models.batch(model, samples)
+        if callback is not None:
+            model.fit(x, y, batch_size=BATCH, callbacks=[callback], **options)
+            change = next(event for event in remat.report.events if event.kind == "batch")
+            first = change.step * BATCH
+        else:
+            rest = samples - (samples - first) % size
+            for begin, end in ((0, first), (first, rest), (rest, samples)):
+                of = BATCH if begin == 0 else size
+                model.fit(x[begin:end], y[begin:end], batch_size=of, **options)
+        weights.append(model.get_weights())
+    return {
+        "batch": remat.report.batch_size,
+        "steps": remat.report.epochs[0].steps,
+        "expected_steps": change.step + -(-(samples - first) // size),
+        "difference": max(float(abs(a - b).max()) for a, b in zip(*weights, strict=True)),
+    }
+
+
 keras.distribution.set_distribution(distribution(sys.argv[1]))
+if sys.argv[2] == "joined":
+    print(json.dumps(joined()))
+    sys.exit()
 plain = trained(keras_remat.RematAutotune(None, "keep", verbose=0))
 resident = device.Device().in_use_bytes()
 limit = int(resident + 0.65 * (plain["peak"] - resident))
-remat = keras_remat.RematAutotune(
-    limit if sys.argv[2] == "keep" else None, sys.argv[2], margin=0.0, verbose=0
-)
+remat = keras_remat.RematAutotune(limit, "keep", margin=0.0, verbose=0)
 print(json.dumps({"plain": plain, "remat": trained(remat), "limit": limit}))

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import keras_remat
 from keras_remat.backends.tensorflow.graph import replicas
-from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
+from keras_remat.backends.tensorflow.graph.sharded import ShardedArray, divided
 from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
 from keras_remat.backends.tensorflow.mirrored.backend import MirroredBackend
 from keras_remat.core.problem import Problem
@@ -168,14 +168,26 @@ def fit(batch_size="keep", samples=6 * BATCH + 9):
     }
 
 
-def divided(arrays, size):
-    parts = size // COUNT
-    return tuple(
-        ShardedArray(
-            None, tuple(tf.constant(a[at * parts : (at + 1) * parts]) for at in range(COUNT))
-        )
-        for a in arrays
-    )
+def larger():
+    """Batches that are joined, and plain ones of the same samples: what the weights are after."""
+    samples, size = 16 * BATCH + 10, 2 * BATCH
+    remat = keras_remat.RematAutotune("1GiB", size, solver="greedy", verbose=0)
+    model, plain = compiled("mixer"), compiled("mixer")
+    x, y = data_for(model, samples)
+    options = {"shuffle": False, "verbose": 0}
+    model.fit(x, y, batch_size=BATCH, callbacks=[remat], **options)
+    change = next(event for event in remat.report.events if event.kind == "batch")
+    first = change.step * BATCH
+    rest = samples - 10 - (samples - 10 - first) % size
+    for begin, end, of in ((0, first, BATCH), (first, rest, size), (rest, samples, BATCH)):
+        plain.fit(x[begin:end], y[begin:end], batch_size=of, **options)
+    pairs = zip(model.get_weights(), plain.get_weights(), strict=True)
+    return {
+        "batch": remat.report.batch_size,
+        "steps": remat.report.epochs[0].steps,
+        "expected_steps": change.step + (rest - first) // size + -(-(samples - rest) // BATCH),
+        "difference": max(float(np.abs(a - b).max()) for a, b in pairs),
+    }
 
 
 def steps(name):
@@ -189,7 +201,7 @@ def steps(name):
     model = compiled(name)
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     backend = MirroredBackend(model)
-    batch = divided((x, y), BATCH)
+    batch = tuple(divided(STRATEGY, array) for array in (x, y))
     traced = backend.trace(model, batch)
     problem = Problem(traced.graph, backend.estimated_profile(traced)).with_budget(2**40)
     step = backend.lower(traced, problem, Schedule.store_all(traced.graph))
@@ -216,7 +228,7 @@ def refusals():
         x, y = data_for(model, BATCH)
         model.fit(x, y, batch_size=BATCH, verbose=0)
         try:
-            replicas.trace(model, divided((x, y), BATCH))
+            replicas.trace(model, tuple(divided(STRATEGY, array) for array in (x, y)))
         except RematError as error:
             said[name] = f"{type(error).__name__}: {error}"
     model = compiled("recurrent")
@@ -269,7 +281,7 @@ def memory():
 
 CASES = {
     "fit": fit,
-    "larger": lambda: fit(2 * BATCH, 6 * BATCH),
+    "larger": larger,
     "embedding": lambda: steps("embedding"),
     "recurrent": lambda: steps("recurrent"),
     "refusals": refusals,

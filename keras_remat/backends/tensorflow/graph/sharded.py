@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -40,6 +41,25 @@ class ShardedArray:
         """Whether all parts have one shape, and samples."""
         shapes = {tuple(part.shape) for part in self.parts}
         return len(shapes) == 1 and 0 not in next(iter(shapes))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """All parts together, in the host's memory."""
+        return np.concatenate([np.asarray(part) for part in self.parts]).astype(
+            dtype or self.parts[0].dtype.as_numpy_dtype, copy=False
+        )
+
+
+def divided(strategy: Any, array: Any) -> ShardedArray:
+    """Divides an array among the replicas of a strategy, as evenly as its samples can be."""
+    devices = strategy.extended.worker_devices
+    parts = []
+    for device, part in zip(devices, np.array_split(np.asarray(array), len(devices)), strict=True):
+        with tf.device(device):
+            parts.append(tf.identity(part))
+    given = strategy.experimental_distribute_values_from_function(
+        lambda context: parts[context.replica_id_in_sync_group]
+    )
+    return ShardedArray(given, tuple(parts))
 
 
 def part_of(leaf: Any, replica: int) -> Any:

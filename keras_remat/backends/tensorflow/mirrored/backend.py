@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_remat.backends.base import Installed, StepRunner
 from keras_remat.backends.tensorflow.graph import replicas
+from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.backends.tensorflow.memory import measure
 from keras_remat.backends.tensorflow.mirrored.swap import MirroredTrainFunction
@@ -97,10 +98,16 @@ class MirroredBackend(TensorFlowBackend):
                     "replicas: make and compile the model inside of strategy.scope()."
                 )
 
+    @property
+    def batch_multiple(self) -> int:
+        """The number of replicas."""
+        return int(self._strategy.num_replicas_in_sync)
+
     def resized_spec(self, batch: Any, size: int) -> Any:
-        raise UnsupportedModelError(
-            "Under MirroredStrategy the batch stays as it is: joined batches would have to be "
-            "divided among the replicas anew."
+        count = self.batch_multiple
+        part = super().resized_spec(batch, size // count)
+        return tf.nest.map_structure(
+            lambda spec: None if spec is None else ShardedArray(None, (spec,) * count), part
         )
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:

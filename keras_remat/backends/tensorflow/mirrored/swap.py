@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.base import Caller
-from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
+from keras_remat.backends.tensorflow.graph.sharded import ShardedArray, divided
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 
 
@@ -37,10 +37,22 @@ class MirroredTrainFunction(InstalledTrainFunction):
 
         return tf.nest.map_structure(divided, batch)
 
+    def as_given(self, batch: Any) -> Any:
+        """Divides a batch among the replicas: each gets samples that follow each other, and the
+        first ones get one more where they do not divide evenly."""
+        strategy = self._model.distribute_strategy
+        return tf.nest.map_structure(
+            lambda leaf: (
+                leaf if leaf is None or isinstance(leaf, ShardedArray) else divided(strategy, leaf)
+            ),
+            batch,
+        )
+
     def run_plain(self, batch: Any) -> Any:
         """Runs Keras's own step on one batch."""
         return super().run_plain(
             tf.nest.map_structure(
-                lambda leaf: leaf.given if isinstance(leaf, ShardedArray) else leaf, batch
+                lambda leaf: leaf.given if isinstance(leaf, ShardedArray) else leaf,
+                self.as_given(batch),
             )
         )

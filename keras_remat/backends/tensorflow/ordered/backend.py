@@ -66,6 +66,11 @@ class TensorFlowBackend:
     measures_op_times = True
     auto_solver = "auto"
 
+    @property
+    def batch_multiple(self) -> int:
+        """One device trains whole batches."""
+        return 1
+
     @cached_property
     def device(self) -> measure.TensorFlowDevice:
         """Made when it is first asked: TensorFlow makes its devices then."""
