@@ -162,6 +162,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         try:
             backends = load_backends(self._model, self._options.compilation)
             remark = backends[0].check(self._model)
+            backends[0].processes.begin(self._options.shared)
         except UnsupportedModelError as error:
             warn_unmodified(self.report, error)
             return

@@ -39,6 +39,18 @@ def _restore(
     return error
 
 
+class ProcessFailedError(RematError):
+    """Another process that trains the same model has failed, so none can go on.
+
+    Attributes:
+        process: its number.
+    """
+
+    def __init__(self, process: int, why: str):
+        super().__init__(f"Process {process} has failed, so training ends in all: {why}.")
+        self.process = process
+
+
 class InvalidScheduleError(RematError, ValueError):
     """A schedule breaks one of the rules S1 to S5.
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.memory import CalibratedMemory
+from keras_remat.backends.processes import OneProcess
 from keras_remat.core.graph import BACKWARD, FORWARD, Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -145,6 +146,7 @@ class FakeBackend:
     measures_op_times = True
     auto_solver = "auto"
     batch_multiple = 1
+    processes = OneProcess()
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from keras_remat.backends.memory import DeviceMemory, MemoryModel
+from keras_remat.backends.processes import Processes
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -148,6 +149,8 @@ class Backend(Protocol):
 
     auto_solver: str
     """The solver that ``"auto"`` stands for."""
+    processes: Processes
+    """Those that train the model together."""
 
     @property
     def batch_multiple(self) -> int:

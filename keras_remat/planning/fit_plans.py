@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keras_remat.backends.base import Backend
+from keras_remat.backends.processes import decided_once
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
@@ -71,7 +72,8 @@ class StepPlanner:
         device turns out to have less."""
         if self._limit_bytes is None:
             total, limit = self._backend.device.total_bytes(), self._options.memory_limit
-            self._limit_bytes = total if limit is None else parse_bytes(limit, total_bytes=total)
+            wanted = total if limit is None else parse_bytes(limit, total_bytes=total)
+            (self._limit_bytes,) = self._backend.processes.least(wanted)
         return self._limit_bytes
 
     @limit_bytes.setter
@@ -88,6 +90,7 @@ class StepPlanner:
         """The limit less the margin."""
         return usable_bytes(self.limit_bytes, self._options.margin)
 
+    @decided_once
     def predict(self, problem: Problem, schedule: Schedule) -> Usage:
         """Time by the problem's op times and the allocator's peak."""
         return Usage(
@@ -95,6 +98,7 @@ class StepPlanner:
             self._backend.memory.peak_bytes(problem, schedule),
         )
 
+    @decided_once
     def quick(self, problem: Problem, batch_size: int, roomy_bytes: int | None = None) -> Plan:
         """A plan to train under while profiling: a quick one, or, where none is found quickly, one
         by the chosen solver in half of its time or all.
@@ -124,6 +128,7 @@ class StepPlanner:
                 logger.debug("keras_remat: %s", error)
         return self.best(problem, batch_size)
 
+    @decided_once
     def best(
         self,
         problem: Problem,
@@ -148,6 +153,7 @@ class StepPlanner:
         limit_s = min(options.solver_time_limit_s, most_s)
         return self._solve(problem, batch_size, options.solver, limit_s, known, budget_bytes)
 
+    @decided_once
     def nearest(
         self,
         problem: Problem,
@@ -180,6 +186,7 @@ class StepPlanner:
                 raise error
             return plan
 
+    @decided_once
     def closest(
         self,
         problem: Problem,
@@ -235,6 +242,7 @@ class StepPlanner:
                 known=known,
             )
 
+    @decided_once
     def reused(self, problem: Problem, plan: Plan, graph: Graph) -> Plan | None:
         """The order of ``plan``, made for ``graph``, at another shape of the same step; ``None``
         where that does not fit or is not legal.
@@ -257,6 +265,7 @@ class StepPlanner:
         told = memory.compiled_peak_bytes(problem, order)
         return reused if told is None or told <= self.usable_bytes else None
 
+    @decided_once
     def cached(self, problem: Problem) -> Plan | None:
         """The plan that an earlier ``fit`` measured for this graph and limit, if plans are kept.
 
@@ -284,6 +293,7 @@ class StepPlanner:
         )
         return cache_path(options.cache_dir, graph, self.usable_bytes, setting)
 
+    @decided_once
     def keep(self, plan: Plan, graph: Graph) -> None:
         """Keeps a measured plan that held its limit, where plans are kept.
 

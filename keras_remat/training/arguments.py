@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keras_remat.backends.base import COMPILATIONS
@@ -27,6 +27,11 @@ class FitOptions:
     learning_rate_scaling: str | None
     compilation: str
     chooses_pieces: bool
+
+    @property
+    def shared(self) -> str:
+        """What has to be the same in all processes that train a model: all but the limit."""
+        return str(replace(self, steps=replace(self.steps, memory_limit=None)))
 
 
 def checked_options(

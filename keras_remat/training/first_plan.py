@@ -14,8 +14,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from keras_remat.backends.base import Backend, TracedStep
+from keras_remat.backends.base import Backend, RunStep, TracedStep
 from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.processes import decided_once, made_by_all
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.events import EventKind
 from keras_remat.core.graph import Graph
@@ -105,6 +106,8 @@ class FirstPlans:
             if not was_built:  # slots that tracing made share their zeros until they are written
                 self._backend.snapshot(model)()
         in_use = counted_bytes(self._backend.device)
+        if in_use is not None:
+            (in_use,) = self._backend.processes.most(in_use)
         profile = self._backend.estimated_profile(traced, in_use)
         for costs in known.costs[:1] if micro_batches == 1 else ():
             seen = transfer_costs(costs, traced.graph).profile
@@ -114,6 +117,7 @@ class FirstPlans:
         problem = Problem(traced.graph, profile, name=self._fit.model.name)
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
 
+    @made_by_all
     def _traced(self, batch: Any, micro_batches: int) -> TracedStep:
         """Traces the step; what the layers of a user's model raise for the first batch that they
         get is the model's own fault, and for pieces or another size it is not."""
@@ -131,6 +135,7 @@ class FirstPlans:
                 f"{type(error).__name__}: {error}"
             ) from error
 
+    @decided_once
     def plain_peak_bytes(self, costs: Costs, *, with_room: bool = False) -> int:
         """Returns what Keras's own step is predicted to need.
 
@@ -157,6 +162,7 @@ class FirstPlans:
 
     # ---------------------------------------------------------------- plans
 
+    @decided_once
     def given(self, costs: Costs) -> Plan | None:
         """Returns the plan that was given, for the first shape that asks.
 
@@ -339,13 +345,17 @@ class FirstPlans:
         Raises:
             UnsupportedModelError: its random numbers would be drawn again.
         """
-        _refuse_stateful_random(costs)
-        with self._fit.progress("building the rematerialized step"):
-            problem = costs.problem.with_budget(plan.budget_bytes)
-            run = self._backend.lower(costs.traced, problem, plan.solution.schedule)
+        run = self._built(costs, plan)
         if phase is Phase.WARM_UP and not self._backend.measures_op_times:
             phase = Phase.VERIFY  # recording steps cannot make a plan better
         return shape.planned(run, costs, plan, phase)
+
+    @made_by_all
+    def _built(self, costs: Costs, plan: Plan) -> RunStep:
+        _refuse_stateful_random(costs)
+        with self._fit.progress("building the rematerialized step"):
+            problem = costs.problem.with_budget(plan.budget_bytes)
+            return self._backend.lower(costs.traced, problem, plan.solution.schedule)
 
 
 def _build_optimizer(model: Any) -> None:

@@ -223,6 +223,7 @@ class FitSession:
         """Gives the train function back; a second time, it does nothing."""
         self.steps.trainer.close()
         self._installed.restore()
+        self._backends[0].processes.end()
 
 
 def warn_unmodified(report: AutotuneReport, error: UnsupportedModelError, step: int = 0) -> None:

@@ -59,7 +59,7 @@ class BatchGrouper:
 
     def put_back(self, batch: Any) -> None:
         """Undoes a :meth:`take`: the samples are the oldest again."""
-        self._held.insert(0, keras.tree.map_structure(_on_host, batch))
+        self._held.insert(0, batch)
         self.samples += batch_size_of(batch)
 
     def take(self, size: int) -> Any:
@@ -74,7 +74,7 @@ class BatchGrouper:
         missing = size
         with keras.device("cpu:0"):
             while missing:
-                batch = self._held.pop(0)
+                batch = keras.tree.map_structure(_on_host, self._held.pop(0))
                 count = batch_size_of(batch)
                 if count > missing:
                     self._held.insert(0, _sliced(batch, slice(missing, None)))

@@ -92,7 +92,9 @@ class StepGuard:
         """
         if timed and self._pending is not None:
             self._backend.measure(lambda: self._pending)  # what is queued is not this step's time
-        put_back = self._snapshot() if guarded or self._is_cheap() else None
+        # of several processes one alone cannot train a batch again
+        is_alone = self._backend.processes.count == 1
+        put_back = self._snapshot() if is_alone and (guarded or self._is_cheap()) else None
         try:
             with address_space_for_threads():
                 result, usage = self._backend.measure(lambda: step(batch), wait=timed)

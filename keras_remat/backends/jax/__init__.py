@@ -29,8 +29,10 @@ from keras_remat.backends.jax.measure import (
     memory,
     platform,
 )
+from keras_remat.backends.jax.processes import JaxProcesses
 from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.backends.jax.trace import JaxTracedStep
+from keras_remat.backends.processes import OneProcess
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.backends.xla.kernel_costs import scaled
 from keras_remat.core.problem import Problem
@@ -97,7 +99,8 @@ class JaxBackend:
     )
 
     def __init__(self) -> None:
-        self.device = Device()
+        self.processes = JaxProcesses() if jax.process_count() > 1 else OneProcess()
+        self.device = Device(self.processes)
         self.memory = CompiledMemory(self._compile_bytes)
         self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint
         self._newest: dict[Any, Any] = {}  # what was compiled how → the step; the newest last
@@ -121,6 +124,10 @@ class JaxBackend:
 
     def resized_spec(self, batch: Any, size: int) -> Any:
         samples = batches.batch_size_of(batch)
+        if self.processes.count > 1:
+            raise UnsupportedModelError(
+                "In several processes the batch stays as it is: each has a part of it."
+            )
 
         def resize(leaf: Any) -> Any:
             if len(leaf.shape) == 0 or leaf.shape[0] != samples:

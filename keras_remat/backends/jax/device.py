@@ -34,6 +34,7 @@ from keras_remat.backends.jax.lower import compile_step
 from keras_remat.backends.jax.measure import CompiledMemory, device_statistic, first_device, memory
 from keras_remat.backends.jax.sharding import shard_bytes
 from keras_remat.backends.jax.trace import as_specs
+from keras_remat.backends.processes import OneProcess, Processes
 from keras_remat.core.graph import Op
 from keras_remat.core.schedule import Usage
 
@@ -41,9 +42,14 @@ Result = TypeVar("Result")
 
 
 class Device:
-    """The first device, and the state of the one model that trains on it."""
+    """The first device of this process, and the state of the one model that trains on it.
 
-    def __init__(self) -> None:
+    Args:
+        processes: those that train it; of what they measure, the most is told.
+    """
+
+    def __init__(self, processes: Processes | None = None) -> None:
+        self.processes = processes or OneProcess()
         self.state: Any = None
         self.times_s: list[float] | None = None  # of the steps run while a recording is under way
         self._plain: dict[
@@ -160,7 +166,7 @@ class Device:
     @property
     def name(self) -> str:
         """The device, e.g. ``"gpu:0"``."""
-        device = jax.devices()[0]
+        device = jax.local_devices()[0]
         return f"{device.platform}:{device.id}"
 
     @property
@@ -185,7 +191,8 @@ class Device:
         if after is not None:
             rose = after != before and not self._first_run
             peak = after if rose else min(after, peak)
-        return result, Usage(elapsed_s - self._compile_s, peak)
+        step_ns, peak = self.processes.most(int(1e9 * (elapsed_s - self._compile_s)), peak)
+        return result, Usage(step_ns / 1e9, peak)
 
     def peak_bytes(self) -> int:
         """What the steps since :meth:`measure` began need, also when they failed, but no more than

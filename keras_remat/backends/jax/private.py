@@ -4,18 +4,20 @@ Everything here was read in, and is tested with, the versions in ``TESTED``. Fro
 an equation (``primitive``, ``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``;
 from Keras: ``_symbolic_build``, ``_purge_model_variables``, ``_update_metrics_variables``,
 ``_jax_state``, ``_flatten_layers``, ``get_keras_mask``, and the four lists of variables the JAX
-trainer carries as state, in its order. When a new version moves one of these, this is the file to
+trainer carries as state, in its order. Of ``jax.distributed`` the client of its key-value store. When a new version moves one of these, this is the file to
 mend.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
+from jax._src import distributed
 from jax.extend import core
 from keras.src.backend import get_keras_mask
 
@@ -185,3 +187,20 @@ def laid_out(batch: Any) -> Any:
         lambda leaf: keras.distribution.distribute_tensor(leaf, active.get_data_layout(leaf.shape)),
         batch,
     )
+
+
+#: What the client of :func:`distributed_client` raises.
+DISTRIBUTED_ERROR = jax.errors.JaxRuntimeError
+
+
+def distributed_client() -> Any:
+    """Returns the client of the key-value store that all processes share."""
+    return distributed.global_state.client
+
+
+def leave_processes(most_s: float) -> None:
+    """Tells the other processes that this one leaves; returns after ``most_s`` seconds at the
+    latest."""
+    leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(most_s)

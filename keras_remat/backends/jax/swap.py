@@ -59,9 +59,10 @@ class InstalledTrainFunction(TrainFunctionSwap):
             return logs, device.state
         except StopIteration:  # before anything of this call was trained
             raise
-        except BaseException:
+        except BaseException as error:
             self.restore()
             private.publish_state(self._model, device.state)
+            device.processes.fail(error)
             raise
         finally:
             device.state = None

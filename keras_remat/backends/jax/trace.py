@@ -94,12 +94,6 @@ def check_supported(model: Any) -> None:
         raise UnsupportedModelError(
             "Keras's NNX mode is on: its variables are no plain state of the train step."
         )
-    if private.distribution() is not None and jax.process_count() > 1:
-        raise UnsupportedModelError(
-            "A keras.distribution over several processes is active: their plans might differ. "
-            "Train in one process, or without "
-            "rematerialization."
-        )
     if not getattr(model, "compiled", False):
         raise UnsupportedModelError("The model is not compiled: call model.compile(...) first.")
     if model.optimizer is None:

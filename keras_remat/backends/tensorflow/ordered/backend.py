@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_remat.backends import batches
 from keras_remat.backends.base import Installed, ProfileRecorder, RunStep, StepRunner
 from keras_remat.backends.memory import MemoryModel, SimulatedMemory
+from keras_remat.backends.processes import OneProcess
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import trace as tracing
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
@@ -65,6 +66,7 @@ class TensorFlowBackend:
     compilation = "ordered"
     measures_op_times = True
     auto_solver = "auto"
+    processes = OneProcess()
 
     @property
     def batch_multiple(self) -> int:

@@ -1,0 +1,131 @@
+"""Processes that train one model together: what is decided in one of them holds in all.
+
+Each runs the same script on devices of its own, and every step is one program on all devices. A
+process that ran another program, or none, would be waited for without end. So nothing that differs
+from one process to another may decide: plans and predictions are the first process's
+(:func:`decided_once`), of what is measured the most counts, and what one of them cannot make
+(:func:`made_by_all`) none has. Where a process fails, the others end with its reason.
+
+A backend with one process has :class:`OneProcess`, which decides alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+Result = TypeVar("Result")
+_Arguments = ParamSpec("_Arguments")
+
+
+class Processes(Protocol):
+    """All processes that train a model, as one of them sees them.
+
+    Every method but :meth:`end` and :meth:`fail` is called by all of them, in the same order.
+    """
+
+    count: int
+    """How many there are."""
+
+    def begin(self, setting: str) -> None:
+        """Begins a ``fit``, once all have come to it.
+
+        Args:
+            setting: what has to be the same in all of them.
+
+        Raises:
+            UnsupportedModelError: it is not the same.
+            ProcessFailedError: another process has failed, or did not come.
+        """
+
+    def end(self) -> None:
+        """Ends the ``fit``; a second time, it does nothing."""
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the ``fit`` of all processes, because of an error in this one."""
+
+    def most(self, *numbers: int) -> list[int]:
+        """Returns the largest that any process has of each number."""
+
+    def least(self, *numbers: int) -> list[int]:
+        """Returns the smallest that any process has of each number."""
+
+    def of_first(self, make: Callable[[], Result]) -> Result:
+        """Returns, or raises, what the first process makes; the others make nothing."""
+
+    def of_all(self, make: Callable[[], Result]) -> Result:
+        """Returns what this process makes, where all of them can make it; else raises the error of
+        the first one that cannot."""
+
+
+class OneProcess:
+    """The only process."""
+
+    count = 1
+
+    def begin(self, setting: str) -> None:
+        """It is there."""
+
+    def end(self) -> None:
+        """Nobody waits for it."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody waits for it."""
+
+    def most(self, *numbers: int) -> list[int]:
+        """Its own."""
+        return list(numbers)
+
+    def least(self, *numbers: int) -> list[int]:
+        """Its own."""
+        return list(numbers)
+
+    def of_first(self, make: Callable[[], Result]) -> Result:
+        """What it makes."""
+        return make()
+
+    def of_all(self, make: Callable[[], Result]) -> Result:
+        """What it makes."""
+        return make()
+
+
+class _HasBackend(Protocol):
+    _backend: Any
+
+
+_Self = TypeVar("_Self", bound=_HasBackend)
+
+
+def decided_once(
+    method: Callable[Concatenate[_Self, _Arguments], Result],
+) -> Callable[Concatenate[_Self, _Arguments], Result]:
+    """Makes a method return, in all processes, what it returns or raises in the first one.
+
+    Args:
+        method: of an object with a ``_backend``; what it returns can be pickled.
+    """
+
+    @functools.wraps(method)
+    def decided(self: _Self, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> Result:
+        result: Result = self._backend.processes.of_first(lambda: method(self, *args, **options))
+        return result
+
+    return decided
+
+
+def made_by_all(
+    method: Callable[Concatenate[_Self, _Arguments], Result],
+) -> Callable[Concatenate[_Self, _Arguments], Result]:
+    """Makes a method raise, in all processes, what it raises in one of them.
+
+    Args:
+        method: of an object with a ``_backend``.
+    """
+
+    @functools.wraps(method)
+    def made(self: _Self, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> Result:
+        result: Result = self._backend.processes.of_all(lambda: method(self, *args, **options))
+        return result
+
+    return made
