@@ -1,7 +1,7 @@
 """Training on several devices, with ``tf.distribute.MirroredStrategy`` and with
 ``keras.distribution`` on JAX: memory of each, exchanges between them, losses, step time.
 
-    python benchmarks/replicas.py [tensorflow] [planning] [jax] [--devices 4] [--share 0.5]
+    python benchmarks/replicas.py [tensorflow] [planning] [jax] [processes] [--devices 4] [--share 0.5]
         [--output FILE.md]
 
 The devices are made up by the host (logical CPUs; ``--xla_force_host_platform_device_count``), so
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import warnings
@@ -24,6 +25,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROWS = (("data", "mixer"), ("data", "convnet"), ("model", "mixer"))
+#: Models that several processes train together, and how many of them there are.
+SHARED, PROCESSES = ("mixer", "convnet"), 2
 BATCH, STEPS = 64, 6
 #: Models and numbers of replicas under ``MirroredStrategy``.
 MIRRORED, REPLICAS = ("convnet", "transformer", "own_train_step"), (2, 4)
@@ -39,6 +42,11 @@ COLUMNS = {
     },
     "jax": {
         "distribution": "s", "model": "s", "limit_mib": ".1f", "peak_mib": ".1f",
+        "temp_ratio": ".2f", "all_reduces_plain": "d", "all_reduces": "d",
+        "loss_difference": ".1e", "time_ratio": ".2f",
+    },
+    "processes": {
+        "processes": "d", "model": "s", "limit_mib": ".1f", "peak_mib": ".1f",
         "temp_ratio": ".2f", "all_reduces_plain": "d", "all_reduces": "d",
         "loss_difference": ".1e", "time_ratio": ".2f",
     },
@@ -60,6 +68,10 @@ to solve (`greedy`), and to write the step for all.""",
 
 Devices that the host makes up. `temp_ratio` is the compiled step's temporary memory on one device
 over plain's.""",
+    "processes": """## Several processes on JAX
+
+`DataParallel` over processes on one machine, with the same devices in all. What one process
+measured, which is what all did.""",
 }
 INTRODUCTION = """# Replicas
 
@@ -67,8 +79,8 @@ INTRODUCTION = """# Replicas
 bytes. All devices share the cores of one CPU: times say little."""
 
 
-def measured(kind: str, name: str, share: float) -> dict[str, Any]:
-    """One row, in this process."""
+def measured(kind: str, name: str, share: float, rank: int = 0, port: int = 0) -> dict[str, Any]:
+    """One row, in this process, or in one of several that meet at a port."""
     sys.path.insert(0, str(HERE.parent / "tests"))
     import jax
     import jax_models
@@ -85,8 +97,11 @@ def measured(kind: str, name: str, share: float) -> dict[str, Any]:
         return compiled
 
     lower.compile_step = device.compile_step = noted
-    if kind == "data":
-        distribution = keras.distribution.DataParallel()
+    processes = PROCESSES if kind == "processes" else 1
+    if processes > 1:
+        keras.distribution.initialize(",".join([f"localhost:{port}"] * processes), processes, rank)
+    if kind != "model":
+        distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
     else:
         mesh = keras.distribution.DeviceMesh((2, jax.device_count() // 2), ["batch", "model"])
         layouts = keras.distribution.LayoutMap(mesh)
@@ -97,10 +112,11 @@ def measured(kind: str, name: str, share: float) -> dict[str, Any]:
     def fit(remat: Any) -> dict[str, Any]:
         keras.utils.set_random_seed(0)
         model = getattr(jax_models, name)(blocks=4)
-        data = jax_models.batch(model, STEPS * BATCH)
+        data = [array[rank::processes] for array in jax_models.batch(model, STEPS * BATCH)]
         history = model.fit(
-            *data, batch_size=BATCH, shuffle=False, verbose=0, epochs=2, callbacks=[remat]
-        )
+            *data, batch_size=BATCH // processes, shuffle=False, verbose=0, epochs=2,
+            callbacks=[remat],
+        )  # fmt: skip
         last, (temp, text) = remat.report.epochs[-1], texts[-1]
         return {
             "losses": history.history["loss"],
@@ -116,7 +132,7 @@ def measured(kind: str, name: str, share: float) -> dict[str, Any]:
     ours = fit(keras_remat.RematAutotune(limit, "keep", margin=0.0, verbose=0))
     pairs = zip(plain["losses"], ours["losses"], strict=True)
     return {
-        "distribution": kind,
+        **({"processes": processes} if processes > 1 else {"distribution": kind}),
         "model": name,
         "limit_mib": limit / 2**20,
         "peak_mib": ours["peak"] / 2**20,
@@ -131,8 +147,12 @@ def measured(kind: str, name: str, share: float) -> dict[str, Any]:
 def rows_of(framework: str, devices: int, share: float) -> Iterator[dict[str, Any]]:
     """Every row of a framework, each measured in a process of its own."""
     path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p)
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    variables = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    of_one = devices // PROCESSES if framework == "processes" else devices
+    flags = f"--xla_force_host_platform_device_count={of_one}"
+    on_jax = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    variables = os.environ | {"PYTHONPATH": path}
+    if framework in ("jax", "processes"):
+        variables |= on_jax
     cases = {
         "tensorflow": [
             ({"replicas": count, "model": name}, ["mirrored_case.py", name, str(count), str(share)])
@@ -150,20 +170,36 @@ def rows_of(framework: str, devices: int, share: float) -> Iterator[dict[str, An
             )
             for kind, name in ROWS
         ],
+        "processes": [
+            (
+                {"processes": PROCESSES, "model": name},
+                [Path(__file__).name, "--share", str(share), "--row", "processes", name],
+            )
+            for name in SHARED
+        ],
     }
     for row, (script, *options) in cases[framework]:
-        done = subprocess.run(
-            [sys.executable, str(HERE / script), *options],
-            env=os.environ | (variables if framework == "jax" else {}) | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        command = [sys.executable, str(HERE / script), *options]
+        ranks = [command]
+        if framework == "processes":
+            port = str(free_port())
+            ranks = [[*command, "--rank", str(rank), "--port", port] for rank in range(PROCESSES)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started = [subprocess.Popen(one, env=variables, text=True, **pipes) for one in ranks]
+        (out, complaints), *_ = [one.communicate() for one in started]
+        if any(one.returncode for one in started):
+            last = (complaints.strip().splitlines() or ["no message"])[-1]
             yield row | {"error": last[:300]}
         else:
-            yield json.loads(done.stdout.splitlines()[-1])
+            yield json.loads(out.splitlines()[-1])
+
+
+def free_port() -> int:
+    """A port that nobody listens to."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def table(framework: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -181,15 +217,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("frameworks", nargs="*", metavar="tensorflow|planning|jax")
+    parser.add_argument("frameworks", nargs="*", metavar="tensorflow|planning|jax|processes")
     parser.add_argument("--devices", type=int, default=4, help="of JAX")
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--output", type=Path, metavar="FILE.md")
     parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
         warnings.simplefilter("ignore")
-        print(json.dumps(measured(*arguments.row, arguments.share)))
+        print(json.dumps(measured(*arguments.row, arguments.share, arguments.rank, arguments.port)))
         return 0
     found: dict[str, list[dict[str, Any]]] = {}
     for framework in arguments.frameworks or COLUMNS:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 #: Plain steps from so many seconds on are compared with larger ones in earnest; in shorter ones,
 #: what is not the ops' weighs more than what is. So many of them are measured then.
 _LONG_STEP_S, _COMPARED_STEPS = 0.1, 8
-#: One of so many final steps on a GPU is waited for and timed.
+#: One of so many final steps on a GPU, or in several processes, is waited for and timed.
 _TIMED_EVERY = 20
 
 
@@ -168,9 +168,11 @@ class StepTrainer:
         return not (first_only and shape.called)
 
     def _is_timed(self, shape: ShapeState) -> bool:
-        """Returns whether the next step is waited for: on a GPU, where that leaves gaps between
-        kernels, a final step's peak is known when its call returns."""
-        asynchronous = self._on_gpu and shape.phase is Phase.FINAL and shape.called
+        """Returns whether the next step is waited for. On a GPU that leaves gaps between kernels,
+        and a final step's peak is known when its call returns. Several processes tell each other
+        what such a step took, which takes time."""
+        costs_time = self._on_gpu or self.backend.processes.count > 1
+        asynchronous = costs_time and shape.phase is Phase.FINAL and shape.called
         return not asynchronous or self._fit.steps_run % _TIMED_EVERY == 0
 
     @property

@@ -58,6 +58,7 @@ class Device:
         self._kept: Any = None  # a copy of the state on the host, for the next step
         self._put_back: Any = None  # the copy that the state is equal to, after a step that failed
         self._expected_peak_bytes, self._compile_s = 0, 0.0
+        self._told_peak_bytes = 0  # what all processes know of the newest step that was waited for
         self._first_run = False  # whether a program ran for the first time since measuring began
 
     # ---------------------------------------------------------------- steps
@@ -191,8 +192,13 @@ class Device:
         if after is not None:
             rose = after != before and not self._first_run
             peak = after if rose else min(after, peak)
-        step_ns, peak = self.processes.most(int(1e9 * (elapsed_s - self._compile_s)), peak)
-        return result, Usage(step_ns / 1e9, peak)
+        step_s = elapsed_s - self._compile_s
+        if wait:
+            step_ns, peak = self.processes.most(int(1e9 * step_s), peak)
+            step_s, self._told_peak_bytes = step_ns / 1e9, peak
+        elif self.processes.count > 1:  # what the others do not know decides nothing
+            peak = self._told_peak_bytes
+        return result, Usage(step_s, peak)
 
     def peak_bytes(self) -> int:
         """What the steps since :meth:`measure` began need, also when they failed, but no more than

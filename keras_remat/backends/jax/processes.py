@@ -129,14 +129,16 @@ class JaxProcesses:
     # ---------------------------------------------------------------- messages
 
     def _all(self, value: Result, patience_s: float = _PATIENCE_S) -> list[Result]:
-        """Sends a value to all and returns those of all, by rank."""
+        """Returns the values of all, by rank: the first process collects them and tells them."""
         self._messages += 1
         before, self._sent = self._sent, []
-        self._send(value)
-        values = [
-            value if rank == self._rank else self._receive(rank, patience_s)
-            for rank in range(self.count)
-        ]
+        if self._rank == 0:
+            others = (self._receive(rank, patience_s) for rank in range(1, self.count))
+            values = [value, *others]
+            self._send(values)
+        else:
+            self._send(value)
+            values = self._receive(0, patience_s)
         for key in before:  # all have come here, so all have read it
             self._client.key_value_delete(key)
         return values
