@@ -118,6 +118,10 @@ class JaxBackend:
         return is_out_of_memory(error)
 
     def example_batch(self, model: Any, batch: Any) -> Any:
+        if self.processes.count > 1:
+            raise UnsupportedModelError(
+                "In several processes plans are made inside of fit: give fit the callback."
+            )
         arrays = jax.tree.map(jnp.asarray, batches.example_batch(model, batch))
         private.build(model, tracing.as_specs(arrays))
         return arrays

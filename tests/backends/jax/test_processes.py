@@ -18,7 +18,7 @@ import jax
 import pytest
 from own_process import TESTS, TIMEOUT_S
 
-from keras_remat.backends.jax import processes
+from keras_remat.backends.jax import JaxBackend, processes
 from keras_remat.backends.jax.processes import JaxProcesses
 from keras_remat.backends.processes import OneProcess, decided_once, made_by_all
 from keras_remat.errors import ProcessFailedError, ScheduleNotFoundError, UnsupportedModelError
@@ -242,6 +242,15 @@ def test_one_process_decides_alone():
     assert Decides(alone).decided(1, more=2) == 3
     alone.fail(ValueError())
     alone.end()
+
+
+def test_in_several_processes_nothing_is_planned_outside_of_fit_and_batches_stay(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    backend = JaxBackend()
+    with pytest.raises(UnsupportedModelError, match="inside of fit"):
+        backend.example_batch(None, 4)
+    with pytest.raises(UnsupportedModelError, match="the batch stays as it is"):
+        backend.resized_spec((jax.numpy.zeros((4, 2)),), 8)
 
 
 # ------------------------------------------------------------------ real processes
