@@ -106,7 +106,8 @@ def faults(module, imported):
                 apart = "solvers, backends and reporting never import each other"
                 yield f"{module} imports {name}: {apart}"
             elif backend and re.match(
-                rf"keras_remat\.backends\.(?!(base|batches|host|memory|micro_batches|processes)$|xla(\.|$)|{backend[1]}(\.|$))",
+                r"keras_remat\.backends\.(?!(base|batches|host|memory|micro_batches|processes)$"
+                rf"|xla(\.|$)|{backend[1]}(\.|$))",
                 name,
             ):
                 yield f"{module} imports another backend: {name}"

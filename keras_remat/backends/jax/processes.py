@@ -96,24 +96,30 @@ class JaxProcesses:
     def of_first(self, make: Callable[[], Result]) -> Result:
         if self._decides:
             return make()
-        outcome: Any = None
-        if self._rank == 0:
-            self._decides = True
-            try:
-                outcome = make()
-            except RematError as error:
-                outcome = error
-            finally:
-                self._decides = False
         self._messages += 1
-        if self._rank == 0:
-            self._send(outcome)
+        if self._rank != 0:
+            result, error = self._receive(0, _PATIENCE_S)
         else:
-            outcome = self._receive(0, _PATIENCE_S)
-        if isinstance(outcome, RematError):
-            raise outcome
-        result: Result = outcome
-        return result
+            result, error = self._outcome(make)
+            self._send((result, error))
+        if error is not None:
+            raise error
+        decided: Result = result
+        return decided
+
+    def _outcome(self, make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        """What came of a decision: a result, or an error that can be sent."""
+        self._decides = True
+        try:
+            return make(), None
+        except Exception as error:
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:
+                return None, RuntimeError(f"{type(error).__name__}: {error}")
+            return None, error
+        finally:
+            self._decides = False
 
     def of_all(self, make: Callable[[], Result]) -> Result:
         error: RematError | None = None

@@ -41,7 +41,7 @@ PLACES = {
     "trace": (JaxBackend, "trace"),
     "lower": (JaxBackend, "lower"),
     "solve": (fit_plans, "plan_problem"),
-    "predict": (StepPlanner, "predict"),
+    "keep": (StepPlanner, "keep"),
     "data": (None, None),
 }
 

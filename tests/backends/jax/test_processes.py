@@ -124,6 +124,27 @@ def test_an_error_of_the_first_is_everybody_s_with_its_numbers(world):
     assert {(error.budget_bytes, error.floor_bytes) for error in came} == {(100, 40)}
 
 
+class Unsendable(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(OSError("disk full"), OSError), (Unsendable("a", "b"), RuntimeError)]
+)
+def test_any_error_of_a_decision_is_everybody_s(world, error, kind):
+    """What the caller handles is handled in all, and nobody waits for a decision."""
+
+    def refuse():
+        raise error
+
+    came = world.run(lambda one, rank: one.of_first(refuse))
+    assert [type(raised) for raised in came] == [kind] * COUNT
+    assert all(str(error) in str(raised) for raised in came)
+
+
 def test_what_one_cannot_make_none_has(world):
     def make(rank):
         if rank == 1:
@@ -316,7 +337,7 @@ def test_a_planner_that_fails_elsewhere_is_not_asked():
 @pytest.mark.parametrize(
     "fault",
     [
-        "solve:1:0:bug", "predict:1:0:bug", "trace:1:0:bug", "lower:1:0:bug", "lower:1:1:oom",
+        "solve:1:0:bug", "keep:1:0:bug", "trace:1:0:bug", "lower:1:0:bug", "lower:1:1:oom",
         "run:1:1:oom", "run:3:0:oom", "run:6:1:oom", "run:2:1:bug", "run:4:0:interrupt",
         "run:5:1:interrupt", "data:2:1:bug", "data:5:0:bug", "data:7:1:interrupt",
         "data:1:1:oom", "run:9:0:oom",
@@ -328,4 +349,5 @@ def test_where_one_fails_all_end_with_its_reason(fault):
     failed, other = came[at], came[1 - at]
     assert failed[0] != 0
     assert other[0] != 0
-    assert f"Process {at} has failed, so training ends in all" in other[2]
+    reason = "KeyboardInterrupt" if fault.endswith("interrupt") else "injected"
+    assert reason in other[2]
