@@ -41,15 +41,11 @@ from keras_remat.training.grouping import BatchGrouper
 from keras_remat.training.learning_rate import LearningRateScaling
 from keras_remat.units import format_bytes
 
-#: The search may take as long as this many steps of training, but at least and at most so many
-#: seconds; the quick solver's share of that, and the share of one solve afterwards.
-_SEARCH_STEPS, _LEAST_SEARCH_S, _MOST_SEARCH_S, _QUICK_SHARE, _SOLVE_SHARE = (
-    200,
-    1.0,
-    60.0,
-    0.4,
-    0.1,
-)
+#: The search may take as long as this many steps of training, or this share of those that are left,
+#: but at least and at most so many seconds.
+_SEARCH_STEPS, _SEARCH_SHARE, _LEAST_SEARCH_S, _MOST_SEARCH_S = 200, 0.2, 1.0, 60.0
+#: The quick solver's share of that, and the share of one solve afterwards.
+_QUICK_SHARE, _SOLVE_SHARE = 0.4, 0.1
 #: Steps of one size whose median time is compared with another size's.
 _COMPARED_STEPS = 5
 
@@ -321,7 +317,10 @@ class BatchTrainer:
     def _search_s(self) -> float:
         """Seconds that a search is worth."""
         step_s = median(self._step_s) if self._step_s else 0.0
-        return min(_MOST_SEARCH_S, max(_LEAST_SEARCH_S, _SEARCH_STEPS * step_s))
+        steps, left = float(_SEARCH_STEPS), self._steps.fit.most_steps_left
+        if left is not None:
+            steps = min(steps, _SEARCH_SHARE * left)
+        return min(_MOST_SEARCH_S, max(_LEAST_SEARCH_S, steps * step_s))
 
     def _follow_measured(self, size: int) -> None:
         """Chooses the next size by what the final steps of this one measured."""

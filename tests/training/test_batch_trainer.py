@@ -1,5 +1,6 @@
 """Which batch size a fit trains with: every sample once, whatever fits and whatever fails."""
 
+import itertools
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from fake_backend import FakeBackend, batch_of, event_kinds, race_on, store_all_
 
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.planning.fit_plans import TunerOptions
+from keras_remat.training import batch_trainer
 from keras_remat.training.batch_trainer import BatchTrainer
 
 LOADER = 10
@@ -33,7 +35,7 @@ class FakeSteps:
         self.trainer = self.fit = self
 
     micro_batches, plan, backend = 1, None, FakeBackend()
-    installed = SimpleNamespace(as_given=lambda batch: batch)
+    installed, most_steps_left = SimpleNamespace(as_given=lambda batch: batch), None
 
     def long_task(self, text):
         return nullcontext()
@@ -243,6 +245,26 @@ def test_a_rest_that_the_devices_divide_is_one_batch():
     steps = on_devices(2)
     epoch(Fixed(steps, "max", found=40), batches=8, last=6)
     assert [len(numbers) for numbers in steps.trained] == [10, 10, 40, 16]
+
+
+@pytest.mark.parametrize(("left", "seconds"), [(None, 60), (10_000, 60), (300, 30), (0, 1)])
+def test_a_search_takes_no_longer_than_the_steps_that_are_left_are_worth(
+    monkeypatch, left, seconds
+):
+    """Steps take half a second here."""
+    limits, ticks = [], itertools.count(0.0, 0.5)
+
+    def search(*arguments, time_limit_s, late_time_limit_s, **options):
+        limits.append(time_limit_s + late_time_limit_s)
+        raise ScheduleNotFoundError(1, 1)
+
+    monkeypatch.setattr(batch_trainer, "search_batch_size", search)
+    monkeypatch.setattr(batch_trainer, "batch_scaling", lambda *arguments: None)
+    monkeypatch.setattr(batch_trainer, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    steps = FakeSteps()
+    steps.most_steps_left, steps.profiles_by_size = left, dict
+    epoch(Fixed(steps, "max"))
+    assert limits == [pytest.approx(seconds)]
 
 
 def test_an_epoch_keeps_its_updates_by_a_size_that_the_devices_divide():

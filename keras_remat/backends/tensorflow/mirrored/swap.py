@@ -29,13 +29,13 @@ class MirroredTrainFunction(InstalledTrainFunction):
     def _read(self, batch: Any) -> Any:
         parts = self._model.distribute_strategy.experimental_local_results
 
-        def divided(leaf: Any) -> Any:
+        def read(leaf: Any) -> Any:
             of_replicas = parts(leaf)
             if leaf is None or isinstance(of_replicas[0], tf.experimental.Optional):
                 return None
             return ShardedArray(leaf, tuple(of_replicas))
 
-        return tf.nest.map_structure(divided, batch)
+        return tf.nest.map_structure(read, batch)
 
     def as_given(self, batch: Any) -> Any:
         """Divides a batch among the replicas: each gets samples that follow each other, and the
