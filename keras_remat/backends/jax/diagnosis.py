@@ -14,7 +14,7 @@ _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 def diagnosis() -> dict[str, Any]:
     """Returns the facts by name: about the device, its memory, its kernels and XLA."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     on_cpu = device.platform == "cpu"
     limit = int(stats.get("bytes_limit", 0)) or (host_memory_bytes(0) if on_cpu else 0)
