@@ -340,7 +340,7 @@ def test_a_planner_that_fails_elsewhere_is_not_asked():
         "solve:1:0:bug", "keep:1:0:bug", "trace:1:0:bug", "lower:1:0:bug", "lower:1:1:oom",
         "run:1:1:oom", "run:3:0:oom", "run:6:1:oom", "run:2:1:bug", "run:4:0:interrupt",
         "run:5:1:interrupt", "data:2:1:bug", "data:5:0:bug", "data:7:1:interrupt",
-        "data:1:1:oom", "run:9:0:oom",
+        "data:3:1:oom", "run:9:0:oom",
     ],
 )  # fmt: skip
 def test_where_one_fails_all_end_with_its_reason(fault):
