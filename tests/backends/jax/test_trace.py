@@ -115,11 +115,3 @@ def test_a_model_without_compile_is_refused():
             keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)]),
             (np.zeros((2, 4)), np.zeros((2, 2))),
         )
-
-
-def test_a_distribution_over_several_processes_is_refused_with_a_reason(monkeypatch):
-    model = models.small()
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    distribution = keras.distribution.DataParallel(devices=["cpu:0"])
-    with distribution.scope(), pytest.raises(UnsupportedModelError, match="several processes"):
-        trace(model, models.batch(model))
