@@ -78,11 +78,11 @@ class Calibration:
     How much that is depends on the model that trains and on how tight the schedule is. So every
     measurement is one point: the simulated activation bytes (peak − resident) and the surplus
     above them, both as shares of the activation bytes of store-all. Between points the surplus lies
-    on the line through the neighbours, and above them it is the nearest point's. Below the tightest
-    point it fades out: to 0 at 0 bytes, and where it is below 0, at half of the point's bytes.
-    MobileNet's loose schedules measured a tenth less than simulated, and those of half their bytes
-    as much as simulated (``benchmarks/max_batch.py --pool 512``). Shares hold at every batch size,
-    so what was learnt at one size serves the others.
+    on the line through the neighbours; outside of them it is the nearest point's. A surplus below 0
+    at the tightest point fades out, to 0 at half of its bytes: MobileNet's loose schedules measured
+    a tenth less than simulated, and those of half their bytes as much as simulated
+    (``benchmarks/max_batch.py --pool 512``). Shares hold at every batch size, so what was learnt at
+    one size serves the others.
 
     Args:
         first_ratio: what is taken before anything was measured.
@@ -109,8 +109,8 @@ class Calibration:
         if self.is_empty or store_all_bytes <= 0:
             return int(simulated_bytes * self._first_ratio)
         known = sorted(self._surplus.items())
-        tightest, surplus = known[0]
-        known.insert(0, (tightest / 2 if surplus < 0 else 0.0, 0.0))
+        if known[0][1] < 0:
+            known.insert(0, (known[0][0] / 2, 0.0))
         tightness, surpluses = np.transpose(known)
         surplus = np.interp(simulated_bytes / store_all_bytes, tightness, surpluses)
         return max(0, round(simulated_bytes + float(surplus) * store_all_bytes))
