@@ -81,8 +81,10 @@ class Calibration:
     on the line through the neighbours; outside of them it is the nearest point's. A surplus below 0
     at the tightest point fades out, to 0 at half of its bytes: MobileNet's loose schedules measured
     a tenth less than simulated, and those of half their bytes as much as simulated
-    (``benchmarks/max_batch.py --pool 512``). Shares hold at every batch size, so what was learnt at
-    one size serves the others.
+    (``benchmarks/max_batch.py --pool 512``). A surplus above 0 stays: faded out in the same way, it
+    made plans too bold, and the smallest limit that ``fit`` keeps for MobileNetV2 on BFC rose from
+    106 to 199 MiB (``benchmarks/step_memory.py``). Shares hold at every batch size, so what was
+    learnt at one size serves the others.
 
     Args:
         first_ratio: what is taken before anything was measured.
