@@ -1,13 +1,14 @@
 """Training on several devices, with ``tf.distribute.MirroredStrategy`` and with
 ``keras.distribution`` on JAX: memory of each, exchanges between them, losses, step time.
 
-    python benchmarks/replicas.py [tensorflow] [planning] [jax] [processes] [--devices 4] [--share 0.5]
-        [--output FILE.md]
+    python benchmarks/replicas.py [tensorflow] [planning] [jax] [processes] [--devices 4]
+        [--share 0.5] [--output FILE.md]
 
 The devices are made up by the host (logical CPUs; ``--xla_force_host_platform_device_count``), so
 memory and the number of exchanges are those of real ones, and times are not. Every row is a process
 of its own: a model plain, and with a limit of what is resident plus a share of what the plain step
-adds. Rows for TensorFlow: :mod:`mirrored_case`.
+adds. Rows for TensorFlow: :mod:`mirrored_case`. Rows of several processes on JAX are as many
+processes, on one machine.
 """
 
 from __future__ import annotations
