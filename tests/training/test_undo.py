@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from keras_remat.backends.processes import OneProcess
 from keras_remat.core.schedule import Usage
 from keras_remat.training.undo import OutOfMemory, StepGuard, Trained
 
@@ -20,6 +21,8 @@ class RanOut(Exception):
 class Device:
     """State is one list; a copy of it takes ``copy_s`` seconds, a step is said to take
     ``step_s``."""
+
+    processes = OneProcess()
 
     def __init__(self, copy_s=0.0, step_s=1.0):
         self.state, self.copies, self.copy_s, self.step_s = [], 0, copy_s, step_s
@@ -61,6 +64,15 @@ def test_guarded_step_is_undone():
     assert isinstance(outcome, OutOfMemory)
     assert outcome.peak_bytes == 5
     assert isinstance(outcome.cause, RanOut)
+
+
+def test_of_several_processes_one_alone_does_not_train_a_batch_again():
+    """The others are in the middle of the step: the error ends it in all of them."""
+    device = Device()
+    device.processes = SimpleNamespace(count=2)
+    with pytest.raises(RanOut):
+        StepGuard(SimpleNamespace(), device).attempt(failing(device, RanOut()), BATCH, guarded=True)
+    assert device.copies == 0
 
 
 def test_what_the_failed_call_held_is_free_before_the_state_comes_back():
