@@ -47,7 +47,10 @@ class ProcessFailedError(RematError):
     """
 
     def __init__(self, process: int, why: str):
-        super().__init__(f"Process {process} has failed, so training ends in all: {why}.")
+        super().__init__(
+            f"Process {process} has failed, so training ends in all: {why}. "
+            "Mend that, and start all processes again."
+        )
         self.process = process
 
 

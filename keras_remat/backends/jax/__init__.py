@@ -30,6 +30,7 @@ from keras_remat.backends.jax.measure import (
     platform,
 )
 from keras_remat.backends.jax.processes import JaxProcesses
+from keras_remat.backends.jax.sharding import batch_parts
 from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.processes import OneProcess
@@ -108,7 +109,7 @@ class JaxBackend:
     @property
     def batch_multiple(self) -> int:
         """The number of parts that the active ``keras.distribution`` divides a batch into."""
-        return private.batch_parts()
+        return batch_parts()
 
     def check(self, model: Any) -> str | None:
         tracing.check_supported(model)

@@ -4,18 +4,16 @@ Everything here was read in, and is tested with, the versions in ``TESTED``. Fro
 an equation (``primitive``, ``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``;
 from Keras: ``_symbolic_build``, ``_purge_model_variables``, ``_update_metrics_variables``,
 ``_jax_state``, ``_flatten_layers``, ``get_keras_mask``, and the four lists of variables the JAX
-trainer carries as state, in its order. Of ``jax.distributed`` the client of its key-value store. When a new version moves one of these, this is the file to
-mend.
+trainer carries as state, in its order. Of ``jax.distributed`` the client of its key-value store.
+When a new version moves one of these, this is the file to mend.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 from jax._src import distributed
 from jax.extend import core
@@ -169,38 +167,6 @@ def distribution() -> Any:
     return keras.distribution.distribution()
 
 
-def batch_parts() -> int:
-    """Returns the number of parts that the active distribution divides a batch into."""
-    active = distribution()
-    if active is None:
-        return 1
-    mesh = active.device_mesh
-    return int(mesh.shape[mesh.axis_names.index(active.batch_dim_name)])
-
-
-def laid_out(batch: Any) -> Any:
-    """Returns a batch of arrays as JAX's own: laid over the devices by the active distribution."""
-    active = distribution()
-    if active is None:
-        return jax.tree.map(jnp.asarray, batch)
-    return jax.tree.map(
-        lambda leaf: keras.distribution.distribute_tensor(leaf, active.get_data_layout(leaf.shape)),
-        batch,
-    )
-
-
-#: What the client of :func:`distributed_client` raises.
-DISTRIBUTED_ERROR = jax.errors.JaxRuntimeError
-
-
 def distributed_client() -> Any:
     """Returns the client of the key-value store that all processes share."""
     return distributed.global_state.client
-
-
-def leave_processes(most_s: float) -> None:
-    """Tells the other processes that this one leaves; returns after ``most_s`` seconds at the
-    latest."""
-    leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
-    leaving.start()
-    leaving.join(most_s)

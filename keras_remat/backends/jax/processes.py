@@ -1,7 +1,7 @@
 """Processes of ``jax.distributed``: they tell each other things by its key-value store.
 
-A message goes to all and is waited for from all, so the processes stay in step without a program on
-the devices, and one that does not answer is an error and no hang. One that fails leaves its reason
+The first process collects what the others send, and tells all of it to all. So they stay in step
+without a program on the devices, and one that does not answer is an error and no hang. One that fails leaves its reason
 under a key that every waiting process looks at. A process that waits inside of a program on the
 devices cannot look: a thread of its own does, and ends the process, as ``jax.distributed`` does
 where a process is gone.
@@ -71,7 +71,7 @@ class JaxProcesses:
             at = next(at for at, other in enumerate(settings) if other != settings[0])
             raise UnsupportedModelError(
                 f"Process {at} of {self.count} trains with other options than process 0: "
-                f"{settings[at]} and {settings[0]}."
+                f"{settings[at]} and {settings[0]}. Give all the same."
             )
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -170,7 +170,7 @@ class JaxProcesses:
                     self._key(rank, self._messages), int(1000 * _LOOK_S)
                 )
                 return pickle.loads(sent)
-            except private.DISTRIBUTED_ERROR as error:
+            except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             self._raise_failure()
@@ -199,6 +199,9 @@ class JaxProcesses:
 
 
 def _leave(why: str) -> None:
+    """Ends this process with a reason, and tells the others that it leaves."""
     print(f"keras_remat: {why}", file=sys.stderr, flush=True)
-    private.leave_processes(_GRACE_S)
+    leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(_GRACE_S)
     os._exit(1)

@@ -17,8 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
+from keras_remat.backends.jax import private
 from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT, KINDS
 from keras_remat.backends.xla.fusion import Equation
 
@@ -169,3 +172,23 @@ def shard_bytes(array: Any, device: Any) -> int:
         return 0
     elements = math.prod(array.sharding.shard_shape(array.shape))
     return int(elements * array.dtype.itemsize)
+
+
+def batch_parts() -> int:
+    """Returns the number of parts that the active distribution divides a batch into."""
+    active = private.distribution()
+    if active is None:
+        return 1
+    mesh = active.device_mesh
+    return int(mesh.shape[mesh.axis_names.index(active.batch_dim_name)])
+
+
+def laid_out(batch: Any) -> Any:
+    """Returns a batch of arrays as JAX's own: laid over the devices by the active distribution."""
+    active = private.distribution()
+    if active is None:
+        return jax.tree.map(jnp.asarray, batch)
+    return jax.tree.map(
+        lambda leaf: keras.distribution.distribute_tensor(leaf, active.get_data_layout(leaf.shape)),
+        batch,
+    )

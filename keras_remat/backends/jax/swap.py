@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from keras_remat.backends.base import Caller, StepRunner, TrainFunctionSwap
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.device import Device
+from keras_remat.backends.jax.sharding import laid_out
 from keras_remat.errors import without_inner_frames
 
 
@@ -89,7 +90,7 @@ class InstalledTrainFunction(TrainFunctionSwap):
 
     def as_given(self, batch: Any) -> Any:
         """Makes JAX's arrays of a batch, over the devices of the active ``keras.distribution``."""
-        return private.laid_out(batch)
+        return laid_out(batch)
 
     def run_plain(self, batch: Any) -> Any:
         """Runs Keras's own step on one batch."""

@@ -20,7 +20,6 @@ import keras
 
 import keras_remat
 from keras_remat.backends.jax import JaxBackend, device
-from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning import fit_plans
 from keras_remat.planning.fit_plans import StepPlanner
@@ -119,9 +118,6 @@ print(
             "smallest_limit": limit,
             "peak": remat.report.epochs[-1].peak_bytes,
             "order": None if remat.plan is None else list(remat.plan.solution.schedule.order),
-            "alive": 0
-            if remat.plan is None
-            else simulate(remat.problem, remat.plan.solution.schedule).peak_bytes,
             "events": [f"{e.kind}: {e.message}" for e in remat.report.events],
         }
     )

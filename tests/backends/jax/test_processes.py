@@ -7,7 +7,6 @@ processes (``processes_case.py``) are slow tests.
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from own_process import TESTS, TIMEOUT_S
+from own_process import TESTS, TIMEOUT_S, free_port
 
 from keras_remat.backends.jax import JaxBackend, processes
 from keras_remat.backends.jax.processes import JaxProcesses
@@ -183,7 +182,10 @@ def test_options_have_to_be_the_same_in_all(world):
         list(pool.map(begin, world.all, range(COUNT)))
     assert (
         came
-        == ["Process 2 of 3 trains with other options than process 0: other and usual."] * COUNT
+        == [
+            "Process 2 of 3 trains with other options than process 0: other and usual. Give all the same."
+        ]
+        * COUNT
     )
 
 
@@ -279,9 +281,7 @@ def test_in_several_processes_nothing_is_planned_outside_of_fit_and_batches_stay
 
 def outcomes(fault="nowhere:0:0:"):
     """Exit status, what was printed last, and what was complained of, of both processes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     script = str(Path(__file__).parent / "processes_case.py")
     path = os.pathsep.join((str(TESTS.parent), str(TESTS)))
     both = [

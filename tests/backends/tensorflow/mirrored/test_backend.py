@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from own_process import free_port
 from replicas_outcome import outcome
 
 import keras_remat
@@ -21,7 +22,8 @@ from keras_remat.errors import UnsupportedModelError
 
 def test_all_replicas_keep_the_limit_and_the_losses():
     """The limit is one replica's, and what is measured is its part of the allocator that both
-    share, less than the prediction where they do not peak together. The last batch of every epoch is uneven: its step stays plain, and the fit goes on."""
+    share, less than the prediction where they do not peak together. The last batch of every epoch
+    is uneven: its step stays plain, and the fit goes on."""
     came = outcome("fit")
     assert came["recomputes"]
     assert came["peak"] <= came["limit"] < came["plain_peak"]
@@ -120,7 +122,7 @@ os._exit(0)
 def test_keras_itself_cannot_fit_with_several_workers_yet():
     """keras-team/keras#20585. Where this fails, Keras has mended it: several workers can be
     supported, and are no longer to be refused for this reason."""
-    ports = [_free_port() for _ in range(2)]
+    ports = [free_port() for _ in range(2)]
     cluster = {"worker": [f"localhost:{port}" for port in ports]}
     workers = [
         subprocess.Popen(
@@ -138,11 +140,3 @@ def test_keras_itself_cannot_fit_with_several_workers_yet():
         for worker in workers:
             worker.kill()
     assert all("PerReplica" in text for text in said), said
-
-
-def _free_port():
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
