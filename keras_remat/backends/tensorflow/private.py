@@ -52,7 +52,8 @@ def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[st
     where it knows the shapes; a traced graph says neither the device of a node nor, for certain,
     the shape of a placeholder. For the time of the call nodes without a device get the one that the
     placer would give them, and placeholders become function arguments. Devices that the user wrote
-    stay.
+    stay. Where Grappler fuses into an op that has no such type (a convolution in bfloat16, which
+    oneDNN would replace at run time), nothing is fused: a graph with it could not be imported.
 
     Args:
         graph_def: inlined or not; function calls are inlined here.
@@ -79,6 +80,9 @@ def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[st
                 meta_graph.graph_def.node.append(_unshaped(node))
     meta_graph.collection_def["train_op"].node_list.value.extend(fetches)
     optimized = _run_grappler(config, meta_graph)
+    if not all(map(has_legal_types, _all_nodes(optimized))):
+        rewrite.remapping = rewriter_config_pb2.RewriterConfig.OFF
+        optimized = _run_grappler(config, meta_graph)
     for at in reversed(range(len(optimized.node))):
         node = optimized.node[at]
         if node.name in placeholders:
@@ -91,6 +95,25 @@ def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[st
             node.device = ""
     rename_functions(optimized)
     return optimized
+
+
+def _all_nodes(graph_def: Any) -> list[Any]:
+    """The nodes of a graph and of its functions."""
+    functions = graph_def.library.function
+    return [*graph_def.node, *(node for function in functions for node in function.node_def)]
+
+
+def has_legal_types(node: Any) -> bool:
+    """Whether a node has only types that its op allows; ops that nobody registered have none."""
+    op_def = op_def_registry.get(node.op)
+    return op_def is None or all(
+        node.attr[attribute.name].type in attribute.allowed_values.list.type
+        for attribute in op_def.attr
+        if attribute.type == "type"
+        and attribute.HasField("allowed_values")
+        and attribute.name in node.attr
+        and node.attr[attribute.name].type
+    )
 
 
 def _run_grappler(config: Any, meta_graph: Any) -> Any:
@@ -255,8 +278,7 @@ def rename_functions(graph_def: Any) -> None:
     renamed = {
         function.signature.name: f"{function.signature.name}_{suffix}" for function in functions
     }
-    nodes = [*graph_def.node, *(node for function in functions for node in function.node_def)]
-    for node in nodes:
+    for node in _all_nodes(graph_def):
         node.op = renamed.get(node.op, node.op)
         for attribute in node.attr.values():
             if attribute.WhichOneof("value") == "func":
@@ -273,10 +295,7 @@ def rename_functions(graph_def: Any) -> None:
 def keep_control_flow_functional(graph_def: Any) -> None:
     """Makes ``While`` and ``If`` stay single ops, in place: without the mark nobody lowers them to
     ``Switch`` and ``Merge``."""
-    for node in (
-        *graph_def.node,
-        *(n for function in graph_def.library.function for n in function.node_def),
-    ):
+    for node in _all_nodes(graph_def):
         if "_lower_using_switch_merge" in node.attr:
             del node.attr["_lower_using_switch_merge"]
 

@@ -159,6 +159,31 @@ def test_devices_that_the_user_wrote_stay_and_the_step_trains():
     assert float(logs["loss"]) > 0
 
 
+def test_a_convolution_in_bfloat16_becomes_no_op_without_that_type():
+    """Where oneDNN has kernels for it, Grappler fuses such a one with its bias."""
+    model, (x, y) = keras_models.mixed_precision(policy="mixed_bfloat16")
+    loss = model.test_on_batch(x, y)[0]
+    traced = traced_of(model, len(x))
+    assert all(map(private.has_legal_types, traced.nodes.values()))
+    problem = Problem(traced.graph, BACKEND.estimated_profile(traced))
+    step = BACKEND.lower(traced, problem, Schedule.store_all(traced.graph))
+    logs = step((tf.constant(x), tf.cast(y, tf.int32), None))
+    assert float(logs["loss"]) == pytest.approx(loss, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "legal"),
+    [
+        ("_FusedConv2D", tf.bfloat16, False),
+        ("_FusedConv2D", tf.float16, True),
+        ("_FusedMatMul", tf.bfloat16, True),
+        ("NoSuchOp", tf.bfloat16, True),
+    ],
+)
+def test_types_that_an_op_has(kind, dtype, legal):
+    assert private.has_legal_types(node(kind, dtype)) is legal
+
+
 def node(kind, dtype=tf.float32, device=""):
     made = tf.compat.v1.NodeDef(name="n", op=kind, device=device)
     made.attr["T"].type = dtype.as_datatype_enum
