@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from rows import MIB, Failed, head, keep, line_of, row_of
+
 ALLOCATORS = {
     "oneDNN": {"TF_ENABLE_ONEDNN_OPTS": "1"},
     "BFC": {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPU_ALLOCATOR_USE_BFC": "1"},
 }
-MIB = 2**20
+COLUMNS = (
+    "allocator", "model", "plain MiB", "limit", "predicted", "measured", "error",
+    "highest step of the last plan", "extra time, predicted", "measured", "tightened",
+)  # fmt: skip
 _STEPS = 16
 _TIMEOUT_S = 400
 
@@ -32,9 +33,8 @@ def _child(name: str) -> dict[str, Any]:
     """One plain and one rematerialized ``fit``."""
     import keras
     import models
-    import tensorflow as tf
     from step_case import Probe
-    from watch import long_fit
+    from watch import long_fit, statistics
 
     import keras_remat
 
@@ -44,8 +44,7 @@ def _child(name: str) -> dict[str, Any]:
     plain = Probe()
     arguments = {"batch_size": case.batch_size, "verbose": 0, "shuffle": False}
     model.fit(**data, **arguments, epochs=1, callbacks=[plain])
-    resident = tf.config.experimental.get_memory_info("CPU:0")["current"]
-    limit = (resident + max(plain.peaks)) // 2
+    limit = (statistics()["current"] + max(plain.peaks)) // 2
     remat = keras_remat.RematAutotune(memory_limit=limit, margin=0.0, batch_size="keep", verbose=0)
     probe = Probe(remat)
     long_fit(model, **data, **arguments, epochs=2, callbacks=[probe, remat])
@@ -64,35 +63,26 @@ def _child(name: str) -> dict[str, Any]:
 
 
 def _row(allocator: str, name: str) -> dict[str, Any]:
-    environment = {**os.environ, **ALLOCATORS[allocator], "TF_CPP_MIN_LOG_LEVEL": "2"}
-    command = [sys.executable, __file__, "--child", name]
     row: dict[str, Any] = {"allocator": allocator, "model": name}
     try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
+        return row | row_of(
+            "allocators.py", "--child", name, timeout_s=_TIMEOUT_S, **ALLOCATORS[allocator]
         )
-    except subprocess.TimeoutExpired:
-        return {**row, "error": f"more than {_TIMEOUT_S} s"}
-    if done.returncode:
-        return {**row, "error": done.stderr.strip().splitlines()[-1][:200]}
-    return {**row, **json.loads(done.stdout.splitlines()[-1])}
+    except Failed as error:
+        return row | {"error": str(error)}
 
 
 def _line(row: dict[str, Any]) -> str:
-    head = f"| {row['allocator']} | {row['model']} "
+    cells = [row["allocator"], row["model"]]
     if "error" in row or not row["measured"]:
-        return head + f"| {row.get('error', 'no plan was measured')} ||||||||"
-    error = row["predicted"] / row["measured"] - 1
-    return head + (
-        f"| {row['plain'] / MIB:.1f} | {row['limit'] / MIB:.1f} | {row['predicted'] / MIB:.1f} "
-        f"| {row['measured'] / MIB:.1f} | {error:+.1%} | {row['final'] / MIB:.1f} "
-        f"| {row['overhead']:.1%} | {row['step_s'] / row['plain_s'] - 1:.1%} | {row['tightened']} |"
+        return line_of([*cells, row.get("error", "no plan was measured")]) + "|" * 7
+    plain, limit, predicted, measured, final = (
+        f"{row[key] / MIB:.1f}" for key in ("plain", "limit", "predicted", "measured", "final")
     )
+    error = row["predicted"] / row["measured"] - 1
+    extra = row["step_s"] / row["plain_s"] - 1
+    cells += [plain, limit, predicted, measured, f"{error:+.1%}", final]
+    return line_of([*cells, f"{row['overhead']:.1%}", f"{extra:.1%}", row["tightened"]])
 
 
 def main() -> None:
@@ -106,16 +96,12 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(_child(arguments.child)))
         return
-    print("| allocator | model | plain MiB | limit | predicted | measured | error ", end="")
-    print("| highest step of the last plan | extra time, predicted | measured | tightened |")
-    print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print(head(COLUMNS, left=2))
     for name in arguments.models.split(","):
         for allocator in arguments.allocators.split(","):
             row = _row(allocator, name)
             print(_line(row), flush=True)
-            if arguments.json:
-                with arguments.json.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            keep(row, arguments.json)
 
 
 if __name__ == "__main__":

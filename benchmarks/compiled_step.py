@@ -31,14 +31,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+from rows import MIB, Failed, difference, row_of
+
 ON_TENSORFLOW = os.environ.setdefault("KERAS_BACKEND", "jax") == "tensorflow"
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 PEERS = (
     ("recompute_grad",) if ON_TENSORFLOW else ("RematScope", "dots_saveable", "nothing_saveable")
@@ -257,28 +255,11 @@ def run_case(name, case, scale, budget, steps):
 
 def in_process(name, case, scale, steps, budget=0):
     """Runs one case in a process of its own; returns its numbers, or ``{"error": …}``."""
-    command = [
-        sys.executable,
-        __file__,
-        "--run",
-        case,
-        "--models",
-        name,
-        "--scale",
-        str(scale),
-        "--budget",
-        str(budget),
-    ]
-    done = subprocess.run(
-        [*command, "--steps", str(steps)], capture_output=True, text=True, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        said = [line.strip() for line in done.stderr.splitlines() if "Error" in line] or [
-            f"exit status {done.returncode}"
-        ]
-        return {"error": said[-1][:150]}
-    return json.loads(lines[-1])
+    words = ("--run", case, "--models", name, "--scale", scale, "--steps", steps)
+    try:
+        return row_of("compiled_step.py", *words, "--budget", budget)
+    except Failed as error:
+        return {"error": str(error)[:150]}
 
 
 def print_row(name, case, numbers, plain):
@@ -286,11 +267,10 @@ def print_row(name, case, numbers, plain):
     if "error" in numbers:
         print(f"{name:12} {case:22} {numbers['error']}", flush=True)
         return
-    mib = 2**20
-    loss = max(abs(a - b) / abs(b) for a, b in zip(numbers["losses"], plain["losses"], strict=True))
+    loss = difference(plain["losses"], numbers["losses"])
     print(
-        f"{name:12} {case:22} {numbers['temp'] / mib:9.1f} "
-        f"{numbers['temp'] / plain['temp']:6.2f} {numbers['peak'] / mib:9.1f} "
+        f"{name:12} {case:22} {numbers['temp'] / MIB:9.1f} "
+        f"{numbers['temp'] / plain['temp']:6.2f} {numbers['peak'] / MIB:9.1f} "
         f"{numbers['time_s'] * 1e3:9.1f} {numbers['time_s'] / plain['time_s']:6.2f} "
         f"{numbers['cpu_s'] / plain['cpu_s']:6.2f} "
         f"{numbers['compile_s']:8.1f} {numbers['compile_cpu_s'] / plain['compile_cpu_s']:6.2f} "
@@ -316,17 +296,8 @@ def main():
     parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
-        print(
-            json.dumps(
-                run_case(
-                    arguments.models[0],
-                    arguments.run,
-                    arguments.scale,
-                    arguments.budget,
-                    arguments.steps,
-                )
-            )
-        )
+        told = arguments.scale, arguments.budget, arguments.steps
+        print(json.dumps(run_case(arguments.models[0], arguments.run, *told)))
         return
     print(
         f"{'model':12} {'case':22} {'temp MiB':>9} {'ratio':>6} {'peak MiB':>9} {'step ms':>9} "

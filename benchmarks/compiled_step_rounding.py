@@ -20,16 +20,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import compiled_step
 import numpy as np
+from rows import printed_by
 
 CASES = ("plain", "nothing_saveable", "kept", "half")
 STEPS = 3
@@ -114,8 +112,10 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             found = {}
             for case in ("plain", "float64", *CASES[1:]):
-                command = [sys.executable, __file__, "--models", name, "--run", case, folder]
-                subprocess.run([*command, *(["--smooth"] if arguments.smooth else [])], check=True)
+                words = ["--models", name, "--run", case, folder]
+                words += ["--smooth"] if arguments.smooth else []
+                for _ in printed_by("compiled_step_rounding.py", *words):
+                    pass  # what it found is in the folder
                 with np.load(Path(folder, f"{case}.npz")) as stored:
                     found[case] = stored["losses"], stored["updates"]
         true, update = found["float64"]

@@ -12,6 +12,7 @@ import time
 
 import keras
 import tensorflow as tf
+from rows import MIB
 
 import keras_remat
 from keras_remat.backends.base import preserved_state
@@ -22,7 +23,6 @@ from keras_remat.core.problem import Problem
 from keras_remat.errors import RematError
 from keras_remat.planning.make_plan import plan_problem
 
-MIB = 2**20
 #: Room for every case's buffer twice over; untouched, so no memory of the machine.
 REGION_BYTES = 8 * 2**30
 #: Compilations for one budget, and for the smallest peak.
@@ -79,7 +79,7 @@ def ours(model, batch, budget, smallest):
         elif took <= budget:
             break
     if best is None:
-        raise SystemExit("Error: no plan near the floor")
+        raise SystemExit("no plan near the floor")
     return best[1], {
         "tries": tries,
         "recomputed": sum(best[2].solution.schedule.recomputed.values()),

@@ -15,24 +15,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from rows import MIB, command_line, head, line_of, row_of
 
 from keras_remat.backends.base import Backend, load_backend
 
-MIB = 2**20
 WAYS = {
     "no statistics": {"TF_ENABLE_ONEDNN_OPTS": "0"},
     "BFC": {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPU_ALLOCATOR_USE_BFC": "1"},
     "oneDNN": {"TF_ENABLE_ONEDNN_OPTS": "1"},
 }
+COLUMNS = ("way", "plain step", "its peak", "remat. step", "predicted", "measured", "error")
 _SHARE, _PIXELS, _BATCH, _STEPS = 0.6, 128, 8, 8
 
 
@@ -77,9 +75,7 @@ def _least(backend: Backend, step: Callable[[], Any]) -> tuple[float, int]:
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--isa", default="", help="the most that oneDNN may use, such as AVX2")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
@@ -91,29 +87,22 @@ def main() -> None:
     limited = {"ONEDNN_MAX_CPU_ISA": arguments.isa} if arguments.isa else {}
     for _ in range(arguments.rounds):
         for way, environment in WAYS.items():
-            done = subprocess.run(
-                [sys.executable, __file__, "--child", way],
-                env=os.environ | environment | limited,
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-            )
-            rounds[way].append(json.loads(done.stdout.splitlines()[-1]))
-    print("| way | plain step | its peak | remat. step | predicted | measured | error |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+            variables = environment | limited
+            rounds[way].append(row_of("cpu_allocators.py", "--child", way, **variables))
+    print(head(COLUMNS, left=1))
     for way, results in rounds.items():
         plain_s = min(result["plain_s"] for result in results)
         if "remat_s" not in results[0]:
-            print(f"| {way} | {plain_s:.3f} s | | | | | |")
+            print(line_of([way, f"{plain_s:.3f} s"]) + " |" * 5)
             continue
         remat_s = min(result["remat_s"] for result in results)
         last = results[-1]
         error = last["remat_bytes"] / last["predicted_bytes"] - 1
-        print(
-            f"| {way} | {plain_s:.3f} s | {last['plain_bytes'] / MIB:.1f} MiB | {remat_s:.3f} s "
-            f"| {last['predicted_bytes'] / MIB:.1f} | {last['remat_bytes'] / MIB:.1f} "
-            f"| {error:+.1%} |"
+        plain, predicted, measured = (
+            f"{last[key] / MIB:.1f}" for key in ("plain_bytes", "predicted_bytes", "remat_bytes")
         )
+        times = f"{plain_s:.3f} s", f"{plain} MiB", f"{remat_s:.3f} s"
+        print(line_of([way, *times, predicted, measured, f"{error:+.1%}"]))
 
 
 if __name__ == "__main__":

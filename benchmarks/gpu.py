@@ -26,8 +26,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-MIB = 2**20
+from rows import HERE, MIB, command_line, head, line_of, variables
+
 #: What the stand-in's card has, and how many times the seconds its parts get.
 STAND_IN_MIB, STAND_IN_SLOWNESS = 512, 3
 
@@ -70,9 +70,7 @@ PARTS = (
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = command_line(__doc__)
     result.add_argument("--out", type=Path, required=True, metavar="DIR")
     result.add_argument("--jax-only", action="store_true", help="no TensorFlow")
     result.add_argument("--memory", default="6GiB", help="of the card that is used (default 6GiB)")
@@ -92,12 +90,7 @@ def chosen(arguments: argparse.Namespace) -> list[Part]:
 
 def environment(part: Part, memory_bytes: int, stand_in: bool) -> dict[str, str]:
     """The variables a part runs under; its memory is capped by them where that can be done so."""
-    path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p)
-    result = os.environ | {
-        "KERAS_BACKEND": part.backend,
-        "PYTHONPATH": path,
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-    }
+    result = variables(KERAS_BACKEND=part.backend)
     if stand_in:
         return result | {
             "JAX_PLATFORMS": "cpu",
@@ -134,12 +127,11 @@ def run_part(part: Part, options: dict[str, Any], out: Path) -> dict[str, Any]:
     request.write_text(json.dumps(options | dict(part.options) | own))
     limit_s = part.limit_s * (STAND_IN_SLOWNESS if options["stand_in"] else 1)
     started, status = time.perf_counter(), "done"
-    variables = environment(part, options["memory_bytes"], options["stand_in"])
     with (out / f"{slug}.log").open("w") as log:
         try:
             code = subprocess.run(
                 [sys.executable, str(HERE / "gpu_case.py"), str(request)],
-                env=variables,
+                env=environment(part, options["memory_bytes"], options["stand_in"]),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 timeout=limit_s,
@@ -192,11 +184,8 @@ def report(result: dict[str, Any]) -> str:
         rows = part.get("rows", [])
         if rows:
             columns = list(dict.fromkeys(name for row in rows for name in row))
-            lines += ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-            lines += [
-                "| " + " | ".join(_shown(row.get(name, "")) for name in columns) + " |"
-                for row in rows
-            ]
+            lines += ["", head(columns)]
+            lines += [line_of(_shown(row.get(name, "")) for name in columns) for row in rows]
     return "\n".join(lines) + "\n"
 
 

@@ -25,12 +25,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 from keras import layers
+from rows import MIB, difference
 from watch import StepWatch, long_fit, statistics
 
 import keras_remat
 
 ON_JAX = keras.backend.backend() == "jax"
-MIB = 2**20
+#: Samples whose plain step takes a good part of the memory, but not all of it.
+BATCH = 64
 #: Steps of every fit that is measured; the calls whose peaks are told.
 STEPS, TOLD = 6, (1, 2, 5)
 _TEXT = 300
@@ -88,11 +90,6 @@ def samples(options: dict[str, Any], count: int) -> tuple[np.ndarray, np.ndarray
     size = 32 if options["stand_in"] else 128
     rng = np.random.default_rng(0)
     return rng.normal(size=(count, size, size, 3)).astype("float32"), rng.integers(0, 10, count)
-
-
-def batch_size(options: dict[str, Any]) -> int:
-    """Samples whose plain step takes a good part of the memory, but not all of it."""
-    return 64
 
 
 # ---------------------------------------------------------------- the device
@@ -232,7 +229,7 @@ def compile_seconds(options: dict[str, Any], answer: Answer) -> None:
     import jax
 
     model = build(options)
-    data = samples(options, batch_size(options))
+    data = samples(options, BATCH)
     model.train_on_batch(*data)  # builds it
     model.jax_state_sync()
     state = tuple(
@@ -263,7 +260,7 @@ def analysis(options: dict[str, Any], answer: Answer) -> None:
     """What the compiler says a step takes against what the allocator saw, for one schedule: the
     allocator's peak cannot be reset, so every schedule has a process."""
     model = build(options)
-    batch = samples(options, batch_size(options))
+    batch = samples(options, BATCH)
     plan = None
     if options["share"] < 1:
         plan = keras_remat.make_plan(model, batch, _limit(model, batch, options["share"]))
@@ -293,14 +290,14 @@ def _limit(model: keras.Model, batch: Any, share: float) -> int:
 def steps(options: dict[str, Any], answer: Answer) -> None:
     """Plain ``fit`` against ``fit`` under limits: peaks of the first calls, predicted and measured
     peaks, times, losses."""
-    data = repeated(samples(options, batch_size(options)), 4 * STEPS)
+    data = repeated(samples(options, BATCH), 4 * STEPS)
     plain, _ = trained(build(options, options["jit"]), data)
     answer.fact(
         plain_peaks_mib={f"call {n}": mib(plain.peaks[n - 1]) for n in TOLD},
         plain_step_s=median(plain.times_s[2:]),
     )
     again, _ = trained(build(options, options["jit"]), data)
-    answer.fact(losses_of_plain_twice_differ_by=_difference(plain.losses, again.losses))
+    answer.fact(losses_of_plain_twice_differ_by=difference(plain.losses, again.losses))
     measured = keras_remat.RematAutotune(None, "keep", verbose=0)
     trained(build(options, options["jit"]), data, measured)
     baseline = measured.report.baseline
@@ -332,14 +329,10 @@ def steps(options: dict[str, Any], answer: Answer) -> None:
             settled_step_s=median(watch.times_s[-3:]),
             op_times=plan.profile_source,
             predicted_step_s=plan.predicted.time_s,
-            loss_difference=_difference(plain.losses, watch.losses),
+            loss_difference=difference(plain.losses, watch.losses),
             events=[event.kind for event in remat.report.events],
             warnings=said,
         )
-
-
-def _difference(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(one, other, strict=True))
 
 
 def allocator(options: dict[str, Any], answer: Answer) -> None:
@@ -376,8 +369,7 @@ def out_of_memory(options: dict[str, Any], answer: Answer) -> None:
         answer.skipped("JAX's CPU allocator has no limit")
         return
     backend, model = load_backend(), build(options)
-    size = batch_size(options)
-    model.fit(*samples(options, size), batch_size=size, verbose=0)
+    model.fit(*samples(options, BATCH), batch_size=BATCH, verbose=0)
     too_many = math.ceil(options["memory_bytes"] / (16 * (4 if options["stand_in"] else 64) * 1024))
     data = samples(options, 1)
     many = tuple(keras.ops.convert_to_tensor(np.repeat(p, too_many, axis=0)) for p in data)
@@ -421,7 +413,7 @@ def out_of_memory(options: dict[str, Any], answer: Answer) -> None:
 def promise(options: dict[str, Any], answer: Answer) -> None:
     """The largest batch, found without training and inside ``fit``: it trains, 5 % above does not,
     and what it is worth against plain Keras's best batch."""
-    size, limit = batch_size(options) // 4, options["memory_bytes"]
+    size, limit = BATCH // 4, options["memory_bytes"]
     if options["stand_in"]:  # its device is the machine, whose memory is no card's
         limit //= 8
     model = build(options)

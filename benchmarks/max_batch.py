@@ -23,16 +23,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from step_memory import HERE, MIB, geometric_mean, machine
+from rows import (
+    MIB,
+    Failed,
+    command_line,
+    error_of,
+    failed,
+    failure_line,
+    geometric_mean,
+    head,
+    line_of,
+    machine,
+    one_of,
+    printed_by,
+)
 
 MODELS = ("VGG19", "MobileNet", "UNet", "ResNet50", "FCN8", "SegNet")
 SOLVERS = ("chen_sqrt_n", "chen_greedy", "auto")
@@ -49,9 +58,7 @@ OUT_OF_MEMORY = 2**60
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = command_line(__doc__)
     result.add_argument(
         "--models",
         type=one_of(MODELS),
@@ -124,21 +131,6 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def one_of(known: tuple[str, ...]) -> Any:
-    """What parses names of ``known``, separated by commas."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(text.split(","))
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(
-                    f"unknown name {name!r}; there are {', '.join(known)}"
-                )
-        return names
-
-    return parse
-
-
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What a child is told beside its model."""
     limit = arguments.pool or arguments.limit
@@ -170,57 +162,17 @@ def rows_of(name: str, options: dict[str, Any], timeout_s: float) -> Iterator[di
 
 def _child(name: str, options: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
     """The rows of one process."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p
-        ),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
+    pool = {
+        "TF_ENABLE_ONEDNN_OPTS": "0",
+        "TF_CPU_ALLOCATOR_USE_BFC": "1",
+        "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(options.get("pool")),
     }
-    if options.get("pool"):
-        environment |= {
-            "TF_ENABLE_ONEDNN_OPTS": "0",
-            "TF_CPU_ALLOCATOR_USE_BFC": "1",
-            "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(options["pool"]),
-        }
-    with tempfile.TemporaryDirectory(prefix="max_batch_") as directory:
-        request, noise = Path(directory) / "options.json", Path(directory) / "stderr"
-        request.write_text(json.dumps(options | {"model": name}))
-        with noise.open("w") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, str(HERE / "max_batch_case.py"), str(request)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-        late = threading.Event()
-        timer = threading.Timer(timeout_s, lambda: (late.set(), process.kill()))
-        timer.start()
-        try:
-            assert process.stdout is not None
-            yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
-            process.wait()
-        finally:
-            timer.cancel()
-            process.kill()
-            process.wait()
-        if late.is_set():
-            yield {
-                "model": name,
-                "row": "batch",
-                "solver": "",
-                "error": f"not done after {timeout_s:.0f} s",
-            }
-        elif process.returncode != 0:
-            last = [line for line in noise.read_text().splitlines() if line.strip()][-1:] or [
-                "no message"
-            ]
-            yield {
-                "model": name,
-                "row": "batch",
-                "solver": "",
-                "error": f"exit status {process.returncode}: {last[0]}",
-            }
+    variables = pool if options.get("pool") else {}
+    told = json.dumps(options | {"model": name})
+    try:
+        yield from printed_by("max_batch_case.py", told, timeout_s=timeout_s, **variables)
+    except Failed as error:
+        yield {"model": name, "row": "batch", "solver": "", "error": str(error)}
 
 
 # -------------------------------------------------------------------- what a person reads
@@ -245,21 +197,10 @@ COLUMNS = (
 PREDICTION_COLUMNS = ("model", "profiled batch", "batch", "predicted MiB", "measured MiB", "error")
 
 
-def head(columns: tuple[str, ...]) -> str:
-    """The first two lines of a Markdown table."""
-    return "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns)
-
-
-def error_of(row: dict[str, Any]) -> float:
-    """Predicted over measured peak, less one."""
-    return float(row["predicted_bytes"] / row["measured_bytes"] - 1)
-
-
 def line(row: dict[str, Any]) -> str:
     """One row of either table."""
     if "error" in row:
-        text = " ".join(row["error"].split()).replace("|", "\\|")
-        return f"| {row['model']} | {row['solver']} | {text} |" + " |" * (len(COLUMNS) - 3)
+        return failure_line(COLUMNS, row["model"], row["solver"], row["error"])
 
     def mib(key: str) -> str:
         if row.get(key) == OUT_OF_MEMORY:
@@ -294,7 +235,7 @@ def line(row: dict[str, Any]) -> str:
             row["failed_batch"],
             mib("failed_bytes"),
         ]
-    return "| " + " | ".join(map(str, cells)) + " |"
+    return line_of(cells)
 
 
 def ratios(rows: list[dict[str, Any]], solver: str) -> dict[str, float]:
@@ -331,34 +272,31 @@ def failed_bounds(rows: list[dict[str, Any]]) -> list[str]:
     """What falls short, one sentence each; empty when everything holds."""
     failures = [f"{r['model']} {r['solver']}: {r['error']}" for r in rows if "error" in r]
     for r in rows:
-        if r["row"] == "batch" and "error" not in r:
-            if r["measured_bytes"] > r["limit_bytes"]:
-                failures.append(
-                    f"{r['model']} {r['solver']}: measured {r['measured_bytes']} bytes, limit "
-                    f"{r['limit_bytes']}"
-                )
-            if r["overhead"] > r.get("allowed_overhead", math.inf):
-                failures.append(
-                    f"{r['model']} {r['solver']}: overhead {r['overhead']:.1%}, one forward pass "
-                    f"is {r['allowed_overhead']:.1%}"
-                )
-            if not r["batch"] / SEARCHED <= r.get("searched", r["batch"]) <= r["batch"] * SEARCHED:
-                failures.append(
-                    f"{r['model']} {r['solver']}: the search said {r['searched']}, {r['batch']} "
-                    "is what trains"
-                )
-            if r["model"] == "ResNet50" and r["solver"] == "auto" and r["search_s"] > SEARCH_S:
-                failures.append(
-                    f"{r['model']} {r['solver']}: the search took {r['search_s']:.0f} s, more "
-                    f"than {SEARCH_S:.0f}"
-                )
-            if r["failed_bytes"] <= r["limit_bytes"]:
-                failures.append(f"{r['model']} {r['solver']}: batch {r['failed_batch']} trains too")
+        case = f"{r['model']} {r.get('solver')}"
         if r["row"] == "prediction" and abs(error_of(r)) > PREDICTION:
             failures.append(
                 f"{r['model']} at {r['batch']}: predicted peak is {error_of(r):+.1%} off, more "
                 f"than {PREDICTION:.0%}"
             )
+        if r["row"] != "batch" or "error" in r:
+            continue
+        if r["measured_bytes"] > r["limit_bytes"]:
+            failures.append(
+                f"{case}: measured {r['measured_bytes']} bytes, limit {r['limit_bytes']}"
+            )
+        if r["overhead"] > r.get("allowed_overhead", math.inf):
+            failures.append(
+                f"{case}: overhead {r['overhead']:.1%}, one forward pass is "
+                f"{r['allowed_overhead']:.1%}"
+            )
+        if not r["batch"] / SEARCHED <= r.get("searched", r["batch"]) <= r["batch"] * SEARCHED:
+            failures.append(f"{case}: the search said {r['searched']}, {r['batch']} is what trains")
+        if r["model"] == "ResNet50" and r["solver"] == "auto" and r["search_s"] > SEARCH_S:
+            failures.append(
+                f"{case}: the search took {r['search_s']:.0f} s, more than {SEARCH_S:.0f}"
+            )
+        if r["failed_bytes"] <= r["limit_bytes"]:
+            failures.append(f"{case}: batch {r['failed_batch']} trains too")
     found = list(ratios(rows, "auto").values())
     if max(found, default=0.0) < BEST_RATIO:
         failures.append(f"the best ratio is {max(found, default=0.0):.2f}, less than {BEST_RATIO}")
@@ -412,10 +350,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"\n{summary(rows)}")
     if arguments.output:
         arguments.output.write_text(document(header, rows), encoding="utf-8")
-    failures = failed_bounds(rows)
-    for failure in failures:
-        print(f"BOUND: {failure}")
-    return 1 if arguments.check and failures else 0
+    return failed(failed_bounds(rows), arguments.check)
 
 
 if __name__ == "__main__":

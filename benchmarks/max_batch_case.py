@@ -1,8 +1,8 @@
 """Plain Keras or solvers of the maximum batch benchmark, one model in a process of its own:
-``python max_batch_case.py OPTIONS.json``.
+``python max_batch_case.py OPTIONS``.
 
-:mod:`max_batch` writes the options and reads the rows from standard output, one JSON object per
-line, each written as soon as it is known. With the row of plain Keras among the options, it is not
+:mod:`max_batch` gives the options as JSON and reads the rows from standard output, one JSON object
+per line, each written as soon as it is known. With the row of plain Keras among the options, it is not
 measured again.
 """
 
@@ -14,13 +14,13 @@ import math
 import os
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import paper_models
+from max_batch import OUT_OF_MEMORY
 
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
@@ -44,8 +44,6 @@ _REPLANS = 2
 _UNLIMITED_BYTES = 2**50
 #: What BFC takes when TensorFlow starts.
 _FIRST_REGION_BYTES = 2 * 2**20
-#: The peak of a step that ran out of memory: above every limit.
-OUT_OF_MEMORY = 2**60
 
 
 class Trained(NamedTuple):
@@ -335,7 +333,7 @@ def one_region(nbytes: int) -> None:
 
 if __name__ == "__main__":
     keras_remat.enable_cpu_memory_stats()
-    options = json.loads(Path(sys.argv[1]).read_text())
+    options = json.loads(sys.argv[1])
     if options["pool"]:
         one_region(options["limit_bytes"])
     Measurement(options).run()

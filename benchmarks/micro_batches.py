@@ -26,7 +26,7 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import models
-from step_memory import machine
+from rows import Report, command_line, head, line_of, machine
 from watch import StepWatch, long_fit
 
 import keras_remat
@@ -132,24 +132,21 @@ class Bench:
         }
         others = [rate for name, rate in rates.items() if name != "auto"]
         ratio = rates.get("auto", 0.0) / max(others) if others else 1.0
-        cells = " | ".join(
-            "–" if way is None
-            else f"{rates[name]:.1f} | {max(way.peaks) / MIB:.1f} | {way.pieces}"
-            for name, way in ways.items()
-        ).replace("–", "– | – | –")  # fmt: skip
-        return (
-            f"| {self.case.name} | {share:.0%} | {limit / MIB:.1f} | {cells} | {ratio:.2f} |",
-            ratio,
-        )
+        cells = [self.case.name, f"{share:.0%}", f"{limit / MIB:.1f}"]
+        for name, way in ways.items():
+            cells += (
+                ("–", "–", "–")
+                if way is None
+                else (f"{rates[name]:.1f}", f"{max(way.peaks) / MIB:.1f}", str(way.pieces))
+            )
+        return line_of([*cells, f"{ratio:.2f}"]), ratio
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints a line per model and limit; returns 1 where auto is more than 5 % slower than the
     better of the others."""
     keras_remat.enable_cpu_memory_stats()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--models", default="unet,transformer,MobileNetV2", metavar="A,B")
     parser.add_argument("--budgets", default="0.5,0.3", metavar="A,B", help="of the plain peak")
     parser.add_argument("--steps", type=int, default=10, help="per epoch")
@@ -157,24 +154,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, metavar="FILE.md")
     options = parser.parse_args(argv)
-    ways = " | ".join(
-        f"{name}: samples/s | MiB | pieces" for name in ("recomputation", "pieces", "auto")
-    )
-    lines = [
+    ways = ("recomputation", "pieces", "auto")
+    columns = [cell for name in ways for cell in (f"{name}: samples/s", "MiB", "pieces")]
+    report = Report()
+    report.add(
         f"{machine()}; {options.rounds} rounds of two epochs of {options.steps} steps in turn",
         "",
-        f"| model | of plain | limit MiB | {ways} | auto / better |",
-        "|---|---:|---:|" + "---:|" * 10,
-    ]
-    print("\n".join(lines), flush=True)
+        head(["model", "of plain", "limit MiB", *columns, "auto / better"], left=1),
+    )
     worst = 1.0
     for name, share in product(options.models.split(","), options.budgets.split(",")):
         line, ratio = Bench(name, options).compare(float(share))
-        lines.append(line)
+        report.add(line)
         worst = min(worst, ratio)
-        print(line, flush=True)
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    report.write(options.output)
     return int(worst < 0.95)
 
 

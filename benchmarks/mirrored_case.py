@@ -24,6 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
+from rows import MIB, difference
 from watch import StepWatch, long_fit
 
 import keras_remat
@@ -82,11 +83,6 @@ def own_train_step() -> keras.Model:
 def step_s(watch: StepWatch) -> float:
     """The median of the last epoch's steps but the first."""
     return median(watch.times_s[-STEPS + 1 :])
-
-
-def difference(left: list[float], right: list[float]) -> float:
-    """The largest relative difference of two fits' losses."""
-    return max(abs(a - b) / abs(a) for a, b in zip(left, right, strict=True))
 
 
 def mirrored(replicas: int) -> tf.distribute.MirroredStrategy:
@@ -160,11 +156,11 @@ def measured(name: str, replicas: int, share: float) -> dict[str, Any]:
     return {
         "replicas": replicas,
         "model": name,
-        "alone_mib": alone / 2**20,
-        "plain_mib": watched.report.epochs[-1].peak_bytes / 2**20,
-        "limit_mib": limit / 2**20,
-        "predicted_mib": predicted / 2**20,
-        "peak_mib": taken / 2**20,
+        "alone_mib": alone / MIB,
+        "plain_mib": watched.report.epochs[-1].peak_bytes / MIB,
+        "limit_mib": limit / MIB,
+        "predicted_mib": predicted / MIB,
+        "peak_mib": taken / MIB,
         "recomputed": len(remat.plan.solution.schedule.recomputed),
         "loss_difference": difference(plain.losses, ours.losses),
         "loss_noise": difference(plain.losses, again.losses),

@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+from rows import HERE, MIB, Failed, command_line, difference, head, line_of, row_of
+
+sys.path.insert(0, str(HERE.parent / "tests"))
+from own_process import free_port
+
 ROWS = (("data", "mixer"), ("data", "convnet"), ("model", "mixer"))
 #: Models that several processes train together, and how many of them there are.
 SHARED, PROCESSES = ("mixer", "convnet"), 2
@@ -82,7 +85,6 @@ bytes. All devices share the cores of one CPU: times say little."""
 
 def measured(kind: str, name: str, share: float, rank: int = 0, port: int = 0) -> dict[str, Any]:
     """One row, in this process, or in one of several that meet at a port."""
-    sys.path.insert(0, str(HERE.parent / "tests"))
     import jax
     import jax_models
     import keras
@@ -131,93 +133,67 @@ def measured(kind: str, name: str, share: float, rank: int = 0, port: int = 0) -
     resident = device.Device().in_use_bytes()
     limit = int(resident + share * (plain["peak"] - resident))
     ours = fit(keras_remat.RematAutotune(limit, "keep", margin=0.0, verbose=0))
-    pairs = zip(plain["losses"], ours["losses"], strict=True)
     return {
         **({"processes": processes} if processes > 1 else {"distribution": kind}),
         "model": name,
-        "limit_mib": limit / 2**20,
-        "peak_mib": ours["peak"] / 2**20,
+        "limit_mib": limit / MIB,
+        "peak_mib": ours["peak"] / MIB,
         "temp_ratio": ours["temp"] / plain["temp"],
         "all_reduces_plain": plain["all_reduces"],
         "all_reduces": ours["all_reduces"],
-        "loss_difference": max(abs(a - b) / abs(a) for a, b in pairs),
+        "loss_difference": difference(plain["losses"], ours["losses"]),
         "time_ratio": ours["step_s"] / plain["step_s"],
     }
 
 
 def rows_of(framework: str, devices: int, share: float) -> Iterator[dict[str, Any]]:
     """Every row of a framework, each measured in a process of its own."""
-    path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p)
     of_one = devices // PROCESSES if framework == "processes" else devices
     flags = f"--xla_force_host_platform_device_count={of_one}"
-    on_jax = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    variables = os.environ | {"PYTHONPATH": path}
-    if framework in ("jax", "processes"):
-        variables |= on_jax
-    cases = {
+    variables = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    own = ["replicas.py", "--share", share, "--row"]
+    cases: dict[str, list[tuple[dict[str, Any], list[Any]]]] = {
         "tensorflow": [
-            ({"replicas": count, "model": name}, ["mirrored_case.py", name, str(count), str(share)])
+            ({"replicas": count, "model": name}, ["mirrored_case.py", name, count, share])
             for count in REPLICAS
             for name in MIRRORED
         ],
         "planning": [
-            ({"replicas": count}, ["mirrored_case.py", "planning", str(count), str(share)])
+            ({"replicas": count}, ["mirrored_case.py", "planning", count, share])
             for count in (1, 2, 4, 8)
         ],
-        "jax": [
-            (
-                {"distribution": kind, "model": name},
-                [Path(__file__).name, "--share", str(share), "--row", kind, name],
-            )
-            for kind, name in ROWS
-        ],
+        "jax": [({"distribution": kind, "model": name}, [*own, kind, name]) for kind, name in ROWS],
         "processes": [
-            (
-                {"processes": PROCESSES, "model": name},
-                [Path(__file__).name, "--share", str(share), "--row", "processes", name],
-            )
-            for name in SHARED
+            ({"processes": PROCESSES, "model": name}, [*own, framework, name]) for name in SHARED
         ],
     }
-    for row, (script, *options) in cases[framework]:
-        command = [sys.executable, str(HERE / script), *options]
-        ranks = [command]
-        if framework == "processes":
-            port = str(free_port())
-            ranks = [[*command, "--rank", str(rank), "--port", port] for rank in range(PROCESSES)]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started = [subprocess.Popen(one, env=variables, text=True, **pipes) for one in ranks]
-        (out, complaints), *_ = [one.communicate() for one in started]
-        if any(one.returncode for one in started):
-            last = (complaints.strip().splitlines() or ["no message"])[-1]
-            yield row | {"error": last[:300]}
-        else:
-            yield json.loads(out.splitlines()[-1])
-
-
-def free_port() -> int:
-    """A port that nobody listens to."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port: int = free.getsockname()[1]
-        return port
+    measure = partial(row_of, **variables) if framework in ("jax", "processes") else row_of
+    for row, command in cases[framework]:
+        port = free_port()
+        count = PROCESSES if framework == "processes" else 1
+        ranks = [["--rank", rank, "--port", port] for rank in range(count)] if count > 1 else [[]]
+        try:
+            with ThreadPoolExecutor(count) as pool:
+                started = [pool.submit(measure, *command, *rank) for rank in ranks]
+                first, *_ = [each.result() for each in started]
+                yield first
+        except Failed as error:
+            yield row | {"error": str(error)}
 
 
 def table(framework: str, rows: Sequence[dict[str, Any]]) -> str:
     """The rows of a framework in Markdown."""
     columns = COLUMNS[framework]
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    lines = [head(list(columns))]
     for row in rows:
         cells = (format(row[name], text) if name in row else "–" for name, text in columns.items())
-        lines.append(f"| {' | '.join(cells)} |{row.get('error', '')}")
+        lines.append(line_of(cells) + row.get("error", ""))
     return "\n".join(lines)
 
 
 def main() -> int:
     """Every row, each in a process of its own; the status is 1 where one failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("frameworks", nargs="*", metavar="tensorflow|planning|jax|processes")
     parser.add_argument("--devices", type=int, default=4, help="of JAX")
     parser.add_argument("--share", type=float, default=0.5)

@@ -13,7 +13,6 @@ something was planned after the first epoch.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -28,7 +27,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import tensorflow as tf
-from step_memory import machine
+from rows import Report, command_line, machine
 from watch import StepWatch, long_fit
 
 import keras_remat
@@ -146,9 +145,7 @@ def compare(lengths: list[int], epochs: int, share: float) -> tuple[list[str], b
 def main(argv: list[str] | None = None) -> int:
     """Prints the table; the exit status is in the module's docstring."""
     keras_remat.enable_cpu_memory_stats()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--lengths", default="32:512:32", metavar="FROM:TO:STEP")
     parser.add_argument("--each", type=int, default=5, help="batches of a length in an epoch")
     parser.add_argument("--epochs", type=int, default=3)
@@ -159,17 +156,10 @@ def main(argv: list[str] | None = None) -> int:
     lengths = [*range(first, last + 1, step)] * arguments.each
     random.Random(0).shuffle(lengths)
     rows, is_good = compare(lengths, arguments.epochs, arguments.share)
-    lines = [
-        "# shapes.py",
-        "",
-        f"{machine()}; batches of {BATCH}, {arguments.epochs} epochs of {len(lengths)} in random "
-        "order",
-        "",
-        *rows,
-    ]
-    print("\n".join(lines), flush=True)
-    if arguments.output:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    what = f"batches of {BATCH}, {arguments.epochs} epochs of {len(lengths)} in random order"
+    report = Report()
+    report.add("# shapes.py", "", f"{machine()}; {what}", "", *rows)
+    report.write(arguments.output)
     return int(not is_good)
 
 

@@ -29,20 +29,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rows import (
+    MIB,
+    Failed,
+    TimedOut,
+    command_line,
+    geometric_mean,
+    head,
+    keep,
+    line_of,
+    printed_by,
+    row_of,
+)
 from suite.layered import layered
 
 from keras_remat import solvers
+from keras_remat.backends.base import Backend, load_backend
 from keras_remat.core import serialize
 from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.problem import Problem
@@ -134,9 +144,8 @@ def run(options: argparse.Namespace) -> None:
     names = options.solvers.split(",") if options.solvers else list(solvers.SOLVERS)
     rows = solve_all(paths, names, options)
     output = Path(options.output)
-    (output / "solvers.md").write_text(
-        "\n".join([*overview(rows), *TABLE_HEAD, *map(table_line, rows)]) + "\n"
-    )
+    lines = [*overview(rows), head(COLUMNS), *map(table_line, rows)]
+    (output / "solvers.md").write_text("\n".join(lines) + "\n")
     for name in dict.fromkeys(row["graph"] for row in rows):
         plot([row for row in rows if row["graph"] == name], output / f"{name}.svg")
 
@@ -150,15 +159,14 @@ def solve_all(
     log.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     done = {key_of(row) for row in rows}
-    print(*TABLE_HEAD, sep="\n", flush=True)
+    print(head(COLUMNS), flush=True)
     for path in paths:
         for budget in options.budgets.split(","):
             for name in names:
                 if (path.stem, budget, name, options.time_limit, options.seed) in done:
                     continue
                 rows.append(solve_in_process(path, budget, name, options.time_limit, options.seed))
-                with log.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+                keep(rows[-1], log)
                 print(table_line(rows[-1]), flush=True)
     return [row for row in rows if row["graph"] in {path.stem for path in paths}]
 
@@ -170,7 +178,8 @@ def op_level(options: argparse.Namespace) -> None:
     paths = [output / f"{name}.json" for name in options.models.split(",")]
     for path in paths:
         if not path.exists():
-            subprocess.run([sys.executable, __file__, "trace", path.stem, str(path)], check=True)
+            for _ in printed_by("solvers.py", "trace", path.stem, path.resolve()):
+                pass  # what it found is in the file
     rows = solve_all(paths, ("auto", "dtr"), options)
     found = {
         (row["graph"], row["budget"], row["solver"]): row["overhead"]
@@ -182,9 +191,9 @@ def op_level(options: argparse.Namespace) -> None:
         for g, b, name in found
         if name == "auto" and found.get((g, b, "dtr"))
     ]
-    lines = [*TABLE_HEAD, *map(table_line, rows)]
+    lines = [head(COLUMNS), *map(table_line, rows)]
     if ratios:
-        mean = math.exp(sum(math.log(max(ratio, 1e-9)) for ratio in ratios) / len(ratios))
+        mean = geometric_mean([max(ratio, 1e-9) for ratio in ratios])
         lines += [
             "",
             f"Overhead of auto over that of dtr, geometric mean of {len(ratios)} budgets: "
@@ -198,14 +207,15 @@ def trace(name: str, path: str) -> None:
     """Writes the problem file of the train step of a model of ``benchmarks/models.py``."""
     import models
 
-    from keras_remat.backends.base import load_backend
-
     model, case = models.make(name)
-    backend = load_backend()
-    traced = backend.trace(model, models.batches(case.steps(1), case.batch_size)[0])
-    serialize.save_problem(
-        Problem(traced.graph, backend.estimated_profile(traced), name=name), path
-    )
+    save_step(load_backend(), model, models.batches(case.steps(1), case.batch_size)[0], name, path)
+
+
+def save_step(backend: Backend, model: Any, batch: Any, name: str, path: str) -> None:
+    """Writes the problem file of a train step, with estimated costs."""
+    traced = backend.trace(model, batch)
+    problem = Problem(traced.graph, backend.estimated_profile(traced), name=name)
+    serialize.save_problem(problem, path)
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, str, str, float, int]:
@@ -217,16 +227,6 @@ def solve_in_process(
     path: Path, budget: str, solver: str, time_limit_s: float, seed: int
 ) -> dict[str, Any]:
     """One row, solved in a process of its own, which is killed when it does not end."""
-    command = [
-        sys.executable,
-        __file__,
-        "one",
-        str(path),
-        budget,
-        solver,
-        str(time_limit_s),
-        str(seed),
-    ]
     row = {
         "graph": path.stem,
         "budget": budget,
@@ -234,32 +234,23 @@ def solve_in_process(
         "time_limit_s": time_limit_s,
         "seed": seed,
     }
-    problem = serialize.load_problem(path)
-    ops = len(problem.graph.ops)
+    ops = len(serialize.load_problem(path).graph.ops)
     if ops > REFUSES_OVER_OPS.get(solver, ops):
         return row | {"ops": ops, "result": f"left out over {REFUSES_OVER_OPS[solver]} ops"}
-    started = time.perf_counter()
+    started, timeout_s = time.perf_counter(), KILLED_AFTER * time_limit_s + 20
+    words = (path.resolve(), budget, solver, time_limit_s, seed)
     try:
-        answer = subprocess.run(
-            command,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=KILLED_AFTER * time_limit_s + 20,
-        )
-    except subprocess.TimeoutExpired:
+        return row | row_of("solvers.py", "one", *words, timeout_s=timeout_s)
+    except TimedOut:
         return row | {"ops": ops, "result": "killed", "seconds": time.perf_counter() - started}
-    except subprocess.CalledProcessError as error:
-        raise SystemExit(
-            f"{' '.join(command)} ended with status {error.returncode}:\n{error.stderr}"
-        ) from error
-    return row | json.loads(answer.stdout.splitlines()[-1])
+    except Failed as error:
+        raise SystemExit(f"{path}, {budget}, {solver}: {error}") from error
 
 
-TABLE_HEAD = (
-    "| graph (ops) | budget | solver | result | overhead | bound | gap | seconds | solver memory |",
-    "|---|---|---|---|---|---|---|---|---|",
-)
+COLUMNS = (
+    "graph (ops)", "budget", "solver", "result", "overhead", "bound", "gap", "seconds",
+    "solver memory",
+)  # fmt: skip
 
 
 def table_line(row: dict[str, Any]) -> str:
@@ -273,17 +264,14 @@ def table_line(row: dict[str, Any]) -> str:
     if (
         "memory_bytes" in row
     ):  # auto has up to two processes of CP-SAT beside its own; the larger one is known
-        memory = f"{(row['memory_bytes'] + 2 * row['child_memory_bytes']) / 2**20:.0f} MiB"
+        memory = f"{(row['memory_bytes'] + 2 * row['child_memory_bytes']) / MIB:.0f} MiB"
     solver = (
         row["solver"]
         if row.get("by", row["solver"]) == row["solver"]
         else f"{row['solver']} ({row['by']})"
     )
-    return (
-        f"| {row['graph']} ({row['ops']}) | {row['budget']} | {solver} | {row['result']} | "
-        f"{overhead} | {bound} "
-        f"| {gap} | {seconds} | {memory} |"
-    )
+    name, result = f"{row['graph']} ({row['ops']})", row["result"]
+    return line_of([name, row["budget"], solver, result, overhead, bound, gap, seconds, memory])
 
 
 def overview(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -293,36 +281,16 @@ def overview(rows: Sequence[dict[str, Any]]) -> list[str]:
     for graph in dict.fromkeys(row["graph"] for row in rows):
         own = {(row["solver"], row["budget"]): row for row in rows if row["graph"] == graph}
         budgets = list(dict.fromkeys(budget for _, budget in own))
-        shares = [
-            next(
-                (
-                    f" ({r['share']:.3f})"
-                    for (_, b), r in own.items()
-                    if b == budget and "share" in r
-                ),
-                "",
-            )
-            for budget in budgets
-        ]
-        names = [
-            b if b != "floor" else f"floor × {FLOOR_FACTOR}{share}"
-            for b, share in zip(budgets, shares, strict=True)
-        ]
-        lines += [
-            f"| {graph}: overhead in % at | {' | '.join(names)} |",
-            "|---" * (len(budgets) + 1) + "|",
-        ]
+        shares = [row["share"] for (_, b), row in own.items() if b == "floor" and "share" in row]
+        floor = f"floor × {FLOOR_FACTOR}" + (f" ({shares[0]:.3f})" if shares else "")
+        names = [floor if budget == "floor" else budget for budget in budgets]
+        lines.append(head([f"{graph}: overhead in % at", *names]))
         for solver in dict.fromkeys(solver for solver, _ in own):
-            lines.append(
-                f"| {solver} | "
-                f"{' | '.join(overview_cell(own.get((solver, budget), {})) for budget in budgets)} |"
-            )
+            cells = (overview_cell(own.get((solver, budget), {})) for budget in budgets)
+            lines.append(line_of([solver, *cells]))
         bounds = [own.get(("auto", budget), {}).get("bound") for budget in budgets]
-        lines += [
-            "| *proved bound* | "
-            f"{' | '.join('' if b is None else f'{100 * b:.2f}' for b in bounds)} |",
-            "",
-        ]
+        proved = ("" if bound is None else f"{100 * bound:.2f}" for bound in bounds)
+        lines += [line_of(["*proved bound*", *proved]), ""]
     return lines
 
 
@@ -356,27 +324,14 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         )
         if points:
             width = 2.5 if solver == "auto" else 0.8
-            axes.plot(
-                [x for x, _ in points],
-                [y for _, y in points],
-                marker="o",
-                markersize=3,
-                linewidth=width,
-                label=solver,
-            )
+            axes.plot(*zip(*points, strict=True), "o-", ms=3, lw=width, label=solver)
     best = {
         row["share"]: 100 * row["bound"]
         for row in rows
         if row["solver"] == "auto" and row.get("bound") is not None
     }
     if best:
-        axes.plot(
-            sorted(best),
-            [best[x] for x in sorted(best)],
-            linestyle=":",
-            color="black",
-            label="lower bound",
-        )
+        axes.plot(*zip(*sorted(best.items()), strict=True), ":k", label="lower bound")
     axes.set_xlabel("budget / store-all peak")
     axes.set_ylabel("overhead in %")
     axes.set_yscale("symlog", linthresh=1)
@@ -389,11 +344,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def coarse(options: argparse.Namespace) -> None:
     """Prints the interval search's overhead on the whole graph and on its coarse problem, expanded;
     all on the same base order."""
-    print(
-        "| graph (ops) | budget | big ops | whole | coarse | loss |",
-        "|---|---|---|---|---|---|",
-        sep="\n",
-    )
+    print(head(["graph (ops)", "budget", "big ops", "whole", "coarse", "loss"]))
     for path in sorted(Path(options.graphs or os.environ["KERAS_REMAT_GRAPHS"]).glob("*.json")):
         for budget in options.budgets.split(","):
             problem = serialize.load_problem(path)
@@ -420,12 +371,8 @@ def coarse(options: argparse.Namespace) -> None:
                 if whole is None or part is None
                 else f"{100 * (part - whole) / store_all.time_s:+.3f} points"
             )
-            ops = len(problem.graph.needed)
-            print(
-                f"| {path.stem} ({ops}) | {budget} | {len(small.ops)} | {' | '.join(cells)} | "
-                f"{loss} |",
-                flush=True,
-            )
+            name = f"{path.stem} ({len(problem.graph.needed)})"
+            print(line_of([name, budget, len(small.ops), *cells, loss]), flush=True)
 
 
 def best_by_intervals(
@@ -455,7 +402,7 @@ def moves(options: argparse.Namespace) -> None:
     """Prints how many moves of annealing are made in a second, once compiled."""
     if not native.is_compiled(native.LONGEST_S):
         raise SystemExit("Numba is not installed, or has no place for its machine code")
-    print("| graph | ops | moves | CPU seconds | moves/s |", "|---|---|---|---|---|", sep="\n")
+    print(head(["graph", "ops", "moves", "CPU seconds", "moves/s"]))
     for ops in map(int, options.ops.split(",")):
         problem = layered(ops, 0)
         peak = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
@@ -470,10 +417,8 @@ def moves(options: argparse.Namespace) -> None:
         for _ in search(effort=anneal.Effort(1, options.moves)):
             pass
         spent = time.process_time() - started
-        print(
-            f"| {problem.name} | {ops} | {options.moves} | {spent:.2f} | "
-            f"{options.moves / spent:,.0f} |"
-        )
+        rate = f"{options.moves / spent:,.0f}"
+        print(line_of([problem.name, ops, options.moves, f"{spent:.2f}", rate]))
 
 
 def write_layered(options: argparse.Namespace) -> None:
@@ -490,22 +435,14 @@ def export(options: argparse.Namespace) -> None:
     """Writes the problem file of a saved Keras model's train step."""
     import keras
 
-    from keras_remat.backends.base import load_backend
-
-    model = keras.saving.load_model(options.model)
-    backend = load_backend()
-    traced = backend.trace(model, backend.example_batch(model, options.batch_size))
-    serialize.save_problem(
-        Problem(traced.graph, backend.estimated_profile(traced), name=Path(options.model).stem),
-        options.output,
-    )
+    model, backend = keras.saving.load_model(options.model), load_backend()
+    batch = backend.example_batch(model, options.batch_size)
+    save_step(backend, model, batch, Path(options.model).stem, options.output)
 
 
 def main() -> None:
     """The command line of the module docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     commands = parser.add_subparsers(required=True)
     bench = commands.add_parser("run")
     bench.add_argument("--graphs")
@@ -546,14 +483,10 @@ def main() -> None:
     making.add_argument("--output", required=True)
     making.set_defaults(run=write_layered)
     one = commands.add_parser("one")
-    for name, kind in (
-        ("path", str),
-        ("budget", str),
-        ("solver", str),
-        ("time_limit", float),
-        ("seed", int),
-    ):
-        one.add_argument(name, type=kind)
+    for name in ("path", "budget", "solver"):
+        one.add_argument(name)
+    one.add_argument("time_limit", type=float)
+    one.add_argument("seed", type=int)
     one.set_defaults(
         run=lambda o: print(
             json.dumps(solve_once(o.path, o.budget, o.solver, o.time_limit, o.seed))

@@ -12,7 +12,6 @@ in the same process, before and after, and all are timed between Keras's own bat
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from itertools import product
@@ -23,7 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import models
-from step_memory import machine
+from rows import Report, command_line, line_of, machine
 from watch import StepWatch, long_fit
 
 import keras_remat
@@ -87,9 +86,7 @@ def compare(
 def main(argv: list[str] | None = None) -> int:
     """Prints a line per model; returns 1 when a report is more than 5 % off."""
     keras_remat.enable_cpu_memory_stats()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--models", default="unet,transformer", metavar="A,B")
     parser.add_argument("--batch-sizes", default="keep,max", metavar="A,B", help="of keep and max")
     parser.add_argument(
@@ -107,28 +104,24 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     worst = 0.0
-    lines = [
+    report = Report()
+    report.add(
         f"{machine()}; {arguments.epochs} epochs of {arguments.steps} loader batches; limits: "
         f"keep {arguments.budget:.0%} of the plain "
         f"activation peak, max {PLAIN_LIMIT:.0%} of the plain peak",
         "",
         "| model | batch size | reported | stopwatch | off | planning s | baseline |",
         "|---|---|---:|---:|---:|---:|---|",
-    ]
-    print("\n".join(lines), flush=True)
+    )
     for name, mode in product(arguments.models.split(","), arguments.batch_sizes.split(",")):
         reported, timed, planning_s, source = compare(
             name, mode, arguments.budget, arguments.steps, arguments.epochs
         )
         off = reported / timed - 1
         worst = max(worst, abs(off))
-        lines.append(
-            f"| {name} | {mode} | {reported:.3f} | {timed:.3f} | {off:+.1%} | {planning_s:.1f} | "
-            f"{source} |"
-        )
-        print(lines[-1], flush=True)
-    if arguments.output:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        speedups = f"{reported:.3f}", f"{timed:.3f}", f"{off:+.1%}"
+        report.add(line_of([name, mode, *speedups, f"{planning_s:.1f}", source]))
+    report.write(arguments.output)
     return int(worst > 0.05)
 
 

@@ -1,10 +1,10 @@
 """One model of the step memory benchmark, measured in a process of its own.
 
-``python step_case.py OPTIONS.json RESULT.json``; :mod:`step_memory` writes the options and reads
-the result. The order matters for what is measured: plain ``fit`` first, then ``fit`` with
-``RematAutotune`` under the smallest limit it keeps, then one ``fit`` per other limit, each from the
-same initial weights, and last the comparison, in which plain, store-all and rematerialized steps
-take turns so that the machine's moods hit all of them.
+``python step_case.py OPTIONS`` prints the result; both are JSON, for :mod:`step_memory`. The order
+matters for what is measured: plain ``fit`` first, then ``fit`` with ``RematAutotune`` under the
+smallest limit it keeps, then one ``fit`` per other limit, each from the same initial weights, and
+last the comparison, in which plain, store-all and rematerialized steps take turns so that the
+machine's moods hit all of them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import models
 import numpy as np
+from rows import difference
 from watch import StepWatch, long_fit, statistics
 
 import keras_remat
@@ -439,22 +440,14 @@ class Measurement:
         plain_s = median([*plain.times_s, *again.times_s])
         self.result |= {
             "plain_time_s": plain_s, "store_all_time_ratio": median(store_all.times_s) / plain_s,
-            "plain_again_difference": _loss_difference(again, plain),
+            "plain_again_difference": difference(plain.losses, again.losses),
         }  # fmt: skip
         for row in self.result["rows"]:
             for variant in rest:
                 if variant.name == row["budget"]:
                     row["time_ratio"] = median(variant.times_s) / plain_s
                     row["equal_weights"] = same_bits(variant.state, store_all.state)
-                    row["loss_difference"] = _loss_difference(variant, plain)
-
-
-def _loss_difference(variant: Variant, reference: Variant) -> float:
-    """The largest relative difference of two loss curves."""
-    return max(
-        abs(a - b) / max(abs(b), 1e-12)
-        for a, b in zip(variant.losses, reference.losses, strict=True)
-    )
+                    row["loss_difference"] = difference(plain.losses, variant.losses)
 
 
 def _plain_step(model: keras.Model) -> RunStep:
@@ -463,13 +456,6 @@ def _plain_step(model: keras.Model) -> RunStep:
     return lambda batch: function(iter([batch]))
 
 
-def main(options_path: str, result_path: str) -> None:
-    """Measures the case that the options file names."""
-    keras_remat.enable_cpu_memory_stats()
-    options = json.loads(Path(options_path).read_text())
-    result = Measurement(options).run()
-    Path(result_path).write_text(json.dumps(result))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    keras_remat.enable_cpu_memory_stats()
+    print(json.dumps(Measurement(json.loads(sys.argv[1])).run()))

@@ -19,19 +19,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+from rows import (
+    MIB,
+    Failed,
+    command_line,
+    error_of,
+    failed,
+    failure_line,
+    geometric_mean,
+    head,
+    line_of,
+    machine,
+    one_of,
+    row_of,
+)
+
 MODELS = (
     "VGG16",
     "ResNet50",
@@ -45,7 +54,6 @@ MODELS = (
     "two_inputs",
     "mixed_float16",
 )
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -63,11 +71,13 @@ class Bounds:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = command_line(__doc__)
     result.add_argument(
-        "--models", type=_models, default=MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}"
+        "--models",
+        type=one_of(MODELS),
+        default=MODELS,
+        metavar="A,B",
+        help=f"of {', '.join(MODELS)}",
     )
     result.add_argument(
         "--budgets",
@@ -107,16 +117,6 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _models(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in MODELS:
-            raise argparse.ArgumentTypeError(
-                f"unknown model {name!r}; there are {', '.join(MODELS)}"
-            )
-    return names
-
-
 def _budgets(text: str) -> tuple[str, ...]:
     budgets = tuple(text.split(","))
     for budget in budgets:
@@ -138,85 +138,19 @@ def _positive(text: str) -> int:
     return number
 
 
-def machine() -> str:
-    """CPU, cores, versions and date, in one line."""
-    model = platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.partition(":")[2].strip()
-            for line in cpuinfo.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    cores = len(os.sched_getaffinity(0))
-    versions = ", ".join(
-        f"{label} {_version(*names)}"
-        for label, names in (
-            ("TensorFlow", ("tensorflow", "tensorflow-cpu")),
-            ("Keras", ("keras",)),
-        )
-    )
-    return (
-        f"{model}, {cores} cores, {versions}, Python {platform.python_version()}, "
-        f"{time.strftime('%Y-%m-%d')}"
-    )
-
-
-def _version(*names: str) -> str:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "not installed"
-
-
 def run_case(name: str, options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """Measures one model in a process of its own; a failure comes back as ``{"model",
     "error"}``."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p
-        ),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-    }
-    with tempfile.TemporaryDirectory(prefix="step_memory_") as directory:
-        request, answer = Path(directory) / "options.json", Path(directory) / "result.json"
-        request.write_text(json.dumps(options | {"model": name}))
-        command = [sys.executable, str(HERE / "step_case.py"), str(request), str(answer)]
-        started = time.perf_counter()
-        try:
-            process = subprocess.run(
-                command,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return {"model": name, "error": f"not done after {timeout_s:.0f} s"}
-        if process.returncode != 0 or not answer.exists():
-            last = [line for line in process.stderr.splitlines() if line.strip()][-1:] or [
-                "no message"
-            ]
-            return {
-                "model": name,
-                "error": f"exit status {process.returncode}: {last[0]}",
-                "stderr": process.stderr[-4000:],
-            }
-        result: dict[str, Any] = json.loads(answer.read_text())
-        return result | {"wall_s": time.perf_counter() - started}
+    started = time.perf_counter()
+    try:
+        told = json.dumps(options | {"model": name})
+        result = row_of("step_case.py", told, timeout_s=timeout_s)
+    except Failed as error:
+        return {"model": name, "error": str(error)}
+    return result | {"wall_s": time.perf_counter() - started}
 
 
 # -------------------------------------------------------------------- what a person reads
-
-
-def error_of(row: dict[str, Any]) -> float:
-    """Predicted over measured peak, less one."""
-    return float(row["predicted_bytes"] / row["measured_bytes"] - 1)
 
 
 def within(row: dict[str, Any]) -> bool:
@@ -246,23 +180,20 @@ COLUMNS = (
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results as a Markdown table."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
-    for result in results:
-        if "error" in result:
-            lines.append(_error_line(result["model"], "", result["error"]))
-            continue
-        for row in result["rows"]:
-            lines.append(
-                _line(result, row)
-                if "error" not in row
-                else _error_line(result["model"], row["budget"], row["error"])
-            )
-    return "\n".join(lines)
+    return "\n".join([head(COLUMNS, left=2), *(line for r in results for line in lines_of(r))])
 
 
-def _error_line(model: str, budget: str, error: str) -> str:
-    text = " ".join(error.split()).replace("|", "\\|")
-    return f"| {model} | {budget} | {text} |" + " |" * (len(COLUMNS) - 3)
+def lines_of(result: dict[str, Any]) -> list[str]:
+    """The table's lines for one model."""
+    name = result["model"]
+    if "error" in result:
+        return [failure_line(COLUMNS, name, "", result["error"])]
+    return [
+        failure_line(COLUMNS, name, row["budget"], row["error"])
+        if "error" in row
+        else _line(result, row)
+        for row in result["rows"]
+    ]
 
 
 def _line(result: dict[str, Any], row: dict[str, Any]) -> str:
@@ -290,12 +221,7 @@ def _line(result: dict[str, Any], row: dict[str, Any]) -> str:
         optional("to_swap_s", ".0f"),
         f"{result['planner_rss_bytes'] / MIB:.0f}",
     ]
-    return "| " + " | ".join(cells) + " |"
-
-
-def geometric_mean(numbers: list[float]) -> float:
-    """Of positive numbers; NaN of none."""
-    return math.exp(sum(map(math.log, numbers)) / len(numbers)) if numbers else math.nan
+    return line_of(cells)
 
 
 def measured_rows(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -411,16 +337,11 @@ def main(argv: list[str] | None = None) -> int:
     }
     solved = f"solver {arguments.solver}, {solve_s:g} s"
     header = f"{machine()}; {solved}; {steps} steps; margin {arguments.margin:.0%}"
-    print(header, flush=True)
+    print(header, head(COLUMNS, left=2), sep="\n", flush=True)
     results = []
     for name in arguments.models:
         results.append(run_case(name, options, arguments.timeout))
-        print(
-            table(results[-1:])
-            if len(results) == 1
-            else table(results[-1:]).partition("\n")[2].partition("\n")[2],
-            flush=True,
-        )
+        print(*lines_of(results[-1]), sep="\n", flush=True)
     document = f"{header}\n\n{table(results)}\n\n{summary(results, budgets)}\n"
     print(f"\n{summary(results, budgets)}")
     if arguments.output:
@@ -429,10 +350,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments.json.write_text(
             json.dumps({"machine": header, "results": results}, indent=1), encoding="utf-8"
         )
-    failures = failed_bounds(results)
-    for failure in failures:
-        print(f"BOUND: {failure}")
-    return 1 if arguments.check and failures else 0
+    return failed(failed_bounds(results), arguments.check)
 
 
 if __name__ == "__main__":

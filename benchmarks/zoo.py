@@ -17,16 +17,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from step_memory import HERE, MIB, machine
+from rows import (
+    MIB,
+    Failed,
+    command_line,
+    difference,
+    head,
+    keep,
+    line_of,
+    machine,
+    row_of,
+)
+from rows import error_of as relative_error
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -165,11 +174,6 @@ def _found(remat: Any) -> dict[str, Any]:
     }
 
 
-def differ(one: Iterable[float], other: Iterable[float]) -> float:
-    """Returns the largest relative difference of two runs' losses."""
-    return max(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(one, other, strict=True))
-
-
 def measured(name: str, share: float, timeout_s: float) -> dict[str, Any]:
     """Trains a case three times, each in a process of its own, and returns its row."""
     plain = _child(name, timeout_s)
@@ -180,7 +184,7 @@ def measured(name: str, share: float, timeout_s: float) -> dict[str, Any]:
         "plain_bytes": peak,
         "resident_bytes": resident,
         "plain_s": median(again["times_s"][2:]),
-        "plain_twice": differ(plain["losses"], again["losses"]),
+        "plain_twice": difference(plain["losses"], again["losses"]),
     }
     for _ in range(_LIMITS):
         row["limit_bytes"] = limit
@@ -201,7 +205,7 @@ def measured(name: str, share: float, timeout_s: float) -> dict[str, Any]:
             "over_limit_steps": sum(peak > limit for peak in peaks),
             "highest_bytes": max(peaks),
             "last_bytes": max(peaks[-_STEPS:]),
-            "loss_difference": differ(plain["losses"], losses),
+            "loss_difference": difference(plain["losses"], losses),
             "time_ratio": median(times_s[-4:]) / row["plain_s"],
         }
     )
@@ -240,10 +244,6 @@ def cases() -> list[str]:
     return [*STEPS, *FAMILIES, *hub, *GRAPHS]
 
 
-class Failed(Exception):
-    """A case's process did not end well."""
-
-
 def run(name: str, share: float, timeout_s: float) -> dict[str, Any]:
     """Runs a case; a failure is a row with its status."""
     started = time.perf_counter()
@@ -266,25 +266,8 @@ def _child(
     Raises:
         Failed: it did not end well.
     """
-    path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p)
     told = json.dumps({"name": name, "limit_bytes": limit_bytes, "share": share})
-    try:
-        done = subprocess.run(
-            [sys.executable, __file__, "--child", told],
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise Failed(f"not done after {timeout_s:.0f} s") from None
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
-        raise Failed(said[-1][:300])
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+    return row_of("zoo.py", "--child", told, timeout_s=timeout_s)
 
 
 COLUMNS = (
@@ -311,14 +294,12 @@ def line(row: dict[str, Any]) -> str:
         mib("highest_bytes"), told("over_limit_steps", "d"), told("loss_difference", ".0e"),
         told("plain_twice", ".0e"), told("setup_s", ".0f"), told("time_ratio", ".2f"),
     ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
+    return line_of(cells)
 
 
 def error_of(row: dict[str, Any]) -> float | None:
     """Returns predicted over measured peak, less one; ``None`` where nothing was measured."""
-    if not row.get("measured_bytes"):
-        return None
-    return float(row["predicted_bytes"] / row["measured_bytes"] - 1)
+    return relative_error(row) if row.get("measured_bytes") else None
 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
@@ -341,7 +322,7 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
 def report(rows: list[dict[str, Any]], share: float) -> str:
     """Returns the rows as Markdown, and what falls short."""
     fell_short = failures(rows) or ["nothing"]
-    table = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS), *map(line, rows)]
+    table = [head(COLUMNS), *map(line, rows)]
     return "\n".join(
         [
             "# zoo.py",
@@ -362,9 +343,7 @@ def report(rows: list[dict[str, Any]], share: float) -> str:
 
 def main() -> int:
     """Runs what is missing, and writes the table after every case."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--only", default="", metavar="A,B", help="names; default: all")
     parser.add_argument("--share", type=float, default=0.6, help="of plain's bytes (default 0.6)")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one fit")
@@ -394,9 +373,7 @@ def main() -> int:
     for name in wanted:
         if name not in rows:
             rows[name] = run(name, arguments.share, arguments.timeout)
-            if arguments.json:
-                with arguments.json.open("a") as file:
-                    file.write(json.dumps(rows[name]) + "\n")
+            keep(rows[name], arguments.json)
         print(line(rows[name]), flush=True)
         if arguments.output:
             shown = [rows[each] for each in cases() if each in rows]

@@ -16,6 +16,8 @@ import keras
 import numpy as np
 from keras import layers
 
+from benchmarks.models import build_unet
+
 Batch = tuple[Any, ...]
 
 
@@ -120,29 +122,10 @@ def _t5() -> keras.Model:
     return _compiled(keras.Model([source, target], words))
 
 
-def _unet(pixels: int = 256, filters: int = 64, depth: int = 4) -> keras.Model:
+def _unet() -> keras.Model:
     """A U-Net (Ronneberger et al. 2015) with batch normalization."""
-
-    def convolved(x: Any, filters: int) -> Any:
-        for _ in range(2):
-            x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
-            x = layers.ReLU()(layers.BatchNormalization()(x))
-        return x
-
-    image = x = keras.Input((pixels, pixels, 3))
-    skips = []
-    for level in range(depth):
-        skips.append(convolved(x, filters * 2**level))
-        x = layers.MaxPooling2D()(skips[-1])
-    x = convolved(x, filters * 2**depth)
-    for level in reversed(range(depth)):
-        x = layers.Conv2DTranspose(filters * 2**level, 2, strides=2)(x)
-        x = convolved(layers.Concatenate()([x, skips[level]]), filters * 2**level)
-    return _compiled(
-        keras.Model(image, layers.Conv2D(1, 1, activation="sigmoid")(x)),
-        "binary_crossentropy",
-        adam=False,
-    )
+    model = build_unet(pixels=256, filters=64)
+    return _compiled(model, "binary_crossentropy", adam=False)
 
 
 def _lstm(length: int = 32, width: int = 512) -> keras.Model:

@@ -1,0 +1,216 @@
+"""What the tables of the benchmarks share: the processes that measure their rows, and the lines
+that a person reads. Without Keras, so that a parent stays small and its children choose a backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+MIB = 2**20
+#: Seconds after which a process is ended that nobody gave a limit.
+_NO_LIMIT_S = 10**6
+
+
+# -------------------------------------------------------------------- processes
+
+
+class Failed(Exception):
+    """A row's process did not end well."""
+
+
+class TimedOut(Failed):
+    """A row's process was ended when its time was over."""
+
+
+def variables(**more: str) -> dict[str, str]:
+    """The environment of a process: this one's, the package's folder on its path, and ``more``."""
+    path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get("PYTHONPATH", "")) if p)
+    return os.environ | {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"} | more
+
+
+def printed_by(
+    script: str, *words: object, timeout_s: float = _NO_LIMIT_S, **more: str
+) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects that a script of this folder prints, each as soon as it is there.
+
+    Args:
+        script: its name.
+        words: of its command line.
+        timeout_s: seconds it gets.
+        more: variables of its environment.
+
+    Raises:
+        Failed: it did not end well; says why in one line.
+    """
+    with tempfile.TemporaryFile("w+") as noise:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / script), *map(str, words)],
+            env=variables(**more),
+            stdout=subprocess.PIPE,
+            stderr=noise,
+            text=True,
+        )
+        late = threading.Event()
+        timer = threading.Timer(timeout_s, lambda: (late.set(), process.kill()))
+        timer.start()
+        try:
+            assert process.stdout is not None
+            yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+            process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+        if late.is_set():
+            raise TimedOut(f"not done after {timeout_s:.0f} s")
+        if process.returncode:
+            noise.seek(0)
+            said = [line.strip() for line in noise if line.strip()]
+            last = [line for line in said if "Error" in line] or said or ["no message"]
+            raise Failed(f"exit status {process.returncode}: {last[-1][:300]}")
+
+
+def row_of(
+    script: str, *words: object, timeout_s: float = _NO_LIMIT_S, **more: str
+) -> dict[str, Any]:
+    """The last object that a script prints; arguments and errors are those of :func:`printed_by`."""
+    rows = list(printed_by(script, *words, timeout_s=timeout_s, **more))
+    if not rows:
+        raise Failed("nothing was said")
+    return rows[-1]
+
+
+# -------------------------------------------------------------------- command lines
+
+
+def command_line(text: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is a module's docstring as it is written."""
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def one_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """What parses names of ``known``, separated by commas."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(
+                    f"unknown name {name!r}; there are {', '.join(known)}"
+                )
+        return names
+
+    return parse
+
+
+# -------------------------------------------------------------------- what a person reads
+
+
+class Report:
+    """Lines that are printed as they come, and written to a file at the end."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, *lines: str) -> None:
+        """Prints lines and keeps them."""
+        self._lines += lines
+        print(*lines, sep="\n", flush=True)
+
+    def write(self, path: Path | None) -> None:
+        """Writes all of them, where a file was asked for."""
+        if path:
+            path.write_text("\n".join(self._lines) + "\n", encoding="utf-8")
+
+
+def line_of(cells: Iterable[object]) -> str:
+    """One line of a Markdown table."""
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def head(columns: Sequence[str], left: int | None = None) -> str:
+    """The first two lines of a Markdown table; columns after the first ``left`` are aligned to the
+    right."""
+    left = len(columns) if left is None else left
+    return f"{line_of(columns)}\n|" + "---|" * left + "---:|" * (len(columns) - left)
+
+
+def failure_line(columns: Sequence[str], *cells: str) -> str:
+    """A line whose last cell says why there is no row, and empty cells behind it."""
+    *names, error = cells
+    text = " ".join(error.split()).replace("|", "\\|")
+    return line_of([*names, text]) + " |" * (len(columns) - len(cells))
+
+
+def error_of(row: dict[str, Any]) -> float:
+    """Predicted over measured peak, less one."""
+    return float(row["predicted_bytes"] / row["measured_bytes"] - 1)
+
+
+def difference(reference: Iterable[float], other: Iterable[float]) -> float:
+    """The largest relative difference of two runs' losses."""
+    return max(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(reference, other, strict=True))
+
+
+def geometric_mean(numbers: Sequence[float]) -> float:
+    """Of positive numbers; NaN of none."""
+    return math.exp(sum(map(math.log, numbers)) / len(numbers)) if numbers else math.nan
+
+
+def machine() -> str:
+    """CPU, cores, versions and date, in one line."""
+    model = platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.partition(":")[2].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    cores = len(os.sched_getaffinity(0))
+    tensorflow, keras = version_of("tensorflow", "tensorflow-cpu"), version_of("keras")
+    return (
+        f"{model}, {cores} cores, TensorFlow {tensorflow}, Keras {keras}, Python "
+        f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    )
+
+
+def version_of(*names: str) -> str:
+    """The version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def keep(row: dict[str, Any], path: Path | None) -> None:
+    """Adds a row to a file of JSON lines, where one was asked for."""
+    if path:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def failed(failures: Sequence[str], check: bool) -> int:
+    """Prints what falls short and returns the exit status: 1 where that was to be checked."""
+    for failure in failures:
+        print(f"BOUND: {failure}")
+    return int(check and bool(failures))
