@@ -1,4 +1,4 @@
-"""Runs a script of the tests in a process of its own: devices are chosen once per process."""
+"""Runs Python in a process of its own: devices are chosen, and modules imported, once per process."""
 
 import json
 import os
@@ -12,23 +12,30 @@ TESTS = Path(__file__).resolve().parent
 TIMEOUT_S = 300
 
 
-def came_of(script, *arguments):
-    """Returns what a script prints last, as JSON.
+def environment(**variables):
+    """This process's, with the package and the tests' own modules on the path, and ``variables``."""
+    path = os.pathsep.join((str(TESTS.parent), str(TESTS)))
+    return os.environ | {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"} | variables
+
+
+def output_of(*words, **options):
+    """Returns what ``python WORDS`` prints; it has to end well.
 
     Args:
-        script: its path.
-        arguments: words of its command line.
+        words: of its command line, such as a script and its arguments.
+        options: of :func:`subprocess.run`.
     """
+    options = {"env": environment(), "timeout": TIMEOUT_S} | options
     done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
+        [sys.executable, *map(str, words)], capture_output=True, text=True, check=False, **options
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def came_of(*words, **options):
+    """Returns what ``python WORDS`` prints last, as JSON; options are those of :func:`output_of`."""
+    return json.loads(output_of(*words, **options).splitlines()[-1])
 
 
 def free_port():

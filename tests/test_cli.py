@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from own_process import output_of
 
 import keras_remat
 from keras_remat.cli import main
@@ -106,20 +107,10 @@ def test_wrong_use(problem_file: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_as_a_module(problem_file: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "keras_remat",
-        "solve",
-        problem_file,
-        "--budget",
-        "7",
-        "--solver",
-        "greedy",
-    ]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "overhead 20.00%" in done.stdout
+    said = output_of(
+        "-m", "keras_remat", "solve", problem_file, "--budget", "7", "--solver", "greedy"
+    )
+    assert "overhead 20.00%" in said
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(problem_file: str) -> None:

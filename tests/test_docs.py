@@ -3,13 +3,13 @@
 import ast
 import doctest
 import importlib
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from own_process import environment, output_of
 
 import keras_remat
 
@@ -80,24 +80,14 @@ def test_every_snippet_is_python_and_every_command_exists(page):
     for code in all_snippets(page):
         ast.parse(code)
     used = set(re.findall(r"^keras-remat ([\w-]+)", text, re.M))
-    help_text = subprocess.run(
-        [sys.executable, "-m", "keras_remat", "--help"], capture_output=True, text=True, check=True
-    ).stdout
+    help_text = output_of("-m", "keras_remat", "--help")
     assert [name for name in used if not re.search(rf"^ +{name}\b", help_text, re.M)] == []
 
 
 def run_snippets(codes, folder):
     """Runs snippets one after the other in one fresh interpreter."""
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT.parent),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "KERAS_BACKEND": "tensorflow",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(codes)],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    variables = environment(KERAS_BACKEND="tensorflow")
+    output_of("-c", "\n".join(codes), cwd=folder, env=variables, timeout=900)
 
 
 CHEAP = [page for page in PAGES if (c := "".join(snippets(page))) and "import keras\n" not in c

@@ -3,12 +3,10 @@ what it was given."""
 
 import importlib
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from own_process import environment, output_of
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(
@@ -17,15 +15,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(script, *arguments, timeout_s=900):
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "KERAS_BACKEND": "tensorflow",
-    }
-    command = [sys.executable, str(ROOT / script), *arguments]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    variables = environment(KERAS_BACKEND="tensorflow")
+    return output_of(ROOT / script, *arguments, env=variables, timeout=timeout_s)
 
 
 @pytest.fixture
@@ -37,39 +28,32 @@ def step_memory(monkeypatch):
 @pytest.mark.slow
 def test_quickstart_keeps_its_limit_and_says_what_it_recomputed(tmp_path):
     page = tmp_path / "report.html"
-    done = run("examples/quickstart.py", "--report", str(page))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "recomputed" in done.stdout
+    said = run("examples/quickstart.py", "--report", page)
+    assert "recomputed" in said
     assert "Who holds the peak" in page.read_text()
-    assert ": kept" in done.stdout
+    assert ": kept" in said
 
 
 @pytest.mark.slow
 def test_custom_train_step_trains_within_its_limit():
-    done = run("examples/custom_train_step.py")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "same losses" in done.stdout
+    assert "same losses" in run("examples/custom_train_step.py")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")
 def test_jax_fit_trains_within_its_limit():
-    done = run("examples/jax_fit.py")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "rematerialized" in done.stdout
+    assert "rematerialized" in run("examples/jax_fit.py")
 
 
 @pytest.mark.slow
 def test_planning_without_training_writes_a_plan(tmp_path):
-    done = run("examples/plan_without_training.py", str(tmp_path / "plan.json"))
-    assert done.returncode == 0, done.stderr[-3000:]
+    run("examples/plan_without_training.py", tmp_path / "plan.json")
     assert (tmp_path / "plan.json").stat().st_size > 0
 
 
 def test_benchmark_help_names_every_model(step_memory):
-    done = run("benchmarks/step_memory.py", "--help", timeout_s=60)
-    assert done.returncode == 0
-    assert all(name in done.stdout for name in step_memory.MODELS)
+    said = run("benchmarks/step_memory.py", "--help", timeout_s=60)
+    assert all(name in said for name in step_memory.MODELS)
 
 
 def test_benchmark_defaults(step_memory):

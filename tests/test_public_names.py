@@ -3,11 +3,10 @@
 import ast
 import importlib
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from own_process import output_of
 
 import keras_remat
 
@@ -51,14 +50,7 @@ EXPECTED = {
 def run(code):
     """Runs ``code`` in a fresh interpreter and returns what it prints."""
     path = str(PACKAGE.parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": path, "PATH": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return output_of("-c", code, env={"PYTHONPATH": path, "PATH": ""}).strip()
 
 
 def test_all_is_the_fixed_list():

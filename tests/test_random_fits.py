@@ -5,7 +5,6 @@ With other batch sizes, the samples and their order have to be. In all, the mode
 plain fit leaves it.
 """
 
-import gc
 import random
 import warnings
 
@@ -23,15 +22,6 @@ from keras_remat.reporting.fit_report import LOG_KEYS  # noqa: E402
 #: Room for the numbers of all samples that one fit trains; numbers from here on are a guest's.
 ROOM, GUEST = 2000, 900
 IN_DEFAULT_RUN, IN_ALL = 20, 200
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections():
-    """What TensorFlow has made so far is not looked through at every ``gc.collect()``."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Diary(keras.layers.Layer):

@@ -1,46 +1,30 @@
-"""Runs tests/backends/jax with Keras on JAX, in a process of its own, and without TensorFlow in
-it."""
+"""Runs tests/backends/jax, and the tests for every framework, with Keras on JAX, in a process of its
+own, and without TensorFlow in it."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from own_process import environment, output_of
 
 FOLDER = Path(__file__).parent / "jax"
 ROOT = FOLDER.parents[2]
+#: What is asked of every framework.
+OF_ALL = ("test_accumulate.py",)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax") is None, reason="JAX is not installed"
 )
 
 
-def on_jax(*arguments):
-    return on_backend("jax", *arguments)
-
-
-def on_backend(name, *arguments):
-    environment = {
-        **os.environ,
-        "KERAS_BACKEND": name,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run(keras_backend, *words):
+    variables = environment(KERAS_BACKEND=keras_backend, JAX_PLATFORMS="cpu")
+    output_of(*words, env=variables, cwd=ROOT, timeout=None)
 
 
 def test_folder():
-    done = on_jax("-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER))
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    files = [FOLDER, *(FOLDER.parent / name for name in OF_ALL)]
+    run("jax", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
 
 
 def test_no_tensorflow_and_no_solver_is_imported():
@@ -49,8 +33,7 @@ def test_no_tensorflow_and_no_solver_is_imported():
         "loaded = [m for m in sys.modules if m.split('.')[0] == 'tensorflow' or m.startswith('keras_remat.solvers')]\n"
         "assert not loaded, loaded"
     )
-    done = on_jax("-c", code)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run("jax", "-c", code)
 
 
 _BLOCKED = """
@@ -78,13 +61,11 @@ assert not set(sys.modules) & set({blocked})
 
 
 def test_jax_users_need_no_tensorflow():
-    done = on_jax("-c", _BLOCKED.format(blocked=["tensorflow", "torch"]))
-    assert done.returncode == 0, done.stderr[-3000:]
+    run("jax", "-c", _BLOCKED.format(blocked=["tensorflow", "torch"]))
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"
 )
 def test_tensorflow_users_need_no_jax():
-    done = on_backend("tensorflow", "-c", _BLOCKED.format(blocked=["jax", "jaxlib", "torch"]))
-    assert done.returncode == 0, done.stderr[-3000:]
+    run("tensorflow", "-c", _BLOCKED.format(blocked=["jax", "jaxlib", "torch"]))

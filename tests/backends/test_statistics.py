@@ -1,12 +1,10 @@
 """A CPU whose allocator keeps no statistics is asked for one that does, in time or too late."""
 
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 
 import keras
+import own_process
 import pytest
 
 import keras_remat
@@ -38,16 +36,9 @@ print(json.dumps(dict(
 
 def run(code, **environment):
     """Runs code in a process of its own and returns the JSON it prints last."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TF_CPU_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**inherited, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    inherited = own_process.environment(**environment)
+    told = {k: v for k, v in inherited.items() if k in environment or not k.startswith("TF_CPU_")}
+    return own_process.came_of("-c", code, env=told)
 
 
 def test_without_onednn_the_peak_is_measured_after_asking():

@@ -1,11 +1,9 @@
 """Two processes on one plan cache, killed at any moment: a plan is there whole, or not at all."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from own_process import output_of
 
 _SCRIPT = """
 import os, random, signal, sys, time
@@ -60,13 +58,5 @@ print(written)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 def test_no_plan_is_half_there_however_processes_are_killed(tmp_path):
-    runs, root = 100, Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(tmp_path), str(runs)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) > runs // 2
+    runs = 100
+    assert int(output_of("-c", _SCRIPT, tmp_path, runs)) > runs // 2

@@ -6,7 +6,6 @@ processes (``processes_case.py``) are slow tests.
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from own_process import TESTS, TIMEOUT_S, free_port
+from own_process import TIMEOUT_S, environment, free_port
 
 from keras_remat.backends.jax import JaxBackend, processes
 from keras_remat.backends.jax.processes import JaxProcesses
@@ -283,11 +282,10 @@ def outcomes(fault="nowhere:0:0:"):
     """Exit status, what was printed last, and what was complained of, of both processes."""
     port = str(free_port())
     script = str(Path(__file__).parent / "processes_case.py")
-    path = os.pathsep.join((str(TESTS.parent), str(TESTS)))
     both = [
         subprocess.Popen(
             [sys.executable, script, str(rank), port, fault],
-            env=os.environ | {"PYTHONPATH": path},
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,9 +1,5 @@
 """What TensorFlow is asked in private: Grappler for this process's devices, placement, limits."""
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import gpu_stand_in
@@ -11,6 +7,7 @@ import keras
 import keras_models
 import pytest
 import tensorflow as tf
+from own_process import came_of
 from tensorflow.python.grappler import cluster as grappler_cluster
 
 from keras_remat.backends.tensorflow import backend, private
@@ -105,15 +102,7 @@ print(json.dumps([len(traced.graph.ops), limits, len(tf.config.list_logical_devi
 
 def test_several_devices_in_one_process():
     """In a process of its own: devices are made once."""
-    done = subprocess.run(
-        [sys.executable, "-c", _TWO_DEVICES],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    ops, limits, devices = json.loads(done.stdout.splitlines()[-1])
+    ops, limits, devices = came_of("-c", _TWO_DEVICES)
     assert ops > 100
     assert limits[0] == limits[1] > 0
     assert devices == 2

@@ -1,10 +1,6 @@
 """``jit_compile=True``: what XLA compiles of a schedule computes the same and takes less; bytes
 from the device's allocator."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
@@ -14,6 +10,7 @@ import pytest
 import tensorflow as tf
 from jax_models import mixer, residual
 from keras import layers
+from own_process import came_of
 from random_schedules import forget
 from tight_limit import tight_limit as limit_of
 
@@ -328,19 +325,7 @@ print(json.dumps({
 def test_fit_compiled_keeps_to_the_limit_and_gives_the_train_function_back():
     """In a process of its own, in one region: the one buffer gets a free chunk of up to twice its
     size where other tests, or regions that double, have left one."""
-    tests = Path(__file__).resolve().parents[2]
-    paths = [
-        Path(__file__).parent,
-        tests,
-        tests.parent,
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run(
-        [sys.executable, "-c", _ALONE], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = came_of("-c", _ALONE, cwd=Path(__file__).parent)
     assert said["recomputes"]
     assert said["settled"] <= said["limit"]
     assert said["epoch"] <= said["limit"]

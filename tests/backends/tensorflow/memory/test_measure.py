@@ -1,12 +1,11 @@
 """What the device says: its peak, its bytes, its size."""
 
 import os
-import subprocess
-import sys
 
 import gpu_stand_in
 import pytest
 import tensorflow as tf
+from own_process import environment, output_of
 
 from keras_remat.backends.memory import SimulatedMemory
 from keras_remat.backends.tensorflow.memory import measure
@@ -17,13 +16,8 @@ from keras_remat.units import GIB, MIB
 
 pytestmark = pytest.mark.allocator
 
+
 #: A process of its own finds the package where this one does.
-_ENVIRONMENT = {
-    **{k: v for k, v in os.environ.items() if not k.startswith("TF_CPU_")},
-    "PYTHONPATH": os.pathsep.join(sys.path),
-}
-
-
 def test_peak_is_what_was_alive_during_the_step_and_not_before():
     def large():
         return tf.reduce_sum(tf.ones((16, MIB // 4)) + 1.0)
@@ -135,15 +129,8 @@ print(unlimited, measure.TensorFlowDevice().total_bytes())
 
 def test_address_space_limit_is_respected():
     """In a process of its own, because the limit would hit everything that runs after it."""
-    done = subprocess.run(
-        [sys.executable, "-c", _ADDRESS_SPACE],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=_ENVIRONMENT,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    unlimited, limited = map(int, done.stdout.split())
+    variables = {k: v for k, v in environment().items() if not k.startswith("TF_CPU_")}
+    unlimited, limited = map(int, output_of("-c", _ADDRESS_SPACE, env=variables).split())
     assert unlimited > 600 * MIB
     reserve = (64 + 32 * len(os.sched_getaffinity(0))) * MIB
     assert limited <= max(0, 450 * MIB - reserve) + 4 * MIB, "a tenth and the reserve are left out"
