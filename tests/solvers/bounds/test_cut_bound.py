@@ -9,10 +9,6 @@ from dataclasses import replace
 import pytest
 from random_problems import (
     chain_problem,
-    random_features,
-    random_problem,
-    training_problem,
-    with_random_budget,
 )
 
 from keras_remat.core.deadline import Deadline
@@ -24,6 +20,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.solvers.bounds import cut_bound
 from keras_remat.solvers.bounds.cut_bound import crossing_bytes, cut_bound_s, promising_cuts
+from tests.solvers.bounds.cases import overwritten_output, small_problem, two_readers
 from tests.solvers.brute_force import fastest
 
 A, B, C, D, E = range(5)
@@ -41,16 +38,6 @@ def bound(problem: Problem) -> float:
 
 
 # ------------------------------------------------------------------ against exhaustive search
-
-
-def small_problem(seed: int) -> Problem:
-    """Any graph, or a training step, with any features and any budget."""
-    rng = random.Random(seed)
-    features = replace(random_features(rng), multi_outputs=False)
-    if seed % 3 == 0:
-        return with_random_budget(rng, random_problem(rng, 6, features))
-    layers = rng.randint(3, 4)
-    return with_random_budget(rng, training_problem(rng, layers, features, chain=seed % 3 == 1))
 
 
 @pytest.mark.parametrize("seed", range(90))
@@ -135,23 +122,8 @@ def test_what_runs_again_needs_its_inputs() -> None:
     assert cut_bound_s(problem, 3) == pytest.approx(1.0 + 2.0)
 
 
-def two_readers(recomputable: bool = True, may_reuse: bool = False) -> Graph:
-    """x → y → cut of ten bytes each, and the end reads x and what the cut computes."""
-    return Graph(
-        (
-            Op(0, "x", "", (), (0,), recomputable=recomputable),
-            Op(1, "y", "", (0,), (1,)),
-            Op(2, "cut", "", (1,), (2,), may_reuse=(1,) if may_reuse else ()),
-            Op(3, "end", "", (0, 2), (3,)),
-        ),
-        tuple(Value(i, f"v{i}", 10, producer=i) for i in range(4)),
-        (3,),
-    )
-
-
 def enforced(budget: int, workspace: int = 0, resident: int = 0, **options: bool) -> float:
-    profile = Profile((1.0,) * 4, (0, 0, workspace, 0), resident)
-    return cut_bound_s(Problem(two_readers(**options), profile, budget), 2)
+    return cut_bound_s(two_readers(budget, workspace, resident, **options), 2)
 
 
 def test_workspace_and_resident_bytes_take_room_at_the_cut() -> None:
@@ -164,23 +136,6 @@ def test_workspace_and_resident_bytes_take_room_at_the_cut() -> None:
 def test_an_output_that_takes_a_buffer_over_takes_no_room() -> None:
     assert enforced(20) == pytest.approx(1.0)
     assert enforced(20, may_reuse=True) == pytest.approx(0.0)
-
-
-def overwritten_output(recomputable: bool) -> Problem:
-    """The cut reads x and y, and y was made of z; x is a graph output whose buffer the cut takes
-    over; the end reads z and what the cut computes."""
-    graph = Graph(
-        (
-            Op(0, "x", "", (), (0,), recomputable=recomputable),
-            Op(1, "z", "", (), (1,)),
-            Op(2, "y", "", (1,), (2,)),
-            Op(3, "cut", "", (0, 2), (3,), may_reuse=(0,)),
-            Op(4, "end", "", (1, 3), (4,)),
-        ),
-        tuple(Value(i, f"v{i}", (10, 10, 1, 10, 1)[i], producer=i) for i in range(5)),
-        (0, 4),
-    )
-    return Problem(graph, Profile((1.0, 5.0, 1.0, 1.0, 1.0), (0,) * 5, 0), 21)
 
 
 def test_a_graph_output_may_be_taken_over_and_computed_again() -> None:

@@ -3,7 +3,6 @@ what one cut sees."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,10 +10,6 @@ import pytest
 from random_problems import (
     chain_problem,
     mixed_problem,
-    random_features,
-    random_problem,
-    training_problem,
-    with_random_budget,
 )
 
 from keras_remat.core.deadline import Deadline
@@ -25,6 +20,7 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.topology import predecessors
 from keras_remat.solvers.bounds import cut_bound, window_bound
 from keras_remat.solvers.bounds.window_bound import longest_chain
+from tests.solvers.bounds.cases import overwritten_output, small_problem, two_readers
 from tests.solvers.brute_force import fastest
 
 #: Far more than any problem here takes.
@@ -48,16 +44,6 @@ def example(budget_bytes: int | None) -> Problem:
 
 
 # ------------------------------------------------------------------ against exhaustive search
-
-
-def small_problem(seed: int) -> Problem:
-    """Any graph, or a training step, with any features and any budget."""
-    rng = random.Random(seed)
-    features = replace(random_features(rng), multi_outputs=False)
-    if seed % 3 == 0:
-        return with_random_budget(rng, random_problem(rng, 6, features))
-    layers = rng.randint(3, 4)
-    return with_random_budget(rng, training_problem(rng, layers, features, chain=seed % 3 == 1))
 
 
 @pytest.mark.parametrize("seed", range(90))
@@ -168,22 +154,9 @@ def test_out_of_time_it_is_still_a_bound() -> None:
     assert max(hurried, relaxed) <= bound(problem) * (1 + 1e-5)
 
 
-def enforced(
-    budget: int, workspace: int = 0, resident: int = 0, may_reuse: tuple[int, ...] = ()
-) -> float:
-    """x → y → cut of ten bytes each, and the end reads x and what the cut computes: seconds beyond
-    the store-all time."""
-    graph = Graph(
-        (
-            Op(0, "x", "", (), (0,)),
-            Op(1, "y", "", (0,), (1,)),
-            Op(2, "cut", "", (1,), (2,), may_reuse=may_reuse),
-            Op(3, "end", "", (0, 2), (3,)),
-        ),
-        tuple(Value(i, f"v{i}", 10, producer=i) for i in range(4)),
-        (3,),
-    )
-    problem = Problem(graph, Profile((1.0,) * 4, (0, 0, workspace, 0), resident), budget)
+def enforced(budget: int, workspace: int = 0, resident: int = 0, **options: bool) -> float:
+    """Seconds beyond the store-all time."""
+    problem = two_readers(budget, workspace, resident, **options)
     return window_bound.lower_bound_s(problem, [2], limit_s=LIMIT_S) - 4.0
 
 
@@ -196,24 +169,7 @@ def test_workspace_and_resident_bytes_take_room_at_a_cut() -> None:
 
 def test_an_output_that_takes_a_buffer_over_takes_no_room() -> None:
     assert enforced(20) == pytest.approx(1.0, rel=1e-4)
-    assert enforced(20, may_reuse=(1,)) == 0.0
-
-
-def overwritten_output(recomputable: bool) -> Problem:
-    """The cut reads x and y, and y was made of z; x is a graph output whose buffer the cut takes
-    over; the end reads z and what the cut computes."""
-    graph = Graph(
-        (
-            Op(0, "x", "", (), (0,), recomputable=recomputable),
-            Op(1, "z", "", (), (1,)),
-            Op(2, "y", "", (1,), (2,)),
-            Op(3, "cut", "", (0, 2), (3,), may_reuse=(0,)),
-            Op(4, "end", "", (1, 3), (4,)),
-        ),
-        tuple(Value(i, f"v{i}", (10, 10, 1, 10, 1)[i], producer=i) for i in range(5)),
-        (0, 4),
-    )
-    return Problem(graph, Profile((1.0, 5.0, 1.0, 1.0, 1.0), (0,) * 5, 0), 21)
+    assert enforced(20, may_reuse=True) == 0.0
 
 
 def test_a_graph_output_may_be_taken_over_and_computed_again() -> None:
