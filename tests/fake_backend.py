@@ -14,12 +14,14 @@ import numpy as np
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.memory import CalibratedMemory
 from keras_remat.backends.processes import OneProcess
+from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.core.graph import BACKWARD, FORWARD, Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
+from keras_remat.planning.make_plan import plan_problem
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.fit_state import FitState
@@ -62,6 +64,17 @@ def profile_of(graph, source):
 def store_all_peak(batch_size, layers=8, **more):
     problem = chain_problem(batch_size, layers, **more)
     return simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
+
+
+def scaling_of(small=4, large=8, layers=8):
+    """The chain at any batch size, traced at two."""
+    return BatchScaling(
+        chain_graph(small, layers),
+        small,
+        chain_graph(large, layers),
+        large,
+        chain_problem(small, layers),
+    )
 
 
 def batch_of(first, size):
@@ -324,6 +337,16 @@ def race_on(*backends, options, model=MODEL, **more):
     report, installed = AutotuneReport(), backends[0].installed
     race = BackendRace(model, backends, options, report, nullcontext, installed, **more)
     return race, report
+
+
+def note_solves(monkeypatch, note):
+    """Has ``note`` called with the arguments of every solve of a fit before it begins."""
+
+    def noted(*given, **options):
+        note(*given, **options)
+        return plan_problem(*given, **options)
+
+    monkeypatch.setattr("keras_remat.planning.fit_plans.plan_problem", noted)
 
 
 def event_kinds(report):

@@ -11,22 +11,18 @@ from fake_backend import (
     batch_of,
     chain_graph,
     chain_problem,
+    scaling_of,
     store_all_peak,
 )
 
 from keras_remat.batch_size.climb import MOST_SIZES
 from keras_remat.batch_size.find import find_max_batch_size, verified_search
-from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.core.schedule import Usage
 from keras_remat.core.simulate import simulate
 
 BUDGET = store_all_peak(400)
-
-
-def scaling_of():
-    return BatchScaling(chain_graph(4), 4, chain_graph(8), 8, chain_problem(4))
 
 
 def verified(

@@ -3,7 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from fake_backend import RESIDENT_BYTES, FakeBackend, batch_of, chain_graph, chain_problem
+from fake_backend import (
+    RESIDENT_BYTES,
+    FakeBackend,
+    batch_of,
+    chain_graph,
+    chain_problem,
+    scaling_of,
+)
 
 from keras_remat.backends.base import TracedStep
 from keras_remat.batch_size.scaling import BatchScaling, GraphScaling, batch_scaling
@@ -11,16 +18,6 @@ from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.errors import UnsupportedModelError
-
-
-def scaling_of(small=4, large=8, layers=8):
-    return BatchScaling(
-        chain_graph(small, layers),
-        small,
-        chain_graph(large, layers),
-        large,
-        chain_problem(small, layers),
-    )
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 6, 8, 13, 4096])

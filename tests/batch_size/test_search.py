@@ -3,28 +3,23 @@
 import math
 
 import pytest
-from fake_backend import SAMPLE_BYTES, FakeBackend, chain_graph, chain_problem, store_all_peak
+from fake_backend import (
+    SAMPLE_BYTES,
+    FakeBackend,
+    chain_graph,
+    chain_problem,
+    scaling_of,
+    store_all_peak,
+)
 from tight_limit import with_margin
 
 from keras_remat.batch_size.find import find_max_batch_size
 from keras_remat.batch_size.found import forward_overhead
-from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 from keras_remat.planning.make_plan import plan_problem
 from keras_remat.units import MIB
-
-
-def scaling_of(small=4, large=8, layers=8):
-    return BatchScaling(
-        chain_graph(small, layers),
-        small,
-        chain_graph(large, layers),
-        large,
-        chain_problem(small, layers),
-    )
-
 
 # ------------------------------------------------------------------ the search
 

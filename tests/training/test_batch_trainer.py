@@ -7,7 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_backend import FakeBackend, batch_of, event_kinds, race_on, store_all_peak
+from fake_backend import (
+    FakeBackend,
+    batch_of,
+    event_kinds,
+    note_solves,
+    race_on,
+    store_all_peak,
+)
 
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.planning.fit_plans import TunerOptions
@@ -233,18 +240,13 @@ def test_a_smaller_size_is_one_that_the_devices_divide(wanted, trained):
     assert_all_once(steps.trained, total)
 
 
-def test_a_rest_that_the_devices_do_not_divide_is_trained_in_the_loaders_batches():
+@pytest.mark.parametrize(("last", "rest"), [(7, [10, 7]), (6, [16])])
+def test_a_rest_that_the_devices_do_not_divide_is_trained_in_the_loaders_batches(last, rest):
     """Such a batch is trained by the plain step: a joined one might need more than there is."""
     steps = on_devices(2)
-    total = epoch(Fixed(steps, "max", found=40), batches=8, last=7)
-    assert [len(numbers) for numbers in steps.trained] == [10, 10, 40, 10, 7]
+    total = epoch(Fixed(steps, "max", found=40), batches=8, last=last)
+    assert [len(numbers) for numbers in steps.trained] == [10, 10, 40, *rest]
     assert_all_once(steps.trained, total)
-
-
-def test_a_rest_that_the_devices_divide_is_one_batch():
-    steps = on_devices(2)
-    epoch(Fixed(steps, "max", found=40), batches=8, last=6)
-    assert [len(numbers) for numbers in steps.trained] == [10, 10, 40, 16]
 
 
 @pytest.mark.parametrize(("left", "seconds"), [(None, 60), (10_000, 60), (300, 30), (0, 1)])
@@ -597,16 +599,8 @@ def test_no_step_up_is_above_what_was_asked_for_or_the_epoch():
 def test_steps_up_begin_with_an_order_that_is_known(monkeypatch):
     """The found size trains by the search's order at once; nothing is solved before its first
     step."""
-    import keras_remat.planning.fit_plans as module
-
     backend, solved = FakeBackend(), []
-    real = module.plan_problem
-
-    def plan_problem(problem, *args, **options):
-        solved.append(len(backend.ran))
-        return real(problem, *args, **options)
-
-    monkeypatch.setattr(module, "plan_problem", plan_problem)
+    note_solves(monkeypatch, lambda *_, **__: solved.append(len(backend.ran)))
     trainer, _, _ = on_tuner(backend, "max", store_all_peak(4 * LOADER))
     epoch(trainer, batches=60)
     first = next(at for at, (_, numbers) in enumerate(backend.ran) if len(numbers) > LOADER)

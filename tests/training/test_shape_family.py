@@ -4,7 +4,14 @@ import random
 
 import numpy as np
 import pytest
-from fake_backend import FakeBackend, event_kinds, store_all_peak, texts_of, trainer_on
+from fake_backend import (
+    FakeBackend,
+    event_kinds,
+    note_solves,
+    store_all_peak,
+    texts_of,
+    trainer_on,
+)
 
 from keras_remat.core.schedule import Schedule
 from keras_remat.planning.fit_plans import TunerOptions
@@ -17,15 +24,8 @@ LIMIT = int(0.6 * store_all_peak(SAMPLES * LENGTHS[-1], layers=LAYERS))
 @pytest.fixture
 def solved(monkeypatch):
     """Returns a list that gets the bytes of the batch of every solve."""
-    import keras_remat.planning.fit_plans as planner
-
-    real, calls = planner.plan_problem, []
-
-    def plan(problem, *args, **options):
-        calls.append(problem.graph.values[0].nbytes)
-        return real(problem, *args, **options)
-
-    monkeypatch.setattr(planner, "plan_problem", plan)
+    calls = []
+    note_solves(monkeypatch, lambda p, *_, **__: calls.append(p.graph.values[0].nbytes))
     return calls
 
 

@@ -12,6 +12,7 @@ from fake_backend import (
     batch_of,
     chain_problem,
     event_kinds,
+    note_solves,
     store_all_peak,
     trainer_on,
 )
@@ -25,7 +26,7 @@ from keras_remat.errors import (
     UnsupportedModelError,
 )
 from keras_remat.planning.fit_plans import TunerOptions
-from keras_remat.planning.make_plan import plan_problem
+from keras_remat.planning.make_plan import closest_plan, plan_problem
 from keras_remat.planning.plan import load_plan
 
 SIZE = 100
@@ -100,12 +101,7 @@ def test_risky_step_is_planned_recorded_planned_again_verified_and_settled():
 def test_solving_takes_no_longer_than_the_steps_that_are_left_can_save(left, monkeypatch, tmp_path):
     """An op takes a second in the fake profile; the third step is the last that is recorded."""
     limits_s = []
-
-    def plan(*arguments, time_limit_s, **more):
-        limits_s.append(time_limit_s)
-        return plan_problem(*arguments, time_limit_s=time_limit_s, **more)
-
-    monkeypatch.setattr("keras_remat.planning.fit_plans.plan_problem", plan)
+    note_solves(monkeypatch, lambda *_, time_limit_s, **__: limits_s.append(time_limit_s))
     kept = tmp_path if left == "kept for other fits" else None
     most_steps = {None: None, 2: 5}.get(left, 3)
     chosen = options(solver_time_limit_s=25.0, cache_dir=kept)
@@ -148,17 +144,14 @@ def test_limit_no_schedule_meets_is_refused_before_anything_is_trained():
 
 
 def test_first_plan_gets_more_time_where_less_finds_none(monkeypatch):
-    import keras_remat.planning.fit_plans as planner
+    asked = []
 
-    real, asked = planner.plan_problem, []
-
-    def plan(problem, budget, backend, *, solver, time_limit_s, **options):
+    def note(problem, budget, backend, *, solver, time_limit_s, **options):
         asked.append((solver, time_limit_s))
         if len(asked) < 4:
             raise ScheduleNotFoundError(budget, problem.floor_bytes)
-        return real(problem, budget, backend, solver=solver, time_limit_s=time_limit_s, **options)
 
-    monkeypatch.setattr(planner, "plan_problem", plan)
+    note_solves(monkeypatch, note)
     trainer, _ = trainer_on(FakeBackend(), options(solver="anneal", solver_time_limit_s=8.0))
     train(trainer, 1)
     quick = ("greedy_first", 4.0)  # with room first
@@ -517,22 +510,15 @@ def test_plain_step_over_a_limit_no_schedule_meets_goes_on_and_says_so():
 # ------------------------------------------------------------------ the profiler
 
 
-def test_busy_profiler_leaves_the_estimated_plan():
-    backend = FakeBackend(profiler="busy")
+@pytest.mark.parametrize("profiler", ["busy", "blind"])
+def test_profiler_that_saw_too_little_leaves_the_estimated_plan(profiler):
+    backend = FakeBackend(profiler=profiler)
     trainer, report = trainer_on(backend, options())
     train(trainer, 8)
     assert "profile" in event_kinds(report)
     assert trainer.plan.profile_source == "estimated"
     assert trainer.settled
     assert not backend.recording
-
-
-def test_profile_that_saw_too_little_leaves_the_estimated_plan():
-    trainer, report = trainer_on(FakeBackend(profiler="blind"), options())
-    train(trainer, 8)
-    assert "profile" in event_kinds(report)
-    assert trainer.plan.profile_source == "estimated"
-    assert trainer.settled
 
 
 @pytest.mark.parametrize(("surplus", "goes_on"), [(0, True), (10 * PLAIN, False)])
@@ -754,16 +740,19 @@ def test_plan_that_did_not_hold_its_limit_is_not_cached(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_broken_cache_file_is_planned_anew_and_replaced(tmp_path):
+@pytest.mark.parametrize(
+    "broken",
+    [lambda text: "{", lambda text: text.replace('"peak_bytes": ', '"peak_bytes": -')],
+    ids=["no JSON", "numbers that cannot be"],
+)
+def test_broken_cache_file_is_planned_anew_and_replaced(tmp_path, broken):
     trainer, _ = trainer_on(FakeBackend(), options(cache_dir=tmp_path))
     train(trainer, 10)
     (path,) = tmp_path.iterdir()
-    path.write_text("{")
+    path.write_text(broken(path.read_text()))
     trainer, report = trainer_on(FakeBackend(), options(cache_dir=tmp_path))
     train(trainer, 10)
-    assert "cannot be used" in next(
-        event.message for event in report.events if event.kind == "cache"
-    )
+    assert "cannot be used" in next(e.message for e in report.events if e.kind == "cache")
     assert trainer.settled
     assert load_plan(path).solution.schedule == trainer.plan.solution.schedule
 
@@ -879,17 +868,6 @@ def test_cache_that_cannot_be_written_is_warned_of_once(tmp_path):
     assert trainer.settled
 
 
-def test_cached_plan_with_numbers_that_cannot_be_is_made_anew(tmp_path):
-    trainer, _ = trainer_on(FakeBackend(), options(cache_dir=tmp_path))
-    train(trainer, 10)
-    (path,) = tmp_path.iterdir()
-    path.write_text(path.read_text().replace('"peak_bytes": ', '"peak_bytes": -'))
-    again, report = trainer_on(FakeBackend(), options(cache_dir=tmp_path))
-    train(again, 10)
-    assert "cannot be used" in next(e.message for e in report.events if e.kind == "cache")
-    assert again.settled
-
-
 @pytest.mark.parametrize(
     "other", [{"device": "GPU:0"}, {"seed": 1}, {"solver": "chen"}], ids=lambda other: str(other)
 )
@@ -908,22 +886,18 @@ def test_a_cached_plan_is_for_its_device_and_options(tmp_path, other):
 
 
 def test_limit_that_is_missed_by_a_little_is_trained_with_a_warning(monkeypatch):
-    import keras_remat.planning.fit_plans as planner
-
-    real, real_closest = planner.plan_problem, planner.closest_plan
     least = 0.8 * PLAIN
 
-    def plan(problem, budget, backend, **options):
+    def note(problem, budget, backend, **options):
         if budget < least:
             raise ScheduleNotFoundError(budget, problem.floor_bytes, int(least))
-        return real(problem, budget, backend, **options)
 
     def closest(problem, *args, **options):
-        found = real_closest(problem, *args, **options)
+        found = closest_plan(problem, *args, **options)
         return replace(found, predicted=replace(found.predicted, peak_bytes=int(least)))
 
-    monkeypatch.setattr(planner, "plan_problem", plan)
-    monkeypatch.setattr(planner, "closest_plan", closest)
+    note_solves(monkeypatch, note)
+    monkeypatch.setattr("keras_remat.planning.fit_plans.closest_plan", closest)
     backend = FakeBackend()
     trainer, report = trainer_on(backend, options(limit=int(0.79 * PLAIN)))
     with pytest.warns(UserWarning, match="the limit is"):
