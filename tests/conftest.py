@@ -5,12 +5,32 @@ import os
 import sys
 from collections import Counter
 
+import on_tensorflow
 import pytest
 
 import keras_remat
 
 #: It waits minutes for a process of its own.
 LONGEST = "test_jax.py"
+
+
+#: They need Keras on TensorFlow.
+collect_ignore = (
+    []
+    if on_tensorflow.RUNS_HERE
+    else [
+        "test_allocators.py",
+        "test_callback.py",
+        "test_doctor.py",
+        "test_faults.py",
+        "test_memory_cap.py",
+        "test_random_fits.py",
+        "test_shapes_benchmark.py",
+        "backends/test_statistics.py",
+        "training/test_first_plan.py",
+        "training/test_fit_session.py",
+    ]
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -55,13 +75,19 @@ def known_objects():
     gc.freeze()
 
 
+@pytest.fixture
+def over_any_limit(monkeypatch):
+    """Every batch goes through the rematerialized step: the plain peak, which is 0 bytes of the pool
+    if nothing was trained before, is taken as over any limit; plans are made for the limit."""
+    monkeypatch.setattr(
+        "keras_remat.training.step_trainer.StepTrainer.usable_bytes", property(lambda tuner: -1)
+    )
+
+
 @pytest.fixture(scope="module")
 def models():
     """Small Keras models; skips where Keras does not run on TensorFlow."""
-    pytest.importorskip("tensorflow")
-    import keras
-
-    if keras.backend.backend() != "tensorflow":
+    if not on_tensorflow.RUNS_HERE:
         pytest.skip("needs Keras on TensorFlow")
     keras_remat.enable_cpu_memory_stats()
     import keras_models

@@ -8,22 +8,17 @@ allocator, BFC in growing regions, and BFC in one region with the stand-in for a
 import gc
 import os
 
-import keras
+import keras_models
 import numpy as np
 import pytest
+import tensorflow as tf
 
-tf = pytest.importorskip("tensorflow")
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
-
-import keras_models  # noqa: E402
-
-import keras_remat  # noqa: E402
-from keras_remat.backends.tensorflow import backend  # noqa: E402
-from keras_remat.core.problem import Problem  # noqa: E402
-from keras_remat.core.schedule import Schedule  # noqa: E402
-from keras_remat.training.undo import OutOfMemory, StepGuard  # noqa: E402
-from keras_remat.units import MIB  # noqa: E402
+import keras_remat
+from keras_remat.backends.tensorflow import backend
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.training.undo import OutOfMemory, StepGuard
+from keras_remat.units import MIB
 
 pytestmark = pytest.mark.allocator
 SAMPLES, BATCH = 4096, 1024

@@ -1,26 +1,20 @@
 """``RematAutotune`` inside ``fit``: what it changes, what it leaves alone, and that it always gives
 the train function back."""
 
-import csv
-import json
 import time
 import warnings
 
 import keras
+import keras_models
 import numpy as np
 import pytest
+import tensorflow as tf
+from tight_limit import tight_limit as limit_of
 
-tf = pytest.importorskip("tensorflow")
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
-
-import keras_models  # noqa: E402
-from tight_limit import tight_limit as limit_of  # noqa: E402
-
-import keras_remat  # noqa: E402
-from keras_remat.backends.tensorflow.swap import InstalledTrainFunction  # noqa: E402
-from keras_remat.reporting.fit_report import LOG_KEYS  # noqa: E402
-from keras_remat.units import MIB  # noqa: E402
+import keras_remat
+from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
+from keras_remat.reporting.fit_report import LOG_KEYS
+from keras_remat.units import MIB
 
 QUICK = {"solver": "greedy", "profile_steps": 1, "solver_time_limit_s": 5.0, "verbose": 0}
 SAMPLES, BATCH = 4096, 1024
@@ -133,47 +127,7 @@ def test_limit_below_the_floor_is_refused_before_anything_was_trained():
     assert backend.device.in_use_bytes() < 1000 * MIB
 
 
-# ------------------------------------------------------------------ nothing to do
-
-
-def test_plain_fits_and_nothing_is_changed():
-    plain = fit(*small(), epochs=3)
-    model, data = small()
-    remat = callback()
-    history = fit(model, data, remat, epochs=3)
-    assert remat.plan is None
-    assert [event.kind for event in remat.report.events] == ["fits"]
-    for key, values in plain.items():
-        assert history[key] == values
-    assert remat.report.baseline_source == "measured"
-
-
 # ------------------------------------------------------------------ the train function comes back
-
-
-class Breaks(keras.callbacks.Callback):
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 1:
-            raise self.error
-
-
-@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt()])
-def test_after_another_callback_broke_the_fit_training_goes_on_plainly(error):
-    model, data = small()
-    remat = callback()
-    with pytest.raises(type(error)):
-        fit(model, data, remat, Breaks(error))
-    fit(model, data)  # without the callback: what was left behind gives way at the first call
-    assert_given_back(model)
-    steps = sum(epoch.steps for epoch in remat.report.epochs)
-    assert steps == 0
-    fit(model, data, remat)
-    assert remat.report.epochs[0].steps == 3
-    assert_given_back(model)
 
 
 def test_exception_inside_a_step_gives_the_train_function_back():
@@ -193,20 +147,6 @@ def test_exception_inside_a_step_gives_the_train_function_back():
     assert_given_back(model)
 
 
-def test_compile_between_two_fits_and_saving_after(tmp_path):
-    model, data = small()
-    remat = callback()
-    fit(model, data, remat)
-    model.compile("sgd", "mae")
-    history = fit(model, data, remat, epochs=2)
-    assert len(history["remat_speedup"]) == len(remat.report.epochs) == 2
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(
-        loaded.predict(data[0], verbose=0), model.predict(data[0], verbose=0)
-    )
-
-
 def test_second_fit_with_another_limit_plans_anew():
     model, data = model_and_data(BATCH)
     first = callback(tight_limit(model, data))
@@ -217,107 +157,15 @@ def test_second_fit_with_another_limit_plans_anew():
     assert second.plan is None
 
 
-# ------------------------------------------------------------------ every way to give data
+# ------------------------------------------------------------------ own steps, compile options
 
 
-class Batches(keras.utils.PyDataset):
-    def __init__(self, x, y):
-        super().__init__()
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, at):
-        return self.x[16 * at : 16 * at + 16], self.y[16 * at : 16 * at + 16]
-
-
-def forever(x, y):
-    while True:
-        for at in range(3):
-            yield x[16 * at : 16 * at + 16], y[16 * at : 16 * at + 16]
-
-
-DATA = {
-    "arrays": lambda x, y: {"x": x, "y": y, "batch_size": 16, "shuffle": False},
-    "odd last batch": lambda x, y: {"x": x[:41], "y": y[:41], "batch_size": 16, "shuffle": False},
-    "tf.data": lambda x, y: {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(16)},
-    "repeated tf.data": lambda x, y: {
-        "x": tf.data.Dataset.from_tensor_slices((x, y)).batch(16).repeat(),
-        "steps_per_epoch": 2,
-    },
-    "PyDataset": lambda x, y: {"x": Batches(x, y), "shuffle": False},
-    "generator": lambda x, y: {"x": forever(x, y), "steps_per_epoch": 3},
-    "class weights": lambda x, y: {
-        "x": x,
-        "y": (y > 0.5).astype(int),
-        "batch_size": 16,
-        "class_weight": {0: 1.0, 1: 3.0},
-        "shuffle": False,
-    },
-    "sample weights": lambda x, y: {
-        "x": x,
-        "y": y,
-        "sample_weight": y[:, 0],
-        "batch_size": 16,
-        "shuffle": False,
-    },
-    "validation": lambda x, y: {
-        "x": x,
-        "y": y,
-        "batch_size": 16,
-        "validation_data": (x, y),
-        "shuffle": False,
-    },
-}
-
-
-@pytest.mark.parametrize("form", DATA)
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
-def test_data_in_every_form_trains_as_without_the_callback(form, steps_per_execution, monkeypatch):
-    """Every batch goes through the rematerialized step: the plain peak is taken as over any limit,
-    the plan's as under it."""
-
-    def history(*callbacks):
-        model, (x, y) = small()
-        model.compile("adam", "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
-        result = model.fit(
-            **DATA[form](x, y), epochs=2, verbose=0, callbacks=list(callbacks)
-        ).history
-        assert_given_back(model)
-        return result
-
-    plain = history()
-    remat = callback()
-    monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTrainer.usable_bytes",
-        property(_never_enough_for_plain),
-    )
-    ours = history(remat)
-    assert remat.plan is not None
-    for key, values in plain.items():
-        assert ours[key] == pytest.approx(values, rel=1e-4), key
-
-
-def _never_enough_for_plain(tuner):
-    """What the plain step is compared with, which takes 0 bytes of the pool if nothing was trained
-    before; plans are made for the limit."""
-    return -1
-
-
-def test_own_train_step_is_traced(monkeypatch):
+def test_own_train_step_is_traced(over_any_limit):
     plain = fit(*keras_models.vae(48), epochs=2)
-    monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTrainer.usable_bytes",
-        property(_never_enough_for_plain),
-    )
     remat = callback()
     history = fit(*keras_models.vae(48), remat, epochs=2)
     assert remat.plan is not None
     assert history["total"] == pytest.approx(plain["total"], rel=1e-4)
-
-
-# ------------------------------------------------------------------ compile options
 
 
 def test_eager_models_get_one_warning_and_train():
@@ -358,11 +206,7 @@ def test_models_that_cannot_be_traced_get_one_warning_and_train():
     assert_given_back(model)
 
 
-def test_jit_compile_trains_in_order_when_asked_with_one_line(caplog, monkeypatch):
-    monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTrainer.usable_bytes",
-        property(_never_enough_for_plain),
-    )
+def test_jit_compile_trains_in_order_when_asked_with_one_line(caplog, over_any_limit):
     model, data = small()
     model.compile("adam", "mse", jit_compile=True)
     remat = callback(compilation="ordered")
@@ -381,27 +225,7 @@ def test_uncompiled_model_fails_as_keras_does():
 # ------------------------------------------------------------------ other callbacks
 
 
-def test_csv_logger_and_tensorboard_keep_the_columns(tmp_path):
-    model, data = small()
-    csv_path, board = tmp_path / "log.csv", tmp_path / "board"
-    logger = keras.callbacks.CSVLogger(csv_path)
-    tensorboard = keras.callbacks.TensorBoard(board, profile_batch=0)
-    fit(model, data, callback(report_path=tmp_path / "report.json"), logger, tensorboard, epochs=2)
-    with csv_path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2
-    assert set(LOG_KEYS) <= set(rows[0])
-    assert list(board.rglob("events*"))
-    document = json.loads((tmp_path / "report.json").read_text())
-    assert len(document["epochs"]) == 2
-    assert document["format"] == "keras_remat.report"
-
-
-def test_the_users_profiler_session_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTrainer.usable_bytes",
-        property(_never_enough_for_plain),
-    )
+def test_the_users_profiler_session_is_left_alone(tmp_path, over_any_limit):
     model, data = small()
     remat = callback()
     tf.profiler.experimental.start(str(tmp_path))
@@ -414,11 +238,7 @@ def test_the_users_profiler_session_is_left_alone(tmp_path, monkeypatch):
     assert remat.plan.profile_source == "estimated"
 
 
-def test_tensorboard_profiles_while_the_callback_works(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTrainer.usable_bytes",
-        property(_never_enough_for_plain),
-    )
+def test_tensorboard_profiles_while_the_callback_works(tmp_path, over_any_limit):
     model, data = small()
     fit(
         model,
@@ -428,6 +248,7 @@ def test_tensorboard_profiles_while_the_callback_works(tmp_path, monkeypatch):
         epochs=2,
     )
     assert list(tmp_path.rglob("*.xplane.pb"))
+    assert list(tmp_path.rglob("events*"))
 
 
 # ------------------------------------------------------------------ arguments
@@ -436,38 +257,9 @@ def test_tensorboard_profiles_while_the_callback_works(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"memory_limit": "8Gb"}, ValueError, "GiB"),
         ({"memory_limit": "lots"}, ValueError, "GiB"),
-        ({"memory_limit": -1}, ValueError, "positive"),
-        ({"memory_limit": 0}, ValueError, "positive"),
-        ({"memory_limit": float("nan")}, ValueError, "finite"),
-        ({"memory_limit": "120%"}, ValueError, "100%"),
-        ({"memory_limit": "0%"}, ValueError, "0%"),
-        ({"memory_limit": True}, TypeError, "GiB"),
-        ({"memory_limit": 1.5}, TypeError, "float"),
-        ({"memory_limit": [1]}, TypeError, "list"),
-        ({"batch_size": 0}, ValueError, "at least 1"),
-        ({"batch_size": -3}, ValueError, "at least 1"),
-        ({"batch_size": "huge"}, ValueError, "keep"),
-        ({"batch_size": True}, TypeError, "int"),
-        ({"batch_size": 2.0}, TypeError, "int"),
-        ({"margin": 1}, ValueError, "margin"),
-        ({"margin": -0.1}, ValueError, "margin"),
-        ({"margin": float("nan")}, ValueError, "margin"),
-        ({"margin": "5%"}, TypeError, "margin"),
-        ({"solver": "magic"}, ValueError, "greedy"),
-        ({"solver_time_limit_s": 0}, ValueError, "solver_time_limit_s"),
-        ({"profile_steps": 0}, ValueError, "profile_steps"),
-        ({"profile_steps": 1.5}, TypeError, "profile_steps"),
-        ({"seed": -1}, ValueError, "seed"),
-        ({"learning_rate_scaling": "cubic"}, ValueError, "sqrt"),
         ({"verbose": "loud"}, ValueError, "verbose"),
         ({"verbose": 3}, ValueError, "verbose"),
-        ({"plan": "nowhere.json"}, OSError, "nowhere"),
-        ({"plan": 7}, TypeError, "plan"),
-        ({"solver": ["greedy"]}, TypeError, "solver"),
-        ({"batch_size": None}, TypeError, "batch_size"),
-        ({"cache_dir": 5}, TypeError, "cache_dir"),
         ({"report_path": 5}, TypeError, "report_path"),
     ],
 )

@@ -11,10 +11,6 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.profiler.device import device_name, on_gpu
 from keras_remat.units import GIB
 
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="needs Keras on TensorFlow"
-)
-
 
 def diagnosis(capsys, *arguments):
     assert cli.main(["doctor", *arguments]) == 0

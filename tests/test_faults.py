@@ -9,19 +9,15 @@ import gc
 from itertools import count
 
 import keras
+import keras_models
 import numpy as np
 import pytest
+import tensorflow as tf
 
-tf = pytest.importorskip("tensorflow")
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
-
-import keras_models  # noqa: E402
-
-import keras_remat  # noqa: E402
-import keras_remat.backends.tensorflow as tensorflow_backend  # noqa: E402
-from keras_remat.backends.tensorflow.ordered.lower import LoweredStep  # noqa: E402
-from keras_remat.backends.tensorflow.swap import InstalledTrainFunction  # noqa: E402
+import keras_remat
+import keras_remat.backends.tensorflow as tensorflow_backend
+from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
+from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 
 BATCH, BATCHES, ODD, EPOCHS = 1024, 4, 1000, 2
 STEPS = EPOCHS * (BATCHES + 1)

@@ -6,13 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import keras
 import pytest
 
-pytest.importorskip("tensorflow")
 resource = pytest.importorskip("resource")  # POSIX
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
 if not sys.platform.startswith("linux"):
     pytest.skip("the address space is read from /proc", allow_module_level=True)
 

@@ -4,7 +4,6 @@ import json
 import random
 from pathlib import Path
 
-import keras
 import own_process
 import pytest
 
@@ -12,10 +11,6 @@ TESTS = Path(__file__).resolve().parent
 pytestmark = pytest.mark.skipif(
     not (TESTS.parent / "benchmarks").exists(), reason="an installed package has no benchmarks"
 )
-
-pytest.importorskip("tensorflow")
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
 
 
 def check(lengths, epochs, share, solve_s):

@@ -3,16 +3,11 @@
 import importlib.util
 import os
 
-import keras
 import own_process
 import pytest
 
 import keras_remat
 from keras_remat.units import MIB
-
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="needs Keras on TensorFlow"
-)
 
 _MEASURE = """
 import json

@@ -32,15 +32,43 @@ def test_arguments_come_back_in_one_record():
     [
         ({"solver": "gredy"}, ValueError, "did you mean 'greedy'"),
         ({"solver": 3}, TypeError, "solver"),
+        ({"solver": "magic"}, ValueError, "greedy"),
+        ({"solver": ["greedy"]}, TypeError, "solver"),
+        ({"solver_time_limit_s": 0}, ValueError, "solver_time_limit_s"),
+        (
+            {"solver_time_limit_s": float("inf")},
+            ValueError,
+            "solver_time_limit_s must be positive and finite",
+        ),
+        ({"profile_steps": 0}, ValueError, "profile_steps"),
+        ({"profile_steps": 1.5}, TypeError, "profile_steps"),
         ({"memory_limit": 8}, ValueError, 'did you mean "8GiB"'),
+        ({"memory_limit": "8Gb"}, ValueError, "GiB"),
+        ({"memory_limit": "lots"}, ValueError, "GiB"),
+        ({"memory_limit": -1}, ValueError, "positive"),
+        ({"memory_limit": 0}, ValueError, "positive"),
+        ({"memory_limit": float("nan")}, ValueError, "finite"),
+        ({"memory_limit": "120%"}, ValueError, "100%"),
+        ({"memory_limit": "0%"}, ValueError, "0%"),
+        ({"memory_limit": True}, TypeError, "GiB"),
+        ({"memory_limit": 1.5}, TypeError, "float"),
+        ({"memory_limit": [1]}, TypeError, "list"),
         ({"plan": AutotuneReport()}, TypeError, "give its .plan"),
         ({"plan": 3}, TypeError, "a path or a Plan"),
         ({"cache_dir": "plans\0"}, ValueError, "null character"),
+        ({"cache_dir": 5}, TypeError, "cache_dir"),
         ({"plan": "no such file.json"}, OSError, "no such file"),
         ({"batch_size": "largest"}, ValueError, "'max', 'fastest', 'keep', a positive int"),
         ({"batch_size": 0}, ValueError, "at least 1"),
+        ({"batch_size": -3}, ValueError, "at least 1"),
         ({"batch_size": True}, TypeError, "int"),
+        ({"batch_size": 2.0}, TypeError, "int"),
+        ({"batch_size": None}, TypeError, "batch_size"),
         ({"margin": 1}, ValueError, "below 1"),
+        ({"margin": -0.1}, ValueError, "margin"),
+        ({"margin": float("nan")}, ValueError, "margin"),
+        ({"margin": "5%"}, TypeError, "margin"),
+        ({"learning_rate_scaling": "cubic"}, ValueError, "sqrt"),
         ({"seed": -1}, ValueError, "at least 0"),
         ({"micro_batches": 0}, ValueError, "at least 1"),
         ({"compilation": "compile"}, ValueError, "did you mean 'compiled'"),
@@ -49,8 +77,3 @@ def test_arguments_come_back_in_one_record():
 def test_wrong_arguments(arguments, error, says):
     with pytest.raises(error, match=says):
         checked_options(**GIVEN | arguments)
-
-
-def test_solvers_need_a_finite_time_limit():
-    with pytest.raises(ValueError, match="solver_time_limit_s must be positive and finite"):
-        checked_options(**GIVEN | {"solver_time_limit_s": float("inf")})

@@ -7,16 +7,13 @@ import types
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from fake_backend import FakeBackend, chain_problem
 
-tf = pytest.importorskip("tensorflow")
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
-
-import keras_remat  # noqa: E402
-import keras_remat.backends.tensorflow as tensorflow_backend  # noqa: E402
-from keras_remat.backends.tensorflow.graph import trace as tracing  # noqa: E402
-from keras_remat.training.first_plan import FirstPlans, Known  # noqa: E402
+import keras_remat
+import keras_remat.backends.tensorflow as tensorflow_backend
+from keras_remat.backends.tensorflow.graph import trace as tracing
+from keras_remat.training.first_plan import FirstPlans, Known
 
 WIDTH = 512
 #: Of the kernel: what is as small as the bias does not count.

@@ -8,18 +8,15 @@ import warnings
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-tf = pytest.importorskip("tensorflow")
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("these tests need Keras on TensorFlow", allow_module_level=True)
-
-import keras_remat  # noqa: E402
-from keras_remat.backends.tensorflow import backend as tensorflow_backend  # noqa: E402
-from keras_remat.backends.tensorflow.swap import InstalledTrainFunction  # noqa: E402
-from keras_remat.core.events import EventKind  # noqa: E402
-from keras_remat.errors import UnsupportedModelError  # noqa: E402
-from keras_remat.reporting.fit_report import LOG_KEYS  # noqa: E402
-from keras_remat.training.learning_rate import LearningRateScaling  # noqa: E402
+import keras_remat
+from keras_remat.backends.tensorflow import backend as tensorflow_backend
+from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
+from keras_remat.core.events import EventKind
+from keras_remat.errors import UnsupportedModelError
+from keras_remat.reporting.fit_report import LOG_KEYS
+from keras_remat.training.learning_rate import LearningRateScaling
 
 QUICK = {"solver": "greedy", "profile_steps": 1, "solver_time_limit_s": 5.0, "verbose": 0}
 

@@ -1,7 +1,6 @@
 """``RematAutotune`` inside ``fit`` on JAX: what it changes, what it leaves alone, and that it
 always gives the train function back."""
 
-import csv
 import warnings
 
 import jax
@@ -66,22 +65,6 @@ def assert_same_state(model, other, **tolerance):
         np.testing.assert_allclose(a.numpy(), b.numpy(), err_msg=a.path, **tolerance)
 
 
-@pytest.fixture
-def over_any_limit(monkeypatch):
-    """The plain peak is over the limit, every schedule's under it: each batch shape is trained by a
-    lowered step."""
-    planned = []
-
-    def bytes_for(tuner):
-        if tuner.plan is not None:
-            planned.append(tuner)
-        return 2**40 if planned else 1
-
-    monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTrainer.usable_bytes", property(bytes_for)
-    )
-
-
 # ------------------------------------------------------------------ training under a limit
 
 
@@ -127,20 +110,6 @@ def test_limit_below_the_floor_is_refused_before_anything_was_trained():
         np.testing.assert_array_equal(a, b)
     assert_given_back(model)
     fit(model, data)
-
-
-def test_plain_fits_and_nothing_is_changed():
-    plain, data = small()
-    expected = fit(plain, data, epochs=2)
-    model, data = small()
-    remat = callback()
-    history = fit(model, data, remat, epochs=2)
-    assert remat.plan is None
-    assert [event.kind for event in remat.report.events] == ["fits"]
-    assert {key: history[key] for key in expected} == expected
-    assert_same_state(model, plain, rtol=0, atol=0)
-    assert remat.report.baseline_source == "measured"
-    assert remat.report.baseline.peak_bytes > 0
 
 
 # ------------------------------------------------------------------ the batch size
@@ -191,29 +160,6 @@ def test_rest_of_an_epoch_of_unknown_length_is_in_the_state():
 # ------------------------------------------------------------------ the train function comes back
 
 
-class Breaks(keras.callbacks.Callback):
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 1:
-            raise self.error
-
-
-@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt()])
-def test_after_another_callback_broke_the_fit_training_goes_on_plainly(error, over_any_limit):
-    model, data = small()
-    remat = callback()
-    with pytest.raises(type(error)):
-        fit(model, data, remat, Breaks(error))
-    assert int(model.optimizer.iterations) == 2
-    fit(model, data)  # without the callback: what was left behind gives way at the first call
-    assert_given_back(model)
-    assert sum(epoch.steps for epoch in remat.report.epochs) == 0
-    assert int(model.optimizer.iterations) == 5
-
-
 @pytest.mark.parametrize(
     ("message", "error"),
     [
@@ -256,87 +202,7 @@ def test_a_first_run_that_fails_leaves_the_state_as_it_was(
     fit(model, data)
 
 
-def test_compile_between_two_fits_and_saving_after(tmp_path, over_any_limit):
-    model, data = small()
-    remat = callback()
-    fit(model, data, remat)
-    assert remat.plan is not None
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    history = fit(model, data, remat, epochs=2)
-    assert len(history["remat_speedup"]) == len(remat.report.epochs) == 2
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(
-        loaded.predict(data[0], verbose=0), model.predict(data[0], verbose=0)
-    )
-
-
-# ------------------------------------------------------------------ every way to give data
-
-
-class Batches(keras.utils.PyDataset):
-    def __init__(self, x, y):
-        super().__init__()
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, at):
-        return self.x[BATCH * at : BATCH * (at + 1)], self.y[BATCH * at : BATCH * (at + 1)]
-
-
-def forever(x, y):
-    while True:
-        for at in range(3):
-            yield x[BATCH * at : BATCH * (at + 1)], y[BATCH * at : BATCH * (at + 1)]
-
-
-DATA = {
-    "arrays": lambda x, y: {"x": x, "y": y, "batch_size": BATCH},
-    "odd last batch": lambda x, y: {"x": x[:75], "y": y[:75], "batch_size": BATCH},
-    "PyDataset": lambda x, y: {"x": Batches(x, y)},
-    "generator": lambda x, y: {"x": forever(x, y), "steps_per_epoch": 3},
-    "class weights": lambda x, y: {
-        "x": x,
-        "y": y,
-        "batch_size": BATCH,
-        "class_weight": {i: 1.0 + i for i in range(10)},
-    },
-    "sample weights": lambda x, y: {
-        "x": x,
-        "y": y,
-        "sample_weight": np.linspace(0, 1, len(y)),
-        "batch_size": BATCH,
-    },
-    "validation": lambda x, y: {"x": x, "y": y, "batch_size": BATCH, "validation_data": (x, y)},
-}
-
-
-@pytest.mark.parametrize(
-    ("form", "steps_per_execution"),
-    [*((form, 1) for form in DATA), ("odd last batch", 2), ("generator", 2)],
-)
-def test_data_in_every_form_trains_as_without_the_callback(
-    form, steps_per_execution, over_any_limit
-):
-    def train(*callbacks):
-        model, (x, y) = small()
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("adam", loss, metrics=["accuracy"], steps_per_execution=steps_per_execution)
-        history = model.fit(
-            **DATA[form](x, y), epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks)
-        ).history
-        assert_given_back(model)
-        return model, history
-
-    plain, expected = train()
-    remat = callback()
-    model, history = train(remat)
-    assert remat.plan is not None
-    for key, values in expected.items():
-        assert history[key] == pytest.approx(values, rel=1e-4), key
-    assert_same_state(model, plain, rtol=1e-3, atol=2e-5)
+# ------------------------------------------------------------------ structures and own steps
 
 
 def test_inputs_and_outputs_in_dictionaries(over_any_limit):
@@ -432,17 +298,6 @@ def test_an_order_is_refused_with_the_reason():
     remat = callback(compilation="compiled")
     fit(model, data, remat)
     assert [event.kind for event in remat.report.events] == ["fits"]
-
-
-def test_csv_logger_keeps_its_columns(tmp_path, over_any_limit):
-    model, data = small()
-    logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
-    fit(model, data, callback(report_path=tmp_path / "report.json"), logger, epochs=2)
-    with (tmp_path / "log.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2
-    assert set(LOG_KEYS) <= set(rows[0])
-    assert (tmp_path / "report.json").stat().st_size > 0
 
 
 # ------------------------------------------------------------------ without training

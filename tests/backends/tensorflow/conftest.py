@@ -1,10 +1,5 @@
-"""These tests need Keras on TensorFlow, which it decides at its first import."""
+"""These tests need Keras on TensorFlow."""
 
-import importlib.util
-import os
+import on_tensorflow
 
-RUNS_HERE = (
-    os.environ.get("KERAS_BACKEND", "tensorflow") == "tensorflow"
-    and importlib.util.find_spec("tensorflow") is not None
-)
-collect_ignore_glob = [] if RUNS_HERE else ["test_*.py"]
+collect_ignore_glob = [] if on_tensorflow.RUNS_HERE else ["test_*.py"]

@@ -1,0 +1,195 @@
+"""``RematAutotune`` inside ``fit``, on the framework that Keras runs on: what it leaves alone, data in
+every form, and that it always gives the train function back."""
+
+import csv
+import json
+
+import jax_models as models
+import keras
+import numpy as np
+import pytest
+
+import keras_remat
+from keras_remat.backends.base import TrainFunctionSwap
+from keras_remat.reporting.fit_report import LOG_KEYS
+
+BATCH, SAMPLES = 32, 96
+
+
+def callback(**options):
+    return keras_remat.RematAutotune(
+        "8GiB", "keep", solver="greedy", profile_steps=1, solver_time_limit_s=5.0, verbose=0,
+        **options,
+    )  # fmt: skip
+
+
+def small():
+    keras.utils.set_random_seed(0)
+    model = models.small()
+    return model, models.batch(model, SAMPLES)
+
+
+def fit(model, data, *callbacks, **options):
+    options = {"batch_size": BATCH, "verbose": 0, "shuffle": False, **options}
+    return model.fit(*data, callbacks=list(callbacks), **options).history
+
+
+def assert_given_back(model):
+    assert model.train_function is not None
+    assert not isinstance(model.train_function, TrainFunctionSwap)
+
+
+def assert_same_state(model, other, **tolerance):
+    """Weights, seeds, moving averages, optimizer slots."""
+    ours, theirs = ((*m.variables, *m.optimizer.variables) for m in (model, other))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), err_msg=a.path, **tolerance)
+
+
+def test_plain_fits_and_nothing_is_changed():
+    plain, data = small()
+    expected = fit(plain, data, epochs=3)
+    model, data = small()
+    remat = callback()
+    history = fit(model, data, remat, epochs=3)
+    assert remat.plan is None
+    assert [event.kind for event in remat.report.events] == ["fits"]
+    assert {key: history[key] for key in expected} == expected
+    assert_same_state(model, plain, rtol=0, atol=0)
+    assert remat.report.baseline_source == "measured"
+    assert remat.report.baseline.peak_bytes > 0 or keras.backend.backend() == "tensorflow"
+
+
+# ------------------------------------------------------------------ the train function comes back
+
+
+class Breaks(keras.callbacks.Callback):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt()])
+def test_after_another_callback_broke_the_fit_training_goes_on_plainly(error, over_any_limit):
+    model, data = small()
+    remat = callback()
+    with pytest.raises(type(error)):
+        fit(model, data, remat, Breaks(error))
+    assert int(model.optimizer.iterations) == 2
+    fit(model, data)  # without the callback: what was left behind gives way at the first call
+    assert_given_back(model)
+    assert sum(epoch.steps for epoch in remat.report.epochs) == 0
+    assert int(model.optimizer.iterations) == 5
+    fit(model, data, remat)
+    assert remat.report.epochs[0].steps == 3
+    assert_given_back(model)
+
+
+def test_compile_between_two_fits_and_saving_after(tmp_path, over_any_limit):
+    model, data = small()
+    remat = callback()
+    fit(model, data, remat)
+    assert remat.plan is not None
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    history = fit(model, data, remat, epochs=2)
+    assert len(history["remat_speedup"]) == len(remat.report.epochs) == 2
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(
+        loaded.predict(data[0], verbose=0), model.predict(data[0], verbose=0)
+    )
+
+
+# ------------------------------------------------------------------ every way to give data
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return SAMPLES // BATCH
+
+    def __getitem__(self, at):
+        return self.x[BATCH * at : BATCH * (at + 1)], self.y[BATCH * at : BATCH * (at + 1)]
+
+
+def forever(x, y):
+    batches = Batches(x, y)
+    while True:
+        yield from (batches[at] for at in range(len(batches)))
+
+
+def tensorflow_data(x, y):
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+
+
+def arrays(x, y, **more):
+    return {"x": x, "y": y, "batch_size": BATCH, **more}
+
+
+DATA = {
+    "arrays": arrays,
+    "odd last batch": lambda x, y: arrays(x[:75], y[:75]),
+    "PyDataset": lambda x, y: {"x": Batches(x, y)},
+    "generator": lambda x, y: {"x": forever(x, y), "steps_per_epoch": 3},
+    "class weights": lambda x, y: arrays(x, y, class_weight={i: 1.0 + i for i in range(10)}),
+    "sample weights": lambda x, y: arrays(x, y, sample_weight=np.linspace(0, 1, len(y))),
+    "validation": lambda x, y: arrays(x, y, validation_data=(x, y)),
+}
+FORMS = [*((form, 1) for form in DATA), ("odd last batch", 2), ("generator", 2)]
+if keras.backend.backend() == "tensorflow":
+    DATA |= {
+        "tf.data": lambda x, y: {"x": tensorflow_data(x, y)},
+        "repeated tf.data": lambda x, y: {
+            "x": tensorflow_data(x, y).repeat(),
+            "steps_per_epoch": 2,
+        },
+    }
+    FORMS = [(form, steps) for steps in (1, 2) for form in DATA]
+
+
+@pytest.mark.parametrize(("form", "steps_per_execution"), FORMS)
+def test_data_in_every_form_trains_as_without_the_callback(
+    form, steps_per_execution, over_any_limit
+):
+    def train(*callbacks):
+        model, data = small()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, metrics=["accuracy"], steps_per_execution=steps_per_execution)
+        history = model.fit(
+            **DATA[form](*data), epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks)
+        ).history
+        assert_given_back(model)
+        return model, history
+
+    plain, expected = train()
+    remat = callback()
+    model, history = train(remat)
+    assert remat.plan is not None
+    for key, values in expected.items():
+        assert history[key] == pytest.approx(values, rel=1e-4), key
+    assert_same_state(model, plain, rtol=1e-3, atol=2e-5)
+
+
+# ------------------------------------------------------------------ other callbacks
+
+
+def test_csv_logger_keeps_its_columns(tmp_path, over_any_limit):
+    model, data = small()
+    logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    fit(model, data, callback(report_path=tmp_path / "report.json"), logger, epochs=2)
+    with (tmp_path / "log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2
+    assert set(LOG_KEYS) <= set(rows[0])
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert len(document["epochs"]) == 2
+    assert document["format"] == "keras_remat.report"
