@@ -13,6 +13,7 @@ import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
+from tight_limit import tight_bytes
 
 import keras_remat
 import keras_remat.backends.tensorflow as tensorflow_backend
@@ -74,32 +75,13 @@ def train(room, seen, epochs=EPOCHS, validation=False):
     return model, remat, None
 
 
-def state(model):
-    variables = [
-        *model.variables,
-        *model.optimizer.variables,
-        *(v for m in model.metrics for v in m.variables),
-    ]
-    return [v.numpy() for v in {id(v): v for v in variables}.values()]
-
-
 @pytest.fixture(scope="module")
 def limits():
     """Room that only rematerialization keeps to, and room that plain steps keep to."""
     before = bytes_in_use()
     model, data = keras_models.mlp(BATCHES * BATCH + ODD, width=512, blocks=4)
-    backend = tensorflow_backend.backend()
-    batch = backend.example_batch(model, tuple(part[:BATCH] for part in data))
-    traced = backend.trace(model, batch)
-    problem = keras_remat.Problem(
-        traced.graph, backend.estimated_profile(traced, backend.device.in_use_bytes())
-    )
-    resident, store_all = (
-        problem.profile.resident_bytes,
-        keras_remat.Schedule.store_all(traced.graph),
-    )
-    peak = backend.memory.peak_bytes(problem, store_all)
-    return {"tight": int(resident - before + 0.75 * (peak - resident)), "plain": 2**33}
+    tight = tight_bytes(tensorflow_backend.backend(), model, data, BATCH, 0.75)
+    return {"tight": int(tight) - before, "plain": 2**33}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +93,7 @@ def undisturbed(limits):
         seen = Seen()
         model, remat, error = train(limit, seen)
         assert error is None
-        runs[name] = state(model), seen.losses, remat.plan
+        runs[name] = keras_models.state_of(model), seen.losses, remat.plan
     assert runs["tight"][2].recomputes
     assert runs["plain"][2] is None
     return runs
@@ -166,7 +148,7 @@ def test_rematerialized_step_that_runs_out_of_memory(limits, undisturbed, monkey
     assert error is None
     expected, losses, _ = undisturbed["tight"]
     assert seen.losses == losses
-    assert [a.tobytes() for a in state(model)] == [a.tobytes() for a in expected]
+    keras_models.assert_same_bits(keras_models.state_of(model), expected)
     assert [event.kind for event in remat.report.events].count("out-of-memory") == 1
     assert sum(epoch.samples for epoch in remat.report.epochs) == EPOCHS * (BATCHES * BATCH + ODD)
 
@@ -181,7 +163,7 @@ def test_plain_step_that_runs_out_of_memory(limits, undisturbed, monkeypatch, ca
     assert error is None
     expected, losses, _ = undisturbed["plain"]
     assert seen.losses == pytest.approx(losses, rel=1e-5)
-    for mine, theirs in zip(state(model), expected, strict=True):
+    for mine, theirs in zip(keras_models.state_of(model), expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
     assert "out-of-memory" in [event.kind for event in remat.report.events]
     assert sum(epoch.samples for epoch in remat.report.epochs) == EPOCHS * (BATCHES * BATCH + ODD)

@@ -10,12 +10,17 @@ def with_margin(usable_bytes):
     return int(usable_bytes / (1 - TunerOptions.margin)) + 1
 
 
-def tight_limit(backend, model, data, batch_size, share):
-    """The limit that leaves what is resident, and ``share`` of what the plain step of the first
-    ``batch_size`` samples is predicted to add to it."""
+def tight_bytes(backend, model, data, batch_size, share):
+    """What is resident, and ``share`` of what the plain step of the first ``batch_size`` samples is
+    predicted to add to it."""
     batch = backend.example_batch(model, tuple(part[:batch_size] for part in data))
     traced = backend.trace(model, batch)
     profile = backend.estimated_profile(traced, backend.device.in_use_bytes())
     problem = keras_remat.Problem(traced.graph, profile)
     peak = backend.memory.peak_bytes(problem, keras_remat.Schedule.store_all(traced.graph))
-    return with_margin(profile.resident_bytes + share * (peak - profile.resident_bytes))
+    return profile.resident_bytes + share * (peak - profile.resident_bytes)
+
+
+def tight_limit(backend, model, data, batch_size, share):
+    """The limit that leaves :func:`tight_bytes` after the margin."""
+    return with_margin(tight_bytes(backend, model, data, batch_size, share))
