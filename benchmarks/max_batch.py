@@ -31,6 +31,8 @@ from typing import Any
 from rows import (
     MIB,
     Failed,
+    add_names,
+    add_outcome,
     command_line,
     error_of,
     failed,
@@ -39,7 +41,6 @@ from rows import (
     head,
     line_of,
     machine,
-    one_of,
     printed_by,
 )
 
@@ -59,20 +60,8 @@ OUT_OF_MEMORY = 2**60
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = command_line(__doc__)
-    result.add_argument(
-        "--models",
-        type=one_of(MODELS),
-        default=MODELS,
-        metavar="A,B",
-        help=f"of {', '.join(MODELS)}",
-    )
-    result.add_argument(
-        "--solvers",
-        type=one_of(SOLVERS),
-        default=SOLVERS,
-        metavar="A,B",
-        help=f"of {', '.join(SOLVERS)}",
-    )
+    add_names(result, "--models", MODELS)
+    add_names(result, "--solvers", SOLVERS)
     result.add_argument(
         "--limit",
         type=float,
@@ -111,23 +100,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="for one of Chen's solvers (default 20)",
     )
-    result.add_argument("--seed", type=int, default=0)
-    result.add_argument(
-        "--timeout", type=float, default=900.0, metavar="S", help="for one process (default 900)"
-    )
-    result.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE.md",
-        help="where the tables are written beside standard output",
-    )
-    result.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE.json",
-        help="where every number is written, after every row",
-    )
-    result.add_argument("--check", action="store_true", help="exit with 1 when a bound fails")
+    add_outcome(result, limited="process", tables="tables are", numbers=", after every row")
     return result
 
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,10 @@ def command_line(text: str | None) -> argparse.ArgumentParser:
     )
 
 
-def one_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """What parses names of ``known``, separated by commas."""
+def add_names(parser: argparse.ArgumentParser, option: str, known: Sequence[str]) -> None:
+    """Adds an option for some of the known names, separated by commas; all are the default."""
 
-    def parse(text: str) -> tuple[str, ...]:
+    def names_of(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
         for name in names:
             if name not in known:
@@ -116,7 +116,31 @@ def one_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
                 )
         return names
 
-    return parse
+    parser.add_argument(
+        option, type=names_of, default=known, metavar="A,B", help=f"of {', '.join(known)}"
+    )
+
+
+def add_outcome(
+    parser: argparse.ArgumentParser, *, limited: str, tables: str, numbers: str
+) -> None:
+    """Adds what a benchmark with bounds has: seed, time limit, files, and whether it checks.
+
+    Args:
+        parser: of the command line.
+        limited: what the time limit is for.
+        tables: what the Markdown file gets.
+        numbers: when the JSON file is written.
+    """
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--timeout", type=float, default=900.0, metavar="S", help=f"for one {limited} (default 900)"
+    )
+    told = f"where the {tables} written beside standard output"
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help=told)
+    told = f"where every number is written{numbers}"
+    parser.add_argument("--json", type=Path, metavar="FILE.json", help=told)
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a bound fails")
 
 
 # -------------------------------------------------------------------- what a person reads

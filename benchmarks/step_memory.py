@@ -22,13 +22,14 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rows import (
     MIB,
     Failed,
+    add_names,
+    add_outcome,
     command_line,
     error_of,
     failed,
@@ -37,7 +38,6 @@ from rows import (
     head,
     line_of,
     machine,
-    one_of,
     row_of,
 )
 
@@ -72,13 +72,7 @@ class Bounds:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = command_line(__doc__)
-    result.add_argument(
-        "--models",
-        type=one_of(MODELS),
-        default=MODELS,
-        metavar="A,B",
-        help=f"of {', '.join(MODELS)}",
-    )
+    add_names(result, "--models", MODELS)
     result.add_argument(
         "--budgets",
         type=_budgets,
@@ -100,20 +94,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--margin", type=float, default=0.05, help="of RematAutotune (default 0.05)"
     )
-    result.add_argument("--seed", type=int, default=0)
-    result.add_argument(
-        "--timeout", type=float, default=900.0, metavar="S", help="for one model (default 900)"
-    )
-    result.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE.md",
-        help="where the table is written beside standard output",
-    )
-    result.add_argument(
-        "--json", type=Path, metavar="FILE.json", help="where every number is written"
-    )
-    result.add_argument("--check", action="store_true", help="exit with 1 when a bound fails")
+    add_outcome(result, limited="model", tables="table is", numbers="")
     return result
 
 

@@ -54,18 +54,6 @@ def convnet(batch=8, size=16, filters=8, **options):
     return model, (rng.random((batch, size, size, 3), "float32"), rng.integers(0, 4, batch))
 
 
-def uneven_convnet(batch=24, size=45):
-    """Values whose sizes are no multiples of each other: a chunk that is free again seldom fits the
-    next."""
-    rng = _seeded()
-    x = inputs = layers.Input((size, size, 3))
-    for filters, strides in ((20, 1), (28, 3), (44, 1), (52, 3), (36, 1)):
-        x = layers.Conv2D(filters, 3, strides=strides, padding="same", use_bias=False)(x)
-        x = layers.ReLU()(layers.BatchNormalization()(x))
-    model = _compiled(keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling2D()(x))))
-    return model, (rng.random((batch, size, size, 3), "float32"), rng.random((batch, 3), "float32"))
-
-
 def segmenter(batch=24, size=64, classes=3):
     """A class per pixel: the sparse loss's gradient begins with a constant of the targets' size."""
     rng = _seeded()
