@@ -32,7 +32,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -386,16 +386,21 @@ def best_by_intervals(
         s.order
         for s in greedy.candidates(problem, deadline=Deadline(time_limit_s / 4), orders=[base])
     ]
-    search = intervals.improve(
-        problem, base, known, deadline=deadline, work=float("inf"), depth=intervals.DEPTHS[0]
-    )
-    end = intervals.yield_into(known, search)
+    solved = False
+
+    def search() -> Iterator[tuple[int, ...]]:
+        nonlocal solved
+        depths = intervals.DEPTHS[:1]
+        solved = yield from intervals.improve(
+            problem, base, known, deadline=deadline, work=float("inf"), depths=depths
+        )
+
     usages = [
         simulate(full, Schedule(order if through is None else through.expand(order)))
-        for order in known
+        for order in (*known, *search())
     ]
     fitting = [usage.time_s for usage in usages if usage.peak_bytes <= (full.budget_bytes or 0)]
-    return min(fitting, default=None), end.solved
+    return min(fitting, default=None), solved
 
 
 def moves(options: argparse.Namespace) -> None:
@@ -411,10 +416,10 @@ def moves(options: argparse.Namespace) -> None:
             anneal.improve, problem, None, deadline=NO_DEADLINE, compiled=True,
             coolings=(anneal.LOOSE,),
         )  # fmt: skip
-        for _ in search(effort=anneal.Effort(1, anneal.CHUNK_MOVES)):
+        for _ in search(moves=anneal.CHUNK_MOVES):
             pass  # loads the machine code
         started = time.process_time()
-        for _ in search(effort=anneal.Effort(1, options.moves)):
+        for _ in search(moves=options.moves):
             pass
         spent = time.process_time() - started
         rate = f"{options.moves / spent:,.0f}"

@@ -1,9 +1,10 @@
 """Every solver under one signature: ``Problem → Solution``.
 
-A solver is a module of this package with a function ``solve(problem, *, time_limit_s, seed,
-progress) -> Solution``; ``SOLVERS`` maps its public name to it, and imports the module only when it
-is called. :func:`solve` is the way in: it refuses budgets below the floor before any solver runs,
-and lets no schedule out that :func:`keras_remat.core.validate.validate` does not accept.
+A solver is a module of this package with a function ``solve(incumbent, seed)``
+(:mod:`keras_remat.solvers.orders.incumbent`); ``SOLVERS`` maps its public name to it, and imports
+the module only when it is called. :func:`solve` is the way in: it refuses budgets below the floor
+before any solver runs, and lets no schedule out that :func:`keras_remat.core.validate.validate`
+does not accept.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from keras_remat.checks import check_int, check_name, check_seconds
 from keras_remat.core.problem import Problem
@@ -20,6 +22,7 @@ from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
 from keras_remat.errors import InfeasibleBudgetError, without_inner_frames
 from keras_remat.solvers.orders.fetch import recomputing
+from keras_remat.solvers.orders.incumbent import run
 
 Solver = Callable[..., Solution]
 
@@ -30,15 +33,14 @@ class _Entry:
     that make this variant of it. One that does not know of fetches gets them afterwards."""
 
     target: str
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     fetches: bool = False
 
-    def load(self) -> Solver:
+    def load(self, name: str) -> Solver:
         module, _, function = self.target.partition(":")
-        solver = getattr(importlib.import_module(f"{__name__}.{module}"), function or "solve")
-        if not self.fetches:
-            solver = recomputing(solver)
-        return partial(solver, **self.options) if self.options else solver
+        search = getattr(importlib.import_module(f"{__name__}.{module}"), function or "solve")
+        solver = partial(run, search, name=name, **self.options)
+        return solver if self.fetches else recomputing(solver)
 
 
 class _Registry(Mapping[str, Solver]):
@@ -48,7 +50,7 @@ class _Registry(Mapping[str, Solver]):
         self._entries = dict(entries)
 
     def __getitem__(self, name: str) -> Solver:
-        return self._entries[name].load()
+        return self._entries[name].load(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -61,24 +63,16 @@ SOLVERS: Mapping[str, Solver] = _Registry(
     {
         "store_all": _Entry("papers.store_all"),
         "chen_sqrt_n": _Entry("papers.chen"),
-        "chen_sqrt_n_ap": _Entry("papers.chen", {"name": "chen_sqrt_n_ap", "forms": ("ap",)}),
-        "chen_sqrt_n_linear": _Entry(
-            "papers.chen", {"name": "chen_sqrt_n_linear", "forms": ("linear",)}
-        ),
-        "chen_greedy": _Entry("papers.chen", {"name": "chen_greedy"}),
-        "chen_greedy_ap": _Entry("papers.chen", {"name": "chen_greedy_ap", "forms": ("ap",)}),
-        "chen_greedy_linear": _Entry(
-            "papers.chen", {"name": "chen_greedy_linear", "forms": ("linear",)}
-        ),
+        "chen_sqrt_n_ap": _Entry("papers.chen", {"forms": ("ap",)}),
+        "chen_sqrt_n_linear": _Entry("papers.chen", {"forms": ("linear",)}),
+        "chen_greedy": _Entry("papers.chen", {"by_bytes": True}),
+        "chen_greedy_ap": _Entry("papers.chen", {"by_bytes": True, "forms": ("ap",)}),
+        "chen_greedy_linear": _Entry("papers.chen", {"by_bytes": True, "forms": ("linear",)}),
         "griewank": _Entry("papers.griewank"),
         "chain_dp": _Entry("papers.chain_dp"),
         "checkmate_milp": _Entry("papers.checkmate_milp", fetches=True),
-        "checkmate_milp_cbc": _Entry(
-            "papers.checkmate_milp",
-            {"name": "checkmate_milp_cbc", "backend": "cbc"},
-            fetches=True,
-        ),
-        "checkmate_lp": _Entry("papers.lp_rounding", {"name": "checkmate_lp", "randomized": False}),
+        "checkmate_milp_cbc": _Entry("papers.checkmate_milp", {"backend": "cbc"}, fetches=True),
+        "checkmate_lp": _Entry("papers.lp_rounding", {"randomized": False}),
         "lp_rounding": _Entry("papers.lp_rounding"),
         "dtr": _Entry("papers.dtr"),
         "dtr_eq": _Entry("papers.dtr", {"score": "eq"}),

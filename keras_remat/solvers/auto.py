@@ -53,19 +53,15 @@ from itertools import islice
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule, Solution
+from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import (
-    InfeasibleBudgetError,
-    ScheduleNotFoundError,
-)
 from keras_remat.solvers.bounds import cut_bound, window_bound
 from keras_remat.solvers.engines import cp_sat, native
 from keras_remat.solvers.orders import coarsen
-from keras_remat.solvers.orders.best import Best
 from keras_remat.solvers.orders.effort import effort_s
-from keras_remat.solvers.orders.incumbent import Progress
+from keras_remat.solvers.orders.incumbent import Incumbent, seconds_of
 from keras_remat.solvers.orders.reorder import memory_aware_order
+from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import checkmate_milp, dtr
 from keras_remat.solvers.search import (
     anneal,
@@ -81,6 +77,9 @@ logger = logging.getLogger(__name__)
 
 Order = tuple[int, ...]
 
+PROOF_TOLERANCE = 3e-6
+"""Relative; the bounds give away a millionth for their solver's tolerances, so that meeting them
+exactly is not possible."""
 LARGE_OPS = 700
 """Graphs with more needed ops are coarsened."""
 FEW_CUTS = 3
@@ -114,54 +113,47 @@ BOUND_SHARE, PROOF_SHARE, LAST_SHARE = 0.3, 0.7, 0.9
 end."""
 
 
-def solve(
-    problem: Problem,
-    *,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Solution:
-    """Returns the best schedule found within the time limit.
-
-    Args:
-        problem: with a budget or without.
-        time_limit_s: seconds; the search ends earlier when the schedule is proved optimal.
-        seed: of every random choice.
-        progress: called with every better solution.
+def solve(incumbent: Incumbent, seed: int) -> None:
+    """Offers schedules until the time limit, or until one is proved optimal.
 
     Raises:
         InfeasibleBudgetError: proved that there is none.
-        ScheduleNotFoundError: none found within the time.
     """
-    if problem.fetches:
-        return fetching.solve(
-            problem, solve, time_limit_s=time_limit_s, seed=seed, progress=progress
-        )
-    search = _Search(problem, time_limit_s, seed, progress)
+    if incumbent.problem.fetches:
+        fetching.solve(incumbent, seed, solve)
+        return
     try:
-        search.run()
+        _Search(incumbent, seed).run()
     except KeyboardInterrupt:
-        if search.best is None:
+        if incumbent.order is None:
             raise
-    if search.best is None:
-        raise ScheduleNotFoundError(problem.budget_bytes or 0, problem.floor_bytes, solver="auto")
-    return search.solution()
 
 
-class _Search(Best):
+class _Search:
     """What the steps know of the search so far, besides the best schedule and bound."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        time_limit_s: float,
-        seed: int,
-        progress: Progress | None,
-    ):
-        super().__init__(problem, time_limit_s, progress)
-        self.seed, self.limit_s = seed, time_limit_s
+    def __init__(self, incumbent: Incumbent, seed: int):
+        self.incumbent, self.problem, self.seed = incumbent, incumbent.problem, seed
+        self.deadline, self.limit_s = incumbent.deadline, incumbent.deadline.seconds
+        incumbent.tolerance = PROOF_TOLERANCE
         self.coarse_best: Order | None = None
         self.has_cp_sat = False
+
+    def offer(self, order: Sequence[int], solver: str) -> bool:
+        """Keeps ``order``, trimmed, if it is legal, within the budget and faster than the best;
+        returns whether it fits at all."""
+        seconds = seconds_of(self.problem, order)
+        if seconds < self.incumbent.best_s * (1 - PROOF_TOLERANCE):
+            if self.problem.budget_bytes is not None:
+                order = trimmed(self.problem, order, self.problem.budget_bytes)
+            self.incumbent.solver = solver
+            self.incumbent.offer(order)
+        return seconds < float("inf")
+
+    def raise_bound(self, bound_s: float) -> None:
+        """Keeps a bound if it is higher than the best one."""
+        self.incumbent.bound_s = max(self.incumbent.bound_s, bound_s)
+        self.incumbent.report()
 
     def _offer_of(self, view: _View, order: Order, solver: str) -> None:
         """Offers an order of a view, and keeps the view's own best one."""
@@ -184,9 +176,9 @@ class _Search(Best):
         for base in bases if large else ():
             if not fits:
                 view, fits = self._coarse(base)
-        if large and self.best is None:
+        if large and self.incumbent.order is None:
             self._greedy(whole, bases[:1])
-        self.report_bound(
+        self.raise_bound(
             cut_bound.lower_bound_s(self.problem, deadline=self.deadline.share(BOUND_SHARE))
         )
         if not large:
@@ -195,18 +187,18 @@ class _Search(Best):
                 chain, key=lambda op_id: -cut_bound.crossing_bytes(self.problem, op_id)
             )[:FEW_CUTS]
             self._window_bound(sorted(widest), self.deadline.share(BOUND_SHARE))
-        if self.proved:
+        if self.incumbent.proved:
             return
         self.has_cp_sat = self.limit_s >= PROCESS_S and cp_sat.available()
         solve_intervals = partial(self._with_cp_sat, partial(self._intervals, known))
-        begins_with_intervals = self.best is not None and not large
+        begins_with_intervals = self.incumbent.order is not None and not large
         if begins_with_intervals:
             solve_intervals()
-        if not self.proved:
+        if not self.incumbent.proved:
             self._anneal(
                 view, self.seed, (anneal.LOOSE, anneal.STIFF), FIRST_ANNEAL_SHARE, from_best=False
             )
-        if self.best is None and not large:
+        if self.incumbent.order is None and not large:
             known += self._backward(BACKWARD_SHARE)
         if not begins_with_intervals and not large:
             solve_intervals()
@@ -231,15 +223,15 @@ class _Search(Best):
         ]
         turns = Turns(len(arms))
         for turn in range(TURNS):
-            if self.proved or self.deadline.share(LAST_SHARE).is_over:
+            if self.incumbent.proved or self.deadline.share(LAST_SHARE).is_over:
                 return
             ready = (
-                turns.next() if self.best is not None else 2 + turn % 2
+                turns.next() if self.incumbent.order is not None else 2 + turn % 2
             )  # with nothing to improve
-            before_s = self.best_s
+            before_s = self.incumbent.best_s
             arms[ready](self.seed + 1 + turn)
-            turns.report(ready, found=self.best_s < before_s)
-            if not turn and small and not self.proved:
+            turns.report(ready, found=self.incumbent.best_s < before_s)
+            if not turn and small and not self.incumbent.proved:
                 self._window_bound(
                     window_bound.longest_chain(self.problem), self.deadline.share(PROOF_SHARE)
                 )
@@ -280,34 +272,22 @@ class _Search(Best):
     def _heuristics(self, bases: Sequence[Order]) -> list[Order]:
         """The orders that greedy, DTR and the search backwards give."""
         known = self._greedy(_View(self.problem, tuple, tuple), bases)
-        if self.proved:
+        if self.incumbent.proved:
             return known
         for score in DTR_SCORES:
-            try:
-                other = dtr.solve(
-                    self.problem,
-                    score=score,
-                    time_limit_s=max(0.1, self.deadline.share(BOUND_SHARE).left_s()),
-                    seed=self.seed,
-                    max_ops_run=int(DTR_OPS_PER_S * effort_s(self.limit_s)),
-                ).schedule.order
-            except ScheduleNotFoundError:
-                continue  # one heuristic less to start from
-            if self.offer(other, "dtr"):
-                known.append(other)
+            left_s = max(0.1, self.deadline.share(BOUND_SHARE).left_s())
+            trial = Incumbent(self.problem, "dtr", left_s)
+            max_ops_run = int(DTR_OPS_PER_S * effort_s(self.limit_s))
+            dtr.solve(trial, self.seed, score=score, max_ops_run=max_ops_run)
+            if trial.order is not None and self.offer(trial.order, "dtr"):
+                known.append(trial.order)
         if len(self.problem.graph.needed) <= EXACT_OPS:
-            known += self._exact()
+            exact = Incumbent(self.problem, "checkmate_milp", EXACT_SHARE * self.limit_s)
+            checkmate_milp.solve(exact, self.seed)
+            if exact.order is not None:
+                self.offer(exact.order, exact.solver)
+                known.append(exact.order)
         return known + self._backward(FIRST_BACKWARD_SHARE)
-
-    def _exact(self) -> list[Order]:
-        """The order that Checkmate's program gives, if it is solved."""
-        limit_s = EXACT_SHARE * self.limit_s
-        try:
-            found = checkmate_milp.solve(self.problem, time_limit_s=limit_s, seed=self.seed)
-        except ScheduleNotFoundError:
-            return []
-        self.offer(found.schedule.order, found.solver)
-        return [found.schedule.order]
 
     def _backward(self, share: float) -> list[Order]:
         """The orders that the search backwards finds in a share of the time limit, if it does.
@@ -315,19 +295,9 @@ class _Search(Best):
         Raises:
             InfeasibleBudgetError: proved that there is none.
         """
-        sorts: tuple[backward.Sort, ...] = ("once", "few")
-        found: list[Order] = []
-        for sort in sorts:
-            steps = backward.steps_limit(share * self.limit_s)
-            answer = backward.search(
-                self.problem, sort, max_steps=steps, deadline=self.deadline.share(LAST_SHARE)
-            )
-            if answer.infeasible:
-                budget = self.problem.budget_bytes or 0
-                raise InfeasibleBudgetError(budget, budget + 1)
-            if answer.order is not None and self.offer(answer.order, "backward"):
-                found.append(answer.order)
-        return found
+        steps = backward.steps_limit(share * self.limit_s)
+        orders = backward.both(self.problem, steps, self.deadline.share(LAST_SHARE))
+        return [order for order in orders if self.offer(order, "backward")]
 
     def _greedy(
         self,
@@ -351,58 +321,45 @@ class _Search(Best):
     def _window_bound(self, cuts: Sequence[int], deadline: Deadline) -> None:
         limit_s = deadline.left_s()
         if limit_s > 0:
-            self.report_bound(
+            self.raise_bound(
                 window_bound.lower_bound_s(
-                    self.problem, cuts, limit_s=limit_s, known_s=self.best_s if self.best else None
+                    self.problem,
+                    cuts,
+                    limit_s=limit_s,
+                    known_s=self.incumbent.best_s if self.incumbent.order else None,
                 )
             )
 
     def _intervals(self, known: list[Order]) -> None:
         """Interval search on the order of first runs of the best schedule; ``known`` are schedules
         to take candidates from."""
-        if self.best is None:
+        if self.incumbent.order is None:
             return
-        start = self.best
+        start = self.incumbent.order
         base = first_runs(start)
         known = [start, *(order for order in known if first_runs(order) == base)]
-        work = intervals.work_limit(INTERVALS_SHARE * self.limit_s)
-        for depth in intervals.DEPTHS:
-            orders = intervals.improve(
-                self.problem,
-                base,
-                known,
-                depth=depth,
-                deadline=self.deadline.share(LAST_SHARE),
-                work=work,
-                seed=self.seed,
-            )
-            found: list[Order] = []
-            solved = True
-            try:
-                while True:
-                    found.append(next(orders))
-                    self.offer(found[-1], "intervals")
-                    if self.proved:
-                        return
-            except StopIteration as end:
-                solved = end.value.solved
-                work -= end.value.work
-            finally:
-                orders.close()
-            known += found[-3:]
-            if self.proved or not solved:
+        for order in intervals.improve(
+            self.problem,
+            base,
+            known,
+            deadline=self.deadline.share(LAST_SHARE),
+            work=intervals.work_limit(INTERVALS_SHARE * self.limit_s),
+            seed=self.seed,
+        ):
+            self.offer(order, "intervals")
+            if self.incumbent.proved:
                 return
 
     def _start(self, view: _View) -> Order:
         """The best order of the view: of the coarse problem the best within *its* budget, since
         what is better only after trimming on the whole problem uses room that other coarse orders
         do not have."""
-        if self.best is None:
+        if self.incumbent.order is None:
             raise ValueError("needs a schedule to start from")
         return (
             self.coarse_best
             if view.problem is not self.problem and self.coarse_best
-            else view.project(self.best)
+            else view.project(self.incumbent.order)
         )
 
     def _anneal(
@@ -415,24 +372,20 @@ class _Search(Best):
         from_best: bool,
     ) -> None:
         compiled = native.is_compiled(anneal.WAIT_SHARE * self.limit_s)
-        effort = anneal.effort_for(
-            view.problem, share * self.limit_s, compiled=compiled, rounds=len(coolings)
-        )
-        start = self._start(view) if from_best else None
-        deadline = self.deadline.share(LAST_SHARE)
+        moves = anneal.moves_for(view.problem, share * self.limit_s, compiled=compiled)
         for order in anneal.improve(
             view.problem,
-            start,
-            deadline=deadline,
-            seed=seed,
-            effort=effort,
+            self._start(view) if from_best else None,
+            deadline=self.deadline.share(LAST_SHARE),
+            moves=moves // len(coolings),
             compiled=compiled,
             coolings=coolings,
+            seed=seed,
         ):
             self._offer_of(view, order, "anneal")
 
     def _neighbourhoods(self, view: _View, seed: int) -> None:
-        if self.best is None or self.proved:
+        if self.incumbent.order is None or self.incumbent.proved:
             return
         work = intervals.work_limit(NEIGHBOURHOODS_SHARE * self.limit_s)
         depth = NEIGHBOURHOODS_DEPTH * (2 if view.problem is self.problem else 1)
@@ -441,7 +394,7 @@ class _Search(Best):
             view.problem, start, deadline=deadline, work=work, depth=depth, seed=seed
         ):
             self._offer_of(view, order, "neighbourhoods")
-            if self.proved:
+            if self.incumbent.proved:
                 return
 
 

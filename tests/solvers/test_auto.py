@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from random_problems import (
@@ -19,7 +20,7 @@ from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
-from keras_remat.solvers import auto, solve
+from keras_remat.solvers import SOLVERS, auto, solve
 from keras_remat.solvers.engines import cp_sat
 from keras_remat.solvers.search import anneal, greedy, intervals
 from tests.solvers.brute_force import fastest
@@ -29,7 +30,7 @@ from tests.solvers.brute_force import fastest
 def test_valid_and_no_worse_than_greedy(seed: int) -> None:
     problem = mixed_problem(seed)
     try:
-        first = simulate(problem, greedy.solve(problem).schedule).time_s
+        first = simulate(problem, SOLVERS["greedy"](problem).schedule).time_s
     except ScheduleNotFoundError:
         first = float("inf")
     try:
@@ -183,13 +184,13 @@ def test_an_unfinished_search_is_repeatable_too() -> None:
             problem, deadline=Deadline(float("inf")), max_steps=2000, orders=[base]
         )
     ]
-    runs = []
-    for _ in range(2):
-        found: list[tuple[int, ...]] = []
-        search = intervals.improve(
-            problem, base, known, deadline=Deadline(60.0), work=0.05, depth=4
+    solved = []
+
+    def search() -> Iterator[tuple[int, ...]]:
+        end = yield from intervals.improve(
+            problem, base, known, deadline=Deadline(60.0), work=0.05, depths=(4,)
         )
-        end = intervals.yield_into(found, search)
-        runs.append((found, end))
-    assert runs[0] == runs[1]
-    assert not runs[0][1].solved
+        solved.append(end)
+
+    assert list(search()) == list(search())
+    assert solved == [False, False]

@@ -1,21 +1,21 @@
-"""The best schedule a solver has seen so far, and the clock it works against.
+"""The best schedule a solver has seen so far, what it claims of it, and the clock it works against.
 
-A solver offers every order it makes; simulation alone decides whether it fits and what it costs.
-What leaves :meth:`Incumbent.solution` has passed :func:`keras_remat.core.validate.validate`, so no
-solver can return a schedule over the budget.
+A solver is a function ``solve(incumbent, seed)`` that offers every order it makes; simulation alone
+decides whether it fits and what it costs. What leaves :meth:`Incumbent.solution` has passed
+:func:`keras_remat.core.validate.validate`, so no solver can return a schedule over the budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
-from keras_remat.errors import ScheduleNotFoundError
+from keras_remat.errors import InvalidScheduleError, PeakExceededError, ScheduleNotFoundError
 
 Progress = Callable[[Solution], None]
 """Is called with every better solution."""
@@ -30,6 +30,14 @@ class Incumbent:
         solver: public name of the solver, for the solution and for error messages.
         time_limit_s: seconds from now after which :attr:`deadline` is over.
         progress: is called with every better solution.
+
+    Attributes:
+        order, usage: the best order and what it takes, ``None`` before there is one.
+        bound_s: seconds that no schedule beats; the solver may raise it.
+        tolerance: relative, by which the best order may miss ``bound_s`` and still meet it.
+        optimal: the solver proved in another way that nothing is faster.
+        keeps_order: the proofs are of schedules alone whose first runs are in the graph's order.
+        reason: why there is none, for the error message.
     """
 
     def __init__(
@@ -46,53 +54,58 @@ class Incumbent:
         self.order: tuple[int, ...] | None = None
         self.usage: Usage | None = None
         self.least_peak_bytes: int | None = None
+        self.bound_s, self.tolerance = problem.store_all_time_s, 0.0
+        self.optimal = self.keeps_order = False
+        self.reason = ""
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best order, infinite before there is one."""
+        return float("inf") if self.usage is None else self.usage.time_s
+
+    @property
+    def proved(self) -> bool:
+        """Whether nothing is faster than the best order."""
+        return self.optimal or self.best_s <= self.bound_s * (1 + self.tolerance)
 
     def fits(self, usage: Usage) -> bool:
         """Whether a usage is within the budget."""
         return self.problem.budget_bytes is None or usage.peak_bytes <= self.problem.budget_bytes
 
-    def offer(self, order: Sequence[int]) -> Usage:
-        """Simulates a legal order, keeps it if it fits and is better, and returns what it takes."""
+    def offer(self, order: Sequence[int]) -> bool:
+        """Simulates a legal order, keeps it if it fits and is better, and returns whether it
+        fits."""
         schedule = Schedule(tuple(order))
         usage = simulate(self.problem, schedule)
         if self.least_peak_bytes is None or usage.peak_bytes < self.least_peak_bytes:
             self.least_peak_bytes = usage.peak_bytes
-        if self.fits(usage) and (
+        fits = self.fits(usage)
+        if fits and (
             self.usage is None
             or (usage.time_s, usage.peak_bytes) < (self.usage.time_s, self.usage.peak_bytes)
         ):
             self.order, self.usage = schedule.order, usage
-            if self.progress is not None:
-                self.progress(self.solution())
-        return usage
+            self.report()
+        return fits
 
     def offer_store_all(self) -> bool:
         """Offers the schedule without recomputation; true when it fits, and then nothing is
         faster."""
-        return self.fits(self.offer(Schedule.store_all(self.problem.graph).order))
+        return self.offer(Schedule.store_all(self.problem.graph).order)
 
-    def solution(
-        self,
-        lower_bound_s: float | None = None,
-        *,
-        optimal: bool = False,
-        reason: str = "",
-        keeps_order: bool = False,
-    ) -> Solution:
-        """The best schedule seen.
+    def report(self) -> None:
+        """Calls ``progress`` with the best solution, if there is one."""
+        if self.progress is not None and self.order is not None:
+            self.progress(self.solution())
 
-        Args:
-            lower_bound_s: a bound the solver proved; running every needed op once is a bound in any
-                case.
-            optimal: the solver proved that nothing is faster.
-            reason: why none was found, for the error message.
-            keeps_order: the proof is of schedules alone whose first runs are in the graph's order.
+    def solution(self) -> Solution:
+        """The best schedule seen, with the solver's claims.
 
         Raises:
             ScheduleNotFoundError: no offered order fits the budget.
         """
         if self.order is None or self.usage is None:
-            name = f"{self.solver} ({reason})" if reason else self.solver
+            name = f"{self.solver} ({self.reason})" if self.reason else self.solver
             raise ScheduleNotFoundError(
                 self.problem.budget_bytes or 0,
                 self.problem.floor_bytes,
@@ -101,13 +114,41 @@ class Incumbent:
             )
         schedule = Schedule(self.order)
         validate(self.problem, schedule)
-        bound = max(self.problem.store_all_time_s, lower_bound_s or 0.0)
-        bound = min(
-            bound, self.usage.time_s
-        )  # sums of floats in another order may differ in the last digit
+        # sums of floats in another order may differ in the last digit
+        bound = min(self.bound_s, self.usage.time_s)
         is_plain = len(self.order) == len(self.problem.graph.needed)
-        optimal = optimal or is_plain
-        status: Literal["optimal", "feasible"] = "optimal" if optimal else "feasible"
-        keeps_order = keeps_order and not is_plain and bound > self.problem.store_all_time_s
+        proved = self.proved or is_plain
+        status: Literal["optimal", "feasible"] = "optimal" if proved else "feasible"
+        keeps_order = self.keeps_order and not is_plain and bound > self.problem.store_all_time_s
         spent_s = self.deadline.spent_s()
         return Solution(schedule, self.solver, status, spent_s, bound, self.usage, keeps_order)
+
+
+def run(
+    search: Callable[..., None],
+    problem: Problem,
+    *,
+    name: str,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Solution:
+    """Returns what a solver, called with an incumbent, a seed and its options, finds.
+
+    Raises:
+        ScheduleNotFoundError: it found none within the budget.
+    """
+    incumbent = Incumbent(problem, name, time_limit_s, progress)
+    search(incumbent, seed, **options)
+    return incumbent.solution()
+
+
+def seconds_of(problem: Problem, order: Sequence[int]) -> float:
+    """Seconds of an order, infinite when it is not legal or not within the budget."""
+    schedule = Schedule(tuple(order))
+    try:
+        validate(problem, schedule)
+    except (InvalidScheduleError, PeakExceededError):
+        return float("inf")
+    return simulate(problem, schedule).time_s

@@ -25,10 +25,8 @@ from functools import cached_property
 
 import numpy as np
 
-from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Solution
 from keras_remat.solvers.orders.demand import Walk, order_of
-from keras_remat.solvers.orders.incumbent import Incumbent, Progress
+from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.linearize import Linearized
 from keras_remat.solvers.orders.trim import trimmed
 
@@ -328,32 +326,20 @@ def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
     return order_of(stages.linear.problem, policy)
 
 
-def solve(
-    problem: Problem,
-    *,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Solution:
+def solve(incumbent: Incumbent, seed: int) -> None:
     """The best persistent schedule of the chain, or of the chain of blocks between articulation
-    points.
-
-    Raises:
-        ScheduleNotFoundError: the forward phase has no articulation point, or no plan fits.
-    """
-    incumbent = Incumbent(problem, "chain_dp", time_limit_s, progress)
+    points."""
+    problem = incumbent.problem
     if incumbent.offer_store_all() or problem.budget_bytes is None:
-        return incumbent.solution()
+        return
     linear = Linearized(problem)
     cuts = linear.articulation_cuts
     if not cuts:
-        return incumbent.solution(
-            reason="the graph is no chain: its forward phase has no articulation point"
-        )
+        incumbent.reason = "the graph is no chain: its forward phase has no articulation point"
+        return
     if not linear.comes_first:
-        return incumbent.solution(
-            reason="the graph is no chain: a forward op must follow a backward one"
-        )
+        incumbent.reason = "the graph is no chain: a forward op must follow a backward one"
+        return
     stride = -(-len(cuts) // MAX_STAGES)
     stages = Stages(linear, cuts[::stride])
     room = problem.budget_bytes - problem.profile.resident_bytes
@@ -369,6 +355,5 @@ def solve(
         if tuple(actions) not in tried:
             tried.add(tuple(actions))
             order = action_order(stages, actions)
-            if incumbent.fits(incumbent.offer(order)):
+            if incumbent.offer(order):
                 incumbent.offer(trimmed(problem, order, problem.budget_bytes))
-    return incumbent.solution()

@@ -20,7 +20,7 @@ program proves nothing about other orders, and raises
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
@@ -28,7 +28,7 @@ from keras_remat.core.simulate import live_bytes
 from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers.engines.milp import GAP, Backend, optimize
 from keras_remat.solvers.orders.fetch import recomputing
-from keras_remat.solvers.orders.incumbent import Incumbent, Progress
+from keras_remat.solvers.orders.incumbent import Incumbent, run
 from keras_remat.solvers.papers import dtr
 from keras_remat.solvers.papers.checkmate import build
 
@@ -45,55 +45,43 @@ def safe_bound_s(problem: Problem, seconds: float) -> float:
     )
 
 
-def solve(
-    problem: Problem,
-    *,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-    name: str = "checkmate_milp",
-    backend: Backend = "highs",
-) -> Solution:
+def solve(incumbent: Incumbent, seed: int, *, backend: Backend = "highs") -> None:
     """Solves Checkmate's program.
 
     Args:
-        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
-        name: of the solver.
+        incumbent, seed: as of every solver.
         backend: ``"highs"`` or ``"cbc"``.
 
     Raises:
         MissingPackageError: the backend is not installed.
-        ScheduleNotFoundError: the program is infeasible, or the time limit came before any
-            schedule.
     """
-    incumbent = Incumbent(problem, name, time_limit_s, progress)
+    problem = incumbent.problem
     if incumbent.offer_store_all() or problem.budget_bytes is None:
-        return incumbent.solution()
+        return
+    incumbent.keeps_order = True
     fallback: Solution | None = None
     try:
-        fallback = recomputing(dtr.solve)(
-            problem, time_limit_s=FALLBACK_SHARE * time_limit_s, seed=seed
+        fallback = recomputing(partial(run, dtr.solve, name="dtr"))(
+            problem, time_limit_s=FALLBACK_SHARE * incumbent.deadline.seconds, seed=seed
         )
     except ScheduleNotFoundError as error:
         incumbent.least_peak_bytes = error.best_peak_bytes
-    bound_s = problem.store_all_time_s
-    reason = ""
     budget, detailed = problem.budget_bytes, set[int]()
     n = len(problem.graph.needed)
     if n * n > MAX_VARIABLES:
-        reason = f"{n} ops are too many for the program"
-    while not reason and not incumbent.deadline.is_over:
+        incumbent.reason = f"{n} ops are too many for the program"
+    while not incumbent.reason and not incumbent.deadline.is_over:
         program = build(problem, detailed, budget_bytes=budget)
         answer = optimize(program, incumbent.deadline.left_s(), backend=backend)
-        if not detailed and budget == problem.budget_bytes and answer.status != "infeasible":
-            bound_s = max(bound_s, safe_bound_s(problem, program.seconds(answer.bound)))
         if answer.status == "infeasible":
-            reason = "its program has no solution; other orders may fit"
+            incumbent.reason = "its program has no solution; other orders may fit"
             break
+        if not detailed and budget == problem.budget_bytes:
+            incumbent.bound_s = safe_bound_s(problem, program.seconds(answer.bound))
         if answer.x is None:
             break
         order = program.order(answer.x)
-        if incumbent.fits(incumbent.offer(order)) or answer.status == "stopped":
+        if incumbent.offer(order) or answer.status == "stopped":
             break
         over = program.stages_over(
             order, live_bytes(problem, Schedule(tuple(order))), problem.budget_bytes
@@ -101,27 +89,17 @@ def solve(
         if over <= detailed:  # over by the solver's tolerance only
             budget = int(budget * (1 - 1e-5)) - 1
         detailed |= over
-    if fallback is not None and (
-        incumbent.usage is None or fallback_is_faster(fallback, incumbent)
+    # dtr's is faster where the program was stopped early or its model is left
+    if (
+        fallback is not None
+        and fallback.usage is not None
+        and (incumbent.usage is None or fallback.usage.time_s < incumbent.usage.time_s * (1 - GAP))
     ):
-        met = fallback.usage is not None and meets(fallback.usage.time_s, bound_s, problem)
-        seconds = incumbent.deadline.spent_s()
-        return replace(
-            fallback,
-            status="optimal" if met else fallback.status,
-            lower_bound_s=bound_s,
-            solve_time_s=seconds,
-            keeps_order=bound_s > problem.store_all_time_s,
-        )
-    proved = incumbent.usage is not None and meets(incumbent.usage.time_s, bound_s, problem)
-    return incumbent.solution(bound_s, optimal=proved, reason=reason, keeps_order=True)
-
-
-def fallback_is_faster(fallback: Solution, incumbent: Incumbent) -> bool:
-    """Whether dtr's schedule beats the program's, which happens when the program was stopped early
-    or its model is left."""
-    assert incumbent.usage is not None
-    return fallback.usage is not None and fallback.usage.time_s < incumbent.usage.time_s * (1 - GAP)
+        incumbent.solver = fallback.solver
+        incumbent.offer(fallback.schedule.order)
+    incumbent.optimal = incumbent.usage is not None and meets(
+        incumbent.usage.time_s, incumbent.bound_s, problem
+    )
 
 
 def meets(time_s: float, bound_s: float, problem: Problem) -> bool:

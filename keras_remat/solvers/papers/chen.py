@@ -18,10 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Solution
 from keras_remat.solvers.orders.demand import Walk, order_of
-from keras_remat.solvers.orders.incumbent import Incumbent, Progress
+from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.linearize import Linearized
 
 MAX_TRIALS = 200
@@ -94,42 +92,31 @@ def spread(items: Sequence[int], center: int) -> list[int]:
 
 
 def solve(
-    problem: Problem,
+    incumbent: Incumbent,
+    seed: int,
     *,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-    name: str = "chen_sqrt_n",
+    by_bytes: bool = False,
     forms: Sequence[str] = ("ap", "linear"),
-) -> Solution:
-    """Returns the best schedule with a checkpoint every k cuts or every b bytes.
+) -> None:
+    """Offers schedules with a checkpoint every k cuts or every b bytes.
 
     Args:
-        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
-        name: of the solver; one with ``greedy`` in it counts bytes, the others cuts.
+        incumbent, seed: as of every solver; there is nothing random here.
+        by_bytes: count bytes (algorithm 3) and not cuts.
         forms: where checkpoints may be: ``"ap"`` is articulation points, ``"linear"`` any cut of
             the linearized order.
-
-    Raises:
-        ScheduleNotFoundError: no k or b meets the budget.
     """
-    incumbent = Incumbent(problem, name, time_limit_s, progress)
     if incumbent.offer_store_all():
-        return incumbent.solution()
-    linear = Linearized(problem)
+        return
+    linear = Linearized(incumbent.problem)
     tried: set[tuple[int, ...]] = set()
     for form in forms:
         candidates = linear.articulation_cuts if form == "ap" else linear.all_cuts
-        by_bytes = "greedy" in name
         for cuts in greedy_cuts(linear, candidates) if by_bytes else sqrt_n_cuts(candidates):
             if incumbent.deadline.is_over:
                 break
             if tuple(cuts) not in tried:
                 tried.add(tuple(cuts))
                 incumbent.offer(segmented_order(linear, cuts))
-    reason = (
-        "the forward phase has no articulation point"
-        if tuple(forms) == ("ap",) and not linear.articulation_cuts
-        else ""
-    )
-    return incumbent.solution(reason=reason)
+    if tuple(forms) == ("ap",) and not linear.articulation_cuts:
+        incumbent.reason = "the forward phase has no articulation point"

@@ -29,8 +29,8 @@ import numpy as np
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule, Solution
-from keras_remat.solvers.orders.incumbent import Incumbent, Progress
+from keras_remat.core.schedule import Schedule
+from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers.eviction_scores import SCORES, Neighbourhood
 
@@ -322,32 +322,21 @@ def planned_order(
 
 
 def solve(
-    problem: Problem,
-    *,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-    score: str = "dtr",
-    max_ops_run: int = MAX_OPS_RUN,
-) -> Solution:
+    incumbent: Incumbent, seed: int, *, score: str = "dtr", max_ops_run: int = MAX_OPS_RUN
+) -> None:
     """Runs DTR with one of ``SCORES`` under several budgets around the real one, then with noise,
-    and returns the fastest order that really fits.
+    and offers the orders.
 
     Args:
-        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
+        incumbent, seed: as of every solver.
         score: ``"dtr"``, ``"eq"`` (by union-find) and ``"local"`` are h_DTR and its variants;
             ``"msps"`` is Capuchin's (Peng et al. 2020); ``"lru"``, ``"size"`` and ``"random"``
             evict the least recently used value, the largest one, any one.
         max_ops_run: no trial begins after so many ops have run.
-
-    Raises:
-        ScheduleNotFoundError: no run fits the budget, all thrash, or time is over.
     """
-    incumbent = Incumbent(
-        problem, "dtr" if score == "dtr" else f"dtr_{score}", time_limit_s, progress
-    )
+    problem = incumbent.problem
     if incumbent.offer_store_all() or problem.budget_bytes is None:
-        return incumbent.solution()
+        return
     budget, room = problem.budget_bytes, problem.budget_bytes - problem.profile.resident_bytes
     trials = [(percent, seed, 0.0) for percent in BUDGET_PERCENTS]
     trials += [(BUDGET_PERCENTS[i % 9], seed + 1 + i, NOISE) for i in range(NOISY_TRIALS)]
@@ -369,6 +358,5 @@ def solve(
             ops_run += MAX_RUNS_PER_OP * len(problem.graph.needed)
             continue
         ops_run += len(order)
-        if incumbent.fits(incumbent.offer(order)):
+        if incumbent.offer(order):
             incumbent.offer(trimmed(problem, order, budget))
-    return incumbent.solution()

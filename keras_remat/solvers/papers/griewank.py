@@ -22,10 +22,8 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from math import comb
 
-from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Solution
 from keras_remat.solvers.orders.demand import Walk, order_of
-from keras_remat.solvers.orders.incumbent import Incumbent, Progress
+from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.linearize import Linearized
 from keras_remat.solvers.papers.chen import spread
 
@@ -132,26 +130,14 @@ def revolve_order(linear: Linearized, slots: int) -> list[int]:
     return order_of(linear.problem, policy)
 
 
-def solve(
-    problem: Problem,
-    *,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Solution:
-    """Revolve with the best number of slots.
-
-    Raises:
-        ScheduleNotFoundError: no number of slots meets the budget.
-    """
-    incumbent = Incumbent(problem, "griewank", time_limit_s, progress)
+def solve(incumbent: Incumbent, seed: int) -> None:
+    """Revolve with the best number of slots."""
     if incumbent.offer_store_all():
-        return incumbent.solution()
-    linear = Linearized(problem)
+        return
+    linear = Linearized(incumbent.problem)
     n = len(linear.forward)
     least = next((s for s in range(n) if comb(s + 1 + MAX_RUNS, MAX_RUNS) >= n), 0)
     for slots in spread(range(least, n), n - 1 - least):
         if incumbent.deadline.is_over:
             break
         incumbent.offer(revolve_order(linear, slots))
-    return incumbent.solution()

@@ -20,10 +20,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Solution
 from keras_remat.solvers.orders.demand import Walk, order_of
-from keras_remat.solvers.orders.incumbent import Incumbent, Progress
+from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers.checkmate import Program
 from keras_remat.solvers.papers.checkmate_lp import relaxation
@@ -85,29 +83,18 @@ def roundings(
             yield repaired_order(program, kept, recompute=recompute)
 
 
-def solve(
-    problem: Problem,
-    *,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-    name: str = "lp_rounding",
-    randomized: bool = True,
-) -> Solution:
-    """Rounds the relaxation for every ε and returns the best schedule.
+def solve(incumbent: Incumbent, seed: int, *, randomized: bool = True) -> None:
+    """Rounds the relaxation for every ε.
 
     Args:
-        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
-        name: of the solver.
+        incumbent, seed: as of every solver.
         randomized: round at random, too, and not only by thresholds.
-
-    Raises:
-        ScheduleNotFoundError: no rounding fits, or the relaxation was not solved in time.
     """
-    incumbent = Incumbent(problem, name, time_limit_s, progress)
+    problem = incumbent.problem
     if incumbent.offer_store_all() or problem.budget_bytes is None:
-        return incumbent.solution()
-    budget, bound_s, reason = problem.budget_bytes, problem.store_all_time_s, ""
+        return
+    incumbent.keeps_order = True
+    budget = problem.budget_bytes
     rng = np.random.default_rng(seed) if randomized else None
     for epsilon in EPSILONS:
         if incumbent.deadline.is_over:
@@ -116,10 +103,10 @@ def solve(
             problem, incumbent.deadline.left_s(), budget_bytes=max(1, int(budget * (1 - epsilon)))
         )
         if epsilon == 0:
-            bound_s = answer.bound_s
+            incumbent.bound_s = answer.bound_s
         if answer.x is None or answer.program is None:
             if epsilon == 0:
-                reason = (
+                incumbent.reason = (
                     "the relaxation has no solution"
                     if answer.infeasible
                     else "the relaxation was not solved in time"
@@ -127,10 +114,12 @@ def solve(
             break
         for source in (None, rng) if rng is not None else (None,):
             for order in roundings(answer.program, answer.x, source):
-                if incumbent.fits(incumbent.offer(order)):
+                if incumbent.offer(order):
                     incumbent.offer(trimmed(problem, order, budget))
                 if incumbent.deadline.is_over:
                     break
-        if incumbent.usage is not None and meets(incumbent.usage.time_s, bound_s, problem):
-            return incumbent.solution(bound_s, optimal=True, keeps_order=True)
-    return incumbent.solution(bound_s, reason=reason, keeps_order=True)
+        if incumbent.usage is not None and meets(
+            incumbent.usage.time_s, incumbent.bound_s, problem
+        ):
+            incumbent.optimal = True
+            break

@@ -18,20 +18,20 @@ same moves for the same seed, and a round has fewer of them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from keras_remat.core.deadline import Deadline
+from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.graph import chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
-from keras_remat.core.schedule import Schedule, Solution
+from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders.effort import effort_s
-from keras_remat.solvers.orders.incumbent import Incumbent, Progress
+from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.orders.timeline import Timeline, order_of
 from keras_remat.solvers.search import greedy
@@ -44,8 +44,6 @@ MOVE_S, MOVE_S_PER_OP = 1.2e-6, 1.6e-9
 """Seconds of a move that work limits are computed with; more than it takes."""
 SLOWNESS = 60
 """The same, in Python."""
-ROUNDS = 6
-"""Rounds of the solver."""
 WAIT_SHARE = 0.1
 """Share of the time limit that the machine code is waited for."""
 
@@ -87,64 +85,42 @@ COOL = Cooling((0.1, 0.02), (80.0, 2000.0))
 """The end of LOOSE; improves an order without losing it."""
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How much work a search is: so many rounds of so many moves.
-
-    Args:
-        rounds: at least one; ``None`` for as many as the deadline allows.
-        moves: of every round.
-    """
-
-    rounds: int | None
-    moves: int
-
-
-def solve(
-    problem: Problem,
-    *,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Solution:
-    """Returns the best schedule that annealing reaches from the greedy one, or from store-all where
-    there is none.
-
-    Args:
-        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
-
-    Raises:
-        ScheduleNotFoundError: none within the budget was found in time.
-    """
-    incumbent = Incumbent(problem, "anneal", time_limit_s, progress)
+def solve(incumbent: Incumbent, seed: int) -> None:
+    """Offers the schedules that annealing reaches from the greedy one, or from store-all where there
+    is none."""
     if incumbent.offer_store_all():
-        return incumbent.solution()
+        return
     native.begin()
-    deadline = incumbent.deadline
+    problem, deadline = incumbent.problem, incumbent.deadline
     for schedule in greedy.candidates(
-        problem, deadline=deadline, max_steps=greedy.steps_limit(time_limit_s / 6)
+        problem, deadline=deadline, max_steps=greedy.steps_limit(deadline.seconds / 6)
     ):
         incumbent.offer(schedule.order)
-    compiled = native.is_compiled(WAIT_SHARE * time_limit_s)
-    effort = effort_for(problem, time_limit_s * 2 / 3, compiled=compiled, rounds=ROUNDS)
+    compiled = native.is_compiled(WAIT_SHARE * deadline.seconds)
+    coolings = (LOOSE, STIFF, COOL) * 2
+    moves = moves_for(problem, deadline.seconds * 2 / 3, compiled=compiled) // len(coolings)
     for order in improve(
-        problem, incumbent.order, deadline=deadline, seed=seed, effort=effort, compiled=compiled
+        problem,
+        incumbent.order,
+        deadline=deadline,
+        moves=moves,
+        compiled=compiled,
+        seed=seed,
+        coolings=coolings,
     ):
         incumbent.offer(order)
-    return incumbent.solution()
 
 
-def effort_for(problem: Problem, time_limit_s: float, *, compiled: bool, rounds: int) -> Effort:
-    """Returns the work that fits into a time limit; moves take time with the length of the order.
+def moves_for(problem: Problem, time_limit_s: float, *, compiled: bool) -> int:
+    """Returns how many moves fit into a time limit; they take time with the length of the order.
 
     Args:
         problem: what is searched.
         time_limit_s: seconds.
         compiled: whether the moves are.
-        rounds: into which the moves are divided.
     """
     move_s = (MOVE_S + MOVE_S_PER_OP * len(problem.graph.needed)) * (1 if compiled else SLOWNESS)
-    return Effort(rounds, max(CHUNK_MOVES, int(effort_s(time_limit_s) / move_s / rounds)))
+    return int(effort_s(time_limit_s) / move_s)
 
 
 def improve(
@@ -152,10 +128,10 @@ def improve(
     start: Sequence[int] | None,
     *,
     deadline: Deadline,
-    effort: Effort,
+    moves: int,
     compiled: bool,
+    coolings: Iterable[Cooling],
     seed: int = 0,
-    coolings: Sequence[Cooling] = (LOOSE, STIFF, COOL),
 ) -> Iterator[tuple[int, ...]]:
     """Yields legal orders within the budget, each faster than ``start`` and than the one before.
 
@@ -164,10 +140,10 @@ def improve(
         start: a legal order; one over the budget is where the search for one within it begins. The
             memory-aware store-all order when missing.
         deadline: to end at.
-        effort: the work to do until then.
+        moves: of every round.
         compiled: whether the moves are machine code; they are the same.
+        coolings: of the rounds.
         seed: of every choice.
-        coolings: of the rounds, in turn.
     """
     if problem.budget_bytes is None:
         return
@@ -181,19 +157,16 @@ def improve(
     best_s = usage.time_s if usage.peak_bytes <= problem.budget_bytes else float("inf")
     if start is None and best_s < float("inf"):
         yield best
-    done = 0
-    while not deadline.is_over and (effort.rounds is None or done < effort.rounds):
-        if best_s <= problem.store_all_time_s:
+    for cooling in coolings:
+        if deadline.is_over or best_s <= problem.store_all_time_s:
             return
         line = Timeline(problem, best, compiled=compiled)
-        cooling = coolings[done % len(coolings)]
-        order = _round(line, cooling, effort.moves, best_s, deadline, rng)
+        order = _round(line, cooling, moves, best_s, deadline, rng)
         if order:
             best, best_s = order, simulate(problem, Schedule(order)).time_s
             yield order
         elif best_s == float("inf"):
             best = line.order()  # not within the budget yet: go on from there
-        done += 1
 
 
 def _round(
@@ -246,6 +219,6 @@ def warm_up() -> None:
     importlib.import_module("numba")
     problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)
     for _ in improve(
-        problem, None, deadline=Deadline(float("inf")), effort=Effort(1, 1), compiled=True
+        problem, None, deadline=NO_DEADLINE, moves=1, compiled=True, coolings=(LOOSE,)
     ):
         pass

@@ -40,10 +40,9 @@ from typing import Literal
 from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Solution
 from keras_remat.errors import InfeasibleBudgetError
 from keras_remat.solvers.orders.effort import effort_s
-from keras_remat.solvers.orders.incumbent import Incumbent, Progress
+from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.trim import trimmed
 
 STEPS_PER_S = 60_000
@@ -54,46 +53,32 @@ Sort = Literal["few", "once"]
 _Path = tuple[int, "_Path | None"]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a search found out.
-
-    Args:
-        order: a legal order within the budget, or ``None``.
-        infeasible: proved that there is none.
-    """
-
-    order: tuple[int, ...] | None
-    infeasible: bool
-
-
-def solve(
-    problem: Problem,
-    *,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Solution:
-    """The faster of the orders that the two sorts of search end at, without the recomputations
-    there is room for.
+def solve(incumbent: Incumbent, seed: int) -> None:
+    """Offers the orders that the two sorts of search end at, without the recomputations there is
+    room for.
 
     Raises:
         InfeasibleBudgetError: proved that no schedule fits.
-        ScheduleNotFoundError: both searches were cut off.
     """
-    incumbent = Incumbent(problem, "backward", time_limit_s, progress)
+    problem = incumbent.problem
     if incumbent.offer_store_all() or problem.budget_bytes is None:
-        return incumbent.solution()
+        return
+    max_steps = steps_limit(incumbent.deadline.seconds / 2)
+    for order in both(problem, max_steps, incumbent.deadline):
+        incumbent.offer(trimmed(problem, order, problem.budget_bytes))
+
+
+def both(problem: Problem, max_steps: int, deadline: Deadline) -> Iterator[tuple[int, ...]]:
+    """Yields the orders that the two sorts of search end at; arguments as of :func:`search`.
+
+    Raises:
+        InfeasibleBudgetError: proved that no schedule fits.
+    """
     sorts: tuple[Sort, ...] = ("once", "few")
     for sort in sorts:
-        answer = search(
-            problem, sort, max_steps=steps_limit(time_limit_s / 2), deadline=incumbent.deadline
-        )
-        if answer.infeasible:
-            raise InfeasibleBudgetError(problem.budget_bytes, problem.budget_bytes + 1)
-        if answer.order is not None:
-            incumbent.offer(trimmed(problem, answer.order, problem.budget_bytes))
-    return incumbent.solution()
+        order = search(problem, sort, max_steps=max_steps, deadline=deadline)
+        if order is not None:
+            yield order
 
 
 def steps_limit(time_limit_s: float) -> int:
@@ -103,14 +88,18 @@ def steps_limit(time_limit_s: float) -> int:
 
 def search(
     problem: Problem, sort: Sort, *, max_steps: int, deadline: Deadline = NO_DEADLINE
-) -> Answer:
-    """One search.
+) -> tuple[int, ...] | None:
+    """Returns a legal order within the budget, or ``None`` where the search was cut off, or ended
+    and proves nothing.
 
     Args:
         problem: with a budget.
         sort: see the module docstring.
         max_steps: the search is cut off when it has looked at this many.
         deadline: to end at.
+
+    Raises:
+        InfeasibleBudgetError: proved that there is none.
     """
     game = _Game(problem)
     merges = sort == "few"
@@ -122,10 +111,10 @@ def search(
     while stack:
         alive, left, held, path = stack.pop()
         if game.looked > max_steps or deadline.is_over:
-            return Answer(None, False)
+            return None
         while True:  # as long as a step is taken at once
             if not left:
-                return Answer(_order(path), False)
+                return _order(path)
             steps = []
             at_once: _Step | None = None
             for step in game.steps(alive, left, held):
@@ -157,7 +146,10 @@ def search(
             if key not in seen:
                 seen.add(key)
                 stack.append((step.alive, step.left, step.held, (step.op_id, path)))
-    return Answer(None, merges or not game.takes_over)
+    if game.takes_over and not merges:
+        return None
+    budget = problem.budget_bytes or 0
+    raise InfeasibleBudgetError(budget, budget + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ store-all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
 from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders.fetch import recomputing, with_fetches
-from keras_remat.solvers.orders.incumbent import Incumbent, Progress
+from keras_remat.solvers.orders.incumbent import Incumbent, run
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import checkmate_milp
@@ -29,54 +29,42 @@ EXACT_OPS = 30
 """Graphs up to this size are worth Checkmate's program."""
 
 
-def solve(
-    problem: Problem,
-    recompute: Callable[..., Solution],
-    *,
-    time_limit_s: float,
-    seed: int,
-    progress: Progress | None,
-) -> Solution:
-    """Returns the best schedule found within the time limit.
+def solve(incumbent: Incumbent, seed: int, recompute: Callable[..., None]) -> None:
+    """Offers the schedules found within the time limit.
 
     Args:
-        problem: one in which values can be fetched.
+        incumbent, seed: as of every solver; values can be fetched.
         recompute: the solver that gives the schedule without fetches.
-        time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
-
-    Raises:
-        ScheduleNotFoundError: none found within the time.
     """
-    incumbent = Incumbent(problem, "auto", time_limit_s, progress)
+    problem, limit_s = incumbent.problem, incumbent.deadline.seconds
     budget = problem.budget_bytes
     reordered = memory_aware_order(problem, tuple(sorted(problem.graph.needed)))
-    if incumbent.offer_store_all() or incumbent.fits(incumbent.offer(reordered)) or budget is None:
-        return incumbent.solution()
-    parts: list[tuple[Callable[..., Solution], float]] = [(recomputing(recompute), 1.0)]
+    if incumbent.offer_store_all() or incumbent.offer(reordered) or budget is None:
+        return
+    parts: list[tuple[Callable[..., Solution], float]] = [
+        (recomputing(partial(run, recompute, name="auto")), 1.0)
+    ]
     if len(problem.graph.needed) <= EXACT_OPS:
-        parts.append((checkmate_milp.solve, EXACT_SHARE))
+        parts.append((partial(run, checkmate_milp.solve, name="checkmate_milp"), EXACT_SHARE))
     for part, share in parts:
         try:
-            found = part(problem, time_limit_s=share * time_limit_s, seed=seed)
+            found = part(problem, time_limit_s=share * limit_s, seed=seed)
         except ScheduleNotFoundError:
             continue  # another part may find one
         incumbent.offer(found.schedule.order)
-    steps = greedy.steps_limit(GREEDY_SHARE * time_limit_s)
+    steps = greedy.steps_limit(GREEDY_SHARE * limit_s)
     for schedule in greedy.candidates(problem, deadline=incumbent.deadline, max_steps=steps):
         incumbent.offer(trimmed(problem, with_fetches(problem, schedule.order), budget))
     compiled = native.is_compiled()
     coolings = (anneal.COOL,) if incumbent.order is not None else (anneal.LOOSE, anneal.STIFF)
-    effort = anneal.effort_for(
-        problem, ANNEAL_SHARE * time_limit_s, compiled=compiled, rounds=len(coolings)
-    )
+    moves = anneal.moves_for(problem, ANNEAL_SHARE * limit_s, compiled=compiled) // len(coolings)
     for order in anneal.improve(
         problem,
         incumbent.order,
         deadline=incumbent.deadline,
-        effort=effort,
+        moves=moves,
         compiled=compiled,
         seed=seed,
         coolings=coolings,
     ):
         incumbent.offer(trimmed(problem, order, budget))
-    return incumbent.solution()

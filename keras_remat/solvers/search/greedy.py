@@ -19,10 +19,10 @@ from itertools import islice
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule, Solution
+from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.solvers.orders.effort import effort_s
-from keras_remat.solvers.orders.incumbent import Incumbent, Progress
+from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.search.eviction import Eviction, Policy, StuckError
@@ -48,60 +48,30 @@ TRIM_GAIN = 1.15
 the better one."""
 
 
-def solve(
-    problem: Problem,
-    *,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Solution:
-    """Returns the fastest schedule that any policy finds on the default or the memory-aware base
-    order.
-
-    Args:
-        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`; there is
-            nothing random here.
-
-    Raises:
-        ScheduleNotFoundError: every policy got stuck.
-    """
-    incumbent = Incumbent(problem, "greedy", time_limit_s, progress)
+def solve(incumbent: Incumbent, seed: int) -> None:
+    """Offers what all policies find on the default and the memory-aware base order; there is
+    nothing random here."""
     if not incumbent.offer_store_all():
         for schedule in candidates(
-            problem, deadline=incumbent.deadline, max_steps=steps_limit(time_limit_s)
+            incumbent.problem,
+            deadline=incumbent.deadline,
+            max_steps=steps_limit(incumbent.deadline.seconds),
         ):
             incumbent.offer(schedule.order)
-    return incumbent.solution()
 
 
-def solve_first(
-    problem: Problem,
-    *,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Solution:
-    """Returns the first schedule that any policy finds, in a fraction of the time that the fastest
-    takes.
-
-    Args:
-        problem, time_limit_s, progress: as in :func:`keras_remat.solvers.solve`.
-        seed: which policy is the first to be tried.
-
-    Raises:
-        ScheduleNotFoundError: every policy got stuck.
-    """
-    incumbent = Incumbent(problem, "greedy_first", time_limit_s, progress)
+def solve_first(incumbent: Incumbent, seed: int) -> None:
+    """Offers the first schedule that any policy finds, in a fraction of the time that the fastest
+    takes; the seed says which policy is the first to be tried."""
     first = seed % len(POLICIES)
     found = candidates(
-        problem,
+        incumbent.problem,
         deadline=incumbent.deadline,
-        max_steps=steps_limit(time_limit_s),
+        max_steps=steps_limit(incumbent.deadline.seconds),
         policies=POLICIES[first:] + POLICIES[:first],
     )
     for schedule in islice(found, 1):
         incumbent.offer(schedule.order)
-    return incumbent.solution()
 
 
 def steps_limit(time_limit_s: float) -> int:

@@ -22,19 +22,16 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule, Solution
+from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes, simulate
-from keras_remat.core.validate import validate
-from keras_remat.errors import InvalidScheduleError, PeakExceededError
 from keras_remat.solvers.engines import cp_sat
 from keras_remat.solvers.orders.effort import effort_s
-from keras_remat.solvers.orders.incumbent import Incumbent, Progress
+from keras_remat.solvers.orders.incumbent import Incumbent, seconds_of
 from keras_remat.solvers.search import greedy
 from keras_remat.solvers.search.interval_program import SMALL_OPS, TINY_OPS, build, recomputations
 
@@ -50,66 +47,32 @@ MINIMUM_S = 1.0
 """Starting the solver's process with less time left is not worth it."""
 
 
-def solve(
-    problem: Problem,
-    *,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Solution:
-    """Returns the best schedule CP-SAT finds over the default order.
-
-    Args:
-        problem, time_limit_s, seed, progress: as in :func:`keras_remat.solvers.solve`.
+def solve(incumbent: Incumbent, seed: int) -> None:
+    """Offers the schedules that CP-SAT finds over the default order.
 
     Raises:
         MissingPackageError: OR-Tools is not installed (the extra ``solvers``).
-        ScheduleNotFoundError: none found in time.
     """
     cp_sat.require_ortools()
-    incumbent = Incumbent(problem, "intervals", time_limit_s, progress)
     if incumbent.offer_store_all():
-        return incumbent.solution()
-    base, deadline = tuple(sorted(problem.graph.needed)), incumbent.deadline
-    steps = greedy.steps_limit(time_limit_s / 4)
+        return
+    problem, deadline = incumbent.problem, incumbent.deadline
+    base = tuple(sorted(problem.graph.needed))
+    steps = greedy.steps_limit(deadline.seconds / 4)
     known = [
         s.order
         for s in greedy.candidates(problem, deadline=deadline, max_steps=steps, orders=[base])
     ]
-    work = work_limit(0.75 * time_limit_s)
-    for depth in DEPTHS:
-        search = improve(problem, base, known, depth=depth, deadline=deadline, work=work, seed=seed)
-        end = yield_into(known, search)
-        work -= end.work
-        if not end.solved:
-            break
     for order in known:
         incumbent.offer(order)
-    return incumbent.solution()
+    work = work_limit(0.75 * deadline.seconds)
+    for order in improve(problem, base, known, deadline=deadline, work=work, seed=seed):
+        incumbent.offer(order)
 
 
 def work_limit(time_limit_s: float) -> float:
     """Units of CP-SAT's deterministic time for a time limit."""
     return WORK_PER_S * effort_s(time_limit_s)
-
-
-@dataclass(frozen=True)
-class End:
-    """How a search ended: whether the program was solved (or has no solution), and the work
-    done."""
-
-    solved: bool
-    work: float
-
-
-def yield_into(found: list[tuple[int, ...]], orders: Generator[tuple[int, ...], None, End]) -> End:
-    """Appends what ``orders`` yields to ``found`` and returns what it returns."""
-    while True:
-        try:
-            found.append(next(orders))
-        except StopIteration as stop:
-            end: End = stop.value
-            return end
 
 
 def improve(
@@ -119,11 +82,11 @@ def improve(
     *,
     deadline: Deadline,
     work: float,
-    depth: int,
+    depths: Sequence[int] = DEPTHS,
     seed: int = 0,
-) -> Generator[tuple[int, ...], None, End]:
-    """Yields legal orders within the budget as CP-SAT finds them, each better in the program's
-    terms than the one before.
+) -> Generator[tuple[int, ...], None, bool]:
+    """Yields legal orders within the budget as CP-SAT finds them, for one program after the other,
+    each better in its program's terms than the one before.
 
     Args:
         problem: with a budget.
@@ -132,45 +95,35 @@ def improve(
             search starts from the fastest.
         deadline: to end at.
         work: deterministic limit (:func:`work_limit`).
-        depth: levels of recomputed readers whose slots a value's producer inherits.
+        depths: of each program, the levels of recomputed readers whose slots a value's producer
+            inherits.
         seed: of the search.
 
     Returns:
-        Whether the program was solved to its optimum or shown to have no solution, and the work
-        that took.
+        Whether all programs were solved to their optimum or shown to have no solution.
     """
-    if work <= 0:
-        return End(False, 0.0)
-    slots = candidate_slots(problem, base, depth)
-    for order in known:
-        for slot, op_id in recomputations(order, base):
-            slots.setdefault(op_id, set()).add(slot)
-    hint = min(known, key=lambda order: simulate(problem, Schedule(order)).time_s, default=None)
-    model = build(problem, base, slots, hint)
-    left = deadline.left_s()
-    if left <= MINIMUM_S:
-        return End(False, 0.0)
-    end = End(False, work)
-    for incumbent in cp_sat.solve_program(
-        model.program, time_limit_s=left, work_limit=work, seed=seed
-    ):
-        if incumbent.status:
-            end = End(
-                incumbent.status in ("OPTIMAL", "INFEASIBLE"),
-                work if incumbent.work is None else incumbent.work,
-            )
-        if incumbent.ones is not None:
-            order = model.order(incumbent.ones)
-            if _fits(problem, order):
-                yield order
-    return end
-
-
-def _fits(problem: Problem, order: tuple[int, ...]) -> bool:
-    try:
-        validate(problem, Schedule(order))
-    except (InvalidScheduleError, PeakExceededError):
-        return False
+    known = list(known)
+    for depth in depths:
+        slots = candidate_slots(problem, base, depth)
+        for order in known:
+            for slot, op_id in recomputations(order, base):
+                slots.setdefault(op_id, set()).add(slot)
+        hint = min(known, key=lambda order: simulate(problem, Schedule(order)).time_s, default=None)
+        model = build(problem, base, slots, hint)
+        left = deadline.left_s()
+        if left <= MINIMUM_S or work <= 0:
+            return False
+        for incumbent in cp_sat.solve_program(
+            model.program, time_limit_s=left, work_limit=work, seed=seed
+        ):
+            if incumbent.ones is not None:
+                order = model.order(incumbent.ones)
+                if seconds_of(problem, order) < float("inf"):
+                    known.append(order)
+                    yield order
+        if incumbent.status not in ("OPTIMAL", "INFEASIBLE"):
+            return False
+        work -= incumbent.work or 0.0
     return True
 
 

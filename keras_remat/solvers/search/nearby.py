@@ -9,7 +9,7 @@ graphs are coarsened (:mod:`keras_remat.solvers.orders.coarsen`) along the known
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from itertools import repeat
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
@@ -40,15 +40,14 @@ def schedules(
     coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
     known = coarse.project(start.order)
     compiled = native.is_compiled(anneal.WAIT_SHARE * time_limit_s)
-    effort = anneal.effort_for(coarse.problem, time_limit_s, compiled=compiled, rounds=ROUNDS)
     for order in anneal.improve(
         coarse.problem,
         known,
         deadline=deadline,
-        effort=replace(effort, rounds=None),
+        moves=anneal.moves_for(coarse.problem, time_limit_s, compiled=compiled) // ROUNDS,
         compiled=compiled,
         seed=seed,
-        coolings=(anneal.COOL,),
+        coolings=repeat(anneal.COOL),
     ):
         schedule = Schedule(coarse.expand(order))
         if simulate(problem, schedule).peak_bytes <= budget:

@@ -17,15 +17,12 @@ many threads. Everything is decided by the seed and by CP-SAT's counted work.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule
-from keras_remat.core.simulate import simulate
-from keras_remat.core.validate import validate
-from keras_remat.errors import InvalidScheduleError, PeakExceededError
 from keras_remat.solvers.engines import cp_sat
+from keras_remat.solvers.orders.incumbent import seconds_of
 from keras_remat.solvers.search import interval_program, intervals
 
 Pair = tuple[int, int]
@@ -50,7 +47,7 @@ def improve(
     work: float,
     depth: int,
     seed: int = 0,
-) -> Generator[tuple[int, ...], None, float]:
+) -> Iterator[tuple[int, ...]]:
     """Yields legal orders within the budget with the first runs of ``start``, each faster than the
     one before.
 
@@ -63,9 +60,6 @@ def improve(
             of the two processes.
         depth: of the candidates, as for :func:`keras_remat.solvers.search.intervals.improve`.
         seed: of every choice.
-
-    Returns:
-        The work done.
 
     Raises:
         MissingPackageError: OR-Tools is not installed.
@@ -80,9 +74,9 @@ def improve(
     }
     pairs = sorted(candidates | chosen)
     if not pairs or deadline.left_s() <= intervals.MINIMUM_S:
-        return 0.0
+        return
     rng = random.Random(seed)
-    best_s, known_s = _seconds(problem, order_of(base, chosen)), _seconds(problem, tuple(start))
+    best_s, known_s = seconds_of(problem, order_of(base, chosen)), seconds_of(problem, tuple(start))
     size, done, idle = max(FIRST_SIZE, FIRST_SHARE * len(pairs)), 0.0, 0
     half = cp_sat.MEMORY_LIMIT_BYTES // 2
     with cp_sat.Worker(half) as first, cp_sat.Worker(half) as second:
@@ -127,14 +121,14 @@ def improve(
                 ),
             ]
             seconds, at = min(
-                (_seconds(problem, order_of(base, option)), at) for at, option in enumerate(options)
+                (seconds_of(problem, order_of(base, option)), at)
+                for at, option in enumerate(options)
             )
             idle += 1
             if seconds < best_s * (1 - 1e-9):
                 best_s, chosen, idle = seconds, options[at], 0
                 if best_s < known_s * (1 - 1e-9):
                     yield order_of(base, chosen)
-    return done
 
 
 def order_of(base: Sequence[int], chosen: Collection[Pair]) -> tuple[int, ...]:
@@ -164,12 +158,3 @@ def neighbourhood(pairs: Sequence[Pair], size: int, rng: random.Random) -> set[P
         start = rng.randrange(max(1, len(pairs) - length + 1))
         found.update(pairs[start : start + length])
     return found
-
-
-def _seconds(problem: Problem, order: tuple[int, ...]) -> float:
-    """Seconds of an order, infinite when it is not legal or not within the budget."""
-    try:
-        validate(problem, Schedule(order))
-    except (InvalidScheduleError, PeakExceededError):
-        return float("inf")
-    return simulate(problem, Schedule(order)).time_s

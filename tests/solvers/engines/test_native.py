@@ -29,10 +29,10 @@ def test_without_numba_the_moves_are_python() -> None:
         "from keras_remat.core.problem import Problem\n"
         "from keras_remat.core.profile import Profile\n"
         "from keras_remat.solvers.engines import native\n"
-        "from keras_remat.solvers.search import anneal\n"
+        "from keras_remat.solvers import SOLVERS\n"
         "native.WARM_UP = 'import sys; sys.exit(1)'\n"
         "problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)\n"
-        "order = anneal.solve(problem, time_limit_s=1.0).schedule.order\n"
+        "order = SOLVERS['anneal'](problem, time_limit_s=1.0).schedule.order\n"
         "sys.exit(order != (0, 1, 2, 3, 0, 4) or native.is_compiled(20.0))\n"
     )
     assert run(code) == 0

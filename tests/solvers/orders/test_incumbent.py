@@ -26,8 +26,9 @@ def test_keeps_the_fastest_that_fits() -> None:
 def test_nothing_that_fits_is_an_error_with_the_smallest_peak() -> None:
     incumbent = Incumbent(PROBLEM, "store_all", 10.0)
     incumbent.offer_store_all()
+    incumbent.reason = "because"
     with pytest.raises(ScheduleNotFoundError, match="store_all \\(because\\)") as caught:
-        incumbent.solution(reason="because")
+        incumbent.solution()
     assert (caught.value.budget_bytes, caught.value.best_peak_bytes) == (7, 11)
 
 

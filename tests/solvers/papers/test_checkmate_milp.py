@@ -11,9 +11,8 @@ from keras_remat.core.profile import Profile
 from keras_remat.errors import MissingPackageError, ScheduleNotFoundError
 from keras_remat.planning.files import solution_to_dict
 from keras_remat.reporting.text import status_text
-from keras_remat.solvers import solve
+from keras_remat.solvers import SOLVERS, solve
 from keras_remat.solvers.engines.milp import optimize
-from keras_remat.solvers.papers import checkmate_milp
 from keras_remat.solvers.papers.checkmate import build
 from tests.random_problems import chain_problem, mixed_problem, with_budget_fraction
 from tests.solvers.brute_force import fastest
@@ -98,7 +97,7 @@ def test_chain_of_the_paper_is_proved_optimal(solver: str) -> None:
 
 def test_dtr_stands_in_when_time_is_short() -> None:
     problem = with_budget_fraction(chain_problem(60, rng=random.Random(0)), 0.4)
-    solution = checkmate_milp.solve(problem, time_limit_s=2.0)
+    solution = SOLVERS["checkmate_milp"](problem, time_limit_s=2.0)
     assert solution.usage is not None
     assert solution.lower_bound_s is not None
     assert problem.store_all_time_s <= solution.lower_bound_s <= solution.usage.time_s

@@ -6,27 +6,34 @@ import pytest
 from random_problems import mixed_problem, with_budget_fraction
 
 from benchmarks.suite.layered import layered
-from keras_remat.core.deadline import Deadline
+from keras_remat.core.deadline import NO_DEADLINE
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.validate import validate
+from keras_remat.solvers import SOLVERS
 from keras_remat.solvers.engines import native
 from keras_remat.solvers.search import anneal, greedy
 
-SHORT = anneal.Effort(2, 4000)
+COOLINGS = (anneal.LOOSE, anneal.STIFF)
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_improvements_are_valid_and_faster(seed: int) -> None:
     problem = mixed_problem(seed)
     start = None
-    for schedule in greedy.candidates(problem, deadline=Deadline(float("inf"))):
+    for schedule in greedy.candidates(problem, deadline=NO_DEADLINE):
         start = schedule.order
     time_s = float("inf") if start is None else sum(problem.profile.op_time_s[i] for i in start)
     for order in anneal.improve(
-        problem, start, deadline=Deadline(float("inf")), seed=seed, effort=SHORT, compiled=False
+        problem,
+        start,
+        deadline=NO_DEADLINE,
+        moves=4000,
+        compiled=False,
+        coolings=COOLINGS,
+        seed=seed,
     ):
         validate(problem, Schedule(order))
         faster = sum(problem.profile.op_time_s[i] for i in order)
@@ -39,7 +46,13 @@ def test_the_same_seed_gives_the_same_orders() -> None:
     first, second = (
         list(
             anneal.improve(
-                problem, None, deadline=Deadline(float("inf")), seed=3, effort=SHORT, compiled=False
+                problem,
+                None,
+                deadline=NO_DEADLINE,
+                moves=4000,
+                compiled=False,
+                coolings=COOLINGS,
+                seed=3,
             )
         )
         for _ in range(2)
@@ -58,7 +71,9 @@ def test_reordering_saves_what_no_recomputation_can() -> None:
     )
     problem = Problem(graph, Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=12)
     orders = list(
-        anneal.improve(problem, None, deadline=Deadline(float("inf")), effort=SHORT, compiled=False)
+        anneal.improve(
+            problem, None, deadline=NO_DEADLINE, moves=4000, compiled=False, coolings=COOLINGS
+        )
     )
     assert orders
     validate(problem, Schedule(orders[-1]))
@@ -78,10 +93,11 @@ def test_machine_code_makes_the_moves_of_the_python_oracle(seed: int) -> None:
             anneal.improve(
                 problem,
                 None,
-                deadline=Deadline(float("inf")),
-                seed=seed,
-                effort=SHORT,
+                deadline=NO_DEADLINE,
+                moves=4000,
                 compiled=flag,
+                coolings=COOLINGS,
+                seed=seed,
             )
         )
         for flag in (True, False)
@@ -92,4 +108,4 @@ def test_machine_code_makes_the_moves_of_the_python_oracle(seed: int) -> None:
 def test_solving_goes_on_while_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "is_compiled", lambda wait_s=0.0: False)
     problem = with_budget_fraction(layered(60, 1), 0.8)
-    validate(problem, anneal.solve(problem, time_limit_s=1.0).schedule)
+    validate(problem, SOLVERS["anneal"](problem, time_limit_s=1.0).schedule)

@@ -14,8 +14,8 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.validate import validate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
-from keras_remat.solvers import solve
-from keras_remat.solvers.search import backward, greedy
+from keras_remat.solvers import SOLVERS, solve
+from keras_remat.solvers.search import backward
 from tests.random_problems import (
     build,
     chain_problem,
@@ -32,10 +32,9 @@ SORTS: tuple[backward.Sort, ...] = ("once", "few")
 def test_running_example(sort: backward.Sort) -> None:
     """Under 7 bytes the path back from e is d, c, b, a: a is computed again just before e."""
     problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), 7)
-    assert backward.search(problem, sort, max_steps=1000).order == (0, 1, 2, 3, 0, 4)
-    assert backward.search(problem.with_budget(6), sort, max_steps=1000) == backward.Answer(
-        None, True
-    )
+    assert backward.search(problem, sort, max_steps=1000) == (0, 1, 2, 3, 0, 4)
+    with pytest.raises(InfeasibleBudgetError):
+        backward.search(problem.with_budget(6), sort, max_steps=1000)
 
 
 @pytest.mark.parametrize("sort", SORTS)
@@ -45,17 +44,21 @@ def test_answers_against_exhaustive_search(sort: backward.Sort) -> None:
     infeasible = found = 0
     for seed in range(400):
         problem = mixed_problem(seed)
-        answer = backward.search(problem, sort, max_steps=20_000)
-        if answer.order is not None:
+        order, proved = None, False
+        try:
+            order = backward.search(problem, sort, max_steps=20_000)
+        except InfeasibleBudgetError:
+            proved = True
+        if order is not None:
             found += 1
-            validate(problem, Schedule(answer.order))
+            validate(problem, Schedule(order))
         if len(problem.graph.needed) <= 7 and len(problem.graph.values) <= 9:
             best = fastest(problem)
-            if answer.infeasible:
+            if proved:
                 infeasible += 1
                 assert best is None
             elif best is not None and sort == "few":
-                assert answer.order is not None
+                assert order is not None
     assert found > 200
     assert infeasible > 0
 
@@ -66,11 +69,13 @@ def test_fits_where_greedy_finds_nothing() -> None:
         problem = random_problem(random.Random(seed), 14)
         problem = problem.with_budget(problem.floor_bytes)
         try:
-            greedy.solve(problem)
+            SOLVERS["greedy"](problem)
         except ScheduleNotFoundError:
             stuck += 1
-            answer = backward.search(problem, "once", max_steps=20_000)
-            helped += answer.order is not None or answer.infeasible
+            try:
+                helped += backward.search(problem, "once", max_steps=20_000) is not None
+            except InfeasibleBudgetError:
+                helped += 1
     assert stuck > 0
     assert helped == stuck
 
@@ -101,4 +106,4 @@ def test_a_proof_raises_with_a_floor_above_the_budget() -> None:
 
 def test_cut_off() -> None:
     problem = with_budget_fraction(chain_problem(60), 0.2)
-    assert backward.search(problem, "once", max_steps=10) == backward.Answer(None, False)
+    assert backward.search(problem, "once", max_steps=10) is None

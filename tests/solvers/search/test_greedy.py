@@ -14,6 +14,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
 from keras_remat.errors import ScheduleNotFoundError
+from keras_remat.solvers import SOLVERS
 from keras_remat.solvers.search import greedy
 
 
@@ -26,13 +27,13 @@ def test_every_candidate_is_valid(seed: int) -> None:
 
 def test_running_example_recomputes_a() -> None:
     problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=7)
-    assert greedy.solve(problem).schedule.order == (0, 1, 2, 3, 0, 4)
+    assert SOLVERS["greedy"](problem).schedule.order == (0, 1, 2, 3, 0, 4)
 
 
 def test_stuck_is_not_found() -> None:
     problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), budget_bytes=6)
     with pytest.raises(ScheduleNotFoundError) as caught:
-        greedy.solve(problem)
+        SOLVERS["greedy"](problem)
     assert caught.value.budget_bytes == 6
 
 
@@ -51,12 +52,12 @@ def test_candidates_get_faster() -> None:
 def test_first_finds_a_schedule_exactly_where_all_of_them_do(seed: int) -> None:
     problem = mixed_problem(seed)
     try:
-        fastest = greedy.solve(problem)
+        fastest = SOLVERS["greedy"](problem)
     except ScheduleNotFoundError:
         with pytest.raises(ScheduleNotFoundError):
-            greedy.solve_first(problem, seed=seed)
+            SOLVERS["greedy_first"](problem, seed=seed)
         return
-    first = greedy.solve_first(problem, seed=seed)
+    first = SOLVERS["greedy_first"](problem, seed=seed)
     validate(problem, first.schedule)
     assert first.usage is not None
     assert fastest.usage is not None
@@ -69,7 +70,7 @@ def test_first_begins_with_another_policy_by_seed() -> None:
         (problem.floor_bytes + simulate(problem, Schedule.store_all(problem.graph)).peak_bytes) // 2
     )
     found = {
-        greedy.solve_first(problem, seed=seed).schedule for seed in range(len(greedy.POLICIES))
+        SOLVERS["greedy_first"](problem, seed=seed).schedule for seed in range(len(greedy.POLICIES))
     }
     assert len(found) > 1
 
@@ -84,7 +85,7 @@ def test_an_input_goes_where_its_buffer_is_taken_over() -> None:
     c = builder.add("c", 1, (b,))
     e = builder.add("e", 1, (a, c))
     problem = builder.problem((x, e), 22)
-    assert greedy.solve(problem).schedule.order == (x, a, b, c, a, e)
+    assert SOLVERS["greedy"](problem).schedule.order == (x, a, b, c, a, e)
 
 
 def test_small_values_stay_for_recomputations() -> None:
@@ -99,7 +100,7 @@ def test_small_values_stay_for_recomputations() -> None:
     second = builder.add("second", 1, (other,))
     result = builder.add("result", 1, (spread, second))
     problem = builder.problem((result,), 2100)
-    assert greedy.solve(problem).schedule.order == (
+    assert SOLVERS["greedy"](problem).schedule.order == (
         x,
         mean,
         spread,

@@ -16,7 +16,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules, validate
 from keras_remat.errors import MissingPackageError, RematError, ScheduleNotFoundError
-from keras_remat.solvers import solve
+from keras_remat.solvers import SOLVERS, solve
 from keras_remat.solvers.engines import cp_sat
 from keras_remat.solvers.search import interval_program, intervals
 from tests.solvers.brute_force import fastest
@@ -58,7 +58,7 @@ def test_agrees_with_brute_force(seed: int) -> None:
     expected = cheapest_with_default_first_runs(problem, 2)
     try:
         found: float | None = simulate(
-            problem, intervals.solve(problem, time_limit_s=20).schedule
+            problem, SOLVERS["intervals"](problem, time_limit_s=20).schedule
         ).time_s
     except ScheduleNotFoundError:
         found = None
@@ -76,7 +76,7 @@ def compare_with_exhaustive_search(seed: int) -> bool:
         return False
     best = fastest(problem)
     try:
-        found = simulate(problem, intervals.solve(problem, time_limit_s=20).schedule).time_s
+        found = simulate(problem, SOLVERS["intervals"](problem, time_limit_s=20).schedule).time_s
     except ScheduleNotFoundError:
         assert best is None
         return False
@@ -107,7 +107,7 @@ def test_agrees_with_exhaustive_search_on_more_problems() -> None:
 def test_solutions_are_valid(seed: int) -> None:
     problem = mixed_problem(seed)
     try:
-        solution = intervals.solve(problem, time_limit_s=3)
+        solution = SOLVERS["intervals"](problem, time_limit_s=3)
     except ScheduleNotFoundError:
         return
     validate(problem, solution.schedule)
@@ -117,7 +117,7 @@ def test_solutions_are_valid(seed: int) -> None:
 def test_more_than_one_recomputation_of_an_op() -> None:
     """A chain of 8 under a budget of 5 bytes recomputes its first op again and again."""
     problem = chain_problem(8).with_budget(5)
-    schedule = intervals.solve(problem, time_limit_s=10).schedule
+    schedule = SOLVERS["intervals"](problem, time_limit_s=10).schedule
     validate(problem, schedule)
     assert max(schedule.recomputed.values()) >= 2
 
@@ -153,15 +153,15 @@ def test_every_assignment_that_satisfies_the_program_fits(seed: int) -> None:
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cp_sat, "available", lambda: False)
     with pytest.raises(MissingPackageError, match=r"keras-remat\[solvers\]") as caught:
-        intervals.solve(chain_problem(4).with_budget(5))
+        SOLVERS["intervals"](chain_problem(4).with_budget(5))
     assert caught.value.extra == "solvers"
 
 
 @needs_ortools
 def test_ortools_is_not_imported_here() -> None:
     code = (
-        "import sys; sys.path[:0] = ['.', 'tests']; from random_problems import chain_problem; from keras_remat.solvers.search import intervals; "
-        "intervals.solve(chain_problem(6).with_budget(6), time_limit_s=5); sys.exit('ortools' in sys.modules)"
+        "import sys; sys.path[:0] = ['.', 'tests']; from random_problems import chain_problem; from keras_remat.solvers import SOLVERS; "
+        "SOLVERS['intervals'](chain_problem(6).with_budget(6), time_limit_s=5); sys.exit('ortools' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -13,6 +13,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
 from keras_remat.errors import ScheduleNotFoundError
+from keras_remat.solvers import SOLVERS
 from keras_remat.solvers.engines import cp_sat
 from keras_remat.solvers.search import greedy, interval_program, neighbourhoods
 from tests.random_problems import mixed_problem, training_problem, with_budget_fraction
@@ -51,7 +52,7 @@ def test_improves_and_repeats_itself(seed: int) -> None:
 def test_order_of_puts_recomputations_back(seed: int) -> None:
     problem = mixed_problem(seed)
     try:
-        order = greedy.solve(problem).schedule.order
+        order = SOLVERS["greedy"](problem).schedule.order
     except ScheduleNotFoundError:
         return
     base = tuple(dict.fromkeys(order))
@@ -67,7 +68,7 @@ def test_a_fixed_recomputation_stays(seed: int) -> None:
     it when it fits."""
     problem = mixed_problem(seed)
     try:
-        order = greedy.solve(problem).schedule.order
+        order = SOLVERS["greedy"](problem).schedule.order
     except ScheduleNotFoundError:
         return
     base = tuple(dict.fromkeys(order))
