@@ -120,9 +120,8 @@ def executed_peak_bytes(problem: Problem, schedule: Schedule) -> int:
         ]  # fmt: skip
         takeover = [v for v in releasable if v in op.may_reuse]
         for value_id in op.outputs:
-            held -= buffers.pop(
-                value_id, 0
-            )  # the instance before this one was dead weight and must not exist
+            # the instance before this one was dead weight and must not exist
+            held -= buffers.pop(value_id, 0)
             size = graph.values[value_id].nbytes
             donor = next((v for v in takeover if buffers[v] == size), None)
             if donor is not None:

@@ -10,9 +10,8 @@ does not accept.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from keras_remat.checks import check_int, check_name, check_seconds
@@ -27,68 +26,56 @@ from keras_remat.solvers.orders.incumbent import run
 Solver = Callable[..., Solution]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """Where a solver is: its module, a function of it unless that is ``solve``, and the options
-    that make this variant of it. One that does not know of fetches gets them afterwards."""
+def _solver(name: str, target: str, *, fetches: bool = False, **options: Any) -> Solver:
+    """Returns a solver that is imported when it is called.
 
-    target: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    fetches: bool = False
+    Args:
+        name: the public one.
+        target: its module, and its function there unless that is ``solve``.
+        fetches: it knows of fetches; other solvers' schedules get them afterwards.
+        options: what makes this variant of it.
+    """
 
-    def load(self, name: str) -> Solver:
-        module, _, function = self.target.partition(":")
+    def solve_by_name(problem: Problem, **arguments: Any) -> Solution:
+        module, _, function = target.partition(":")
         search = getattr(importlib.import_module(f"{__name__}.{module}"), function or "solve")
-        solver = partial(run, search, name=name, **self.options)
-        return solver if self.fetches else recomputing(solver)
+        return (run if fetches else recomputing)(search, problem, name=name, **options, **arguments)
+
+    return solve_by_name
 
 
-class _Registry(Mapping[str, Solver]):
-    """Public solver name → solver, imported on first use."""
-
-    def __init__(self, entries: Mapping[str, _Entry]):
-        self._entries = dict(entries)
-
-    def __getitem__(self, name: str) -> Solver:
-        return self._entries[name].load(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-SOLVERS: Mapping[str, Solver] = _Registry(
-    {
-        "store_all": _Entry("papers.store_all"),
-        "chen_sqrt_n": _Entry("papers.chen"),
-        "chen_sqrt_n_ap": _Entry("papers.chen", {"forms": ("ap",)}),
-        "chen_sqrt_n_linear": _Entry("papers.chen", {"forms": ("linear",)}),
-        "chen_greedy": _Entry("papers.chen", {"by_bytes": True}),
-        "chen_greedy_ap": _Entry("papers.chen", {"by_bytes": True, "forms": ("ap",)}),
-        "chen_greedy_linear": _Entry("papers.chen", {"by_bytes": True, "forms": ("linear",)}),
-        "griewank": _Entry("papers.griewank"),
-        "chain_dp": _Entry("papers.chain_dp"),
-        "checkmate_milp": _Entry("papers.checkmate_milp", fetches=True),
-        "checkmate_milp_cbc": _Entry("papers.checkmate_milp", {"backend": "cbc"}, fetches=True),
-        "checkmate_lp": _Entry("papers.lp_rounding", {"randomized": False}),
-        "lp_rounding": _Entry("papers.lp_rounding"),
-        "dtr": _Entry("papers.dtr"),
-        "dtr_eq": _Entry("papers.dtr", {"score": "eq"}),
-        "dtr_local": _Entry("papers.dtr", {"score": "local"}),
-        "dtr_msps": _Entry("papers.dtr", {"score": "msps"}),
-        "dtr_lru": _Entry("papers.dtr", {"score": "lru"}),
-        "dtr_size": _Entry("papers.dtr", {"score": "size"}),
-        "dtr_random": _Entry("papers.dtr", {"score": "random"}),
-        "greedy": _Entry("search.greedy", fetches=True),
-        "greedy_first": _Entry("search.greedy:solve_first", fetches=True),
-        "backward": _Entry("search.backward"),
-        "intervals": _Entry("search.intervals"),
-        "anneal": _Entry("search.anneal", fetches=True),
-        "auto": _Entry("auto", fetches=True),
-    }
-)
+SOLVERS: dict[str, Solver] = {
+    "store_all": _solver("store_all", "papers.store_all"),
+    "chen_sqrt_n": _solver("chen_sqrt_n", "papers.chen"),
+    "chen_sqrt_n_ap": _solver("chen_sqrt_n_ap", "papers.chen", forms=("ap",)),
+    "chen_sqrt_n_linear": _solver("chen_sqrt_n_linear", "papers.chen", forms=("linear",)),
+    "chen_greedy": _solver("chen_greedy", "papers.chen", by_bytes=True),
+    "chen_greedy_ap": _solver("chen_greedy_ap", "papers.chen", by_bytes=True, forms=("ap",)),
+    "chen_greedy_linear": _solver(
+        "chen_greedy_linear", "papers.chen", by_bytes=True, forms=("linear",)
+    ),
+    "griewank": _solver("griewank", "papers.griewank"),
+    "chain_dp": _solver("chain_dp", "papers.chain_dp"),
+    "checkmate_milp": _solver("checkmate_milp", "papers.checkmate_milp", fetches=True),
+    "checkmate_milp_cbc": _solver(
+        "checkmate_milp_cbc", "papers.checkmate_milp", backend="cbc", fetches=True
+    ),
+    "checkmate_lp": _solver("checkmate_lp", "papers.lp_rounding", randomized=False),
+    "lp_rounding": _solver("lp_rounding", "papers.lp_rounding"),
+    "dtr": _solver("dtr", "papers.dtr"),
+    "dtr_eq": _solver("dtr_eq", "papers.dtr", score="eq"),
+    "dtr_local": _solver("dtr_local", "papers.dtr", score="local"),
+    "dtr_msps": _solver("dtr_msps", "papers.dtr", score="msps"),
+    "dtr_lru": _solver("dtr_lru", "papers.dtr", score="lru"),
+    "dtr_size": _solver("dtr_size", "papers.dtr", score="size"),
+    "dtr_random": _solver("dtr_random", "papers.dtr", score="random"),
+    "greedy": _solver("greedy", "search.greedy", fetches=True),
+    "greedy_first": _solver("greedy_first", "search.greedy:solve_first", fetches=True),
+    "backward": _solver("backward", "search.backward"),
+    "intervals": _solver("intervals", "search.intervals"),
+    "anneal": _solver("anneal", "search.anneal", fetches=True),
+    "auto": _solver("auto", "auto", fetches=True),
+}
 
 
 @without_inner_frames

@@ -225,9 +225,8 @@ class _Search:
         for turn in range(TURNS):
             if self.incumbent.proved or self.deadline.share(LAST_SHARE).is_over:
                 return
-            ready = (
-                turns.next() if self.incumbent.order is not None else 2 + turn % 2
-            )  # with nothing to improve
+            # with nothing to improve
+            ready = turns.next() if self.incumbent.order is not None else 2 + turn % 2
             before_s = self.incumbent.best_s
             arms[ready](self.seed + 1 + turn)
             turns.report(ready, found=self.incumbent.best_s < before_s)

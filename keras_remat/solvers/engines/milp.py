@@ -107,9 +107,8 @@ def _cbc(program: LinearProgram, time_limit_s: float, relax: bool) -> Answer:
     cbc.allowableFractionGap = GAP
     cbc.solve()
     status = cbc.status
-    found = (
-        status == "solution" or cbc.solutionCount > 0
-    )  # an integral relaxation is a solution that is not counted
+    # an integral relaxation is a solution that is not counted
+    found = status == "solution" or cbc.solutionCount > 0
     point = np.array(cbc.primalVariableSolution["x"]) if found else None
     if status == "solution":
         return Answer("optimal", point, float(cbc.bestPossibleObjValue))

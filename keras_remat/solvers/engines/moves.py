@@ -29,61 +29,51 @@ import numpy as np
 
 from keras_remat.solvers.engines.native import jit
 
-NUMBERS = (
-    "END",  # cells
-    "LIMIT",  # the most runs of an op
-    "BUDGET",  # bytes
-    "EXCESS",  # bytes
-    "TAKES_OVER",  # whether any op takes over buffers
-    "LOGGED",  # changes in the log
-    "N_AGAIN",  # ops in AGAIN
-    "N_MOVABLE",
-    "N_BIG",
-    "N_KEPT",
-    "N_OPS",
-    "N_VALUES",
-    "RESIDENT",  # bytes
-    "FETCHES",  # whether anything can be fetched
-)
-TABLES = (
-    "OP_AT",  # per cell the id, or -1
-    "REUSED",  # bytes taken over per cell
-    "RUNS",  # cells of the runs of an op, ascending, LIMIT places for each
-    "N_RUNS",
-    "READS",  # cells in which a value is read, ascending, from READ_AT of the value
-    "READ_AT",
-    "N_READS",
-    "AGAIN",  # ops that run more than once
-    "AGAIN_PLACE",
-    "LOG",  # changes of a move: (op, cell) inserted, (op, ~cell) removed
-    "TOUCHED",  # cells in which what is taken over may have changed
-    "INPUTS",  # of an id, from INPUT_AT of the id to INPUT_AT of the next
-    "INPUT_AT",
-    "OUTPUTS",
-    "OUTPUT_AT",
-    "REUSE",  # inputs whose buffers an op may take over
-    "REUSE_AT",
-    "BEFORE",  # ops all of whose runs come before all runs of this one
-    "BEFORE_AT",
-    "LATER",
-    "LATER_AT",
-    "NBYTES",
-    "PRODUCER",
-    "WORKSPACE",
-    "RECOMPUTABLE",
-    "MOVABLE",  # ops of the order
-    "BIG",  # values that can be computed again, or fetched, and hold bytes
-    "KEPT",  # values alive at the end
-)
 (
-    END, LIMIT, BUDGET, EXCESS, TAKES_OVER, LOGGED, N_AGAIN, N_MOVABLE, N_BIG, N_KEPT, N_OPS,
-    N_VALUES, RESIDENT, FETCHES,
-) = range(14)  # fmt: skip
-(
-    OP_AT, REUSED, RUNS, N_RUNS, READS, READ_AT, N_READS, AGAIN, AGAIN_PLACE, LOG, TOUCHED, INPUTS,
-    INPUT_AT, OUTPUTS, OUTPUT_AT, REUSE, REUSE_AT, BEFORE, BEFORE_AT, LATER, LATER_AT, NBYTES,
-    PRODUCER, WORKSPACE, RECOMPUTABLE, MOVABLE, BIG, KEPT,
-) = range(14, 42)  # fmt: skip
+    END,  # cells
+    LIMIT,  # the most runs of an op
+    BUDGET,  # bytes
+    EXCESS,  # bytes
+    TAKES_OVER,  # whether any op takes over buffers
+    LOGGED,  # changes in the log
+    N_AGAIN,  # ops in AGAIN
+    N_MOVABLE,
+    N_BIG,
+    N_KEPT,
+    N_OPS,
+    N_VALUES,
+    RESIDENT,  # bytes
+    FETCHES,  # whether anything can be fetched
+    OP_AT,  # per cell the id, or -1
+    REUSED,  # bytes taken over per cell
+    RUNS,  # cells of the runs of an op, ascending, LIMIT places for each
+    N_RUNS,
+    READS,  # cells in which a value is read, ascending, from READ_AT of the value
+    READ_AT,
+    N_READS,
+    AGAIN,  # ops that run more than once
+    AGAIN_PLACE,
+    LOG,  # changes of a move: (op, cell) inserted, (op, ~cell) removed
+    TOUCHED,  # cells in which what is taken over may have changed
+    INPUTS,  # of an id, from INPUT_AT of the id to INPUT_AT of the next
+    INPUT_AT,
+    OUTPUTS,
+    OUTPUT_AT,
+    REUSE,  # inputs whose buffers an op may take over
+    REUSE_AT,
+    BEFORE,  # ops all of whose runs come before all runs of this one
+    BEFORE_AT,
+    LATER,
+    LATER_AT,
+    NBYTES,
+    PRODUCER,
+    WORKSPACE,
+    RECOMPUTABLE,
+    MOVABLE,  # ops of the order
+    BIG,  # values that can be computed again, or fetched, and hold bytes
+    KEPT,  # values alive at the end
+) = range(42)
+"""Where the numbers of ``s`` are, and from OP_AT on where it says that its tables begin."""
 
 DRAWS = 6
 """Random numbers of a move."""
@@ -119,13 +109,13 @@ def add_bytes_in_numpy(live: Any, first: int, last: int, size: int, budget: int)
 
 
 @jit
-def shift(s: Any, live: Any, f: Any, first: int, last: int, size: int) -> None:
+def shift(s: Any, live: Any, first: int, last: int, size: int) -> None:
     """Adds bytes to a range of cells."""
     s[EXCESS] += add_bytes(live, first, last, size, s[BUDGET])
 
 
 @jit
-def runs_before(s: Any, live: Any, f: Any, op: int, cell: int) -> Any:
+def runs_before(s: Any, op: int, cell: int) -> Any:
     """The number of runs of an op before a cell."""
     first = op * s[LIMIT]
     at = s[s[N_RUNS] + op]
@@ -135,7 +125,7 @@ def runs_before(s: Any, live: Any, f: Any, op: int, cell: int) -> Any:
 
 
 @jit
-def last_read(s: Any, live: Any, f: Any, value: int, which: int) -> Any:
+def last_read(s: Any, value: int, which: int) -> Any:
     """The last cell in which the instance of run number ``which`` is alive."""
     op = s[s[PRODUCER] + value]
     first = op * s[LIMIT]
@@ -155,14 +145,14 @@ def last_read(s: Any, live: Any, f: Any, value: int, which: int) -> Any:
 
 
 @jit
-def dies_at(s: Any, live: Any, f: Any, value: int, cell: int) -> bool:
+def dies_at(s: Any, value: int, cell: int) -> bool:
     """Whether the last read of the instance that is alive at a cell is there."""
-    at = runs_before(s, live, f, s[s[PRODUCER] + value], cell)
-    return bool(at > 0 and last_read(s, live, f, value, at - 1) == cell)
+    at = runs_before(s, s[s[PRODUCER] + value], cell)
+    return bool(at > 0 and last_read(s, value, at - 1) == cell)
 
 
 @jit
-def update_reuse(s: Any, live: Any, f: Any, count: int) -> None:
+def update_reuse(s: Any, live: Any, count: int) -> None:
     """Counts again what the ops in the first ``count`` touched cells take over."""
     for k in range(count):
         cell = s[s[TOUCHED] + k]
@@ -179,30 +169,26 @@ def update_reuse(s: Any, live: Any, f: Any, count: int) -> None:
             for i in range(first, last):
                 value = s[s[REUSE] + i]
                 bit = 1 << (i - first)
-                if (
-                    not taken & bit
-                    and s[s[NBYTES] + value] == size
-                    and dies_at(s, live, f, value, cell)
-                ):
+                if not taken & bit and s[s[NBYTES] + value] == size and dies_at(s, value, cell):
                     taken |= bit
                     now += size
                     break
         if now != s[s[REUSED] + cell]:
-            shift(s, live, f, cell, cell + 1, s[s[REUSED] + cell] - now)
+            shift(s, live, cell, cell + 1, s[s[REUSED] + cell] - now)
             s[s[REUSED] + cell] = now
 
 
 @jit
-def source_of(s: Any, live: Any, f: Any, id: int) -> int:
+def source_of(s: Any, id: int) -> int:
     """The op of an id."""
     return id if id < s[N_OPS] else id - s[N_OPS]
 
 
 @jit
-def can_insert(s: Any, live: Any, f: Any, id: int, cell: int) -> bool:
+def can_insert(s: Any, id: int, cell: int) -> bool:
     """Whether the cell is empty and one more run there breaks none of S1, S3, S4 and S5."""
     limit = s[LIMIT]
-    op = source_of(s, live, f, id)
+    op = source_of(s, id)
     if s[s[OP_AT] + cell] >= 0 or s[s[N_RUNS] + op] >= limit:
         return False
     if op != id:
@@ -226,7 +212,7 @@ def can_insert(s: Any, live: Any, f: Any, id: int, cell: int) -> bool:
 
 
 @jit
-def insert_read(s: Any, live: Any, f: Any, value: int, cell: int) -> None:
+def insert_read(s: Any, value: int, cell: int) -> None:
     """Notes that a value is read in a cell."""
     start = s[s[READ_AT] + value]
     at = s[s[N_READS] + value]
@@ -238,7 +224,7 @@ def insert_read(s: Any, live: Any, f: Any, value: int, cell: int) -> None:
 
 
 @jit
-def remove_read(s: Any, live: Any, f: Any, value: int, cell: int) -> None:
+def remove_read(s: Any, value: int, cell: int) -> None:
     """Forgets that a value is read in a cell."""
     start = s[s[READ_AT] + value]
     count = s[s[N_READS] + value] - 1
@@ -251,7 +237,7 @@ def remove_read(s: Any, live: Any, f: Any, value: int, cell: int) -> None:
 
 
 @jit
-def count_run(s: Any, live: Any, f: Any, op: int, change: int) -> None:
+def count_run(s: Any, op: int, change: int) -> None:
     """Keeps the list of the ops that run more than once."""
     before = s[s[N_RUNS] + op]
     s[s[N_RUNS] + op] = before + change
@@ -269,67 +255,63 @@ def count_run(s: Any, live: Any, f: Any, op: int, change: int) -> None:
 @jit
 def insert(s: Any, live: Any, f: Any, id: int, cell: int) -> bool:
     """Runs an id in a cell; returns whether that was legal, and changes nothing if it was not."""
-    if not can_insert(s, live, f, id, cell):
+    if not can_insert(s, id, cell):
         return False
-    op = source_of(s, live, f, id)
+    op = source_of(s, id)
     touched = 1
     s[s[TOUCHED]] = cell
     for k in range(s[s[INPUT_AT] + id], s[s[INPUT_AT] + id + 1]):
         value = s[s[INPUTS] + k]
-        last = last_read(
-            s, live, f, value, runs_before(s, live, f, s[s[PRODUCER] + value], cell) - 1
-        )
+        last = last_read(s, value, runs_before(s, s[s[PRODUCER] + value], cell) - 1)
         if last < cell:
-            shift(s, live, f, last + 1, cell + 1, s[s[NBYTES] + value])
+            shift(s, live, last + 1, cell + 1, s[s[NBYTES] + value])
             s[s[TOUCHED] + touched] = last
             touched += 1
-        insert_read(s, live, f, value, cell)
-    at = runs_before(s, live, f, op, cell)
+        insert_read(s, value, cell)
+    at = runs_before(s, op, cell)
     first = op * s[LIMIT]
     # behind the touched cells: where the instances before this one ended
     olds = s[TOUCHED] + touched + 2 * (s[s[OUTPUT_AT] + op + 1] - s[s[OUTPUT_AT] + op]) + 1
     for k in range(s[s[OUTPUT_AT] + op], s[s[OUTPUT_AT] + op + 1]):
-        s[olds + k - s[s[OUTPUT_AT] + op]] = (
-            last_read(s, live, f, s[s[OUTPUTS] + k], at - 1) if at else -1
-        )
+        s[olds + k - s[s[OUTPUT_AT] + op]] = last_read(s, s[s[OUTPUTS] + k], at - 1) if at else -1
     for k in range(s[s[N_RUNS] + op], at, -1):
         s[s[RUNS] + first + k] = s[s[RUNS] + first + k - 1]
     s[s[RUNS] + first + at] = cell
-    count_run(s, live, f, op, 1)
+    count_run(s, op, 1)
     for k in range(s[s[OUTPUT_AT] + op], s[s[OUTPUT_AT] + op + 1]):
         value = s[s[OUTPUTS] + k]
         old = s[olds + k - s[s[OUTPUT_AT] + op]]
-        last = last_read(s, live, f, value, at)
+        last = last_read(s, value, at)
         if old < cell:
-            shift(s, live, f, cell, last + 1, s[s[NBYTES] + value])
+            shift(s, live, cell, last + 1, s[s[NBYTES] + value])
         else:
-            kept = last_read(s, live, f, value, at - 1)
-            shift(s, live, f, kept + 1, cell, -s[s[NBYTES] + value])
+            kept = last_read(s, value, at - 1)
+            shift(s, live, kept + 1, cell, -s[s[NBYTES] + value])
             s[s[TOUCHED] + touched] = kept
             touched += 1
         s[s[TOUCHED] + touched] = last
         touched += 1
     s[s[OP_AT] + cell] = id
     if s[s[WORKSPACE] + id]:
-        shift(s, live, f, cell, cell + 1, s[s[WORKSPACE] + id])
+        shift(s, live, cell, cell + 1, s[s[WORKSPACE] + id])
     f[0] += f[1 + id]
     if s[TAKES_OVER]:
-        update_reuse(s, live, f, touched)
+        update_reuse(s, live, touched)
     return True
 
 
 @jit
-def can_remove(s: Any, live: Any, f: Any, cell: int) -> bool:
+def can_remove(s: Any, cell: int) -> bool:
     """Whether everything that reads what the run in a cell writes could read an earlier run, and no
     fetch becomes the first run."""
-    op = source_of(s, live, f, s[s[OP_AT] + cell])
-    at = runs_before(s, live, f, op, cell)
+    op = source_of(s, s[s[OP_AT] + cell])
+    at = runs_before(s, op, cell)
     if at:
         return True
     if s[s[N_RUNS] + op] < 2 or s[s[OP_AT] + s[s[RUNS] + op * s[LIMIT] + 1]] != op:
         return False
     for k in range(s[s[OUTPUT_AT] + op], s[s[OUTPUT_AT] + op + 1]):  # noqa: SIM110 no generators
-        if last_read(s, live, f, s[s[OUTPUTS] + k], 0) != cell:
+        if last_read(s, s[s[OUTPUTS] + k], 0) != cell:
             return False
     return True
 
@@ -338,45 +320,43 @@ def can_remove(s: Any, live: Any, f: Any, cell: int) -> bool:
 def remove(s: Any, live: Any, f: Any, cell: int) -> bool:
     """Takes the run in a cell out; returns whether that was legal, and changes nothing if it was
     not."""
-    if not can_remove(s, live, f, cell):
+    if not can_remove(s, cell):
         return False
     id = s[s[OP_AT] + cell]
-    op = source_of(s, live, f, id)
-    at = runs_before(s, live, f, op, cell)
+    op = source_of(s, id)
+    at = runs_before(s, op, cell)
     first = op * s[LIMIT]
     own = s[s[REUSED] + cell] - s[s[WORKSPACE] + id]
     if own:
-        shift(s, live, f, cell, cell + 1, own)
+        shift(s, live, cell, cell + 1, own)
     s[s[REUSED] + cell] = 0
     s[s[OP_AT] + cell] = -1
     touched = 0
     for k in range(s[s[OUTPUT_AT] + op], s[s[OUTPUT_AT] + op + 1]):
         value = s[s[OUTPUTS] + k]
-        last = last_read(s, live, f, value, at)
+        last = last_read(s, value, at)
         if last > cell and at:
-            kept = last_read(s, live, f, value, at - 1)
-            shift(s, live, f, kept + 1, cell, s[s[NBYTES] + value])
+            kept = last_read(s, value, at - 1)
+            shift(s, live, kept + 1, cell, s[s[NBYTES] + value])
             s[s[TOUCHED] + touched] = kept
             s[s[TOUCHED] + touched + 1] = last
             touched += 2
         else:
-            shift(s, live, f, cell, last + 1, -s[s[NBYTES] + value])
+            shift(s, live, cell, last + 1, -s[s[NBYTES] + value])
     for k in range(at, s[s[N_RUNS] + op] - 1):
         s[s[RUNS] + first + k] = s[s[RUNS] + first + k + 1]
-    count_run(s, live, f, op, -1)
+    count_run(s, op, -1)
     for k in range(s[s[INPUT_AT] + id], s[s[INPUT_AT] + id + 1]):
         value = s[s[INPUTS] + k]
-        remove_read(s, live, f, value, cell)
-        last = last_read(
-            s, live, f, value, runs_before(s, live, f, s[s[PRODUCER] + value], cell + 1) - 1
-        )
+        remove_read(s, value, cell)
+        last = last_read(s, value, runs_before(s, s[s[PRODUCER] + value], cell + 1) - 1)
         if last < cell:
-            shift(s, live, f, last + 1, cell + 1, -s[s[NBYTES] + value])
+            shift(s, live, last + 1, cell + 1, -s[s[NBYTES] + value])
             s[s[TOUCHED] + touched] = last
             touched += 1
     f[0] -= f[1 + id]
     if s[TAKES_OVER]:
-        update_reuse(s, live, f, touched)
+        update_reuse(s, live, touched)
     return True
 
 
@@ -416,7 +396,7 @@ def undo(s: Any, live: Any, f: Any) -> None:
 
 
 @jit
-def empty_before(s: Any, live: Any, f: Any, cell: int, after: int) -> int:
+def empty_before(s: Any, cell: int, after: int) -> int:
     """The last empty cell before one and after another, or -1 where none is near."""
     for at in range(cell - 1, max(after, cell - 60), -1):
         if s[s[OP_AT] + at] < 0:
@@ -425,7 +405,7 @@ def empty_before(s: Any, live: Any, f: Any, cell: int, after: int) -> int:
 
 
 @jit
-def empty_near(s: Any, live: Any, f: Any, cell: int, low: int, high: int) -> int:
+def empty_near(s: Any, cell: int, low: int, high: int) -> int:
     """An empty cell close to one, from ``low`` to ``high``, or -1."""
     for distance in range(12):
         if cell + distance <= high and s[s[OP_AT] + cell + distance] < 0:
@@ -436,7 +416,7 @@ def empty_near(s: Any, live: Any, f: Any, cell: int, low: int, high: int) -> int
 
 
 @jit
-def full_cell(s: Any, live: Any, f: Any, draw: float) -> int:
+def full_cell(s: Any, live: Any, draw: float) -> int:
     """The fullest of three random cells."""
     end = s[END]
     best = int(draw * end)
@@ -449,7 +429,7 @@ def full_cell(s: Any, live: Any, f: Any, draw: float) -> int:
 
 
 @jit
-def way_back(s: Any, live: Any, f: Any, op: int, draw: float) -> int:
+def way_back(s: Any, op: int, draw: float) -> int:
     """The id of one more run of an op: the op or its fetch, by chance; -1 where there is none."""
     if s[FETCHES] and (draw * 8837.0 % 1.0 < 0.5 or not s[s[RECOMPUTABLE] + op]):
         return int(op + s[N_OPS])
@@ -468,19 +448,17 @@ def evict_across(s: Any, live: Any, f: Any, cell: int, draw: float, bound_s: flo
         at = (at + stride) % count
         value = s[s[BIG] + at]
         op = s[s[PRODUCER] + value]
-        run = runs_before(s, live, f, op, cell)
-        id = way_back(s, live, f, op, draw)
+        run = runs_before(s, op, cell)
+        id = way_back(s, op, draw)
         if run == 0 or f[1 + id] > bound_s:
             continue
-        if last_read(s, live, f, value, run - 1) <= cell:
+        if last_read(s, value, run - 1) <= cell:
             continue
         start = s[s[READ_AT] + value]
         k = s[s[N_READS] + value] - 1
         while k > 0 and s[s[READS] + start + k - 1] > cell:
             k -= 1
-        target = empty_before(
-            s, live, f, s[s[READS] + start + k], s[s[RUNS] + op * s[LIMIT] + run - 1]
-        )
+        target = empty_before(s, s[s[READS] + start + k], s[s[RUNS] + op * s[LIMIT] + run - 1])
         if target >= 0:
             return add(s, live, f, id, target)
     return False
@@ -495,12 +473,12 @@ def evict_before(s: Any, live: Any, f: Any, reader: int, draw: float, bound_s: f
     which = draw * count
     value = s[s[INPUTS] + s[s[INPUT_AT] + reader] + int(which)]
     op = s[s[PRODUCER] + value]
-    id = way_back(s, live, f, op, draw)
+    id = way_back(s, op, draw)
     if id < 0 or f[1 + id] > bound_s:
         return False
     cell = s[s[RUNS] + reader * s[LIMIT] + int(which % 1.0 * s[s[N_RUNS] + reader])]
-    run = runs_before(s, live, f, op, cell)
-    target = empty_before(s, live, f, cell, s[s[RUNS] + op * s[LIMIT] + run - 1])
+    run = runs_before(s, op, cell)
+    target = empty_before(s, cell, s[s[RUNS] + op * s[LIMIT] + run - 1])
     return target >= 0 and add(s, live, f, id, target)
 
 
@@ -517,10 +495,10 @@ def extend(s: Any, live: Any, f: Any, draw: float) -> None:
             value = s[s[INPUTS] + k]
             op = s[s[PRODUCER] + value]
             draw = draw * 769.0 % 1.0
-            id = way_back(s, live, f, op, draw)
+            id = way_back(s, op, draw)
             if draw < 0.3 or id < 0 or s[LOGGED] >= CHAIN_OPS:
                 continue
-            write = s[s[RUNS] + op * s[LIMIT] + runs_before(s, live, f, op, cell) - 1]
+            write = s[s[RUNS] + op * s[LIMIT] + runs_before(s, op, cell) - 1]
             start, at = s[s[READ_AT] + value], 0
             while s[s[READS] + start + at] < cell:
                 at += 1
@@ -531,7 +509,7 @@ def extend(s: Any, live: Any, f: Any, draw: float) -> None:
                 else cell + REACHES[2]
             )
             if cell - last > REACHES[1] and after - cell > REACHES[1]:
-                target = empty_before(s, live, f, cell, last)
+                target = empty_before(s, cell, last)
                 if target >= 0:
                     add(s, live, f, id, target)
 
@@ -557,13 +535,13 @@ def sweep(s: Any, live: Any, f: Any) -> None:
             op = s[s[PRODUCER] + s[s[INPUTS] + k]]
             if s[s[N_RUNS] + op] < 2 or s[LOGGED] >= CHAIN_OPS:
                 continue
-            run = runs_before(s, live, f, op, cell) - 1
+            run = runs_before(s, op, cell) - 1
             if run < 0:
                 continue
             write = s[s[RUNS] + op * s[LIMIT] + run]
             useless = True
             for j in range(s[s[OUTPUT_AT] + op], s[s[OUTPUT_AT] + op + 1]):
-                useless = useless and last_read(s, live, f, s[s[OUTPUTS] + j], run) == write
+                useless = useless and last_read(s, s[s[OUTPUTS] + j], run) == write
             if useless:
                 take(s, live, f, write)
 
@@ -600,7 +578,7 @@ def move(s: Any, live: Any, f: Any, op: int, pick: float, reach: int, draw: floa
                 high = min(high, s[s[READS] + s[s[READ_AT] + value]] - 1)
     if high <= low:
         return False
-    target = empty_near(s, live, f, low + int(draw * (high - low + 1)), low, high)
+    target = empty_near(s, low + int(draw * (high - low + 1)), low, high)
     if target < 0 or not add(s, live, f, id, target):
         return False
     if take(s, live, f, cell):
@@ -632,9 +610,7 @@ def change(s: Any, live: Any, f: Any, draws: Any, at: int, bound_s: float) -> bo
             return dropped
         bound_s += f[1 + s[s[LOG]]]
     if draws[at + 3] < 0.6:
-        added = evict_across(
-            s, live, f, full_cell(s, live, f, draws[at + 4]), draws[at + 5], bound_s
-        )
+        added = evict_across(s, live, f, full_cell(s, live, draws[at + 4]), draws[at + 5], bound_s)
     else:
         reader = s[s[MOVABLE] + int(draws[at + 4] * s[N_MOVABLE])]
         added = evict_before(s, live, f, reader, draws[at + 5], bound_s)

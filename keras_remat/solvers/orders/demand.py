@@ -32,9 +32,8 @@ class Walk:
         self.order: list[int] = []
         self.alive = {value.id for value in self.graph.values if value.producer is None}
         self.stuck: set[int] = set()
-        self._barred: set[int] = (
-            set()
-        )  # ops that may not run (again), because they or a follower already did
+        # ops that may not run (again), because they or a follower already did
+        self._barred: set[int] = set()
 
     def missing(self, op_id: int) -> list[int]:
         """Ops to run before ``op_id`` so that it finds all its inputs, in the default order."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.solvers.orders.incumbent import Progress, run
 from keras_remat.solvers.orders.trim import trimmed
 
 
@@ -69,11 +69,11 @@ def with_fetches(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
             ops[at] = op_id + count
         else:
             continue
-        for run in gone:
-            for instance in made_by[run]:
-                reads[instance] -= 1
-            made_by[run] = set()
-            ops[run] = ops[run] if run == at else None
+        for instance in gone:
+            for read in made_by[instance]:
+                reads[read] -= 1
+            made_by[instance] = set()
+            ops[instance] = ops[instance] if instance == at else None
     return tuple(op_id for op_id in ops if op_id is not None)
 
 
@@ -81,33 +81,37 @@ def _producer(problem: Problem, value_id: int) -> int | None:
     return problem.graph.values[value_id].producer
 
 
-def recomputing(solver: Callable[..., Solution]) -> Callable[..., Solution]:
-    """Returns a solver that knows nothing of fetches as one whose schedules have them where they
-    are faster. Of its claims only those stay that hold with fetches, too."""
+def recomputing(
+    search: Callable[..., None],
+    problem: Problem,
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Solution:
+    """Runs a solver that knows nothing of fetches, and puts them where they are faster. Of its
+    claims only those stay that hold with fetches, too.
 
-    @wraps(solver)
-    def solve(
-        problem: Problem, *, progress: Callable[[Solution], None] | None = None, **options: Any
-    ) -> Solution:
-        if not problem.fetches:
-            return solver(problem, progress=progress, **options)
-        plain, budget = replace(problem, offload=None), problem.budget_bytes
-        if budget is not None and budget < plain.floor_bytes:
-            raise ScheduleNotFoundError(budget, problem.floor_bytes)
-        try:
-            solution = solver(plain, **options)
-        except InfeasibleBudgetError as error:  # without fetches
-            raise ScheduleNotFoundError(error.budget_bytes, problem.floor_bytes) from None
-        order = with_fetches(problem, solution.schedule.order)
-        if budget is not None:
-            order = trimmed(problem, order, budget)
-        usage = simulate(problem, Schedule(order))
-        return replace(
-            solution,
-            schedule=Schedule(order),
-            status="optimal" if len(order) == len(problem.graph.needed) else "feasible",
-            lower_bound_s=min(problem.store_all_time_s, usage.time_s),
-            usage=usage,
-        )
-
-    return solve
+    Args:
+        search, problem, progress, options: as of
+            :func:`keras_remat.solvers.orders.incumbent.run`.
+    """
+    if not problem.fetches:
+        return run(search, problem, progress=progress, **options)
+    plain, budget = replace(problem, offload=None), problem.budget_bytes
+    if budget is not None and budget < plain.floor_bytes:
+        raise ScheduleNotFoundError(budget, problem.floor_bytes)
+    try:
+        solution = run(search, plain, **options)
+    except InfeasibleBudgetError as error:  # without fetches
+        raise ScheduleNotFoundError(error.budget_bytes, problem.floor_bytes) from None
+    order = with_fetches(problem, solution.schedule.order)
+    if budget is not None:
+        order = trimmed(problem, order, budget)
+    usage = simulate(problem, Schedule(order))
+    return replace(
+        solution,
+        schedule=Schedule(order),
+        status="optimal" if len(order) == len(problem.graph.needed) else "feasible",
+        lower_bound_s=min(problem.store_all_time_s, usage.time_s),
+        usage=usage,
+    )

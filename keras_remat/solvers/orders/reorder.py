@@ -139,14 +139,12 @@ class _Hoist:
         included = set(base)
         self.included = [op.id in included for op in self.ops]
         self.place = {op_id: at for at, op_id in enumerate(base)}
-        self.unread = [0] * len(
-            graph.values
-        )  # reads that are still to come; the end of the step reads the outputs
+        # reads that are still to come; the end of the step reads the outputs
+        self.unread = [0] * len(graph.values)
         for value_id in graph.outputs:
             self.unread[value_id] += 1
-        self.waiting = [1] * len(
-            self.ops
-        )  # ops that must run before; what is not in base waits for ever
+        # ops that must run before; what is not in base waits for ever
+        self.waiting = [1] * len(self.ops)
         self.followers: list[list[int]] = [[] for _ in self.ops]
         for op_id in base:
             op = self.ops[op_id]
@@ -175,10 +173,8 @@ class _Hoist:
                 if reducer is not None:
                     fresh += self._commit(reducer)
                     continue
-                for longest in (
-                    1,
-                    CLUSTER_OPS,
-                ):  # what shrinks memory by itself goes before longer runs
+                # what shrinks memory by itself goes before longer runs
+                for longest in (1, CLUSTER_OPS):
                     clusters = (
                         self._shrinking_cluster(c, longest)
                         for c in fresh

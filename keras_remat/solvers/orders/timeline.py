@@ -107,68 +107,18 @@ def order_of(op_at: Iterable[int]) -> tuple[int, ...]:
     return tuple(int(op_id) for op_id in op_at if op_id >= 0)
 
 
-def _state(problem: Problem, order: Sequence[int], end: int, kernel: Any) -> tuple[Any, Any, Any]:
-    """Returns ``s``, ``live`` and ``f`` of the kernel, without any run.
+def _state(problem: Problem, order: Sequence[int], end: int, k: Any) -> tuple[Any, Any, Any]:
+    """Returns ``s``, ``live`` and ``f`` of the kernel, without any run. Long, but a list of tables.
 
     Args:
         problem: see :class:`Timeline`.
-        order: what will be put in.
+        order: what will be put in; its ops may be moved.
         end: the number of cells.
-        kernel: names what the state consists of.
+        k: the kernel, which names what the state consists of.
     """
-    graph, profile = problem.graph, problem.profile
+    graph = problem.graph
     runs = Counter(map(problem.source_of, order))
     limit = max(runs.values(), default=1) + SPARE_RUNS
-    tables = {**_fixed_tables(problem, set(runs)), **_empty_tables(problem, end, limit, kernel)}
-    numbers = {
-        "END": end,
-        "LIMIT": limit,
-        "BUDGET": NO_BUDGET if problem.budget_bytes is None else problem.budget_bytes,
-        "TAKES_OVER": len(tables["REUSE"]) > 0,
-        "N_MOVABLE": len(tables["MOVABLE"]),
-        "N_BIG": len(tables["BIG"]),
-        "N_KEPT": len(tables["KEPT"]),
-        "N_OPS": len(graph.ops),
-        "N_VALUES": len(graph.values),
-        "RESIDENT": profile.resident_bytes,
-        "FETCHES": problem.fetches,
-    }
-    head = [int(numbers.get(name, 0)) for name in kernel.NUMBERS]
-    begin = len(kernel.NUMBERS) + len(kernel.TABLES)
-    for name in kernel.TABLES:
-        head.append(begin)
-        begin += len(tables[name])
-    parts = [np.asarray(tables[name], dtype=np.int64) for name in kernel.TABLES]
-    return (
-        np.concatenate([np.asarray(head, dtype=np.int64), *parts]),
-        np.zeros(end + 1, dtype=np.int64),
-        np.asarray([0.0, *problem.op_time_s]),
-    )
-
-
-def _empty_tables(problem: Problem, end: int, limit: int, kernel: Any) -> dict[str, Any]:
-    """Returns the tables that change, without any run."""
-    graph = problem.graph
-    most = max((len(op.inputs) + 4 * len(op.outputs) for op in graph.ops), default=0)
-    read_at = np.cumsum([0, *(limit * len(readers) + 1 for readers in graph.readers)])
-    lengths = {
-        "OP_AT": end,
-        "REUSED": end,
-        "RUNS": len(graph.ops) * limit,
-        "N_RUNS": len(graph.ops),
-        "READS": int(read_at[-1]),
-        "N_READS": len(graph.values),
-        "AGAIN": len(graph.ops),
-        "AGAIN_PLACE": len(graph.ops),
-        "LOG": 2 * kernel.CHAIN_OPS + 8,
-        "TOUCHED": most + 8,
-    }
-    return {"READ_AT": read_at, **{name: np.zeros(length) for name, length in lengths.items()}}
-
-
-def _fixed_tables(problem: Problem, runs: set[int]) -> dict[str, Sequence[int]]:
-    """Returns what the kernel has to know of a problem, the ops ``runs`` of which may be moved."""
-    graph = problem.graph
     producer = [-1 if value.producer is None else value.producer for value in graph.values]
     later: list[list[int]] = [[] for _ in problem.ops]
     for op in graph.ops:
@@ -178,30 +128,60 @@ def _fixed_tables(problem: Problem, runs: set[int]) -> dict[str, Sequence[int]]:
     def computed(value_ids: Sequence[int]) -> list[int]:
         return [v for v in dict.fromkeys(value_ids) if producer[v] >= 0]
 
-    lists: dict[str, Sequence[Sequence[int]]] = {
-        "INPUT": [computed(op.inputs) for op in problem.ops],
-        "OUTPUT": [op.outputs for op in problem.ops],
-        "REUSE": [computed(op.may_reuse) for op in problem.ops],
-        "BEFORE": [op.after for op in problem.ops],
-        "LATER": later,
-    }
-    tables: dict[str, Sequence[int]] = {
-        "NBYTES": [value.nbytes for value in graph.values],
-        "PRODUCER": producer,
-        "WORKSPACE": problem.op_workspace_bytes,
-        "RECOMPUTABLE": [op.recomputable for op in graph.ops],
-        "MOVABLE": sorted(runs),
-        "BIG": [
+    most = max((len(op.inputs) + 4 * len(op.outputs) for op in graph.ops), default=0)
+    read_at = np.cumsum([0, *(limit * len(readers) + 1 for readers in graph.readers)])
+    tables: dict[int, Any] = {
+        k.OP_AT: np.zeros(end),
+        k.REUSED: np.zeros(end),
+        k.RUNS: np.zeros(len(graph.ops) * limit),
+        k.N_RUNS: np.zeros(len(graph.ops)),
+        k.READS: np.zeros(int(read_at[-1])),
+        k.READ_AT: read_at,
+        k.N_READS: np.zeros(len(graph.values)),
+        k.AGAIN: np.zeros(len(graph.ops)),
+        k.AGAIN_PLACE: np.zeros(len(graph.ops)),
+        k.LOG: np.zeros(2 * k.CHAIN_OPS + 8),
+        k.TOUCHED: np.zeros(most + 8),
+        k.NBYTES: [value.nbytes for value in graph.values],
+        k.PRODUCER: producer,
+        k.WORKSPACE: problem.op_workspace_bytes,
+        k.RECOMPUTABLE: [op.recomputable for op in graph.ops],
+        k.MOVABLE: sorted(runs),
+        k.BIG: [
             value.id
             for value in graph.values
             if value.nbytes
             and producer[value.id] in runs
             and (problem.fetches or graph.ops[producer[value.id]].recomputable)
         ],
-        "KEPT": sorted(set(graph.outputs)),
+        k.KEPT: sorted(set(graph.outputs)),
     }
-    for name, members in lists.items():
-        plural = f"{name}S" if name in ("INPUT", "OUTPUT") else name
-        tables[plural] = [member for one in members for member in one]
-        tables[f"{name}_AT"] = np.cumsum([0, *map(len, members)]).tolist()
-    return tables
+    lists: list[tuple[int, int, Sequence[Sequence[int]]]] = [
+        (k.INPUTS, k.INPUT_AT, [computed(op.inputs) for op in problem.ops]),
+        (k.OUTPUTS, k.OUTPUT_AT, [op.outputs for op in problem.ops]),
+        (k.REUSE, k.REUSE_AT, [computed(op.may_reuse) for op in problem.ops]),
+        (k.BEFORE, k.BEFORE_AT, [op.after for op in problem.ops]),
+        (k.LATER, k.LATER_AT, later),
+    ]
+    for table, place, members in lists:
+        tables[table] = [member for one in members for member in one]
+        tables[place] = np.cumsum([0, *map(len, members)])
+    numbers = {
+        k.END: end,
+        k.LIMIT: limit,
+        k.BUDGET: NO_BUDGET if problem.budget_bytes is None else problem.budget_bytes,
+        k.TAKES_OVER: len(tables[k.REUSE]) > 0,
+        k.N_MOVABLE: len(tables[k.MOVABLE]),
+        k.N_BIG: len(tables[k.BIG]),
+        k.N_KEPT: len(tables[k.KEPT]),
+        k.N_OPS: len(graph.ops),
+        k.N_VALUES: len(graph.values),
+        k.RESIDENT: problem.profile.resident_bytes,
+        k.FETCHES: problem.fetches,
+    }
+    parts = [np.asarray(tables[at], dtype=np.int64) for at in sorted(tables)]
+    head = [numbers.get(at, 0) for at in range(k.OP_AT)]
+    begins = k.OP_AT + len(parts) + np.cumsum([0, *map(len, parts[:-1])])
+    s = np.concatenate([np.asarray(head, dtype=np.int64), begins, *parts])
+    f = np.asarray([0.0, *problem.op_time_s])
+    return s, np.zeros(end + 1, dtype=np.int64), f

@@ -68,9 +68,8 @@ def _removable(problem: Problem, order: tuple[int, ...], budget_bytes: int) -> s
         growth = np.zeros(at - before, dtype=np.int64)  # of positions before .. at - 1
         for v in op.outputs:
             end = born[before][v]
-            first = (
-                end if v in problem.ops[order[end]].may_reuse else end + 1
-            )  # a takeover at its last read no longer happens
+            # a takeover at its last read no longer happens
+            first = end if v in problem.ops[order[end]].may_reuse else end + 1
             growth[first - before :] += graph.values[v].nbytes
         if int((live[before:at] + growth).max()) <= budget_bytes:
             live[before:at] += growth

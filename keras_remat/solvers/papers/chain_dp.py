@@ -210,9 +210,8 @@ class Table:
         ]
         until = np.concatenate([[0.0], np.cumsum(forward_s)])
         self.cost = np.full((n, n, units + 1), np.inf)
-        self.choice = np.full(
-            (n, n, units + 1), -1, dtype=np.int16
-        )  # s' of C1, or s for "save everything"
+        # s' of C1, or s for "save everything"
+        self.choice = np.full((n, n, units + 1), -1, dtype=np.int16)
         amounts = np.arange(units + 1)
         for s in range(n):
             need = up(

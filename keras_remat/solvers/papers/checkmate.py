@@ -222,9 +222,8 @@ def build(
         for v, i in made_by.items():
             if (t, v) in keep and i < t and made(t, i)[0]:
                 program.between([(keep[t, v], 1.0), *made(t, i)[0]], -np.inf, 1.0)
-        before = [
-            (keep[t, v], size[v]) for v in made_by if (t, v) in keep
-        ]  # U[t, 0] without resident
+        # U[t, 0] without resident
+        before = [(keep[t, v], size[v]) for v in made_by if (t, v) in keep]
         previous: list[tuple[int, float]] = before
         freed: list[tuple[int, float]] = []
         for k in stage_ops(t):

@@ -37,31 +37,11 @@ from keras_remat.solvers.papers.eviction_scores import SCORES, Neighbourhood
 EXACT_CANDIDATES = 500
 RECHECKS = 20
 MAX_RUNS_PER_OP = 40  # on average; a run that needs more is thrashing and given up
-BUDGET_PERCENTS = (
-    0,
-    1,
-    2,
-    -1,
-    3,
-    -2,
-    4,
-    -3,
-    5,
-    6,
-    -5,
-    8,
-    10,
-    -8,
-    13,
-    16,
-    20,
-    25,
-)  # of the room, added to the budget of a run
+# of the room, added to the budget of a run
+BUDGET_PERCENTS = (0, 1, 2, -1, 3, -2, 4, -3, 5, 6, -5, 8, 10, -8, 13, 16, 20, 25)
 NOISE, NOISY_TRIALS = 0.3, 40
-MAX_OPS_RUN, OPS_RUN_PER_OP = (
-    150_000,
-    500,
-)  # by all runs together: limits that do not depend on the machine
+# by all runs together: limits that do not depend on the machine
+MAX_OPS_RUN, OPS_RUN_PER_OP = (150_000, 500)
 
 
 class _Abandoned(Exception):

@@ -45,9 +45,8 @@ class Neighbourhood:
         self._readers = graph.readers
         self._parent = list(range(len(graph.ops)))
         self._sum = [0.0] * len(graph.ops)
-        self._member = [-1] * len(
-            graph.ops
-        )  # the node of the union-find an evicted op stands for, -1 when it is not evicted
+        # the node of the union-find an evicted op stands for, -1 when it is not evicted
+        self._member = [-1] * len(graph.ops)
 
     def ancestors(self, value_id: int, seen: set[int]) -> float:
         """Seconds of the ops to run again before the producer of a value can; adds them to

@@ -46,9 +46,8 @@ def binomial_split(length: int, slots: int) -> int:
     runs = 1
     while comb(slots + 1 + runs, runs) < length:
         runs += 1
-    below_most = comb(
-        slots + runs, runs - 1
-    )  # reversible below with slots + 1 (the checkpoint's own is freed) and runs − 1
+    # reversible below with slots + 1 (the checkpoint's own is freed) and runs − 1
+    below_most = comb(slots + runs, runs - 1)
     above_least = comb(slots + runs - 1, runs - 1)
     return max(1, min(below_most, length - above_least, length - 1))
 
@@ -80,9 +79,8 @@ def revolve_order(linear: Linearized, slots: int) -> list[int]:
             is asked for."""
             free = slots - len(checkpoints)
             while free > 0 and end - start >= 2:
-                start += min(
-                    binomial_split(end - start + 1, free), end - start - 1
-                )  # the start is one to reverse, too
+                # the start is one to reverse, too
+                start += min(binomial_split(end - start + 1, free), end - start - 1)
                 checkpoints.append(start)
                 free -= 1
             checkpoints.sort()

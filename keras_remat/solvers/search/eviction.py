@@ -92,9 +92,8 @@ class Eviction:
                 last_run[earlier] = position
         self.last_run = [last_run[op.id] if op.recomputable else -1 for op in self.ops]  # or fetch
         self.alive = [producer is None for producer in self.producer]
-        self.spare_s = worse_than_s - sum(
-            problem.profile.op_time_s[i] for i in base
-        )  # left for recomputations
+        # left for recomputations
+        self.spare_s = worse_than_s - sum(problem.profile.op_time_s[i] for i in base)
         self.ran = [op.id >= len(graph.ops) for op in self.ops]  # a fetch is never a first run
         self.born = list(self.alive)  # computed at least once
         self.held = problem.profile.resident_bytes

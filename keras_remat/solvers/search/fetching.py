@@ -11,13 +11,12 @@ store-all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
 
-from keras_remat.core.schedule import Solution
 from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders.fetch import recomputing, with_fetches
-from keras_remat.solvers.orders.incumbent import Incumbent, run
+from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import checkmate_milp
@@ -41,17 +40,14 @@ def solve(incumbent: Incumbent, seed: int, recompute: Callable[..., None]) -> No
     reordered = memory_aware_order(problem, tuple(sorted(problem.graph.needed)))
     if incumbent.offer_store_all() or incumbent.offer(reordered) or budget is None:
         return
-    parts: list[tuple[Callable[..., Solution], float]] = [
-        (recomputing(partial(run, recompute, name="auto")), 1.0)
-    ]
-    if len(problem.graph.needed) <= EXACT_OPS:
-        parts.append((partial(run, checkmate_milp.solve, name="checkmate_milp"), EXACT_SHARE))
-    for part, share in parts:
-        try:
-            found = part(problem, time_limit_s=share * limit_s, seed=seed)
-        except ScheduleNotFoundError:
-            continue  # another part may find one
+    with suppress(ScheduleNotFoundError):  # another part may find one
+        found = recomputing(recompute, problem, name="auto", time_limit_s=limit_s, seed=seed)
         incumbent.offer(found.schedule.order)
+    if len(problem.graph.needed) <= EXACT_OPS:
+        exact = Incumbent(problem, "checkmate_milp", EXACT_SHARE * limit_s)
+        checkmate_milp.solve(exact, seed)
+        if exact.order is not None:
+            incumbent.offer(exact.order)
     steps = greedy.steps_limit(GREEDY_SHARE * limit_s)
     for schedule in greedy.candidates(problem, deadline=incumbent.deadline, max_steps=steps):
         incumbent.offer(trimmed(problem, with_fetches(problem, schedule.order), budget))

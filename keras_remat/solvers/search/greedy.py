@@ -109,11 +109,8 @@ def candidates(
     best_s = float("inf")
     left = sys.maxsize if max_steps is None else max_steps
     room = max(0, budget - problem.floor_bytes)
-    for patience in (
-        5,
-        12,
-        30,
-    ):  # most runs per op; a policy that thrashes is seldom worth waiting for
+    # most runs per op; a policy that thrashes is seldom worth waiting for
+    for patience in (5, 12, 30):
         for share in TIGHTER:
             tighter = problem.with_budget(budget - int((1 - share) * room))
             before_s = best_s

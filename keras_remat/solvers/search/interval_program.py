@@ -142,9 +142,8 @@ class _Builder:
             op = self.graph.ops[cell.op_id]
             for value_id in dict.fromkeys((*op.inputs, *op.outputs)):
                 value = self.graph.values[value_id]
-                if (
-                    value.producer is not None and value.nbytes > 0
-                ):  # what takes no room is kept and needs no decision
+                # what takes no room is kept and needs no decision
+                if value.producer is not None and value.nbytes > 0:
                     self.events.setdefault(value_id, []).append(at)
         for value_id in self.graph.outputs:
             if value_id in self.events:

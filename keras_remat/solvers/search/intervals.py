@@ -160,9 +160,8 @@ def candidate_slots(problem: Problem, base: Sequence[int], depth: int) -> dict[i
             if value_id in graph.outputs:
                 reads.append(len(base))
             for previous, read in itertools.pairwise([place[op_id], *reads]):
-                slot = min(
-                    read, last[op_id]
-                )  # for a read after that the value is computed early and held
+                # for a read after that the value is computed early and held
+                slot = min(read, last[op_id])
                 taken = (
                     is_small
                     and value_id in graph.ops[base[previous]].may_reuse
