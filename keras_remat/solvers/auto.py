@@ -325,7 +325,7 @@ class _Search:
                     self.problem,
                     cuts,
                     limit_s=limit_s,
-                    known_s=self.incumbent.best_s if self.incumbent.order else None,
+                    known_s=self.incumbent.best_s,
                 )
             )
 

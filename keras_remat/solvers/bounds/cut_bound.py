@@ -21,7 +21,6 @@ the recomputations that different cuts enforce are not added up.
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import linprog
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import reused_bytes
@@ -30,6 +29,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes
 from keras_remat.core.topology import ancestors_of, descendants_of
 from keras_remat.solvers.engines.linear_program import LinearProgram
+from keras_remat.solvers.engines.milp import optimize
 
 CUTS = 6
 SAMPLE = 40
@@ -139,12 +139,4 @@ def cut_bound_s(problem: Problem, cut: int, *, limit_s: float = 10.0) -> float:
     program.at_most(
         ((c, graph.values[v].nbytes / scale) for v, c in value_column.items()), room / scale
     )
-    result = linprog(
-        program.cost,
-        A_ub=program.matrix,
-        b_ub=program.high,
-        bounds=np.column_stack([program.floor, program.ceiling]),
-        method="highs",
-        options={"time_limit": limit_s},
-    )
-    return float(result.fun) * unit if result.status == 0 else 0.0
+    return optimize(program, limit_s, relax=True).bound * unit

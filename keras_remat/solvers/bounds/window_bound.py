@@ -24,12 +24,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.topology import predecessors
-from keras_remat.solvers.engines.linear_program import LinearProgram
+from keras_remat.solvers.engines.linear_program import LinearProgram, Term
+from keras_remat.solvers.engines.milp import optimize
 
 SAFETY = 1e-6
 """Relative; the solver's tolerance, taken off the bound."""
@@ -55,12 +55,7 @@ def longest_chain(problem: Problem) -> list[int]:
 
 
 def lower_bound_s(
-    problem: Problem,
-    cuts: Sequence[int],
-    *,
-    limit_s: float,
-    integer: bool = True,
-    known_s: float | None = None,
+    problem: Problem, cuts: Sequence[int], *, limit_s: float, known_s: float = float("inf")
 ) -> float:
     """Returns seconds that no legal schedule within the budget beats; at least the store-all time,
     and just that where values can be fetched.
@@ -69,107 +64,68 @@ def lower_bound_s(
         problem: with a budget.
         cuts: needed ops, each depending on the one before.
         limit_s: for the solver.
-        integer: solve the integer program, not its relaxation.
         known_s: seconds of a schedule within the budget, which lets the solver discard what costs
             more.
     """
     total = problem.store_all_time_s
     if problem.budget_bytes is None or problem.fetches or not cuts:
         return total
-    program = _Program(problem, cuts)
-    cost, unit = program.cost, max(total, 1e-12)
-    if known_s is not None:
-        costly = [(at, float(c) / unit) for at, c in enumerate(cost) if c]
+    unit = max(total, 1e-12)
+    program = _program(problem, cuts, unit)
+    if known_s < float("inf"):
+        costly = [(at, cost) for at, cost in enumerate(program.cost) if cost]
         program.at_most(costly, known_s / unit * (1 + SAFETY))
-    result = milp(
-        cost / unit,
-        constraints=LinearConstraint(program.matrix, program.low, program.high),
-        integrality=np.full(len(cost), 1 if integer else 0),
-        bounds=Bounds(program.floor, program.ceiling),
-        options={"time_limit": limit_s, "mip_rel_gap": 1e-7},
-    )
-    dual = result.mip_dual_bound if integer else (result.fun if result.status == 0 else None)
-    return (
-        total
-        if dual is None or not np.isfinite(dual)
-        else max(total, float(dual) * unit * (1 - SAFETY))
-    )
+    bound = optimize(program, limit_s, gap=1e-7).bound * unit * (1 - SAFETY)
+    return max(total, bound) if np.isfinite(bound) else total
 
 
-class _Program(LinearProgram):
-    def __init__(self, problem: Problem, cuts: Sequence[int]):
-        super().__init__()
-        self.problem, self.graph = problem, problem.graph
-        self.last = len(cuts)
-        needed = sorted(self.graph.needed)
-        position = {op_id: w + 1 for w, op_id in enumerate(cuts)}
-        before = {i: predecessors(self.graph, i) for i in needed}
-        first = dict.fromkeys(needed, 0)
-        for i in needed:
-            first[i] = max([position.get(i, 0), *(first[p] for p in before[i])])
-        due = dict.fromkeys(needed, self.last + 1)
-        for i in reversed(needed):
-            for p in before[i]:
-                due[p] = min(due[p], position.get(i, due[i]))
-        self.runs: dict[tuple[int, int], int] = {}
-        for i in needed:
-            ends = self.last + 1 if self.graph.ops[i].recomputable else due[i]
-            for w in range(first[i], ends):
-                self.runs[i, w] = self.variable(
-                    problem.profile.op_time_s[i],
-                    floor=1.0 if position.get(i) == w and w else 0.0,
-                )
-            inside = [
-                (self.runs[i, w], -1.0) for w in range(first[i], due[i]) if (i, w) in self.runs
-            ]
-            self.at_most(inside, -1.0)
-        self.alive: dict[tuple[int, int], int] = {}
-        outputs = set(self.graph.outputs)
-        for i in needed:
-            for v in self.graph.ops[i].outputs:
-                for w in range(first[i] + 1, self.last + 1):
-                    read = v in self.graph.ops[cuts[w - 1]].inputs
-                    self.alive[v, w] = self.variable(floor=1.0 if read else 0.0)
-                    terms = [(self.alive[v, w], 1.0)]
-                    terms += [(self.alive[v, w - 1], -1.0)] if (v, w - 1) in self.alive else []
-                    terms += [(self.runs[i, w - 1], -1.0)] if (i, w - 1) in self.runs else []
-                    self.at_most(terms, 0.0)
-                if v in outputs:
-                    terms = (
-                        [(self.alive[v, self.last], -1.0)] if (v, self.last) in self.alive else []
-                    )
-                    terms += (
-                        [(self.runs[i, self.last], -1.0)] if (i, self.last) in self.runs else []
-                    )
-                    self.at_most(terms, -1.0)
-        for (i, w), run in self.runs.items():
-            for v in dict.fromkeys(self.graph.ops[i].inputs):
-                producer = self.graph.values[v].producer
-                if producer is not None:
-                    terms = [(run, 1.0)]
-                    terms += [(self.alive[v, w], -1.0)] if (v, w) in self.alive else []
-                    terms += [(self.runs[producer, w], -1.0)] if (producer, w) in self.runs else []
-                    self.at_most(terms, 0.0)
-        for w, cut in enumerate(cuts, start=1):
-            self._room(w, cut)
+def _program(problem: Problem, cuts: Sequence[int], unit_s: float) -> LinearProgram:
+    """The program of the module docstring, with times in units."""
+    program, graph, profile = LinearProgram(), problem.graph, problem.profile
+    last, needed, outputs = len(cuts), sorted(graph.needed), set(graph.outputs)
+    position = {op_id: w + 1 for w, op_id in enumerate(cuts)}
+    before = {i: predecessors(graph, i) for i in needed}
+    first, due = dict.fromkeys(needed, 0), dict.fromkeys(needed, last + 1)
+    for i in needed:
+        first[i] = max([position.get(i, 0), *(first[p] for p in before[i])])
+    for i in reversed(needed):
+        for p in before[i]:
+            due[p] = min(due[p], position.get(i, due[i]))
+    runs: dict[tuple[int, int], int] = {}
+    alive: dict[tuple[int, int], int] = {}
 
-    def _room(self, window: int, cut: int) -> None:
-        op = self.graph.ops[cut]
-        own = (
-            sum(self.graph.values[v].nbytes for v in op.outputs)
-            + self.problem.profile.op_workspace_bytes[cut]
-        )
-        reusable = {
-            v
-            for v in op.may_reuse
-            if self.graph.values[v].producer is not None and v not in self.problem.irreplaceable
-        }
-        own -= reused_bytes(op, self.graph.values, reusable)
-        room = (self.problem.budget_bytes or 0) - self.problem.profile.resident_bytes - own
+    def minus(producer: int, value_id: int, window: int) -> list[Term]:
+        """−(S[v, w] + X[k, w]), without what is no variable."""
+        columns = (alive.get((value_id, window)), runs.get((producer, window)))
+        return [(column, -1.0) for column in columns if column is not None]
+
+    for i in needed:
+        ends = last + 1 if graph.ops[i].recomputable else due[i]
+        for w in range(first[i], ends):
+            runs[i, w] = program.variable(
+                profile.op_time_s[i] / unit_s, floor=float(position.get(i) == w), integral=True
+            )
+        program.at_most(((runs[i, w], -1.0) for w in range(first[i], min(due[i], ends))), -1.0)
+    for i in needed:
+        for v in graph.ops[i].outputs:
+            for w in range(first[i] + 1, last + 1):
+                read = v in graph.ops[cuts[w - 1]].inputs
+                alive[v, w] = program.variable(floor=float(read), integral=True)
+                program.at_most([(alive[v, w], 1.0), *minus(i, v, w - 1)], 0.0)
+            if v in outputs:
+                program.at_most(minus(i, v, last), -1.0)
+    for (i, w), run in runs.items():
+        for v in dict.fromkeys(graph.ops[i].inputs):
+            producer = graph.values[v].producer
+            if producer is not None:
+                program.at_most([(run, 1.0), *minus(producer, v, w)], 0.0)
+    for w, cut in enumerate(cuts, start=1):
+        op = graph.ops[cut]
+        own = sum(graph.values[v].nbytes for v in op.outputs) + profile.op_workspace_bytes[cut]
+        reusable = {v for v in op.may_reuse if graph.values[v].producer is not None}
+        own -= reused_bytes(op, graph.values, reusable - problem.irreplaceable)
+        room = (problem.budget_bytes or 0) - profile.resident_bytes - own
         scale = max(1, abs(room))
-        terms = [
-            (column, self.graph.values[v].nbytes / scale)
-            for (v, w), column in self.alive.items()
-            if w == window
-        ]
-        self.at_most(terms, room / scale)
+        held = [(c, graph.values[v].nbytes / scale) for (v, at), c in alive.items() if at == w]
+        program.at_most(held, room / scale)
+    return program

@@ -36,7 +36,12 @@ class Answer:
 
 
 def optimize(
-    program: LinearProgram, time_limit_s: float, *, relax: bool = False, backend: Backend = "highs"
+    program: LinearProgram,
+    time_limit_s: float,
+    *,
+    relax: bool = False,
+    backend: Backend = "highs",
+    gap: float = GAP,
 ) -> Answer:
     """Solves a program.
 
@@ -45,26 +50,21 @@ def optimize(
         time_limit_s: seconds.
         relax: solve the linear relaxation.
         backend: ``"highs"`` or ``"cbc"``.
+        gap: relative, at which HiGHS counts a program as solved.
     """
-    if len(program.cost) == 0:  # nothing to decide; rows are constants
-        feasible = bool(np.all(program.low <= 1e-9) and np.all(program.high >= -1e-9))
+    if not program.cost:  # nothing to decide; rows are constants
+        feasible = max(program.low, default=0) <= 1e-9 and min(program.high, default=0) >= -1e-9
         return Answer("optimal" if feasible else "infeasible", np.zeros(0), 0.0)
-    return (
-        _highs(program, time_limit_s, relax)
-        if backend == "highs"
-        else _cbc(program, time_limit_s, relax)
-    )
-
-
-def _highs(program: LinearProgram, time_limit_s: float, relax: bool) -> Answer:
+    if backend == "cbc":
+        return _cbc(program, time_limit_s, relax)
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     result = milp(
         program.cost,
-        integrality=np.zeros_like(program.integral) if relax else program.integral,
+        integrality=None if relax else program.integral,
         bounds=Bounds(program.floor, program.ceiling),
         constraints=LinearConstraint(program.matrix, program.low, program.high),
-        options={"time_limit": max(0.01, time_limit_s), "mip_rel_gap": GAP},
+        options={"time_limit": max(0.01, time_limit_s), "mip_rel_gap": gap},
     )
     if result.status == 0:
         return Answer("optimal", result.x, float(result.fun if relax else result.mip_dual_bound))
@@ -82,12 +82,13 @@ def _cbc(program: LinearProgram, time_limit_s: float, relax: bool) -> Answer:
         raise MissingPackageError("cylp", "The solver CBC", "solvers") from error
     model = CyLPModel()
     x = model.addVariable("x", len(program.cost))
-    finite = np.where(np.isinf(program.ceiling), 1e30, program.ceiling)
-    lower = np.where(np.isinf(program.low), -1e30, program.low)
-    upper = np.where(np.isinf(program.high), 1e30, program.high)
+    floor, ceiling, lower, upper = (
+        np.clip(bounds, -1e30, 1e30)
+        for bounds in (program.floor, program.ceiling, program.low, program.high)
+    )
     model += lower <= scipy.sparse.csr_matrix(program.matrix) @ x <= upper
-    model += program.floor <= x <= finite
-    model.objective = program.cost @ x
+    model += floor <= x <= ceiling
+    model.objective = np.asarray(program.cost) @ x
     simplex = CyClpSimplex(model)
     simplex.logLevel = 0
     if relax:

@@ -198,12 +198,10 @@ def build(
             for v in inputs[j]:
                 made_now, _ = made(t, made_by[v])
                 negative = [(c, -1.0) for c, _ in made_now + kept(t, v)]
-                program.between(terms + negative, -np.inf, -constant)
+                program.at_most(terms + negative, -constant)
     for (t, v), c in keep.items():  # eq. 1c: what is kept was computed or kept before
         made_before, constant = made(t - 1, made_by[v])
-        program.between(
-            [(c, 1.0)] + [(d, -1.0) for d, _ in made_before + kept(t - 1, v)], -np.inf, constant
-        )
+        program.at_most([(c, 1.0)] + [(d, -1.0) for d, _ in made_before + kept(t - 1, v)], constant)
         if t == n + 1:
             program.between([(c, 1.0)], 1.0, 1.0)
     for t in range(n):  # while the last op of a stage runs
@@ -216,12 +214,12 @@ def build(
             for v in made_by
             if v not in touched and (t + 1, v) in keep and size[v]
         ]
-        program.between(held, -np.inf, 1.0 - fixed)
+        program.at_most(held, 1.0 - fixed)
 
     for t in range(n + 1) if detailed is None else sorted(detailed):  # eq. 2 to 8
         for v, i in made_by.items():
             if (t, v) in keep and i < t and made(t, i)[0]:
-                program.between([(keep[t, v], 1.0), *made(t, i)[0]], -np.inf, 1.0)
+                program.at_most([(keep[t, v], 1.0), *made(t, i)[0]], 1.0)
         # U[t, 0] without resident
         before = [(keep[t, v], size[v]) for v in made_by if (t, v) in keep]
         previous: list[tuple[int, float]] = before
@@ -245,30 +243,29 @@ def build(
             for v in [*inputs[k], *outputs[k]]:
                 free = program.variable()
                 freed.append((free, size[v]))
-                program.between(
+                program.at_most(
                     [(free, 1.0)] + [(c, -1.0) for c, _ in (makes if v in outputs[k] else runs)],
-                    -np.inf,
                     runs_constant,
                 )
                 if (t + 1, v) in keep:
-                    program.between([(free, 1.0), (keep[t + 1, v], 1.0)], -np.inf, 1.0)
+                    program.at_most([(free, 1.0), (keep[t + 1, v], 1.0)], 1.0)
                 for j in readers[v]:
                     if j > k and j == t:
-                        program.between([(free, 1.0)], -np.inf, 0.0)
+                        program.at_most([(free, 1.0)], 0.0)
                     elif j > k and (t, j) in run:
-                        program.between([(free, 1.0), (run[t, j], 1.0)], -np.inf, 1.0)
+                        program.at_most([(free, 1.0), (run[t, j], 1.0)], 1.0)
                 if v in graph.ops[ops[k]].may_reuse and v in inputs[k]:
                     take = program.variable()
-                    program.between([(take, 1.0), (free, -1.0)], -np.inf, 0.0)
+                    program.at_most([(take, 1.0), (free, -1.0)], 0.0)
                     taken.append((take, -size[v]))
                     by_size.setdefault(graph.values[v].nbytes, []).append(take)
             for nbytes, takes in by_size.items():
                 count = sum(graph.values[v].nbytes == nbytes for v in outputs[k])
-                program.between([(c, 1.0) for c in takes], -np.inf, float(count))
+                program.at_most([(c, 1.0) for c in takes], float(count))
             # eq. 8: within the budget
-            program.between(
+            program.at_most(
                 [(alive, 1.0), *taken] + [(c, workspace[k]) for c, _ in runs],
-                -np.inf, 1.0 - resident - workspace[k] * runs_constant,
-            )  # fmt: skip
+                1.0 - resident - workspace[k] * runs_constant,
+            )
             previous = [(alive, 1.0)]
     return program

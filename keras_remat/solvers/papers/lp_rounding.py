@@ -11,7 +11,7 @@ Rounding knows nothing of memory, so the paper solves the relaxation for (1 − 
 ε = 0.1. Here ε is searched, every rounding is simulated under the real budget, and recomputations
 there is room for are taken back (:mod:`keras_remat.solvers.orders.trim`). The bound attached is
 that of the relaxation under the full budget; its scope is told in
-:mod:`keras_remat.solvers.papers.checkmate`.
+:mod:`keras_remat.solvers.papers.checkmate`. The solver ``checkmate_lp`` rounds by thresholds alone.
 """
 
 from __future__ import annotations
@@ -20,16 +20,35 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from keras_remat.core.problem import Problem
+from keras_remat.solvers.engines.milp import Answer, optimize
 from keras_remat.solvers.orders.demand import Walk, order_of
 from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.trim import trimmed
-from keras_remat.solvers.papers.checkmate import Program
-from keras_remat.solvers.papers.checkmate_lp import relaxation
-from keras_remat.solvers.papers.checkmate_milp import meets
+from keras_remat.solvers.papers.checkmate import Program, build
+from keras_remat.solvers.papers.checkmate_milp import MAX_VARIABLES, meets, safe_bound_s
 
 THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9, 0.02, 0.98, 0.4, 0.6, 0.2, 0.8)
 EPSILONS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 RANDOM_ROUNDINGS = 20  # per ε
+
+
+def relaxation(
+    problem: Problem, time_limit_s: float, *, budget_bytes: int | None = None
+) -> tuple[Program, Answer]:
+    """Solves the linear relaxation of Checkmate's program.
+
+    Without within-stage memory rows (see :mod:`keras_remat.solvers.papers.checkmate`) it has a
+    quarter of the rows, costs a fiftieth of the time and loses next to nothing. On Checkmate's
+    ResNet50 (353 ops) it takes about 20 s.
+
+    Args:
+        problem: must have a budget unless ``budget_bytes`` is given.
+        time_limit_s: seconds.
+        budget_bytes: a budget to use instead of the problem's.
+    """
+    program = build(problem, (), budget_bytes=budget_bytes)
+    return program, optimize(program, time_limit_s, relax=True)
 
 
 def repaired_order(program: Program, kept: dict[int, set[int]], *, recompute: bool) -> list[int]:
@@ -94,26 +113,29 @@ def solve(incumbent: Incumbent, seed: int, *, randomized: bool = True) -> None:
     if incumbent.offer_store_all() or problem.budget_bytes is None:
         return
     incumbent.keeps_order = True
+    if len(problem.graph.needed) ** 2 > MAX_VARIABLES:
+        incumbent.reason = "the relaxation was not solved in time"
+        return
     budget = problem.budget_bytes
     rng = np.random.default_rng(seed) if randomized else None
     for epsilon in EPSILONS:
         if incumbent.deadline.is_over:
             break
-        answer = relaxation(
+        program, answer = relaxation(
             problem, incumbent.deadline.left_s(), budget_bytes=max(1, int(budget * (1 - epsilon)))
         )
         if epsilon == 0:
-            incumbent.bound_s = answer.bound_s
-        if answer.x is None or answer.program is None:
+            incumbent.bound_s = safe_bound_s(problem, program.seconds(answer.bound))
+        if answer.x is None:
             if epsilon == 0:
                 incumbent.reason = (
                     "the relaxation has no solution"
-                    if answer.infeasible
+                    if answer.status == "infeasible"
                     else "the relaxation was not solved in time"
                 )
             break
         for source in (None, rng) if rng is not None else (None,):
-            for order in roundings(answer.program, answer.x, source):
+            for order in roundings(program, answer.x, source):
                 if incumbent.offer(order):
                     incumbent.offer(trimmed(problem, order, budget))
                 if incumbent.deadline.is_over:

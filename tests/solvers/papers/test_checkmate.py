@@ -73,7 +73,7 @@ def test_cbc_agrees_with_highs() -> None:
         highs, cbc = optimize(program, 30.0), optimize(program, 30.0, backend="cbc")
         assert highs.status == cbc.status
         if highs.x is not None and cbc.x is not None:
-            assert program.cost @ highs.x == pytest.approx(program.cost @ cbc.x, abs=1e-3)
+            assert highs.x @ program.cost == pytest.approx(cbc.x @ program.cost, abs=1e-3)
 
 
 def test_paper_example_8_layers_frontier_advancing() -> None:

@@ -82,7 +82,7 @@ def test_stages_written_lazily_give_the_optimum_of_the_whole_program() -> None:
         solution = solve(problem, solver="checkmate_milp")
         assert answer.x is not None
         assert solution.usage is not None
-        assert solution.usage.time_s == pytest.approx(whole.seconds(float(whole.cost @ answer.x)))
+        assert solution.usage.time_s == pytest.approx(whole.seconds(float(answer.x @ whole.cost)))
 
 
 @pytest.mark.parametrize("solver", BOTH)
