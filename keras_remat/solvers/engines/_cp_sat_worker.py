@@ -34,13 +34,7 @@ class _Stream(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
 
     def on_solution_callback(self) -> None:
         ones = [at for at, variable in enumerate(self.variables) if self.value(variable)]
-        _send(
-            {
-                "ones": ones,
-                "objective": int(self.objective_value),
-                "bound": int(self.best_objective_bound),
-            }
-        )
+        _send({"ones": ones})
 
 
 def build(program: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -76,12 +70,8 @@ def solve(program: dict[str, Any]) -> None:
     for name, value in program["parameters"].items():
         setattr(solver.parameters, name, value)
     status = solver.solve(model, _Stream(variables))
-    message: dict[str, Any] = {"status": solver.status_name(status)}
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        message["bound"] = int(solver.best_objective_bound)
-    message["work"] = solver.response_proto.deterministic_time
-    message["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    _send(message)
+    work = solver.response_proto.deterministic_time
+    _send({"status": solver.status_name(status), "work": work})
 
 
 def main() -> None:

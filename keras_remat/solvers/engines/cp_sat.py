@@ -70,18 +70,14 @@ class Incumbent:
 
     Args:
         ones: the variables that are 1 in the best assignment so far, ``None`` when only ``status``
-            or ``bound`` is news.
-        bound: no assignment costs less; ``None`` when unknown.
+            is news.
         status: ``""`` while it runs, then ``"OPTIMAL"``, ``"FEASIBLE"``, ``"INFEASIBLE"`` or
             ``"UNKNOWN"``.
-        peak_bytes: most memory the solver's process held; only with ``status``.
         work: CP-SAT's deterministic time; only with ``status``.
     """
 
     ones: frozenset[int] | None
-    bound: int | None
     status: str = ""
-    peak_bytes: int | None = None
     work: float | None = None
 
 
@@ -102,7 +98,6 @@ def solve_program(
     time_limit_s: float,
     work_limit: float | None = None,
     seed: int = 0,
-    parameters: dict[str, Any] | None = None,
 ) -> Iterator[Incumbent]:
     """Yields incumbents as CP-SAT finds them and a last one with its status.
 
@@ -112,7 +107,6 @@ def solve_program(
         work_limit: units of CP-SAT's deterministic time; what is found within them depends on the
             program and the seed alone.
         seed: of CP-SAT's random choices.
-        parameters: more CP-SAT parameters by name.
 
     Raises:
         MissingPackageError: OR-Tools is not installed.
@@ -124,7 +118,6 @@ def solve_program(
             time_limit_s=time_limit_s,
             work_limit=work_limit,
             seed=seed,
-            parameters=parameters,
         )
         yield from worker.answers()
 
@@ -175,7 +168,6 @@ class Worker:
         time_limit_s: float,
         work_limit: float | None = None,
         seed: int = 0,
-        parameters: dict[str, Any] | None = None,
     ) -> None:
         """Sends a program, once the answers to the one before are read; arguments as of
         :func:`solve_program`."""
@@ -187,7 +179,7 @@ class Worker:
             "rows": program.rows,
             "hint": program.hint,
             "seed": seed,
-            "parameters": SINGLE_THREAD | (parameters or {}),
+            "parameters": dict(SINGLE_THREAD),
             "time_limit_s": max(0.1, time_limit_s - STARTUP_S),
         }
         if work_limit is not None:
@@ -208,7 +200,7 @@ class Worker:
             try:
                 line = self._lines.get(timeout=max(0.0, self._deadline - time.monotonic()))
             except queue.Empty:
-                yield Incumbent(None, None, "UNKNOWN")
+                yield Incumbent(None, "UNKNOWN")
                 return
             if line is None:
                 status = self._process.wait()
@@ -219,13 +211,7 @@ class Worker:
                 )
             news = json.loads(line)
             ones = frozenset(news["ones"]) if "ones" in news else None
-            yield Incumbent(
-                ones,
-                news.get("bound"),
-                news.get("status", ""),
-                news.get("peak_bytes"),
-                news.get("work"),
-            )
+            yield Incumbent(ones, news.get("status", ""), news.get("work"))
             if "status" in news:
                 return
 

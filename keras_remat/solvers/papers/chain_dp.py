@@ -33,8 +33,8 @@ from keras_remat.solvers.orders.trim import trimmed
 UNITS = 400
 MAX_STAGES = 120
 MAX_PLANS = 60
-#: The table reaches this far over the budget, because rounding up and buffer reuse leave room.
 SPARE = 1.25
+"""The table reaches this far over the budget, because rounding up and buffer reuse leave room."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,18 @@ class Stages:
         return sum(self.linear.problem.profile.op_time_s[i] for i in ops)
 
     @cached_property
-    def output_bytes(self) -> list[int]:
-        """ω_a: bytes crossing the cut after each block."""
-        graph = self.linear.problem.graph
-        ends = [self.linear.position[ops[-1]] for ops in self.forward]
-        return [
-            sum(
-                graph.values[v].nbytes
-                for v, s in self.block_of.items()
-                if s == at and self.linear.last_forward_read[v] > end
-            )
-            for at, end in enumerate(ends)
-        ]
+    def output(self) -> list[set[int]]:
+        """a: values of each block that cross the cut after it."""
+        output: list[set[int]] = [set() for _ in self.forward]
+        for v, s in self.block_of.items():
+            if self.linear.last_forward_read[v] > self.linear.position[self.forward[s][-1]]:
+                output[s].add(v)
+        return output
+
+    def sizes(self, sets: list[set[int]]) -> list[int]:
+        """Bytes of sets of values: ω_a of ``output``, ω_ā of ``saved``, ω_δ of ``gradients``."""
+        values = self.linear.problem.graph.values
+        return [sum(values[v].nbytes for v in one) for one in sets]
 
     @cached_property
     def saved(self) -> list[set[int]]:
@@ -108,12 +108,6 @@ class Stages:
             ):
                 saved[s].add(v)
         return saved
-
-    @cached_property
-    def saved_bytes(self) -> list[int]:
-        """ω_ā in bytes."""
-        values = self.linear.problem.graph.values
-        return [sum(values[v].nbytes for v in kept) for kept in self.saved]
 
     def _peak(self, ops: list[int], alive: set[int], kept: set[int]) -> int:
         """Bytes held at most while ``ops`` run once, counting ``alive`` and what they compute; of
@@ -145,15 +139,7 @@ class Stages:
     @cached_property
     def forward_none_peak(self) -> list[int]:
         """Bytes a block needs beside its input to run forward and keep only its output."""
-        crossing = self.linear.last_forward_read
-        return [
-            self._peak(
-                ops,
-                set(),
-                {v for v in self.saved[s] if crossing[v] > self.linear.position[ops[-1]]},
-            )
-            for s, ops in enumerate(self.forward)
-        ]
+        return [self._peak(ops, set(), self.output[s]) for s, ops in enumerate(self.forward)]
 
     @cached_property
     def gradients(self) -> list[set[int]]:
@@ -168,12 +154,6 @@ class Stages:
                 for s in range(until, made_at):
                     alive[s].add(v)
         return alive
-
-    @cached_property
-    def gradient_bytes(self) -> list[int]:
-        """ω_δ in bytes."""
-        values = self.linear.problem.graph.values
-        return [sum(values[v].nbytes for v in alive) for alive in self.gradients]
 
     @cached_property
     def backward_peak(self) -> list[int]:
@@ -202,8 +182,9 @@ class Table:
         def up(nbytes: int) -> int:
             return min(units + 1, -(-nbytes // unit_bytes))
 
-        self.output = [up(b) for b in stages.output_bytes]
-        self.saved = [up(b) for b in stages.saved_bytes]
+        output_bytes, gradient_bytes = stages.sizes(stages.output), stages.sizes(stages.gradients)
+        self.output = [up(b) for b in output_bytes]
+        self.saved = [up(b) for b in stages.sizes(stages.saved)]
         forward_s = [stages.seconds(ops) for ops in stages.forward]
         both_s = [
             f + stages.seconds(ops) for f, ops in zip(forward_s, stages.backward, strict=True)
@@ -214,9 +195,7 @@ class Table:
         self.choice = np.full((n, n, units + 1), -1, dtype=np.int16)
         amounts = np.arange(units + 1)
         for s in range(n):
-            need = up(
-                max(stages.forward_all_peak[s] + stages.gradient_bytes[s], stages.backward_peak[s])
-            )
+            need = up(max(stages.forward_all_peak[s] + gradient_bytes[s], stages.backward_peak[s]))
             self.cost[s, s, need:] = both_s[s]
             self.choice[s, s, need:] = s
         for length in range(1, n):
@@ -224,18 +203,15 @@ class Table:
                 t = s + length
                 none_peak = max(
                     [stages.forward_none_peak[s]]
-                    + [
-                        stages.output_bytes[j - 1] + stages.forward_none_peak[j]
-                        for j in range(s + 1, t)
-                    ]
+                    + [output_bytes[j - 1] + stages.forward_none_peak[j] for j in range(s + 1, t)]
                 )
                 all_need = up(
                     max(
-                        stages.forward_all_peak[s] + stages.gradient_bytes[t],
+                        stages.forward_all_peak[s] + gradient_bytes[t],
                         stages.backward_peak[s],
                     )
                 )
-                none_need = up(none_peak + stages.gradient_bytes[t])
+                none_need = up(none_peak + gradient_bytes[t])
                 left = amounts - self.saved[s]
                 save_all = (
                     np.where(left >= 0, self.cost[s + 1, t, np.maximum(left, 0)], np.inf)
@@ -296,10 +272,6 @@ def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
     """
     graph = stages.linear.problem.graph
     made = [[v for i in ops for v in graph.ops[i].outputs] for ops in stages.forward]
-    crossing = [
-        {v for v in values if stages.linear.last_forward_read[v] > stages.linear.position[ops[-1]]}
-        for values, ops in zip(made, stages.forward, strict=True)
-    ]
 
     def policy(walk: Walk) -> None:
         ran: set[int] = set()
@@ -310,7 +282,7 @@ def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
                     walk.demand(op_id)
                 walk.drop(made[s])
                 if s > 0 and s - 1 not in saved:
-                    walk.drop(crossing[s - 1])
+                    walk.drop(stages.output[s - 1])
                 continue
             (saved.add if action == "all" else saved.discard)(s)
             for op_id in stages.forward[s]:
@@ -318,9 +290,9 @@ def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
                     walk.demand(op_id)
                     ran.add(op_id)
             if action != "all":
-                walk.drop(v for v in made[s] if v not in crossing[s])
+                walk.drop(v for v in made[s] if v not in stages.output[s])
             if action == "none":
-                walk.drop(crossing[s - 1])
+                walk.drop(stages.output[s - 1])
 
     return order_of(stages.linear.problem, policy)
 

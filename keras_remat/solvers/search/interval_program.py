@@ -33,6 +33,9 @@ from dataclasses import dataclass
 from keras_remat.core.problem import Problem
 from keras_remat.solvers.engines import cp_sat
 
+Pair = tuple[int, int]
+"""(slot, op) of a recomputation."""
+
 SMALL_OPS = 500
 """Orders up to this length are searched without the shortcuts that long ones need."""
 TINY_OPS = 40
@@ -54,28 +57,8 @@ class Cell:
     variable: int  # −1 where it certainly runs
 
 
-@dataclass(frozen=True)
-class Model:
-    """The 0-1 program of a problem and how to read an order from an assignment."""
-
-    program: cp_sat.Program
-    cells: tuple[Cell, ...]
-    unit_s: float
-
-    def chosen(self, ones: frozenset[int]) -> set[tuple[int, int]]:
-        """(slot, op) of the candidates that run in an assignment."""
-        return {(cell.slot, cell.op_id) for cell in self.cells if cell.variable in ones}
-
-    def order(self, ones: frozenset[int]) -> tuple[int, ...]:
-        """The order an assignment stands for."""
-        return tuple(
-            cell.op_id for cell in self.cells if cell.variable < 0 or cell.variable in ones
-        )
-
-
-def recomputations(order: Sequence[int], base: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(slot, op) of every run after the first, the slot being the base position of the next first
-    run."""
+def recomputations(order: Sequence[int], base: Sequence[int]) -> Iterator[Pair]:
+    """Every run after the first, its slot being the base position of the next first run."""
     place = {op_id: at for at, op_id in enumerate(base)}
     seen: set[int] = set()
     waiting: list[int] = []
@@ -89,8 +72,20 @@ def recomputations(order: Sequence[int], base: Sequence[int]) -> Iterator[tuple[
     yield from ((len(base), again) for again in waiting)
 
 
-class _Builder:
-    """Writes the program of the module docstring."""
+class Model:
+    """Writes the program of the module docstring, and reads an order from an assignment.
+
+    Args:
+        problem: with a budget.
+        base: the order of the first runs.
+        candidates: recomputations that are in question.
+        hint: a legal order to start from, with the first runs in the order of ``base``;
+            recomputations that are no candidates are left out.
+        fixed: recomputations that are not in question.
+
+    Attributes:
+        program: what CP-SAT solves.
+    """
 
     KEPT, GONE = -1, -2  # segments that are constant: retained, or not there at all
 
@@ -98,8 +93,9 @@ class _Builder:
         self,
         problem: Problem,
         base: Sequence[int],
-        slots: dict[int, set[int]],
-        fixed: Collection[tuple[int, int]] = (),
+        candidates: Collection[Pair],
+        hint: Sequence[int] | None,
+        fixed: Collection[Pair] = (),
     ):
         self.problem, self.graph, self.base = problem, problem.graph, base
         self.program = cp_sat.Program()
@@ -110,30 +106,23 @@ class _Builder:
         self.unit_bytes = max(
             1, math.gcd(*(v.nbytes for v in self.graph.values), *problem.profile.op_workspace_bytes)
         )
-        self.unit_s = max(problem.store_all_time_s / TIME_STEPS, 1e-15)
+        unit_s = max(problem.store_all_time_s / TIME_STEPS, 1e-15)
         self.capacity = (budget - problem.profile.resident_bytes) // self.unit_bytes
         self.merges = len(base) > SMALL_OPS and not fixed
-        candidates = {
-            (slot, op_id) for op_id, chosen in slots.items() for slot in chosen
-        }.difference(fixed)
         rounds = 2 if len(base) <= TINY_OPS and not fixed else 1
-        again = [
+        cells = [(at, 1, at, op_id) for at, op_id in enumerate(base)]
+        cells += [
             (slot, 0, place[op_id] + turn * len(base), op_id)
-            for slot, op_id in candidates.union(fixed)
+            for slot, op_id in {*candidates, *fixed}
             for turn in range(rounds)
         ]
-        self.cells = [
-            Cell(
-                slot,
-                op_id,
-                self.program.variable(self._cost(op_id))
-                if not kind and (slot, op_id) in candidates
-                else -1,
-            )
-            for slot, kind, _, op_id in sorted(
-                again + [(at, 1, at, op_id) for at, op_id in enumerate(base)]
-            )
-        ]
+        certain = set(fixed)
+        self.cells: list[Cell] = []
+        for slot, is_base, _, op_id in sorted(cells):
+            variable = -1
+            if not is_base and (slot, op_id) not in certain:
+                variable = self.program.variable(round(problem.profile.op_time_s[op_id] / unit_s))
+            self.cells.append(Cell(slot, op_id, variable))
         # Per value its events (cell index; len(cells) is the end of the step) and the segment after
         # each of them.
         self.events: dict[int, list[int]] = {}
@@ -151,9 +140,18 @@ class _Builder:
         for value_id, events in self.events.items():
             self._segment(value_id, events)
         self._rows()
+        if hint is not None:
+            self.program.hint = self._hint(hint)
 
-    def _cost(self, op_id: int) -> int:
-        return round(self.problem.profile.op_time_s[op_id] / self.unit_s)
+    def chosen(self, ones: frozenset[int]) -> set[Pair]:
+        """The candidates that run in an assignment."""
+        return {(cell.slot, cell.op_id) for cell in self.cells if cell.variable in ones}
+
+    def order(self, ones: frozenset[int]) -> tuple[int, ...]:
+        """The order an assignment stands for."""
+        return tuple(
+            cell.op_id for cell in self.cells if cell.variable < 0 or cell.variable in ones
+        )
 
     def units(self, nbytes: int) -> int:
         return nbytes // self.unit_bytes
@@ -187,9 +185,8 @@ class _Builder:
 
     def _rows(self) -> None:
         """Writes (4) for every cell where the budget could be exceeded."""
-        across: dict[
-            int, int
-        ] = {}  # variable → units, of the values retained across the current cell
+        # variable → units, of the values retained across the current cell
+        across: dict[int, int] = {}
         optional = 0  # their sum
         kept = 0  # units retained whatever the variables say
         merged = _MergedRows(
@@ -271,7 +268,7 @@ class _Builder:
             self.program.rows.append(([*needed, new], [*[1] * len(needed), -rank], spare - rank))
         return new
 
-    def hint(self, order: Sequence[int]) -> list[int]:
+    def _hint(self, order: Sequence[int]) -> list[int]:
         """The variables that are 1 when the cells of ``order``'s recomputations run."""
         wanted = set(recomputations(order, self.base))
         runs = []
@@ -332,26 +329,3 @@ class _MergedRows:
                 ([i for i, _ in used], [u for _, u in used], self.capacity - self.constant)
             )
         self.terms, self.constant = {}, 0
-
-
-def build(
-    problem: Problem,
-    base: Sequence[int],
-    slots: dict[int, set[int]],
-    hint: Sequence[int] | None,
-    fixed: Collection[tuple[int, int]] = (),
-) -> Model:
-    """The program of the module docstring.
-
-    Args:
-        problem: with a budget.
-        base: the order of the first runs.
-        slots: op → slots in which it may run again.
-        hint: a legal order to start from, with the first runs in the order of ``base``;
-            recomputations outside of ``slots`` are left out.
-        fixed: (slot, op) of recomputations that are not in question.
-    """
-    builder = _Builder(problem, base, slots, fixed)
-    if hint is not None:
-        builder.program.hint = builder.hint(hint)
-    return Model(builder.program, tuple(builder.cells), builder.unit_s)

@@ -33,7 +33,13 @@ from keras_remat.solvers.engines import cp_sat
 from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Incumbent, seconds_of
 from keras_remat.solvers.search import greedy
-from keras_remat.solvers.search.interval_program import SMALL_OPS, TINY_OPS, build, recomputations
+from keras_remat.solvers.search.interval_program import (
+    SMALL_OPS,
+    TINY_OPS,
+    Model,
+    Pair,
+    recomputations,
+)
 
 DEPTHS = (2, 4, 8, 16)
 """Successive depths of candidates; the next is tried when the program of the last was solved to its
@@ -104,12 +110,11 @@ def improve(
     """
     known = list(known)
     for depth in depths:
-        slots = candidate_slots(problem, base, depth)
+        pairs = candidates(problem, base, depth)
         for order in known:
-            for slot, op_id in recomputations(order, base):
-                slots.setdefault(op_id, set()).add(slot)
+            pairs.update(recomputations(order, base))
         hint = min(known, key=lambda order: simulate(problem, Schedule(order)).time_s, default=None)
-        model = build(problem, base, slots, hint)
+        model = Model(problem, base, pairs, hint)
         left = deadline.left_s()
         if left <= MINIMUM_S or work <= 0:
             return False
@@ -127,8 +132,8 @@ def improve(
     return True
 
 
-def candidate_slots(problem: Problem, base: Sequence[int], depth: int) -> dict[int, set[int]]:
-    """For every op the slots in which running it again may pay.
+def candidates(problem: Problem, base: Sequence[int], depth: int) -> set[Pair]:
+    """Every op with the slots in which running it again may pay.
 
     A slot is one where an output of the op is read after a gap in which the base order comes close
     to the budget; or where a reader of an output is a candidate itself, up to ``depth`` readers
@@ -178,4 +183,4 @@ def candidate_slots(problem: Problem, base: Sequence[int], depth: int) -> dict[i
                         if at == len(reads) or reads[at] - slot <= near:
                             found[slot] = min(found.get(slot, depth), level + 1)
         levels[op_id] = {slot: level for slot, level in found.items() if slot <= last[op_id]}
-    return {op_id: set(found) for op_id, found in levels.items() if found}
+    return {(slot, op_id) for op_id, found in levels.items() for slot in found}

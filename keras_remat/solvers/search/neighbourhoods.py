@@ -23,10 +23,8 @@ from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.solvers.engines import cp_sat
 from keras_remat.solvers.orders.incumbent import seconds_of
-from keras_remat.solvers.search import interval_program, intervals
-
-Pair = tuple[int, int]
-"""(slot, op) of a recomputation."""
+from keras_remat.solvers.search import intervals
+from keras_remat.solvers.search.interval_program import Model, Pair, recomputations
 
 FIRST_SIZE, FIRST_SHARE, LEAST_SIZE = 160, 0.1, 20
 """Candidates of a neighbourhood; the first ones have the larger of a number and a share of all."""
@@ -66,13 +64,8 @@ def improve(
         CpSatProcessError: a process ended without an answer.
     """
     base = tuple(dict.fromkeys(start))
-    chosen = set(interval_program.recomputations(start, base))
-    candidates = {
-        (slot, op_id)
-        for op_id, slots in intervals.candidate_slots(problem, base, depth).items()
-        for slot in slots
-    }
-    pairs = sorted(candidates | chosen)
+    chosen = set(recomputations(start, base))
+    pairs = sorted(intervals.candidates(problem, base, depth) | chosen)
     if not pairs or deadline.left_s() <= intervals.MINIMUM_S:
         return
     rng = random.Random(seed)
@@ -83,19 +76,14 @@ def improve(
         while done < work and idle < NOTHING_NEW and deadline.left_s() > intervals.MINIMUM_S:
             windows: list[set[Pair]] = []
             answers: list[set[Pair]] = []
-            models: list[interval_program.Model] = []
+            models: list[Model] = []
             for worker in (first, second):
                 window = neighbourhood(
                     [pair for pair in pairs if not windows or pair not in windows[0]],
                     int(size),
                     rng,
                 )
-                slots: dict[int, set[int]] = {}
-                for slot, op_id in window:
-                    slots.setdefault(op_id, set()).add(slot)
-                model = interval_program.build(
-                    problem, base, slots, order_of(base, chosen), chosen - window
-                )
+                model = Model(problem, base, window, order_of(base, chosen), chosen - window)
                 left = deadline.left_s()
                 worker.start(model.program, time_limit_s=left, work_limit=WORK_PER_SOLVE, seed=seed)
                 windows.append(window)

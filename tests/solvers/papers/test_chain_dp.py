@@ -52,7 +52,7 @@ def test_beaumont_2019_theorem_1_recursion(seed: int) -> None:
     stages = table.stages
     forward = [stages.seconds(ops) for ops in stages.forward]
     both = [f + stages.seconds(ops) for f, ops in zip(forward, stages.backward, strict=True)]
-    w, saved, delta = stages.output_bytes, stages.saved_bytes, stages.gradient_bytes
+    w, saved, delta = map(stages.sizes, (stages.output, stages.saved, stages.gradients))
 
     @cache
     def cost(s: int, t: int, m: int) -> float:

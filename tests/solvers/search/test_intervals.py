@@ -128,8 +128,7 @@ def test_every_assignment_that_satisfies_the_program_fits(seed: int) -> None:
     is simulated."""
     problem = mixed_problem(seed)
     base = tuple(sorted(problem.graph.needed))
-    slots = intervals.candidate_slots(problem, base, 3)
-    pairs = sorted((slot, op_id) for op_id, chosen in slots.items() for slot in chosen)
+    pairs = sorted(intervals.candidates(problem, base, 3))
     rng = random.Random(seed)
     for _ in range(20):
         chosen = set(rng.sample(pairs, min(len(pairs), rng.randint(0, 4))))
@@ -137,7 +136,7 @@ def test_every_assignment_that_satisfies_the_program_fits(seed: int) -> None:
         for at in range(len(base) + 1):
             order += sorted(op_id for slot, op_id in chosen if slot == at)
             order += base[at : at + 1]
-        model = interval_program.build(problem, base, slots, order)
+        model = interval_program.Model(problem, base, pairs, order)
         assert model.program.hint is not None
         ones = frozenset(model.program.hint)
         assert model.order(ones) == tuple(order)

@@ -73,12 +73,10 @@ def test_a_fixed_recomputation_stays(seed: int) -> None:
         return
     base = tuple(dict.fromkeys(order))
     fixed = set(interval_program.recomputations(order, base))
-    model = interval_program.build(problem, base, {}, order, fixed)
+    model = interval_program.Model(problem, base, set(), order, fixed)
     assert model.order(frozenset()) == neighbourhoods.order_of(base, fixed)
-    free = {op_id: {slot} for slot, op_id in list(fixed)[:1]}
-    model = interval_program.build(
-        problem, base, free, order, fixed - {(s, o) for o, slots in free.items() for s in slots}
-    )
+    free = set(list(fixed)[:1])
+    model = interval_program.Model(problem, base, free, order, fixed - free)
     assert model.program.hint is not None
     assert model.order(frozenset(model.program.hint)) == neighbourhoods.order_of(base, fixed)
 
