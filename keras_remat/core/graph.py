@@ -36,6 +36,14 @@ def _is_int(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
 
 
+def check_bytes(nbytes: object, field: str) -> None:
+    """Raises :class:`InvalidProblemError`, which names the field, for what is no size."""
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:
+        raise InvalidProblemError(
+            f"bytes must be an int of at least 0, got {nbytes!r}", field=field, value=nbytes
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """One tensor.
@@ -134,12 +142,7 @@ class Graph:
                 raise InvalidProblemError(
                     f"id {value.id!r} at position {at}", field=f"values[{at}].id", value=value.id
                 )
-            if not _is_int(value.nbytes) or value.nbytes < 0:
-                raise InvalidProblemError(
-                    f"bytes must be an int of at least 0, got {value.nbytes!r}",
-                    field=f"values[{at}].bytes",
-                    value=value.nbytes,
-                )
+            check_bytes(value.nbytes, f"values[{at}].bytes")
             if value.shape is not None and not all(
                 _is_int(size) and size >= 0 for size in value.shape
             ):
@@ -238,6 +241,11 @@ class Graph:
             raise LookupError(f"value {value_id} is a step input; no op computes it")
         return producer
 
+    def producers(self, op_id: int) -> set[int]:
+        """Returns the ops that compute what an op reads."""
+        makers = (self.values[v].producer for v in self.ops[op_id].inputs)
+        return {maker for maker in makers if maker is not None}
+
     @cached_property
     def input_bytes(self) -> int:
         """Bytes of all values without a producer: the batch."""
@@ -263,9 +271,7 @@ class Graph:
             op_id = stack.pop()
             if op_id not in seen:
                 seen.add(op_id)
-                stack += [
-                    p for v in self.ops[op_id].inputs if (p := self.values[v].producer) is not None
-                ]
+                stack += self.producers(op_id)
         return frozenset(seen)
 
     @cached_property

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+from keras_remat.core.graph import check_bytes
 from keras_remat.errors import InvalidProblemError
 
 MAX_SECONDS = sys.float_info.max
@@ -57,18 +58,11 @@ class Profile:
                 )
         object.__setattr__(self, "op_time_s", tuple(map(float, self.op_time_s)))
         for at, nbytes in enumerate(self.op_workspace_bytes):
-            _check_bytes(nbytes, f"ops[{at}].workspace_bytes")
-        _check_bytes(self.resident_bytes, "resident_bytes")
+            check_bytes(nbytes, f"ops[{at}].workspace_bytes")
+        check_bytes(self.resident_bytes, "resident_bytes")
         if self.source not in ("measured", "estimated"):
             raise InvalidProblemError(
                 f'must be "measured" or "estimated", got {self.source!r}',
                 field="source",
                 value=self.source,
             )
-
-
-def _check_bytes(nbytes: object, field: str, *, least: int = 0) -> None:
-    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < least:
-        raise InvalidProblemError(
-            f"bytes must be an int of at least {least}, got {nbytes!r}", field=field, value=nbytes
-        )

@@ -17,9 +17,7 @@ def predecessors(graph: Graph, op_id: int) -> set[int]:
     >>> sorted(predecessors(chain_example(), 4))
     [0, 3]
     """
-    op = graph.ops[op_id]
-    producers = {p for v in op.inputs if (p := graph.values[v].producer) is not None}
-    return producers | (set(op.after) & graph.needed)
+    return graph.producers(op_id) | (set(graph.ops[op_id].after) & graph.needed)
 
 
 def ancestors_of(graph: Graph, op_id: int) -> set[int]:

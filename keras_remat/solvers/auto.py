@@ -63,14 +63,7 @@ from keras_remat.solvers.orders.incumbent import Incumbent, seconds_of
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import checkmate_milp, dtr
-from keras_remat.solvers.search import (
-    anneal,
-    backward,
-    fetching,
-    greedy,
-    intervals,
-    neighbourhoods,
-)
+from keras_remat.solvers.search import anneal, backward, fetching, greedy, intervals, neighbourhoods
 from keras_remat.solvers.search.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -136,6 +129,8 @@ class _Search:
         self.incumbent, self.problem, self.seed = incumbent, incumbent.problem, seed
         self.deadline, self.limit_s = incumbent.deadline, incumbent.deadline.seconds
         incumbent.tolerance = PROOF_TOLERANCE
+        self.last = self.deadline.share(LAST_SHARE)
+        self.view = self.whole = _View(self.problem, tuple, tuple)
         self.coarse_best: Order | None = None
         self.has_cp_sat = False
 
@@ -155,11 +150,14 @@ class _Search:
         self.incumbent.bound_s = max(self.incumbent.bound_s, bound_s)
         self.incumbent.report()
 
-    def _offer_of(self, view: _View, order: Order, solver: str) -> None:
-        """Offers an order of a view, and keeps the view's own best one."""
-        if self.coarse_best is None or _seconds(view, order) < _seconds(view, self.coarse_best):
+    def _offer_of_view(self, order: Order, solver: str) -> None:
+        """Offers an order of the view, and keeps the view's own best one."""
+        time_s = self.view.problem.op_time_s
+        if self.coarse_best is None or (
+            sum(time_s[op_id] for op_id in order) < sum(time_s[op_id] for op_id in self.coarse_best)
+        ):
             self.coarse_best = order
-        self.offer(view.expand(order), solver)
+        self.offer(self.view.expand(order), solver)
 
     def run(self) -> None:
         default = tuple(sorted(self.problem.graph.needed))
@@ -168,16 +166,11 @@ class _Search:
             return
         native.begin()
         large = len(default) > LARGE_OPS
-        view = whole = _View(self.problem, tuple, tuple)
-        known = [] if large else self._heuristics(bases)
+        known: list[Order] = []
         if large:
-            self._greedy(whole, bases, most=1)
-        fits = False
-        for base in bases if large else ():
-            if not fits:
-                view, fits = self._coarse(base)
-        if large and self.incumbent.order is None:
-            self._greedy(whole, bases[:1])
+            self._coarsen(bases)
+        else:
+            known = self._heuristics(bases)
         self.raise_bound(
             cut_bound.lower_bound_s(self.problem, deadline=self.deadline.share(BOUND_SHARE))
         )
@@ -195,37 +188,26 @@ class _Search:
         if begins_with_intervals:
             solve_intervals()
         if not self.incumbent.proved:
-            self._anneal(
-                view, self.seed, (anneal.LOOSE, anneal.STIFF), FIRST_ANNEAL_SHARE, from_best=False
-            )
+            self._anneal((anneal.LOOSE, anneal.STIFF), FIRST_ANNEAL_SHARE, self.seed)
         if self.incumbent.order is None and not large:
             known += self._backward(BACKWARD_SHARE)
         if not begins_with_intervals and not large:
             solve_intervals()
-        self._take_turns(view, small=len(default) <= PROVABLE_OPS)
+        self._take_turns(small=len(default) <= PROVABLE_OPS)
 
-    def _take_turns(self, view: _View, *, small: bool) -> None:
+    def _take_turns(self, *, small: bool) -> None:
         """Gives turns to what improves the best schedule (step 6)."""
-        loose, stiff, cool = (
-            partial(self._anneal, view, coolings=coolings, share=ANNEAL_SHARE, from_best=from_best)
-            for coolings, from_best in (
-                ((anneal.LOOSE, anneal.COOL), False),
-                ((anneal.STIFF, anneal.COOL), False),
-                ((anneal.COOL,), True),
-            )
-        )
-        solve_parts = partial(self._neighbourhoods, view)
         arms: list[Callable[[int], None]] = [
-            cool,
-            lambda seed: self._with_cp_sat(partial(solve_parts, seed)),
-            loose,
-            stiff,
+            partial(self._anneal, (anneal.COOL,), ANNEAL_SHARE, from_best=True),
+            lambda seed: self._with_cp_sat(partial(self._neighbourhoods, seed)),
+            partial(self._anneal, (anneal.LOOSE, anneal.COOL), ANNEAL_SHARE),
+            partial(self._anneal, (anneal.STIFF, anneal.COOL), ANNEAL_SHARE),
         ]
         turns = Turns(len(arms))
         for turn in range(TURNS):
-            if self.incumbent.proved or self.deadline.share(LAST_SHARE).is_over:
+            if self.incumbent.proved or self.last.is_over:
                 return
-            # with nothing to improve
+            # only the last two need no schedule to begin with
             ready = turns.next() if self.incumbent.order is not None else 2 + turn % 2
             before_s = self.incumbent.best_s
             arms[ready](self.seed + 1 + turn)
@@ -245,32 +227,39 @@ class _Search:
                 logger.warning("keras_remat: goes on without CP-SAT: %s", error)
                 self.has_cp_sat = False
 
-    def _coarse(self, base: Order) -> tuple[_View, bool]:
-        """A coarse view, with as much room set aside as greedy's schedules for it turn out to need
-        in the problem itself; and whether one of them fits that."""
+    def _coarsen(self, bases: Sequence[Order]) -> None:
+        """Makes the view a coarse one, of the first base order whose schedules fit the problem
+        itself."""
+        self._greedy(self.whole, bases, most=1)
+        if not any(self._coarse(base) for base in bases) and self.incumbent.order is None:
+            self._greedy(self.whole, bases[:1])
+
+    def _coarse(self, base: Order) -> bool:
+        """Makes the view a coarse one, with as much room set aside as greedy's schedules for it
+        turn out to need in the problem itself; returns whether one of them fits that."""
         coarse = coarsen.Coarse(
             self.problem, base, coarsen.small_value_threshold(self.problem, base)
         )
-        view = _View(coarse.problem, coarse.expand, coarse.project)
+        self.view = _View(coarse.problem, coarse.expand, coarse.project)
         budget = limit = self.problem.budget_bytes or 0
         bases = [tuple(range(len(coarse.ops)))]
         for _ in range(TIGHTENINGS):
-            first = self._greedy(view, bases, most=1)
+            first = self._greedy(self.view, bases, most=1)
             if not first:
                 break
-            peak = simulate(self.problem, Schedule(view.expand(first[0]))).peak_bytes
+            peak = simulate(self.problem, Schedule(coarse.expand(first[0]))).peak_bytes
             if peak <= limit:
-                self.coarse_best = (self._greedy(view, bases) or first)[-1]
-                return view, True
+                self.coarse_best = (self._greedy(self.view, bases) or first)[-1]
+                return True
             budget -= peak - limit
-            if budget < view.problem.floor_bytes:
+            if budget < coarse.problem.floor_bytes:
                 break
-            view = replace(view, problem=view.problem.with_budget(budget))
-        return view, False
+            self.view = replace(self.view, problem=coarse.problem.with_budget(budget))
+        return False
 
     def _heuristics(self, bases: Sequence[Order]) -> list[Order]:
         """The orders that greedy, DTR and the search backwards give."""
-        known = self._greedy(_View(self.problem, tuple, tuple), bases)
+        known = self._greedy(self.whole, bases)
         if self.incumbent.proved:
             return known
         for score in DTR_SCORES:
@@ -295,20 +284,15 @@ class _Search:
             InfeasibleBudgetError: proved that there is none.
         """
         steps = backward.steps_limit(share * self.limit_s)
-        orders = backward.both(self.problem, steps, self.deadline.share(LAST_SHARE))
+        orders = backward.both(self.problem, steps, self.last)
         return [order for order in orders if self.offer(order, "backward")]
 
-    def _greedy(
-        self,
-        view: _View,
-        bases: Sequence[Order],
-        most: int | None = None,
-    ) -> list[Order]:
+    def _greedy(self, view: _View, bases: Sequence[Order], most: int | None = None) -> list[Order]:
         """The orders of the view that greedy gives, the first ``most`` of them; those that fit the
         problem are offered."""
         candidates = greedy.candidates(
             view.problem,
-            deadline=self.deadline.share(LAST_SHARE),
+            deadline=self.last,
             max_steps=greedy.steps_limit(GREEDY_SHARE * self.limit_s),
             orders=bases,
         )
@@ -332,16 +316,16 @@ class _Search:
     def _intervals(self, known: list[Order]) -> None:
         """Interval search on the order of first runs of the best schedule; ``known`` are schedules
         to take candidates from."""
-        if self.incumbent.order is None:
-            return
         start = self.incumbent.order
-        base = first_runs(start)
-        known = [start, *(order for order in known if first_runs(order) == base)]
+        if start is None:
+            return
+        base = tuple(dict.fromkeys(start))
+        known = [start, *(order for order in known if tuple(dict.fromkeys(order)) == base)]
         for order in intervals.improve(
             self.problem,
             base,
             known,
-            deadline=self.deadline.share(LAST_SHARE),
+            deadline=self.last,
             work=intervals.work_limit(INTERVALS_SHARE * self.limit_s),
             seed=self.seed,
         ):
@@ -349,50 +333,49 @@ class _Search:
             if self.incumbent.proved:
                 return
 
-    def _start(self, view: _View) -> Order:
+    def _start(self) -> Order:
         """The best order of the view: of the coarse problem the best within *its* budget, since
         what is better only after trimming on the whole problem uses room that other coarse orders
         do not have."""
         if self.incumbent.order is None:
             raise ValueError("needs a schedule to start from")
-        return (
-            self.coarse_best
-            if view.problem is not self.problem and self.coarse_best
-            else view.project(self.incumbent.order)
-        )
+        if self.view is not self.whole and self.coarse_best:
+            return self.coarse_best
+        return self.view.project(self.incumbent.order)
 
     def _anneal(
         self,
-        view: _View,
-        seed: int,
         coolings: Sequence[anneal.Cooling],
         share: float,
+        seed: int,
         *,
-        from_best: bool,
+        from_best: bool = False,
     ) -> None:
         compiled = native.is_compiled(anneal.WAIT_SHARE * self.limit_s)
-        moves = anneal.moves_for(view.problem, share * self.limit_s, compiled=compiled)
+        moves = anneal.moves_for(self.view.problem, share * self.limit_s, compiled=compiled)
         for order in anneal.improve(
-            view.problem,
-            self._start(view) if from_best else None,
-            deadline=self.deadline.share(LAST_SHARE),
+            self.view.problem,
+            self._start() if from_best else None,
+            deadline=self.last,
             moves=moves // len(coolings),
             compiled=compiled,
             coolings=coolings,
             seed=seed,
         ):
-            self._offer_of(view, order, "anneal")
+            self._offer_of_view(order, "anneal")
 
-    def _neighbourhoods(self, view: _View, seed: int) -> None:
+    def _neighbourhoods(self, seed: int) -> None:
         if self.incumbent.order is None or self.incumbent.proved:
             return
-        work = intervals.work_limit(NEIGHBOURHOODS_SHARE * self.limit_s)
-        depth = NEIGHBOURHOODS_DEPTH * (2 if view.problem is self.problem else 1)
-        start, deadline = self._start(view), self.deadline.share(LAST_SHARE)
         for order in neighbourhoods.improve(
-            view.problem, start, deadline=deadline, work=work, depth=depth, seed=seed
+            self.view.problem,
+            self._start(),
+            deadline=self.last,
+            work=intervals.work_limit(NEIGHBOURHOODS_SHARE * self.limit_s),
+            depth=NEIGHBOURHOODS_DEPTH * (2 if self.view is self.whole else 1),
+            seed=seed,
         ):
-            self._offer_of(view, order, "neighbourhoods")
+            self._offer_of_view(order, "neighbourhoods")
             if self.incumbent.proved:
                 return
 
@@ -405,12 +388,3 @@ class _View:
     problem: Problem
     expand: Callable[[Sequence[int]], Order]
     project: Callable[[Sequence[int]], Order]
-
-
-def _seconds(view: _View, order: Order) -> float:
-    return sum(view.problem.profile.op_time_s[op_id] for op_id in order)
-
-
-def first_runs(order: Sequence[int]) -> Order:
-    """The ops of an order in the order in which they run first."""
-    return tuple(dict.fromkeys(order))

@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,16 +52,12 @@ def kernel(*, compiled: bool) -> Any:
     In Python a function ``f`` that has a twin ``f_in_numpy`` is replaced by it.
     """
     module = importlib.import_module(KERNEL)
-    return module if compiled else _plain(module)
-
-
-def _plain(module: ModuleType) -> SimpleNamespace:
-    """Returns the functions of a kernel as ordinary Python."""
-    names = vars(module)
-    space = dict(names)
-    for name, function in names.items():
+    if compiled:
+        return module
+    space = dict(vars(module))
+    for name, function in vars(module).items():
         if hasattr(function, "py_func"):
-            source = names.get(f"{name}_in_numpy", function.py_func)
+            source = space.get(f"{name}_in_numpy", function.py_func)
             space[name] = FunctionType(source.__code__, space, name, source.__defaults__)
     return SimpleNamespace(**space)
 

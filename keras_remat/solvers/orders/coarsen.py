@@ -47,7 +47,9 @@ class Coarse:
         self.full, self.base, self.threshold_bytes = full, tuple(base), threshold_bytes
         graph = full.graph
         self._place = {op_id: at for at, op_id in enumerate(self.base)}
-        big = [v.producer is not None and v.nbytes >= threshold_bytes for v in graph.values]
+        self._big = big = [
+            v.producer is not None and v.nbytes >= threshold_bytes for v in graph.values
+        ]
         self.ops = tuple(
             i for i in self.base
             if full.profile.op_workspace_bytes[i] >= threshold_bytes
@@ -55,9 +57,9 @@ class Coarse:
         )  # fmt: skip
         self._index = {op_id: at for at, op_id in enumerate(self.ops)}
         self._dropped = tuple(i for i in self.base if i not in self._index)
-        self.problem = self._build(big)
+        self.problem = self._build()
 
-    def _build(self, big: list[bool]) -> Problem:
+    def _build(self) -> Problem:
         graph, profile = self.full.graph, self.full.profile
         reached, orders = self._paths()
         values: list[Value] = []
@@ -66,7 +68,7 @@ class Coarse:
         for at, op_id in enumerate(self.ops):
             op = graph.ops[op_id]
             for value_id in op.outputs:
-                if big[value_id]:
+                if self._big[value_id]:
                     number[value_id] = len(values)
                     values.append(replace(graph.values[value_id], id=len(values), producer=at))
             # stands for the small values that depend on this op; an output, so that it is needed
@@ -96,16 +98,14 @@ class Coarse:
         )
         times = tuple(profile.op_time_s[i] for i in self.ops)
         workspace = tuple(profile.op_workspace_bytes[i] for i in self.ops)
-        for (
-            value
-        ) in graph.values:  # nobody reads the batch here, but an allocator's replay wants to see it
+        # nobody reads the batch here, but an allocator's replay wants to see it
+        for value in graph.values:
             if value.producer is None and value.nbytes >= self.threshold_bytes:
                 values.append(replace(value, id=len(values)))
-        costs = Profile(times, workspace, 0)
-        coarse = Problem(Graph(tuple(ops), tuple(values), kept), costs, None, self.full.name)
         small = small_peak_bytes(self.full, self.base, self.threshold_bytes)
-        charged = replace(coarse.profile, resident_bytes=profile.resident_bytes + small)
-        return replace(coarse, profile=charged, budget_bytes=self.full.budget_bytes)
+        costs = Profile(times, workspace, profile.resident_bytes + small)
+        coarse = Graph(tuple(ops), tuple(values), kept)
+        return Problem(coarse, costs, self.full.budget_bytes, self.full.name)
 
     def _paths(self) -> tuple[list[list[int]], list[list[int]]]:
         """Per coarse op the coarse ops it depends on through small values, and those it must follow
@@ -119,7 +119,7 @@ class Coarse:
             op = graph.ops[op_id]
             sources: set[int] = set()
             follows: set[int] = set()
-            for producer in {p for v in op.inputs if (p := graph.values[v].producer) is not None}:
+            for producer in graph.producers(op_id):
                 if producer in self._index:
                     sources.add(self._index[producer])
                 else:
@@ -134,20 +134,15 @@ class Coarse:
             if op_id in self._index:
                 at = self._index[op_id]
                 direct = {
-                    self._index[p]
+                    self._index[maker]
                     for v in op.inputs
-                    if (p := graph.values[v].producer) in self._index
-                    and p is not None
-                    and self._is_big(v)
+                    if self._big[v] and (maker := graph.maker(v)) in self._index
                 }
                 reached.append(sorted(sources - direct))
                 orders.append(sorted(follows - {at}))
             else:
                 small_sources[op_id], followed[op_id] = sources, follows
         return reached, orders
-
-    def _is_big(self, value_id: int) -> bool:
-        return self.full.graph.values[value_id].nbytes >= self.threshold_bytes
 
     def project(self, order: Sequence[int]) -> tuple[int, ...]:
         """Returns the coarse order that is left of a legal full order when the dropped ops are
@@ -176,14 +171,14 @@ class Coarse:
                 passed = max(passed, first[op_id])
                 continue
             op = graph.ops[op_id]
-            needs = [first[p] if p in first else earliest[p] for p in self._producers(op)]
+            needs = [first[p] if p in first else earliest[p] for p in graph.producers(op_id)]
             follows = [last[p] if p in last else earliest[p] for p in op.after if p in self._place]
             earliest[op_id], wish[op_id] = max([-1, *needs, *follows]), passed
         latest = dict.fromkeys(self._dropped, len(order))
         for op_id in reversed(self.base):
             op = graph.ops[op_id]
             point = first[op_id] - 1 if op_id in first else latest[op_id]
-            for before in (*self._producers(op), *op.after):
+            for before in (*graph.producers(op_id), *graph.ops[op_id].after):
                 if before in latest:
                     latest[before] = min(latest[before], point)
         buckets: list[list[int]] = [[] for _ in range(len(order) + 1)]
@@ -195,9 +190,6 @@ class Coarse:
             result.append(self.ops[index])
             result += buckets[at + 1]
         return tuple(result)
-
-    def _producers(self, op: Op) -> set[int]:
-        return {p for v in op.inputs if (p := self.full.graph.values[v].producer) is not None}
 
 
 def small_value_threshold(problem: Problem, base: Sequence[int]) -> int:

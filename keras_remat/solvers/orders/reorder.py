@@ -117,15 +117,8 @@ def _postponed(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
             alive.update(graph.ops[op_id].inputs)
             for earlier in before[op_id]:
                 waiting[earlier] -= 1
-            ready = {
-                earlier: growth(earlier)
-                for earlier in reversed(before[op_id])
-                if not waiting[earlier]
-            }
-            stack += sorted(
-                (earlier for earlier in ready if ready[earlier] >= 0),
-                key=lambda earlier: ready[earlier],
-            )
+            ready = [earlier for earlier in reversed(before[op_id]) if not waiting[earlier]]
+            stack += sorted((earlier for earlier in ready if growth(earlier) >= 0), key=growth)
     return tuple(reversed(backwards))
 
 
@@ -148,9 +141,7 @@ class _Hoist:
         self.followers: list[list[int]] = [[] for _ in self.ops]
         for op_id in base:
             op = self.ops[op_id]
-            before = {p for v in op.inputs if (p := self.producer[v]) is not None} | (
-                set(op.after) & included
-            )
+            before = graph.producers(op_id) | (set(op.after) & included)
             self.waiting[op_id] = len(before)
             for earlier in before:
                 self.followers[earlier].append(op_id)

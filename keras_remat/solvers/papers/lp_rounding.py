@@ -17,6 +17,7 @@ that of the relaxation under the full budget; its scope is told in
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import compress
 
 import numpy as np
 
@@ -85,13 +86,12 @@ def roundings(
     program: Program, x: np.ndarray, rng: np.random.Generator | None
 ) -> Iterator[list[int]]:
     """Orders from a relaxed solution: by thresholds without ``rng``, at random with it."""
-    levels = [(t, v, float(x[column])) for (t, v), column in program.keep.items()]
     tried: set[frozenset[tuple[int, int]]] = set()
-    chances = np.asarray([level for _, _, level in levels])
+    chances = x[list(program.keep.values())]
     count = len(THRESHOLDS) if rng is None else RANDOM_ROUNDINGS
     for at in range(count):
         chosen = chances >= THRESHOLDS[at] if rng is None else chances > rng.random(len(chances))
-        key = frozenset((t, v) for (t, v, _), one in zip(levels, chosen, strict=True) if one)
+        key = frozenset(compress(program.keep, chosen))
         if key in tried:
             continue
         tried.add(key)

@@ -318,15 +318,16 @@ class Eviction:
         # An eviction can make an input of the op wanted again, whose buffer can then not be taken
         # over: ask every time.
         while self.held + (needed := self._needed(op, new)) > self.budget:
+            stuck = StuckError(f"{self.held + needed} bytes needed")
             if self.deadline.is_over:
-                raise StuckError(f"{self.held + needed} bytes needed")
+                raise stuck
             self._refresh()
             given_up = self._given_up(op, new)
             for value_id in given_up:
                 self._appraise(value_id)
             ids = np.concatenate([np.flatnonzero(self.open), np.array(given_up, dtype=np.int64)])
             if not len(ids):
-                raise StuckError(f"{self.held + needed} bytes needed")
+                raise stuck
             rating = self.cost[ids] ** self.policy.cost / (
                 self.size[ids] * np.maximum(self.need[ids] - self.now, 0.5) ** self.policy.distance
             )
@@ -335,7 +336,7 @@ class Eviction:
                     break
                 self.open[ids[at]] = False  # until what it is computed from comes or goes
             else:
-                raise StuckError(f"{self.held + needed} bytes needed")
+                raise stuck
 
     def _is_evictable(self, value_id: int) -> bool:
         producer = self.producer[value_id]
@@ -360,9 +361,8 @@ class Eviction:
         way = self._faster(producer, missing)
         missing = missing if way == producer else [way]
         self.cost[value_id] = sum(self.op_time_s[i] for i in missing) + 0.01 * self.tick_s
-        base_need = self.reads[value_id][-1] if self.reads[value_id] else len(self.base)
         pending = (self.earliest[reader] for reader in self.pending_readers[value_id])
-        self.need[value_id] = min(base_need, min(pending, default=base_need))
+        self.need[value_id] = min([*self.reads[value_id][-1:], *pending], default=len(self.base))
 
     def _missing(self, op_id: int, limit: int) -> list[int]:
         """``op_id`` and the ops that would have to run before it could run now, at most ``limit``
@@ -384,13 +384,9 @@ class Eviction:
             return True
         producer = self.graph.maker(value_id)
         readers = self.pending_readers[value_id]
-        base_need = self.reads[value_id][-1] if self.reads[value_id] else None
-        latest = max(
-            [self.latest[r] for r in readers] + ([base_need] if base_need is not None else [])
-        )
-        earliest = min(
-            [self.earliest[r] for r in readers] + ([base_need] if base_need is not None else [])
-        )
+        base_need = self.reads[value_id][-1:]
+        latest = max(base_need + [self.latest[r] for r in readers])
+        earliest = min(base_need + [self.earliest[r] for r in readers])
         closure = self._missing(producer, len(self.ops))
         if any(self.last_run[op_id] < latest for op_id in closure):
             if not self.problem.fetches:
@@ -415,14 +411,9 @@ def _small_values(problem: Problem) -> list[bool]:
     budget together."""
     values = problem.graph.values
     kept = [False] * len(values)
-    if problem.fetches:
-        return kept
-    left = int(KEPT_SHARE * (problem.budget_bytes or 0))
-    for value in sorted(
-        (value for value in values if value.producer is not None), key=lambda value: value.nbytes
-    ):
-        left -= value.nbytes
-        if left < 0:
-            break
-        kept[value.id] = True
+    left = 0 if problem.fetches else int(KEPT_SHARE * (problem.budget_bytes or 0))
+    for value in sorted(values, key=lambda value: value.nbytes):
+        if value.producer is not None:
+            left -= value.nbytes
+            kept[value.id] = left >= 0 and not problem.fetches
     return kept
