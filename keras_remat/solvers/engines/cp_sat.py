@@ -3,8 +3,8 @@
 CP-SAT, and not a MILP solver, because these programs are all Booleans, implications and a few
 thousand knapsack rows: clause learning and large-neighbourhood search find good schedules early,
 and the solver starts from a given one. The process is a fresh interpreter, so it imports neither
-TensorFlow nor anything else of the caller, and is killed when the iteration ends, whether by
-exhaustion, by ``close`` or by an exception such as ``KeyboardInterrupt``.
+TensorFlow nor anything else of the caller, and is killed when its context is left, whether at the
+end or by an exception such as ``KeyboardInterrupt``.
 
 One search thread, and the linear relaxation at its fullest (``linearization_level`` 2). One thread
 repeats itself for a seed, and CP-SAT counts its *work* (``max_deterministic_time``), so that a
@@ -92,36 +92,6 @@ def require_ortools() -> None:
         raise MissingPackageError("ortools", "Solving with CP-SAT", "solvers")
 
 
-def solve_program(
-    program: Program,
-    *,
-    time_limit_s: float,
-    work_limit: float | None = None,
-    seed: int = 0,
-) -> Iterator[Incumbent]:
-    """Yields incumbents as CP-SAT finds them and a last one with its status.
-
-    Args:
-        program: what to minimize.
-        time_limit_s: seconds for all of it, hard: the process is killed then.
-        work_limit: units of CP-SAT's deterministic time; what is found within them depends on the
-            program and the seed alone.
-        seed: of CP-SAT's random choices.
-
-    Raises:
-        MissingPackageError: OR-Tools is not installed.
-        CpSatProcessError: the process ended without an answer, with the last lines it wrote.
-    """
-    with Worker() as worker:
-        worker.start(
-            program,
-            time_limit_s=time_limit_s,
-            work_limit=work_limit,
-            seed=seed,
-        )
-        yield from worker.answers()
-
-
 class Worker:
     """A process that solves one program after the other; a context manager, which ends it.
 
@@ -169,8 +139,15 @@ class Worker:
         work_limit: float | None = None,
         seed: int = 0,
     ) -> None:
-        """Sends a program, once the answers to the one before are read; arguments as of
-        :func:`solve_program`."""
+        """Sends a program, once the answers to the one before are read.
+
+        Args:
+            program: what to minimize.
+            time_limit_s: seconds for all of it, hard.
+            work_limit: units of CP-SAT's deterministic time; what is found within them depends on
+                the program and the seed alone.
+            seed: of CP-SAT's random choices.
+        """
         used = [at for at, cost in enumerate(program.cost) if cost]
         message: dict[str, Any] = {
             "variables": len(program.cost),

@@ -35,14 +35,14 @@ def with_fetches(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
     reads = [0] * len(order)
     again = [False] * len(order)
     for at, op_id in enumerate(order):
-        sources = {p for v in problem.ops[op_id].inputs if (p := _producer(problem, v)) is not None}
-        made_by.append({newest[p] for p in sources})
+        sources = problem.graph.producers(op_id) if op_id < count else ()
+        made_by.append({newest[source] for source in sources})
         for instance in made_by[at]:
             reads[instance] += 1
         again[at] = problem.source_of(op_id) in newest
         newest[problem.source_of(op_id)] = at
     for value_id in problem.graph.outputs:
-        producer = _producer(problem, value_id)
+        producer = problem.graph.values[value_id].producer
         if producer is not None:
             reads[newest[producer]] += 1
 
@@ -75,10 +75,6 @@ def with_fetches(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
             made_by[instance] = set()
             ops[instance] = ops[instance] if instance == at else None
     return tuple(op_id for op_id in ops if op_id is not None)
-
-
-def _producer(problem: Problem, value_id: int) -> int | None:
-    return problem.graph.values[value_id].producer
 
 
 def recomputing(

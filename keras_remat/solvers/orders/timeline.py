@@ -70,27 +70,12 @@ class Timeline:
         if self.kernel.spread(*self.state, self.buffer) > CROWDED * self.end:
             self._place(self.order())
 
-    def insert(self, op_id: int, cell: int) -> bool:
-        """Runs an op in an empty cell; returns whether that was legal, and changes nothing if it
-        was not."""
-        return bool(self.kernel.insert(*self.state, op_id, cell))
-
-    def remove(self, cell: int) -> bool:
-        """Takes the run in a cell out; returns whether that was legal, and changes nothing if it
-        was not."""
-        return bool(self.kernel.remove(*self.state, cell))
-
     @property
     def op_at(self) -> Sequence[int]:
         """The op in every cell, -1 in empty ones."""
         begin = self.state[0][self.kernel.OP_AT]
         cells: Sequence[int] = self.state[0][begin : begin + self.end]
         return cells
-
-    @property
-    def time_s(self) -> float:
-        """Seconds of all runs."""
-        return float(self.state[2][0])
 
     @property
     def excess(self) -> int:

@@ -87,10 +87,8 @@ class _Run:
 
         self.around = Neighbourhood(graph, self.time, self.evicted)
         self.numerator_of = self._numerators(score)
-        self.uses_size, self.uses_staleness = (
-            score not in ("lru", "random"),
-            score in ("dtr", "eq", "local", "lru"),
-        )
+        self.uses_size = score not in ("lru", "random")
+        self.uses_staleness = score in ("dtr", "eq", "local", "lru")
         self.refreshes = score in ("dtr", "eq", "msps")
         self.random = np.random.default_rng(seed)
         self.numerator = np.ones(n)
@@ -100,11 +98,8 @@ class _Run:
         self.candidate = np.zeros(n, dtype=bool)
 
     def _numerators(self, score: str) -> Callable[[int], float]:
-        around, cost, producer = (
-            self.around,
-            self.time,
-            [v.producer or 0 for v in self.graph.values],
-        )
+        around, cost = self.around, self.time
+        producer = [v.producer or 0 for v in self.graph.values]
         return {
             "dtr": lambda v: cost[producer[v]] + around.exact(v),
             "eq": lambda v: cost[producer[v]] + around.equivalence(v),

@@ -313,11 +313,8 @@ class _MergedRows:
             if total - min(own, self.least) <= self.slack:
                 for index, units in terms.items():
                     self.terms[index] = max(units, self.terms.get(index, 0))
-                self.constant, self.total, self.least = (
-                    max(constant, self.constant),
-                    total,
-                    min(own, self.least),
-                )
+                self.constant, self.total = max(constant, self.constant), total
+                self.least = min(own, self.least)
                 return
         self.flush()
         self.terms, self.constant, self.total, self.least = dict(terms), constant, own, own

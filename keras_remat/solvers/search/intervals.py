@@ -109,26 +109,26 @@ def improve(
         Whether all programs were solved to their optimum or shown to have no solution.
     """
     known = list(known)
-    for depth in depths:
-        pairs = candidates(problem, base, depth)
-        for order in known:
-            pairs.update(recomputations(order, base))
-        hint = min(known, key=lambda order: simulate(problem, Schedule(order)).time_s, default=None)
-        model = Model(problem, base, pairs, hint)
-        left = deadline.left_s()
-        if left <= MINIMUM_S or work <= 0:
-            return False
-        for incumbent in cp_sat.solve_program(
-            model.program, time_limit_s=left, work_limit=work, seed=seed
-        ):
-            if incumbent.ones is not None:
-                order = model.order(incumbent.ones)
-                if seconds_of(problem, order) < float("inf"):
-                    known.append(order)
-                    yield order
-        if incumbent.status not in ("OPTIMAL", "INFEASIBLE"):
-            return False
-        work -= incumbent.work or 0.0
+    with cp_sat.Worker() as worker:
+        for depth in depths:
+            pairs = candidates(problem, base, depth)
+            for order in known:
+                pairs.update(recomputations(order, base))
+            hint = min(known, key=lambda o: simulate(problem, Schedule(o)).time_s, default=None)
+            model = Model(problem, base, pairs, hint)
+            left = deadline.left_s()
+            if left <= MINIMUM_S or work <= 0:
+                return False
+            worker.start(model.program, time_limit_s=left, work_limit=work, seed=seed)
+            for incumbent in worker.answers():
+                if incumbent.ones is not None:
+                    order = model.order(incumbent.ones)
+                    if seconds_of(problem, order) < float("inf"):
+                        known.append(order)
+                        yield order
+            if incumbent.status not in ("OPTIMAL", "INFEASIBLE"):
+                return False
+            work -= incumbent.work or 0.0
     return True
 
 

@@ -73,23 +73,26 @@ def improve(
     size, done, idle = max(FIRST_SIZE, FIRST_SHARE * len(pairs)), 0.0, 0
     half = cp_sat.MEMORY_LIMIT_BYTES // 2
     with cp_sat.Worker(half) as first, cp_sat.Worker(half) as second:
+        workers = first, second
         while done < work and idle < NOTHING_NEW and deadline.left_s() > intervals.MINIMUM_S:
             windows: list[set[Pair]] = []
-            answers: list[set[Pair]] = []
             models: list[Model] = []
-            for worker in (first, second):
-                window = neighbourhood(
-                    [pair for pair in pairs if not windows or pair not in windows[0]],
-                    int(size),
-                    rng,
-                )
+            left = pairs
+            for worker in workers:
+                window = neighbourhood(left, int(size), rng)
+                left = [pair for pair in left if pair not in window]
                 model = Model(problem, base, window, order_of(base, chosen), chosen - window)
-                left = deadline.left_s()
-                worker.start(model.program, time_limit_s=left, work_limit=WORK_PER_SOLVE, seed=seed)
+                worker.start(
+                    model.program,
+                    time_limit_s=deadline.left_s(),
+                    work_limit=WORK_PER_SOLVE,
+                    seed=seed,
+                )
                 windows.append(window)
                 models.append(model)
             spent, solved = 0.0, True
-            for worker, model, window in zip((first, second), models, windows, strict=True):
+            options = [chosen]  # what both find, and what each finds
+            for worker, model, window in zip(workers, models, windows, strict=True):
                 answer = chosen & window
                 for incumbent in worker.answers():
                     if incumbent.ones is not None:
@@ -97,17 +100,10 @@ def improve(
                     if incumbent.status:
                         solved &= incumbent.status in ("OPTIMAL", "INFEASIBLE")
                         spent = max(spent, incumbent.work or 0.0)
-                answers.append(answer)
+                options[0] = (options[0] - window) | answer
+                options.append((chosen - window) | answer)
             done += spent + BUILD_WORK_PER_OP * len(base)
             size = max(LEAST_SIZE, min(len(pairs), size * (GROWTH if solved else SHRINKAGE)))
-            both = (chosen - windows[0] - windows[1]) | answers[0] | answers[1]
-            options = [
-                both,
-                *(
-                    (chosen - window) | answer
-                    for window, answer in zip(windows, answers, strict=True)
-                ),
-            ]
             seconds, at = min(
                 (seconds_of(problem, order_of(base, option)), at)
                 for at, option in enumerate(options)

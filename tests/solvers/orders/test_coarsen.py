@@ -45,10 +45,10 @@ def test_changed_orders_expand_to_legal_ones(seed: int) -> None:
     for _ in range(60):
         op_id, cell = rng.randrange(len(coarse.ops)), rng.randrange(line.end)
         old = next(cell for cell, run in enumerate(line.op_at) if run == op_id)
-        if line.insert(op_id, cell) and (
+        if line.kernel.insert(*line.state, op_id, cell) and (
             rng.random() < 0.5 or not coarse.problem.graph.ops[op_id].recomputable
         ):
-            assert line.remove(old) or line.remove(cell)
+            assert line.kernel.remove(*line.state, old) or line.kernel.remove(*line.state, cell)
     order = line.order()
     check_rules(coarse.problem, Schedule(order))
     full = coarse.expand(order)

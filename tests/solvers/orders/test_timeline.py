@@ -28,9 +28,9 @@ def test_timeline_equals_simulate_after_every_change(seed: int, fetches: bool) -
     for _ in range(40):
         cell = rng.randrange(line.end)
         if line.op_at[cell] >= 0:
-            line.remove(cell)
+            line.kernel.remove(*line.state, cell)
         elif again:
-            line.insert(rng.choice(again), cell)
+            line.kernel.insert(*line.state, rng.choice(again), cell)
         schedule = Schedule(line.order())
         assert line.excess == np.maximum(line.live - (problem.budget_bytes or 0), 0).sum()
         check_rules(problem, schedule)
@@ -38,7 +38,7 @@ def test_timeline_equals_simulate_after_every_change(seed: int, fetches: bool) -
         used = [at for at in range(line.end) if line.op_at[at] >= 0]
         assert line.live[used].tolist() == expected.tolist()
         assert line.live.max() == expected.max()
-        assert line.time_s == pytest.approx(sum(problem.op_time_s[i] for i in schedule.order))
+        assert line.state[2][0] == pytest.approx(sum(problem.op_time_s[i] for i in schedule.order))
 
 
 def test_an_illegal_order_is_refused() -> None:

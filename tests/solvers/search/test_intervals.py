@@ -3,7 +3,6 @@ runs."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import subprocess
 import sys
@@ -165,27 +164,33 @@ def test_ortools_is_not_imported_here() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def answers_to(program: cp_sat.Program) -> list[cp_sat.Incumbent]:
+    with cp_sat.Worker() as worker:
+        worker.start(program, time_limit_s=10)
+        return list(worker.answers())
+
+
 @needs_ortools
 def test_a_small_program() -> None:
     program = cp_sat.Program()
     a, b, c = program.variable(3), program.variable(2), program.variable(2)
     program.clauses += [(-1, a, b), (-1, a, c)]
-    *_, last = answers = list(cp_sat.solve_program(program, time_limit_s=10))
+    *_, last = answers = answers_to(program)
     assert last.status == "OPTIMAL"
     assert next(i.ones for i in reversed(answers) if i.ones is not None) == {a}
     program.rows.append(([a], [1], 0))
-    answers = list(cp_sat.solve_program(program, time_limit_s=10))
+    answers = answers_to(program)
     assert next(i.ones for i in reversed(answers) if i.ones is not None) == {b, c}
     program.rows.append(([b, c], [1, 1], 1))
-    assert list(cp_sat.solve_program(program, time_limit_s=10))[-1].status == "INFEASIBLE"
+    assert answers_to(program)[-1].status == "INFEASIBLE"
 
 
 @needs_ortools
-def test_leaving_the_iteration_ends_the_process() -> None:
+def test_leaving_the_context_ends_the_process() -> None:
     program = cp_sat.Program()
     for _ in range(3):
         program.variable(1)
-    answers = cp_sat.solve_program(program, time_limit_s=30)
-    next(answers)
-    answers.close()
-    assert list(itertools.islice(answers, 1)) == []
+    with cp_sat.Worker() as worker:
+        worker.start(program, time_limit_s=30)
+        next(worker.answers())
+    assert worker._process.returncode is not None
