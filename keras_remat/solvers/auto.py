@@ -78,8 +78,6 @@ LARGE_OPS = 700
 FEW_CUTS = 3
 """Cuts of the window bound that is tried before the interval search, on every graph that is not
 coarsened."""
-EXACT_OPS = 30
-"""Graphs up to this size are worth Checkmate's program."""
 PROCESS_S = 5.0
 """Shorter time limits are not worth a process of its own for CP-SAT, which takes a second to
 start."""
@@ -269,7 +267,7 @@ class _Search:
             dtr.solve(trial, self.seed, score=score, max_ops_run=max_ops_run)
             if trial.order is not None and self.offer(trial.order, "dtr"):
                 known.append(trial.order)
-        if len(self.problem.graph.needed) <= EXACT_OPS:
+        if len(self.problem.graph.needed) <= checkmate_milp.EXACT_OPS:
             exact = Incumbent(self.problem, "checkmate_milp", EXACT_SHARE * self.limit_s)
             checkmate_milp.solve(exact, self.seed)
             if exact.order is not None:

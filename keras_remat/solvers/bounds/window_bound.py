@@ -28,11 +28,9 @@ import numpy as np
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.topology import predecessors
+from keras_remat.solvers.bounds.cut_bound import SAFETY
 from keras_remat.solvers.engines.linear_program import LinearProgram, Term
 from keras_remat.solvers.engines.milp import optimize
-
-SAFETY = 1e-6
-"""Relative; the solver's tolerance, taken off the bound."""
 
 
 def longest_chain(problem: Problem) -> list[int]:

@@ -32,6 +32,7 @@ from keras_remat.solvers.papers.checkmate import build
 
 FALLBACK_SHARE = 0.2  # of the time limit, for dtr
 MAX_VARIABLES = 1_000_000
+EXACT_OPS = 30  # graphs up to this size are worth the program, for solvers with more to do
 TOLERANCE = 1e-5  # relative to the cost of recomputation: what solvers may be off by
 
 

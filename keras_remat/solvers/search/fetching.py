@@ -24,8 +24,6 @@ from keras_remat.solvers.search import anneal, greedy
 
 EXACT_SHARE, GREEDY_SHARE, ANNEAL_SHARE = 0.03, 0.02, 0.04
 """Shares of the time limit that follow the search without fetches."""
-EXACT_OPS = 30
-"""Graphs up to this size are worth Checkmate's program."""
 
 
 def solve(incumbent: Incumbent, seed: int, recompute: Callable[..., None]) -> None:
@@ -43,7 +41,7 @@ def solve(incumbent: Incumbent, seed: int, recompute: Callable[..., None]) -> No
     with suppress(ScheduleNotFoundError):  # another part may find one
         found = recomputing(recompute, problem, name="auto", time_limit_s=limit_s, seed=seed)
         incumbent.offer(found.schedule.order)
-    if len(problem.graph.needed) <= EXACT_OPS:
+    if len(problem.graph.needed) <= checkmate_milp.EXACT_OPS:
         exact = Incumbent(problem, "checkmate_milp", EXACT_SHARE * limit_s)
         checkmate_milp.solve(exact, seed)
         if exact.order is not None:
