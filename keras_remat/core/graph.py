@@ -119,9 +119,8 @@ class Graph:
     outputs: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ops", tuple(self.ops))
-        object.__setattr__(self, "values", tuple(self.values))
-        object.__setattr__(self, "outputs", tuple(self.outputs))
+        for field in ("ops", "values", "outputs"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
         self._check_values()
         self._check_ops()
         for at, value_id in enumerate(self.outputs):

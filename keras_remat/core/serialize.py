@@ -61,10 +61,8 @@ def read_json(
     source = os.fspath(path)
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: no JSON, no UTF-8, or an integer of thousands of digits
+    except (ValueError, RecursionError) as error:
+        # ValueError: no JSON, no UTF-8, or an integer of thousands of digits
         raise InvalidProblemError(f"not a JSON file: {error}", source=source) from error
     if not isinstance(document, dict):
         raise InvalidProblemError(

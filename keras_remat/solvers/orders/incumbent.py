@@ -68,10 +68,6 @@ class Incumbent:
         """Whether nothing is faster than the best order."""
         return self.optimal or self.best_s <= self.bound_s * (1 + self.tolerance)
 
-    def fits(self, usage: Usage) -> bool:
-        """Whether a usage is within the budget."""
-        return self.problem.budget_bytes is None or usage.peak_bytes <= self.problem.budget_bytes
-
     def offer(self, order: Sequence[int]) -> bool:
         """Simulates a legal order, keeps it if it fits and is better, and returns whether it
         fits."""
@@ -79,7 +75,8 @@ class Incumbent:
         usage = simulate(self.problem, schedule)
         if self.least_peak_bytes is None or usage.peak_bytes < self.least_peak_bytes:
             self.least_peak_bytes = usage.peak_bytes
-        fits = self.fits(usage)
+        budget = self.problem.budget_bytes
+        fits = budget is None or usage.peak_bytes <= budget
         if fits and (
             self.usage is None
             or (usage.time_s, usage.peak_bytes) < (self.usage.time_s, self.usage.peak_bytes)

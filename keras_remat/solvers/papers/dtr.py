@@ -41,7 +41,7 @@ MAX_RUNS_PER_OP = 40  # on average; a run that needs more is thrashing and given
 BUDGET_PERCENTS = (0, 1, 2, -1, 3, -2, 4, -3, 5, 6, -5, 8, 10, -8, 13, 16, 20, 25)
 NOISE, NOISY_TRIALS = 0.3, 40
 # by all runs together: limits that do not depend on the machine
-MAX_OPS_RUN, OPS_RUN_PER_OP = (150_000, 500)
+MAX_OPS_RUN, OPS_RUN_PER_OP = 150_000, 500
 
 
 class _Abandoned(Exception):
