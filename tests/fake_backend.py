@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.memory import CalibratedMemory
-from keras_remat.backends.processes import OneProcess
+from keras_remat.backends.processes import Processes
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.core.graph import BACKWARD, FORWARD, Graph, Op, Value
 from keras_remat.core.problem import Problem
@@ -159,7 +159,7 @@ class FakeBackend:
     measures_op_times = True
     auto_solver = "auto"
     batch_multiple = 1
-    processes = OneProcess()
+    processes = Processes()
 
     def __init__(
         self,

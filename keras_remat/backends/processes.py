@@ -5,8 +5,6 @@ process that ran another program, or none, would be waited for without end. So n
 from one process to another may decide: plans and predictions are the first process's
 (:func:`decided_once`), of what is measured the most counts, and what one of them cannot make
 (:func:`made_by_all`) none has. Where a process fails, the others end with its reason.
-
-A backend with one process has :class:`OneProcess`, which decides alone.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ Result = TypeVar("Result")
 _Arguments = ParamSpec("_Arguments")
 
 
-class Processes(Protocol):
-    """All processes that train a model, as one of them sees them.
+class Processes:
+    """All processes that train a model, as one of them sees them; here it is the only one.
 
     Every method but :meth:`end` and :meth:`fail` is called by all of them, in the same order.
     """
 
-    count: int
+    count: int = 1
     """How many there are."""
 
     def begin(self, setting: str) -> None:
@@ -47,46 +45,19 @@ class Processes(Protocol):
 
     def most(self, *numbers: int) -> list[int]:
         """Returns the largest that any process has of each number."""
+        return list(numbers)
 
     def least(self, *numbers: int) -> list[int]:
         """Returns the smallest that any process has of each number."""
+        return list(numbers)
 
     def of_first(self, make: Callable[[], Result]) -> Result:
         """Returns, or raises, what the first process makes; the others make nothing."""
+        return make()
 
     def of_all(self, make: Callable[[], Result]) -> Result:
         """Returns what this process makes, where all of them can make it; else raises the error of
         the first one that cannot."""
-
-
-class OneProcess:
-    """The only process."""
-
-    count = 1
-
-    def begin(self, setting: str) -> None:
-        """It is there."""
-
-    def end(self) -> None:
-        """Nobody waits for it."""
-
-    def fail(self, error: BaseException) -> None:
-        """Nobody waits for it."""
-
-    def most(self, *numbers: int) -> list[int]:
-        """Its own."""
-        return list(numbers)
-
-    def least(self, *numbers: int) -> list[int]:
-        """Its own."""
-        return list(numbers)
-
-    def of_first(self, make: Callable[[], Result]) -> Result:
-        """What it makes."""
-        return make()
-
-    def of_all(self, make: Callable[[], Result]) -> Result:
-        """What it makes."""
         return make()
 
 

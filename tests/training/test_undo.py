@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from keras_remat.backends.processes import OneProcess
+from keras_remat.backends.processes import Processes
 from keras_remat.core.schedule import Usage
 from keras_remat.training.undo import OutOfMemory, StepGuard, Trained
 
@@ -22,7 +22,7 @@ class Device:
     """State is one list; a copy of it takes ``copy_s`` seconds, a step is said to take
     ``step_s``."""
 
-    processes = OneProcess()
+    processes = Processes()
 
     def __init__(self, copy_s=0.0, step_s=1.0):
         self.state, self.copies, self.copy_s, self.step_s = [], 0, copy_s, step_s

@@ -33,7 +33,7 @@ from keras_remat.backends.jax.processes import JaxProcesses
 from keras_remat.backends.jax.sharding import batch_parts
 from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.backends.jax.trace import JaxTracedStep
-from keras_remat.backends.processes import OneProcess
+from keras_remat.backends.processes import Processes
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.backends.xla.kernel_costs import scaled
 from keras_remat.core.problem import Problem
@@ -100,7 +100,7 @@ class JaxBackend:
     )
 
     def __init__(self) -> None:
-        self.processes = JaxProcesses() if jax.process_count() > 1 else OneProcess()
+        self.processes = JaxProcesses() if jax.process_count() > 1 else Processes()
         self.device = Device(self.processes)
         self.memory = CompiledMemory(self._compile_bytes)
         self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint

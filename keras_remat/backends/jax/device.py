@@ -34,7 +34,7 @@ from keras_remat.backends.jax.lower import compile_step
 from keras_remat.backends.jax.measure import CompiledMemory, device_statistic, first_device, memory
 from keras_remat.backends.jax.sharding import shard_bytes
 from keras_remat.backends.jax.trace import as_specs
-from keras_remat.backends.processes import OneProcess, Processes
+from keras_remat.backends.processes import Processes
 from keras_remat.core.graph import Op
 from keras_remat.core.schedule import Usage
 
@@ -49,7 +49,7 @@ class Device:
     """
 
     def __init__(self, processes: Processes | None = None) -> None:
-        self.processes = processes or OneProcess()
+        self.processes = processes or Processes()
         self.state: Any = None
         self.times_s: list[float] | None = None  # of the steps run while a recording is under way
         self._plain: dict[

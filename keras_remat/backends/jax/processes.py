@@ -1,10 +1,10 @@
 """Processes of ``jax.distributed``: they tell each other things by its key-value store.
 
 The first process collects what the others send, and tells all of it to all. So they stay in step
-without a program on the devices, and one that does not answer is an error and no hang. One that fails leaves its reason
-under a key that every waiting process looks at. A process that waits inside of a program on the
-devices cannot look: a thread of its own does, and ends the process, as ``jax.distributed`` does
-where a process is gone.
+without a program on the devices, and one that does not answer is an error and no hang. One that
+fails leaves its reason under a key that every waiting process looks at. A process that waits inside
+of a program on the devices cannot look: a thread of its own does, and ends the process, as
+``jax.distributed`` does where a process is gone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from keras_remat.backends.jax import private
+from keras_remat.backends.processes import Processes
 from keras_remat.errors import ProcessFailedError, RematError, UnsupportedModelError
 
 Result = TypeVar("Result")
@@ -36,7 +37,7 @@ _GRACE_S = 15.0
 _FITS = count()
 
 
-class JaxProcesses:
+class JaxProcesses(Processes):
     """The processes of one ``fit``; see :class:`keras_remat.backends.processes.Processes`.
 
     Args:
@@ -173,14 +174,11 @@ class JaxProcesses:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            self._raise_failure()
+            failure = self._failure()
+            if failure is not None:
+                raise failure
             if time.monotonic() > deadline_s:
                 raise ProcessFailedError(rank, f"it does not answer in {patience_s:.0f} s")
-
-    def _raise_failure(self) -> None:
-        failure = self._failure()
-        if failure is not None:
-            raise failure
 
     def _failure(self) -> ProcessFailedError | None:
         """Returns why another process has failed; ``None`` where none has."""

@@ -18,7 +18,7 @@ from own_process import TIMEOUT_S, environment, free_port
 
 from keras_remat.backends.jax import JaxBackend, processes
 from keras_remat.backends.jax.processes import JaxProcesses
-from keras_remat.backends.processes import OneProcess, decided_once, made_by_all
+from keras_remat.backends.processes import Processes, decided_once, made_by_all
 from keras_remat.errors import ProcessFailedError, ScheduleNotFoundError, UnsupportedModelError
 
 COUNT = 3
@@ -258,7 +258,7 @@ def test_methods_are_decided_once_or_made_by_all(world):
 
 
 def test_one_process_decides_alone():
-    alone = OneProcess()
+    alone = Processes()
     alone.begin("anything")
     assert (alone.most(1, 2), alone.least(3)) == ([1, 2], [3])
     assert Decides(alone).decided(1, more=2) == 3
