@@ -6,6 +6,11 @@ would have to be kept in step.
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
 from keras_remat.core.graph import Graph
 
 
@@ -50,3 +55,36 @@ def descendants_of(graph: Graph, op_id: int) -> set[int]:
         ):
             found.add(op.id)
     return found - {op_id}
+
+
+def topological_order(
+    before: Mapping[Any, Collection[Any]], rank: Callable[[Any], Any]
+) -> list[Any]:
+    """Returns the keys in an order in which each follows all that must come before it.
+
+    Of those that can come next, the one of the smallest rank does, and of equal ones the smallest
+    key. Those in a cycle, and behind one, are left out.
+
+    Args:
+        before: key → the distinct keys that must come before it.
+        rank: key → what can be compared.
+
+    >>> topological_order({"c": ["a"], "b": ["a"], "a": []}, rank=lambda key: key != "c")
+    ['a', 'c', 'b']
+    """
+    waiting = {key: len(earlier) for key, earlier in before.items()}
+    followers: dict[Any, list[Any]] = defaultdict(list)
+    for key, all_earlier in before.items():
+        for earlier in all_earlier:
+            followers[earlier].append(key)
+    ready = [(rank(key), key) for key, count in waiting.items() if count == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        key = heapq.heappop(ready)[1]
+        order.append(key)
+        for follower in followers[key]:
+            waiting[follower] -= 1
+            if waiting[follower] == 0:
+                heapq.heappush(ready, (rank(follower), follower))
+    return order

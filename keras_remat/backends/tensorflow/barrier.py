@@ -15,28 +15,50 @@ from typing import Any
 
 import tensorflow as tf
 
-UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
+_UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
 """By the bytes of an element."""
 
 
-def joined_bits(tensors: Sequence[Any]) -> Any:
+def _joined_bits(tensors: Sequence[Any]) -> Any:
     """The first elements of non-empty tensors of known rank as one ``uint32`` scalar, joined by
     bitwise or with 1; wider elements keep their low half."""
     bits = tf.constant(1, tf.uint32)
     for x in tensors:
-        element = (
-            tf.reshape(tf.slice(x, [0] * x.shape.rank, [1] * x.shape.rank), [])
-            if x.shape.rank
-            else x
-        )
-        if element.dtype.is_complex:
-            element = tf.math.real(element)
-        if element.dtype.is_floating:
-            element = tf.bitcast(element, UNSIGNED[element.dtype.size])
-        bits |= tf.cast(element, tf.uint32)
+        if x.shape.rank:
+            x = tf.reshape(tf.slice(x, [0] * x.shape.rank, [1] * x.shape.rank), [])
+        if x.dtype.is_complex:
+            x = tf.math.real(x)
+        if x.dtype.is_floating:
+            x = tf.bitcast(x, _UNSIGNED[x.dtype.size])
+        bits |= tf.cast(x, tf.uint32)
     return bits
 
 
-def never(tensors: Sequence[Any]) -> Any:
-    """A boolean scalar that is false and can be known only when all ``tensors`` exist."""
-    return tf.equal(joined_bits(tensors), tf.constant(0, tf.uint32))
+def _summed(bits: Any) -> Any:
+    """An odd number made of ``bits`` by a running sum.
+
+    XLA computes both branches of a condition and selects where they hold only what it thinks cheap,
+    and what they read is fused with its source; a running sum, even of two numbers, is not cheap.
+    """
+    sums = tf.cumsum(tf.bitcast(tf.stack([bits, tf.constant(1, tf.uint32)]), tf.int32))
+    return tf.bitcast(sums[1], tf.uint32) | tf.constant(1, tf.uint32)
+
+
+def never(tensors: Sequence[Any], in_branch: bool = False) -> Any:
+    """A boolean scalar that is false and can be known only when all ``tensors`` exist.
+
+    Args:
+        tensors: not empty, of known rank.
+        in_branch: whether they are read in the branch of a condition, which takes them from memory;
+            a slice could be fused with what they come from.
+    """
+    if in_branch:
+        condition = never([min(tensors, key=lambda x: x.shape.num_elements() * x.dtype.size)])
+        bits = tf.cond(
+            condition,
+            lambda: tf.constant(1, tf.uint32),
+            lambda: _summed(_joined_bits(tensors)),
+        )
+    else:
+        bits = _joined_bits(tensors)
+    return tf.equal(bits, tf.constant(0, tf.uint32))

@@ -1,7 +1,7 @@
 """The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
 
 No public way leads to these: running Grappler on a graph by hand, a variable's shape from its
-handle, a function's definition, what XLA says when it refuses to compile, which devices have a
+handle, what XLA says when it refuses to compile, which devices have a
 kernel for an op and where that keeps its outputs, what an allocator may take, whether devices exist
 already and whether oneDNN is on, capturing an eager tensor under a chosen name, calling a function
 with a session configuration of its own, reading the profiler's raw trace, building a model from a
@@ -218,11 +218,6 @@ def variable_spec(handle: Any) -> Any:
     if len(entries) != 1:
         return None
     return tf.TensorSpec(tf.TensorShape(entries[0].shape), tf.as_dtype(entries[0].dtype))
-
-
-def function_definition(function: Any) -> Any:
-    """The ``FunctionDef`` of a concrete function."""
-    return function.function_def
 
 
 @cache

@@ -22,13 +22,13 @@ All equations may be recomputed except those with an effect and those that write
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_remat.backends.xla.fusion import Cluster, Equation, Kinds, Program, clusters
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
+from keras_remat.core.topology import topological_order
 
 SMALL_STATE_BYTES = 16384
 """Below this a new-state value is counted like any other instead of being tied to the buffer of the
@@ -169,21 +169,9 @@ def _order(
 ) -> list[int] | None:
     """A topological order, as it was traced but with updates as early as they can run; ``None``
     when there is a cycle."""
-    waiting = [0] * len(parts)
-    unlocks: dict[int, list[int]] = defaultdict(list)
-    for at, part in enumerate(parts):
-        needs = {makers[n] for n in part.reads if n in makers} | set(after.get(at, ()))
-        waiting[at] = len(needs)
-        for need in needs:
-            unlocks[need].append(at)
-    ready = [((phases[at] != UPDATE), at) for at in range(len(parts)) if not waiting[at]]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        at = heapq.heappop(ready)[1]
-        order.append(at)
-        for follower in unlocks[at]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heapq.heappush(ready, (phases[follower] != UPDATE, follower))
+    before = {
+        at: {makers[n] for n in part.reads if n in makers} | set(after.get(at, ()))
+        for at, part in enumerate(parts)
+    }
+    order = topological_order(before, lambda at: phases[at] != UPDATE)
     return order if len(order) == len(parts) else None

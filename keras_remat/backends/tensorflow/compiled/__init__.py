@@ -19,9 +19,9 @@ import tensorflow as tf
 from keras_remat.backends.base import RunStep
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.tensorflow import private
-from keras_remat.backends.tensorflow.compiled import lower as lowering
 from keras_remat.backends.tensorflow.compiled import profile as profiling
 from keras_remat.backends.tensorflow.compiled import trace as tracing
+from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
 from keras_remat.backends.tensorflow.memory import exhausted, measure
 from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
@@ -35,7 +35,7 @@ from keras_remat.errors import UnsupportedModelError
 class StepRun:
     """A lowered step that tells the backend how long it ran."""
 
-    def __init__(self, lowered: lowering.LoweredStep, backend: CompiledBackend):
+    def __init__(self, lowered: LoweredStep, backend: CompiledBackend):
         self.lowered, self._backend = lowered, backend
 
     def __call__(self, batch: Any) -> Any:
@@ -123,7 +123,7 @@ class CompiledBackend(TensorFlowBackend):
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
         try:
-            return StepRun(lowering.lower(traced, schedule), self)
+            return StepRun(LoweredStep(traced, schedule), self)
         except (KeyError, ValueError) as error:
             raise UnsupportedModelError(
                 f"The schedule cannot be written for XLA: {type(error).__name__}: {error}"

@@ -12,9 +12,7 @@ has no kernel for. Shapes must be static, as under XLA anyway. Loops and branche
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -25,7 +23,9 @@ import tensorflow as tf
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled.kinds import ALIASES, NOTHING
 from keras_remat.backends.tensorflow.graph import kinds as op_kinds
+from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, tensor_key
 from keras_remat.backends.xla.fusion import Equation
+from keras_remat.core.topology import topological_order
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -54,7 +54,7 @@ class FlatProgram:
             tensors.
         outputs: numbers and literals.
         constants: name → ``Const`` node.
-        versions, library: of the GraphDef.
+        library: the functions of its loops and branches.
     """
 
     equations: tuple[Equation, ...]
@@ -63,7 +63,6 @@ class FlatProgram:
     given: tuple[str, ...]
     outputs: tuple[Any, ...]
     constants: Mapping[str, Any]
-    versions: Any
     library: Any
 
     @property
@@ -157,11 +156,6 @@ def _value_name(handle: str) -> str:
     return f"{handle}/value"
 
 
-def _split(tensor: str) -> tuple[str, int]:
-    node, _, index = tensor.partition(":")
-    return node, int(index or 0)
-
-
 class _Walk:
     """Runs through the operations in traced order and writes them down without state."""
 
@@ -180,9 +174,7 @@ class _Walk:
 
     def tensor(self, name: str) -> str:
         """The pure graph's tensor for one of the traced graph's."""
-        node, index = _split(name)
-        key = f"{node}:{index}"
-        return self._same.get(key, key)
+        return self._same.get(tensor_key(name), tensor_key(name))
 
     def document(self, given: Sequence[str]) -> Any:
         """The GraphDef of everything visited."""
@@ -195,8 +187,8 @@ class _Walk:
         return result
 
     def _visit(self, node: Any) -> None:
-        inputs = [self.tensor(i) for i in node.input if not i.startswith("^")]
-        handles = [self._handle[name] for i in inputs if (name := _split(i)[0]) in self._handle]
+        inputs = [self.tensor(i) for i in data_inputs(node)]
+        handles = [self._handle[name] for i in inputs if (name := node_of(i)) in self._handle]
         external = self._captures.get(node.name)
         if external is not None and external.dtype == tf.resource:
             self._handle[node.name] = node.name
@@ -315,16 +307,13 @@ def _numbered(
 ) -> FlatProgram:
     """The nodes that the fetches need, as equations."""
     nodes = {node.name: node for node in document.node}
-    inputs = {
-        name: [f"{n}:{i}" for n, i in map(_split, (i for i in node.input if i[0] != "^"))]
-        for name, node in nodes.items()
-    }
-    needed, stack = set(), [_split(t)[0] for t in fetches]
+    inputs = {name: [tensor_key(i) for i in data_inputs(node)] for name, node in nodes.items()}
+    needed, stack = set(), [node_of(t) for t in fetches]
     while stack:
         name = stack.pop()
         if name not in needed:
             needed.add(name)
-            stack += [_split(i)[0] for i in inputs[name]]
+            stack += [node_of(i) for i in inputs[name]]
     with tf.Graph().as_default() as graph:
         tf.graph_util.import_graph_def(document, name="")
         tensors = {t.name: t for operation in graph.get_operations() for t in operation.outputs}
@@ -335,7 +324,9 @@ def _numbered(
         return literals[tensor] if tensor in literals else numbers[tensor]
 
     equations = []
-    for name in _sorted(needed, lambda n: [_split(i)[0] for i in inputs[n]], order):
+    # as traced; what Grappler made runs as soon as it can
+    before = {name: {node_of(i) for i in inputs[name]} for name in needed}
+    for name in topological_order(before, lambda name: order.get(name, -1)):
         node, outputs = nodes[name], graph.get_operation_by_name(name).outputs
         if node.op == "Const":
             shape = tuple(outputs[0].shape)
@@ -356,29 +347,5 @@ def _numbered(
         tuple(given),
         tuple(atom(t) for t in fetches),
         {literal.name: nodes[literal.name] for literal in literals.values()},
-        document.versions,
         document.library,
     )
-
-
-def _sorted(
-    needed: set[str], inputs: Callable[[str], list[str]], order: Mapping[str, int]
-) -> list[str]:
-    """Node names in an order in which they can run, as traced; what Grappler made runs as soon as
-    it can."""
-    waiting = {name: len(set(inputs(name))) for name in needed}
-    readers: dict[str, list[str]] = defaultdict(list)
-    for name in needed:
-        for source in set(inputs(name)):
-            readers[source].append(name)
-    ready = [(order.get(name, -1), name) for name, count in waiting.items() if count == 0]
-    heapq.heapify(ready)
-    result = []
-    while ready:
-        name = heapq.heappop(ready)[1]
-        result.append(name)
-        for reader in readers[name]:
-            waiting[reader] -= 1
-            if waiting[reader] == 0:
-                heapq.heappush(ready, (order.get(reader, -1), reader))
-    return result

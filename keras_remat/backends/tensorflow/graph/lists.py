@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.step import split_input, tensor_key
+from keras_remat.backends.tensorflow.graph.nodes import data_inputs, split_input, tensor_key
 
 #: The granularity of TensorFlow's allocators.
 _ALIGNMENT_BYTES = 256
@@ -90,7 +90,7 @@ class _Lists:
     def _read(self, name: str) -> list[str | None]:
         """Returns the inputs of a node; ``None`` for those that are no lists."""
         node = self._nodes.get(name)  # what the step captures is no node
-        inputs = [] if node is None else [tensor_key(i) for i in node.input if i[0] != "^"]
+        inputs = [] if node is None else list(map(tensor_key, data_inputs(node)))
         return [i if self._shapes.get(i, (None, None))[1] == tf.variant else None for i in inputs]
 
     def _made(self, name: str, index: int, read: list[str | None]) -> _TensorList:

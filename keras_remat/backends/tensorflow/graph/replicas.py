@@ -28,6 +28,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.graph.nodes import copied
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray, part_of
 from keras_remat.backends.tensorflow.graph.step import Replica, TensorFlowStep
 from keras_remat.backends.tensorflow.graph.trace import (
@@ -303,12 +304,11 @@ class _Cut:
         for name, node in self._nodes.items():
             if name not in names:
                 continue
-            copy = document.node.add()
-            copy.CopyFrom(node)
+            inputs = (i for i in node.input if not i.startswith("^") or i[1:] in names)
+            copy = copied(node, inputs)
             if copy.device in self._devices:
                 copy.device = ""
-            del copy.input[:]
-            copy.input.extend(i for i in node.input if not i.startswith("^") or i[1:] in names)
+            document.node.append(copy)
         return document
 
     def _replica(self, device: str, parts: Sequence[set[str]], at: int) -> Replica:

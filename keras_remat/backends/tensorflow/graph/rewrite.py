@@ -26,11 +26,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from graphlib import TopologicalSorter
 from typing import Any
 
 import tensorflow as tf
+
+from keras_remat.backends.tensorflow.graph.nodes import (
+    control_inputs,
+    copied,
+    data_inputs,
+    node_of,
+    split_input,
+)
 
 
 def rewrite_for_memory(
@@ -67,16 +75,13 @@ def _keep_apart(nodes: Mapping[str, Any]) -> dict[str, Any]:
     for name, node in nodes.items():
         partners = _FUSED_BY_ONEDNN.get(node.op)
         source = node.input[0] if node.input else ""
-        producer = nodes.get(source.partition(":")[0])
+        producer = nodes.get(node_of(source))
         if partners is not None and producer is not None and producer.op in partners:
             apart = tf.compat.v1.NodeDef(name=f"{name}/apart", op="Identity", device=node.device)
             apart.input.append(source)
             apart.attr["T"].CopyFrom(node.attr["T"])
             result[apart.name] = apart
-            copy = tf.compat.v1.NodeDef()
-            copy.CopyFrom(node)
-            copy.input[0] = apart.name
-            node = copy
+            node = copied(node, [apart.name, *node.input[1:]])
         result[name] = node
     return result
 
@@ -105,8 +110,8 @@ def _split_identity_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
         if node.op != "IdentityN":
             split[name] = node
             continue
-        controls = [i for i in node.input if i.startswith("^")]
-        for at, source in enumerate(i for i in node.input if not i.startswith("^")):
+        controls = [f"^{i}" for i in control_inputs(node)]
+        for at, source in enumerate(data_inputs(node)):
             part = tf.compat.v1.NodeDef(name=f"{name}/part_{at}", op="Identity", device=node.device)
             part.input.extend([source, *controls])
             part.attr["T"].type = node.attr["T"].list.type[at]
@@ -116,18 +121,12 @@ def _split_identity_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
         join = tf.compat.v1.NodeDef(name=name, op="NoOp", device=node.device)
         join.input.extend(f"^{name}/part_{at}" for at in range(len(node.attr["T"].list.type)))
         split[name] = join
-    if not renamed:
-        return split
-    result: dict[str, Any] = {}
-    for name, node in split.items():
-        if any(i in renamed for i in node.input):
-            copy = tf.compat.v1.NodeDef()
-            copy.CopyFrom(node)
-            del copy.input[:]
-            copy.input.extend(renamed.get(i, i) for i in node.input)
-            node = copy
-        result[name] = node
-    return result
+    return {
+        name: copied(node, (renamed.get(i, i) for i in node.input))
+        if any(i in renamed for i in node.input)
+        else node
+        for name, node in split.items()
+    }
 
 
 def _fuse_momentum(
@@ -138,7 +137,7 @@ def _fuse_momentum(
     readers: dict[str, list[str]] = defaultdict(list)
     for name, node in nodes.items():
         for source in node.input:
-            readers[source.lstrip("^").partition(":")[0]].append(name)
+            readers[node_of(source)].append(name)
     fused: dict[str, Any] = {}
     replaced: dict[str, str] = {}
     for name, node in nodes.items():
@@ -149,15 +148,12 @@ def _fuse_momentum(
         )
         if found is not None:
             assigned, (momentum, rate, gradient) = found
-            controls = {i for n in (node, assigned) for i in n.input if i.startswith("^")} - {
-                f"^{assigned.name}"
-            }
+            controls = {*control_inputs(node), *control_inputs(assigned)} - {assigned.name}
             step = tf.compat.v1.NodeDef(
                 name=name, op="ResourceApplyKerasMomentum", device=node.device
             )
-            step.input.extend(
-                [node.input[0], assigned.input[0], rate, gradient, momentum, *sorted(controls)]
-            )
+            step.input.extend([node.input[0], assigned.input[0], rate, gradient, momentum])
+            step.input.extend(f"^{i}" for i in sorted(controls))
             step.attr["T"].CopyFrom(node.attr["dtype"])
             fused[name], replaced[assigned.name] = step, name
     result: dict[str, Any] = {}
@@ -165,14 +161,9 @@ def _fuse_momentum(
         if name in replaced:
             continue
         renamed = [f"^{replaced[i[1:]]}" if i[1:] in replaced else i for i in node.input]
-        if name in fused or renamed != list(node.input):
-            copy = tf.compat.v1.NodeDef()
-            copy.CopyFrom(fused.get(name, node))
-            if name not in fused:
-                del copy.input[:]
-                copy.input.extend(i for i in dict.fromkeys(renamed))
-            node = copy
-        result[name] = node
+        if name not in fused and renamed != list(node.input):
+            node = copied(node, dict.fromkeys(renamed))
+        result[name] = fused.get(name, node)
     return result, replaced
 
 
@@ -181,24 +172,24 @@ def _momentum_step(
 ) -> tuple[Any, tuple[str, str, str]] | None:
     """The assignment of the momentum that ``add`` adds to a weight, and μ, η and g; ``None`` where
     this is something else, or somebody else looks at what is between the two."""
-    read = nodes[add.input[1].partition(":")[0]]
-    before = [i[1:] for i in read.input if i.startswith("^")]
+    read = nodes[node_of(add.input[1])]
+    before = control_inputs(read)
     if read.op != "ReadVariableOp" or readers[read.name] != [add.name] or len(before) != 1:
         return None
     assign = nodes[before[0]]
     if assign.op != "AssignVariableOp" or assign.input[0] != read.input[0]:
         return None
-    difference = nodes[assign.input[1].partition(":")[0]]
+    difference = nodes[node_of(assign.input[1])]
     if difference.op != "Sub" or readers[difference.name] != [assign.name]:
         return None
-    products = [nodes[i.partition(":")[0]] for i in difference.input[:2]]
+    products = [nodes[node_of(i)] for i in difference.input[:2]]
     if any(p.op != "Mul" or readers[p.name] != [difference.name] for p in products):
         return None
     momentum, old = _scalar_first(products[0], scalars)
     rate, gradient = _scalar_first(products[1], scalars)
     if momentum is None or rate is None or gradient is None or old is None:
         return None
-    slot = nodes[old.partition(":")[0]]
+    slot = nodes[node_of(old)]
     if (
         slot.op != "ReadVariableOp"
         or slot.input[0] != assign.input[0]
@@ -212,19 +203,17 @@ def _scalar_first(product: Any, scalars: Container[str]) -> tuple[str | None, st
     """A product's scalar factor and the other one; ``None`` twice where neither or both are known
     to be scalar."""
     left, right = product.input[:2]
-    known = [
-        i.partition(":")[0] in scalars and i.partition(":")[2] in ("", "0") for i in (left, right)
-    ]
+    known = [node_of(i) in scalars and split_input(i)[1] == 0 for i in (left, right)]
     if known[0] == known[1]:
         return None, None
     return (left, right) if known[0] else (right, left)
 
 
-def _traced_places(nodes: Mapping[str, Any], order: Mapping[str, int]) -> dict[str, int]:
-    """The traced place of every node; one that was made later stands where its last input does."""
-    inputs = {
-        name: [i.lstrip("^").partition(":")[0] for i in node.input] for name, node in nodes.items()
-    }
+def traced_places(
+    inputs: Mapping[str, Collection[str]], order: Mapping[str, int]
+) -> dict[str, int]:
+    """Returns the place of every node in the traced order, inputs first; one that was made later
+    stands where its last input does."""
     places: dict[str, int] = {}
     for name in TopologicalSorter(inputs).static_order():
         places[name] = (
@@ -234,10 +223,12 @@ def _traced_places(nodes: Mapping[str, Any], order: Mapping[str, int]) -> dict[s
 
 
 def _split_add_n(nodes: Mapping[str, Any], order: Mapping[str, int]) -> dict[str, Any]:
-    places = _traced_places(nodes, order)
+    places = traced_places(
+        {name: [node_of(i) for i in node.input] for name, node in nodes.items()}, order
+    )
     result: dict[str, Any] = {}
     for name, node in nodes.items():
-        terms = [i for i in node.input if not i.startswith("^")]
+        terms = data_inputs(node)
         if (
             node.op != "AddN"
             or len(terms) < 3
@@ -246,8 +237,8 @@ def _split_add_n(nodes: Mapping[str, Any], order: Mapping[str, int]) -> dict[str
             result[name] = node
             continue
         if name in order and len(terms) > 3:
-            terms.sort(key=lambda term: places[term.partition(":")[0]])
-        controls = [i for i in node.input if i.startswith("^")]
+            terms.sort(key=lambda term: places[node_of(term)])
+        controls = [f"^{i}" for i in control_inputs(node)]
         total = terms[0]
         for at, term in enumerate(terms[1:], start=1):
             last = at == len(terms) - 1
@@ -268,5 +259,5 @@ def _reachable(nodes: Mapping[str, Any], roots: Sequence[str]) -> dict[str, Any]
         if name in seen:
             continue
         seen.add(name)
-        stack += [i.lstrip("^").partition(":")[0] for i in nodes[name].input]
+        stack += map(node_of, nodes[name].input)
     return {name: node for name, node in nodes.items() if name in seen}

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.graph.nodes import copied
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +31,8 @@ def output_shapes(
     """
     if any(shape is None or dtype == tf.resource for shape, dtype in operands):
         return []
-    alone = tf.compat.v1.NodeDef()
-    alone.CopyFrom(node)
-    alone.name = "alone"
-    del alone.input[:]
-    alone.input.extend(f"operand_{at}" for at in range(len(operands)))
     document = tf.compat.v1.GraphDef()
-    document.node.append(alone)
+    document.node.append(copied(node, (f"operand_{at}" for at in range(len(operands))), "alone"))
 
     def build(*placeholders: Any) -> list[Any]:
         named = {f"operand_{at}:0": tensor for at, tensor in enumerate(placeholders)}

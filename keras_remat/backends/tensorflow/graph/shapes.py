@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.nodes import data_inputs, split_input, tensor_key
 from keras_remat.backends.tensorflow.graph.run_alone import output_shapes
-from keras_remat.backends.tensorflow.graph.step import split_input, tensor_key
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 
 
@@ -50,7 +50,7 @@ def static_shapes(
     _add_shapes_like_variables(nodes, captures, found)
     for name, node in nodes.items():
         if node.op in kinds.SIZED_BY_LIBRARY:
-            operands = [found[tensor_key(i)] for i in node.input if not i.startswith("^")]
+            operands = [found[tensor_key(i)] for i in data_inputs(node)]
             for at, shape in enumerate(output_shapes(node, operands)):
                 found[f"{name}:{at}"] = (shape, found[f"{name}:{at}"][1])
     if not on_gpu():

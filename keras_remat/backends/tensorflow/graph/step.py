@@ -1,17 +1,20 @@
-"""A traced train step on TensorFlow, and how TensorFlow names its tensors."""
+"""A traced train step on TensorFlow, and what goes in and comes out when it runs."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import TopologicalSorter
 from typing import Any
 
+import tensorflow as tf
+
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.nodes import node_of
 from keras_remat.core.schedule import Schedule
 
 
@@ -94,7 +97,7 @@ class TensorFlowStep(TracedStep):
         does not happen, are no ``after`` of our ops, because they would forbid orders.
         """
         waits = {
-            name: [before for i in node.input if (before := split_input(i)[0]) in self.nodes]
+            name: [before for before in map(node_of, node.input) if before in self.nodes]
             for name, node in self.nodes.items()
         }
         for op in self.graph.ops:
@@ -126,16 +129,16 @@ class TensorFlowStep(TracedStep):
         return names
 
 
-def split_input(name: str) -> tuple[str, int]:
-    """Splits a NodeDef input ``"node"``, ``"node:1"`` or ``"^node"`` into node name and output
-    index (−1 for control)."""
-    if name.startswith("^"):
-        return name[1:], -1
-    node, _, index = name.partition(":")
-    return node, int(index or 0)
+def given_leaves(batch: Any) -> list[Any]:
+    """Returns the arrays of a batch in flattening order; Keras's iterators carry ``None`` (no sample
+    weights, say) as an empty ``Optional``."""
+    leaves = tf.nest.flatten(batch)
+    return [x for x in leaves if x is not None and not isinstance(x, tf.experimental.Optional)]
 
 
-def tensor_key(name: str) -> str:
-    """``"node"`` and ``"node:0"`` name the same tensor; returns the long form."""
-    node, index = split_input(name)
-    return f"{node}:{index}"
+def packed(structure: Any, outputs: Iterable[Any]) -> Any:
+    """Returns what ``train_step`` returned when it was traced, with a step's outputs for its
+    tensors."""
+    given = iter(outputs)
+    flat = [next(given) if isinstance(x, tf.Tensor) else x for x in tf.nest.flatten(structure)]
+    return tf.nest.pack_sequence_as(structure, flat)

@@ -35,14 +35,10 @@ import tensorflow as tf
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds, lists
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
+from keras_remat.backends.tensorflow.graph.nodes import node_of, tensor_key
 from keras_remat.backends.tensorflow.graph.rewrite import rewrite_for_memory
 from keras_remat.backends.tensorflow.graph.shapes import static_shapes
-from keras_remat.backends.tensorflow.graph.step import (
-    Replica,
-    TensorFlowStep,
-    split_input,
-    tensor_key,
-)
+from keras_remat.backends.tensorflow.graph.step import Replica, TensorFlowStep
 from keras_remat.backends.tensorflow.graph.translate import Translation, has_effect
 from keras_remat.errors import UnsupportedModelError
 
@@ -165,9 +161,7 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
         for node in graph_def.node
         if node.op == "Const" and not node.attr["value"].tensor.tensor_shape.dim
     }
-    nodes = rewrite_for_memory(
-        nodes, [*(split_input(t)[0] for t in outputs), *recorded.effects], order, scalars
-    )
+    nodes = rewrite_for_memory(nodes, [*map(node_of, outputs), *recorded.effects], order, scalars)
     unsupported = sorted({node.op for node in nodes.values()} & kinds.UNSUPPORTED)
     if unsupported:
         raise UnsupportedModelError(

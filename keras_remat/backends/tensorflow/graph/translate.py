@@ -6,7 +6,6 @@ nodes, and each needs the others.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from graphlib import TopologicalSorter
@@ -16,9 +15,17 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.rewrite import attached_nodes
-from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, split_input, tensor_key
+from keras_remat.backends.tensorflow.graph.nodes import (
+    control_inputs,
+    data_inputs,
+    node_of,
+    split_input,
+    tensor_key,
+)
+from keras_remat.backends.tensorflow.graph.rewrite import attached_nodes, traced_places
+from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
+from keras_remat.core.topology import topological_order
 from keras_remat.errors import UnsupportedModelError
 
 #: Variables up to this size are copied when read, see the module docstring.
@@ -105,16 +112,14 @@ class Translation:
 
     def _folded_behind(self, name: str) -> Iterator[str]:
         """The folded nodes between an op and the ops it reads from, for their control edges."""
-        stack = [split_input(i)[0] for i in self.nodes[name].input if not i.startswith("^")]
+        stack = [node_of(i) for i in data_inputs(self.nodes[name])]
         seen: set[str] = set()
         while stack:
             node_name = stack.pop()
             if node_name in self.folded and node_name not in seen:
                 seen.add(node_name)
                 yield node_name
-                stack += [
-                    split_input(i)[0] for i in self.nodes[node_name].input if not i.startswith("^")
-                ]
+                stack += [node_of(i) for i in data_inputs(self.nodes[node_name])]
 
     @cached_property
     def effects_behind(self) -> dict[str, frozenset[str]]:
@@ -126,9 +131,7 @@ class Translation:
         edges where it folds the shape of a value into a constant. (Reads of variables are kept
         before writes by ``_reads_before_write``.)
         """
-        inputs = {
-            name: [split_input(i)[0] for i in node.input] for name, node in self.nodes.items()
-        }
+        inputs = {name: [node_of(i) for i in node.input] for name, node in self.nodes.items()}
         behind: dict[str, frozenset[str]] = {}
         for name in TopologicalSorter(inputs).static_order():
             if has_effect(self.nodes[name].op):
@@ -144,19 +147,14 @@ class Translation:
         after: dict[str, set[str]] = {name: set() for name in ops}
         readers_of_read: dict[str, set[str]] = {}
         for name in ops:
-            owners = {
-                self.owner(tensor_key(i)) for i in self.nodes[name].input if not i.startswith("^")
-            }
-            data[name] = {self._op_of(split_input(o)[0]) for o in owners} - self.folded
+            owners = map(self.owner, map(tensor_key, data_inputs(self.nodes[name])))
+            data[name] = {self._op_of(node_of(o)) for o in owners} - self.folded
             for folded in self._folded_behind(name):
                 if self.nodes[folded].op == "ReadVariableOp":
                     readers_of_read.setdefault(folded, set()).add(name)
         for name in ops:
             for holder in (name, *self._folded_behind(name)):
-                for control in self.nodes[holder].input:
-                    if not control.startswith("^"):
-                        continue
-                    target = control[1:]
+                for target in control_inputs(self.nodes[holder]):
                     if target in readers_of_read and holder == name:
                         after[name] |= readers_of_read[target] - {name}
                     after[name] |= self.effects_behind[target] - {name}
@@ -174,9 +172,7 @@ class Translation:
         Grappler drops a control edge from a read to a write where a longer path leads there; a copy
         of the read would not be on it.
         """
-        inputs = {
-            name: [split_input(i)[0] for i in node.input] for name, node in self.nodes.items()
-        }
+        inputs = {name: [node_of(i) for i in node.input] for name, node in self.nodes.items()}
         resources = {
             name: [h for i in inputs[name] if (h := self._resource(i))] for name in self.nodes
         }
@@ -203,7 +199,7 @@ class Translation:
     def _resource(self, name: str) -> str | None:
         """The captured variable a node hands on, or ``None``."""
         while self.nodes[name].op == "Identity":
-            name = split_input(self.nodes[name].input[0])[0]
+            name = node_of(self.nodes[name].input[0])
         external = self.captures.get(name)
         return name if external is not None and external.dtype == tf.resource else None
 
@@ -211,30 +207,14 @@ class Translation:
         self, data: Mapping[str, set[str]], after: Mapping[str, set[str]]
     ) -> tuple[list[str], set[str]]:
         """Op names in topological order, earliest traced first, and those left over in a cycle."""
-        successors: dict[str, list[str]] = {name: [] for name in data}
-        missing = {}
-        for name in data:
-            before = data[name] | after[name]
-            missing[name] = len(before)
-            for earlier in before:
-                successors[earlier].append(name)
         rank = self._ranks(data)
 
-        def key(name: str) -> tuple[int, str, list[int], str]:
+        def key(name: str) -> tuple[int, str, list[int]]:
             """Names decide last: they differ between two builds of one model."""
-            return rank[name], self.nodes[name].op, sorted(rank[i] for i in data[name]), name
+            return rank[name], self.nodes[name].op, sorted(rank[i] for i in data[name])
 
-        ready = [key(name) for name, count in missing.items() if count == 0]
-        heapq.heapify(ready)
-        result: list[str] = []
-        while ready:
-            name = heapq.heappop(ready)[-1]
-            result.append(name)
-            for later in successors[name]:
-                missing[later] -= 1
-                if missing[later] == 0:
-                    heapq.heappush(ready, key(later))
-        return result, set(data) - set(result)
+        order = topological_order({name: data[name] | after[name] for name in data}, key)
+        return order, set(data) - set(order)
 
     def _ranks(self, data: Mapping[str, set[str]]) -> dict[str, int]:
         """The place of every op in the traced order; an op that Grappler or a rewrite made takes
@@ -243,21 +223,8 @@ class Translation:
         No op stands behind one that reads from it: where Grappler merges equal ops, the name of the
         later one may be the one that stays.
         """
-        rank: dict[str, int] = {name: self.order[name] for name in data if name in self.order}
-        for start in data:
-            stack = [start]
-            while stack:
-                name = stack[-1]
-                if name in rank:
-                    stack.pop()
-                    continue
-                waiting = [i for i in data[name] if i not in rank]
-                if waiting:
-                    stack += waiting
-                else:
-                    rank[name] = max((rank[i] for i in data[name]), default=0)
-                    stack.pop()
-        for name in reversed(list(TopologicalSorter(data).static_order())):
+        rank = traced_places(data, self.order)
+        for name in reversed(rank):
             for source in data[name]:
                 rank[source] = min(rank[source], rank[name])
         return rank
@@ -342,7 +309,7 @@ class Translation:
         ops: list[Op] = []
         for name in order:
             node = self.nodes[name]
-            owners = [self.owner(tensor_key(i)) for i in node.input if not i.startswith("^")]
+            owners = [self.owner(tensor_key(i)) for i in data_inputs(node)]
             owners += self._hidden_inputs(node, owners)
             tried = tuple(owners)  # a kernel looks for a buffer to take over in this order
             if (
@@ -350,11 +317,11 @@ class Translation:
             ):  # Grappler sorts these by name; the fingerprint must not see names
                 owners.sort(
                     key=lambda owner: (
-                        ids.get(split_input(owner)[0], -1),
-                        self.order.get(split_input(owner)[0], -1),
+                        ids.get(node_of(owner), -1),
+                        self.order.get(node_of(owner), -1),
                     )
                 )
-            reads = tuple(dict.fromkeys(value(o, ids.get(split_input(o)[0])) for o in owners))
+            reads = tuple(dict.fromkeys(value(o, ids.get(node_of(o))) for o in owners))
             writes = tuple(
                 value(tensor, ids[name])
                 for part in nodes_of[name]

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_remat.backends import batches
 from keras_remat.backends.base import Installed, ProfileRecorder, RunStep, StepRunner
 from keras_remat.backends.memory import MemoryModel, SimulatedMemory
-from keras_remat.backends.processes import OneProcess
+from keras_remat.backends.processes import Processes
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import trace as tracing
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
@@ -24,9 +24,9 @@ from keras_remat.backends.tensorflow.memory import (
     replay,
     variables,
 )
-from keras_remat.backends.tensorflow.ordered import lower as lowering
 from keras_remat.backends.tensorflow.ordered import ordering
 from keras_remat.backends.tensorflow.ordered import profile as profiling
+from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 from keras_remat.core.problem import Problem
@@ -53,7 +53,7 @@ class _Recorder:
 
     def stop(self, lowered: RunStep, resident_bytes: int | None) -> Profile | None:
         recording = self._recorder.stop()
-        if not isinstance(lowered, lowering.LoweredStep):
+        if not isinstance(lowered, LoweredStep):
             raise TypeError(f"a recording is of steps in order, not of {type(lowered).__name__}")
         self.remark = profiling.blindness(recording)
         return profiling.measured_profile(lowered, recording, resident_bytes)
@@ -66,7 +66,7 @@ class TensorFlowBackend:
     compilation = "ordered"
     measures_op_times = True
     auto_solver = "auto"
-    processes = OneProcess()
+    processes = Processes()
 
     @property
     def batch_multiple(self) -> int:
@@ -133,7 +133,7 @@ class TensorFlowBackend:
         return _Recorder()
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
-        return lowering.lower(traced, problem, schedule, ordering.SMALL_BYTES)
+        return LoweredStep(traced, problem, schedule, ordering.SMALL_BYTES)
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
         return measure.measure(run, wait=wait, device=self.device)

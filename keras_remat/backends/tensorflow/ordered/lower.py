@@ -26,8 +26,16 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.nodes import (
+    control_inputs,
+    copied,
+    data_inputs,
+    node_of,
+    split_input,
+    tensor_key,
+)
 from keras_remat.backends.tensorflow.graph.sharded import part_of
-from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, split_input, tensor_key
+from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, given_leaves, packed
 from keras_remat.backends.tensorflow.ordered import ordering
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.core.problem import Problem
@@ -38,19 +46,19 @@ _PARALLEL_ITERATIONS = 2
 
 
 class LoweredStep:
-    """A train step that runs one schedule; call it with a batch of the traced shape.
+    """A train step that runs one schedule, whose ops may change places as far as the allocator's
+    pool does not see it; call it with a batch of the traced shape.
 
-    Attributes:
-        problem: the problem the schedule was made for.
-        schedule: the order it runs.
+    Args:
+        traced: the step the problem's graph came from.
+        problem: its graph and costs, and the budget; without one, a schedule that recomputes
+            nothing is no order at all.
+        schedule: a legal order.
+        smallest_bytes: what the pool serves at least; 0 orders all that holds data.
     """
 
     def __init__(
-        self,
-        traced: TensorFlowStep,
-        problem: Problem,
-        schedule: Schedule,
-        smallest_bytes: int,
+        self, traced: TensorFlowStep, problem: Problem, schedule: Schedule, smallest_bytes: int = 0
     ):
         self.traced, self.problem, self.schedule = traced, problem, schedule
         self._handed_in = {
@@ -69,7 +77,7 @@ class LoweredStep:
 
     def __call__(self, batch: Any) -> Any:
         """Runs one step; returns what ``train_step`` returns."""
-        leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_none(leaf)]
+        leaves = given_leaves(batch)
         given = [
             tensor
             for at, replica in enumerate(self.traced.replicas)
@@ -78,36 +86,8 @@ class LoweredStep:
                 *(key() for key in replica.keys),
             )
         ]
-        outputs = iter(private.call_verbatim(self._function, [*given, *self._handed_in.values()]))
-        structure = self.traced.output_structure
-        flat = [
-            next(outputs) if isinstance(leaf, tf.Tensor) else leaf
-            for leaf in tf.nest.flatten(structure)
-        ]
-        return tf.nest.pack_sequence_as(structure, flat)
-
-
-def lower(
-    traced: TensorFlowStep,
-    problem: Problem,
-    schedule: Schedule,
-    smallest_bytes: int = 0,
-) -> LoweredStep:
-    """Returns a step that runs ``schedule``, whose ops may change places as far as the allocator's
-    pool does not see it.
-
-    Args:
-        traced: the step the problem's graph came from.
-        problem: its graph and costs, and the budget; without one, a schedule that recomputes
-            nothing is no order at all.
-        schedule: a legal order.
-        smallest_bytes: what the pool serves at least; 0 orders all that holds data.
-    """
-    return LoweredStep(traced, problem, schedule, smallest_bytes)
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, tf.experimental.Optional)
+        outputs = private.call_verbatim(self._function, [*given, *self._handed_in.values()])
+        return packed(self.traced.output_structure, outputs)
 
 
 class _Writer:
@@ -161,18 +141,14 @@ class _Writer:
         node = self.traced.nodes[op_name]
         copies = self._copies.setdefault(op_name, [])
         name = op_name if not copies else f"{op_name}/remat_{len(copies)}"
-        inputs = [self._tensor(tensor_key(i)) for i in node.input if not i.startswith("^")]
+        inputs = [self._tensor(tensor_key(i)) for i in data_inputs(node)]
         self._append(node, name, inputs, [*self._controls(node), *before])
         copies.append(name)
         self._newest[op_name] = name
         return name
 
     def _append(self, node: Any, name: str, inputs: Sequence[str], controls: Sequence[str]) -> None:
-        copy = tf.compat.v1.NodeDef()
-        copy.CopyFrom(node)
-        copy.name = name
-        del copy.input[:]
-        copy.input.extend([*inputs, *(f"^{c}" for c in dict.fromkeys(controls))])
+        copy = copied(node, [*inputs, *(f"^{c}" for c in dict.fromkeys(controls))], name)
         for attribute in ("_output_shapes", "_class"):
             if attribute in copy.attr:
                 del copy.attr[attribute]
@@ -193,12 +169,7 @@ class _Writer:
                 for name in self.traced.node_names[graph.ops[earlier].name]
             )
             return [copy for name in names for copy in self._copies.get(name, ())]
-        effects = {
-            name
-            for i in node.input
-            if i.startswith("^")
-            for name in self.traced.effects_behind[i[1:]]
-        }
+        effects = {name for i in control_inputs(node) for name in self.traced.effects_behind[i]}
         return [copy for name in sorted(effects) for copy in self._copies.get(name, ())]
 
     def _tensor(self, tensor: str) -> str:
@@ -210,7 +181,7 @@ class _Writer:
         if node.op == "Placeholder" or name in self.unfolded:
             self.used_placeholders.add(name)
             return _reference(name, index)
-        inputs = tuple(self._tensor(tensor_key(i)) for i in node.input if not i.startswith("^"))
+        inputs = tuple(self._tensor(tensor_key(i)) for i in data_inputs(node))
         key = (name, inputs)
         if key not in self._views:
             written = name if name not in self._placed else f"{name}/remat_{len(self._views)}"
@@ -230,10 +201,7 @@ def _unfolded(traced: TensorFlowStep, smallest_bytes: int) -> Set[str]:
     that depends on constants alone."""
     first: dict[str, str] = {}  # name of a node that depends on constants alone → the first of them
     found: set[str] = set()
-    sources = {
-        name: [split_input(i)[0] for i in node.input if not i.startswith("^")]
-        for name, node in traced.nodes.items()
-    }
+    sources = {name: [node_of(i) for i in data_inputs(node)] for name, node in traced.nodes.items()}
     for name in TopologicalSorter(sources).static_order():
         node = traced.nodes[name]
         if node.op == "Const":

@@ -19,7 +19,8 @@ from statistics import median
 from typing import Any
 
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, tensor_key
+from keras_remat.backends.tensorflow.graph.nodes import data_inputs, tensor_key
+from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
 from keras_remat.backends.tensorflow.ordered.scratch import estimated_workspace, known_workspace
 from keras_remat.backends.tensorflow.profiler import device, events
@@ -73,9 +74,7 @@ def _estimated_time_s(traced: TensorFlowStep, op: Op, on_gpu: bool) -> float:
 
 def _flops(traced: TensorFlowStep, op: Op) -> float:
     node = traced.handles[op.id]
-    operands = [
-        traced.tensor_shapes.get(tensor_key(i)) for i in node.input if not i.startswith("^")
-    ]
+    operands = [traced.tensor_shapes.get(tensor_key(i)) for i in data_inputs(node)]
     return multiply_adds(node, operands, traced.tensor_shapes.get(f"{node.name}:0"))
 
 

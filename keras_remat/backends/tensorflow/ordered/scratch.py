@@ -12,7 +12,8 @@ import tensorflow as tf
 from keras_remat.backends.host import cores
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.step import TensorFlowStep, tensor_key
+from keras_remat.backends.tensorflow.graph.nodes import tensor_key
+from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.backends.tensorflow.memory.measure import WORKSPACE_LIMIT_MIB
 from keras_remat.backends.tensorflow.profiler import device
 from keras_remat.core.graph import Op

@@ -17,7 +17,7 @@ from tight_limit import tight_limit as limit_of
 import keras_remat
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled import lower as lowering
-from keras_remat.backends.tensorflow.compiled.lower import lower
+from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
 from keras_remat.backends.tensorflow.compiled.profile import estimated_profile
 from keras_remat.backends.tensorflow.compiled.trace import trace
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
@@ -107,7 +107,7 @@ def test_numbers_are_those_of_the_plain_compiled_step(name):
     schedule = forget(traced.graph)
     check_rules(problem_of(traced), schedule)
     assert schedule.recomputed
-    logs, remat = train(lower(traced, schedule), model, data)
+    logs, remat = train(LoweredStep(traced, schedule), model, data)
     np.testing.assert_allclose(logs, expected, rtol=1e-5)
     for one, other in zip(remat, plain, strict=True):
         if np.issubdtype(one.dtype, np.floating):
@@ -120,7 +120,7 @@ def test_a_nan_gradient_poisons_nothing_it_did_not_poison_before():
     def train(how):
         model, (x, y) = ready(keras_models.mlp(8, width=8))
         data = x, tf.fill(y.shape, np.float32(np.inf))
-        step = compiled_plain(model) if how == "plain" else lower(*how(trace(model, data)))
+        step = compiled_plain(model) if how == "plain" else LoweredStep(*how(trace(model, data)))
         step(data)
         return [bool(np.isfinite(v).all()) for v in keras_models.state_of(model)]
 
@@ -148,7 +148,7 @@ def test_a_tensor_that_a_layer_holds_is_read(size):
     model.compile("sgd", "mse")
     model, data = ready((model, (np.ones((4, 8), "float32"), np.ones((4, 1), "float32"))))
     before = model.get_weights()
-    logs = lower(traced := trace(model, data), Schedule.store_all(traced.graph))(data)
+    logs = LoweredStep(traced := trace(model, data), Schedule.store_all(traced.graph))(data)
     after = model.get_weights()
     model.set_weights(before)
     assert float(logs["loss"]) == pytest.approx(float(compiled_plain(model)(data)["loss"]))
@@ -197,17 +197,17 @@ def test_half_the_memory_of_the_plain_compiled_step(name):
     model, data = ready(MEMORY[name]())
     plain = temporary_bytes(compiled_plain(model), data)
     traced = trace(model, data)
-    assert temporary_bytes(lower(traced, planned(traced, 0.45)), data) <= share * plain
+    assert temporary_bytes(LoweredStep(traced, planned(traced, 0.45)), data) <= share * plain
 
 
 def test_it_is_the_guards_that_save_it(monkeypatch):
     model, data = ready(keras_models.mlp(2048, 256, 8, dropout=0))
     traced = trace(model, data)
     schedule = planned(traced, 0.45)
-    most = temporary_bytes(lower(traced, Schedule.store_all(traced.graph)), data)
-    assert temporary_bytes(lower(traced, schedule), data) <= 0.6 * most
+    most = temporary_bytes(LoweredStep(traced, Schedule.store_all(traced.graph)), data)
+    assert temporary_bytes(LoweredStep(traced, schedule), data) <= 0.6 * most
     monkeypatch.setattr(lowering._Writer, "guard", lambda self, value, condition: value)
-    assert temporary_bytes(lower(traced, schedule), data) > 0.8 * most
+    assert temporary_bytes(LoweredStep(traced, schedule), data) > 0.8 * most
 
 
 # ------------------------------------------------------------------ what the graph says
@@ -228,9 +228,9 @@ def test_sums_that_run_again_exist(monkeypatch):
     )
     traced = trace(model, data)
     schedule = planned(traced, 0.3)
-    pinned = temporary_bytes(lower(traced, schedule), data)
+    pinned = temporary_bytes(LoweredStep(traced, schedule), data)
     monkeypatch.setattr("keras_remat.backends.xla.protect.Run._pin", lambda *_: None)
-    without = temporary_bytes(lower(traced, schedule), data)
+    without = temporary_bytes(LoweredStep(traced, schedule), data)
     assert pinned <= 0.9 * without
 
 

@@ -29,7 +29,7 @@ def run(stateless, *batch):
     variables = [tf.raw_ops.ReadVariableOp(resource=h, dtype=program.dtypes[at])
                  for at, h in enumerate(stateless.handles, stateless.batch)]  # fmt: skip
     given = [*map(tf.constant, batch), *variables, *stateless.captured]
-    document = tf.compat.v1.GraphDef(versions=program.versions, library=program.library)
+    document = tf.compat.v1.GraphDef(library=program.library)
     document.node.extend(program.constants.values())
     names = [f"{name}:0" for name in program.given]
     for at, (name, tensor) in enumerate(zip(program.given, given, strict=True)):

@@ -17,7 +17,7 @@ from keras_remat.backends.base import preserved_state
 from keras_remat.backends.tensorflow import backend
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.memory.best_fit import ONEDNN_SMALL_BYTES
-from keras_remat.backends.tensorflow.ordered.lower import lower
+from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -44,7 +44,7 @@ class Bench:
     def train(self, schedule, steps=STEPS, smallest_bytes=0):
         """State and logs after ``steps`` steps from the first state."""
         check_rules(self.problem, schedule)
-        run = lower(self.traced, self.problem, schedule, smallest_bytes)
+        run = LoweredStep(self.traced, self.problem, schedule, smallest_bytes)
         return self.train_with(run, steps)
 
     def train_with(self, run, steps=STEPS):
@@ -141,7 +141,7 @@ def test_every_variable_is_accessed_in_one_order():
     b = bench("gan")
     for seed in range(3):
         schedule = random_schedule(random.Random(seed), b.traced.graph, recompute=0.003)
-        graph = lower(b.traced, b.problem, schedule, 2**40)._function.graph
+        graph = LoweredStep(b.traced, b.problem, schedule, 2**40)._function.graph
         ancestors, accesses = {}, {}
         for op in graph.get_operations():
             direct = [*(t.op for t in op.inputs), *op.control_inputs]
@@ -166,14 +166,14 @@ def test_without_a_budget_and_recomputation_nothing_waits_for_memory():
     again = Schedule((*b.store_all.order[:1], *b.store_all.order))
 
     def controls(problem, schedule):
-        graph = lower(b.traced, problem, schedule, 0)._function.graph
+        graph = LoweredStep(b.traced, problem, schedule, 0)._function.graph
         return sum(len(op.control_inputs) for op in graph.get_operations())
 
     free, budget = controls(b.problem, b.store_all), b.problem.with_budget(2**40)
     assert controls(budget, b.store_all) > free
     assert controls(b.problem, again) > free
     keras_models.assert_same_bits(
-        b.train_with(lower(b.traced, budget, b.store_all))[0], b.reference[0]
+        b.train_with(LoweredStep(b.traced, budget, b.store_all))[0], b.reference[0]
     )
 
 
@@ -186,7 +186,7 @@ def test_no_option_leaks():
         context.context().function_call_options,
     ) == before
     with pytest.raises(tf.errors.InvalidArgumentError):
-        lower(b.traced, b.problem, b.store_all)((tf.ones((3, 3)), tf.ones((3, 1))))
+        LoweredStep(b.traced, b.problem, b.store_all)((tf.ones((3, 3)), tf.ones((3, 1))))
     assert context.context().function_call_options is before[1]
 
 
@@ -202,7 +202,7 @@ def wide():
 
 
 def measured_peak(b, schedule):
-    run = lower(b.traced, b.problem.with_budget(2**40), schedule, ONEDNN_SMALL_BYTES)
+    run = LoweredStep(b.traced, b.problem.with_budget(2**40), schedule, ONEDNN_SMALL_BYTES)
     b.train_with(run, 1)
     return max(BACKEND.measure(lambda: run(b.data))[1].peak_bytes for _ in range(3))
 
@@ -233,7 +233,7 @@ def test_every_step_takes_the_same_peak_and_about_the_predicted_one():
     Where the allocator counts small requests, too, those run as they come.
     """
     b = Bench(lambda: keras_models.wide_mlp(width=48))
-    run = lower(b.traced, b.problem.with_budget(2**40), b.store_all, ONEDNN_SMALL_BYTES)
+    run = LoweredStep(b.traced, b.problem.with_budget(2**40), b.store_all, ONEDNN_SMALL_BYTES)
     b.train_with(run, 2)
     in_use = BACKEND.device.in_use_bytes()
     problem = Problem(b.traced.graph, BACKEND.estimated_profile(b.traced, in_use))
@@ -253,7 +253,7 @@ def test_large_ops_of_constants_run_in_every_step_and_leave_nothing_behind():
         if op.kind == "Tile" and b.traced.graph.values[op.outputs[0]].nbytes >= ONEDNN_SMALL_BYTES
     ]
     assert large
-    run = lower(b.traced, b.problem.with_budget(2**40), b.store_all, ONEDNN_SMALL_BYTES)
+    run = LoweredStep(b.traced, b.problem.with_budget(2**40), b.store_all, ONEDNN_SMALL_BYTES)
     before = BACKEND.device.in_use_bytes()
     with preserved_state(BACKEND, b.model):
         run(b.data)

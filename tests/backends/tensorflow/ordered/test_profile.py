@@ -14,7 +14,7 @@ from recorded_trace import Trace
 from keras_remat.backends.tensorflow import backend, private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.trace import trace
-from keras_remat.backends.tensorflow.ordered.lower import lower
+from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
 from keras_remat.backends.tensorflow.ordered.profile import (
     _flops,
     blindness,
@@ -461,7 +461,7 @@ def test_recording_of_real_steps_sees_most_ops_and_their_workspace(mlp):
     model, batch, traced = mlp
     data = BACKEND.example_batch(model, batch)
     problem = Problem(traced.graph, estimated_profile(traced))
-    run = lower(traced, problem, Schedule.store_all(traced.graph))
+    run = LoweredStep(traced, problem, Schedule.store_all(traced.graph))
     run(data)
     recorder = Recorder()
     assert not recorder.recording

@@ -1,0 +1,50 @@
+"""How TensorFlow writes the nodes of a graph: ``NodeDef`` objects that name what they read.
+
+An input is ``"node"`` or ``"node:1"``, a tensor, or ``"^node"``, a control edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+
+def split_input(name: str) -> tuple[str, int]:
+    """Splits an input into node name and output index (−1 for a control edge)."""
+    if name.startswith("^"):
+        return name[1:], -1
+    node, _, index = name.partition(":")
+    return node, int(index or 0)
+
+
+def node_of(name: str) -> str:
+    """Returns the name of the node that an input comes from."""
+    return split_input(name)[0]
+
+
+def tensor_key(name: str) -> str:
+    """``"node"`` and ``"node:0"`` name the same tensor; returns the long form."""
+    node, index = split_input(name)
+    return f"{node}:{index}"
+
+
+def data_inputs(node: Any) -> list[str]:
+    """Returns the tensors that a node reads, as it names them."""
+    return [i for i in node.input if not i.startswith("^")]
+
+
+def control_inputs(node: Any) -> list[str]:
+    """Returns the names of the nodes that a node waits for by control edges."""
+    return [i[1:] for i in node.input if i.startswith("^")]
+
+
+def copied(node: Any, inputs: Iterable[str], name: str = "") -> Any:
+    """Returns a copy of a node that reads other inputs, under another name where one is given."""
+    copy = tf.compat.v1.NodeDef()
+    copy.CopyFrom(node)
+    copy.name = name or node.name
+    del copy.input[:]
+    copy.input.extend(inputs)
+    return copy
