@@ -240,18 +240,47 @@ class TrainFunctionSwap:
 
     Args:
         model: inside ``fit``, whose ``train_function`` Keras has made.
+        runner: is asked for every batch, and says whose a call is. A call of nobody means that the
+            ``fit`` this was made for has ended without notice (an exception, Ctrl-C): the original
+            train function then comes back and takes it.
 
     Attributes:
         original: the train function that Keras has made.
     """
 
-    def __init__(self, model: Any):
-        self._model = model
+    returns_state = False
+    """Whether a call's result has to be Keras's, also where the call trained only what was held
+    back: the state is in it."""
+
+    def __init__(self, model: Any, runner: StepRunner):
+        self._model, self._runner = model, runner
         current: Any = model.train_function
         while isinstance(current, TrainFunctionSwap):  # of a fit that ended without notice
             current = current.original
         self.original: Any = current
         model.train_function = self
+
+    def _read(self, batch: Any) -> Any:
+        """Returns a batch of Keras's iterator as the runner gets it."""
+        raise NotImplementedError
+
+    def _steps(self, iterator: Iterator[Any]) -> Any:
+        """Trains a call's batches of ``fit``, up to ``steps_per_execution``, and returns logs."""
+        logs = None
+        for at in range(self._model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                rest = self._runner.finish()
+                # the iterator ends once more at Keras's next call
+                if at == 0 and not (self.returns_state and rest is not None):
+                    raise
+                return logs if rest is None else rest
+            logs = self._runner.run(self._read(batch))
+        if self._runner.is_last_call():
+            rest = self._runner.finish()
+            return logs if rest is None else rest
+        return logs
 
     def take_place(self) -> bool:
         """Replaces the train function that was put back, or made anew, meanwhile.

@@ -35,7 +35,7 @@ from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.processes import Processes
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
-from keras_remat.backends.xla.kernel_costs import scaled
+from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
@@ -56,37 +56,6 @@ class LoweredStep:
     def __call__(self, batch: Any) -> Any:
         first, self._has_run = not self._has_run, True
         return self._device.run(self.traced.model, self.compiled, batch, self._used, first=first)
-
-
-class DoesNotCompile:
-    """A schedule whose compilation ran out of memory; its step does so, too."""
-
-    def __init__(self, error: jax.errors.JaxRuntimeError):
-        self._error = error
-
-    def __call__(self, batch: Any) -> Any:
-        raise self._error
-
-
-class _Recorder:
-    """Measures the whole step; see :mod:`keras_remat.backends.jax.profile`."""
-
-    remark = ""
-
-    def __init__(self, device: Device):
-        self._device = device
-
-    def start(self) -> bool:
-        self._device.times_s = []
-        return True
-
-    def stop(self, lowered: RunStep, resident_bytes: int | None) -> Profile | None:
-        step_time_s = self._device.recorded_time_s()
-        if step_time_s is None:
-            return None
-        assert isinstance(lowered, LoweredStep)
-        profile = profiling.estimated_profile(lowered.traced, resident_bytes)
-        return scaled(profile, lowered.schedule, step_time_s)
 
 
 class JaxBackend:
@@ -161,8 +130,8 @@ class JaxBackend:
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
         return profiling.estimated_profile(traced, resident_bytes)
 
-    def recorder(self) -> _Recorder:
-        return _Recorder(self.device)
+    def recorder(self) -> StepTimes:
+        return self.device.step_times
 
     # ---------------------------------------------------------------- what schedules take
 
@@ -172,7 +141,12 @@ class JaxBackend:
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            return DoesNotCompile(error)
+            reason = error
+
+            def does_not_compile(batch: Any) -> Any:
+                raise reason
+
+            return does_not_compile
         return LoweredStep(traced, schedule, compiled, self.device)
 
     def _compiled(

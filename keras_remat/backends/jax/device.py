@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any, TypeVar
 
 import jax
@@ -32,9 +31,11 @@ from keras_remat.backends.host import host_memory_bytes
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.lower import compile_step
 from keras_remat.backends.jax.measure import CompiledMemory, device_statistic, first_device, memory
+from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.sharding import shard_bytes
 from keras_remat.backends.jax.trace import as_specs
 from keras_remat.backends.processes import Processes
+from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.graph import Op
 from keras_remat.core.schedule import Usage
 
@@ -51,7 +52,7 @@ class Device:
     def __init__(self, processes: Processes | None = None) -> None:
         self.processes = processes or Processes()
         self.state: Any = None
-        self.times_s: list[float] | None = None  # of the steps run while a recording is under way
+        self.step_times = StepTimes(estimated_profile)
         self._plain: dict[
             Any, CompiledMemory
         ] = {}  # of Keras's own step that ran, by the shapes of its batch
@@ -91,14 +92,14 @@ class Device:
         started = time.perf_counter()
         try:
             logs, new_state = step(state, batch)
-            if kept is not None or self.times_s is not None:
+            if kept is not None or self.step_times.times_s is not None:
                 jax.block_until_ready((logs, new_state))
         except BaseException:
             if kept is not None:
                 self._restore(model, kept)
             raise
-        if self.times_s is not None:
-            self.times_s.append(time.perf_counter() - started)
+        if self.step_times.times_s is not None:
+            self.step_times.times_s.append(time.perf_counter() - started)
         self._keep(model, new_state)
         return logs
 
@@ -156,11 +157,6 @@ class Device:
             self._plain[key],
             first=first,
         )
-
-    def recorded_time_s(self) -> float | None:
-        """Ends a recording and returns the median time of its steps; ``None`` when none ran."""
-        times, self.times_s = self.times_s, None
-        return median(times) if times else None
 
     # ---------------------------------------------------------------- memory
 

@@ -32,16 +32,15 @@ class InstalledTrainFunction(TrainFunctionSwap):
     """The train function of one ``fit``; asks ``runner`` for every batch.
 
     Args:
-        model: whose ``train_function`` Keras has made.
-        runner: says whose a call is. A call of nobody means that the ``fit`` this was made for has
-            ended without notice (an exception, Ctrl-C): the original train function then comes back
-            and takes it.
+        model, runner: as in :class:`~keras_remat.backends.base.TrainFunctionSwap`.
         device: holds the state while a call runs.
     """
 
+    returns_state = True
+
     def __init__(self, model: Any, runner: StepRunner, device: Device):
-        super().__init__(model)
-        self._runner, self._device = runner, device
+        super().__init__(model, runner)
+        self._device = device
 
     @without_inner_frames
     def __call__(self, state: private.State, iterator: Any) -> tuple[Any, private.State]:
@@ -54,8 +53,7 @@ class InstalledTrainFunction(TrainFunctionSwap):
         device.state = state
         try:
             if caller is not Caller.FIT:
-                batch = jax.tree.map(jnp.asarray, next(iterator))
-                return self._runner.run_alone(batch, caller), device.state
+                return self._runner.run_alone(self._read(next(iterator)), caller), device.state
             logs = self._steps(iter(iterator))
             return logs, device.state
         except StopIteration:  # before anything of this call was trained
@@ -68,25 +66,8 @@ class InstalledTrainFunction(TrainFunctionSwap):
         finally:
             device.state = None
 
-    def _steps(self, iterator: Iterator[Any]) -> Any:
-        logs = None
-        for at in range(self._model.steps_per_execution):
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                rest = self._runner.finish()
-                if (
-                    rest is not None
-                ):  # its state has to be returned; the iterator ends once more at Keras's next call
-                    return rest
-                if at == 0:
-                    raise
-                return logs
-            logs = self._runner.run(jax.tree.map(jnp.asarray, batch))
-        if self._runner.is_last_call():
-            rest = self._runner.finish()
-            return logs if rest is None else rest
-        return logs
+    def _read(self, batch: Any) -> Any:
+        return jax.tree.map(jnp.asarray, batch)
 
     def as_given(self, batch: Any) -> Any:
         """Makes JAX's arrays of a batch, over the devices of the active ``keras.distribution``."""

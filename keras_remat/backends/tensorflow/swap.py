@@ -7,29 +7,18 @@ batches a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.base import Caller, StepRunner, TrainFunctionSwap
+from keras_remat.backends.base import Caller, TrainFunctionSwap
 from keras_remat.errors import without_inner_frames
 
 
 class InstalledTrainFunction(TrainFunctionSwap):
-    """The train function of one ``fit``; asks ``runner`` for every batch.
-
-    Args:
-        model: whose ``train_function`` Keras has made.
-        runner: says whose a call is. A call of nobody means that the ``fit`` this was made for has
-            ended without notice (an exception, Ctrl-C): the original train function then comes back
-            and takes it.
-    """
-
-    def __init__(self, model: Any, runner: StepRunner):
-        super().__init__(model)
-        self._runner = runner
+    """The train function of one ``fit``; asks ``runner`` for every batch."""
 
     @without_inner_frames
     def __call__(self, iterator: Any) -> Any:
@@ -57,25 +46,8 @@ class InstalledTrainFunction(TrainFunctionSwap):
             self.restore()
             raise
 
-    def _steps(self, iterator: Iterator[Any]) -> Any:
-        logs = None
-        for at in range(self._model.steps_per_execution):
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                rest = self._runner.finish()
-                if at == 0:
-                    raise
-                return logs if rest is None else rest
-            logs = self._runner.run(self._read(batch))
-        if self._runner.is_last_call():
-            rest = self._runner.finish()
-            return logs if rest is None else rest
-        return logs
-
     def _read(self, batch: Any) -> Any:
-        """Returns a batch of an iterator as the runner gets it: Keras's iterators carry ``None``
-        (no sample weights, say) as an empty ``Optional``."""
+        """Keras's iterators carry ``None`` (no sample weights, say) as an empty ``Optional``."""
         return tf.nest.map_structure(
             lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
         )

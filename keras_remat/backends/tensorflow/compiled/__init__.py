@@ -9,70 +9,23 @@ predictions learn (:mod:`keras_remat.backends.xla.compiled_memory`).
 
 from __future__ import annotations
 
-import time
 from functools import cached_property
-from statistics import median
 from typing import Any
 
 import tensorflow as tf
 
 from keras_remat.backends.base import RunStep
 from keras_remat.backends.memory import MemoryModel
-from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled import profile as profiling
 from keras_remat.backends.tensorflow.compiled import trace as tracing
 from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
-from keras_remat.backends.tensorflow.memory import exhausted, measure
 from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
-from keras_remat.backends.xla.kernel_costs import scaled
+from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
-
-
-class StepRun:
-    """A lowered step that tells the backend how long it ran."""
-
-    def __init__(self, lowered: LoweredStep, backend: CompiledBackend):
-        self.lowered, self._backend = lowered, backend
-
-    def __call__(self, batch: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            result = self.lowered(batch)
-        except tf.errors.OpError as error:
-            if exhausted.is_out_of_memory(error) or not private.is_xla_refusal(error):
-                raise
-            raise UnsupportedModelError(
-                f"XLA cannot compile the step: {str(error.message).splitlines()[0]}"
-            ) from error
-        if self._backend.times_s is not None:
-            measure.synchronize(result)
-            self._backend.times_s.append(time.perf_counter() - started)
-        return result
-
-
-class _Recorder:
-    """Measures the whole step; the split over its ops stays an estimate."""
-
-    remark = ""
-
-    def __init__(self, backend: CompiledBackend):
-        self._backend = backend
-
-    def start(self) -> bool:
-        self._backend.times_s = []
-        return True
-
-    def stop(self, lowered: RunStep, resident_bytes: int | None) -> Profile | None:
-        times, self._backend.times_s = self._backend.times_s, None
-        assert isinstance(lowered, StepRun)
-        if not times:
-            return None
-        profile = profiling.estimated_profile(lowered.lowered.traced, resident_bytes)
-        return scaled(profile, lowered.lowered.schedule, median(times))
 
 
 class CompiledBackend(TensorFlowBackend):
@@ -88,7 +41,7 @@ class CompiledBackend(TensorFlowBackend):
     def __init__(self) -> None:
         super().__init__()
         self._newest_trace: tracing.CompiledStep | None = None
-        self.times_s: list[float] | None = None  # of the steps run while a recording is under way
+        self._step_times = StepTimes(profiling.estimated_profile)
 
     @cached_property
     def memory(self) -> MemoryModel:
@@ -118,12 +71,12 @@ class CompiledBackend(TensorFlowBackend):
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
         return profiling.estimated_profile(traced, resident_bytes)
 
-    def recorder(self) -> Any:
-        return _Recorder(self)
+    def recorder(self) -> StepTimes:
+        return self._step_times
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
         try:
-            return StepRun(LoweredStep(traced, schedule), self)
+            return LoweredStep(traced, schedule, self._step_times)
         except (KeyError, ValueError) as error:
             raise UnsupportedModelError(
                 f"The schedule cannot be written for XLA: {type(error).__name__}: {error}"

@@ -6,6 +6,7 @@ before and assigns the changed ones after.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,12 @@ from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
 from keras_remat.backends.tensorflow.graph.step import given_leaves, packed
+from keras_remat.backends.tensorflow.memory import exhausted, measure
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.backends.xla.protect import Run
+from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.schedule import Schedule
+from keras_remat.errors import UnsupportedModelError
 
 
 class _Writer:
@@ -99,10 +103,11 @@ class LoweredStep:
     Args:
         traced: from :func:`~keras_remat.backends.tensorflow.compiled.trace.trace`.
         schedule: a legal order for ``traced.graph``.
+        times: takes down how long it runs, while a recording is under way.
     """
 
-    def __init__(self, traced: CompiledStep, schedule: Schedule):
-        self.traced, self.schedule = traced, schedule
+    def __init__(self, traced: CompiledStep, schedule: Schedule, times: StepTimes | None = None):
+        self.traced, self.schedule, self._times = traced, schedule, times
         stateless, program, batch = traced.stateless, traced.program, traced.stateless.batch
 
         def remat_step(*leaves: Any) -> Any:
@@ -137,4 +142,16 @@ class LoweredStep:
     def __call__(self, batch: Any) -> Any:
         """Runs one step; returns what ``train_step`` returns."""
         leaves = map(tf.convert_to_tensor, given_leaves(batch))
-        return packed(self.traced.output_structure, self._function(*leaves))
+        started = time.perf_counter()
+        try:
+            outputs = self._function(*leaves)
+        except tf.errors.OpError as error:
+            if exhausted.is_out_of_memory(error) or not private.is_xla_refusal(error):
+                raise
+            raise UnsupportedModelError(
+                f"XLA cannot compile the step: {str(error.message).splitlines()[0]}"
+            ) from error
+        if self._times is not None and self._times.times_s is not None:
+            measure.synchronize(outputs)
+            self._times.times_s.append(time.perf_counter() - started)
+        return packed(self.traced.output_structure, outputs)

@@ -1,0 +1,40 @@
+"""Whole compiled steps are timed: nothing inside one program of XLA can be timed from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from keras_remat.backends.xla.kernel_costs import scaled
+from keras_remat.core.profile import Profile
+
+
+class StepTimes:
+    """Measures a profile's sum; the split over the ops stays an estimate.
+
+    See :class:`keras_remat.backends.base.ProfileRecorder`.
+
+    Args:
+        estimated_profile: of a traced step, with its resident bytes.
+    """
+
+    remark = ""
+
+    def __init__(self, estimated_profile: Callable[[Any, int | None], Profile]):
+        self._estimated_profile = estimated_profile
+        self.times_s: list[float] | None = None  # of the steps run while a recording is under way
+
+    def start(self) -> bool:
+        """Starts a recording."""
+        self.times_s = []
+        return True
+
+    def stop(self, lowered: Any, resident_bytes: int | None) -> Profile | None:
+        """Ends it and returns the profile of a lowered step, whose schedule takes the median time
+        of the recorded steps; ``None`` when none ran."""
+        times_s, self.times_s = self.times_s, None
+        if not times_s:
+            return None
+        profile = self._estimated_profile(lowered.traced, resident_bytes)
+        return scaled(profile, lowered.schedule, median(times_s))
