@@ -4,25 +4,28 @@ the model and its losses."""
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-#: Loss names → what the target looks like. "same" is the output's shape; "index" drops its last
-#: dimension.
-_TARGETS = {
-    "sparse_categorical_crossentropy": "index",
-    "categorical_crossentropy": "same",
-    "binary_crossentropy": "same",
-    "mean_squared_error": "same",
-    "mse": "same",
-    "mean_absolute_error": "same",
-    "mae": "same",
-    "huber": "same",
-    "log_cosh": "same",
-    "kl_divergence": "same",
-    "poisson": "same",
-}
+from keras_remat.errors import UnsupportedModelError
+
+#: Losses whose target has the output's shape; that of the sparse one drops its last dimension.
+_SAME_SHAPE = frozenset(
+    {
+        "categorical_crossentropy",
+        "binary_crossentropy",
+        "mean_squared_error",
+        "mse",
+        "mean_absolute_error",
+        "mae",
+        "huber",
+        "log_cosh",
+        "kl_divergence",
+        "poisson",
+    }
+)
 
 
 def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:
@@ -103,6 +106,34 @@ def repeated_batch(batch: Any, size: int) -> Any:
     return keras.tree.map_structure(repeated, batch)
 
 
+def resized_spec(batch: Any, size: int, spec: Callable[[tuple[int, ...], Any], Any]) -> Any:
+    """Returns a batch like ``batch`` with ``size`` samples, of which nothing is allocated.
+
+    Args:
+        batch: arrays or specs; ``None`` stays ``None``.
+        size: samples wanted.
+        spec: makes what the framework takes for an array, of a shape and the array it is like.
+
+    Raises:
+        UnsupportedModelError: an array whose first dimension is not the batch's.
+    """
+    import keras
+
+    samples = batch_size_of(batch)
+
+    def resized(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if len(leaf.shape) == 0 or leaf.shape[0] != samples:
+            raise UnsupportedModelError(
+                f"An array of shape {tuple(leaf.shape)} does not have the {samples} samples of "
+                "its batch."
+            )
+        return spec((size, *leaf.shape[1:]), leaf)
+
+    return keras.tree.map_structure(resized, batch)
+
+
 def _array(leaf: Any, rng: np.random.Generator) -> Any:
     if leaf is None or isinstance(leaf, np.ndarray):
         return leaf
@@ -168,12 +199,11 @@ def _target(output: Any, loss: Any, size: int, rng: np.random.Generator) -> np.n
         if isinstance(loss, str)
         else getattr(loss, "name", None) or getattr(loss, "__name__", None)
     )
-    form = _TARGETS.get(str(name))
-    if form is None:
+    shape = (size, *output.shape[1:])
+    if name == "sparse_categorical_crossentropy":
+        return _random(shape[:-1], "int32", rng, high=int(shape[-1] or 2))
+    if name not in _SAME_SHAPE:
         raise ValueError(
             f"the target of loss {name!r} does not follow from the model: give a batch (x, y)"
         )
-    shape = (size, *output.shape[1:])
-    if form == "index":
-        return _random(shape[:-1], "int32", rng, high=int(shape[-1] or 2))
     return _random(shape, "float32", rng)

@@ -9,12 +9,13 @@ normalizes over a micro-batch, and its moving averages move once per micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.keras_private import layers, masks
 from keras_remat.errors import UnsupportedModelError
 
 SEPARATION = "next_micro_batch"
@@ -26,14 +27,9 @@ def has_batch_normalization(model: Any) -> bool:
     return any(variable.name == "moving_mean" for variable in model.non_trainable_variables)
 
 
-def check_can_be_cut(model: Any, layers: Iterable[Any]) -> None:
+def check_can_be_cut(model: Any) -> None:
     """Raises :class:`UnsupportedModelError` when summed gradients of pieces would not be those of
-    the batch: the model has a ``train_step`` of its own, or a loss that is no mean over the batch.
-
-    Args:
-        model: compiled.
-        layers: all of its layers, nested ones too.
-    """
+    the batch: the model has a ``train_step`` of its own, or a loss that is no mean over the batch."""
     import keras
 
     if type(model).train_step is not keras.Model.train_step or "train_step" in vars(model):
@@ -47,7 +43,7 @@ def check_can_be_cut(model: Any, layers: Iterable[Any]) -> None:
                 f"The loss {loss.name!r} reduces by {loss.reduction!r}; only means over the "
                 "batch can be cut into micro-batches."
             )
-    for layer in layers:
+    for layer in layers(model):
         if getattr(layer, "activity_regularizer", None) is not None:
             raise UnsupportedModelError(
                 f"The activity regularizer of {layer.name!r} sums over the batch; only means "
@@ -55,10 +51,10 @@ def check_can_be_cut(model: Any, layers: Iterable[Any]) -> None:
             )
 
 
-def check_no_masks(masks: Iterable[Any]) -> None:
+def check_no_masks(predicted: Any) -> None:
     """Raises :class:`UnsupportedModelError` where outputs have masks: the loss is a mean over what
     is not masked, of which every piece has another share."""
-    if any(mask is not None for mask in masks):
+    if any(mask is not None for mask in masks(predicted)):
         raise UnsupportedModelError(
             "The model's output is masked: its loss is a mean over what is not masked, and the "
             "pieces of a batch do not have equal shares of that."
@@ -66,16 +62,13 @@ def check_no_masks(masks: Iterable[Any]) -> None:
 
 
 @contextmanager
-def checked_losses(masks: Callable[[Any], list[Any]]) -> Iterator[None]:
+def checked_losses() -> Iterator[None]:
     """Raises :class:`UnsupportedModelError` inside, where a loss is computed whose mean over the
     batch is not made of the means over its pieces.
 
     That shows only in what the loss returns before it is reduced: a mask of its own (an ignored
     class), or fewer numbers than one for every sample (Dice and Tversky, and a function that
     reduces by itself, of which nobody knows whether by a sum or a mean).
-
-    Args:
-        masks: returns the masks of a structure of tensors.
     """
     import keras
 
@@ -86,7 +79,7 @@ def checked_losses(masks: Callable[[Any], list[Any]]) -> Iterator[None]:
 
         def checked(y_true: Any, y_pred: Any) -> Any:
             values = compute(y_true, y_pred)
-            _check_values(loss.name, values, y_pred, masks(values))
+            _check_values(loss.name, values, y_pred)
             return values
 
         loss.call = checked
@@ -104,8 +97,8 @@ def checked_losses(masks: Callable[[Any], list[Any]]) -> Iterator[None]:
         keras.losses.Loss.__call__ = original
 
 
-def _check_values(name: str, values: Any, predicted: Any, masks: list[Any]) -> None:
-    if any(mask is not None for mask in masks):
+def _check_values(name: str, values: Any, predicted: Any) -> None:
+    if any(mask is not None for mask in masks(values)):
         raise UnsupportedModelError(
             f"The loss {name!r} is a mean over what it does not mask, and the pieces of a batch "
             "do not have equal shares of that."

@@ -97,22 +97,16 @@ class JaxBackend:
         return arrays
 
     def resized_spec(self, batch: Any, size: int) -> Any:
-        samples = batches.batch_size_of(batch)
         if self.processes.count > 1:
             raise UnsupportedModelError(
                 "In several processes the batch stays as it is: each has a part of it."
             )
 
-        def resize(leaf: Any) -> Any:
-            if len(leaf.shape) == 0 or leaf.shape[0] != samples:
-                raise UnsupportedModelError(
-                    f"An array of shape {tuple(leaf.shape)} does not have the {samples} samples "
-                    "of its batch."
-                )
+        def spec(shape: tuple[int, ...], leaf: Any) -> jax.ShapeDtypeStruct:
             sharding = getattr(leaf, "sharding", None)
-            return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-        return jax.tree.map(resize, batch)
+        return batches.resized_spec(batch, size, spec)
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> JaxTracedStep:
         if not all(

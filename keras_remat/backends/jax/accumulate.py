@@ -37,7 +37,7 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
             over the batch; when traced, also for masked outputs, for losses that turn out to be
             none, and for arrays that do not have the batch's samples.
     """
-    check_can_be_cut(model, private.layers(model))
+    check_can_be_cut(model)
 
     def train_step(state: private.State, data: Any) -> tuple[Any, private.State]:
         trainable, others, slots, metrics = state
@@ -58,11 +58,11 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
             def weighted_loss(
                 trainable: Any, others: Any, metrics: Any, share: float, *piece: Any
             ) -> Any:
-                with checked_losses(private.masks):
+                with checked_losses():
                     loss, updates = model.compute_loss_and_updates(
                         trainable, others, metrics, *piece, training=True, optimizer_variables=slots
                     )
-                check_no_masks(private.masks(updates[1]))
+                check_no_masks(updates[1])
                 return loss * share, updates
 
             differentiated = jax.grad(weighted_loss, has_aux=True)

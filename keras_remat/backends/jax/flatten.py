@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -69,10 +70,7 @@ class FlatProgram:
 
 def nbytes(aval: Any) -> int:
     """Returns the bytes of one value (key arrays included)."""
-    size = 1
-    for dimension in aval.shape:
-        size *= int(dimension)
-    return size * int(aval.dtype.itemsize)
+    return prod(map(int, aval.shape)) * int(aval.dtype.itemsize)
 
 
 def flatten(closed: Any) -> FlatProgram:

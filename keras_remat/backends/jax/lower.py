@@ -15,7 +15,7 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.barrier import guard, never
 from keras_remat.backends.jax.flatten import FlatProgram, nbytes
 from keras_remat.backends.jax.kinds import KINDS, POOLING_PIECES, in_pieces
-from keras_remat.backends.jax.sharding import Layout, mesh_of, partition
+from keras_remat.backends.jax.sharding import Layout, mesh_of
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.protect import Run
 from keras_remat.core.schedule import Schedule
@@ -113,7 +113,7 @@ class _ShardedWriter(_Writer):
 
     def _partition(self, value: Any) -> PartitionSpec:
         known = self._known.get(id(value))
-        return PartitionSpec() if known is None else partition(known[1])
+        return PartitionSpec() if known is None else PartitionSpec(*known[1])
 
     def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
         parts = tuple(map(self._partition, triggers))

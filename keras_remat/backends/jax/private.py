@@ -3,7 +3,7 @@
 Everything here was read in, and is tested with, the versions in ``TESTED``. From JAX: the fields of
 an equation (``primitive``, ``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``;
 from Keras: ``_symbolic_build``, ``_purge_model_variables``, ``_update_metrics_variables``,
-``_jax_state``, ``_flatten_layers``, ``get_keras_mask``, and the four lists of variables the JAX
+``_jax_state``, and the four lists of variables the JAX
 trainer carries as state, in its order. Of ``jax.distributed`` the client of its key-value store.
 When a new version moves one of these, this is the file to mend.
 """
@@ -17,12 +17,18 @@ import jax
 import keras
 from jax._src import distributed
 from jax.extend import core
-from keras.src.backend import get_keras_mask
 
 TESTED = {"jax": "0.10.2", "keras": "3.15.1"}
 
 Literal = core.Literal
 State = tuple[list[Any], list[Any], list[Any], list[Any]]
+#: What Keras calls its parts.
+_GROUPS = (
+    "trainable_variables",
+    "non_trainable_variables",
+    "optimizer_variables",
+    "metrics_variables",
+)
 
 CALLS = {
     "jit": "jaxpr",
@@ -83,7 +89,7 @@ def state_variables(model: Any) -> tuple[list[Any], list[Any], list[Any], list[A
 def state_specs(model: Any, state: State | None = None) -> State:
     """Returns shapes and dtypes of the trainer's state, and under a distribution its shardings;
     works while ``fit`` has taken the values off the variables, if it is given them."""
-    if distribution() is not None:
+    if keras.distribution.distribution() is not None:
         specs: State = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             state_values(model) if state is None else state,
@@ -114,24 +120,13 @@ def assign_state(model: Any, state: State) -> None:
 def purge_state(model: Any) -> None:
     """Takes the arrays off the model's variables, as ``fit`` does before a step that donates
     them."""
-    model._purge_model_variables(
-        trainable_variables=True,
-        non_trainable_variables=True,
-        optimizer_variables=True,
-        metrics_variables=True,
-    )
+    model._purge_model_variables(**dict.fromkeys(_GROUPS, True))
 
 
 def publish_state(model: Any, state: State) -> None:
     """Tells ``fit`` which state is the current one when its step raises: it writes that one back to
     the variables, and no older one."""
-    groups = (
-        "trainable_variables",
-        "non_trainable_variables",
-        "optimizer_variables",
-        "metrics_variables",
-    )
-    model._jax_state = dict(zip(groups, state, strict=True))
+    model._jax_state = dict(zip(_GROUPS, state, strict=True))
     model._jax_state_synced = False
 
 
@@ -139,16 +134,6 @@ def build(model: Any, batch: Any) -> None:
     """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does
     before its first step."""
     model._symbolic_build(data_batch=batch)
-
-
-def layers(model: Any) -> list[Any]:
-    """Returns the layers of a model, nested ones too."""
-    return list(model._flatten_layers())
-
-
-def masks(predicted: Any) -> list[Any]:
-    """Returns the mask of every output of a model, ``None`` where there is none."""
-    return [get_keras_mask(leaf) for leaf in keras.tree.flatten(predicted)]
 
 
 def update_metrics(
@@ -160,11 +145,6 @@ def update_metrics(
         metrics, loss, x, y, predicted, sample_weight
     )
     return logs, new_metrics
-
-
-def distribution() -> Any:
-    """Returns the active ``keras.distribution`` setting or ``None``."""
-    return keras.distribution.distribution()
 
 
 def distributed_client() -> Any:

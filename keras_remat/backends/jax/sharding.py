@@ -19,9 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from keras_remat.backends.jax import private
 from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT, KINDS
 from keras_remat.backends.xla.fusion import Equation
 
@@ -47,11 +46,6 @@ def mesh_of(specs: Any) -> jax.sharding.Mesh | None:
         if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
             return sharding.mesh
     return None
-
-
-def partition(layout: Layout) -> PartitionSpec:
-    """Returns a layout as JAX writes it."""
-    return PartitionSpec(*layout)
 
 
 def count(layout: Layout, mesh: jax.sharding.Mesh) -> int:
@@ -176,7 +170,7 @@ def shard_bytes(array: Any, device: Any) -> int:
 
 def batch_parts() -> int:
     """Returns the number of parts that the active distribution divides a batch into."""
-    active = private.distribution()
+    active = keras.distribution.distribution()
     if active is None:
         return 1
     mesh = active.device_mesh
@@ -185,7 +179,7 @@ def batch_parts() -> int:
 
 def laid_out(batch: Any) -> Any:
     """Returns a batch of arrays as JAX's own: laid over the devices by the active distribution."""
-    active = private.distribution()
+    active = keras.distribution.distribution()
     if active is None:
         return jax.tree.map(jnp.asarray, batch)
     return jax.tree.map(

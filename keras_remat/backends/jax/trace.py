@@ -75,7 +75,7 @@ def _train_step(model: Any, micro_batches: int) -> Callable[[Any, Any], Any]:
 def as_specs(batch: Any) -> Any:
     """Returns a batch of arrays or specs as specs with the dtypes JAX will use."""
 
-    distributed = private.distribution() is not None
+    distributed = keras.distribution.distribution() is not None
 
     def spec(leaf: Any) -> jax.ShapeDtypeStruct:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
@@ -121,8 +121,7 @@ def trace(
             are built as ``fit`` would.
         batch: ``(x, y[, sample_weight])`` of arrays or ``jax.ShapeDtypeStruct``.
         micro_batches: more than 1 trains the batch in pieces, see :mod:`.accumulate`.
-        like: the same step for another batch size, if its ops are wanted: which values exist
-            depends on how sizes compare, and so differs a little from one batch size to another.
+        like: the same step for another batch size, if its ops are wanted.
         state: the trainer's state where ``fit`` has it, which tells how it lies on several devices.
 
     Raises:
@@ -130,7 +129,7 @@ def trace(
             processes, or a step that cannot be cut.
     """
     check_supported(model)
-    if micro_batches > 1 and private.distribution() is not None:
+    if micro_batches > 1 and keras.distribution.distribution() is not None:
         raise UnsupportedModelError(
             "Under a keras.distribution a batch is not cut: its pieces would have to be laid "
             "over the devices anew."
@@ -153,13 +152,13 @@ def trace(
         program = replace(program, shards=tuple(count(lies, mesh) for lies in lying))
     n_state = len(jax.tree.leaves(state_specs))
     n_logs = len(jax.tree.leaves(out_shape[0]))
-    same = like is not None and [e.kind for e in like.program.equations] == [
-        e.kind for e in program.equations
-    ]
-    sizes = (like.program if like is not None and same else program).sizes
     state = list(enumerate(program.outputs[n_logs : n_logs + n_state]))
     graph, numbers, handles = fused_graph(
-        program, KINDS, state, lambda equation: "transpose(" in equation.scope, sizes
+        program,
+        KINDS,
+        state,
+        lambda e: "transpose(" in e.scope,
+        None if like is None else like.program,
     )
     return JaxTracedStep(
         graph,

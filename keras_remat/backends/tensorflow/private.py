@@ -5,9 +5,8 @@ handle, what XLA says when it refuses to compile, which devices have a
 kernel for an op and where that keeps its outputs, what an allocator may take, whether devices exist
 already and whether oneDNN is on, capturing an eager tensor under a chosen name, calling a function
 with a session configuration of its own, reading the profiler's raw trace, building a model from a
-batch, a model's nested layers, a tensor's mask, what Keras's own ``train_step`` does with the loss
-tracker, and which variables and which numbers of collective ops belong together on the devices of a
-strategy.
+batch, what Keras's own ``train_step`` does with the loss tracker, and which variables and which
+numbers of collective ops belong together on the devices of a strategy.
 """
 
 from __future__ import annotations
@@ -320,16 +319,6 @@ def build_model(model: Any, batch: Any) -> None:
 def call_for_training(model: Any, x: Any) -> Any:
     """The model's output in training mode, as Keras's ``train_step`` asks for it."""
     return model(x, training=True) if model._call_has_training_arg else model(x)
-
-
-def layers(model: Any) -> list[Any]:
-    """Returns the layers of a model, nested ones too."""
-    return list(model._flatten_layers())
-
-
-def masks(predicted: Any) -> list[Any]:
-    """Returns the mask of every output of a model, ``None`` where there is none."""
-    return [getattr(leaf, "_keras_mask", None) for leaf in tf.nest.flatten(predicted)]
 
 
 def track_loss(model: Any, loss: Any, samples: int) -> None:

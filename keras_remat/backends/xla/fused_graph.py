@@ -40,7 +40,7 @@ def fused_graph(
     kinds: Kinds,
     state: Sequence[tuple[int, Any]],
     is_backward: Callable[[Equation], bool],
-    sizes: Sequence[int] | None = None,
+    like: Program | None = None,
 ) -> tuple[Graph, tuple[int, ...], dict[int, tuple[int, ...]]]:
     """Returns the graph of a program, the program's number of every value, and the equations of
     every op.
@@ -50,9 +50,11 @@ def fused_graph(
         kinds: the framework's names.
         state: the number of each state input, and its new value among the program's outputs.
         is_backward: whether an equation was traced by differentiation.
-        sizes: as in :func:`~keras_remat.backends.xla.fusion.clusters`.
+        like: the same step for another batch size, if its ops are wanted: which values exist
+            depends on how sizes compare, and so differs a little from one batch size to another.
     """
-    parts = clusters(program, kinds, sizes)
+    same = like is not None and _kinds(like) == _kinds(program)
+    parts = clusters(program, kinds, like.sizes if like is not None and same else None)
     makers = {number: at for at, part in enumerate(parts) for number in part.outputs}
     phases = _phases(program, parts, is_backward)
     overwritten = _overwritten(program, parts, makers, state)
@@ -102,6 +104,10 @@ def fused_graph(
         handles[position] = part.equations
     outputs = tuple(dict.fromkeys(value_id[a] for a in program.outputs if isinstance(a, int)))
     return Graph(tuple(ops), tuple(values), outputs), tuple(numbers), handles
+
+
+def _kinds(program: Program) -> list[str]:
+    return [equation.kind for equation in program.equations]
 
 
 def _phases(

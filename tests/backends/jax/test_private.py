@@ -148,15 +148,12 @@ def test_specs_are_those_of_the_values():
 
 
 def test_under_a_distribution_specs_have_shardings():
-    assert private.distribution() is None
     with keras.distribution.DataParallel(devices=["cpu:0"]).scope():
-        assert isinstance(private.distribution(), keras.distribution.DataParallel)
         model = built()
         values = private.state_values(model)
         for specs in (private.state_specs(model), private.state_specs(model, values)):
             for spec, value in zip(jax.tree.leaves(specs), jax.tree.leaves(values), strict=True):
                 assert spec.sharding == value.sharding
-    assert private.distribution() is None
 
 
 def test_state_is_assigned_after_it_was_taken_off():
@@ -197,21 +194,6 @@ def test_a_model_is_built_from_arrays_or_specs(specs):
     assert model.metrics_variables
     private.build(model, batch)
     assert len(model.weights) == 4, "once more does nothing"
-
-
-def test_layers_are_those_of_nested_models_too():
-    inner = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(4, name="inside")])
-    model = keras.Sequential([keras.layers.Input((4,)), inner, keras.layers.Dense(2, name="top")])
-    assert {"inside", "top"} <= {layer.name for layer in private.layers(model)}
-
-
-def test_masks_are_those_of_the_outputs():
-    inputs = keras.Input((None,), dtype="int32")
-    embedded = keras.layers.Embedding(5, 3, mask_zero=True)(inputs)
-    model = keras.Model(inputs, [embedded, keras.layers.Dense(2)(keras.ops.sum(embedded, 1))])
-    mask, none = private.masks(model(np.asarray([[1, 2, 0]])))
-    assert np.asarray(mask).tolist() == [[True, True, False]]
-    assert none is None
 
 
 def test_metrics_are_updated_as_in_keras_s_step(stepped):

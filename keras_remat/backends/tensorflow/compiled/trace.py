@@ -50,8 +50,7 @@ def trace(
     Args:
         model, batch, micro_batches: as in
             :func:`keras_remat.backends.tensorflow.graph.trace.trace`.
-        like: the same step for another batch size, if its ops are wanted: which values exist
-            depends on how sizes compare.
+        like: the same step for another batch size, if its ops are wanted.
 
     Raises:
         UnsupportedModelError: the step cannot be compiled as one; the message says which operation,
@@ -80,13 +79,13 @@ def trace(
         raise UnsupportedModelError(
             f"The shape of what {', '.join(unknown)} computes is not known, as XLA needs it."
         )
-    same = like is not None and [e.kind for e in like.program.equations] == [
-        e.kind for e in program.equations
-    ]
-    sizes = (like.program if like is not None and same else program).sizes
     state = list(stateless.written.items())
     graph, numbers, handles = fused_graph(
-        program, KINDS, state, lambda e: "gradient_tape/" in f"{e.scope}/", sizes
+        program,
+        KINDS,
+        state,
+        lambda e: "gradient_tape/" in f"{e.scope}/",
+        None if like is None else like.program,
     )
     return CompiledStep(
         graph,

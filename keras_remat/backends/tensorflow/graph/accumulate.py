@@ -41,7 +41,7 @@ def accumulated_train_step(model: Any, count: int, separated: bool = False) -> C
             over the batch; when traced, also for masked outputs, for losses that turn out to be
             none, and for arrays that do not have the batch's samples.
     """
-    check_can_be_cut(model, private.layers(model))
+    check_can_be_cut(model)
 
     def train_step(data: Any) -> Any:
         check_samples(data)
@@ -58,8 +58,8 @@ def accumulated_train_step(model: Any, count: int, separated: bool = False) -> C
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(piece)
             with tf.GradientTape() as tape:
                 predicted = private.call_for_training(model, x)
-                check_no_masks(private.masks(predicted))
-                with checked_losses(private.masks):
+                check_no_masks(predicted)
+                with checked_losses():
                     loss = model.compute_loss(
                         x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
                     )

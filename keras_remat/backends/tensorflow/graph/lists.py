@@ -18,9 +18,8 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.nodes import data_inputs, split_input, tensor_key
+from keras_remat.backends.tensorflow.memory.best_fit import rounded
 
-#: The granularity of TensorFlow's allocators.
-_ALIGNMENT_BYTES = 256
 _WRITES = ("TensorListPushBack", "TensorListSetItem")
 _RESERVES = ("EmptyTensorList", "TensorListReserve")
 
@@ -186,4 +185,4 @@ def _name(tensor: str) -> str:
 
 
 def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    return -(-prod(shape) * int(dtype.size or 0) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return rounded(prod(shape) * int(dtype.size or 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from graphlib import TopologicalSorter
+from math import prod
 from typing import Any
 
 import tensorflow as tf
@@ -24,14 +25,13 @@ from keras_remat.backends.tensorflow.graph.nodes import (
 )
 from keras_remat.backends.tensorflow.graph.rewrite import attached_nodes, traced_places
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
+from keras_remat.backends.tensorflow.memory.best_fit import rounded
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
 from keras_remat.core.topology import topological_order
 from keras_remat.errors import UnsupportedModelError
 
 #: Variables up to this size are copied when read, see the module docstring.
 SMALL_VARIABLE_BYTES = 4096
-#: The granularity of TensorFlow's BFC allocator.
-ALIGNMENT_BYTES = 256
 
 
 def has_effect(kind: str) -> bool:
@@ -80,10 +80,7 @@ class Translation:
         shape, dtype = self.shapes.get(tensor, (None, None))
         if shape is None or dtype is None or dtype.size is None:
             return 0
-        size = int(dtype.size)
-        for dim in shape:
-            size *= dim
-        return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return rounded(int(dtype.size) * prod(shape))
 
     def owner(self, tensor: str) -> str:
         """The tensor whose storage ``tensor`` shares: an op's output, a constant, a batch input, or
@@ -394,15 +391,8 @@ class Translation:
     def _resident(self, name: str) -> int:
         external = self.captures.get(name)
         if external is not None and external.dtype == tf.resource:
-            handles = getattr(external, "_handle_data", None)
-            entries = handles.shape_and_type if handles is not None else ()
-            total = 0
-            for entry in entries:
-                size = tf.as_dtype(entry.dtype).size
-                for dim in entry.shape.dim:
-                    size *= max(dim.size, 0)
-                total += size
-            return total
+            spec = private.variable_spec(external)
+            return 0 if spec is None else (spec.shape.num_elements() or 0) * spec.dtype.size
         return self._nbytes(f"{name}:0")
 
 

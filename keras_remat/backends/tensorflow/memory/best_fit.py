@@ -85,18 +85,18 @@ class BestFitAllocator:
         elsewhere."""
         if nbytes <= 0 or nbytes < self._smallest:
             return None
-        rounded = _rounded(nbytes)
-        at = bisect_left(self._free, (rounded, -1))
+        request = rounded(nbytes)
+        at = bisect_left(self._free, (request, -1))
         if at == len(self._free):
-            self._extend(rounded)
-            at = bisect_left(self._free, (rounded, -1))
+            self._extend(request)
+            at = bisect_left(self._free, (request, -1))
         chunk = self._chunk_at[self._free.pop(at)[1]]
-        if _is_split(chunk.size, rounded):
-            rest = Block(chunk.address + rounded, chunk.size - rounded)
+        if _is_split(chunk.size, request):
+            rest = Block(chunk.address + request, chunk.size - request)
             rest.before, rest.behind = chunk, chunk.behind
             if chunk.behind is not None:
                 chunk.behind.before = rest
-            chunk.behind, chunk.size = rest, rounded
+            chunk.behind, chunk.size = rest, request
             self._add(rest)
         chunk.free = False
         self.bytes_in_use += chunk.size
@@ -130,7 +130,8 @@ class BestFitAllocator:
         self._add(chunk)
 
 
-def _rounded(nbytes: int) -> int:
+def rounded(nbytes: int) -> int:
+    """Returns what TensorFlow's allocators make of a request."""
     return -(-nbytes // _MIN_ALLOCATION_BYTES) * _MIN_ALLOCATION_BYTES
 
 

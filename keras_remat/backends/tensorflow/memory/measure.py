@@ -185,11 +185,6 @@ def bytes_in_use() -> int:
     return _memory_info(device_name())["current"]
 
 
-def peak_bytes() -> int:
-    """Returns the most bytes in use since :func:`measure` began; 0 without statistics."""
-    return _memory_info(device_name())["peak"]
-
-
 def measure(
     step: Callable[[], Any], *, wait: bool = True, device: TensorFlowDevice | None = None
 ) -> tuple[Any, Usage]:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_remat.backends import batches
 from keras_remat.backends.base import Installed, ProfileRecorder, RunStep, StepRunner
+from keras_remat.backends.keras_private import layers
 from keras_remat.backends.memory import MemoryModel, SimulatedMemory
 from keras_remat.backends.processes import Processes
 from keras_remat.backends.tensorflow import private
@@ -88,14 +89,6 @@ class TensorFlowBackend:
             raise UnsupportedModelError(
                 "The model runs eagerly (run_eagerly=True): there is no graph to schedule."
             )
-        if (
-            type(model.distribute_strategy) is not type(tf.distribute.get_strategy())
-            or tf.distribute.has_strategy()
-        ):
-            raise UnsupportedModelError(
-                f"The model trains under {type(model.distribute_strategy).__name__}: schedules "
-                "for several replicas are not supported."
-            )
         ordered = "jit_compile=True: the rematerialized step runs without XLA, op by op in order."
         remarks = (ordered if model.jit_compile else None, self.device.remark())
         return " ".join(filter(None, remarks)) or None
@@ -109,19 +102,9 @@ class TensorFlowBackend:
         return tensors
 
     def resized_spec(self, batch: Any, size: int) -> Any:
-        samples = batches.batch_size_of(batch)
-
-        def resize(leaf: Any) -> Any:
-            if leaf is None:
-                return None
-            if len(leaf.shape) == 0 or leaf.shape[0] != samples:
-                raise UnsupportedModelError(
-                    f"An array of shape {tuple(leaf.shape)} does not have the {samples} samples "
-                    "of its batch."
-                )
-            return tf.TensorSpec((size, *leaf.shape[1:]), leaf.dtype)
-
-        return tf.nest.map_structure(resize, batch)
+        return batches.resized_spec(
+            batch, size, lambda shape, leaf: tf.TensorSpec(shape, leaf.dtype)
+        )
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
         return tracing.trace(model, batch, micro_batches, smallest_counted_bytes(self.device))
@@ -148,9 +131,14 @@ class TensorFlowBackend:
             values = (v if isinstance(v, tf.Variable) else v.value for v in of)
             return {id(part): part for value in values for part in parts(value)}
 
-        of_optimizers = [v for optimizer in _optimizers(model) for v in optimizer.variables]
+        optimizers = _held(model, (keras.optimizers.Optimizer,))  # a GAN has two
+        of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]
         updated = distinct([*model.trainable_variables, *of_optimizers])
-        rest = distinct([*model.variables, *model.metrics_variables, *_held_variables(model)])
+        # some are none of a layer's weights: the state of a stateful recurrent layer, and what was
+        # not made by Keras
+        kinds = (tf.Variable, keras.Variable)
+        of_layers = [v for layer in layers(model) for v in _held(layer, kinds)]
+        rest = distinct([*model.variables, *model.metrics_variables, *of_layers])
         return variables.snapshot(list({**rest, **updated}.values()), updated.keys())
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
@@ -171,33 +159,14 @@ def allocator_memory(device: measure.TensorFlowDevice) -> MemoryModel:
     )
 
 
-def _held_variables(model: Any) -> Iterator[Any]:
-    """The variables that layers hold as attributes, or in lists or dictionaries among them.
-
-    Some are none of the layer's weights: the state of a stateful recurrent layer, and what was not
-    made by Keras.
-    """
-    for layer in private.layers(model):
-        stack = list(vars(layer).values())
-        while stack:
-            held = stack.pop()
-            if isinstance(held, (tf.Variable, keras.Variable)):
-                yield held
-            elif isinstance(held, (list, tuple)):
-                stack += held
-            elif isinstance(held, dict):
-                stack += held.values()
-
-
-def _optimizers(model: Any) -> Iterator[Any]:
-    """The optimizers a model holds as attributes, or in lists or dictionaries among them (a GAN has
-    two)."""
-    for held in vars(model).values():
-        items = (
-            held
-            if isinstance(held, (list, tuple))
-            else held.values()
-            if isinstance(held, dict)
-            else (held,)
-        )
-        yield from (item for item in items if isinstance(item, keras.optimizers.Optimizer))
+def _held(owner: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
+    """What an object holds of some types as attributes, or in lists or dictionaries among them."""
+    stack = list(vars(owner).values())
+    while stack:
+        held = stack.pop()
+        if isinstance(held, kinds):
+            yield held
+        elif isinstance(held, (list, tuple)):
+            stack += held
+        elif isinstance(held, dict):
+            stack += held.values()

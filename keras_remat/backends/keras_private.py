@@ -1,0 +1,17 @@
+"""What Keras does not promise to keep, and every backend needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def layers(model: Any) -> list[Any]:
+    """Returns the layers of a model, nested ones too."""
+    return list(model._flatten_layers())
+
+
+def masks(arrays: Any) -> list[Any]:
+    """Returns the mask of every array in a structure, ``None`` where there is none."""
+    import keras
+
+    return [getattr(leaf, "_keras_mask", None) for leaf in keras.tree.flatten(arrays)]

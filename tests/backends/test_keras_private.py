@@ -1,0 +1,21 @@
+"""What is used of Keras in private: that it is there, and does what we say of it."""
+
+import keras
+import numpy as np
+
+from keras_remat.backends.keras_private import layers, masks
+
+
+def test_layers_are_those_of_nested_models_too():
+    inner = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(4, name="inside")])
+    model = keras.Sequential([keras.layers.Input((4,)), inner, keras.layers.Dense(2, name="top")])
+    assert {"inside", "top"} <= {layer.name for layer in layers(model)}
+
+
+def test_masks_are_those_of_the_outputs():
+    inputs = keras.Input((None,), dtype="int32")
+    embedded = keras.layers.Embedding(5, 3, mask_zero=True)(inputs)
+    model = keras.Model(inputs, [embedded, keras.layers.Dense(2)(keras.ops.sum(embedded, 1))])
+    mask, none = masks(model(np.asarray([[1, 2, 0]])))
+    assert np.asarray(mask).tolist() == [[True, True, False]]
+    assert none is None
