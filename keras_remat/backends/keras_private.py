@@ -13,5 +13,6 @@ def layers(model: Any) -> list[Any]:
 def masks(arrays: Any) -> list[Any]:
     """Returns the mask of every array in a structure, ``None`` where there is none."""
     import keras
+    from keras.src.backend import get_keras_mask
 
-    return [getattr(leaf, "_keras_mask", None) for leaf in keras.tree.flatten(arrays)]
+    return [get_keras_mask(leaf) for leaf in keras.tree.flatten(arrays)]

@@ -5,159 +5,47 @@ TensorFlow's elementwise operations spread a smaller operand by themselves, and 
 ``Mean``) are several of XLA's. A type is listed by what XLA makes of it.
 """
 
+from keras_remat.backends.tables import names
 from keras_remat.backends.xla.fusion import Kinds
 
 VIEWS = frozenset({"EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze", "Transpose"})
 
-MOVING = frozenset(
-    {
-        "BroadcastTo",
-        "Fill",
-        "MatrixBandPart",
-        "OneHot",
-        "Pad",
-        "PadV2",
-        "Range",
-        "Reverse",
-        "ReverseV2",
-        "Slice",
-        "StridedSlice",
-        "StridedSliceGrad",
-        "Tile",
-    }
-)
+MOVING = names("""
+    BroadcastTo Fill MatrixBandPart OneHot Pad PadV2 Range Reverse ReverseV2 Slice StridedSlice
+    StridedSliceGrad Tile
+""")
 
-CHEAP = MOVING | frozenset(
-    {
-        "Abs",
-        "Add",
-        "AddN",
-        "AddV2",
-        "BiasAdd",
-        "Bitcast",
-        "BitwiseAnd",
-        "BitwiseOr",
-        "BitwiseXor",
-        "Cast",
-        "Ceil",
-        "ClipByValue",
-        "Div",
-        "DivNoNan",
-        "Equal",
-        "Floor",
-        "FloorDiv",
-        "FloorMod",
-        "Greater",
-        "GreaterEqual",
-        "Inv",
-        "InvGrad",
-        "Invert",
-        "IsFinite",
-        "IsInf",
-        "IsNan",
-        "LeakyRelu",
-        "LeakyReluGrad",
-        "LeftShift",
-        "Less",
-        "LessEqual",
-        "LogicalAnd",
-        "LogicalNot",
-        "LogicalOr",
-        "Maximum",
-        "Minimum",
-        "Mod",
-        "Mul",
-        "MulNoNan",
-        "Neg",
-        "NotEqual",
-        "OnesLike",
-        "RealDiv",
-        "Reciprocal",
-        "ReciprocalGrad",
-        "Relu",
-        "Relu6",
-        "Relu6Grad",
-        "ReluGrad",
-        "RightShift",
-        "Rint",
-        "Round",
-        "RsqrtGrad",
-        "Select",
-        "SelectV2",
-        "SigmoidGrad",
-        "Sign",
-        "Softsign",
-        "SoftsignGrad",
-        "SqrtGrad",
-        "Square",
-        "SquaredDifference",
-        "Sub",
-        "TanhGrad",
-        "TruncateDiv",
-        "TruncateMod",
-        "ZerosLike",
-    }
-)
+CHEAP = MOVING | names("""
+    Abs Add AddN AddV2 BiasAdd Bitcast BitwiseAnd BitwiseOr BitwiseXor Cast Ceil ClipByValue Div
+    DivNoNan Equal Floor FloorDiv FloorMod Greater GreaterEqual Inv InvGrad Invert IsFinite
+    IsInf IsNan LeakyRelu LeakyReluGrad LeftShift Less LessEqual LogicalAnd LogicalNot LogicalOr
+    Maximum Minimum Mod Mul MulNoNan Neg NotEqual OnesLike RealDiv Reciprocal ReciprocalGrad
+    Relu Relu6 Relu6Grad ReluGrad RightShift Rint Round RsqrtGrad Select SelectV2 SigmoidGrad
+    Sign Softsign SoftsignGrad SqrtGrad Square SquaredDifference Sub TanhGrad TruncateDiv
+    TruncateMod ZerosLike
+""")
 
-EXPENSIVE = frozenset(
-    {
-        "Acos",
-        "Acosh",
-        "Asin",
-        "Asinh",
-        "Atan",
-        "Atan2",
-        "Atanh",
-        "Cos",
-        "Cosh",
-        "Digamma",
-        "Elu",
-        "EluGrad",
-        "Erf",
-        "Erfc",
-        "Erfinv",
-        "Exp",
-        "Expm1",
-        "Lgamma",
-        "Log",
-        "Log1p",
-        "Pow",
-        "Rsqrt",
-        "Selu",
-        "SeluGrad",
-        "Sigmoid",
-        "Sin",
-        "Sinh",
-        "Softplus",
-        "SoftplusGrad",
-        "Sqrt",
-        "Tan",
-        "Tanh",
-        "Xdivy",
-        "Xlog1py",
-        "Xlogy",
-    }
-)
+EXPENSIVE = names("""
+    Acos Acosh Asin Asinh Atan Atan2 Atanh Cos Cosh Digamma Elu EluGrad Erf Erfc Erfinv Exp
+    Expm1 Lgamma Log Log1p Pow Rsqrt Selu SeluGrad Sigmoid Sin Sinh Softplus SoftplusGrad Sqrt
+    Tan Tanh Xdivy Xlog1py Xlogy
+""")
 
-REDUCTIONS = frozenset(
-    {"All", "Any", "ArgMax", "ArgMin", "BiasAddGrad", "L2Loss", "Max", "Mean", "Min", "Prod", "Sum"}
-)
+REDUCTIONS = names("""
+    All Any ArgMax ArgMin BiasAddGrad L2Loss Max Mean Min Prod Sum
+""")
 
 RANDOM = frozenset(
     f"Stateless{name}{version}"
-    for name in (
-        "RandomNormal",
-        "RandomUniform",
-        "RandomUniformFullInt",
-        "RandomUniformInt",
-        "TruncatedNormal",
-    )
+    for name in names("""
+        RandomNormal RandomUniform RandomUniformFullInt RandomUniformInt TruncatedNormal
+    """)
     for version in ("", "V2")
 )
 
-KERNEL_GRADIENTS = frozenset(
-    {"Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter"}
-)
+KERNEL_GRADIENTS = names("""
+    Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter
+""")
 
 KINDS = Kinds(
     views=VIEWS,
@@ -166,22 +54,14 @@ KINDS = Kinds(
     reductions=REDUCTIONS,
     random=RANDOM,
     moving=MOVING,
-    reshapes=frozenset({"EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}),
+    reshapes=VIEWS - {"Transpose"},
     transposing=KERNEL_GRADIENTS,
 )
 
-ALIASES = frozenset(
-    {
-        "CheckNumerics",
-        "CheckNumericsV2",
-        "Identity",
-        "IdentityN",
-        "PlaceholderWithDefault",
-        "PreventGradient",
-        "Snapshot",
-        "StopGradient",
-    }
-)
+ALIASES = names("""
+    CheckNumerics CheckNumericsV2 Identity IdentityN PlaceholderWithDefault PreventGradient
+    Snapshot StopGradient
+""")
 """Output i is input i; XLA knows no other use of them."""
 
 NOTHING = frozenset({"Assert", "NoOp"})

@@ -7,126 +7,41 @@ allocates its outputs and, when its OpDef says it is stateful, runs exactly once
 
 from __future__ import annotations
 
+from keras_remat.backends.tables import names
+
 #: The output shares the buffer of input 0 (per output for ``IdentityN``).
-VIEWS = frozenset(
-    {
-        "Identity",
-        "IdentityN",
-        "Reshape",
-        "Squeeze",
-        "ExpandDims",
-        "StopGradient",
-        "PreventGradient",
-        "EnsureShape",
-        "Snapshot",
-        "Bitcast",
-        "PlaceholderWithDefault",
-        "CheckNumerics",
-        "CheckNumericsV2",
-    }
-)
+VIEWS = names("""
+    Identity IdentityN Reshape Squeeze ExpandDims StopGradient PreventGradient EnsureShape
+    Snapshot Bitcast PlaceholderWithDefault CheckNumerics CheckNumericsV2
+""")
 
 #: Reads a variable through its resource handle and changes nothing.
-VARIABLE_READS = frozenset(
-    {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
-)
+VARIABLE_READS = names("""
+    ReadVariableOp ResourceGather ResourceGatherNd VariableShape
+""")
 
 #: Stateful by OpDef, yet pure: the same inputs give the same outputs and nothing else happens.
-PURE_STATEFUL = frozenset(
-    {"TensorListReserve", "EmptyTensorList", "StatelessWhile", "StatelessIf", "StatelessCase"}
-)
+PURE_STATEFUL = names("""
+    TensorListReserve EmptyTensorList StatelessWhile StatelessIf StatelessCase
+""")
 
 #: Takes over the buffer of a dying input of the same size.
-REUSES_INPUT = frozenset(
-    # binary
-    {
-        "Add",
-        "AddV2",
-        "Sub",
-        "Mul",
-        "MulNoNan",
-        "Div",
-        "RealDiv",
-        "DivNoNan",
-        "Xdivy",
-        "Xlogy",
-        "Xlog1py",
-        "Maximum",
-        "Minimum",
-        "Pow",
-        "SquaredDifference",
-        "Atan2",
-        "FloorDiv",
-        "FloorMod",
-        "Mod",
-        "AddN",
-        # unary
-        "Abs",
-        "Neg",
-        "Exp",
-        "Expm1",
-        "Log",
-        "Log1p",
-        "Sqrt",
-        "Rsqrt",
-        "Square",
-        "Reciprocal",
-        "Inv",
-        "Sigmoid",
-        "Tanh",
-        "Sin",
-        "Cos",
-        "Tan",
-        "Sinh",
-        "Cosh",
-        "Erf",
-        "Erfc",
-        "Sign",
-        "Floor",
-        "Ceil",
-        "Round",
-        "Rint",
-        "Lgamma",
-        "Digamma",
-        # activations and their gradients
-        "Relu",
-        "Relu6",
-        "LeakyRelu",
-        "Elu",
-        "Selu",
-        "Softplus",
-        "Softsign",
-        "ReluGrad",
-        "Relu6Grad",
-        "LeakyReluGrad",
-        "EluGrad",
-        "SeluGrad",
-        "SoftplusGrad",
-        "SoftsignGrad",
-        "SigmoidGrad",
-        "TanhGrad",
-        "SqrtGrad",
-        "RsqrtGrad",
-        "InvGrad",
-        "ReciprocalGrad",
-        # others
-        "BiasAdd",
-        "Softmax",
-        "LogSoftmax",
-        "ClipByValue",
-        "LogicalNot",
-        "LogicalAnd",
-        "LogicalOr",
-        "Select",
-        "SelectV2",
-        "_UnaryOpsComposition",
-    }
-)
+REUSES_INPUT = names("""
+    Add AddV2 Sub Mul MulNoNan Div RealDiv DivNoNan Xdivy Xlogy Xlog1py Maximum Minimum Pow
+    SquaredDifference Atan2 FloorDiv FloorMod Mod AddN
+    Abs Neg Exp Expm1 Log Log1p Sqrt Rsqrt Square Reciprocal Inv Sigmoid Tanh Sin Cos Tan Sinh
+    Cosh Erf Erfc Sign Floor Ceil Round Rint Lgamma Digamma
+    Relu Relu6 LeakyRelu Elu Selu Softplus Softsign ReluGrad Relu6Grad LeakyReluGrad EluGrad
+    SeluGrad SoftplusGrad SoftsignGrad SigmoidGrad TanhGrad SqrtGrad RsqrtGrad InvGrad
+    ReciprocalGrad
+    BiasAdd Softmax LogSoftmax ClipByValue LogicalNot LogicalAnd LogicalOr Select SelectV2
+    _UnaryOpsComposition
+""")
 
 #: Takes over the buffer of its first input alone.
-REUSES_FIRST_INPUT = frozenset(
-    {"SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"}
-)
+REUSES_FIRST_INPUT = names("""
+    SparseSoftmaxCrossEntropyWithLogits SoftmaxCrossEntropyWithLogits
+""")
 
 #: Products that oneDNN computes together with the ops after them (attribute ``fused_ops``), and
 #: those of them that take an input more.
@@ -158,49 +73,21 @@ IN_PLACE_UPDATES = frozenset({"ResourceApplyKerasMomentum"})
 SIZED_BY_LIBRARY = frozenset({"CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"})
 
 #: Types whose inputs Grappler puts in order by name.
-COMMUTATIVE = frozenset(
-    {
-        "Add",
-        "AddV2",
-        "AddN",
-        "Mul",
-        "Maximum",
-        "Minimum",
-        "SquaredDifference",
-        "LogicalAnd",
-        "LogicalOr",
-    }
-)
+COMMUTATIVE = names("""
+    Add AddV2 AddN Mul Maximum Minimum SquaredDifference LogicalAnd LogicalOr
+""")
 
 #: Types whose floating-point operations are counted for estimated profiles; all others cost about
 #: one pass over their data.
-CONVOLUTIONS = frozenset(
-    {
-        "Conv2D",
-        "Conv2DBackpropInput",
-        "Conv2DBackpropFilter",
-        "DepthwiseConv2dNative",
-        "DepthwiseConv2dNativeBackpropInput",
-        "DepthwiseConv2dNativeBackpropFilter",
-        "Conv3D",
-        "Conv3DBackpropInputV2",
-        "Conv3DBackpropFilterV2",
-        "_FusedConv2D",
-        "_FusedDepthwiseConv2dNative",
-        "_FusedConv3D",
-    }
-)
-MATMULS = frozenset(
-    {
-        "MatMul",
-        "BatchMatMul",
-        "BatchMatMulV2",
-        "BatchMatMulV3",
-        "_FusedMatMul",
-        "_FusedBatchMatMulV2",
-        "Einsum",
-    }
-)
+CONVOLUTIONS = names("""
+    Conv2D Conv2DBackpropInput Conv2DBackpropFilter DepthwiseConv2dNative
+    DepthwiseConv2dNativeBackpropInput DepthwiseConv2dNativeBackpropFilter Conv3D
+    Conv3DBackpropInputV2 Conv3DBackpropFilterV2 _FusedConv2D _FusedDepthwiseConv2dNative
+    _FusedConv3D
+""")
+MATMULS = names("""
+    MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 _FusedMatMul _FusedBatchMatMulV2 Einsum
+""")
 
 #: Loops and branches whose bodies are functions, and the same without an effect.
 STATELESS = {"While": "StatelessWhile", "If": "StatelessIf", "Case": "StatelessCase"}
@@ -208,17 +95,6 @@ CONTROL_FLOW = frozenset({*STATELESS, *STATELESS.values()})
 
 #: Types this backend cannot carry: control flow of TensorFlow 1, queues and host callbacks whose
 #: effects cannot be ordered.
-UNSUPPORTED = frozenset(
-    {
-        "Switch",
-        "Merge",
-        "Enter",
-        "Exit",
-        "NextIteration",
-        "LoopCond",
-        "RefSwitch",
-        "RefMerge",
-        "Assign",
-        "VariableV2",
-    }
-)
+UNSUPPORTED = names("""
+    Switch Merge Enter Exit NextIteration LoopCond RefSwitch RefMerge Assign VariableV2
+""")

@@ -1,0 +1,6 @@
+"""Tables of what frameworks call their operations."""
+
+
+def names(text: str) -> frozenset[str]:
+    """Returns the names in a text, which blanks and line ends separate."""
+    return frozenset(text.split())
