@@ -224,7 +224,7 @@ class FakeBackend:
             raise UnsupportedModelError("a train_step of its own")
         self.traced.append(size if micro_batches == 1 else (size, micro_batches))
         graph = chain_graph(-(-size // micro_batches), self._layers_at(size), **self.more)
-        return FakeStep(graph, {"samples": size}, "fake", self.plain_surplus_bytes)
+        return FakeStep(graph, {"samples": size}, self.plain_surplus_bytes)
 
     def _layers_at(self, size):
         return self.layers - self.folds(size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -41,12 +41,10 @@ class TracedStep:
         graph: what the step computes.
         handles: op id → what the backend needs to run that op; nothing outside the backend looks
             inside.
-        backend: ``"tensorflow"`` or ``"jax"``.
     """
 
     graph: Graph
     handles: Mapping[int, Any]
-    backend: str
 
     @property
     def plain_surplus_bytes(self) -> int:
@@ -94,26 +92,87 @@ class StepRunner(Protocol):
         """Whether Keras makes no further call in this epoch."""
 
 
-class Installed(Protocol):
-    """A train function that has taken the place of Keras's own; see :meth:`Backend.install`."""
+class Installed:
+    """A train function that has taken the place of Keras's own; see :meth:`Backend.install`.
+
+    Args:
+        model: inside ``fit``, whose ``train_function`` Keras has made.
+        runner: is asked for every batch, and says whose a call is. A call of nobody means that the
+            ``fit`` this was made for has ended without notice (an exception, Ctrl-C): the original
+            train function then comes back and takes it.
+
+    Attributes:
+        original: the train function that Keras has made.
+    """
+
+    returns_state = False
+    """Whether a call's result has to be Keras's, also where the call trained only what was held
+    back: the state is in it."""
+
+    def __init__(self, model: Any, runner: StepRunner):
+        self._model, self._runner = model, runner
+        current: Any = model.train_function
+        while isinstance(current, Installed):  # of a fit that ended without notice
+            current = current.original
+        self.original: Any = current
+        model.train_function = self
+
+    def _read(self, batch: Any) -> Any:
+        """Returns a batch of Keras's iterator as the runner gets it."""
+        raise NotImplementedError
+
+    def _steps(self, iterator: Iterator[Any]) -> Any:
+        """Trains a call's batches of ``fit``, up to ``steps_per_execution``, and returns logs."""
+        logs = None
+        for at in range(self._model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                rest = self._runner.finish()
+                # the iterator ends once more at Keras's next call
+                if at == 0 and not (self.returns_state and rest is not None):
+                    raise
+                return logs if rest is None else rest
+            logs = self._runner.run(self._read(batch))
+        if self._runner.is_last_call():
+            rest = self._runner.finish()
+            return logs if rest is None else rest
+        return logs
 
     def as_given(self, batch: Any) -> Any:
         """Returns a batch that was held on the host as Keras's iterator would give it: divided
         among the devices, where there are several."""
+        return batch
 
     def run_plain(self, batch: Any) -> Any:
         """Runs Keras's own step on a batch."""
+        raise NotImplementedError
 
     def variables(self) -> AbstractContextManager[None]:
         """A context in which the model's variables have their values, and what is assigned to them
         counts for the next step."""
+        return nullcontext()
 
     def take_place(self) -> bool:
-        """Replaces the train function that was put back, or made anew, meanwhile; returns whether
-        it was made anew."""
+        """Replaces the train function that was put back, or made anew, meanwhile.
+
+        Returns:
+            Whether it was made anew: the model may be another one since.
+        """
+        current = self._model.train_function
+        if current is self:
+            return False
+        anew = current is not self.original and not isinstance(current, Installed)
+        if anew:
+            self.original = current
+        self._model.train_function = self
+        return anew
 
     def restore(self) -> None:
-        """Puts Keras's own train function back; does nothing the second time."""
+        """Puts the original back, unless somebody else has replaced this one meanwhile; does
+        nothing the second time."""
+        if self._model.train_function is self:
+            self._model.train_function = self.original
 
 
 class ProfileRecorder(Protocol):
@@ -233,74 +292,6 @@ class Backend(Protocol):
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         """Makes Keras's train loop ask ``runner`` for every batch; ``model`` is inside ``fit``."""
-
-
-class TrainFunctionSwap:
-    """Takes the place of a model's train function, and gives it back.
-
-    Args:
-        model: inside ``fit``, whose ``train_function`` Keras has made.
-        runner: is asked for every batch, and says whose a call is. A call of nobody means that the
-            ``fit`` this was made for has ended without notice (an exception, Ctrl-C): the original
-            train function then comes back and takes it.
-
-    Attributes:
-        original: the train function that Keras has made.
-    """
-
-    returns_state = False
-    """Whether a call's result has to be Keras's, also where the call trained only what was held
-    back: the state is in it."""
-
-    def __init__(self, model: Any, runner: StepRunner):
-        self._model, self._runner = model, runner
-        current: Any = model.train_function
-        while isinstance(current, TrainFunctionSwap):  # of a fit that ended without notice
-            current = current.original
-        self.original: Any = current
-        model.train_function = self
-
-    def _read(self, batch: Any) -> Any:
-        """Returns a batch of Keras's iterator as the runner gets it."""
-        raise NotImplementedError
-
-    def _steps(self, iterator: Iterator[Any]) -> Any:
-        """Trains a call's batches of ``fit``, up to ``steps_per_execution``, and returns logs."""
-        logs = None
-        for at in range(self._model.steps_per_execution):
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                rest = self._runner.finish()
-                # the iterator ends once more at Keras's next call
-                if at == 0 and not (self.returns_state and rest is not None):
-                    raise
-                return logs if rest is None else rest
-            logs = self._runner.run(self._read(batch))
-        if self._runner.is_last_call():
-            rest = self._runner.finish()
-            return logs if rest is None else rest
-        return logs
-
-    def take_place(self) -> bool:
-        """Replaces the train function that was put back, or made anew, meanwhile.
-
-        Returns:
-            Whether it was made anew: the model may be another one since.
-        """
-        current = self._model.train_function
-        if current is self:
-            return False
-        anew = current is not self.original and not isinstance(current, TrainFunctionSwap)
-        if anew:
-            self.original = current
-        self._model.train_function = self
-        return anew
-
-    def restore(self) -> None:
-        """Puts the original back, unless somebody else has replaced this one meanwhile."""
-        if self._model.train_function is self:
-            self._model.train_function = self.original
 
 
 @contextmanager

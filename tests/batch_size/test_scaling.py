@@ -131,9 +131,7 @@ def test_sizes_with_the_same_ops_are_looked_for_above():
 
 def test_ops_that_differ_at_every_size_are_refused():
     backend = FakeBackend()
-    backend.trace = lambda model, batch: TracedStep(
-        chain_graph(len(batch[0]), len(batch[0])), {}, "fake"
-    )
+    backend.trace = lambda model, batch: TracedStep(chain_graph(len(batch[0]), len(batch[0])), {})
     with pytest.raises(UnsupportedModelError, match=r"batch 4 and .* batch 8"):
         batch_scaling(
             backend,

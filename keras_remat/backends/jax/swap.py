@@ -21,18 +21,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_remat.backends.base import Caller, StepRunner, TrainFunctionSwap
+from keras_remat.backends.base import Caller, Installed, StepRunner
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.sharding import laid_out
 from keras_remat.errors import without_inner_frames
 
 
-class InstalledTrainFunction(TrainFunctionSwap):
+class InstalledTrainFunction(Installed):
     """The train function of one ``fit``; asks ``runner`` for every batch.
 
     Args:
-        model, runner: as in :class:`~keras_remat.backends.base.TrainFunctionSwap`.
+        model, runner: as in :class:`~keras_remat.backends.base.Installed`.
         device: holds the state while a call runs.
     """
 
@@ -74,13 +74,10 @@ class InstalledTrainFunction(TrainFunctionSwap):
         return laid_out(batch)
 
     def run_plain(self, batch: Any) -> Any:
-        """Runs Keras's own step on one batch."""
         return self._device.run_plain(self._model, self.original, batch)
 
     @contextmanager
     def variables(self) -> Iterator[None]:
-        """Inside, the model's variables have their values, and what is assigned to them counts for
-        the next step."""
         device = self._device
         if device.state is None:
             yield

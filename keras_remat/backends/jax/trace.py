@@ -163,7 +163,6 @@ def trace(
     return JaxTracedStep(
         graph,
         handles,
-        "jax",
         program=program,
         numbers=numbers,
         state_specs=state_specs,

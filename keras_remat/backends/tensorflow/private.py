@@ -59,13 +59,8 @@ def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[st
         fetches: names of nodes or tensors that must survive.
         variables: placeholder name → the ``tf.Variable`` it stands for.
     """
-    config = config_pb2.ConfigProto()
-    rewrite = config.graph_options.rewrite_options
-    rewrite.min_graph_nodes = -1
-    rewrite.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
     meta_graph = meta_graph_pb2.MetaGraphDef()
     meta_graph.graph_def.CopyFrom(graph_def)
-    keep_control_flow_functional(meta_graph.graph_def)
     on_gpu = bool(tf.config.list_logical_devices("GPU"))
     placeholders = {}
     written = {node.name: node.device for node in meta_graph.graph_def.node if node.device}
@@ -77,11 +72,9 @@ def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[st
                 _become_handle(node, variables[node.name])
             else:
                 meta_graph.graph_def.node.append(_unshaped(node))
-    meta_graph.collection_def["train_op"].node_list.value.extend(fetches)
-    optimized = _run_grappler(config, meta_graph)
+    optimized = _run_grappler(meta_graph, fetches)
     if not all(map(has_legal_types, _all_nodes(optimized))):
-        rewrite.remapping = rewriter_config_pb2.RewriterConfig.OFF
-        optimized = _run_grappler(config, meta_graph)
+        optimized = _run_grappler(meta_graph, fetches, off=("remapping",))
     for at in reversed(range(len(optimized.node))):
         node = optimized.node[at]
         if node.name in placeholders:
@@ -92,7 +85,6 @@ def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[st
             node.device = written[node.name]
         elif node.device in (_CPU, _GPU):
             node.device = ""
-    rename_functions(optimized)
     return optimized
 
 
@@ -115,12 +107,20 @@ def has_legal_types(node: Any) -> bool:
     )
 
 
-def _run_grappler(config: Any, meta_graph: Any) -> Any:
-    """Runs Grappler for the devices of this process.
+def _run_grappler(meta_graph: Any, fetches: Sequence[str], *, off: Sequence[str] = ()) -> Any:
+    """Runs Grappler for the devices of this process, with some of its passes off.
 
     Without a cluster it would start a session with default options, which makes devices anew, on
     every card of the machine and not only on the visible ones.
     """
+    config = config_pb2.ConfigProto()
+    rewrite = config.graph_options.rewrite_options
+    rewrite.min_graph_nodes = -1
+    rewrite.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+    for name in off:
+        setattr(rewrite, name, rewriter_config_pb2.RewriterConfig.OFF)
+    keep_control_flow_functional(meta_graph.graph_def)
+    meta_graph.collection_def["train_op"].node_list.value[:] = fetches
     devices = [
         device_properties_pb2.NamedDevice(
             name=_TASK + logical.name.rpartition("device:")[2],
@@ -130,7 +130,9 @@ def _run_grappler(config: Any, meta_graph: Any) -> Any:
         if logical.device_type in ("CPU", "GPU")
     ]
     cluster = grappler_cluster.Cluster(devices=devices)
-    return tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False, cluster=cluster)
+    optimized = tf_optimizer.OptimizeGraph(config, meta_graph, verbose=False, cluster=cluster)
+    rename_functions(optimized)
+    return optimized
 
 
 def _device_properties(logical: Any) -> Any:
@@ -188,25 +190,16 @@ def constant_folded(graph_def: Any, fetches: Sequence[str]) -> Any:
         graph_def: without effects.
         fetches: names of tensors that must survive.
     """
-    config = config_pb2.ConfigProto()
-    rewrite = config.graph_options.rewrite_options
-    rewrite.min_graph_nodes = -1
-    rewrite.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
-    for name in (
+    meta_graph = meta_graph_pb2.MetaGraphDef()
+    meta_graph.graph_def.CopyFrom(graph_def)
+    off = (
         "arithmetic_optimization",
         "auto_mixed_precision",
         "layout_optimizer",
         "remapping",
         "scoped_allocator_optimization",
-    ):
-        setattr(rewrite, name, rewriter_config_pb2.RewriterConfig.OFF)
-    meta_graph = meta_graph_pb2.MetaGraphDef()
-    meta_graph.graph_def.CopyFrom(graph_def)
-    keep_control_flow_functional(meta_graph.graph_def)
-    meta_graph.collection_def["train_op"].node_list.value.extend(fetches)
-    folded = _run_grappler(config, meta_graph)
-    rename_functions(folded)
-    return folded
+    )
+    return _run_grappler(meta_graph, fetches, off=off)
 
 
 def variable_spec(handle: Any) -> Any:

@@ -8,16 +8,15 @@ batches a call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.base import Caller, TrainFunctionSwap
+from keras_remat.backends.base import Caller, Installed
 from keras_remat.errors import without_inner_frames
 
 
-class InstalledTrainFunction(TrainFunctionSwap):
+class InstalledTrainFunction(Installed):
     """The train function of one ``fit``; asks ``runner`` for every batch."""
 
     @without_inner_frames
@@ -52,14 +51,5 @@ class InstalledTrainFunction(TrainFunctionSwap):
             lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
         )
 
-    def as_given(self, batch: Any) -> Any:
-        """One device gets a batch as it is."""
-        return batch
-
     def run_plain(self, batch: Any) -> Any:
-        """Runs Keras's own step on one batch."""
         return self.original(iter([batch]))
-
-    def variables(self) -> AbstractContextManager[None]:
-        """TensorFlow's variables always have their values."""
-        return nullcontext()

@@ -90,7 +90,6 @@ def trace(
     return CompiledStep(
         graph,
         handles,
-        "tensorflow",
         stateless=stateless,
         numbers=numbers,
         output_structure=concrete.structured_outputs,

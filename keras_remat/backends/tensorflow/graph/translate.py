@@ -352,7 +352,6 @@ class Translation:
         return TensorFlowStep(
             graph=Graph(tuple(ops), tuple(values), finals),
             handles={ids[name]: self.nodes[name] for name in order},
-            backend="tensorflow",
             resident_bytes=resident,
             nodes=self.nodes,
             value_of=value_of,

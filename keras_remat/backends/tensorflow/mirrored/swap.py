@@ -49,7 +49,6 @@ class MirroredTrainFunction(InstalledTrainFunction):
         )
 
     def run_plain(self, batch: Any) -> Any:
-        """Runs Keras's own step on one batch."""
         return super().run_plain(
             tf.nest.map_structure(
                 lambda leaf: leaf.given if isinstance(leaf, ShardedArray) else leaf,
