@@ -82,6 +82,9 @@ class TextWriter:
             for i in range(len(equation.outputs))
         ]
 
+    def may_trigger(self, number):
+        return True
+
     def literal(self, atom):
         return atom
 

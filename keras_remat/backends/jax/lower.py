@@ -32,7 +32,6 @@ class _Writer:
         """Takes the step's inputs and constants, by number."""
 
     def may_trigger(self, number: int) -> bool:
-        """Whether the recomputations that follow may wait for a number."""
         return True
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
@@ -155,17 +154,7 @@ def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, A
         early = set(range(len(given))) - set(range(n_state, program.n_inputs))
         writer = _Writer(program) if traced.mesh is None else _ShardedWriter(traced)
         writer.given(given)
-        run = Run(
-            program,
-            KINDS,
-            traced.graph,
-            traced.handles,
-            traced.numbers,
-            writer,
-            given,
-            early,
-            writer.may_trigger,
-        )
+        run = Run(traced, KINDS, writer, given, early)
         for op_id in schedule.order:
             run.op(op_id)
         return jax.tree.unflatten(traced.out_tree, [run.output(a) for a in program.outputs])

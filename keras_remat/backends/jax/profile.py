@@ -30,11 +30,11 @@ from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.kernel_costs import (
     EXPENSIVE_FLOPS,
-    FUSED_SHARE,
     GROUPED_FACTOR,
     RANDOM_FLOPS,
-    kernel_time_s,
+    op_time_s,
 )
+from keras_remat.core.graph import Op
 from keras_remat.core.profile import Profile
 
 CPU_BUFFERS = {"random_bits": 4, "threefry2x32": 2, "erfc": 3}
@@ -56,7 +56,7 @@ def estimated_profile(traced: JaxTracedStep, resident_bytes: int | None = None) 
     """
     platform, device = measure.platform(), measure.first_device()
     return Profile(
-        tuple(_seconds(traced, op.id, platform) for op in traced.graph.ops),
+        tuple(_seconds(traced, op, platform) for op in traced.graph.ops),
         tuple(_workspace_bytes(traced, op.id, platform) for op in traced.graph.ops),
         max(resident_bytes or 0, sum(v.nbytes for v in traced.graph.values if v.producer is None)),
         source="estimated",
@@ -65,18 +65,13 @@ def estimated_profile(traced: JaxTracedStep, resident_bytes: int | None = None) 
     )
 
 
-def _seconds(traced: JaxTracedStep, op_id: int, platform: str) -> float:
-    """Time of one cluster: the slower of its arithmetic and its traffic, and a launch."""
-    avals, sizes = traced.program.avals, traced.program.sizes
-    op, shards = traced.graph.ops[op_id], traced.program.shards
+def _seconds(traced: JaxTracedStep, op: Op, platform: str) -> float:
+    avals, shards = traced.program.avals, traced.program.shards
     flops = math.fsum(
-        _flops(traced.program.equations[at], avals, platform) for at in traced.handles[op_id]
+        _flops(traced.program.equations[at], avals, platform) for at in traced.handles[op.id]
     )
     flops /= shards[traced.numbers[op.outputs[0]]] if shards else 1
-    traffic = sum(sizes[traced.numbers[v]] for v in (*op.inputs, *op.outputs))
-    random = any(traced.program.equations[at].kind in KINDS.random for at in traced.handles[op_id])
-    fused = op.kind in KINDS.elementwise and not random
-    return kernel_time_s(flops, traffic, platform) * (FUSED_SHARE if fused else 1.0)
+    return op_time_s(traced, op, KINDS, flops, platform)
 
 
 def _flops(equation: Equation, avals: Sequence[Any], platform: str) -> float:

@@ -20,24 +20,20 @@ import jax
 import keras
 import numpy as np
 
-from keras_remat.backends.base import TracedStep
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.accumulate import accumulated_train_step
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import KINDS
 from keras_remat.backends.jax.sharding import Layout, count, layout_of, layouts, mesh_of
-from keras_remat.backends.xla.fused_graph import fused_graph
+from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
 from keras_remat.errors import UnsupportedModelError
 
 
-@dataclass(frozen=True)
-class JaxTracedStep(TracedStep):
+@dataclass(frozen=True, eq=False)
+class JaxTracedStep(FusedStep):
     """A traced Keras JAX train step.
 
     Args:
-        program: the flat equations; ``handles[op.id]`` holds the indices of an op's equations in
-            it.
-        numbers: number in the program of every value of the graph (``numbers[value.id]``).
         state_specs: shapes and dtypes of the trainer's state.
         batch_specs: shapes and dtypes of the batch.
         in_tree: structure of ``(state, batch)``.
@@ -49,7 +45,6 @@ class JaxTracedStep(TracedStep):
     """
 
     program: FlatProgram
-    numbers: tuple[int, ...]
     state_specs: Any
     batch_specs: Any
     in_tree: Any

@@ -24,8 +24,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from keras_remat.backends.base import TracedStep
 from keras_remat.backends.xla.fusion import Cluster, Equation, Kinds, Program, clusters
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE, Graph, Op, Value
 from keras_remat.core.topology import topological_order
@@ -33,6 +35,20 @@ from keras_remat.core.topology import topological_order
 SMALL_STATE_BYTES = 16384
 """Below this a new-state value is counted like any other instead of being tied to the buffer of the
 old one."""
+
+
+@dataclass(frozen=True, eq=False)
+class FusedStep(TracedStep):
+    """A traced step whose ops are clusters; ``handles[op.id]`` holds the indices of an op's
+    equations in the program.
+
+    Args:
+        program: the flat equations.
+        numbers: number in the program of every value of the graph (``numbers[value.id]``).
+    """
+
+    program: Any
+    numbers: tuple[int, ...]
 
 
 def fused_graph(

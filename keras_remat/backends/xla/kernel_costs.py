@@ -6,6 +6,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from keras_remat.backends.xla.fused_graph import FusedStep
+from keras_remat.backends.xla.fusion import Kinds
+from keras_remat.core.graph import Op
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 
@@ -38,6 +41,16 @@ def kernel_time_s(flops: float, traffic_bytes: int, platform: str) -> float:
     return SECONDS_PER_KERNEL[platform] + max(
         flops * SECONDS_PER_FLOP[platform], traffic_bytes * SECONDS_PER_BYTE[platform]
     )
+
+
+def op_time_s(traced: FusedStep, op: Op, kinds: Kinds, flops: float, platform: str) -> float:
+    """Estimated seconds of one op: of the one kernel that XLA makes of a cluster, which pays for
+    what it reads and writes, and nothing for the values inside it."""
+    program = traced.program
+    traffic = sum(program.sizes[traced.numbers[v]] for v in (*op.inputs, *op.outputs))
+    random = any(program.equations[at].kind in kinds.random for at in traced.handles[op.id])
+    fused = op.kind in kinds.elementwise and not random
+    return kernel_time_s(flops, traffic, platform) * (FUSED_SHARE if fused else 1.0)
 
 
 def scaled(profile: Profile, schedule: Schedule, step_time_s: float) -> Profile:

@@ -40,11 +40,12 @@ XLA decides the order inside these bounds. What it makes of the plan is measured
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from keras_remat.backends.xla.fusion import Equation, Kinds, Program
-from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE, Graph
+from keras_remat.backends.xla.fused_graph import FusedStep
+from keras_remat.backends.xla.fusion import Equation, Kinds
+from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
 
 SMALL_RESULT_BYTES = 16384
 """An equation with a smaller result is not guarded: keeping it costs no more than this."""
@@ -66,6 +67,9 @@ class Writer(Protocol):
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         """Writes equation number ``at`` on ``inputs`` and returns its outputs."""
+
+    def may_trigger(self, number: int) -> bool:
+        """Whether a number may be read for a trigger."""
 
     def literal(self, atom: Any) -> Any:
         """A literal as an input of its equation."""
@@ -111,31 +115,22 @@ class Run:
 
     def __init__(
         self,
-        program: Program,
+        traced: FusedStep,
         kinds: Kinds,
-        graph: Graph,
-        handles: Mapping[int, Sequence[int]],
-        numbers: Sequence[int],
         writer: Writer,
         given: Sequence[Any],
         early: Iterable[int],
-        may_trigger: Callable[[int], bool] = lambda number: True,
     ):
         """Args:
-        program, kinds, graph, numbers, handles: as
-        :func:`~keras_remat.backends.xla.fused_graph.fused_graph` takes and returns them. writer:
-        the framework. given: the program's inputs, in the order of their numbers.
+        traced: the step.
+        kinds: the framework's names.
+        writer: the framework.
+        given: the program's inputs, in the order of their numbers.
         early: those of them that need nothing of the batch.
-        may_trigger: whether a number may be read for a trigger.
         """
-        self._program, self._kinds, self._graph, self._handles, self._numbers = (
-            program,
-            kinds,
-            graph,
-            handles,
-            numbers,
-        )
-        self._writer, self._may_trigger = writer, may_trigger
+        self._program, self._graph = traced.program, traced.graph
+        self._handles, self._numbers = traced.handles, traced.numbers
+        self._kinds, self._writer = kinds, writer
         self._env: dict[int, Any] = dict(enumerate(given))
         self._written: dict[Any, tuple[tuple[Any, ...], list[Any]]] = {}
         self._ran: set[int] = set()
@@ -374,7 +369,7 @@ class Run:
             for v in self._graph.ops[op_id].outputs
             if self._graph.values[v].nbytes > 0
         ]
-        allowed = [v for v in made if self._may_trigger(self._numbers[v])]
+        allowed = [v for v in made if self._writer.may_trigger(self._numbers[v])]
         left = [v for v in allowed if v not in read]
         if len(allowed) < len(made):  # what is left may be just what must not be waited for
             left = left or allowed[-1:]

@@ -5,7 +5,7 @@ import random
 import pytest
 from flat_program import KINDS, LARGE, FlatProgram, TextWriter, Written
 
-from keras_remat.backends.xla.fused_graph import fused_graph
+from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
 from keras_remat.backends.xla.protect import SMALL_RESULT_BYTES, Run
 
 SMALL = SMALL_RESULT_BYTES - 1
@@ -17,7 +17,7 @@ def ran(program, order=None, *, uses_branches=False, early=()):
     graph, numbers, handles = fused_graph(program, KINDS, (), backward)
     writer = TextWriter(program, uses_branches=uses_branches)
     given = [Written(f"x{n}", n) for n in range(program.n_given)]
-    run = Run(program, KINDS, graph, handles, numbers, writer, given, early)
+    run = Run(FusedStep(graph, handles, program, numbers), KINDS, writer, given, early)
     for op_id in range(len(graph.ops)) if order is None else order:
         run.op(op_id)
     return [run.output(atom) for atom in program.outputs], writer

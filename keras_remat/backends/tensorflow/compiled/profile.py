@@ -14,10 +14,9 @@ from keras_remat.backends.tensorflow.profiler.device import device_name, on_gpu
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.kernel_costs import (
     EXPENSIVE_FLOPS,
-    FUSED_SHARE,
     GROUPED_FACTOR,
     RANDOM_FLOPS,
-    kernel_time_s,
+    op_time_s,
 )
 from keras_remat.core.profile import Profile
 
@@ -33,18 +32,14 @@ def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -
         resident_bytes: bytes in use on the device between steps, if known; never less than what the
             step's inputs need.
     """
-    program, graph, sizes = traced.program, traced.graph, traced.program.sizes
+    program, graph = traced.program, traced.graph
     platform = "gpu" if on_gpu() else "cpu"
     times = []
     for op in graph.ops:
         flops = fsum(
             _flops(program, program.equations[at], platform) for at in traced.handles[op.id]
         )
-        traffic = sum(sizes[traced.numbers[v]] for v in (*op.inputs, *op.outputs))
-        fused = op.kind in KINDS.elementwise and not any(
-            program.equations[at].kind in KINDS.random for at in traced.handles[op.id]
-        )
-        times.append(kernel_time_s(flops, traffic, platform) * (FUSED_SHARE if fused else 1.0))
+        times.append(op_time_s(traced, op, KINDS, flops, platform))
     resident = graph.input_bytes if resident_bytes is None else resident_bytes
     workspace = tuple(
         _workspace_bytes(program, traced.handles[op.id], platform) for op in graph.ops

@@ -12,34 +12,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.base import TracedStep
-from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram, Stateless, flatten
+from keras_remat.backends.tensorflow.compiled.flatten import Stateless, flatten
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
 from keras_remat.backends.tensorflow.graph.trace import data_spec
-from keras_remat.backends.xla.fused_graph import fused_graph
+from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
 from keras_remat.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, eq=False)
-class CompiledStep(TracedStep):
-    """A train step traced for XLA; ``handles[op.id]`` holds the indices of an op's equations in the
-    program.
+class CompiledStep(FusedStep):
+    """A train step traced for XLA.
 
     Args:
-        stateless: the step as a pure function.
-        numbers: number in the program of every value of the graph (``numbers[value.id]``).
+        stateless: the step as a pure function, which ``program`` computes.
         output_structure: what ``train_step`` returned, with symbolic tensors.
     """
 
     stateless: Stateless
-    numbers: tuple[int, ...]
     output_structure: Any
-
-    @property
-    def program(self) -> FlatProgram:
-        """The step's operations."""
-        return self.stateless.program
 
 
 def trace(
@@ -90,6 +81,7 @@ def trace(
     return CompiledStep(
         graph,
         handles,
+        program=program,
         stateless=stateless,
         numbers=numbers,
         output_structure=concrete.structured_outputs,
