@@ -9,23 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from keras_remat.backends.tables import names
 from keras_remat.errors import UnsupportedModelError
 
 #: Losses whose target has the output's shape; that of the sparse one drops its last dimension.
-_SAME_SHAPE = frozenset(
-    {
-        "categorical_crossentropy",
-        "binary_crossentropy",
-        "mean_squared_error",
-        "mse",
-        "mean_absolute_error",
-        "mae",
-        "huber",
-        "log_cosh",
-        "kl_divergence",
-        "poisson",
-    }
-)
+_SAME_SHAPE = names("""
+    categorical_crossentropy binary_crossentropy mean_squared_error mse mean_absolute_error mae
+    huber log_cosh kl_divergence poisson
+""")
 
 
 def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:

@@ -27,12 +27,7 @@ from keras_remat.core.simulate import simulate
 
 
 class DeviceMemory(Protocol):
-    """What the device's allocator tells.
-
-    Attributes:
-        name: the device, e.g. ``"GPU:0"``.
-        has_statistics: whether it tells at all; without statistics no peak can be measured.
-    """
+    """What the device's allocator tells."""
 
     @property
     def name(self) -> str:

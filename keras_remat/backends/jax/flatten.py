@@ -77,7 +77,6 @@ def flatten(closed: Any) -> FlatProgram:
     """Returns a closed jaxpr without calls, dead and duplicate equations."""
     avals: list[Any] = [v.aval for v in closed.jaxpr.invars]
     n_inputs = len(avals)
-    constants: list[Any] = []
     constant_numbers: dict[int, int] = {}
     pending_constants: list[tuple[int, Any]] = []
     equations: list[Equation] = []
@@ -117,7 +116,7 @@ def flatten(closed: Any) -> FlatProgram:
     outputs = walk(closed.jaxpr, closed.consts, range(n_inputs), "")
     equations, outputs = _merge_equal(equations, outputs)
     equations = _drop_dead(equations, outputs)
-    return _renumber(equations, avals, n_inputs, pending_constants, outputs, constants)
+    return _renumber(equations, avals, n_inputs, pending_constants, outputs)
 
 
 def _kind(eqn: Any) -> str:
@@ -193,11 +192,10 @@ def _renumber(
     n_inputs: int,
     pending: list[tuple[int, Any]],
     outputs: list[Any],
-    constants: list[Any],
 ) -> FlatProgram:
     """Numbers inputs, then used constants, then results, without gaps."""
     used = {a for e in equations for a in e.reads} | {a for a in outputs if isinstance(a, int)}
-    new_avals = avals[:n_inputs]
+    new_avals, constants = avals[:n_inputs], []
     names: dict[int, int] = {i: i for i in range(n_inputs)}
     for old, value in pending:
         if old in used:

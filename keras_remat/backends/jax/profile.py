@@ -18,12 +18,10 @@ from keras_remat.backends.jax import measure, private
 from keras_remat.backends.jax.flatten import nbytes
 from keras_remat.backends.jax.kinds import (
     CONVOLUTION,
-    EXPENSIVE,
     KERNEL_GRADIENT,
     KINDS,
     POOLING_GRADIENT,
     POOLING_PIECES,
-    RANDOM,
     in_pieces,
 )
 from keras_remat.backends.jax.trace import JaxTracedStep
@@ -105,9 +103,9 @@ def _flops(equation: Equation, avals: Sequence[Any], platform: str) -> float:
         return float(repeat) * inner
     elements = max([math.prod(out), *map(math.prod, shape)])
     each = 1
-    if equation.kind in RANDOM:
+    if equation.kind in KINDS.random:
         each = RANDOM_FLOPS[platform]
-    elif equation.kind in EXPENSIVE:
+    elif equation.kind in KINDS.expensive:
         each = EXPENSIVE_FLOPS[platform]
     return float(elements) * each
 

@@ -8,54 +8,44 @@ TensorFlow's elementwise operations spread a smaller operand by themselves, and 
 from keras_remat.backends.tables import names
 from keras_remat.backends.xla.fusion import Kinds
 
-VIEWS = frozenset({"EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze", "Transpose"})
-
-MOVING = names("""
+_VIEWS = names("EnsureShape ExpandDims Identity Reshape Squeeze Transpose")
+_MOVING = names("""
     BroadcastTo Fill MatrixBandPart OneHot Pad PadV2 Range Reverse ReverseV2 Slice StridedSlice
     StridedSliceGrad Tile
 """)
 
-CHEAP = MOVING | names("""
-    Abs Add AddN AddV2 BiasAdd Bitcast BitwiseAnd BitwiseOr BitwiseXor Cast Ceil ClipByValue Div
-    DivNoNan Equal Floor FloorDiv FloorMod Greater GreaterEqual Inv InvGrad Invert IsFinite
-    IsInf IsNan LeakyRelu LeakyReluGrad LeftShift Less LessEqual LogicalAnd LogicalNot LogicalOr
-    Maximum Minimum Mod Mul MulNoNan Neg NotEqual OnesLike RealDiv Reciprocal ReciprocalGrad
-    Relu Relu6 Relu6Grad ReluGrad RightShift Rint Round RsqrtGrad Select SelectV2 SigmoidGrad
-    Sign Softsign SoftsignGrad SqrtGrad Square SquaredDifference Sub TanhGrad TruncateDiv
-    TruncateMod ZerosLike
-""")
-
-EXPENSIVE = names("""
-    Acos Acosh Asin Asinh Atan Atan2 Atanh Cos Cosh Digamma Elu EluGrad Erf Erfc Erfinv Exp
-    Expm1 Lgamma Log Log1p Pow Rsqrt Selu SeluGrad Sigmoid Sin Sinh Softplus SoftplusGrad Sqrt
-    Tan Tanh Xdivy Xlog1py Xlogy
-""")
-
-REDUCTIONS = names("""
-    All Any ArgMax ArgMin BiasAddGrad L2Loss Max Mean Min Prod Sum
-""")
-
-RANDOM = frozenset(
-    f"Stateless{name}{version}"
-    for name in names("""
-        RandomNormal RandomUniform RandomUniformFullInt RandomUniformInt TruncatedNormal
-    """)
-    for version in ("", "V2")
-)
-
-KERNEL_GRADIENTS = names("""
-    Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter
-""")
-
 KINDS = Kinds(
-    views=VIEWS,
-    cheap=CHEAP,
-    expensive=EXPENSIVE,
-    reductions=REDUCTIONS,
-    random=RANDOM,
-    moving=MOVING,
-    reshapes=VIEWS - {"Transpose"},
-    transposing=KERNEL_GRADIENTS,
+    views=_VIEWS,
+    cheap=_MOVING
+    | names("""
+        Abs Add AddN AddV2 BiasAdd Bitcast BitwiseAnd BitwiseOr BitwiseXor Cast Ceil ClipByValue Div
+        DivNoNan Equal Floor FloorDiv FloorMod Greater GreaterEqual Inv InvGrad Invert IsFinite
+        IsInf IsNan LeakyRelu LeakyReluGrad LeftShift Less LessEqual LogicalAnd LogicalNot LogicalOr
+        Maximum Minimum Mod Mul MulNoNan Neg NotEqual OnesLike RealDiv Reciprocal ReciprocalGrad
+        Relu Relu6 Relu6Grad ReluGrad RightShift Rint Round RsqrtGrad Select SelectV2 SigmoidGrad
+        Sign Softsign SoftsignGrad SqrtGrad Square SquaredDifference Sub TanhGrad TruncateDiv
+        TruncateMod ZerosLike
+    """),
+    expensive=names("""
+        Acos Acosh Asin Asinh Atan Atan2 Atanh Cos Cosh Digamma Elu EluGrad Erf Erfc Erfinv Exp
+        Expm1 Lgamma Log Log1p Pow Rsqrt Selu SeluGrad Sigmoid Sin Sinh Softplus SoftplusGrad Sqrt
+        Tan Tanh Xdivy Xlog1py Xlogy
+    """),
+    reductions=names("""
+        All Any ArgMax ArgMin BiasAddGrad L2Loss Max Mean Min Prod Sum
+    """),
+    random=frozenset(
+        f"Stateless{name}{version}"
+        for name in names("""
+            RandomNormal RandomUniform RandomUniformFullInt RandomUniformInt TruncatedNormal
+        """)
+        for version in ("", "V2")
+    ),
+    moving=_MOVING,
+    reshapes=_VIEWS - {"Transpose"},
+    transposing=names("""
+        Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter
+    """),
 )
 
 ALIASES = names("""

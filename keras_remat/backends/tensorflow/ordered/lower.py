@@ -62,15 +62,20 @@ class LoweredStep:
     ):
         self.traced, self.problem, self.schedule = traced, problem, schedule
         self._handed_in = {
-            name: _constant(traced.nodes[name])
+            name: tf.constant(tf.make_ndarray(traced.nodes[name].attr["value"].tensor))
             for name in sorted(_unfolded(traced, smallest_bytes))
         }
         writer = _Writer(traced, schedule, self._handed_in.keys())
+        on_host = {
+            op_id
+            for op_id, node in traced.handles.items()
+            if on_gpu() and private.stays_on_host(node)
+        }
         ordered = ordering.ordered_positions(
             problem,
             schedule,
             smallest_bytes,
-            _on_host(traced) if on_gpu() else frozenset(),
+            on_host,
         )
         self._function = _build(traced, writer, writer.write(ordered), self._handed_in)
         self.names = writer.names
@@ -102,9 +107,6 @@ class _Writer:
         self._views: dict[tuple[str, tuple[str, ...]], str] = {}
         self._placed: set[str] = set()
         self.used_placeholders: set[str] = set()
-        self._last: tuple[
-            str, ...
-        ] = ()  # names of the last nodes that others would have waited for
         self.ends: list[str] = []  # what the step returns, as tensor names
 
     def write(self, ordered: Sequence[bool]) -> Any:
@@ -116,14 +118,15 @@ class _Writer:
             nodes = self.traced.node_names[graph.ops[op_id].name]
             self.names.append(tuple(self._emit(name, before if waits else ()) for name in nodes))
             before = self.names[-1] if waits else before
-        self._last = before
         self.ends = [self._tensor(tensor) for tensor in self.traced.output_tensors]
-        self._finish()
+        self._finish(before)
         document = tf.compat.v1.GraphDef(versions=self.traced.versions, library=self.traced.library)
         document.node.extend(self._nodes)
         return document
 
-    def _finish(self) -> None:
+    def _finish(self, last: Sequence[str]) -> None:
+        """Writes the node that waits for all effects, and for the last nodes that others would have
+        waited for."""
         done = tf.compat.v1.NodeDef(name="remat_done", op="NoOp")
         graph = self.traced.graph
         once = (
@@ -133,7 +136,7 @@ class _Writer:
         )
         done.input.extend(
             f"^{name}"
-            for name in dict.fromkeys((*self._last, *(name for names in once for name in names)))
+            for name in dict.fromkeys((*last, *(name for names in once for name in names)))
         )
         self._nodes.append(done)
 
@@ -191,11 +194,6 @@ class _Writer:
         return _reference(self._views[key], index)
 
 
-def _on_host(traced: TensorFlowStep) -> Set[int]:
-    """Ids of ops that take no memory of the GPU."""
-    return {op_id for op_id, node in traced.handles.items() if private.stays_on_host(node)}
-
-
 def _unfolded(traced: TensorFlowStep, smallest_bytes: int) -> Set[str]:
     """Names of constants that are handed to the function: one behind every op with a large output
     that depends on constants alone."""
@@ -216,11 +214,6 @@ def _unfolded(traced: TensorFlowStep, smallest_bytes: int) -> Set[str]:
             if any(traced.graph.values[v].nbytes >= max(1, smallest_bytes) for v in outputs):
                 found.add(first[name])
     return found
-
-
-def _constant(node: Any) -> Any:
-    """A ``Const`` node's value."""
-    return tf.constant(tf.make_ndarray(node.attr["value"].tensor))
 
 
 def _reference(name: str, index: int) -> str:

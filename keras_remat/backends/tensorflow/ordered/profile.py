@@ -26,7 +26,7 @@ from keras_remat.backends.tensorflow.ordered.scratch import estimated_workspace,
 from keras_remat.backends.tensorflow.profiler import device, events
 from keras_remat.backends.tensorflow.profiler.recorder import Recording
 from keras_remat.backends.xla.kernel_costs import kernel_time_s, scaled
-from keras_remat.core.graph import Graph, Op
+from keras_remat.core.graph import Op
 from keras_remat.core.profile import Profile
 
 #: By how much an output's request may be off its bytes, and by what share of them.
@@ -60,12 +60,8 @@ def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None)
     )
 
 
-def _moved_bytes(traced: TensorFlowStep, op: Op) -> int:
-    return sum(traced.graph.values[v].nbytes for v in (*op.inputs, *op.outputs))
-
-
 def _estimated_time_s(traced: TensorFlowStep, op: Op, on_gpu: bool) -> float:
-    moved = _moved_bytes(traced, op)
+    moved = sum(traced.graph.values[v].nbytes for v in (*op.inputs, *op.outputs))
     flops = _flops(traced, op) if op.kind in kinds.CONVOLUTIONS | kinds.MATMULS else 0.0
     if on_gpu:
         return kernel_time_s(flops, moved, "gpu")
@@ -131,15 +127,8 @@ def measured_profile(
     """
     traced, planes, on_gpu = lowered.traced, recording.planes, device.on_gpu()
     graph = traced.graph
-    op_of = {
-        name: op_id
-        for names, op_id in zip(lowered.names, lowered.schedule.order, strict=True)
-        for name in names
-    }
-    loops = {
-        name: op_id for name, op_id in op_of.items() if graph.ops[op_id].kind in kinds.CONTROL_FLOW
-    }
-    durations = _durations(lowered, planes, op_of, loops)
+    nodes = _Nodes(lowered)
+    durations = _durations(nodes, planes)
     if len(durations) < max(1, len(graph.needed) // 2):
         return None
     base = estimated_profile(traced, resident_bytes)
@@ -149,15 +138,15 @@ def measured_profile(
     ]
     seen = not on_gpu
     if on_gpu:
-        kernels = _kernel_times(lowered, planes, op_of, loops, durations)
+        kernels = _kernel_times(nodes, planes, durations)
         seen = bool(kernels)
         times = [
             max(launch, kernels.get(op_id, 0.0)) if seen else base.op_time_s[op_id]
             for op_id, launch in enumerate(times)
         ]
     memory = events.allocation_events(planes, device.allocator_name())
-    ends = _ends(planes, op_of, loops, graph) if memory else {}
-    workspace = _workspace(memory, op_of, loops, graph, ends)
+    ends = _ends(nodes, planes) if memory else {}
+    workspace = _workspace(nodes, memory, ends)
     profile = Profile(
         tuple(times),
         tuple(
@@ -177,17 +166,51 @@ def measured_profile(
     return profile
 
 
-def _durations(
-    lowered: LoweredStep, planes: Sequence[Any], op_of: dict[str, int], loops: dict[str, int]
-) -> dict[int, dict[int, list[float]]]:
+class _Nodes:
+    """Which op every node of a lowered step belongs to.
+
+    Attributes:
+        lowered: the step.
+        op_of: a node's name → op id.
+        loops: those of them that are loops or branches.
+    """
+
+    def __init__(self, lowered: LoweredStep):
+        self.lowered, self.graph = lowered, lowered.traced.graph
+        self.op_of = {
+            name: op_id
+            for names, op_id in zip(lowered.names, lowered.schedule.order, strict=True)
+            for name in names
+        }
+        self.loops = {
+            name: op_id
+            for name, op_id in self.op_of.items()
+            if self.graph.ops[op_id].kind in kinds.CONTROL_FLOW
+        }
+
+    def op(self, name: str) -> int | None:
+        """Returns the op that a node is, or the loop or branch that it was written out from, whose
+        name is in front; ``None`` where it is neither's."""
+        if name in self.op_of:
+            return self.op_of[name]
+        at = name.find("/")
+        while at >= 0:
+            if name[:at] in self.loops:
+                return self.loops[name[:at]]
+            at = name.find("/", at + 1)
+        return None
+
+
+def _durations(nodes: _Nodes, planes: Sequence[Any]) -> dict[int, dict[int, list[float]]]:
     """Op id → each of its nodes → the seconds of its runs, as the executor saw them."""
-    part_of = {name: part for names in lowered.names for part, name in enumerate(names)}
+    part_of = {name: part for names in nodes.lowered.names for part, name in enumerate(names)}
     durations: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     inside: dict[int, float] = defaultdict(float)  # of a loop or branch, all kernels in it
     for node, _, duration_ps in events.node_events(planes):
-        if node in op_of:
-            durations[op_of[node]][part_of[node]].append(duration_ps * 1e-12)
-        elif (op_id := _enclosing(node, loops)) is not None:
+        op_id = nodes.op(node)
+        if op_id is not None and node in part_of:
+            durations[op_id][part_of[node]].append(duration_ps * 1e-12)
+        elif op_id is not None:
             inside[op_id] += duration_ps * 1e-12
     if durations:
         runs = _runs(durations)
@@ -202,34 +225,30 @@ def _runs(durations: dict[int, dict[int, list[float]]]) -> float:
 
 
 def _kernel_times(
-    lowered: LoweredStep,
+    nodes: _Nodes,
     planes: Sequence[Any],
-    op_of: dict[str, int],
-    loops: dict[str, int],
     durations: dict[int, dict[int, list[float]]],
 ) -> dict[int, float]:
     """Op id → the seconds of the kernels of one run of it; empty where no kernels were seen."""
     totals: dict[int, float] = defaultdict(float)
     for node, seconds in events.kernel_times_s(planes).items():
-        op_id = op_of[node] if node in op_of else _enclosing(node, loops)
+        op_id = nodes.op(node)
         if op_id is not None:
             totals[op_id] += seconds
-    copies = {op_id: 1 + extra for op_id, extra in lowered.schedule.recomputed.items()}
+    copies = {op_id: 1 + extra for op_id, extra in nodes.lowered.schedule.recomputed.items()}
     runs = _runs(durations) if durations else 1.0
     result = {}
     for op_id, total_s in totals.items():
         counted = [len(seconds) for seconds in durations.get(op_id, {}).values()]
         # of a loop only the sum is known
-        ran = max(counted) if counted and op_id not in loops.values() else 0
+        ran = max(counted) if counted and op_id not in nodes.loops.values() else 0
         result[op_id] = total_s / (ran or runs * copies.get(op_id, 1))
     return result
 
 
 def _workspace(
+    nodes: _Nodes,
     memory: list[tuple[int, str, dict[str, Any]]],
-    op_of: dict[str, int],
-    loops: dict[str, int],
-    graph: Graph,
     ends: dict[str, list[int]],
 ) -> dict[int, int]:
     """Op id → the most bytes it asked for at once that are none of its outputs.
@@ -239,15 +258,12 @@ def _workspace(
     is one. What outlives a loop, or an op that makes a list, is in its lists.
 
     Args:
+        nodes: of the step; all that is asked for inside of a loop or branch is its workspace.
         memory: as :func:`.events.allocation_events` returns it.
-        op_of: a node's name → op id.
-        loops: those of them that are loops or branches; all that is asked for inside is their
-            workspace.
-        graph: of the ops; it tells the bytes of their outputs.
         ends: a node's name → when its runs ended, in picoseconds, ascending.
     """
-    freed = _freed(memory)
-    loop_of = {op_id: name for name, op_id in loops.items()}
+    freed, graph = _freed(memory), nodes.graph
+    loop_of = {op_id: name for name, op_id in nodes.loops.items()}
     outputs = {op.id: [graph.values[v].nbytes for v in op.outputs] for op in graph.ops}
     makes_lists = {v.producer for v in graph.values if v.dtype == "variant" and v.nbytes}
     held: dict[int, int] = defaultdict(int)
@@ -261,17 +277,17 @@ def _workspace(
                 held[op_id] -= nbytes
             continue
         node = str(stats.get("tf_op", ""))
-        allocating = op_of[node] if node in op_of else _enclosing(node, loops)
+        allocating = nodes.op(node)
         nbytes = int(
             stats.get("requested_bytes", 0)
         )  # the chunk is larger, by as much as the pool happens to be fragmented
         region = stats.get("region_type")
         if allocating is None:
             continue
-        name = node if node in op_of else loop_of[allocating]
-        end = _end(ends.get(name, ()), start, inf if name in loops else start)
+        name = node if node in nodes.op_of else loop_of[allocating]
+        end = _end(ends.get(name, ()), start, inf if name in nodes.loops else start)
         outlives = freed.get((address, start), inf) > end
-        if node in op_of and any(
+        if node in nodes.op_of and any(
             abs(nbytes - n) < max(_ALIGNMENT_BYTES, _PADDING * n) for n in outputs[allocating]
         ):
             if region == "output" or outlives:
@@ -297,13 +313,11 @@ def _freed(memory: list[tuple[int, str, dict[str, Any]]]) -> dict[tuple[int, int
     return freed
 
 
-def _ends(
-    planes: Sequence[Any], op_of: dict[str, int], loops: dict[str, int], graph: Graph
-) -> dict[str, list[int]]:
+def _ends(nodes: _Nodes, planes: Sequence[Any]) -> dict[str, list[int]]:
     """Node name → when its runs ended, in picoseconds, ascending; of a loop, which has no event
     of its own, when what reads its outputs began."""
     readers: dict[int, list[str]] = defaultdict(list)
-    of_op = {op_id: name for name, op_id in loops.items()}
+    of_op, graph = {op_id: name for name, op_id in nodes.loops.items()}, nodes.graph
     for op in graph.ops:
         for value_id in op.inputs:
             producer = graph.values[value_id].producer
@@ -311,8 +325,8 @@ def _ends(
                 readers[op.id].append(of_op[producer])
     ends: dict[str, list[int]] = defaultdict(list)
     for node, start, duration in events.node_events(planes):
-        op_id = op_of[node] if node in op_of else _enclosing(node, loops)
-        if node in op_of and node not in loops:
+        op_id = nodes.op(node)
+        if node in nodes.op_of and node not in nodes.loops:
             ends[node].append(start + duration)
         for loop in readers.get(-1 if op_id is None else op_id, ()):
             ends[loop].append(start)
@@ -323,13 +337,3 @@ def _end(ends: Sequence[int], start: int, otherwise: float) -> float:
     """Returns when the run ended that was under way at a time."""
     at = bisect_left(ends, start)
     return ends[at] if at < len(ends) else otherwise
-
-
-def _enclosing(name: str, loops: dict[str, int]) -> int | None:
-    """The loop or branch that a node was written out from: its name is in front."""
-    at = name.find("/")
-    while at >= 0:
-        if name[:at] in loops:
-            return loops[name[:at]]
-        at = name.find("/", at + 1)
-    return None

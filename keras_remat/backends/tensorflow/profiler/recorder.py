@@ -41,11 +41,6 @@ class Recorder:
     def __init__(self) -> None:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
-    @property
-    def recording(self) -> bool:
-        """Whether it records now."""
-        return self._directory is not None
-
     def start(self) -> bool:
         """Starts recording; returns ``False`` when the user's own profiler session is running,
         which is then left alone."""

@@ -464,14 +464,11 @@ def test_recording_of_real_steps_sees_most_ops_and_their_workspace(mlp):
     run = LoweredStep(traced, problem, Schedule.store_all(traced.graph))
     run(data)
     recorder = Recorder()
-    assert not recorder.recording
     assert recorder.stop() == Recording()
     assert recorder.start()
-    assert recorder.recording
     for _ in range(2):
         run(data)
     recording = recorder.stop()
-    assert not recorder.recording
     profile = measured_profile(run, recording, BACKEND.device.in_use_bytes())
     assert profile.source == "measured"
     seen = sum(a != b for a, b in zip(profile.op_time_s, problem.profile.op_time_s, strict=True))
@@ -483,7 +480,6 @@ def test_the_users_profiler_session_is_left_alone(tmp_path):
     try:
         recorder = Recorder()
         assert not recorder.start()
-        assert not recorder.recording
         assert recorder.stop() == Recording()
         tf.reduce_sum(tf.ones(8))
     finally:
