@@ -30,7 +30,7 @@ import numpy as np
 from keras_remat.backends.host import host_memory_bytes
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.lower import compile_step
-from keras_remat.backends.jax.measure import CompiledMemory, device_statistic, first_device, memory
+from keras_remat.backends.jax.measure import StepMemory, device_statistic, first_device, memory
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.sharding import shard_bytes
 from keras_remat.backends.jax.trace import as_specs
@@ -54,7 +54,7 @@ class Device:
         self.state: Any = None
         self.step_times = StepTimes(estimated_profile)
         self._plain: dict[
-            Any, CompiledMemory
+            Any, StepMemory
         ] = {}  # of Keras's own step that ran, by the shapes of its batch
         self._kept: Any = None  # a copy of the state on the host, for the next step
         self._put_back: Any = None  # the copy that the state is equal to, after a step that failed
@@ -69,7 +69,7 @@ class Device:
         model: Any,
         step: Callable[[Any, Any], Any],
         batch: Any,
-        used: CompiledMemory,
+        used: StepMemory,
         *,
         first: bool = False,
     ) -> Any:

@@ -25,7 +25,7 @@ from keras_remat.units import format_bytes
 
 
 @dataclass(frozen=True)
-class CompiledMemory:
+class StepMemory:
     """What XLA's buffer assignment allocates for one call of a compiled step, in bytes.
 
     Args:
@@ -103,7 +103,7 @@ def check_device() -> str | None:
     )
 
 
-def memory(compiled: Any) -> CompiledMemory:
+def memory(compiled: Any) -> StepMemory:
     """Returns what a ``jax.stages.Compiled`` allocates.
 
     Raises:
@@ -112,7 +112,7 @@ def memory(compiled: Any) -> CompiledMemory:
     stats = compiled.memory_analysis()
     if stats is None:
         raise RuntimeError(f"no memory analysis on {jax.default_backend()}")
-    return CompiledMemory(
+    return StepMemory(
         int(stats.argument_size_in_bytes),
         int(stats.output_size_in_bytes),
         int(stats.alias_size_in_bytes),

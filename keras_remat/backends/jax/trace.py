@@ -50,9 +50,9 @@ class JaxTracedStep(FusedStep):
     in_tree: Any
     out_tree: Any
     model: Any
-    micro_batches: int = 1
-    mesh: Any = None
-    layouts: tuple[Layout, ...] = ()
+    micro_batches: int
+    mesh: Any
+    layouts: tuple[Layout, ...]
 
     @property
     def train_step(self) -> Callable[[Any, Any], Any]:

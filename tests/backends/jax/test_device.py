@@ -8,11 +8,11 @@ import pytest
 
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.lower import lower_plain
-from keras_remat.backends.jax.measure import CompiledMemory, memory
+from keras_remat.backends.jax.measure import StepMemory, memory
 from keras_remat.backends.jax.trace import trace
 from keras_remat.units import GIB, MIB
 
-NOTHING = CompiledMemory(0, 0, 0, 0)
+NOTHING = StepMemory(0, 0, 0, 0)
 
 
 def failing(state, batch):
@@ -126,7 +126,7 @@ class FakeAllocator:
 def test_the_peak_of_a_first_run_is_not_the_steps(monkeypatch):
     """Kernels may have been chosen by running them; what the program allocates is known."""
     allocator, device = FakeAllocator(monkeypatch), Device()
-    device.state, used = (), CompiledMemory(0, 0, 0, 5 * MIB)
+    device.state, used = (), StepMemory(0, 0, 0, 5 * MIB)
     first, later, as_before = (
         device.measure(
             lambda peak=peak, first=first: device.run(
@@ -146,7 +146,7 @@ def test_after_out_of_memory_a_step_took_no_more_than_there_is(monkeypatch):
     device.state = ()
     with pytest.raises(jax.errors.JaxRuntimeError):
         device.measure(
-            lambda: device.run(None, failing, None, CompiledMemory(0, 0, 0, 2 * GIB), first=True)
+            lambda: device.run(None, failing, None, StepMemory(0, 0, 0, 2 * GIB), first=True)
         )
     assert device.peak_bytes() == GIB
 

@@ -35,15 +35,11 @@ def static_shapes(
         tf.graph_util.import_graph_def(
             document, input_map={k: v for k, v in mapped.items() if k[:-2] in nodes}, name=""
         )
-        for op in tf.compat.v1.get_default_graph().get_operations():
-            for tensor in op.outputs:
-                shape = tuple(tensor.shape) if tensor.shape.is_fully_defined() else None
-                found[tensor.name] = (shape, tensor.dtype)
-        for name, tensor in mapped.items():
-            found[name] = (
-                tuple(tensor.shape) if tensor.shape.is_fully_defined() else None,
-                tensor.dtype,
-            )
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        tensors = {tensor.name: tensor for op in operations for tensor in op.outputs} | mapped
+        for name, tensor in tensors.items():
+            shape = tuple(tensor.shape) if tensor.shape.is_fully_defined() else None
+            found[name] = (shape, tensor.dtype)
         return []
 
     private.build_function(build, [tf.TensorSpec(shape, dtype) for _, dtype, shape in inputs])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from graphlib import TopologicalSorter
 from typing import Any
@@ -35,7 +35,7 @@ class Replica:
     keys: tuple[Callable[[], Any], ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TensorFlowStep(TracedStep):
     """A traced train step with what is needed to run it.
 
@@ -45,7 +45,6 @@ class TensorFlowStep(TracedStep):
         nodes: name → ``NodeDef`` of the optimized graph, views and constants included.
         versions: the GraphDef's ``versions`` field.
         library: the GraphDef's function library.
-        value_of: tensor name → value id, for every tensor that is an op's output or a step input.
         folded: names of the nodes that are no ops: views, constants, variable reads, ``NoOp``.
         inputs: ``(placeholder name, dtype, shape)`` of the batch, in flattening order, and then of
             the keys of a replica.
@@ -58,19 +57,18 @@ class TensorFlowStep(TracedStep):
         replicas: all that run the step on their part of a batch, the traced one first.
     """
 
-    resident_bytes: int = 0
-    nodes: Mapping[str, Any] = field(default_factory=dict)
-    versions: Any = None
-    library: Any = None
-    value_of: Mapping[str, int] = field(default_factory=dict)
-    folded: frozenset[str] = frozenset()
-    inputs: tuple[tuple[str, Any, Any], ...] = ()
-    output_tensors: tuple[str, ...] = ()
-    output_structure: Any = None
-    tensor_shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
-    attached: Mapping[str, str] = field(default_factory=dict)
-    effects_behind: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    replicas: tuple[Replica, ...] = (Replica({}),)
+    resident_bytes: int
+    nodes: Mapping[str, Any]
+    versions: Any
+    library: Any
+    folded: frozenset[str]
+    inputs: tuple[tuple[str, Any, Any], ...]
+    output_tensors: tuple[str, ...]
+    output_structure: Any
+    tensor_shapes: Mapping[str, tuple[int, ...] | None]
+    attached: Mapping[str, str]
+    effects_behind: Mapping[str, frozenset[str]]
+    replicas: tuple[Replica, ...]
 
     @cached_property
     def plain_surplus_bytes(self) -> int:

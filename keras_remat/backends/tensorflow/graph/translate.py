@@ -354,7 +354,6 @@ class Translation:
             handles={ids[name]: self.nodes[name] for name in order},
             resident_bytes=resident,
             nodes=self.nodes,
-            value_of=value_of,
             folded=self.folded,
             attached=self.attached,
             effects_behind=self.effects_behind,

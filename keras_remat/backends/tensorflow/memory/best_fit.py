@@ -68,9 +68,6 @@ class BestFitAllocator:
         insort(self._free, (chunk.size, chunk.address))
         self._chunk_at[chunk.address] = chunk
 
-    def _remove(self, chunk: Block) -> None:
-        del self._free[bisect_left(self._free, (chunk.size, chunk.address))]
-
     def _extend(self, nbytes: int) -> None:
         grown = False
         while nbytes > self._next_region_bytes:
@@ -121,7 +118,7 @@ class BestFitAllocator:
             if left is None or right is None or not (left.free and right.free):
                 continue
             other = right if left is chunk else left
-            self._remove(other)
+            del self._free[bisect_left(self._free, (other.size, other.address))]
             left.size += right.size
             left.behind = right.behind
             if right.behind is not None:
