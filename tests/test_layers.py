@@ -106,7 +106,8 @@ def faults(module, imported):
                 apart = "solvers, backends and reporting never import each other"
                 yield f"{module} imports {name}: {apart}"
             elif backend and re.match(
-                r"keras_remat\.backends\.(?!(base|batches|host|memory|micro_batches|processes)$"
+                r"keras_remat\.backends\.(?!"
+                r"(base|batches|host|keras_private|memory|micro_batches|processes|tables)$"
                 rf"|xla(\.|$)|{backend[1]}(\.|$))",
                 name,
             ):
