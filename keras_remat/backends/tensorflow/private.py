@@ -1,12 +1,12 @@
 """The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
 
 No public way leads to these: running Grappler on a graph by hand, a variable's shape from its
-handle, what XLA says when it refuses to compile, which devices have a
-kernel for an op and where that keeps its outputs, what an allocator may take, whether devices exist
-already and whether oneDNN is on, capturing an eager tensor under a chosen name, calling a function
-with a session configuration of its own, reading the profiler's raw trace, building a model from a
-batch, what Keras's own ``train_step`` does with the loss tracker, and which variables and which
-numbers of collective ops belong together on the devices of a strategy.
+handle, the graph of a function's definition, what XLA says when it refuses to compile, which
+devices have a kernel for an op and where that keeps its outputs, what an allocator may take,
+whether devices exist already and whether oneDNN is on, capturing an eager tensor under a chosen
+name, calling a function with a session configuration of its own, reading the profiler's raw trace,
+building a model from a batch, what Keras's own ``train_step`` does with the loss tracker, and which
+variables and which numbers of collective ops belong together on the devices of a strategy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.eager import context
-from tensorflow.python.framework import kernels, op_def_registry
+from tensorflow.python.framework import function_def_to_graph, kernels, op_def_registry
 from tensorflow.python.grappler import cluster as grappler_cluster
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.util import _pywrap_util_port
@@ -285,6 +285,23 @@ def keep_control_flow_functional(graph_def: Any) -> None:
     for node in _all_nodes(graph_def):
         if "_lower_using_switch_merge" in node.attr:
             del node.attr["_lower_using_switch_merge"]
+
+
+def function_graph(definition: Any, outer: Any) -> Any:
+    """The ``FuncGraph`` of a ``FunctionDef`` that ``outer`` has in its library."""
+    with outer.as_default():
+        return function_def_to_graph.function_def_to_graph(definition)
+
+
+def define_functions(library: Any) -> None:
+    """Makes the functions of a library known to the process, as an op that calls one by its name
+    needs it when it runs. Names made by :func:`rename_functions` stand for what they define, so
+    that nothing is defined twice."""
+    eager = context.context()
+    eager.ensure_initialized()
+    for function in library.function:
+        if not eager.has_function(function.signature.name.encode()):
+            eager.add_function_def(function)
 
 
 def is_stateful(kind: str) -> bool:

@@ -7,7 +7,9 @@ cannot see a variable that has changed meanwhile. The operations are taken in th
 traced in, which is the one that automatic control dependencies stand for.
 
 The pure graph is then constant-folded by Grappler, with every pass off that makes operations XLA
-has no kernel for. Shapes must be static, as under XLA anyway. Loops and branches are carried whole.
+has no kernel for. Shapes must be static, as under XLA anyway. Loops and branches are carried whole;
+a branch that changes variables (an optimizer that scales the loss skips steps by one) gets their
+values and returns the new ones.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled.kinds import ALIASES, NOTHING
+from keras_remat.backends.tensorflow.compiled.nodes import traced_function
 from keras_remat.backends.tensorflow.graph import kinds as op_kinds
 from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, tensor_key
 from keras_remat.backends.xla.fusion import Equation
@@ -116,8 +119,9 @@ def flatten(graph: Any) -> Stateless:
         UnsupportedModelError: it holds an operation with an effect that cannot be turned into a
             value.
     """
-    walk = _Walk(graph)
     captures = {placeholder.op.name: external for external, placeholder in graph.captures}
+    source = graph.as_graph_def()
+    walk = _Walk(graph, captures, source.library)
     variables = [
         name
         for name, external in captures.items()
@@ -136,7 +140,10 @@ def flatten(graph: Any) -> Stateless:
     }
     returned = [walk.tensor(t.name) for t in graph.outputs]
     fetches = list(dict.fromkeys([*returned, *written.values()]))
-    document = private.constant_folded(walk.document(given), fetches)
+    document = tf.compat.v1.GraphDef(versions=source.versions, library=source.library)
+    document.node.extend(walk.placeholder(name) for name in given if name not in walk.names)
+    document.node.extend(walk.nodes)
+    document = private.constant_folded(document, fetches)
     program = _numbered(
         document, given, fetches, {node.name: at for at, node in enumerate(walk.nodes)}
     )
@@ -157,18 +164,22 @@ def _value_name(handle: str) -> str:
 
 
 class _Walk:
-    """Runs through the operations in traced order and writes them down without state."""
+    """Runs through the operations in traced order and writes them down without state.
 
-    def __init__(self, graph: Any):
-        self._source = graph.as_graph_def()
-        self._graph = graph
-        self._captures = {placeholder.op.name: external for external, placeholder in graph.captures}
+    Args:
+        graph: of a step, or of a branch.
+        captures: placeholder → the variable's handle, or the other tensor, that it stands for.
+        library: the functions of the step; pure branches are added to it.
+    """
+
+    def __init__(self, graph: Any, captures: Mapping[str, Any], library: Any):
+        self.graph, self._captures, self._library = graph, captures, library
         self._same: dict[str, str] = {}  # tensor → the tensor it is
         self._handle: dict[str, str] = {}  # node → the captured variable it hands on
         self.state: dict[str, str] = {}  # variable → its current value
         self.nodes: list[Any] = []
         self._specs: dict[str, Any] = {}
-        nodes = {node.name: node for node in self._source.node}
+        nodes = {node.name: node for node in graph.as_graph_def().node}
         for operation in graph.get_operations():
             self._visit(nodes[operation.name])
 
@@ -176,15 +187,17 @@ class _Walk:
         """The pure graph's tensor for one of the traced graph's."""
         return self._same.get(tensor_key(name), tensor_key(name))
 
-    def document(self, given: Sequence[str]) -> Any:
-        """The GraphDef of everything visited."""
-        result = tf.compat.v1.GraphDef(versions=self._source.versions, library=self._source.library)
-        present = {node.name for node in self.nodes}
-        for name in given:
-            if name not in present:
-                result.node.append(_placeholder(name, self._specs[name]))
-        result.node.extend(self.nodes)
-        return result
+    @property
+    def names(self) -> set[str]:
+        """Of the nodes that were written down."""
+        return {node.name for node in self.nodes}
+
+    def placeholder(self, name: str) -> Any:
+        """The node that stands for the value of a variable."""
+        node, spec = tf.compat.v1.NodeDef(name=name, op="Placeholder"), self._specs[name]
+        node.attr["dtype"].type = spec.dtype.as_datatype_enum
+        node.attr["shape"].shape.CopyFrom(spec.shape.as_proto())
+        return node
 
     def _visit(self, node: Any) -> None:
         inputs = [self.tensor(i) for i in data_inputs(node)]
@@ -196,6 +209,8 @@ class _Walk:
             pass
         elif handles and node.op == "Identity":
             self._handle[node.name] = handles[0]
+        elif handles and node.op in ("If", "StatelessIf"):
+            self._branch(node, inputs)
         elif handles:
             self._access(node, handles, inputs)
         elif node.op in ALIASES:
@@ -237,7 +252,8 @@ class _Walk:
         self.nodes.append(node)
         return f"{name}:0"
 
-    def _current(self, handle: str) -> str:
+    def current(self, handle: str) -> str:
+        """The tensor that is a variable's value now."""
         if handle not in self.state:
             self._specs[_value_name(handle)] = private.variable_spec(self._captures[handle])
             self.state[handle] = f"{_value_name(handle)}:0"
@@ -250,7 +266,7 @@ class _Walk:
             raise UnsupportedModelError(
                 f"{node.op} ({name}) on a variable cannot be compiled into one step."
             )
-        current = self._current(handle)
+        current = self.current(handle)
         spec = self._specs[_value_name(handle)]
         how = _ACCESS[node.op]
         if node.op == "ReadVariableOp":
@@ -276,11 +292,79 @@ class _Walk:
             self.state[handle] = self._append(node, how, name, [current, inputs[1]], ())
             self._typed("T", spec.dtype)
 
+    def _branch(self, node: Any, inputs: Sequence[str]) -> None:
+        """A condition whose branches read or change variables, as one that gets their values and
+        returns the new ones."""
+        condition, *operands = inputs
+        handles = [self._handle.get(node_of(operand)) for operand in operands]
+        functions = {function.signature.name: function for function in self._library.function}
+        branches = [self._walk(functions[node.attr[name].func.name], handles) for name in _BRANCHES]
+        plain = [at for at, handle in enumerate(handles) if handle is None]
+        used = {
+            at: handle
+            for at, handle in enumerate(handles)
+            if handle is not None and any(branch.uses(at) for branch in branches)
+        }
+        if len(set(used.values())) < len(used):
+            raise UnsupportedModelError(
+                f"{node.op} ({node.name}) gets a variable twice: it cannot be compiled into one "
+                "step."
+            )
+        arguments = [operands[at] for at in plain] + [self.current(name) for name in used.values()]
+        specs = [
+            *(tf.TensorSpec.from_tensor(branches[0].graph.inputs[at]) for at in plain),
+            *(self._specs[_value_name(name)] for name in used.values()),
+        ]
+        pure = [branch.as_function(plain, list(used), specs) for branch in branches]
+        self._library.function.extend(function.function_def for function in pure)
+        copy = tf.compat.v1.NodeDef(name=node.name, op="StatelessIf", input=[condition, *arguments])
+        copy.attr["Tcond"].CopyFrom(node.attr["Tcond"])
+        copy.attr["Tin"].list.type.extend(spec.dtype.as_datatype_enum for spec in specs)
+        for result in pure[0].outputs:
+            copy.attr["Tout"].list.type.append(result.dtype.as_datatype_enum)
+            copy.attr["output_shapes"].list.shape.append(result.shape.as_proto())
+        for name, function in zip(_BRANCHES, pure, strict=True):
+            copy.attr[name].func.name = function.name
+        self.nodes.append(copy)
+        first = len(pure[0].outputs) - len(used)
+        for at, handle in enumerate(used.values(), first):
+            self.state[handle] = f"{node.name}:{at}"
+
+    def _walk(self, definition: Any, handles: Sequence[str | None]) -> _Walk:
+        """Runs through a branch, which gets variables for some of its arguments."""
+        graph = private.function_graph(definition, self.graph)
+        captures = {
+            argument.op.name: self._captures[handle]
+            for argument, handle in zip(graph.inputs, handles, strict=True)
+            if handle is not None
+        }
+        return _Walk(graph, captures, self._library)
+
+    def uses(self, at: int) -> bool:
+        """Whether a branch reads or changes the variable that is its argument number ``at``."""
+        return self.graph.inputs[at].op.name in self.state
+
+    def as_function(self, plain: Sequence[int], used: Sequence[int], specs: Sequence[Any]) -> Any:
+        """A branch as a pure function.
+
+        Args:
+            plain: numbers of the arguments that are no variables: its first ones.
+            used: numbers of those that are variables, whose values come next and whose new values
+                it returns last.
+            specs: of its arguments.
+        """
+        names = [argument.op.name for argument in self.graph.inputs]
+        new = [self.current(names[at]) for at in used]
+        given = [*(names[at] for at in plain), *(_value_name(names[at]) for at in used)]
+        returned = [*(self.tensor(result.name) for result in self.graph.outputs), *new]
+        return traced_function(self.nodes, given, specs, returned, self._library)
+
     def _typed(self, attribute: str, dtype: Any, **more: Any) -> None:
         for key, value in {attribute: dtype, **more}.items():
             self.nodes[-1].attr[key].type = value.as_datatype_enum
 
 
+_BRANCHES = ("then_branch", "else_branch")
 _ACCESS = {
     "ReadVariableOp": "",
     "AssignVariableOp": "",
@@ -293,13 +377,6 @@ _ACCESS = {
     "ResourceScatterUpdate": "TensorScatterUpdate",
 }
 """Operations on a variable, and what they are on its value."""
-
-
-def _placeholder(name: str, spec: Any) -> Any:
-    node = tf.compat.v1.NodeDef(name=name, op="Placeholder")
-    node.attr["dtype"].type = spec.dtype.as_datatype_enum
-    node.attr["shape"].shape.CopyFrom(spec.shape.as_proto())
-    return node
 
 
 def _numbered(

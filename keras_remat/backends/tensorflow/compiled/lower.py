@@ -16,6 +16,7 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.barrier import never
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
+from keras_remat.backends.tensorflow.compiled.nodes import import_library, run_node
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
 from keras_remat.backends.tensorflow.graph.step import given_leaves, packed
 from keras_remat.backends.tensorflow.memory import exhausted, measure
@@ -35,14 +36,14 @@ class _Writer:
         self._literals: dict[str, Any] = {}
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
-        return _run(self._program.equations[at].source, inputs)
+        return run_node(self._program.equations[at].source, inputs)
 
     def may_trigger(self, number: int) -> bool:
         return True
 
     def literal(self, atom: Any) -> Any:
         if atom.name not in self._literals:
-            (self._literals[atom.name],) = _run(self._program.constants[atom.name], ())
+            (self._literals[atom.name],) = run_node(self._program.constants[atom.name], ())
         return self._literals[atom.name]
 
     array = literal
@@ -92,13 +93,6 @@ class _Writer:
         return list(tf.cond(condition, nothing, draw))
 
 
-def _run(node: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Adds a copy of a ``NodeDef`` to the graph that is traced, and returns its outputs."""
-    attributes = {k: v for k, v in node.attr.items() if k not in ("_output_shapes", "_class")}
-    graph = tf.compat.v1.get_default_graph()
-    return list(graph.create_op(node.op, inputs, name=node.name, attrs=attributes).outputs)
-
-
 class LoweredStep:
     """A step that runs one schedule, compiled when it is called first; call it with a batch of the
     traced shape.
@@ -114,8 +108,7 @@ class LoweredStep:
         stateless, program, batch = traced.stateless, traced.program, traced.stateless.batch
 
         def remat_step(*leaves: Any) -> Any:
-            functions = tf.compat.v1.GraphDef(library=program.library)
-            tf.graph_util.import_graph_def(functions, name="")
+            import_library(program.library)
             variables = [
                 tf.raw_ops.ReadVariableOp(resource=handle, dtype=program.dtypes[batch + at])
                 for at, handle in enumerate(stateless.handles)
@@ -135,6 +128,7 @@ class LoweredStep:
                 )
             return [run.output(atom) for atom in stateless.returned]
 
+        private.define_functions(program.library)
         specs = [tf.TensorSpec(program.shapes[at], program.dtypes[at]) for at in range(batch)]
         function = tf.function(remat_step, input_signature=specs, autograph=False, jit_compile=True)
         self._function = function.get_concrete_function()

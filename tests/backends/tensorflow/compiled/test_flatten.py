@@ -220,13 +220,47 @@ def test_an_unknown_access_to_a_variable_is_refused_by_name():
         flat(step)
 
 
-def test_a_variable_in_a_branch_is_refused():
+@pytest.mark.parametrize("first", [1.0, -1.0])
+@pytest.mark.parametrize("second", [1.0, -1.0])
+def test_variables_in_branches_are_values(first, second):
+    """One is changed by both branches, one by one, one by a branch in a branch; one is only read,
+    and one by nobody."""
+    both, one, deep, read, nobody = (tf.Variable([float(n)] * 4) for n in range(1, 6))
+
+    def inner():
+        deep.assign_sub(read)
+        return tf.constant(2.0)
+
+    def up(x):
+        both.assign_add(x)
+        one.assign(read * x)
+        return tf.cond(x[1] > 0, inner, lambda: deep[0])
+
+    def down(x):
+        both.assign(nobody * 0.0 + x)
+        return tf.gather(read, 1) + 1.0
+
+    def step(x):
+        y = tf.cond(x[0] > 0, lambda: up(x), lambda: down(x))
+        return y + both[0]
+
+    variables = (both, one, deep, read, nobody)
+    stateless = flat(step)
+    x = np.asarray([first, second, 3.0, 4.0], "float32")
+    (result,), written = run(stateless, x)
+    found = [written.get(id(v.handle), v.numpy()) for v in variables]
+    expected = step(tf.constant(x))
+    np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(found, [v.numpy() for v in variables])
+
+
+def test_a_variable_in_a_loop_is_refused():
     v = tf.Variable(1.0)
 
     def step(x):
-        return tf.cond(x[0] > 0, lambda: v.assign_add(1.0), lambda: v + 0.0)
+        return tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, x * v), [0, x])[1]
 
-    with pytest.raises(UnsupportedModelError, match=r"If \(.*on a variable"):
+    with pytest.raises(UnsupportedModelError, match=r"While \(.*on a variable"):
         flat(step)
 
 
