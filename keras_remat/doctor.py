@@ -11,24 +11,14 @@ import importlib.util
 import json
 import platform
 import textwrap
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 from keras_remat.backends.base import BACKENDS
 from keras_remat.backends.statistics import enable_cpu_memory_stats
+from keras_remat.reporting.text import versions
 from keras_remat.units import format_bytes
 
-#: Distributions whose versions are told, the first one that is installed of each row.
-_DISTRIBUTIONS = (
-    ("keras-remat",),
-    ("keras",),
-    ("tensorflow", "tensorflow-cpu"),
-    ("jax",),
-    ("numpy",),
-    ("scipy",),
-    ("ortools",),
-    ("cylp",),
-)
 #: Module, the extra that installs it, and what it is for.
 _OPTIONAL = (
     ("ortools", "solvers", "CP-SAT: better plans, and proofs"),
@@ -58,7 +48,7 @@ def diagnosis() -> dict[str, Any]:
     framework = keras.backend.backend()
     facts: dict[str, Any] = {
         "python": platform.python_version(),
-        "versions": _versions(),
+        "versions": versions(),
         "framework": framework,
         "supported": framework in BACKENDS,
         "missing": [
@@ -78,23 +68,10 @@ def diagnosis() -> dict[str, Any]:
     return facts
 
 
-def _versions() -> dict[str, str]:
-    """Name of a distribution → its version, for those that are installed."""
-    found = {}
-    for names in _DISTRIBUTIONS:
-        for name in names:
-            try:
-                found[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
-            break
-    return found
-
-
 def as_text(facts: dict[str, Any]) -> str:
     """Returns the facts as lines of at most 80 columns."""
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    rows = [("versions", f"Python {facts['python']}, {versions}")]
+    told = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    rows = [("versions", f"Python {facts['python']}, {told}")]
     if facts["supported"]:
         rows += _device_rows(facts)
     else:
@@ -121,11 +98,7 @@ def _device_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _row(label: str, text: str) -> str:
-    indent = " " * _LABEL_WIDTH
+    first, others = label.ljust(_LABEL_WIDTH), " " * _LABEL_WIDTH
     return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=label.ljust(_LABEL_WIDTH),
-        subsequent_indent=indent,
-        break_on_hyphens=False,
+        text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
     )

@@ -169,7 +169,7 @@ class Plan:
         Path(path).write_text(page.plan_page(self), encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        return page.plan_fragment(self)
+        return page.fragment(page.plan_body(self))
 
     @property
     def _shown_problem(self) -> Problem:

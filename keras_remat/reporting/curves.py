@@ -122,33 +122,34 @@ class Curve:
         """The position at which the backward phase begins; that of the peak without one."""
         return next((a for phase, a, _ in self.bands if phase == BACKWARD), self.peak_position)
 
-    def alive_at(self, position: int) -> dict[int, int]:
-        """Value id → bytes of what is computed and alive at a position."""
-        values = self.problem.graph.values
-        return {
-            value_id: values[value_id].nbytes
+    def held(self, position: int, names: list[str]) -> Counter[str]:
+        """Returns group → bytes that its values take at a position; ``names`` has every op's
+        group."""
+        held: Counter[str] = Counter()
+        alive = {
+            value_id: None
             for born, instances in enumerate(self._last_reads[: position + 1])
             for value_id, end in instances.items()
             if born <= position <= end
         }
+        for value_id in alive:
+            value = self.problem.graph.values[value_id]
+            if value.producer is not None:
+                held[names[value.producer]] += value.nbytes
+        return held
 
     @cached_property
     def _last_reads(self) -> list[dict[int, int]]:
         return last_reads(self.problem, self.schedule)
 
-    def holders(self, position: int, by: By = "layer") -> dict[str, int]:
-        """Group → bytes it holds at a position, most first; with :data:`RESIDENT` and
+    def holders(self, position: int) -> dict[str, int]:
+        """Layer → bytes it holds at a position, most first; with :data:`RESIDENT` and
         :data:`WORKSPACE`, they add up to the bytes alive."""
         if not self.live:
             return {RESIDENT: self.problem.profile.resident_bytes}
-        names = group_names(self.problem, by)
-        values, running = self.problem.graph.values, self.schedule.order[position]
+        names, running = group_names(self.problem, "layer"), self.schedule.order[position]
         owner = names[self.problem.source_of(running)]
-        held: Counter[str] = Counter()
-        for value_id, nbytes in self.alive_at(position).items():
-            producer = values[value_id].producer
-            if producer is not None:
-                held[names[producer]] += nbytes
+        held = self.held(position, names)
         workspace = self.problem.op_workspace_bytes[running]
         resident = self.problem.profile.resident_bytes
         reused = sum(held.values()) + workspace + resident - self.live[position]
@@ -195,7 +196,7 @@ def groups(problem: Problem, schedule: Schedule, by: By = "layer") -> list[Group
     """
     names = group_names(problem, by)
     plan, plain = Curve(problem, schedule), Curve(problem, Schedule.store_all(problem.graph))
-    kept, before = (_held(c, c.backward_begins, names) for c in (plan, plain))
+    kept, before = (c.held(c.backward_begins, names) for c in (plan, plain))
     ops = Counter(names)
     recomputed: Counter[str] = Counter()
     runs: Counter[str] = Counter()
@@ -210,16 +211,6 @@ def groups(problem: Problem, schedule: Schedule, by: By = "layer") -> list[Group
         Group(name, count, kept[name], before[name], recomputed[name], runs[name], added[name])
         for name, count in ops.items()
     ]
-
-
-def _held(curve: Curve, position: int, names: list[str]) -> Counter[str]:
-    """Bytes that each group's values take at a position."""
-    held: Counter[str] = Counter()
-    for value_id, nbytes in curve.alive_at(position).items():
-        producer = curve.problem.graph.values[value_id].producer
-        if producer is not None:
-            held[names[producer]] += nbytes
-    return held
 
 
 @dataclass(frozen=True)

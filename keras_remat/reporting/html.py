@@ -8,28 +8,28 @@ escaped.
 
 from __future__ import annotations
 
-import sys
+import platform
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.schedule import Schedule
 from keras_remat.reporting import colors, svg
 from keras_remat.reporting.curves import Curve, groups, top_holders
 from keras_remat.reporting.protocols import Planned, Reported
 from keras_remat.reporting.svg import escape
 from keras_remat.reporting.tables import MAX_NAME, shown_groups, summary_cells
 from keras_remat.reporting.text import (
+    overhead_text,
     plan_text,
     problem_text,
     recomputed_text,
     status_text,
-    usages,
+    usage_rows,
+    versions,
 )
 from keras_remat.units import format_bytes, format_seconds
 
 _LAYERS = 8
-_PACKAGES = ("keras-remat", "keras", "tensorflow", "tensorflow-cpu", "jax", "numpy")
 _PALETTE = {
     "limit": colors.LIMIT,
     "plain": colors.PLAIN,
@@ -83,12 +83,10 @@ font-variant-numeric:tabular-nums}
 )
 
 
-def report_page(report: Reported, *, title: str = "") -> str:
+def report_page(report: Reported) -> str:
     """Returns a page about a ``fit``: verdict, pictures, tables, events, versions."""
     name = report.plan.name if report.plan is not None else ""
-    return _page(
-        title or f"Training {name or 'a model'} within a memory limit", report_body(report)
-    )
+    return _page(f"Training {name or 'a model'} within a memory limit", report_body(report))
 
 
 def report_body(report: Reported) -> str:
@@ -124,25 +122,21 @@ def report_body(report: Reported) -> str:
     return "".join([*parts, _versions(device)])
 
 
-def plan_page(planned: Planned, *, title: str = "") -> str:
+def plan_page(planned: Planned) -> str:
     """Returns a page about a plan."""
-    heading = title or f"Plan of a training step{f' of {planned.name}' if planned.name else ''}"
-    return _page(heading, plan_body(planned))
+    of = f" of {planned.name}" if planned.name else ""
+    return _page(f"Plan of a training step{of}", plan_body(planned))
 
 
 def plan_body(planned: Planned) -> str:
     """Returns what the page about a plan shows, without its head."""
-    rows = [
-        (name, format_bytes(u.peak_bytes), _share(u.peak_bytes, planned.budget_bytes),
-         format_seconds(u.time_s), _added(u, planned.store_all))
-        for name, u in usages(planned)
-    ]  # fmt: skip
+    head, *rows = usage_rows(planned)
     return "".join(
         [
             _tiles(_plan_tiles(planned)),
             _pictures(planned, None),
             "<h2>Numbers</h2>",
-            table(("", "peak", "of budget", "time", "added time"), rows),
+            table(head, rows),
             f"<p>{escape_all(status_text(planned.solution))}.</p>",
             _layers(planned),
             _versions(planned.device),
@@ -150,23 +144,18 @@ def plan_body(planned: Planned) -> str:
     )
 
 
-def problem_page(problem: Problem, *, title: str = "") -> str:
+def problem_page(problem: Problem) -> str:
     """Returns a page about a problem file: its memory over time without recomputation."""
     curve = Curve(problem, Schedule.store_all(problem.graph))
     limits = {} if problem.budget_bytes is None else {"budget": problem.budget_bytes}
     body = [svg.memory({"plain": curve}, limits), _legend(["plain", *limits], curve)]
     body += [_holders({"plain": curve}), f"<pre>{escape_all(problem_text(problem, top=12))}</pre>"]
-    return _page(title or problem.name or "Memory of one step", "".join(body))
+    return _page(problem.name or "Memory of one step", "".join(body))
 
 
 def fragment(body: str) -> str:
     """Returns a body as a notebook shows it: with its style, without a page around it."""
     return f'<style>{_STYLE}</style><div class="kr">{body}</div>'
-
-
-def plan_fragment(planned: Planned) -> str:
-    """Returns a plan as a notebook shows it."""
-    return fragment(plan_body(planned))
 
 
 def escape_all(text: str) -> str:
@@ -234,7 +223,7 @@ def _plan_tiles(planned: Planned) -> list[tuple[str, str, str]]:
         (f"peak {word}", format_bytes(usage.peak_bytes), "good" if kept else "bad"),
         ("budget", format_bytes(planned.budget_bytes), ""),
         ("plain peak, predicted", format_bytes(planned.store_all.peak_bytes), ""),
-        ("added time, predicted", _added(planned.predicted, planned.store_all), ""),
+        ("added time, predicted", overhead_text(planned), ""),
         ("ops run again", str(again), ""),
     ]
 
@@ -318,21 +307,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, escaped: bool =
     return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.3g} %" if whole else "-"
-
-
-def _added(usage: Usage, base: Usage) -> str:
-    return f"{100 * (usage.time_s / base.time_s - 1):+.1f} %" if base.time_s > 0 else "-"
-
-
 def _versions(device: str) -> str:
     """Packages that are installed here, and the device that was measured."""
     rows = [("device", device)] if device else []
-    rows.append(("Python", sys.version.split()[0]))
-    for package in _PACKAGES:
-        try:
-            rows.append((package, metadata.version(package)))
-        except metadata.PackageNotFoundError:
-            continue
+    rows += [("Python", platform.python_version()), *versions().items()]
     return f"<h2>Versions and device</h2>{table(('', ''), rows)}"

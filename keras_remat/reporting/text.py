@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from importlib import metadata
 
 from keras_remat.core.graph import PHASES, Op, Value
 from keras_remat.core.problem import Problem
@@ -15,6 +16,31 @@ from keras_remat.core.simulate import live_bytes, simulate
 from keras_remat.reporting.protocols import Planned
 from keras_remat.reporting.tables import counted, readable, table
 from keras_remat.units import format_bytes, format_seconds
+
+#: Distributions whose versions are told, the first one that is installed of each row.
+_DISTRIBUTIONS = (
+    ("keras-remat",),
+    ("keras",),
+    ("tensorflow", "tensorflow-cpu"),
+    ("jax",),
+    ("numpy",),
+    ("scipy",),
+    ("ortools",),
+    ("cylp",),
+)
+
+
+def versions() -> dict[str, str]:
+    """Returns name of a distribution → its version, for those that are installed."""
+    found = {}
+    for names in _DISTRIBUTIONS:
+        for name in names:
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+            break
+    return found
 
 
 def _op(op: Op) -> str:
@@ -28,10 +54,6 @@ def _value(value: Value) -> str:
 
 def _percent(ratio: float) -> str:
     return f"{ratio * 100:.3g} %" if ratio < 9.995 else f"{ratio * 100:,.0f} %"
-
-
-def _overhead(time_s: float, base_s: float) -> str:
-    return "-" if base_s <= 0 else _percent((time_s - base_s) / base_s)
 
 
 def problem_text(problem: Problem, *, top: int = 5) -> str:
@@ -88,9 +110,8 @@ def _problem_rows(problem: Problem) -> list[tuple[str, str]]:
     floor = format_bytes(problem.floor_bytes)
     if problem.floor_op is not None:
         floor += f", set by op {_op(graph.ops[problem.floor_op])}"
-    device = f" on {readable(profile.device)}" if profile.device else ""
     rows = [
-        ("costs", f"{profile.source}{device}"),
+        ("costs", _source_text(profile.source, profile.device)),
         ("resident", format_bytes(profile.resident_bytes)),
         ("store-all", f"peak {peak}; time {format_seconds(usage.time_s)}"),
         ("floor", floor),
@@ -99,6 +120,10 @@ def _problem_rows(problem: Problem) -> list[tuple[str, str]]:
     if fixed := sum(not op.recomputable for op in graph.ops):
         rows.append(("fixed", f"{fixed} ops are not recomputable"))
     return rows
+
+
+def _source_text(source: str, device: str) -> str:
+    return f"{source} on {readable(device)}" if device else source
 
 
 def _budget_text(problem: Problem, store_all_peak_bytes: int) -> str:
@@ -156,22 +181,13 @@ def recomputed_text(problem: Problem, schedule: Schedule, *, top: int = 5) -> st
         f"recomputed {len(again)} of {len(problem.graph.ops)} ops, "
         f"{counted(runs, 'extra run')}, {total}"
     ]
-    groups = [("by op", by_op)]
+    groups = {"by op": by_op}
     if any(op.kind for op in problem.graph.ops):
-        groups.insert(
-            0,
-            (
-                "by kind",
-                _recomputed_by(problem, schedule, lambda op: readable(op.kind) or "(none)"),
-            ),
-        )
-    for title, rows in groups:
-        lines += [
-            title,
-            *table(
-                ((name, counted(n), format_seconds(s)) for name, n, s in rows[:top]), indent="  "
-            ),
-        ]
+        by_kind = _recomputed_by(problem, schedule, lambda op: readable(op.kind) or "(none)")
+        groups = {"by kind": by_kind, **groups}
+    for title, rows in groups.items():
+        cells = [(name, counted(n), format_seconds(s)) for name, n, s in rows[:top]]
+        lines += [title, *table(cells, indent="  ")]
     return "\n".join(lines)
 
 
@@ -247,25 +263,10 @@ def plan_text(plan: Planned, *, top: int = 5) -> str:
         [
             ("solver", status_text(plan.solution)),
             ("budget", format_bytes(plan.budget_bytes)),
-            (
-                "op times",
-                f"{plan.profile_source}{f' on {readable(plan.device)}' * bool(plan.device)}",
-            ),
+            ("op times", _source_text(plan.profile_source, plan.device)),
         ]
     )
-    rows = [("", "peak", "of budget", "time", "overhead")]
-    for name, usage in usages(plan):
-        plain = usage is plan.store_all
-        rows.append(
-            (
-                name,
-                format_bytes(usage.peak_bytes),
-                _percent(usage.peak_bytes / plan.budget_bytes) if plan.budget_bytes else "-",
-                format_seconds(usage.time_s),
-                "-" if plain else _overhead(usage.time_s, plan.store_all.time_s),
-            )
-        )
-    lines += table(rows)
+    lines += table(usage_rows(plan))
     if plan.measured is None:
         lines.append("not measured yet")
     elif plan.measured.peak_bytes:
@@ -281,7 +282,25 @@ def plan_text(plan: Planned, *, top: int = 5) -> str:
     return "\n".join(lines)
 
 
-def usages(plan: Planned) -> list[tuple[str, Usage]]:
-    """What a plan is compared by: store-all, predicted, and measured where it ran."""
-    rows = [("store-all", plan.store_all), ("predicted", plan.predicted)]
-    return rows if plan.measured is None else [*rows, ("measured", plan.measured)]
+def usage_rows(plan: Planned) -> list[tuple[str, str, str, str, str]]:
+    """Returns the rows of a table, the head first: store-all, predicted, and measured where the
+    plan ran."""
+    rows = [("", "peak", "of budget", "time", "overhead")]
+    for name, usage in (
+        ("store-all", plan.store_all),
+        ("predicted", plan.predicted),
+        ("measured", plan.measured),
+    ):
+        if usage is None:
+            continue
+        share = _percent(usage.peak_bytes / plan.budget_bytes) if plan.budget_bytes else "-"
+        overhead = "-" if usage is plan.store_all else overhead_text(plan, usage)
+        peak, seconds = format_bytes(usage.peak_bytes), format_seconds(usage.time_s)
+        rows.append((name, peak, share, seconds, overhead))
+    return rows
+
+
+def overhead_text(plan: Planned, usage: Usage | None = None) -> str:
+    """Returns the time that a plan adds: as predicted, or as ``usage`` says."""
+    time_s, base_s = (usage or plan.predicted).time_s, plan.store_all.time_s
+    return _percent((time_s - base_s) / base_s) if base_s > 0 else "-"

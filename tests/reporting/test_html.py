@@ -138,7 +138,7 @@ def test_page_of_a_fit_without_a_plan_or_epochs():
 
 def test_page_of_a_plan_and_of_a_problem():
     found = assert_self_contained(page.plan_page(plan_of(CHAIN, RECOMPUTE_A)))
-    for text in ("Plan of a training step of chain", "budget 9 B", "+6.7 %", "not known"):
+    for text in ("Plan of a training step of chain", "budget 9 B", "6.67 %", "not known"):
         assert text in found.text
     found = assert_self_contained(page.problem_page(CHAIN))
     assert "floor      8 B" in found.text
@@ -158,7 +158,7 @@ def test_pages_escape_names():
     problem = Problem(graph, Profile((1.0, 1.0), (0, 0), 3, device=NASTY), 20, NASTY)
     plan = plan_of(problem, Schedule((0, 0, 1)))
     for source in (
-        page.plan_page(plan, title=NASTY),
+        page.plan_page(plan),
         page.report_page(report_of(plan, message=NASTY)),
         page.problem_page(problem),
     ):
