@@ -257,15 +257,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         plan = self.plan
         if plan is None or plan.solution.schedule == self._told_plan:
             return
-        schedule = self._told_plan = plan.solution.schedule
-        self._console.swap_line(
-            plain_bytes=plan.store_all.peak_bytes,
-            plan_bytes=plan.predicted.peak_bytes,
-            limit_bytes=self.report.limit_bytes or plan.budget_bytes,
-            overhead=plan.overhead,
-            recomputed=len(schedule.recomputed),
-            ops=len(set(schedule.order)),
-        )
+        self._told_plan = plan.solution.schedule
+        self._console.swap_line(plan, self.report.limit_bytes or plan.budget_bytes)
 
     @contextmanager
     def _progress(self, text: str) -> Iterator[None]:

@@ -23,12 +23,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TextIO
+from dataclasses import dataclass
+from typing import TextIO
 
 from tqdm import tqdm
 
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
+from keras_remat.reporting.fit_report import AutotuneReport
+from keras_remat.reporting.protocols import Planned
 from keras_remat.reporting.text import percent_over
 from keras_remat.units import byte_unit, format_seconds
 
@@ -39,14 +42,6 @@ _NAME = "keras_remat  "
 _TICK_S, _LONG_S, _AGAIN_S = 0.5, 1.0, 30.0
 #: Tasks that took less are not worth a word in the end.
 _SHORT_S = 0.05
-
-
-class Verdict(Protocol):
-    """What is printed when ``fit`` ends."""
-
-    def verdict(self) -> str:
-        """Returns a few lines."""
-        ...
 
 
 class Console:
@@ -77,7 +72,6 @@ class Console:
         self._lock = threading.Lock()
         self._running: list[_Task] = []
         self._done: dict[str, float] = {}
-        self._notes: dict[str, str] = {}
         self.bar_is_open = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> Console:
@@ -114,14 +108,6 @@ class Console:
                     self._done[word] = self._done.get(word, 0.0) + seconds
                 self._clear()
 
-    def note(self, word: str, text: str) -> None:
-        """Adds to the summary, behind the tasks of that word or alone.
-
-        As in ``note("solving", "best +3.3 %")`` and ``note("profiling", "3 steps")``.
-        """
-        self._done.setdefault(word, 0.0)
-        self._notes[word] = text
-
     def tick(self) -> None:
         """Draws the running task as it is now; a file gets a line when it takes long."""
         with self._lock:
@@ -142,44 +128,28 @@ class Console:
 
     # ---------------------------------------------------------------- lines that stay
 
-    def swap_line(
-        self,
-        *,
-        plain_bytes: int,
-        plan_bytes: int,
-        limit_bytes: int,
-        overhead: float,
-        recomputed: int,
-        ops: int,
-    ) -> None:
-        """Says what the tasks took, and what the new step is predicted to take.
-
-        Args:
-            plain_bytes, plan_bytes: predicted peaks without and with recomputation.
-            limit_bytes: the memory limit.
-            overhead: predicted added time, a ratio.
-            recomputed: how many ops run more than once.
-            ops: how many there are.
-        """
+    def swap_line(self, plan: Planned, limit_bytes: int) -> None:
+        """Says what the tasks took, and what the step of a new plan is predicted to take."""
         self.tasks_line()
+        plain_bytes, plan_bytes = plan.store_all.peak_bytes, plan.predicted.peak_bytes
         name, unit = byte_unit(max(plain_bytes, plan_bytes))
         peaks = f"{plain_bytes / unit:.1f} -> {plan_bytes / unit:.1f} {name}"
+        schedule = plan.solution.schedule
+        recomputed, ops = len(schedule.recomputed), len(set(schedule.order))
         again = f"{recomputed} of {ops} ops run twice" if recomputed else "no op runs twice"
         self._say(
-            f"{peaks} (limit {limit_bytes / unit:.1f}) · predicted {100 * overhead:+.0f} % time · "
-            f"{again}"
+            f"{peaks} (limit {limit_bytes / unit:.1f}) · predicted {100 * plan.overhead:+.0f} % "
+            f"time · {again}"
         )
 
     def tasks_line(self) -> None:
         """Sums up the tasks since the last such line, where there were any."""
-        parts = []
-        for word, seconds in self._done.items():
-            told = [format_seconds(float(f"{seconds:.2g}"))] if seconds >= _SHORT_S else []
-            told += [self._notes[word]] if word in self._notes else []
-            if told:
-                parts.append(f"{word} {', '.join(told)}")
+        parts = [
+            f"{word} {format_seconds(float(f'{seconds:.2g}'))}"
+            for word, seconds in self._done.items()
+            if seconds >= _SHORT_S
+        ]
         self._done.clear()
-        self._notes.clear()
         if parts:
             self._say(" · ".join(parts))
 
@@ -188,7 +158,7 @@ class Console:
         if self._verbose == 2:
             self._say(f"step {step}: {kind}: {message}")
 
-    def verdict(self, report: Verdict) -> None:
+    def verdict(self, report: AutotuneReport) -> None:
         """Says how the ``fit`` ended: plain step and final step side by side."""
         self.tasks_line()
         for line in report.verdict().splitlines():
@@ -240,15 +210,13 @@ class Console:
             self._stream.flush()
 
 
+@dataclass(eq=False)
 class _Task:
-    """Something that runs.
+    """Something that runs, and after how many seconds a file gets the next line of it."""
 
-    Attributes:
-        next_line_s: after how many seconds a file gets the next line.
-    """
-
-    def __init__(self, text: str, began_s: float):
-        self.text, self.began_s, self.next_line_s = text, began_s, _LONG_S
+    text: str
+    began_s: float
+    next_line_s: float = _LONG_S
 
 
 class SearchLine:

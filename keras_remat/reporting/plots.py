@@ -22,11 +22,10 @@ from keras_remat.reporting.protocols import Planned, Reported
 from keras_remat.reporting.tables import readable
 from keras_remat.units import byte_unit, format_bytes
 
-PLAN_KINDS = ("memory", "holders", "schedule", "overhead")
-REPORT_KINDS = ("memory", "holders", "schedule", "speed")
 #: Graphs with up to so many ops are shown as the Checkmate paper's stage × op picture.
 SMALL_GRAPH = 200
 _LAYERS, _INTERVALS, _NAME, _POINTS = 8, 60, 34, 500
+_LIMIT_LINE = {"color": colors.LIMIT, "ls": "--", "lw": 1.4}
 
 
 def plan(planned: Planned, kind: str = "memory", limit_bytes: int | None = None) -> Any:
@@ -41,11 +40,15 @@ def plan(planned: Planned, kind: str = "memory", limit_bytes: int | None = None)
         MissingPackageError: matplotlib is not installed.
         ValueError: another kind, or a plan without its problem.
     """
-    check_among("kind", kind, PLAN_KINDS)
+    check_among("kind", kind, ("memory", "holders", "schedule", "overhead"))
     if planned.problem is None:
         raise ValueError("the plan was saved without its problem, so there is no graph to draw")
-    picture = {"memory": memory, "holders": holders, "schedule": schedule}[kind]
+    if kind == "schedule":
+        curve = Curve(planned.problem, planned.solution.schedule)
+        is_small = len(planned.problem.graph.ops) <= SMALL_GRAPH
+        return _stages(planned, curve) if is_small else _stays(planned, curve)
     limit = ("budget", planned.budget_bytes) if limit_bytes is None else ("limit", limit_bytes)
+    picture = {"memory": _memory, "holders": _holders}[kind]
     return picture(planned, planned.problem, limit)
 
 
@@ -56,40 +59,32 @@ def report(told: Reported, kind: str = "memory") -> Any:
         MissingPackageError: matplotlib is not installed.
         ValueError: another kind, or nothing to draw yet.
     """
-    check_among("kind", kind, REPORT_KINDS)
+    check_among("kind", kind, ("memory", "holders", "schedule", "speed"))
     if kind == "speed":
-        return speed(told)
+        return _speed(told)
     if told.plan is None:
         raise ValueError("no plan is in force: the plain step ran, so there is nothing to compare")
     return plan(told.plan, kind, told.limit_bytes)
 
 
-def memory(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
+def _memory(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
     """Bytes over the time of a step: plain, plan, limit, and the measured peak."""
     figure, axes = _figure(8, 4)
     plain = Curve(problem, Schedule.store_all(problem.graph))
     curve = Curve(problem, planned.solution.schedule)
     name, unit = byte_unit(max(plain.peak_bytes, limit[1]))
     scale, seconds = _time_unit(curve.starts_s[-1])
-    for phase, begin, end in curve.bands:
-        left, right = curve.starts_s[begin] * scale, curve.starts_s[end] * scale
-        axes.axvspan(left, right, color=colors.PHASES[phase], alpha=0.12, lw=0, label=phase)
+    _draw_bands(axes, curve, scale)
     for drawn, color, label in (
         (plain, colors.PLAIN, f"plain, peak {format_bytes(plain.peak_bytes)}"),
         (curve, colors.PLAN, f"plan, peak {format_bytes(curve.peak_bytes)}"),
     ):
-        thin_edges, thin_heights = drawn.thinned(_POINTS)
-        heights = [nbytes / unit for nbytes in thin_heights]
-        edges = [start * scale for start in thin_edges]
+        starts_s, highest_bytes = drawn.thinned(_POINTS)
+        edges = [start_s * scale for start_s in starts_s]
+        heights = [nbytes / unit for nbytes in highest_bytes]
         axes.stairs(heights, edges, color=color, lw=1.4, label=label)
         axes.stairs(heights, edges, color=color, alpha=0.12, fill=True)
-    axes.axhline(
-        limit[1] / unit,
-        color=colors.LIMIT,
-        ls="--",
-        lw=1.4,
-        label=f"{limit[0]} {format_bytes(limit[1])}",
-    )
+    axes.axhline(limit[1] / unit, label=f"{limit[0]} {format_bytes(limit[1])}", **_LIMIT_LINE)
     if planned.measured is not None:
         at = curve.starts_s[curve.peak_position] * scale
         peak = planned.measured.peak_bytes
@@ -105,7 +100,7 @@ def memory(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
     return _with_legend(figure, axes, f"Memory of one step{_of(planned)}")
 
 
-def holders(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
+def _holders(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
     """Who holds the peak, by layer: plain beside the plan."""
     figure, axes = _figure(8, 4.4)
     curves = [
@@ -123,16 +118,8 @@ def holders(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
     axes.set_xticks((0, 1), [f"{n}\n{format_bytes(c.peak_bytes)}"
                              for n, c in zip(("plain", "plan"), curves, strict=True)])  # fmt: skip
     axes.set_ylabel(f"bytes at the peak ({name})")
-    axes.axhline(limit[1] / unit, color=colors.LIMIT, ls="--", lw=1.4, label=limit[0])
+    axes.axhline(limit[1] / unit, label=limit[0], **_LIMIT_LINE)
     return _with_legend(figure, axes, f"Who holds the peak{_of(planned)}", reverse=True)
-
-
-def schedule(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
-    """What runs and is kept when: stage × op for small graphs, else stays in memory."""
-    curve = Curve(problem, planned.solution.schedule)
-    if len(problem.graph.ops) <= SMALL_GRAPH:
-        return _stages(planned, curve)
-    return _stays(planned, curve)
 
 
 def _stages(planned: Planned, curve: Curve) -> Any:
@@ -178,9 +165,7 @@ def _stays(planned: Planned, curve: Curve) -> Any:
     rows = {value: at for at, value in enumerate(dict.fromkeys(s.value_id for s in stays))}
     figure, axes = _figure(8, 5)
     scale, seconds = _time_unit(curve.starts_s[-1])
-    for phase, begin, end in curve.bands:
-        left, right = curve.starts_s[begin] * scale, curve.starts_s[end] * scale
-        axes.axvspan(left, right, color=colors.PHASES[phase], alpha=0.12, lw=0, label=phase)
+    _draw_bands(axes, curve, scale)
     for again, color, label in (
         (False, colors.PLAN, "kept since its first run"),
         (True, colors.RECOMPUTED, "computed again"),
@@ -229,8 +214,7 @@ def batch_sizes(points: Sequence[tuple[int, int, float, float]], limit_bytes: in
             overhead above 0 is recomputation.
         limit_bytes: the memory limit.
     """
-    figure = _picture()(figsize=(8, 4.6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
+    figure, (above, below) = _figure(8, 4.6, rows=2)
     name, unit = byte_unit(max([limit_bytes, *(peak for _, peak, _, _ in points)]))
     for recomputes, color, label in (
         (False, colors.PLAIN, "without recomputation"),
@@ -240,8 +224,7 @@ def batch_sizes(points: Sequence[tuple[int, int, float, float]], limit_bytes: in
         sizes = [p[0] for p in chosen]
         above.plot(sizes, [p[2] for p in chosen], "o-", color=color, label=label)
         below.plot(sizes, [p[1] / unit for p in chosen], "o-", color=color)
-    below.axhline(limit_bytes / unit, color=colors.LIMIT, ls="--", lw=1.4)
-    above.plot([], [], color=colors.LIMIT, ls="--", label=f"limit {format_bytes(limit_bytes)}")
+    _draw_limit(above, below, limit_bytes, unit)
     above.set(ylabel="samples/s (predicted)")
     above.set_ylim(0, None)
     below.set(xlabel="batch size", ylabel=f"peak ({name})")
@@ -249,12 +232,11 @@ def batch_sizes(points: Sequence[tuple[int, int, float, float]], limit_bytes: in
     return _with_legend(figure, above, "Batch sizes that were tried")
 
 
-def speed(told: Reported) -> Any:
+def _speed(told: Reported) -> Any:
     """Speed and peak of every epoch, against the plain step and the limit."""
     if not told.epochs:
         raise ValueError("no epoch has ended yet, so there is nothing to draw")
-    figure = _picture()(figsize=(8, 4.6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
+    figure, (above, below) = _figure(8, 4.6, rows=2)
     epochs = [epoch.epoch for epoch in told.epochs]
     above.bar(epochs, [e.samples_per_s for e in told.epochs], 0.6, color=colors.PLAN, label="epoch")
     if told.baseline_samples_per_s is not None:
@@ -262,12 +244,10 @@ def speed(told: Reported) -> Any:
             told.baseline_samples_per_s, color=colors.PLAIN, lw=1.6,
             label=f"plain step ({told.baseline_source})",
         )  # fmt: skip
-    limit = told.limit_bytes
     name, unit = byte_unit(max(e.peak_bytes for e in told.epochs))
     below.bar(epochs, [e.peak_bytes / unit for e in told.epochs], 0.6, color=colors.PLAN)
-    if limit is not None:
-        below.axhline(limit / unit, color=colors.LIMIT, ls="--", lw=1.4)
-        above.plot([], [], color=colors.LIMIT, ls="--", label=f"limit {format_bytes(limit)}")
+    if told.limit_bytes is not None:
+        _draw_limit(above, below, told.limit_bytes, unit)
     above.set(ylabel="samples/s")
     below.set(xlabel="epoch", ylabel=f"measured peak ({name})")
     below.set_xticks(epochs if len(epochs) <= 20 else epochs[:: len(epochs) // 10])
@@ -293,9 +273,22 @@ def _picture() -> type[Any]:
     return type("Picture", (_matplotlib("figure").Figure,), {"_repr_png_": png})
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
     figure = _picture()(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
+    return figure, figure.subplots(rows, 1, sharex=True)
+
+
+def _draw_bands(axes: Any, curve: Curve, scale: float) -> None:
+    """Draws the phases as coloured ground."""
+    for phase, begin, end in curve.bands:
+        left, right = curve.starts_s[begin] * scale, curve.starts_s[end] * scale
+        axes.axvspan(left, right, color=colors.PHASES[phase], alpha=0.12, lw=0, label=phase)
+
+
+def _draw_limit(above: Any, below: Any, limit_bytes: int, unit: int) -> None:
+    """Draws the limit in the picture of peaks, and names it in the one that has the legend."""
+    below.axhline(limit_bytes / unit, **_LIMIT_LINE)
+    above.plot([], [], label=f"limit {format_bytes(limit_bytes)}", **_LIMIT_LINE)
 
 
 def _with_legend(figure: Any, axes: Any, title: str, *, reverse: bool = False) -> Any:

@@ -4,6 +4,7 @@ file, and in a notebook, with Keras's own bar between."""
 import copy
 import io
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,11 +78,19 @@ def report(peak=26 * MIB, limit=28 * MIB, events=()):
     )
 
 
-class PlanLike:
-    name, measured, problem = "", None, None
+def plan_like(plain_bytes, plan_bytes, overhead=0.0, order=(0, 1)):
+    return SimpleNamespace(
+        name="",
+        measured=None,
+        problem=None,
+        store_all=Usage(1.0, plain_bytes),
+        predicted=Usage(1.0 + overhead, plan_bytes),
+        overhead=overhead,
+        solution=Solution(Schedule(order), "greedy", "feasible", 0.0),
+    )
 
 
-PLAN = PlanLike()
+PLAN = plan_like(37 * MIB, 26 * MIB, 0.03, (*range(1282), *range(8)))
 
 
 def a_fit(stream, columns, monkeypatch, verbose=1, told=None):
@@ -96,15 +105,10 @@ def a_fit(stream, columns, monkeypatch, verbose=1, told=None):
             console.tick()
     bar = keras_bar(stream, "3/10 ━━━ 1s 145ms/step - loss: 0.7")
     console.bar_is_open = True
-    console.note("profiling", "3 steps")
     with console.task("solving for the schedule"):
         clock.now_s += 12
         console.tick()
-    console.note("solving", "best +3.3 %, bound +2.1 %")
-    console.swap_line(
-        plain_bytes=37 * MIB, plan_bytes=26 * MIB, limit_bytes=28 * MIB,
-        overhead=0.03, recomputed=8, ops=1282,
-    )  # fmt: skip
+    console.swap_line(PLAN, 28 * MIB)
     console.event(4, "swap", "Swapped in.")
     keras_bar(stream, "10/10 ━━━ 2s 150ms/step - loss: 0.5\n", bar)
     console.bar_is_open = False
@@ -112,12 +116,11 @@ def a_fit(stream, columns, monkeypatch, verbose=1, told=None):
 
 
 STAYS = """\
-keras_remat  tracing 4.1 s · profiling 3 steps · solving 12 s, best +3.3 %,
-             bound +2.1 %
+keras_remat  tracing 4.1 s · solving 12 s
 keras_remat  37.0 -> 26.0 MiB (limit 28.0) · predicted +3 % time · 8 of 1282
              ops run twice""".splitlines()
 WIDE = """\
-keras_remat  tracing 4.1 s · profiling 3 steps · solving 12 s, best +3.3 %, bound +2.1 %
+keras_remat  tracing 4.1 s · solving 12 s
 keras_remat  37.0 -> 26.0 MiB (limit 28.0) · predicted +3 % time · 8 of 1282 ops run twice
 """.splitlines()
 VERDICT = """\
@@ -168,10 +171,12 @@ def test_a_narrow_terminal_cuts(monkeypatch):
 def test_a_terminal_narrower_than_the_name_gets_whole_words(monkeypatch):
     monkeypatch.setenv("COLUMNS", "1")
     stream = Stream(terminal=True)
-    console = Console(stream, clock=Clock(), ticking=False)
-    console.note("profiling", "3 steps")
+    clock = Clock()
+    console = Console(stream, clock=clock, ticking=False)
+    with console.task("profiling"):
+        clock.now_s = 30
     console.tasks_line()
-    assert stream.screen == ["keras_remat  profiling 3", "             steps", ""]
+    assert stream.screen == ["keras_remat  profiling 30", "             s", ""]
 
 
 def test_a_file_gets_whole_lines_of_what_takes_long(monkeypatch):
@@ -270,9 +275,7 @@ def test_a_task_ticks_by_itself_and_ends_with_an_error():
 
 def test_a_console_that_cannot_write_our_characters_gets_others():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    Console(stream).swap_line(
-        plain_bytes=4, plan_bytes=2, limit_bytes=3, overhead=0.0, recomputed=0, ops=5
-    )
+    Console(stream).swap_line(plan_like(4, 2), 3)
     stream.seek(0)
     assert "4.0 -> 2.0 B (limit 3.0) ? predicted +0 % time ? no op" in stream.read()
 
