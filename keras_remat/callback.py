@@ -27,7 +27,8 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError, without_inner_frames
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.console import Console
-from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
+from keras_remat.reporting.fit_report import AutotuneReport
+from keras_remat.reporting.records import EpochUsage, Event
 from keras_remat.training.arguments import check_path, checked_options
 from keras_remat.training.callers import running_fit
 from keras_remat.training.fit_session import FitSession, warn_unmodified

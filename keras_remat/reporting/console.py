@@ -31,7 +31,7 @@ from tqdm import tqdm
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
 from keras_remat.reporting.fit_report import AutotuneReport
-from keras_remat.reporting.protocols import Planned
+from keras_remat.reporting.records import Planned
 from keras_remat.reporting.text import percent_over
 from keras_remat.units import byte_unit, format_seconds
 

@@ -18,7 +18,7 @@ from keras_remat.core.schedule import Usage
 from keras_remat.core.serialize import Fields, read_json, write_json
 from keras_remat.errors import InvalidProblemError
 from keras_remat.reporting import html, plots
-from keras_remat.reporting.protocols import Planned
+from keras_remat.reporting.records import EpochUsage, Event, Planned
 from keras_remat.units import GIB, byte_unit, format_bytes, format_seconds
 
 FORMAT, VERSION = "keras_remat.report", 1
@@ -30,46 +30,6 @@ _NO_PLAN_S = 0.05
 _REASONS = ("over-limit", "kept", "tighten", "measured")
 #: Keys every epoch's logs get; numeric and the same from epoch 0 on.
 LOG_KEYS = ("remat_speedup", "remat_batch_size", "remat_peak_gib", "remat_samples_per_s")
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened: ``step`` counts train steps of this ``fit`` from 0."""
-
-    step: int
-    kind: str
-    message: str
-
-
-@dataclass(frozen=True)
-class EpochUsage:
-    """One epoch, measured over its train steps; time spent planning and compiling is apart.
-
-    Args:
-        epoch: as Keras counts it.
-        samples, steps: how many were trained.
-        step_time_s: seconds of training: inside steps, and between them for putting batches
-            together.
-        planning_time_s: seconds spent tracing, solving and compiling during the epoch.
-        peak_bytes: the allocator's highest peak over the measured steps.
-        batch_size: samples per executed step at the epoch's end.
-        plain_samples_per_s: of the plain step, as far as it was known at the epoch's end; a
-            predicted one follows the steps of its epoch.
-    """
-
-    epoch: int
-    samples: int
-    steps: int
-    step_time_s: float
-    planning_time_s: float
-    peak_bytes: int
-    batch_size: int
-    plain_samples_per_s: float | None = None
-
-    @property
-    def samples_per_s(self) -> float:
-        """Samples per second of training; 0 where no time passed."""
-        return self.samples / self.step_time_s if self.step_time_s > 0 else 0.0
 
 
 @dataclass

@@ -15,7 +15,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.reporting import colors, svg
 from keras_remat.reporting.curves import Curve, groups, top_holders
-from keras_remat.reporting.protocols import Planned, Reported
+from keras_remat.reporting.records import Planned, Reported
 from keras_remat.reporting.svg import escape
 from keras_remat.reporting.tables import MAX_NAME, shown_groups, summary_cells
 from keras_remat.reporting.text import (

@@ -18,7 +18,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.errors import MissingPackageError
 from keras_remat.reporting import colors
 from keras_remat.reporting.curves import Curve, intervals, top_holders
-from keras_remat.reporting.protocols import Planned, Reported
+from keras_remat.reporting.records import Planned, Reported
 from keras_remat.reporting.tables import readable
 from keras_remat.units import byte_unit, format_bytes
 

@@ -13,7 +13,7 @@ from keras_remat.core.graph import PHASES, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import live_bytes, simulate
-from keras_remat.reporting.protocols import Planned
+from keras_remat.reporting.records import Planned
 from keras_remat.reporting.tables import counted, readable, table
 from keras_remat.units import format_bytes, format_seconds
 

@@ -20,7 +20,8 @@ from keras_remat.backends.base import Backend, Caller
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
-from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
+from keras_remat.reporting.fit_report import AutotuneReport
+from keras_remat.reporting.records import EpochUsage, Event
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.batch_trainer import BatchTrainer

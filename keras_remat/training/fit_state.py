@@ -14,7 +14,8 @@ from keras_remat.backends.base import Installed
 from keras_remat.backends.memory import DeviceMemory
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Usage
-from keras_remat.reporting.fit_report import AutotuneReport, Event
+from keras_remat.reporting.fit_report import AutotuneReport
+from keras_remat.reporting.records import Event
 
 logger = logging.getLogger(__name__)
 

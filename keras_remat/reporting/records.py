@@ -1,12 +1,13 @@
-"""What is shown of a plan and of a ``fit``, as protocols.
+"""What is shown of a plan and of a ``fit``.
 
 Plans and reports are made in layers above this folder, or import what draws them; texts, pages and
-pictures ask no more of them than this.
+pictures ask no more of them than the protocols here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from keras_remat.core.problem import Problem
@@ -39,30 +40,44 @@ class Planned(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
-class ShownEpoch(Protocol):
-    """What is shown of an epoch; see :class:`keras_remat.reporting.fit_report.EpochUsage`."""
+@dataclass(frozen=True)
+class Event:
+    """Something that happened: ``step`` counts train steps of this ``fit`` from 0."""
 
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def samples_per_s(self) -> float: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def planning_time_s(self) -> float: ...
+    step: int
+    kind: str
+    message: str
 
 
-class ShownEvent(Protocol):
-    """What is shown of an event; see :class:`keras_remat.reporting.fit_report.Event`."""
+@dataclass(frozen=True)
+class EpochUsage:
+    """One epoch, measured over its train steps; time spent planning and compiling is apart.
+
+    Args:
+        epoch: as Keras counts it.
+        samples, steps: how many were trained.
+        step_time_s: seconds of training: inside steps, and between them for putting batches
+            together.
+        planning_time_s: seconds spent tracing, solving and compiling during the epoch.
+        peak_bytes: the allocator's highest peak over the measured steps.
+        batch_size: samples per executed step at the epoch's end.
+        plain_samples_per_s: of the plain step, as far as it was known at the epoch's end; a
+            predicted one follows the steps of its epoch.
+    """
+
+    epoch: int
+    samples: int
+    steps: int
+    step_time_s: float
+    planning_time_s: float
+    peak_bytes: int
+    batch_size: int
+    plain_samples_per_s: float | None = None
 
     @property
-    def step(self) -> int: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def message(self) -> str: ...
+    def samples_per_s(self) -> float:
+        """Samples per second of training; 0 where no time passed."""
+        return self.samples / self.step_time_s if self.step_time_s > 0 else 0.0
 
 
 class Reported(Protocol):
@@ -84,8 +99,8 @@ class Reported(Protocol):
     @property
     def plan(self) -> Planned | None: ...
     @property
-    def epochs(self) -> Sequence[ShownEpoch]: ...
+    def epochs(self) -> Sequence[EpochUsage]: ...
     @property
-    def events(self) -> Sequence[ShownEvent]: ...
+    def events(self) -> Sequence[Event]: ...
     @property
     def speedups(self) -> Sequence[float]: ...
