@@ -383,7 +383,7 @@ def _run_show(options: argparse.Namespace) -> int:
     shown = shown_file(options.file, options.problem)
     if options.html is not None:  # first, since who reads what is printed may not read all of it
         Path(options.html).write_text(shown.page(), encoding="utf-8")
-    _print(shown.text(options.by), shown.numbers(), options.json)
+    _print(shown.text(options.by), shown.numbers, options.json)
     return DONE
 
 
@@ -405,6 +405,6 @@ def _run_compare(options: argparse.Namespace) -> int:
     from keras_remat.planning.files import comparison, shown_file
 
     names = (options.first, options.second)
-    first, second = (shown_file(name, None).numbers() for name in names)
+    first, second = (shown_file(name, None).numbers for name in names)
     _print(comparison(names, (first, second)), {"a": first, "b": second}, options.json)
     return DONE

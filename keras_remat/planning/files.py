@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,124 +31,84 @@ _SOLUTION = {"order", "peak_bytes", "time_s", "status", "solver"}
 
 
 @dataclass(frozen=True)
-class ShownPlan:
-    """A plan file."""
+class Shown:
+    """What is shown of a file.
 
-    plan: Plan
+    Args:
+        text: returns what is printed, with tables by layer, block or op.
+        page: returns the page.
+        numbers: what is compared.
+    """
 
-    def text(self, by: By) -> str:
-        """What is printed."""
-        table = "" if self.plan.problem is None else f"\n\n{self.plan.summary(by)}"
-        return text.plan_text(self.plan) + table
-
-    def page(self) -> str:
-        """The page."""
-        return html.plan_page(self.plan)
-
-    def numbers(self) -> dict[str, Any]:
-        """What is compared."""
-        usage = self.plan.measured or self.plan.predicted
-        return {
-            "name": self.plan.name, "budget_bytes": self.plan.budget_bytes,
-            "peak_bytes": usage.peak_bytes, "time_s": usage.time_s,
-            "plain_peak_bytes": self.plan.store_all.peak_bytes,
-            "plain_time_s": self.plan.store_all.time_s,
-            "recomputed_ops": len(self.plan.solution.schedule.recomputed),
-            "solver": self.plan.solution.solver, "status": self.plan.solution.status,
-        }  # fmt: skip
+    text: Callable[[By], str]
+    page: Callable[[], str]
+    numbers: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class ShownProblem:
-    """A problem file."""
+def _shown_plan(plan: Plan) -> Shown:
+    usage, schedule = plan.measured or plan.predicted, plan.solution.schedule
+    numbers = {
+        "name": plan.name, "budget_bytes": plan.budget_bytes,
+        "peak_bytes": usage.peak_bytes, "time_s": usage.time_s,
+        "plain_peak_bytes": plan.store_all.peak_bytes, "plain_time_s": plan.store_all.time_s,
+        "recomputed_ops": len(schedule.recomputed),
+        "solver": plan.solution.solver, "status": plan.solution.status,
+    }  # fmt: skip
 
-    problem: Problem
+    def told(by: By) -> str:
+        return text.plan_text(plan) + ("" if plan.problem is None else f"\n\n{plan.summary(by)}")
 
-    def text(self, by: By) -> str:
-        """What is printed."""
-        return text.problem_text(self.problem)
-
-    def page(self) -> str:
-        """The page."""
-        return html.problem_page(self.problem)
-
-    def numbers(self) -> dict[str, Any]:
-        """What is compared."""
-        usage = simulate(self.problem, Schedule.store_all(self.problem.graph))
-        return {
-            "name": self.problem.name, "budget_bytes": self.problem.budget_bytes,
-            "peak_bytes": usage.peak_bytes, "time_s": usage.time_s,
-            "floor_bytes": self.problem.floor_bytes, "ops": len(self.problem.graph.ops),
-        }  # fmt: skip
+    return Shown(told, lambda: html.plan_page(plan), numbers)
 
 
-@dataclass(frozen=True)
-class ShownReport:
-    """A report file."""
-
-    report: AutotuneReport
-
-    def text(self, by: By) -> str:
-        """What is printed."""
-        plan = self.report.plan
-        table = "" if not isinstance(plan, Plan) or plan.problem is None else plan.summary(by)
-        return f"{self.report}\n\n{table}".rstrip()
-
-    def page(self) -> str:
-        """The page."""
-        return html.report_page(self.report)
-
-    def numbers(self) -> dict[str, Any]:
-        """What is compared."""
-        report = self.report
-        last = report.epochs[-1] if report.epochs else None
-        return {
-            "limit_bytes": report.limit_bytes, "peak_bytes": report.peak_bytes,
-            "plain_peak_bytes": None if report.baseline is None else report.baseline.peak_bytes,
-            "batch_size": report.batch_size,
-            "samples_per_s": None if last is None else last.samples_per_s,
-            "plain_samples_per_s": report.baseline_samples_per_s,
-            "set_up_s": report.planning_time_s,
-        }  # fmt: skip
+def _shown_problem(problem: Problem) -> Shown:
+    usage = simulate(problem, Schedule.store_all(problem.graph))
+    numbers = {
+        "name": problem.name, "budget_bytes": problem.budget_bytes,
+        "peak_bytes": usage.peak_bytes, "time_s": usage.time_s,
+        "floor_bytes": problem.floor_bytes, "ops": len(problem.graph.ops),
+    }  # fmt: skip
+    return Shown(lambda by: text.problem_text(problem), lambda: html.problem_page(problem), numbers)
 
 
-@dataclass(frozen=True)
-class ShownSolution:
-    """A solution file, without the problem it solves."""
+def _shown_report(report: AutotuneReport) -> Shown:
+    plan, last = report.plan, report.epochs[-1] if report.epochs else None
+    numbers = {
+        "limit_bytes": report.limit_bytes, "peak_bytes": report.peak_bytes,
+        "plain_peak_bytes": None if report.baseline is None else report.baseline.peak_bytes,
+        "batch_size": report.batch_size,
+        "samples_per_s": None if last is None else last.samples_per_s,
+        "plain_samples_per_s": report.baseline_samples_per_s,
+        "set_up_s": report.planning_time_s,
+    }  # fmt: skip
 
-    solution: Solution
+    def told(by: By) -> str:
+        if not isinstance(plan, Plan) or plan.problem is None:
+            return f"{report}".rstrip()
+        return f"{report}\n\n{plan.summary(by)}"
 
-    def text(self, by: By) -> str:
-        """What is printed."""
-        usage = self.solution.usage
-        peak = "" if usage is None else f"{format_bytes(usage.peak_bytes)}, "
-        time = "" if usage is None else format_seconds(usage.time_s)
-        order = self.solution.schedule
-        return "\n".join(
-            [
-                f"peak and time  {peak}{time}",
-                f"schedule       {len(order)} runs, {len(order.recomputed)} ops run again",
-                f"solver         {text.status_text(self.solution)}",
-                "give --problem PROBLEM.json for tables and pictures",
-            ]
-        )
+    return Shown(told, lambda: html.report_page(report), numbers)
 
-    def page(self) -> str:
-        """Raises: a page shows the graph, which is in the problem file."""
+
+def _shown_solution(solution: Solution, usage: Usage) -> Shown:
+    """A solution without the problem it solves."""
+    order = solution.schedule
+    numbers = {
+        "peak_bytes": usage.peak_bytes, "time_s": usage.time_s,
+        "recomputed_ops": len(order.recomputed),
+        "solver": solution.solver, "status": solution.status,
+    }  # fmt: skip
+    lines = (
+        f"peak and time  {format_bytes(usage.peak_bytes)}, {format_seconds(usage.time_s)}",
+        f"schedule       {len(order)} runs, {len(order.recomputed)} ops run again",
+        f"solver         {text.status_text(solution)}",
+        "give --problem PROBLEM.json for tables and pictures",
+    )
+
+    def page() -> str:
         raise ValueError("a solution file holds no graph: give --problem PROBLEM.json, too")
 
-    def numbers(self) -> dict[str, Any]:
-        """What is compared."""
-        usage = self.solution.usage
-        return {
-            "peak_bytes": None if usage is None else usage.peak_bytes,
-            "time_s": None if usage is None else usage.time_s,
-            "recomputed_ops": len(self.solution.schedule.recomputed),
-            "solver": self.solution.solver, "status": self.solution.status,
-        }  # fmt: skip
-
-
-Shown = ShownPlan | ShownProblem | ShownReport | ShownSolution
+    return Shown(lambda by: "\n".join(lines), page, numbers)
 
 
 def shown_file(path: str | os.PathLike[str], problem_path: str | None) -> Shown:
@@ -162,25 +123,25 @@ def shown_file(path: str | os.PathLike[str], problem_path: str | None) -> Shown:
         InvalidScheduleError: the solution is none of this problem.
         OSError: it cannot be read.
     """
-    if (solution := _solution(path)) is not None:
+    if (solved := _solution(path)) is not None:
         if problem_path is None:
-            return ShownSolution(solution)
-        return ShownPlan(_plan_of(serialize.load_problem(problem_path), solution))
+            return _shown_solution(*solved)
+        return _shown_plan(_plan_of(serialize.load_problem(problem_path), solved[0]))
     formats = (plans.FORMAT, serialize.FORMAT, fit_report.FORMAT)
     found = serialize.read_json(path, formats, 1)["format"]
     if found == plans.FORMAT:
-        return ShownPlan(plans.load_plan(path))
+        return _shown_plan(plans.load_plan(path))
     if found == serialize.FORMAT:
-        return ShownProblem(serialize.load_problem(path))
-    return ShownReport(fit_report.load_report(path, _read_plan))
+        return _shown_problem(serialize.load_problem(path))
+    return _shown_report(fit_report.load_report(path, _read_plan))
 
 
 def _read_plan(document: object, source: str) -> Plan:
     return plans.plan_from_dict(document, source=source)
 
 
-def _solution(path: str | os.PathLike[str]) -> Solution | None:
-    """The solution in a file that looks like one."""
+def _solution(path: str | os.PathLike[str]) -> tuple[Solution, Usage] | None:
+    """The solution in a file that looks like one, and its time and peak."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -188,20 +149,12 @@ def _solution(path: str | os.PathLike[str]) -> Solution | None:
     if not isinstance(document, dict) or "format" in document or not set(document) >= _SOLUTION:
         return None
     fields = serialize.Fields(document, os.fspath(path))
-    bound = fields.get("lower_bound_s", (int, float, type(None)), None)
     try:
-        return Solution(
-            Schedule(fields.ids("order")),
-            fields.get("solver", str),
-            fields.get("status", str),
-            0.0,
-            None if bound is None else float(bound),
-            Usage(float(fields.get("time_s", (int, float))), fields.get("peak_bytes", int)),
-            fields.get("keeps_order", bool, False),
-        )
+        usage = plans.usage_of(fields)
+        return plans.solution_of(fields, 0.0, usage), usage
+    except InvalidProblemError:
+        raise
     except (ValueError, OverflowError) as error:
-        if isinstance(error, InvalidProblemError):
-            raise
         raise InvalidProblemError(f"malformed solution: {error}", source=str(path)) from error
 
 

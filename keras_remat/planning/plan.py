@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,7 +98,29 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as the JSON object of a plan file."""
-        return plan_to_dict(self)
+        solution, usage = self.solution, self.solution.usage
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": self.name,
+            "fingerprint": self.fingerprint,
+            "budget_bytes": self.budget_bytes,
+            "profile_source": self.profile_source,
+            "device": self.device,
+            "store_all": asdict(self.store_all),
+            "predicted": asdict(self.predicted),
+            "measured": None if self.measured is None else asdict(self.measured),
+            "solution": {
+                "solver": solution.solver,
+                "status": solution.status,
+                "solve_time_s": solution.solve_time_s,
+                "lower_bound_s": solution.lower_bound_s,
+                "usage": None if usage is None else asdict(usage),
+                "order": list(solution.schedule.order),
+                **({"keeps_order": True} if solution.keeps_order else {}),
+            },
+            "problem": None if self.problem is None else problem_to_dict(self.problem),
+        }
 
     def check(self, problem: Problem) -> None:
         """Raises unless the plan applies to ``problem``'s graph.
@@ -208,37 +230,6 @@ def overheads(problem: Problem) -> list[tuple[int, float]]:
     return points
 
 
-def _usage_to_dict(usage: Usage | None) -> dict[str, Any] | None:
-    return None if usage is None else {"time_s": usage.time_s, "peak_bytes": usage.peak_bytes}
-
-
-def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as the JSON object of a plan file."""
-    solution = plan.solution
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "name": plan.name,
-        "fingerprint": plan.fingerprint,
-        "budget_bytes": plan.budget_bytes,
-        "profile_source": plan.profile_source,
-        "device": plan.device,
-        "store_all": _usage_to_dict(plan.store_all),
-        "predicted": _usage_to_dict(plan.predicted),
-        "measured": _usage_to_dict(plan.measured),
-        "solution": {
-            "solver": solution.solver,
-            "status": solution.status,
-            "solve_time_s": solution.solve_time_s,
-            "lower_bound_s": solution.lower_bound_s,
-            "usage": _usage_to_dict(solution.usage),
-            "order": list(solution.schedule.order),
-            **({"keeps_order": True} if solution.keeps_order else {}),
-        },
-        "problem": None if plan.problem is None else problem_to_dict(plan.problem),
-    }
-
-
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Reads a plan file.
 
@@ -253,7 +244,7 @@ def plan_from_dict(document: object, *, source: str | None = None) -> Plan:
     """The plan that a JSON object describes.
 
     Args:
-        document: as :func:`plan_to_dict` returns it.
+        document: as :meth:`Plan.to_dict` returns it.
         source: the file it came from, for error messages.
 
     Raises:
@@ -263,7 +254,6 @@ def plan_from_dict(document: object, *, source: str | None = None) -> Plan:
     top = Fields(document, source)
     problem = top.get("problem", (dict, type(None)), None)
     raw = Fields(top.get("solution", dict), source, "solution")
-    bound = raw.get("lower_bound_s", (int, float, type(None)), None)
     budget = top.get("budget_bytes", int)
     if budget <= 0:
         raise InvalidProblemError(
@@ -273,14 +263,8 @@ def plan_from_dict(document: object, *, source: str | None = None) -> Plan:
         plan = Plan(
             top.get("fingerprint", str),
             budget,
-            Solution(
-                Schedule(raw.ids("order")),
-                raw.get("solver", str),
-                raw.get("status", str),
-                float(raw.get("solve_time_s", (int, float))),
-                None if bound is None else float(bound),
-                _optional_usage(raw, "usage"),
-                raw.get("keeps_order", bool, False),
+            solution_of(
+                raw, float(raw.get("solve_time_s", (int, float))), _optional_usage(raw, "usage")
             ),
             _usage(top, "store_all"),
             _usage(top, "predicted"),
@@ -316,9 +300,27 @@ def _input_difference(planned: Graph, step: Graph) -> str:
     )
 
 
+def solution_of(raw: Fields, solve_time_s: float, usage: Usage | None) -> Solution:
+    """Returns the solution that a file's object describes."""
+    bound = raw.get("lower_bound_s", (int, float, type(None)), None)
+    return Solution(
+        Schedule(raw.ids("order")),
+        raw.get("solver", str),
+        raw.get("status", str),
+        solve_time_s,
+        None if bound is None else float(bound),
+        usage,
+        raw.get("keeps_order", bool, False),
+    )
+
+
+def usage_of(raw: Fields) -> Usage:
+    """Returns the time and the peak in a file's object."""
+    return Usage(float(raw.get("time_s", (int, float))), raw.get("peak_bytes", int))
+
+
 def _usage(fields: Fields, key: str) -> Usage:
-    usage = Fields(fields.get(key, dict), fields.source, fields.path(key))
-    return Usage(float(usage.get("time_s", (int, float))), usage.get("peak_bytes", int))
+    return usage_of(Fields(fields.get(key, dict), fields.source, fields.path(key)))
 
 
 def _optional_usage(fields: Fields, key: str) -> Usage | None:

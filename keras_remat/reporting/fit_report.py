@@ -119,14 +119,13 @@ class AutotuneReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as the JSON object of a report file, with the plan as of a plan file."""
-        numbers = {
-            name: getattr(self, name)
-            for name in ("limit_bytes", "max_batch_size", "batch_size", "baseline_batch_size")
-        }
         return {
             "format": FORMAT,
             "version": VERSION,
-            **numbers,
+            "limit_bytes": self.limit_bytes,
+            "max_batch_size": self.max_batch_size,
+            "batch_size": self.batch_size,
+            "baseline_batch_size": self.baseline_batch_size,
             "baseline": None if self.baseline is None else vars(self.baseline),
             "baseline_source": self.baseline_source,
             "epochs": [vars(epoch) for epoch in self.epochs],
@@ -171,7 +170,8 @@ class AutotuneReport:
             name = f"{named}, {last.batch_size}" if many else named
             usage = Usage(step_s, self.peak_bytes)
             lines.append(self._row(name, usage, last.samples_per_s, said))
-        if self.limit_kept is not None and self._has("predicted"):
+        is_predicted = any(event.kind == "predicted" for event in self.events)
+        if self.limit_kept is not None and is_predicted:
             lines.append("  predicted, not measured: the device's allocator keeps no statistics")
         if self.limit_kept is False:
             lines += self._why_not_kept()
@@ -184,7 +184,7 @@ class AutotuneReport:
         limit = self.limit_bytes
         share = f"{100 * usage.peak_bytes / limit:.0f} %" if limit else "-"
         return (
-            f"  {name:<10} {one_decimal(usage.peak_bytes):>11}  {share:>9}  "
+            f"  {name:<10} {_one_decimal(usage.peak_bytes):>11}  {share:>9}  "
             f"{format_seconds(usage.time_s):>9}  {samples_per_s:>8.{_digits(samples_per_s)}f}"
             f"      {said}"
         ).rstrip()
@@ -207,9 +207,6 @@ class AutotuneReport:
         return textwrap.wrap(
             text, WIDTH, initial_indent="  ", subsequent_indent="  ", max_lines=4, placeholder=" …"
         )
-
-    def _has(self, kind: str) -> bool:
-        return any(event.kind == kind for event in self.events)
 
     def __str__(self) -> str:
         lines = [self.verdict().rpartition("\n")[0], ""]
@@ -269,9 +266,9 @@ def load_report(
             ],
             plan=None if plan is None else read_plan(plan, source),
         )
+    except InvalidProblemError:
+        raise
     except (TypeError, ValueError) as error:
-        if isinstance(error, InvalidProblemError):
-            raise
         raise InvalidProblemError(f"malformed report: {error}", source=source) from error
 
 
@@ -287,7 +284,7 @@ def _read(record: type[Any], document: object, source: str, prefix: str) -> Any:
     return record(**{f.name: raw.get(f.name, _KINDS[str(f.type)]) for f in fields(record)})
 
 
-def one_decimal(nbytes: int) -> str:
+def _one_decimal(nbytes: int) -> str:
     """Returns ``nbytes`` with one decimal, as in columns."""
     unit, size = byte_unit(nbytes)
     return f"{nbytes / size:.1f} {unit}" if size > 1 else f"{nbytes} B"

@@ -28,7 +28,7 @@ from keras_remat.planning.make_plan import (
     plan_problem,
     usable_bytes,
 )
-from keras_remat.planning.plan import Plan, cache_path, cached_plan, load_plan, plan_to_dict
+from keras_remat.planning.plan import Plan, cache_path, cached_plan, load_plan
 
 SIZE = 64
 PROBLEM = chain_problem(SIZE)
@@ -74,13 +74,13 @@ def test_saved_plan_comes_back_as_it_was(name, tmp_path):
     loaded = load_plan(tmp_path / "plan.json")
     assert loaded == plan
     assert loaded.problem == plan.problem
-    assert plan_to_dict(loaded) == plan_to_dict(plan)
+    assert loaded.to_dict() == plan.to_dict()
 
 
 def edited(**changes):
     """The JSON object of a plan with fields replaced; ``solution__order`` means
     ``["solution"]["order"]``, ``...`` takes away."""
-    document = json.loads(json.dumps(plan_to_dict(PLANS["as planned"])))
+    document = json.loads(json.dumps(PLANS["as planned"].to_dict()))
     for path, value in changes.items():
         *outer, key = path.split("__")
         target = document
