@@ -10,7 +10,7 @@ from one process to another may decide: plans and predictions are the first proc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 Result = TypeVar("Result")
@@ -26,11 +26,11 @@ class Processes:
     count: int = 1
     """How many there are."""
 
-    def begin(self, setting: str) -> None:
+    def begin(self, setting: Mapping[str, str]) -> None:
         """Begins a ``fit``, once all have come to it.
 
         Args:
-            setting: what has to be the same in all of them.
+            setting: name → what has to be the same in all of them.
 
         Raises:
             UnsupportedModelError: it is not the same.

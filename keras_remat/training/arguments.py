@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from keras_remat.backends.base import COMPILATIONS
@@ -29,9 +29,11 @@ class FitOptions:
     chooses_pieces: bool
 
     @property
-    def shared(self) -> str:
+    def shared(self) -> dict[str, str]:
         """What has to be the same in all processes that train a model: all but the limit."""
-        return str(replace(self, steps=replace(self.steps, memory_limit=None)))
+        options = vars(self.steps) | vars(self)
+        own = ("steps", "memory_limit")
+        return {name: repr(value) for name, value in options.items() if name not in own}
 
 
 def checked_options(

@@ -77,3 +77,10 @@ def test_arguments_come_back_in_one_record():
 def test_wrong_arguments(arguments, error, says):
     with pytest.raises(error, match=says):
         checked_options(**GIVEN | arguments)
+
+
+def test_what_processes_share_is_told_by_name_and_has_no_limit():
+    shared, other = (checked_options(**GIVEN | {"seed": seed}).shared for seed in (0, 1))
+    assert [name for name in shared if shared[name] != other[name]] == ["seed"]
+    assert "memory_limit" not in shared
+    assert {"solver", "margin", "batch_size", "compilation"} <= set(shared)

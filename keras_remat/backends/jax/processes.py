@@ -14,7 +14,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, TypeVar
 
@@ -63,17 +63,19 @@ class JaxProcesses(Processes):
         self._ended = threading.Event()
         self._decides = False  # whether what this one makes holds for all anyway
 
-    def begin(self, setting: str) -> None:
+    def begin(self, setting: Mapping[str, str]) -> None:
         self._fit, self._messages = f"keras_remat/{next(_FITS)}", 0
         self._sent = []
         self._ended.clear()
-        settings = self._all(setting, _MEETING_S)
-        if len(set(settings)) > 1:
-            at = next(at for at, other in enumerate(settings) if other != settings[0])
-            raise UnsupportedModelError(
-                f"Process {at} of {self.count} trains with other options than process 0: "
-                f"{settings[at]} and {settings[0]}. Give all the same."
-            )
+        first, *others = self._all(setting, _MEETING_S)
+        for at, other in enumerate(others, 1):
+            differ = [f"{name}={other[name]} and not {first[name]}"
+                      for name in first if other[name] != first[name]]  # fmt: skip
+            if differ:
+                raise UnsupportedModelError(
+                    f"Process {at} of {self.count} trains with other options than process 0: "
+                    f"{', '.join(differ)}. Give all the same."
+                )
         threading.Thread(target=self._watch, daemon=True).start()
 
     def end(self) -> None:

@@ -69,7 +69,7 @@ class World:
 
         def outcome(one, rank):
             try:
-                one.begin("the same")
+                one.begin({"seed": "0"})
                 return function(one, rank)
             except Exception as error:
                 one.fail(error)
@@ -173,7 +173,7 @@ def test_options_have_to_be_the_same_in_all(world):
 
     def begin(one, rank):
         try:
-            one.begin("other" if rank == 2 else "usual")
+            one.begin({"solver": "'auto'", "seed": "7" if rank == 2 else "0"})
         except UnsupportedModelError as error:
             came.append(str(error))
 
@@ -182,7 +182,7 @@ def test_options_have_to_be_the_same_in_all(world):
     assert (
         came
         == [
-            "Process 2 of 3 trains with other options than process 0: other and usual. Give all the same."
+            "Process 2 of 3 trains with other options than process 0: seed=7 and not 0. Give all the same."
         ]
         * COUNT
     )
@@ -220,7 +220,7 @@ def test_one_that_waits_inside_of_a_program_is_ended(world):
 def test_one_that_does_not_come_is_an_error(world, monkeypatch):
     monkeypatch.setattr(processes, "_MEETING_S", 0.2)
     with pytest.raises(ProcessFailedError, match="it does not answer"):
-        world.all[0].begin("alone")
+        world.all[0].begin({})
 
 
 def test_a_fit_that_has_ended_tells_of_no_failure(world):
@@ -259,7 +259,7 @@ def test_methods_are_decided_once_or_made_by_all(world):
 
 def test_one_process_decides_alone():
     alone = Processes()
-    alone.begin("anything")
+    alone.begin({})
     assert (alone.most(1, 2), alone.least(3)) == ([1, 2], [3])
     assert Decides(alone).decided(1, more=2) == 3
     alone.fail(ValueError())
