@@ -27,7 +27,7 @@ from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
 from keras_remat.backends.batches import repeated_batch
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.find import SizeRunner, measured_scaling, verified_search
-from keras_remat.batch_size.found import BatchSearch, forward_overhead
+from keras_remat.batch_size.found import BatchSearch, overhead_bound
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import shorter_by
@@ -256,7 +256,7 @@ class Measurement:
                 )
             except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError):
                 break
-            if plan.overhead > forward_overhead(problem):
+            if plan.overhead > overhead_bound(problem, "forward"):
                 break
             tried.append(self.train(size, plan.solution.schedule))
         return min(tried, key=lambda one: one.peak_bytes)
@@ -308,7 +308,7 @@ class Measurement:
         problem = self.scaling.at(size)
         return keras_remat.simulate(
             problem, schedule
-        ).time_s / problem.store_all_time_s - 1, forward_overhead(problem)
+        ).time_s / problem.store_all_time_s - 1, overhead_bound(problem, "forward")
 
     def _predictions(self, found: Trained) -> None:
         """Predicted and measured peak of the found order at batches that were not profiled."""

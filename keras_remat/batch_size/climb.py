@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from typing import Literal
 
 from keras_remat.backends.base import Backend
-from keras_remat.batch_size.search import PartScaling, Scaling, SizeSearch
+from keras_remat.batch_size.found import MaxOverhead
+from keras_remat.batch_size.scaling import BatchScaling
+from keras_remat.batch_size.search import SizeSearch
 from keras_remat.batch_size.sizes import Facts, Move, next_size, shorter_by, worth_running
 from keras_remat.core.schedule import Schedule
 from keras_remat.planning.plan import Plan
@@ -57,7 +58,7 @@ class SizeClimb:
         at_most: int,
         orders: Iterable[Schedule],
         trained: int = 0,
-        max_overhead: float | Literal["forward"] | None = "forward",
+        max_overhead: MaxOverhead = "forward",
         solver: str = "auto",
         solve_s: float = 6.0,
         deadline_s: float = math.inf,
@@ -75,7 +76,7 @@ class SizeClimb:
         self.trained = trained
         self.failed: tuple[int, int] = 0, 0
 
-    def choose(self, scaling: Scaling) -> tuple[int, Plan] | None:
+    def choose(self, scaling: BatchScaling) -> tuple[int, Plan] | None:
         """Returns the next size and its plan; ``None`` when the largest that trained is the answer.
 
         Args:
@@ -87,7 +88,7 @@ class SizeClimb:
         if not sizes:
             return None
         search = SizeSearch(
-            PartScaling(scaling, self._multiple),
+            lambda size: scaling.at(size * self._multiple),
             self.corrected_budget_bytes(scaling),
             self._backend,
             self._max_overhead,
@@ -111,7 +112,7 @@ class SizeClimb:
             search.solve_at(size, self._solver, self._solve_s)
             solved = True
 
-    def _learn_newest(self, scaling: Scaling) -> None:
+    def _learn_newest(self, scaling: BatchScaling) -> None:
         """Adds the order that ran last to the known ones; ``fit`` has made it anew, from measured
         op times."""
         if self._newest is None:
@@ -123,7 +124,7 @@ class SizeClimb:
         if fits_here and plan.solution.schedule not in self._orders:
             self._orders.append(plan.solution.schedule)
 
-    def corrected_budget_bytes(self, scaling: Scaling) -> int:
+    def corrected_budget_bytes(self, scaling: BatchScaling) -> int:
         """Returns what predictions are held against, by what the last size that ran measured.
 
         How far off a prediction is differs from run to run, with the chunks that the one before

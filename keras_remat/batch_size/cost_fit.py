@@ -93,13 +93,8 @@ class CostFit:
         """The share of the measured seconds that the fit misses: Σ |fitted − measured| over all ops
         and sizes / Σ measured, a ratio."""
         total = self._measured_s.sum()
-        return (
-            float(np.abs(self._fitted_s() - self._measured_s).sum() / total) if total > 0 else 0.0
-        )
-
-    def _fitted_s(self) -> _Floats:
-        fixed, per_sample = self._times
-        return np.array([fixed + per_sample * size for size in self.sizes])
+        fitted_s = np.array([self.op_time_s(size) for size in self.sizes])
+        return float(np.abs(fitted_s - self._measured_s).sum() / total) if total > 0 else 0.0
 
 
 def _affine(sizes: tuple[int, ...], measured: _Floats) -> tuple[_Floats, _Floats]:
@@ -136,18 +131,13 @@ def transfer_costs(problem: Problem, graph: Graph) -> Problem:
     same = old.has_ops_of(graph)
     times, workspaces = [], []
     for op in graph.ops:
-        moved, before = (
-            _moved_bytes(graph, op),
-            old.ops[op.id] if same else by_name.get((op.name, op.kind)),
-        )
+        moved = _moved_bytes(graph, op)
+        before = old.ops[op.id] if same else by_name.get((op.name, op.kind))
         if before is None:
             alike = [other for other in old.ops if other.kind == op.kind] or old.ops
             total = sum(_moved_bytes(old, other) for other in alike)
-            times.append(
-                moved * sum(profile.op_time_s[other.id] for other in alike) / total
-                if total
-                else 0.0
-            )
+            time_s = sum(profile.op_time_s[other.id] for other in alike)
+            times.append(moved * time_s / total if total else 0.0)
             workspaces.append(0)
         else:
             ratio = moved / held if (held := _moved_bytes(old, before)) else 1.0

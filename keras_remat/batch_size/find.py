@@ -22,7 +22,7 @@ from keras_remat.backends.base import Backend, TracedStep, preserved_state
 from keras_remat.backends.batches import batch_size_of, repeated_batch
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
-from keras_remat.batch_size.found import BatchSearch, Probe, is_allowed
+from keras_remat.batch_size.found import BatchSearch, MaxOverhead, Probe, is_allowed
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.checks import check_seconds
@@ -206,10 +206,8 @@ class SizeRunner:
         if self._traced is None or self._traced[0] != size:
             self._traced = None
             gc.collect()  # the step before is in reference cycles
-            self._traced = (
-                size,
-                self._backend.trace(self._model, self._backend.resized_spec(self._batch, size)),
-            )
+            spec = self._backend.resized_spec(self._batch, size)
+            self._traced = size, self._backend.trace(self._model, spec)
         return self._traced[1]
 
     def graph(self, size: int) -> Graph:
@@ -247,8 +245,7 @@ def verified_search(
     backend: Backend,
     *,
     graph_of: Callable[[int], Graph] | None = None,
-    max_overhead: float | Literal["forward"] | None = "forward",
-    at_most: int | None = None,
+    max_overhead: MaxOverhead = "forward",
     solver: str = "auto",
     solve_s: float = 6.0,
     deadline_s: float = math.inf,
@@ -265,7 +262,7 @@ def verified_search(
         backend: whose allocator decides.
         graph_of: the graph of the train step that really runs at a size; ``None`` where it is the
             scaling's.
-        max_overhead, at_most, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
+        max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
         solver: for the sizes that no known order fits.
         solve_s: seconds for one solve.
         deadline_s: by ``time.perf_counter``; once a size has trained, none is begun that would end
@@ -280,7 +277,7 @@ def verified_search(
         backend,
         budget_bytes,
         predicted=search.max_batch_size,
-        at_most=at_most or search.max_batch_size * 2**10,
+        at_most=search.max_batch_size * 2**10,
         orders=[p.plan.solution.schedule for p in search.probes if p.plan is not None],
         max_overhead=max_overhead,
         solver=solver,
@@ -302,7 +299,7 @@ def verified_search(
         if usage is None:
             climb.note(size, own, 0, fits=False)
             continue
-        probes.append(Probe.of(size, replace(own, measured=usage, budget_bytes=budget_bytes)))
+        probes.append(Probe(size, replace(own, measured=usage, budget_bytes=budget_bytes)))
         climb.note(size, own, usage.peak_bytes, fits=usage.peak_bytes <= search.limit_bytes)
     return _with_verified(search, probes, climb, verification_time_s=time.perf_counter() - started)
 
@@ -313,7 +310,7 @@ def _for_its_graph(
     scaling: BatchScaling,
     backend: Backend,
     graph_of: Callable[[int], Graph] | None,
-    max_overhead: float | Literal["forward"] | None,
+    max_overhead: MaxOverhead,
     solve_s: float,
     seed: int,
 ) -> Plan | Probe:
@@ -330,9 +327,9 @@ def _for_its_graph(
             problem, plan.budget_bytes, backend, solver="greedy", time_limit_s=solve_s, seed=seed
         )
     except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-        return Probe(size, None, 0.0, f"{differs}: {error}")
-    if not is_allowed(problem, plan, max_overhead):
-        return Probe(size, None, 0.0, f"{differs}: overhead {plan.overhead:.1%} is over the bound")
+        return Probe(size, None, f"{differs}: {error}")
+    if not is_allowed(problem, plan.predicted.time_s, max_overhead):
+        return Probe(size, None, f"{differs}: overhead {plan.overhead:.1%} is over the bound")
     return plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -14,6 +15,9 @@ from keras_remat.reporting import html as page
 from keras_remat.reporting import plots
 from keras_remat.units import format_bytes
 
+#: A bound on the overhead, a ratio: ``"forward"`` is one extra forward pass, ``None`` no bound.
+MaxOverhead = float | Literal["forward"] | None
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -22,31 +26,19 @@ class Probe:
     Args:
         batch_size: samples.
         plan: what would run; ``None`` when no schedule was found.
-        samples_per_s: predicted; 0 without a plan.
         reason: why not, or ``""``.
     """
 
     batch_size: int
     plan: Plan | None
-    samples_per_s: float
     reason: str = ""
 
-    @classmethod
-    def of(cls, batch_size: int, plan: Plan) -> Probe:
-        """A size with a plan."""
-        return cls(
-            batch_size,
-            plan,
-            batch_size / plan.predicted.time_s if plan.predicted.time_s > 0 else 0.0,
-        )
-
-    def times(self, multiple: int) -> Probe:
-        """The same of a batch that so many devices divide, each of which gets this one's size."""
-        return replace(
-            self,
-            batch_size=self.batch_size * multiple,
-            samples_per_s=self.samples_per_s * multiple,
-        )
+    @property
+    def samples_per_s(self) -> float:
+        """As predicted; 0 without a plan."""
+        if self.plan is None or self.plan.predicted.time_s <= 0:
+            return 0.0
+        return self.batch_size / self.plan.predicted.time_s
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ class BatchSearch:
             max_batch_size=self.max_batch_size * multiple,
             fastest_batch_size=self.fastest_batch_size * multiple,
             plain_batch_size=self.plain_batch_size * multiple,
-            probes=tuple(probe.times(multiple) for probe in self.probes),
+            probes=tuple(replace(p, batch_size=p.batch_size * multiple) for p in self.probes),
         )
 
     @cached_property
@@ -175,31 +167,21 @@ class BatchSearch:
         )
 
 
-def forward_overhead(problem: Problem) -> float:
-    """One extra forward pass over the time of a step, a ratio: the overhead the Checkmate paper
-    allows (section 6.4)."""
+def overhead_bound(problem: Problem, max_overhead: MaxOverhead) -> float:
+    """Returns the largest overhead that is allowed, a ratio.
+
+    One extra forward pass over the time of a step is what the Checkmate paper allows (section 6.4).
+    """
+    if max_overhead is None:
+        return math.inf
+    if max_overhead != "forward":
+        return max_overhead
     times = problem.profile.op_time_s
     forward = sum(times[op.id] for op in problem.graph.ops if op.phase == FORWARD)
     return forward / problem.store_all_time_s if problem.store_all_time_s > 0 else 0.0
 
 
-def is_allowed(
-    problem: Problem, plan: Plan, max_overhead: float | Literal["forward"] | None
-) -> bool:
-    """Whether a plan's overhead keeps to the bound; ``"forward"`` is one extra forward pass,
-    ``None`` no bound."""
-    return is_overhead_allowed(problem, plan.predicted.time_s, max_overhead)
-
-
-def is_overhead_allowed(
-    problem: Problem, time_s: float, max_overhead: float | Literal["forward"] | None
-) -> bool:
-    """Whether a step of ``time_s`` seconds keeps to the bound, see :func:`is_allowed`."""
-    if max_overhead is None or problem.store_all_time_s <= 0:
-        return True
-    return time_s / problem.store_all_time_s - 1 <= overhead_bound(problem, max_overhead)
-
-
-def overhead_bound(problem: Problem, max_overhead: float | Literal["forward"]) -> float:
-    """Returns the largest overhead that is allowed, a ratio."""
-    return forward_overhead(problem) if max_overhead == "forward" else max_overhead
+def is_allowed(problem: Problem, time_s: float, max_overhead: MaxOverhead) -> bool:
+    """Returns whether a step of ``time_s`` seconds keeps to the bound."""
+    base_s = problem.store_all_time_s
+    return base_s <= 0 or time_s / base_s - 1 <= overhead_bound(problem, max_overhead)

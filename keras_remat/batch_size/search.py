@@ -32,16 +32,16 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import count
 from statistics import median_low
-from typing import Literal, Protocol
 
 from keras_remat.backends.base import Backend
-from keras_remat.batch_size.cost_fit import CostFit
 from keras_remat.batch_size.found import (
     BatchSearch,
+    MaxOverhead,
     Probe,
-    is_overhead_allowed,
+    is_allowed,
     overhead_bound,
 )
+from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -76,48 +76,14 @@ _REMEMBERED_PROBLEMS = 12
 _REMEMBERED_RATIOS, _HIGH_RATIO = 5, 1.03
 
 
-class Scaling(Protocol):
-    """A train step at any batch size."""
-
-    @property
-    def fit(self) -> CostFit | None:
-        """Costs as functions of the size; ``None`` where they are in proportion to bytes."""
-
-    def at(self, size: int) -> Problem:
-        """The problem at ``size`` samples."""
-
-
-class PartScaling:
-    """A train step at any size of the part of a batch that one device trains.
-
-    Sizes that the devices do not divide do not exist here.
-
-    Args:
-        scaling: of whole batches.
-        multiple: the number of parts.
-    """
-
-    def __init__(self, scaling: Scaling, multiple: int):
-        self._scaling, self._multiple = scaling, multiple
-
-    @property
-    def fit(self) -> CostFit | None:
-        """Of whole batches."""
-        return self._scaling.fit
-
-    def at(self, size: int) -> Problem:
-        """The problem at ``size`` samples for every device."""
-        return self._scaling.at(size * self._multiple)
-
-
 def search_batch_size(
-    scaling: Scaling,
+    scaling: BatchScaling,
     start: int,
     limit_bytes: int,
     budget_bytes: int,
     backend: Backend,
     *,
-    max_overhead: float | Literal["forward"] | None = "forward",
+    max_overhead: MaxOverhead = "forward",
     at_most: int | None = None,
     solver: str = "greedy",
     time_limit_s: float = 60.0,
@@ -126,7 +92,6 @@ def search_batch_size(
     afterwards_s: Callable[[Plan], float] | None = None,
     multiple: int = 1,
     seed: int = 0,
-    progress: Callable[[Probe], None] | None = None,
 ) -> BatchSearch:
     """Searches the largest batch for which some schedule fits.
 
@@ -149,19 +114,17 @@ def search_batch_size(
         multiple: every size is a multiple of it: see
             :attr:`~keras_remat.backends.base.Backend.batch_multiple`.
         seed: for the solvers.
-        progress: called with every probe.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
     """
     search = SizeSearch(
-        PartScaling(scaling, multiple),
+        lambda size: scaling.at(size * multiple),
         budget_bytes,
         backend,
         max_overhead,
         (_LARGEST_SIZE if at_most is None else at_most) // multiple,
         seed,
-        None if progress is None else lambda probe: progress(probe.times(multiple)),
     )
     search.begin(min(start // multiple, search.at_most), solver, _SOLVE_TIME_SHARE * time_limit_s)
     quick_deadline_s = search.started + time_limit_s
@@ -180,9 +143,8 @@ class SizeSearch:
     """The state of one search: the largest size reached, and with which plans.
 
     Args:
-        scaling: ``scaling.at(size)`` is the problem at a size.
-        budget_bytes, backend, max_overhead, at_most, seed, progress: as in
-            :func:`search_batch_size`.
+        problem_at: the problem at a size.
+        budget_bytes, backend, max_overhead, at_most, seed: as in :func:`search_batch_size`.
 
     Attributes:
         largest: the largest size reached, 0 for none.
@@ -192,31 +154,27 @@ class SizeSearch:
 
     def __init__(
         self,
-        scaling: Scaling,
+        problem_at: Callable[[int], Problem],
         budget_bytes: int,
         backend: Backend,
-        max_overhead: float | Literal["forward"] | None,
+        max_overhead: MaxOverhead,
         at_most: int,
         seed: int,
-        progress: Callable[[Probe], None] | None = None,
     ):
         self.budget, self.backend, self.max_overhead = budget_bytes, backend, max_overhead
-        self._problem_at = lru_cache(_REMEMBERED_PROBLEMS)(scaling.at)
-        self.at_most, self.seed, self.progress = at_most, seed, progress
+        self._problem_at = lru_cache(_REMEMBERED_PROBLEMS)(problem_at)
+        self.at_most, self.seed = at_most, seed
         self.started = time.perf_counter()
         self.largest = self.plain = 0
         self.probes: list[Probe] = []
         self.failure: RematError | None = None
-        self.afterwards_s: Callable[[Plan], float] | None = (
-            None  # that have to be left, by the plan that is the result
-        )
-        self.target_share = (
-            1.0  # of the budget, that solvers get: the rest is what the allocator wastes
-        )
-        self.fragmentation_ratios = deque(
-            [1.0], _REMEMBERED_RATIOS
-        )  # what it needed for the last orders, over the bytes alive
-        self.fragmentation_ratio = 1.0  # the last one, 1 where no order was found
+        # seconds that have to be left, by the plan that is the result
+        self.afterwards_s: Callable[[Plan], float] | None = None
+        # of the budget, that solvers get: the rest is what the allocator wastes
+        self.target_share = 1.0
+        # what it needed for the last orders, over the bytes alive; 1 where none was found
+        self.fragmentation_ratios = deque([1.0], _REMEMBERED_RATIOS)
+        self.fragmentation_ratio = 1.0
 
     def begin(self, size: int, solver: str, solve_s: float) -> None:
         """Finds a first size that fits, at ``size`` or below.
@@ -267,9 +225,8 @@ class SizeSearch:
                     size = self.at_most
                 before = self.largest
                 self.solve_at(size, solver, solve_s)
-                if (
-                    self.largest < size and self.fragmentation_ratio > _HIGH_RATIO
-                ):  # with another order the allocator may not
+                wastes = self.fragmentation_ratio > _HIGH_RATIO
+                if self.largest < size and wastes:  # with another order the allocator may not
                     self.target_share = _TARGET_SHARES[0]
                     self.solve_at(size, "greedy_first", solve_s)
                 if self.largest == before:
@@ -289,16 +246,11 @@ class SizeSearch:
         """
         step, failures, most = _FIRST_STEP_SHARE, 0, self._ceiling - 1
         for turn in count():
-            if (
-                self.largest >= most
-                or failures >= _MOST_FAILED_STEPS
-                or self._left_s(deadline_s) <= 0
-            ):
+            is_over = self.largest >= most or failures >= _MOST_FAILED_STEPS
+            if is_over or self._left_s(deadline_s) <= 0:
                 return
-            before, size = (
-                self.largest,
-                min(most, max(self.largest + 1, int(self.largest * (1 + step)))),
-            )
+            before = self.largest
+            size = min(most, max(before + 1, int(before * (1 + step))))
             allowed_s = min(solve_s, self._left_s(deadline_s))
             self.seed += 1
             if turn % 2:
@@ -308,10 +260,8 @@ class SizeSearch:
                 # the allocator will waste about as much as with the order to begin with, or nothing
                 best = self.fastest
                 assert best.problem is not None
-                used = (
-                    simulate(best.problem, best.solution.schedule).peak_bytes
-                    / best.predicted.peak_bytes
-                )
+                alive = simulate(best.problem, best.solution.schedule).peak_bytes
+                used = alive / best.predicted.peak_bytes
                 self.target_share = max(_LEAST_TARGET_SHARE, min(1.0, used)) if turn % 4 else 1.0
                 self.solve_at(size, "nearby", allowed_s, start=best.solution.schedule)
             if self.largest > before:
@@ -333,30 +283,25 @@ class SizeSearch:
 
     def _left_s(self, deadline_s: float) -> float:
         """Seconds for solving until a deadline."""
-        afterwards_s = (
-            self.afterwards_s(self.fastest)
-            if self.afterwards_s is not None and self.largest
-            else 0.0
-        )
-        return deadline_s - time.perf_counter() - afterwards_s
+        left_s = deadline_s - time.perf_counter()
+        if self.afterwards_s is None or not self.largest:
+            return left_s
+        return left_s - self.afterwards_s(self.fastest)
 
     @cached_property
     def _ceiling(self) -> int:
         """The least size found whose floor is over the budget; above ``at_most`` where that is
         none."""
+
+        def is_possible(size: int) -> bool:
+            return self._problem_at(size).floor_bytes <= self.budget
+
         fits, fails = self.largest, 2 * self.largest
-        while (
-            fits < self.at_most
-            and self._problem_at(min(fails, self.at_most)).floor_bytes <= self.budget
-        ):
+        while fits < self.at_most and is_possible(min(fails, self.at_most)):
             fits, fails = min(fails, self.at_most), 2 * fails
         while fits < self.at_most and fails - fits > max(1, int(fits * _RESOLUTION)):
             middle = min(self.at_most, (fits + fails) // 2)
-            fits, fails = (
-                (middle, fails)
-                if self._problem_at(middle).floor_bytes <= self.budget
-                else (fits, middle)
-            )
+            fits, fails = (middle, fails) if is_possible(middle) else (fits, middle)
         return self.at_most + 1 if fits == self.at_most else fails
 
     def solve_at(
@@ -383,18 +328,15 @@ class SizeSearch:
             self.failure = error
             self.target_share = (1 + self.target_share) / 2
             self.fragmentation_ratio = 1.0
-            self._tell(Probe(size, None, 0.0, str(error)))
+            self.probes.append(Probe(size, None, str(error)))
             return False
         self.fragmentation_ratio = ratio
-        self.fragmentation_ratios.append(
-            ratio
-        )  # most orders waste little, and now and then one much
-        self.target_share = max(
-            _LEAST_TARGET_SHARE, min(1.0, 1 / median_low(self.fragmentation_ratios))
-        )
+        self.fragmentation_ratios.append(ratio)
+        usual = median_low(self.fragmentation_ratios)  # most waste little, now and then one much
+        self.target_share = max(_LEAST_TARGET_SHARE, min(1.0, 1 / usual))
         self.largest_fitting(order, size, self.largest + 1)
         if self.largest < size:
-            self._tell(Probe(size, None, 0.0, self._reason(problem, order)))
+            self.probes.append(Probe(size, None, self._reason(problem, order)))
         return self.largest > before
 
     def _reason(self, problem: Problem, order: Schedule) -> str:
@@ -404,11 +346,8 @@ class SizeSearch:
         if peak > self.budget:
             return f"{format_bytes(peak)} is over {format_bytes(self.budget)}"
         overhead = usage.time_s / problem.store_all_time_s - 1
-        assert self.max_overhead is not None
-        return (
-            f"overhead {overhead:.1%} is over the bound of "
-            f"{overhead_bound(problem, self.max_overhead):.1%}"
-        )
+        bound = overhead_bound(problem, self.max_overhead)
+        return f"overhead {overhead:.1%} is over the bound of {bound:.1%}"
 
     def largest_fitting(self, order: Schedule, size: int, least: int = 1) -> int:
         """The largest size found at which an order fits: by steps up or down from ``size``, then
@@ -424,25 +363,25 @@ class SizeSearch:
         step, up = 1, fits == size
         while up and fits < self.at_most and fails > self.at_most:  # in longer and longer steps
             other = min(self.at_most, _round(fits + step, fits + 2 * step))
-            fits, fails, step = (
-                (other, fails, 2 * step) if self.fits(order, other) else (fits, other, step)
-            )
+            if self.fits(order, other):
+                fits, step = other, 2 * step
+            else:
+                fails = other
         while fits == 0 and fails > least:  # down, to the nearest that fits
             other = max(least, fails - step)
-            fits, fails, step = (
-                (other, fails, step) if self.fits(order, other) else (0, other, 2 * step)
-            )
+            if self.fits(order, other):
+                fits = other
+            else:
+                fails, step = other, 2 * step
         while fits and fails - fits > max(1, int(fits * _RESOLUTION)) and fails <= self.at_most:
             quarter = (fails - fits) // 4
             middle = _round(max(fits + 1, fits + quarter), min(fails - 1, fails - quarter))
             fits, fails = (middle, fails) if self.fits(order, middle) else (fits, middle)
-        plan = (
-            reused_plan(self._problem_at(fits), order, self.budget, self.backend.memory)
-            if fits
-            else None
-        )
+        if not fits:
+            return 0
+        plan = reused_plan(self._problem_at(fits), order, self.budget, self.backend.memory)
         if plan is not None:
-            self._tell(Probe.of(fits, plan))
+            self.probes.append(Probe(fits, plan))
             self.largest = max(self.largest, fits)
         return fits
 
@@ -468,14 +407,9 @@ class SizeSearch:
     def fits(self, order: Schedule, size: int) -> bool:
         """Whether a known order keeps to the budget and to the bound of the overhead at a size."""
         problem = self._problem_at(size)
-        if not is_overhead_allowed(problem, simulate(problem, order).time_s, self.max_overhead):
+        if not is_allowed(problem, simulate(problem, order).time_s, self.max_overhead):
             return False
         return self.backend.memory.peak_bytes(problem, order) <= self.budget
-
-    def _tell(self, probe: Probe) -> None:
-        self.probes.append(probe)
-        if self.progress is not None:
-            self.progress(probe)
 
     def result(self, limit_bytes: int) -> BatchSearch:
         """What was found."""

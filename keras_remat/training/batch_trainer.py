@@ -336,7 +336,8 @@ class BatchTrainer:
             self._compare(size)
         elif plan is not None and size > self._climb.trained:
             self._climb.note(size, plan, peak or 0, fits=True)
-            if plan.problem is not None and not is_allowed(plan.problem, plan, "forward"):
+            time_s = plan.predicted.time_s
+            if plan.problem is not None and not is_allowed(plan.problem, time_s, "forward"):
                 self._steps.fit.event(
                     EventKind.REMARK,
                     f"By what was measured a batch of {size} recomputes {plan.overhead:.1%}, more "

@@ -25,9 +25,7 @@ from keras_remat.core.simulate import simulate
 BUDGET = store_all_peak(400)
 
 
-def verified(
-    surplus, *, at_most=None, max_overhead="forward", budget=BUDGET, limit=BUDGET, **options
-):
+def verified(surplus, *, max_overhead="forward", budget=BUDGET, limit=BUDGET, **options):
     """The verified search where a step of ``size`` samples takes ``surplus(size)`` bytes more than
     its schedule (``None``: out of memory)."""
     backend, scaling, trained = FakeBackend(), scaling_of(), []
@@ -39,7 +37,6 @@ def verified(
         backend,
         time_limit_s=20.0,
         max_overhead=max_overhead,
-        at_most=at_most,
     )
 
     def train(size, plan):
@@ -60,7 +57,6 @@ def verified(
         backend,
         solver="greedy",
         solve_s=2.0,
-        at_most=at_most,
         max_overhead=max_overhead,
         **options,
     )
@@ -121,12 +117,6 @@ def test_nothing_that_trains_leaves_the_search_as_it_was():
 def test_every_size_keeps_to_the_overhead(bound):
     _, found, _ = verified(lambda size: -int(0.1 * BUDGET), max_overhead=bound)
     assert found.plan.overhead <= (0.5 if bound == "forward" else bound)
-
-
-def test_no_size_above_at_most_runs():
-    _, found, trained = verified(lambda size: -int(0.3 * BUDGET), at_most=401)
-    assert max(size for size, _ in trained) <= 401
-    assert found.max_batch_size <= 401
 
 
 def test_late_verification_ends_with_the_first_size_that_trains():

@@ -8,9 +8,7 @@ from fake_backend import FakeBackend, chain_problem, store_all_peak
 from keras_remat.batch_size.found import (
     BatchSearch,
     Probe,
-    forward_overhead,
     is_allowed,
-    is_overhead_allowed,
     overhead_bound,
 )
 from keras_remat.core.schedule import Usage
@@ -28,10 +26,10 @@ def search():
     plain, tight = plan_at(32), plan_at(64)
     ran = replace(tight, measured=Usage(2 * tight.predicted.time_s, tight.predicted.peak_bytes))
     probes = (
-        Probe.of(32, plain),
-        Probe.of(64, tight),
-        Probe(128, None, 0.0, "too large"),
-        Probe.of(64, ran),
+        Probe(32, plain),
+        Probe(64, tight),
+        Probe(128, None, "too large"),
+        Probe(64, ran),
     )
     return BatchSearch(LIMIT, 64, 64, 32, probes, 1.5, 0.5)
 
@@ -64,10 +62,9 @@ def test_the_picture_has_sizes_with_and_without_recomputation(search):
 
 def test_overhead_is_bounded_by_a_forward_pass_a_number_or_nothing():
     problem, plan = chain_problem(64), plan_at(64)
-    forward = forward_overhead(problem)
+    forward = overhead_bound(problem, "forward")
     assert 0 < forward < 1
-    assert overhead_bound(problem, "forward") == forward
-    assert is_overhead_allowed(problem, (1 + forward) * problem.store_all_time_s * 0.999, "forward")
-    assert not is_overhead_allowed(problem, (1.01 + forward) * problem.store_all_time_s, "forward")
-    assert not is_allowed(problem, plan, plan.overhead / 2)
-    assert is_allowed(problem, plan, None)
+    assert is_allowed(problem, (1 + forward) * problem.store_all_time_s * 0.999, "forward")
+    assert not is_allowed(problem, (1.01 + forward) * problem.store_all_time_s, "forward")
+    assert not is_allowed(problem, plan.predicted.time_s, plan.overhead / 2)
+    assert is_allowed(problem, plan.predicted.time_s, None)

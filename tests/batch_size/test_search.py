@@ -14,7 +14,7 @@ from fake_backend import (
 from tight_limit import with_margin
 
 from keras_remat.batch_size.find import find_max_batch_size
-from keras_remat.batch_size.found import forward_overhead
+from keras_remat.batch_size.found import overhead_bound
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
@@ -48,12 +48,9 @@ def fits(size, budget, backend=None, bound=math.inf):
 
 @pytest.mark.parametrize("multiple", [2, 3, 8])
 def test_every_size_is_one_that_the_devices_divide(multiple):
-    budget, tried = store_all_peak(40), []
-    found = search(
-        budget, start=2 * multiple, multiple=multiple, at_most=1000, progress=tried.append
-    )
+    budget = store_all_peak(40)
+    found = search(budget, start=2 * multiple, multiple=multiple, at_most=1000)
     one = search(budget, start=2 * multiple, at_most=1000)
-    assert tried == list(found.probes)
     assert all(probe.batch_size % multiple == 0 for probe in found.probes)
     assert found.plain_batch_size == 40 - 40 % multiple
     assert found.max_batch_size >= 0.9 * one.max_batch_size
@@ -82,10 +79,8 @@ def test_plan_of_the_search_is_for_the_found_size():
     assert str(found.max_batch_size) in str(found)
 
 
-def test_everything_that_was_probed_is_told():
-    told = []
-    found = search(store_all_peak(40), progress=told.append)
-    assert tuple(told) == found.probes
+def test_the_fastest_size_is_the_best_of_the_probes():
+    found = search(store_all_peak(40))
     best = max(found.probes, key=lambda p: p.samples_per_s)
     assert found.fastest_batch_size == best.batch_size
 
@@ -102,7 +97,7 @@ def test_overhead_bound_holds_and_costs_batch_size():
     plain, forward, free = (search(budget, max_overhead=bound) for bound in (0, "forward", None))
     assert plain.max_batch_size == 40
     assert plain.plan.overhead == 0.0
-    assert forward_overhead(chain_problem(4)) == 0.5
+    assert overhead_bound(chain_problem(4), "forward") == 0.5
     assert forward.plan.overhead <= 0.5
     assert 40 < forward.max_batch_size <= free.max_batch_size
     refused = [p for p in plain.probes if p.plan is None]
