@@ -242,6 +242,17 @@ class StepPlanner:
                 known=known,
             )
 
+    def not_found(self, problem: Problem, peak_bytes: int | None = None) -> ScheduleNotFoundError:
+        """Returns the error that every schedule that was tried takes too much; ``peak_bytes`` is
+        the least that one took."""
+        return ScheduleNotFoundError(
+            self.usable_bytes,
+            problem.floor_bytes,
+            peak_bytes,
+            solver=self._options.solver,
+            limit_bytes=self.limit_bytes,
+        )
+
     @decided_once
     def reused(self, problem: Problem, plan: Plan, graph: Graph) -> Plan | None:
         """The order of ``plan``, made for ``graph``, at another shape of the same step; ``None``

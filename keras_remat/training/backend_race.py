@@ -263,17 +263,15 @@ class BackendRace:
             backend = self._left.pop(0)
         else:
             self._chooses_pieces &= not self._grown
-            pieces = self._next_pieces(batch) if self._chooses_pieces else None
+            most = MOST_OPS * self.trainer.pieces // max(1, self.trainer.traced_ops)
+            most = min(most, batch_size_of(batch))
+            pieces = next_pieces(self._tried, most) if self._chooses_pieces else None
             if pieces is None:
                 self._chooses_pieces = False
                 return None
             options = replace(options, micro_batches=pieces)
             self._tell_batch_normalization()
         return StepTrainer(self.fit, backend, options, plain_may_run=False)
-
-    def _next_pieces(self, batch: Any) -> int | None:
-        most = MOST_OPS * self.trainer.pieces // max(1, self.trainer.traced_ops)
-        return next_pieces(self._tried, min(most, batch_size_of(batch)))
 
     def _tell_batch_normalization(self) -> None:
         if has_batch_normalization(self.fit.model):

@@ -60,19 +60,16 @@ class Baseline:
         if isinstance(before, PlainShape) and before.phase is Phase.PLAIN:
             if len(before.steps) >= self._least_steps or after.phase is not Phase.PLAIN:
                 self._shape = before.signature
-                usage = replace(before.measured, peak_bytes=self._plain_peak_bytes(before))
-                self.measured(before.batch_size, usage)
+                peak_bytes = self._plain_peak_bytes(before)
+                self._report.baseline = replace(before.measured, peak_bytes=peak_bytes)
+                self._report.baseline_source = "measured"
+                self._report.baseline_batch_size = before.batch_size
         elif before.phase is Phase.FINAL:
             self.step(before.steps[-1].time_s)
         elif isinstance(after, PlannedShape) and after.phase is Phase.FINAL:
             self._shape = after.signature
             cut = after.costs.micro_batches > 1
             self.predict(after.plan, after.batch_size, after.measured.time_s, cut=cut)
-
-    def measured(self, batch_size: int, usage: Usage) -> None:
-        """Notes what plain steps of ``batch_size`` samples took."""
-        self._report.baseline, self._report.baseline_source = usage, "measured"
-        self._report.baseline_batch_size = batch_size
 
     def predict(self, plan: Plan, batch_size: int, time_s: float, *, cut: bool = False) -> None:
         """Notes a plan whose steps were seen to take ``time_s`` seconds; the steps that follow tell
@@ -88,15 +85,13 @@ class Baseline:
         known = self._report.baseline
         if self._report.baseline_source == "measured":
             return
+        self._steps_s.clear()
         if cut and known is not None and time_s > 0:
             self._plan_share, self._peak_bytes = known.time_s / time_s, known.peak_bytes
-            self._steps_s.clear()
             return
-        self._plan_share = (
-            plan.store_all.time_s / plan.predicted.time_s if plan.predicted.time_s > 0 else 1.0
-        )
+        predicted_s = plan.predicted.time_s
+        self._plan_share = plan.store_all.time_s / predicted_s if predicted_s > 0 else 1.0
         self._peak_bytes = plan.store_all.peak_bytes
-        self._steps_s.clear()
         self._report.baseline_batch_size, self._report.baseline_source = batch_size, "predicted"
         self._set(time_s)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -58,8 +58,7 @@ class BatchTrainer:
         steps: trains single batches.
         report: gets ``max_batch_size`` and ``batch_size``.
         batch_size: ``"keep"``, ``"max"``, ``"fastest"`` or the largest size wanted.
-        samples_per_epoch: asked for the epoch's samples given the loader's batch size; ``None``
-            when unknown.
+        steps_per_epoch: of the loader's batches; ``None`` where that is not known.
         learning_rate: follows the size of every step.
         seed: for the solver.
 
@@ -74,12 +73,12 @@ class BatchTrainer:
         steps: BackendRace,
         report: AutotuneReport,
         batch_size: int | str,
-        samples_per_epoch: Callable[[int], int | None],
+        steps_per_epoch: int | None,
         learning_rate: LearningRateScaling,
         seed: int = 0,
     ):
         self._model, self._steps, self._report = model, steps, report
-        self._wanted, self._samples_per_epoch = batch_size, samples_per_epoch
+        self._wanted, self._steps_per_epoch = batch_size, steps_per_epoch
         self._learning_rate, self._seed = learning_rate, seed
         self._group = BatchGrouper()
         self._loader = 0  # samples of the first batch
@@ -243,7 +242,7 @@ class BatchTrainer:
     def _search(self, batch: Any) -> None:
         self._searching = False
         loader, wanted = self._loader, self._wanted
-        at_most = largest_wanted(wanted, loader, self._samples_per_epoch(loader))
+        at_most = largest_wanted(wanted, loader, self._samples_per_epoch)
         at_most = None if at_most is None else self._divisible(at_most)
         if isinstance(wanted, int) and wanted <= loader:
             if wanted < loader:
@@ -275,6 +274,10 @@ class BatchTrainer:
             self._compare(loader)
         elif search.max_batch_size > loader:
             self._change(search.max_batch_size, search.plan)
+
+    @property
+    def _samples_per_epoch(self) -> int | None:
+        return None if self._steps_per_epoch is None else self._steps_per_epoch * self._loader
 
     def _divisible(self, size: int) -> int:
         """Returns the largest size up to ``size`` that the devices divide evenly."""
@@ -411,7 +414,7 @@ class BatchTrainer:
 
     def _warn(self, new: int) -> None:
         """Says what a larger batch means for the training."""
-        loader, samples = self._loader, self._samples_per_epoch(self._loader)
+        loader, samples = self._loader, self._samples_per_epoch
         updates = "fewer updates in an epoch"
         if samples is not None:
             updates = f"{-(-samples // new)} updates in an epoch instead of {-(-samples // loader)}"

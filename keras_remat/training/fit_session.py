@@ -69,7 +69,7 @@ class FitSession:
             self.steps,
             report,
             options.batch_size,
-            lambda loader: None if steps_per_epoch is None else steps_per_epoch * loader,
+            steps_per_epoch,
             rate,
             options.steps.seed,
         )
@@ -175,7 +175,7 @@ class FitSession:
             counter = self.steps.fit.take_counter()
             self.steps.trainer.close()
             self.steps, self._is_unmodified = self._new_steps(), False
-            self.steps.fit.carry(counter)
+            self.steps.fit.counter = counter
             self._trainer.begin_anew(self.steps)
 
     def validation_begins(self) -> None:

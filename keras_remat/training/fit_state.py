@@ -44,6 +44,7 @@ class FitState:
     Attributes:
         model, report, progress, installed: as given.
         steps_run: how many steps this ``fit`` has trained.
+        counter: what was counted since :meth:`take_counter`.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class FitState:
         self.progress, self.installed = progress, installed
         self.steps_run = 0
         self._most_steps = most_steps
-        self._counter = StepCounter()
+        self.counter = StepCounter()
         self._is_planning = False
 
     @property
@@ -66,26 +67,18 @@ class FitState:
         """The steps that may come; ``None`` where that is not known."""
         return None if self._most_steps is None else max(0, self._most_steps - self.steps_run)
 
-    def run_plain(self, batch: Any) -> Any:
-        """Runs Keras's own step on a batch."""
-        return self.installed.run_plain(batch)
-
     def count(self, samples: int, usage: Usage) -> None:
         """Counts a step that was trained."""
         self.steps_run += 1
-        self._counter.samples += samples
-        self._counter.steps += 1
-        self._counter.step_time_s += usage.time_s
-        self._counter.peak_bytes = max(self._counter.peak_bytes, usage.peak_bytes)
+        self.counter.samples += samples
+        self.counter.steps += 1
+        self.counter.step_time_s += usage.time_s
+        self.counter.peak_bytes = max(self.counter.peak_bytes, usage.peak_bytes)
 
     def take_counter(self) -> StepCounter:
         """Returns what was counted since the last call and starts again from zero."""
-        counter, self._counter = self._counter, StepCounter()
+        counter, self.counter = self.counter, StepCounter()
         return counter
-
-    def carry(self, counter: StepCounter) -> None:
-        """Goes on from what other steps of the same epoch have counted."""
-        self._counter = counter
 
     @contextmanager
     def planning(self) -> Iterator[None]:
@@ -98,7 +91,7 @@ class FitState:
             yield
         finally:
             self._is_planning = False
-            self._counter.planning_time_s += time.perf_counter() - started
+            self.counter.planning_time_s += time.perf_counter() - started
 
     @contextmanager
     def long_task(self, text: str) -> Iterator[None]:

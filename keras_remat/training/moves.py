@@ -16,9 +16,7 @@ from keras_remat.backends.base import Backend
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Usage
-from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.planning.fit_plans import StepPlanner
-from keras_remat.planning.plan import Plan
 from keras_remat.training.first_plan import NOT_FOUND, FirstPlans, Known
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.phases import Move, Phase, Recorded
@@ -31,16 +29,8 @@ _LEAST_SOLVE_S = 0.5
 
 
 class Moves:
-    """The moves of one backend's steps.
-
-    Args:
-        fit: what all steps share.
-        backend: whose steps they are.
-        planner: makes plans under the limit.
-        first_plans: traces steps and builds them.
-        known: what is known of a shape before it is traced.
-        solver: the one that was asked for.
-    """
+    """The moves of one backend's steps; ``known`` tells what is known of a shape before it is
+    traced."""
 
     def __init__(
         self,
@@ -49,10 +39,9 @@ class Moves:
         planner: StepPlanner,
         first_plans: FirstPlans,
         known: Callable[[ShapeState], Known],
-        solver: str,
     ):
         self._fit, self._backend, self._planner = fit, backend, planner
-        self._first_plans, self._known, self._solver = first_plans, known, solver
+        self._first_plans, self._known = first_plans, known
         self._by_move: dict[Move, Callable[..., ShapeState]] = {
             Move.STAY: self._stay,
             Move.FINISH: self._finish,
@@ -68,13 +57,7 @@ class Moves:
         }
 
     def make(self, move: Move, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
-        """Returns how the shape is trained after a move.
-
-        Args:
-            move: any but REFUSE.
-            shape: as it is; under a plan, where the move is about one.
-            outcome: what came of the last batch.
-            phase: that the move leads to.
+        """Returns how the shape is trained after a move other than REFUSE.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no plan was found that it needs.
@@ -148,10 +131,11 @@ class Moves:
     def _keep_plan(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Keeps the plan; what it predicts follows the newest profile."""
         if shape.recorded is not Recorded.MEASURED:
+            is_busy = shape.recorded is Recorded.BUSY
             why = (
                 "A profiler session is running already"
-                if shape.recorded is Recorded.BUSY
-                else ("The profiler saw too few ops")
+                if is_busy
+                else "The profiler saw too few ops"
             )
             self._fit.event(EventKind.PROFILE, f"{why}; the plan stays with estimated op times.")
         problem = shape.costs.problem
@@ -171,7 +155,7 @@ class Moves:
             f"{format_bytes(self._first_plans.plain_peak_bytes(shape.costs))}, within "
             f"{format_bytes(self._planner.usable_bytes)}: it comes back.",
         )
-        return shape.plainly(self._fit.run_plain, shape.costs, phase)
+        return shape.plainly(self._fit.installed.run_plain, shape.costs, phase)
 
     def _replan(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Plans again from the measured profile, or keeps the plan where it is as good.
@@ -232,7 +216,7 @@ class Moves:
                 costs.problem, known, Phase.VERIFY, orders
             ) or self._planner.nearest(costs.problem, shape.batch_size, needed, orders)
         if plan.solution.schedule in orders:
-            raise self._not_found(costs, peak)
+            raise self._planner.not_found(costs.problem, peak)
         self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")
         shape = replace(shape, over_limit_plans=tried)
         return self._first_plans.lowered(shape, costs, plan, phase)
@@ -240,7 +224,7 @@ class Moves:
     def _split(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
         """Trains the batch in micro-batches, or in more of them."""
         costs = self.costs_of(shape, outcome.batch)
-        too_large = self._not_found(costs, shape.peak_bytes or None)
+        too_large = self._planner.not_found(costs.problem, shape.peak_bytes or None)
         plan, split = self._first_plans.split(shape, costs.micro_batches, outcome.batch, too_large)
         if isinstance(shape, PlannedShape) and shape.steps:
             shape = replace(shape, over_limit_plans=shape.over_limit())
@@ -277,8 +261,8 @@ class Moves:
 
     def _finish_plan(self, shape: PlannedShape, usage: Usage, phase: Phase) -> ShapeState:
         """Goes on with a plan; what it measured is the plan's, where peaks can be measured."""
-        plan, predicted = shape.plan, format_bytes(shape.plan.predicted.peak_bytes)
-        peak = f"{predicted} predicted"
+        plan = shape.plan
+        peak = f"{format_bytes(plan.predicted.peak_bytes)} predicted"
         if self._backend.device.has_statistics:
             plan = replace(plan, measured=usage)
             where = "within" if usage.peak_bytes <= self._planner.limit_bytes else "STILL OVER"
@@ -286,19 +270,15 @@ class Moves:
                 f"{format_bytes(usage.peak_bytes)} measured ({peak}), {where} the limit of "
                 f"{format_bytes(self._planner.limit_bytes)}"
             )
-        shape = replace(shape, plan=plan, phase=phase, steps=(usage,))
-        self._keep_in_cache(plan, shape)
-        self._fit.event(
-            EventKind.MEASURED,
-            f"Step of {shape.batch_size} samples: {peak}; {format_seconds(usage.time_s)} measured.",
-        )
-        return shape
-
-    def _keep_in_cache(self, plan: Plan, shape: PlannedShape) -> None:
         try:
             self._planner.keep(plan, shape.costs.problem.graph)
         except OSError as error:
             self._fit.warn(EventKind.CACHE, f"Plans cannot be kept: {error}")
+        self._fit.event(
+            EventKind.MEASURED,
+            f"Step of {shape.batch_size} samples: {peak}; {format_seconds(usage.time_s)} measured.",
+        )
+        return replace(shape, plan=plan, phase=phase, steps=(usage,))
 
     def _lower_limit(self, shape: ShapeState, outcome: OutOfMemory, phase: Phase) -> ShapeState:
         """Plans for what the device had when the step failed."""
@@ -324,22 +304,10 @@ class Moves:
         )
         return self._first_plans.lowered(shape, costs, plan, phase)
 
-    def _not_found(self, costs: Costs, peak_bytes: int | None) -> ScheduleNotFoundError:
-        """Returns the error that every schedule that was tried takes too much; ``peak_bytes`` is
-        the least that one took."""
-        return ScheduleNotFoundError(
-            self._planner.usable_bytes,
-            costs.problem.floor_bytes,
-            peak_bytes,
-            solver=self._solver,
-            limit_bytes=self._planner.limit_bytes,
-        )
-
     def refusal(self, shape: ShapeState, outcome: Any, failure: Exception | None) -> Exception:
         """Returns the error of a batch that cannot be trained; its cause is the framework's."""
         if failure is None:
-            costs = self.costs_of(shape, outcome.batch)
-            failure = self._not_found(costs, None)
+            failure = self._planner.not_found(self.costs_of(shape, outcome.batch).problem)
         # Keras drops the cause of what fit raises; a note stays
         what = f"{type(outcome.cause).__name__}: {str(outcome.cause)[:500]}"
         failure.add_note(f"The device ran out of memory: {what}")

@@ -77,9 +77,7 @@ class StepTrainer:
         self._fit, self._options = fit, options
         self._planner = StepPlanner(backend, options)
         self._first_plans = FirstPlans(fit, backend, self._planner, options.plan)
-        self._moves = Moves(
-            fit, backend, self._planner, self._first_plans, self._known, options.solver
-        )
+        self._moves = Moves(fit, backend, self._planner, self._first_plans, self._known)
         self._guard = StepGuard(fit.model, backend)
         self._baseline = Baseline(fit.report, options.profile_steps, self._plain_peak_bytes)
         self._shapes: dict[Signature, ShapeState] = {}
@@ -112,10 +110,8 @@ class StepTrainer:
             with self._fit.planning():
                 self._set(self._prepare(batch, may_split, may_miss))
         self._reference = self._reference or key
-        if (
-            is_within(self._reference, key)
-            and batch_size_of(batch) == self._shapes[self._reference].batch_size
-        ):
+        is_same_size = batch_size_of(batch) == self._shapes[self._reference].batch_size
+        if is_same_size and is_within(self._reference, key):
             self._reference = key  # the longest batch is what training is about
         self._set(self._shapes[self._reference])
         for shape in list(self._shapes.values()):
@@ -147,14 +143,12 @@ class StepTrainer:
             return outcome
         self._fit.count(shape.batch_size, outcome.usage)
         shape = shape.after_step(outcome.usage, self.backend.device.in_use_bytes())
-        if isinstance(shape, Recording) and self._is_recorded(shape):
+        # no step more than needed runs over the limit
+        enough = self._is_over(shape) or len(shape.steps) >= self._options.profile_steps
+        if isinstance(shape, Recording) and enough:
             shape = self._moves.end_recording(shape)
         self._set(shape)
         return outcome
-
-    def _is_recorded(self, shape: Recording) -> bool:
-        """Returns whether enough was recorded: no step more than needed runs over the limit."""
-        return self._is_over(shape) or len(shape.steps) >= self._options.profile_steps
 
     def _is_over(self, shape: ShapeState) -> bool:
         """Returns whether a step of this phase measured over the limit."""
@@ -244,23 +238,22 @@ class StepTrainer:
         shape = ShapeState(
             signature=signature_of(batch),
             batch_size=size,
-            run=self._fit.run_plain,
+            run=self._fit.installed.run_plain,
             phase=Phase.FINAL,
             may_split=may_split,
             tries=Tries(plain_ruled_out=not self._plain_may_run),
             recorded=Recorded.NONE if self.backend.measures_op_times else Recorded.BLIND,
         )
         pieces = min(size, self.pieces)
-        if self._plain_may_run and pieces == 1 and self._plain_is_known_to_fit(shape.signature):
+        may_run_plain = self._plain_may_run and pieces == 1
+        if may_run_plain and self._plain_is_known_to_fit(shape.signature):
             return shape
         known = self._known(shape)
         try:
             costs = self._first_plans.trace(batch, known, pieces)
         except UnsupportedBatchError as error:
             self._fit.warn(EventKind.REMARK, str(error))
-            return replace(
-                shape, tries=Tries(plain_ruled_out=True)
-            )  # nothing can be planned for it
+            return replace(shape, tries=Tries(plain_ruled_out=True))  # nothing can be planned
         self.traced_ops = len(costs.problem.graph.ops)
         self._family.learn(shape.signature, costs)
         # the limit is what is left now: on the host, tracing has taken from the same memory
@@ -269,9 +262,9 @@ class StepTrainer:
         if given is not None:
             return self._first_plans.lowered(shape, costs, given, Phase.VERIFY)
         peak = self._first_plans.plain_peak_bytes(costs)
-        if self._plain_may_run and pieces == 1 and peak <= self.usable_bytes:
-            return shape.plainly(self._fit.run_plain, costs, Phase.PLAIN)
-        if self._plain_may_run and pieces == 1:
+        if may_run_plain and peak <= self.usable_bytes:
+            return shape.plainly(self._fit.installed.run_plain, costs, Phase.PLAIN)
+        if may_run_plain:
             self._fit.event(
                 EventKind.RISK,
                 f"The plain step of {size} samples is predicted to need {format_bytes(peak)}, over "
@@ -327,12 +320,10 @@ class StepTrainer:
             costs: what is known of its costs from other sizes.
         """
         self._reference = None
-        plans = (
-            ()
-            if expected is None or expected.problem is None
-            else ((expected, expected.problem.graph, Phase.WARM_UP),)
-        )
-        self._expected = Known(plans=plans, costs=() if costs is None else (costs,))
+        self._expected = Known(costs=() if costs is None else (costs,))
+        if expected is not None and expected.problem is not None:
+            plan = (expected, expected.problem.graph, Phase.WARM_UP)
+            self._expected = replace(self._expected, plans=(plan,))
 
     @property
     def _reference_shape(self) -> ShapeState | None:

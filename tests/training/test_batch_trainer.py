@@ -113,9 +113,9 @@ class Rate:
 class Noting(BatchTrainer):
     """A batch trainer that notes every change of its size."""
 
-    def __init__(self, steps, report, batch_size, samples=None):
+    def __init__(self, steps, report, batch_size, steps_per_epoch=None):
         self.changes = []
-        super().__init__(None, steps, report, batch_size, lambda loader: samples, Rate())
+        super().__init__(None, steps, report, batch_size, steps_per_epoch, Rate())
 
     def _change(self, new, expected=None):
         self.changes.append((self._size or self._loader, new))
@@ -125,9 +125,9 @@ class Noting(BatchTrainer):
 class Fixed(Noting):
     """A batch trainer whose search finds ``found``."""
 
-    def __init__(self, steps, batch_size, found=None, samples=None):
+    def __init__(self, steps, batch_size, found=None, steps_per_epoch=None):
         report = SimpleNamespace(max_batch_size=None, batch_size=None)
-        super().__init__(steps, report, batch_size, samples)
+        super().__init__(steps, report, batch_size, steps_per_epoch)
         self.report, self.found = report, found
 
     def _search(self, batch):
@@ -371,7 +371,7 @@ def test_length_that_becomes_known_keeps_ten_updates():
 
 def test_larger_batches_are_told_of_once_with_what_they_mean():
     with pytest.warns(UserWarning, match="keras_remat") as caught:
-        epoch(Fixed(FakeSteps(), "max", found=30, samples=600), batches=30)
+        epoch(Fixed(FakeSteps(), "max", found=30, steps_per_epoch=60), batches=30)
     assert len(caught) == 1
     message = str(caught[0].message)
     for told in ("batches of 10", "batches of 30", "20 updates", "60", "multiplied by 3"):
@@ -438,10 +438,10 @@ def test_what_fit_was_given_is_measured_again_before_a_larger_batch_stays(monkey
 # ------------------------------------------------------------------ with a tuner and a search
 
 
-def on_tuner(backend, batch_size, limit, *, samples=None):
+def on_tuner(backend, batch_size, limit, *, steps_per_epoch=None):
     options = TunerOptions(limit, "greedy", 5.0, 2, 0.0)
     race, report = race_on(backend, options=options)
-    trainer = Noting(race, report, batch_size, samples)
+    trainer = Noting(race, report, batch_size, steps_per_epoch)
     return trainer, report, trainer.changes
 
 
@@ -482,7 +482,7 @@ def test_int_above_the_loaders_is_the_most_it_becomes():
 @pytest.mark.parametrize(("wanted", "largest"), [("max", 40), (1000, 400), (200, 200)])
 def test_an_epoch_keeps_ten_updates_unless_a_number_was_asked_for(wanted, largest):
     backend = FakeBackend()
-    trainer, report, _ = on_tuner(backend, wanted, 2**40, samples=40 * LOADER)
+    trainer, report, _ = on_tuner(backend, wanted, 2**40, steps_per_epoch=40)
     for _ in range(2):
         epoch(trainer, batches=40)
     assert len(backend.samples) == 800
@@ -492,7 +492,7 @@ def test_an_epoch_keeps_ten_updates_unless_a_number_was_asked_for(wanted, larges
 
 def test_epoch_too_short_for_larger_batches_keeps_the_loaders():
     backend = FakeBackend()
-    trainer, report, changes = on_tuner(backend, "max", 2**40, samples=8 * LOADER)
+    trainer, report, changes = on_tuner(backend, "max", 2**40, steps_per_epoch=8)
     total = epoch(trainer, batches=8)
     assert backend.samples == list(range(total))
     assert changes == []
@@ -588,9 +588,9 @@ def test_after_a_step_down_there_is_a_way_up_again_below_the_size_that_failed():
 
 def test_no_step_up_is_above_what_was_asked_for_or_the_epoch():
     limit = store_all_peak(4 * LOADER)
-    for batch_size, samples in ((50, None), ("max", 50 * LOADER)):
+    for batch_size, steps in ((50, None), ("max", 50)):
         backend = FakeBackend(surplus_bytes=lambda what, size: 0 if size <= LOADER else -limit // 4)
-        trainer, _, _ = on_tuner(backend, batch_size, limit, samples=samples)
+        trainer, _, _ = on_tuner(backend, batch_size, limit, steps_per_epoch=steps)
         total = epoch(trainer, batches=100)
         assert backend.samples == list(range(total))
         assert max(sizes_of(backend)) == 50
