@@ -17,13 +17,7 @@ def check_among(name: str, value: Any, accepted: tuple[Any, ...], *more: str) ->
 
 
 def check_name(what: str, value: Any, names: Collection[str]) -> None:
-    """Raises ``TypeError`` for what is no name, ``ValueError`` with the nearest for an unknown one.
-
-    Args:
-        what: is named, ``"solver"`` for instance.
-        value: the argument.
-        names: that there are.
-    """
+    """Raises ``TypeError`` for no name, ``ValueError`` with the nearest one for an unknown one."""
     if not isinstance(value, str):
         raise TypeError(f"{what} must be one of the names {', '.join(names)}; got {value!r}")
     if value not in names:

@@ -248,8 +248,6 @@ class PlanMismatchError(RematError):
         graph_fingerprint: fingerprint of the graph at hand.
 
     Args:
-        plan_fingerprint: as the attribute.
-        graph_fingerprint: as the attribute.
         difference: a sentence that says what differs, where that is known.
     """
 

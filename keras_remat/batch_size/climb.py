@@ -29,7 +29,6 @@ class SizeClimb:
     """What is known of the sizes that ran.
 
     Args:
-        backend: whose allocator decides.
         budget_bytes: what the device may have in use.
         predicted: the largest size by prediction.
         at_most: no size above it is chosen.

@@ -190,13 +190,7 @@ def _profile_at(
 
 class SizeRunner:
     """Trains a batch, its samples repeated, in steps of any size; the model's variables are put
-    back after each size.
-
-    Args:
-        backend: of the framework Keras runs on.
-        model: compiled and built.
-        batch: what ``train_step`` gets.
-    """
+    back after each size."""
 
     def __init__(self, backend: Backend, model: Any, batch: Any):
         self._backend, self._model, self._batch = backend, model, batch
@@ -254,12 +248,9 @@ def verified_search(
     """Trains what a search found and goes down or up from there.
 
     Args:
-        search: by prediction.
-        scaling: the problem at any size.
         train: runs a size, see :class:`SizeRunner`.
         budget_bytes: the limit less the margin, which predictions are held against; a measured peak
             is held against the limit.
-        backend: whose allocator decides.
         graph_of: the graph of the train step that really runs at a size; ``None`` where it is the
             scaling's.
         max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.

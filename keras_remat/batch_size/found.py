@@ -24,7 +24,6 @@ class Probe:
     """One batch size that was tried.
 
     Args:
-        batch_size: samples.
         plan: what would run; ``None`` when no schedule was found.
         reason: why not, or ``""``.
     """

@@ -243,11 +243,6 @@ def batch_scaling(
     """Traces the step at another size and returns the problem at any size.
 
     Args:
-        backend: of the framework Keras runs on.
-        model: compiled and built.
-        traced: the step for ``batch``.
-        problem: its graph and profile.
-        batch: what was traced.
         measured: see :class:`BatchScaling`; left out where other ops than the traced ones have to
             stand for the step.
 

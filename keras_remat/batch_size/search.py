@@ -96,10 +96,8 @@ def search_batch_size(
     """Searches the largest batch for which some schedule fits.
 
     Args:
-        scaling: the problem at any size.
         start: where the search begins.
         limit_bytes, budget_bytes: the limit, and what of it may be used.
-        backend: whose allocator decides.
         max_overhead: bound on (time − store-all time) / store-all time; ``"forward"`` is one extra
             forward pass; ``None`` is no bound.
         at_most: no size above this is tried.
@@ -113,7 +111,6 @@ def search_batch_size(
             ``None`` for none.
         multiple: every size is a multiple of it: see
             :attr:`~keras_remat.backends.base.Backend.batch_multiple`.
-        seed: for the solvers.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
@@ -141,10 +138,6 @@ def search_batch_size(
 
 class SizeSearch:
     """The state of one search: the largest size reached, and with which plans.
-
-    Args:
-        problem_at: the problem at a size.
-        budget_bytes, backend, max_overhead, at_most, seed: as in :func:`search_batch_size`.
 
     Attributes:
         largest: the largest size reached, 0 for none.

@@ -55,12 +55,7 @@ class TunerOptions:
 
 
 class StepPlanner:
-    """Makes plans under the memory limit of one ``fit``.
-
-    Args:
-        backend: whose allocator decides.
-        options: solver, times, seed, limit and margin.
-    """
+    """Makes plans under the memory limit of one ``fit``."""
 
     def __init__(self, backend: Backend, options: TunerOptions):
         self._backend, self._options = backend, options
@@ -104,7 +99,6 @@ class StepPlanner:
         by the chosen solver in half of its time or all.
 
         Args:
-            problem, batch_size: as in :meth:`best`.
             roomy_bytes: what a plan should need at most, where one that does is found quickly.
 
         Raises:
@@ -140,8 +134,6 @@ class StepPlanner:
         """Returns the chosen solver's plan, or the ``known`` order's where it is as fast.
 
         Args:
-            problem: graph and profile.
-            batch_size: for the error's advice.
             known: a legal order that may do.
             budget_bytes: what may be used, where that is less than all.
             most_s: seconds that solving may take, where that is less than its time limit.
@@ -168,8 +160,6 @@ class StepPlanner:
         plan predicted at 95 MiB measured 74).
 
         Args:
-            problem: graph and profile.
-            batch_size: for the error's advice.
             needed_bytes: what was needed so far.
             over_limit: orders that measured over the limit.
 
@@ -197,7 +187,6 @@ class StepPlanner:
         kept to it, or, where no compiler has told its peak, one by a quick solver.
 
         Args:
-            problem: graph and profile.
             failure: why there is none that keeps to it.
             over_limit: orders that measured over it, which are left out.
 

@@ -70,7 +70,6 @@ def plan_problem(
     Args:
         problem: graph and profile; its own budget plays no part.
         budget_bytes: what the device may have in use.
-        backend: whose allocator decides.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
         time_limit_s: seconds for all solves together; each gets a part of what is left, and a late
             one a tenth of it at least.
@@ -168,10 +167,6 @@ def closest_plan(
 ) -> Plan:
     """Returns the plan that comes closest to a budget that none may keep to.
 
-    Args:
-        problem, budget_bytes, backend, solver, seed: as in :func:`plan_problem`.
-        time_limit_s: seconds.
-
     Raises:
         ScheduleNotFoundError: not even one over the budget was found.
     """
@@ -211,11 +206,8 @@ def reused_plan(
     """Returns a plan for a known order; ``None`` where it needs more than the budget.
 
     Args:
-        problem: graph and profile at the size that is wanted.
         schedule: an order of ops with the same ids, inputs and outputs, found for another batch
             size; it is therefore legal here.
-        budget_bytes: what the device may have in use.
-        memory: predicts what the device shows.
     """
     usage, peak = simulate(problem, schedule), memory.peak_bytes(problem, schedule)
     if peak > budget_bytes:
@@ -281,8 +273,6 @@ class TracedModel:
 
     Args:
         batch: what was traced, as the framework's arrays.
-        traced: the step.
-        problem: its graph and profile.
         limit_bytes, budget_bytes: the memory limit, and what of it may be used.
         plan: the quick plan that was run to measure the profile; ``None`` where nothing was run.
     """
@@ -307,9 +297,6 @@ def traced_as_it_trains(
     """Returns a model's step as it will run, compiled or in order, and the backend that runs it.
 
     Where a model may train either way, the first that can carry the step is taken, as in ``fit``.
-
-    Args:
-        model, batch, memory_limit, margin, profile, seed, compilation: as in :func:`make_plan`.
 
     Raises:
         UnsupportedModelError: no backend can carry the step.
@@ -347,10 +334,6 @@ def traced_model(
 ) -> TracedModel:
     """Traces a model and gives it a profile; with ``"measured"`` steps run under a quick plan, and
     every variable is put back.
-
-    Args:
-        backend: of the framework Keras runs on.
-        model, batch, memory_limit, margin, profile, seed: as in :func:`make_plan`.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: no quick plan to measure under.
@@ -424,9 +407,7 @@ def advising(
     """Errors inside speak of the user's limit, and say what limit or batch would do.
 
     Args:
-        problem: what is planned.
         limit_bytes: the limit that its budget is a part of.
-        batch_size: samples of it.
         device: says what would lower an op's need.
     """
     try:

@@ -344,10 +344,6 @@ def cache_path(
 def cached_plan(path: Path, problem: Problem) -> Plan | None:
     """Returns the measured plan that a cache holds for a problem, or ``None``.
 
-    Args:
-        path: of :func:`cache_path`.
-        problem: what the plan has to be for.
-
     Raises:
         InvalidProblemError: the cached file is no plan for this graph.
         OSError: it cannot be read.

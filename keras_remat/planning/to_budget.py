@@ -69,8 +69,6 @@ class BudgetSearch:
     Args:
         problem: graph and profile; its own budget plays no part.
         budget_bytes: what the device may have in use.
-        memory: predicts what the device shows.
-        solver, seed: as in :func:`keras_remat.solvers.solve`.
 
     Attributes:
         closest: of all that was found, what needs least; ``None`` before anything was found.
@@ -262,9 +260,6 @@ def new_order(
         problem: graph and profile; its own budget plays no part.
         budget_bytes: what the device may have in use.
         target_share: the solver's budget as a share of ``budget_bytes``.
-        memory: predicts what the device shows.
-        solver, seed: as in :func:`keras_remat.solvers.solve`.
-        time_limit_s: seconds.
         near: a known order to begin with (:mod:`keras_remat.solvers.search.nearby`).
 
     Returns:

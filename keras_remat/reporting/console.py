@@ -50,7 +50,6 @@ class Console:
     Args:
         stream: where to; ``None`` is standard output, where Keras's bar is.
         verbose: 0 shows nothing, 1 tasks, swap and verdict, 2 every event instead of tasks.
-        clock: seconds from anywhere.
         ticking: whether a thread draws the running task again and again.
 
     Attributes:
@@ -221,13 +220,7 @@ class _Task:
 
 class SearchLine:
     """Best overhead and bound while a solver runs: a bar over the time limit on a terminal, else a
-    line per improvement.
-
-    Args:
-        stream: where to.
-        problem: what is solved.
-        time_limit_s: seconds the solver may take.
-    """
+    line per improvement."""
 
     def __init__(self, stream: TextIO, problem: Problem, time_limit_s: float):
         self._stream, self._problem, self._time_limit_s = stream, problem, time_limit_s

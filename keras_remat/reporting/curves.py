@@ -23,12 +23,7 @@ RESIDENT, WORKSPACE, REST = "resident", "workspace", "other layers"
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes alive over the time of one step.
-
-    Args:
-        problem: the graph and its costs.
-        schedule: a legal order.
-    """
+    """Bytes alive over the time of one step."""
 
     problem: Problem
     schedule: Schedule
@@ -187,13 +182,7 @@ class Group:
 
 
 def groups(problem: Problem, schedule: Schedule, by: By = "layer") -> list[Group]:
-    """Returns what a schedule does to each group, in the order of the graph.
-
-    Args:
-        problem: the graph and its costs.
-        schedule: a legal order.
-        by: how ops are grouped; see :func:`keras_remat.reporting.layers.group_names`.
-    """
+    """Returns what a schedule does to each group, in the order of the graph."""
     names = group_names(problem, by)
     plan, plain = Curve(problem, schedule), Curve(problem, Schedule.store_all(problem.graph))
     kept, before = (c.held(c.backward_begins, names) for c in (plan, plain))
@@ -233,7 +222,6 @@ def intervals(curve: Curve, most: int | None = None) -> list[Interval]:
     """Returns stays in memory, in the order of the graph.
 
     Args:
-        curve: of a schedule.
         most: only those of so many of the largest values, without values that are read at once and
             so do not stay; ``None`` for all.
     """
@@ -254,7 +242,6 @@ def top_holders(curves: list[Curve], most: int) -> list[dict[str, int]]:
     """Returns who holds the peak of each curve, with the same groups in each.
 
     Args:
-        curves: of one problem.
         most: layers that are named; the others are summed up as :data:`REST`.
     """
     held = [curve.holders(curve.peak_position) for curve in curves]

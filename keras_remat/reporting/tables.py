@@ -67,8 +67,6 @@ def summary_text(problem: Problem, schedule: Schedule, by: By = "layer") -> str:
     the last line says how many.
 
     Args:
-        problem: the graph and its costs.
-        schedule: a legal order.
         by: ``"layer"``, ``"op"`` or ``"block"``.
 
     >>> from keras_remat.core.graph import chain_example

@@ -52,11 +52,6 @@ class Trial:
 
     The rival trains until its step is final; then both are measured shortly after each other,
     because devices slow down and speed up from one minute to the next.
-
-    Args:
-        champion: whose step is final.
-        rival: whose step is on trial.
-        size: samples of the batches that the trial is about.
     """
 
     def __init__(self, champion: StepTrainer, rival: StepTrainer, size: int):
@@ -96,12 +91,7 @@ class BackendRace:
     """Trains batches by the best of several ways.
 
     Args:
-        model: compiled and built, inside ``fit``.
         backends: the one to begin with, and those it may give way to.
-        options: see :class:`~keras_remat.planning.fit_plans.TunerOptions`.
-        report: gets the events and the baseline.
-        progress: ``progress(text)`` as a context manager around everything that takes long.
-        installed: the train function that asks for every batch.
         chooses_pieces: whether a batch may be trained in pieces where that is faster.
         most_steps: that the ``fit`` can have; ``None`` where that is not known.
 
@@ -137,7 +127,6 @@ class BackendRace:
         """Trains one batch and returns its logs.
 
         Args:
-            batch: what ``train_step`` gets.
             may_split: whether a batch that fits under no schedule of any way may be trained in
                 micro-batches.
 

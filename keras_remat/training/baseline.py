@@ -29,7 +29,6 @@ class Baseline:
     slow the plain step down, too.
 
     Args:
-        report: gets the baseline.
         least_steps: how many plain steps tell what it takes.
         plain_peak_bytes: asked for the peak of a plain step that was measured.
     """
@@ -76,9 +75,6 @@ class Baseline:
         better. Nothing is predicted where plain steps were measured.
 
         Args:
-            plan: whose steps were seen.
-            batch_size: samples of a step.
-            time_s: of a step.
             cut: whether it trains in pieces: a plan for the whole batch tells better what a plain
                 step takes, where there was one.
         """

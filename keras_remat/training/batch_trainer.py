@@ -54,13 +54,8 @@ class BatchTrainer:
     """Trains loader batches under a :class:`~keras_remat.training.backend_race.BackendRace`.
 
     Args:
-        model: inside ``fit``.
-        steps: trains single batches.
-        report: gets ``max_batch_size`` and ``batch_size``.
         batch_size: ``"keep"``, ``"max"``, ``"fastest"`` or the largest size wanted.
         steps_per_epoch: of the loader's batches; ``None`` where that is not known.
-        learning_rate: follows the size of every step.
-        seed: for the solver.
 
     Attributes:
         search: what the search for a larger batch found, once there was one.

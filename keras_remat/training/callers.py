@@ -66,8 +66,6 @@ def caller_of(iterator: Any, fit: RunningFit | None, *, announced: bool) -> Call
     """Returns who calls.
 
     Args:
-        iterator: what the train function was given.
-        fit: the running ``fit`` with the callback.
         announced: whether Keras, or a loop of the user's own, has announced a batch since the last
             call.
     """

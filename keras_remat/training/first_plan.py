@@ -74,14 +74,7 @@ class Known:
 
 
 class FirstPlans:
-    """Traces steps and finds first plans for the batch shapes of one ``fit``.
-
-    Args:
-        fit: what all steps share.
-        backend: of the framework Keras runs on.
-        planner: makes plans under the limit.
-        given: a plan to begin with.
-    """
+    """Traces steps and finds first plans for the batch shapes of one ``fit``."""
 
     def __init__(self, fit: FitState, backend: Backend, planner: StepPlanner, given: Plan | None):
         self._fit, self._backend, self._planner, self._given = fit, backend, planner, given
@@ -140,7 +133,6 @@ class FirstPlans:
         """Returns what Keras's own step is predicted to need.
 
         Args:
-            costs: of the step.
             with_room: whether it is to be what its peak will hardly ever be over. It runs its ops
                 in no order on a CPU: peaks of VGG16's steps were 518 to 659 MiB in one fit.
         """
@@ -180,7 +172,6 @@ class FirstPlans:
         """Returns the first plan there is, what it costs, and the phase that it begins in.
 
         Args:
-            shape, costs, batch, known: what is planned for.
             may_miss: whether a plan that misses the limit by a little is better than none.
 
         Raises:
@@ -214,8 +205,6 @@ class FirstPlans:
         """Returns the fastest plan by a known order that fits; ``None`` where none does.
 
         Args:
-            problem: the step that it is for.
-            known: the orders.
             phase: that they have to begin in.
             tried: orders that are known not to do.
         """
@@ -255,7 +244,6 @@ class FirstPlans:
         was not measured yet; or, where there is none, one that does not.
 
         Args:
-            shape, costs, known: what it is for.
             running: the order that runs now, which may do.
             is_final: whether it is made in earnest, or quickly.
             most_s: seconds that a plan in earnest may take.

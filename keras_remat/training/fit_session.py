@@ -33,11 +33,7 @@ class FitSession:
     """Trains the batches of one ``fit``.
 
     Args:
-        callback: the one that the ``fit`` was given.
-        model: compiled, inside ``fit``.
         backends: those that can train it, the one to begin with first.
-        options: see ``RematAutotune``.
-        report: gets events, epochs and the baseline.
         progress: ``progress(text)`` as a context manager around everything that takes long.
         steps_per_epoch, epochs: as far as Keras knows.
 

@@ -35,10 +35,7 @@ class FitState:
     """The report, the counters and the train function of one ``fit``.
 
     Args:
-        model: compiled, inside ``fit``.
-        report: gets the events and the baseline.
         progress: ``progress(text)`` as a context manager around everything that takes long.
-        installed: the train function that asks for every batch.
         most_steps: that the ``fit`` can have; ``None`` where that is not known.
 
     Attributes:

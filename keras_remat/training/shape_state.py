@@ -55,8 +55,6 @@ class Costs:
     """What the traced step of a batch shape costs.
 
     Args:
-        traced: the step.
-        problem: its graph and profile.
         micro_batches: how many pieces it trains its batch in.
     """
 
@@ -136,23 +134,14 @@ class ShapeState:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainShape(ShapeState):
-    """How batches of one shape are trained: by Keras's own step, whose costs are known.
-
-    Args:
-        costs: of the step.
-    """
+    """How batches of one shape are trained: by Keras's own step, whose costs are known."""
 
     costs: Costs
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedShape(ShapeState):
-    """How batches of one shape are trained: under a plan.
-
-    Args:
-        costs: of the step.
-        plan: whose schedule runs.
-    """
+    """How batches of one shape are trained: under a plan."""
 
     costs: Costs
     plan: Plan
@@ -177,7 +166,6 @@ class Recording(PlannedShape):
     """How batches of one shape are trained: under a plan whose steps are recorded.
 
     Args:
-        recorder: records them.
         started: whether it is recording.
     """
 

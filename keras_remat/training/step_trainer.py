@@ -56,9 +56,6 @@ class StepTrainer:
     """Trains batches under a memory limit.
 
     Args:
-        fit: what all steps share.
-        backend: of the framework Keras runs on.
-        options: see :class:`~keras_remat.planning.fit_plans.TunerOptions`.
         plain_may_run: ``False`` where it is known that Keras's own step does not fit.
 
     Attributes:
@@ -95,7 +92,6 @@ class StepTrainer:
         """Trains one batch and returns its logs.
 
         Args:
-            batch: what ``train_step`` gets.
             may_split: whether the size of a step is not given: a batch that fits under no schedule
                 may then be trained in micro-batches.
             may_miss: whether a first plan that misses the limit by a little is better than none.
@@ -376,9 +372,6 @@ class StepTrainer:
 
     def trace_reference(self, batch: Any) -> None:
         """Traces the step of the reference shape, where it was known to fit without that.
-
-        Args:
-            batch: of the reference shape.
 
         Raises:
             UnsupportedModelError: nothing can be planned for it.

@@ -29,11 +29,7 @@ CHEAP_SHARE = 0.02
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a batch; by itself, nothing yet.
-
-    Args:
-        batch: what ``train_step`` gets.
-    """
+    """What came of a batch; by itself, nothing yet."""
 
     batch: Any
 
@@ -65,12 +61,7 @@ class OutOfMemory(Outcome):
 
 
 class StepGuard:
-    """Measures steps of a model and undoes those that run out of memory.
-
-    Args:
-        model: whose variables are guarded.
-        backend: of the framework it runs on.
-    """
+    """Measures steps of a model and undoes those that run out of memory."""
 
     def __init__(self, model: Any, backend: Backend):
         self._model, self._backend = model, backend
@@ -84,8 +75,6 @@ class StepGuard:
         """Runs a step once and returns what came of it.
 
         Args:
-            step: trains one batch.
-            batch: what it trains.
             guarded: whether the step must be undone if it fails, whatever the copy costs.
             timed: whether the step is waited for; else it is said to have taken what the last one
                 did that was.
