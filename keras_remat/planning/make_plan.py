@@ -90,7 +90,8 @@ def plan_problem(
     chosen = backend.auto_solver if solver == "auto" else solver
     if chosen != "auto":
         try:
-            return _solved(problem, budget_bytes, memory, budget_bytes, chosen, deadline_s, seed)[0]
+            search = BudgetSearch(problem, budget_bytes, memory, chosen, seed)
+            return _solved(search, budget_bytes, deadline_s)[0]
         except ScheduleNotFoundError as error:  # names the solver that was asked for
             raise ScheduleNotFoundError(
                 error.budget_bytes,
@@ -102,31 +103,21 @@ def plan_problem(
     # how much the allocator needs above a schedule is told by the known one or by a quick solver;
     # the slow one starts from there
     quick = None if known is None else reused_plan(problem, known, budget_bytes, memory)
-    start = budget_bytes
+    start, patient = budget_bytes, known is None
     if quick is not None:
-        start -= max(
-            0, quick.predicted.peak_bytes - simulate(problem, quick.solution.schedule).peak_bytes
-        )
+        alive = simulate(problem, quick.solution.schedule).peak_bytes
+        start -= max(0, quick.predicted.peak_bytes - alive)
     else:
+        search = BudgetSearch(problem, budget_bytes, memory, "greedy_first", seed)
+        quick_deadline_s = time.perf_counter() + _QUICK_SHARE * time_limit_s
         try:
-            quick_deadline_s = time.perf_counter() + _QUICK_SHARE * time_limit_s
-            quick, start = _solved(
-                problem,
-                budget_bytes,
-                memory,
-                budget_bytes,
-                "greedy_first",
-                quick_deadline_s,
-                seed,
-                patient=known is None,
-            )
+            quick, start = _solved(search, budget_bytes, quick_deadline_s, patient=patient)
         except ScheduleNotFoundError as error:
             logger.debug("keras_remat: %s", error)
     deadline_s = max(deadline_s, time.perf_counter() + _SLOW_SHARE * time_limit_s)
+    search = BudgetSearch(problem, budget_bytes, memory, solver, seed)
     try:
-        plan, _ = _solved(
-            problem, budget_bytes, memory, start, solver, deadline_s, seed, patient=known is None
-        )
+        plan, _ = _solved(search, start, deadline_s, patient=patient)
     except (InfeasibleBudgetError, ScheduleNotFoundError):
         if quick is None:
             raise
@@ -135,25 +126,16 @@ def plan_problem(
 
 
 def _solved(
-    problem: Problem,
-    budget_bytes: int,
-    memory: MemoryModel,
-    start: int,
-    solver: str,
-    deadline_s: float,
-    seed: int,
-    *,
-    patient: bool = True,
+    search: BudgetSearch, start: int, deadline_s: float, *, patient: bool = True
 ) -> tuple[Plan, int]:
     """Returns one solver's plan that keeps to the budget, and the target it was solved for."""
-    search = BudgetSearch(problem, budget_bytes, memory, solver, seed)
     try:
         found, target = search.run(start, deadline_s, patient=patient)
     except ScheduleNotFoundError as error:
         if search.closest is not None:
-            error.closest = plan_of(problem, budget_bytes, memory, search.closest)
+            error.closest = _plan_of(search, search.closest)
         raise
-    return plan_of(problem, budget_bytes, memory, found), target
+    return _plan_of(search, found), target
 
 
 def closest_plan(
@@ -161,26 +143,27 @@ def closest_plan(
     budget_bytes: int,
     backend: Backend,
     *,
-    solver: str = "greedy_first",
-    time_limit_s: float = 4.0,
-    seed: int = 0,
+    time_limit_s: float,
+    seed: int,
 ) -> Plan:
-    """Returns the plan that comes closest to a budget that none may keep to.
+    """Returns a quick solver's plan that comes closest to a budget that none may keep to.
 
     Raises:
         ScheduleNotFoundError: not even one over the budget was found.
     """
-    search = BudgetSearch(problem, budget_bytes, backend.memory, solver, seed)
-    deadline_s = time.perf_counter() + time_limit_s
+    search = BudgetSearch(problem, budget_bytes, backend.memory, "greedy_first", seed)
+    start, deadline_s = max(budget_bytes, problem.floor_bytes), time.perf_counter() + time_limit_s
     try:
-        found, _ = search.run(
-            max(budget_bytes, problem.floor_bytes), deadline_s, patient=False, approach=True
-        )
+        found, _ = search.run(start, deadline_s, patient=False, approach=True)
     except ScheduleNotFoundError:
         if search.closest is None:
             raise
         found = search.closest
-    return plan_of(problem, budget_bytes, backend.memory, found)
+    return _plan_of(search, found)
+
+
+def _plan_of(search: BudgetSearch, found: Found) -> Plan:
+    return plan_of(search.problem, search.budget_bytes, search.memory, found)
 
 
 def plan_of(problem: Problem, budget_bytes: int, memory: MemoryModel, found: Found) -> Plan:

@@ -77,7 +77,7 @@ class BudgetSearch:
     def __init__(
         self, problem: Problem, budget_bytes: int, memory: MemoryModel, solver: str, seed: int
     ):
-        self._problem, self._budget, self._memory = problem, budget_bytes, memory
+        self.problem, self.budget_bytes, self.memory = problem, budget_bytes, memory
         self._solver, self._seed = solver, seed
         self._chosen: tuple[Found, int] | None = None  # the fastest that fits, and its target
         self._misses = 0  # compilations that told more than the budget
@@ -100,9 +100,9 @@ class BudgetSearch:
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: none was found.
         """
-        floor = self._problem.floor_bytes
-        store_all = Schedule.store_all(self._problem.graph)
-        most = simulate(self._problem, store_all).peak_bytes if approach else start
+        floor = self.problem.floor_bytes
+        store_all = Schedule.store_all(self.problem.graph)
+        most = simulate(self.problem, store_all).peak_bytes if approach else start
         target, reached, unreachable = start, max(start, most), floor
         late_s = _PATIENCE * (deadline_s - time.perf_counter()) if patient else 0.0
         for turn in range(_CORRECTIONS):
@@ -132,7 +132,7 @@ class BudgetSearch:
         self._compile_nearest(deadline_s)
         if self._chosen is None:
             over = None if self.closest is None else self.closest.peak_bytes
-            raise ScheduleNotFoundError(self._budget, floor, over, solver=self._solver)
+            raise ScheduleNotFoundError(self.budget_bytes, floor, over, solver=self._solver)
         return self._chosen
 
     def solve_at(
@@ -148,7 +148,7 @@ class BudgetSearch:
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
         """
-        problem = self._problem.with_budget(target)
+        problem = self.problem.with_budget(target)
         seen: list[Solution] = []
         if near is None:
             final = solve(
@@ -169,8 +169,8 @@ class BudgetSearch:
         return sorted(found, key=lambda one: one.time_s)
 
     def _found(self, solution: Solution) -> Found:
-        usage = simulate(self._problem, solution.schedule)
-        peak = self._memory.peak_bytes(self._problem, solution.schedule)
+        usage = simulate(self.problem, solution.schedule)
+        peak = self.memory.peak_bytes(self.problem, solution.schedule)
         return Found(replace(solution, usage=usage), usage.time_s, peak)
 
     def _surplus(self, found: list[Found], target: int) -> int | None:
@@ -182,20 +182,20 @@ class BudgetSearch:
         step = 1
         if fitting is not None:
             fitting = self._compiled(fitting)
-            self._misses += fitting.peak_bytes > self._budget
+            self._misses += fitting.peak_bytes > self.budget_bytes
             step = 2 ** max(0, self._misses - 1)  # every miss is followed by a longer one
         nearest = fitting or min(found, key=lambda one: one.peak_bytes)
         self._keep_if_closest(nearest)
-        if fitting is None or fitting.peak_bytes > self._budget:
-            alive = simulate(self._problem, nearest.schedule).peak_bytes
-            unused = 0 if self._memory.order_matters else max(0, target - alive)
-            return unused + step * (nearest.peak_bytes - self._budget)
+        if fitting is None or fitting.peak_bytes > self.budget_bytes:
+            alive = simulate(self.problem, nearest.schedule).peak_bytes
+            unused = 0 if self.memory.order_matters else max(0, target - alive)
+            return unused + step * (nearest.peak_bytes - self.budget_bytes)
         if self._chosen is None or fitting.time_s < self._chosen[0].time_s:
             self._chosen = fitting, target
         gain = 1 - fastest.time_s / self._chosen[0].time_s if self._chosen[0].time_s > 0 else 0.0
-        if not self._memory.order_matters or gain <= _WORTH_ANOTHER:
+        if not self.memory.order_matters or gain <= _WORTH_ANOTHER:
             return None
-        return fastest.peak_bytes - self._budget
+        return fastest.peak_bytes - self.budget_bytes
 
     def _keep_if_closest(self, one: Found) -> None:
         """Keeps what needs least; a peak that is only predicted gives way to one that is known."""
@@ -208,15 +208,15 @@ class BudgetSearch:
     def _may_fit(self, one: Found) -> bool:
         """Whether compiling is worth it. A step that recomputes nothing is compiled whatever is
         predicted, because that is what Keras's own step needs."""
-        if one.peak_bytes <= self._budget:
+        if one.peak_bytes <= self.budget_bytes:
             return True
-        plain = one.schedule == Schedule.store_all(self._problem.graph)
-        return plain and not self._memory.order_matters and self._compiled(one).is_exact
+        plain = one.schedule == Schedule.store_all(self.problem.graph)
+        return plain and not self.memory.order_matters and self._compiled(one).is_exact
 
     def _compiled(self, one: Found) -> Found:
         """Returns the same with the peak that compiling tells, where it does."""
         self._untried.pop(one.schedule, None)
-        told = self._memory.compiled_peak_bytes(self._problem, one.schedule)
+        told = self.memory.compiled_peak_bytes(self.problem, one.schedule)
         if told is None:
             return one
         self._tried.add(one.schedule)
@@ -227,14 +227,14 @@ class BudgetSearch:
         keeps to it."""
         while self._chosen is None and self._untried and self._may_compile(deadline_s):
             predicted = {
-                order: self._memory.peak_bytes(self._problem, order) for order in self._untried
+                order: self.memory.peak_bytes(self.problem, order) for order in self._untried
             }
             one = self._compiled(self._untried[min(predicted, key=lambda at: predicted[at])])
             if not one.is_exact:
                 return
             self._keep_if_closest(one)
-            if one.peak_bytes <= self._budget:
-                self._chosen = one, simulate(self._problem, one.schedule).peak_bytes
+            if one.peak_bytes <= self.budget_bytes:
+                self._chosen = one, simulate(self.problem, one.schedule).peak_bytes
 
     def _may_compile(self, deadline_s: float) -> bool:
         in_time = time.perf_counter() < deadline_s
