@@ -15,18 +15,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_remat import doctor
 from keras_remat.checks import check_name
-from keras_remat.errors import (
-    InfeasibleBudgetError,
-    RematError,
-    ScheduleNotFoundError,
-)
-
-if TYPE_CHECKING:
-    from keras_remat.reporting.console import Console
+from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 
 DONE, WRONG_USE, INFEASIBLE, NOT_FOUND = 0, 2, 3, 4
 _MODEL_HELP = "a compiled model saved by model.save, or package.module:function that returns one"
@@ -74,15 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"keras-remat {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (
-        _add_solve,
-        _add_plan,
-        _add_max_batch,
-        _add_show,
-        _add_compare,
-        doctor.add_arguments,
-    ):
+    for add in (_add_solve, _add_plan, _add_max_batch, _add_show, _add_compare):
         add(commands)
+    doctor.add_arguments(commands)
     return parser
 
 
@@ -129,12 +116,6 @@ def _common(command: Any, *, solver: bool = True) -> None:
     _json_argument(command)
 
 
-def _check_solver(name: str) -> None:
-    from keras_remat.solvers import SOLVERS
-
-    check_name("solver", name, SOLVERS)
-
-
 def _json_argument(command: Any) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object instead")
 
@@ -178,7 +159,7 @@ def _run_solve(options: argparse.Namespace) -> int:
     from keras_remat.reporting.console import SearchLine
     from keras_remat.reporting.text import solution_text
 
-    _check_solver(options.solver)
+    check_name("solver", options.solver, solvers.SOLVERS)
     problem = serialize.load_problem(options.problem)
     store_all = simulate(problem, Schedule.store_all(problem.graph))
     problem = problem.with_budget(
@@ -272,12 +253,6 @@ def _loaded_model(name: str) -> Any:
     return model
 
 
-def _console() -> Console:
-    from keras_remat.reporting.console import Console
-
-    return Console(sys.stderr, 1)
-
-
 def _add_plan(commands: Any) -> None:
     plan = _command(
         commands,
@@ -294,9 +269,11 @@ def _add_plan(commands: Any) -> None:
 
 def _run_plan(options: argparse.Namespace) -> int:
     from keras_remat.planning.make_plan import make_plan
+    from keras_remat.reporting.console import Console
+    from keras_remat.solvers import SOLVERS
 
-    _check_solver(options.solver)
-    limit, console = _checked_limit(options.memory_limit), _console()
+    check_name("solver", options.solver, SOLVERS)  # before the model is loaded
+    limit, console = _checked_limit(options.memory_limit), Console(sys.stderr)
     with console.task("loading the model"):
         model = _loaded_model(options.model)
     with console.task("planning"):
@@ -336,8 +313,9 @@ def _add_max_batch(commands: Any) -> None:
 
 def _run_max_batch(options: argparse.Namespace) -> int:
     from keras_remat.batch_size.find import find_max_batch_size
+    from keras_remat.reporting.console import Console
 
-    limit, console = _checked_limit(options.memory_limit), _console()
+    limit, console = _checked_limit(options.memory_limit), Console(sys.stderr)
     with console.task("loading the model"):
         model = _loaded_model(options.model)
     with console.task("searching the largest batch that fits"):

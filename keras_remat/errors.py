@@ -32,9 +32,8 @@ class RematError(Exception):
 def _restore(
     kind: type[RematError], args: tuple[Any, ...], attributes: dict[str, Any]
 ) -> RematError:
-    error = kind.__new__(
-        kind, *args
-    )  # __init__ would want the numbers again, under other names for every class
+    # __init__ would want the numbers again, under other names for every class
+    error = kind.__new__(kind, *args)
     error.__dict__.update(attributes)
     return error
 
@@ -120,15 +119,11 @@ class InfeasibleBudgetError(RematError):
     ):
         need = f"op {op_name!r} alone needs" if op_name else "every schedule needs"
         budget, floor = format_unequal_bytes(budget_bytes, floor_bytes)
-        least = limit_for(floor_bytes, budget_bytes, limit_bytes)
+        least = rounded_up(limit_for(floor_bytes, budget_bytes, limit_bytes))
+        advice = advice or f"Raise the memory limit to at least {least}, or use a smaller batch."
         super().__init__(
             f"No schedule fits {_with_limit(budget, budget_bytes, limit_bytes)}: {need} {floor} "
-            "with its inputs, outputs, workspace and the resident bytes. "
-            + (
-                advice
-                or f"Raise the memory limit to at least {rounded_up(least)}, or use a smaller "
-                "batch."
-            )
+            f"with its inputs, outputs, workspace and the resident bytes. {advice}"
         )
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
@@ -234,10 +229,8 @@ def unknown_name(what: str, name: object, names: Iterable[str]) -> str:
     """
     known = list(names)
     near = difflib.get_close_matches(str(name), known, n=1)
-    meant = f" did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {name!r};{meant} There are {', '.join(known)}".replace(
-        "; There", "; there"
-    )
+    meant = f"did you mean {near[0]!r}? There" if near else "there"
+    return f"unknown {what} {name!r}; {meant} are {', '.join(known)}"
 
 
 class PlanMismatchError(RematError):
@@ -269,10 +262,10 @@ class PeakExceededError(RematError):
         budget_bytes: what it had to stay under.
     """
 
-    def __init__(self, peak_bytes: int, budget_bytes: int, *, what: str = "The schedule"):
+    def __init__(self, peak_bytes: int, budget_bytes: int):
         peak, budget = format_unequal_bytes(peak_bytes, budget_bytes)
         super().__init__(
-            f"{what} needs {peak}, over the budget of {budget}. Raise the memory limit or use a "
+            f"The schedule needs {peak}, over the budget of {budget}. Raise the memory limit or use a "
             "smaller batch."
         )
         self.peak_bytes = peak_bytes

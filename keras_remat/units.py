@@ -93,9 +93,7 @@ def parse_bytes(
     """Returns a memory limit in bytes.
 
     Args:
-        limit: an int of bytes, a size with a unit, or a percentage of ``total_bytes``.
         total_bytes: what a percentage refers to; ``None`` when there is no such total.
-        what: the argument's name for the error message.
         least: the smallest number of bytes that is accepted.
 
     Raises:

@@ -333,8 +333,6 @@ def cache_path(
     """Returns where a cache keeps the plan of a graph under a budget.
 
     Args:
-        cache_dir: the cache's folder.
-        graph, budget_bytes: what the plan is for.
         setting: what else it depends on: device, versions, options.
     """
     key = hashlib.sha256("\n".join(setting).encode()).hexdigest()

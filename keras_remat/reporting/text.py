@@ -159,7 +159,7 @@ def _recomputed_by(
 
 
 def recomputed_text(problem: Problem, schedule: Schedule, *, top: int = 5) -> str:
-    """Returns what a schedule recomputes: in total, and the most expensive kinds and op
+    """Returns what a schedule recomputes: in total, and the most expensive kinds and ops.
 
     >>> from keras_remat.core.graph import chain_example
     >>> from keras_remat.core.profile import Profile
@@ -214,10 +214,6 @@ def status_text(solution: Solution) -> str:
 
 def solution_text(problem: Problem, solution: Solution) -> str:
     """Summary of what a solver found for a terminal.
-
-    Args:
-        problem: with its budget.
-        solution: simulated.
 
     Raises:
         ValueError: no budget, or a solution that was not simulated.

@@ -19,10 +19,9 @@ BATCH_SIZES = ("max", "fastest", "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitOptions:
+class FitOptions(TunerOptions):
     """The arguments of ``RematAutotune`` that decide how a ``fit`` trains; see there."""
 
-    steps: TunerOptions
     batch_size: int | str
     learning_rate_scaling: str | None
     compilation: str
@@ -31,9 +30,7 @@ class FitOptions:
     @property
     def shared(self) -> dict[str, str]:
         """What has to be the same in all processes that train a model: all but the limit."""
-        options = vars(self.steps) | vars(self)
-        own = ("steps", "memory_limit")
-        return {name: repr(value) for name, value in options.items() if name not in own}
+        return {name: repr(value) for name, value in vars(self).items() if name != "memory_limit"}
 
 
 def checked_options(
@@ -78,21 +75,17 @@ def checked_options(
     check_path("cache_dir", cache_dir)
     if plan is not None and not isinstance(plan, Plan):
         plan = load_plan(plan)
-    steps = TunerOptions(
-        memory_limit, solver, float(solver_time_limit_s), profile_steps, float(margin), seed, plan,
-        cache_dir, 1 if chooses_pieces or micro_batches is None else int(micro_batches),
-    )  # fmt: skip
-    if isinstance(batch_size, str):
-        wanted: int | str = "keep" if chooses_pieces else batch_size
-    else:
-        wanted = int(batch_size)
+    if not isinstance(batch_size, str):
+        batch_size = int(batch_size)
+    elif chooses_pieces:
+        batch_size = "keep"
     return FitOptions(
-        steps=steps,
-        batch_size=wanted,
-        learning_rate_scaling=learning_rate_scaling,
-        compilation=compilation,
-        chooses_pieces=chooses_pieces,
-    )
+        memory_limit=memory_limit, solver=solver, solver_time_limit_s=float(solver_time_limit_s),
+        profile_steps=profile_steps, margin=float(margin), seed=seed, plan=plan,
+        cache_dir=cache_dir, batch_size=batch_size, learning_rate_scaling=learning_rate_scaling,
+        micro_batches=1 if chooses_pieces or micro_batches is None else int(micro_batches),
+        compilation=compilation, chooses_pieces=chooses_pieces,
+    )  # fmt: skip
 
 
 def check_path(name: str, value: Any, *, or_plan: bool = False) -> None:

@@ -280,11 +280,7 @@ class BackendRace:
 
     def begin_shape(self, expected: Plan | None = None, costs: Problem | None = None) -> None:
         """Makes the next batch's shape the reference shape; one that does not fit is refused, not
-        handed to another way.
-
-        Args:
-            expected, costs: as in :meth:`.step_trainer.StepTrainer.begin_shape`.
-        """
+        handed to another way."""
         self._grown = True
         self.trainer.begin_shape(expected, costs)
 

@@ -67,7 +67,7 @@ class FitSession:
             options.batch_size,
             steps_per_epoch,
             rate,
-            options.steps.seed,
+            options.seed,
         )
         self._announced = self._last_call = False
         self._is_unmodified = False  # whether Keras's own step runs to the end
@@ -79,7 +79,7 @@ class FitSession:
         return BackendRace(
             self._model,
             self._backends,
-            self._options.steps,
+            self._options,
             self._report,
             self._progress,
             self._installed,

@@ -39,7 +39,6 @@ class FitState:
         most_steps: that the ``fit`` can have; ``None`` where that is not known.
 
     Attributes:
-        model, report, progress, installed: as given.
         steps_run: how many steps this ``fit`` has trained.
         counter: what was counted since :meth:`take_counter`.
     """

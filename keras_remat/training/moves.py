@@ -20,7 +20,7 @@ from keras_remat.planning.fit_plans import StepPlanner
 from keras_remat.training.first_plan import NOT_FOUND, FirstPlans, Known
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.phases import Move, Phase, Recorded
-from keras_remat.training.shape_state import Costs, PlainShape, PlannedShape, Recording, ShapeState
+from keras_remat.training.shape_state import Costs, PlannedShape, Recording, ShapeState, TracedShape
 from keras_remat.training.undo import Outcome, OutOfMemory
 from keras_remat.units import format_bytes, format_seconds
 
@@ -70,7 +70,7 @@ class Moves:
 
     def costs_of(self, shape: ShapeState, batch: Any) -> Costs:
         """Returns the costs of a shape's step, which is traced where it was not."""
-        if isinstance(shape, (PlainShape, PlannedShape)):
+        if isinstance(shape, TracedShape):
             return shape.costs
         return self._first_plans.trace(batch, self._known(shape))
 

@@ -27,7 +27,6 @@ class Tried:
     """Says what came of training a batch in so many pieces.
 
     Args:
-        pieces: how many.
         time_s: measured for a step; infinite where no schedule keeps to the limit.
         least_s: what it is predicted to take without recomputation; as much as measured where there
             is none.

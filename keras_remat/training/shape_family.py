@@ -23,6 +23,7 @@ from keras_remat.training.shape_state import (
     PlannedShape,
     ShapeState,
     Signature,
+    TracedShape,
     is_within,
 )
 
@@ -78,7 +79,7 @@ class ShapeFamily:
         problems = [
             shape.costs.problem
             for shape in self._shapes.values()
-            if isinstance(shape, (PlainShape, PlannedShape))
+            if isinstance(shape, TracedShape)
             and shape.costs.micro_batches == 1
             and shape.signature != signature
         ]

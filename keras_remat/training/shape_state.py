@@ -73,13 +73,7 @@ class ShapeState:
     """How batches of one shape are trained: by Keras's own step, which was not traced for it.
 
     Args:
-        signature: shapes and dtypes of a batch.
-        batch_size: samples of a batch.
-        run: trains a batch.
-        phase: what its steps are for.
         may_split: whether the size of a step is not given, so that a batch may be split.
-        tries: what was tried for the shape.
-        recorded: what came of recording its ops.
         called: whether ``run`` has had its first call, which is slower and larger than others.
         steps: what the later calls in this phase measured; of a final step, the last one.
         resident_bytes: the most in use between two of its steps.
@@ -133,17 +127,20 @@ class ShapeState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainShape(ShapeState):
-    """How batches of one shape are trained: by Keras's own step, whose costs are known."""
+class TracedShape(ShapeState):
+    """How batches of one shape are trained whose step was traced."""
 
     costs: Costs
+
+
+class PlainShape(TracedShape):
+    """How batches of one shape are trained: by Keras's own step, whose costs are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedShape(ShapeState):
+class PlannedShape(TracedShape):
     """How batches of one shape are trained: under a plan."""
 
-    costs: Costs
     plan: Plan
 
     @property

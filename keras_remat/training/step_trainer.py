@@ -37,6 +37,7 @@ from keras_remat.training.shape_state import (
     Recording,
     ShapeState,
     Signature,
+    TracedShape,
     is_within,
     signature_of,
 )
@@ -59,7 +60,6 @@ class StepTrainer:
         plain_may_run: ``False`` where it is known that Keras's own step does not fit.
 
     Attributes:
-        backend: as given.
         pieces: in how many pieces a batch is asked to be trained.
         plan: of the shape that training is about, the reference shape; ``None`` while it runs
             plainly.
@@ -194,7 +194,7 @@ class StepTrainer:
 
     def _facts(self, shape: ShapeState, outcome: Outcome) -> Facts:
         out_of_memory = isinstance(outcome, OutOfMemory)
-        costs = shape.costs if isinstance(shape, (PlainShape, PlannedShape)) else None
+        costs = shape.costs if isinstance(shape, TracedShape) else None
         pieces = 1 if costs is None else costs.micro_batches
         return Facts(
             phase=shape.phase,
@@ -334,7 +334,7 @@ class StepTrainer:
     def problem(self) -> Problem | None:
         """The reference shape's traced step with its costs, measured ones once there are any."""
         shape = self._reference_shape
-        return shape.costs.problem if isinstance(shape, (PlainShape, PlannedShape)) else None
+        return shape.costs.problem if isinstance(shape, TracedShape) else None
 
     @property
     def micro_batches(self) -> int:
@@ -377,7 +377,7 @@ class StepTrainer:
             UnsupportedModelError: nothing can be planned for it.
         """
         shape = self._reference_shape
-        if shape is None or isinstance(shape, (PlainShape, PlannedShape)):
+        if shape is None or isinstance(shape, TracedShape):
             return
         with self._fit.planning():
             costs = self._moves.costs_of(shape, batch)
@@ -392,7 +392,7 @@ class StepTrainer:
             LookupError: no step of it was traced.
         """
         shape, baseline = self._reference_shape, self._fit.report.baseline
-        if not isinstance(shape, (PlainShape, PlannedShape)):
+        if not isinstance(shape, TracedShape):
             raise LookupError("the reference shape was not traced")
         problem = shape.costs.problem
         if problem.profile.source == "estimated" and baseline and problem.store_all_time_s > 0:

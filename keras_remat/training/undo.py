@@ -36,12 +36,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trained(Outcome):
-    """A step trained its batch.
-
-    Args:
-        result: what the step returned.
-        usage: its measured time and peak.
-    """
+    """A step trained its batch."""
 
     result: Any
     usage: Usage

@@ -24,7 +24,7 @@ GIVEN = {
 def test_arguments_come_back_in_one_record():
     options = checked_options(**GIVEN | {"batch_size": 64, "learning_rate_scaling": "sqrt"})
     assert (options.batch_size, options.learning_rate_scaling) == (64, "sqrt")
-    assert (options.steps.solver_time_limit_s, options.steps.margin) == (30.0, 0.0)
+    assert (options.solver_time_limit_s, options.margin) == (30.0, 0.0)
 
 
 @pytest.mark.parametrize(
