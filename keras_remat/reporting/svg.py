@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from keras_remat.reporting import colors
 from keras_remat.reporting.curves import Curve, intervals
-from keras_remat.reporting.tables import readable
+from keras_remat.reporting.tables import counted, readable
 from keras_remat.units import byte_unit, format_bytes, format_seconds
 
 MAX_POINTS = 1000
@@ -81,15 +81,11 @@ def holders(rows: Mapping[str, Mapping[str, int]]) -> str:
     parts = [_open("Who holds the peak", height * len(rows) + 8)]
     for at, (name, row) in enumerate(rows.items()):
         left, top = float(_LEFT), at * height + 8
-        middle = top + 27
-        parts.append(f'<text x="{_LEFT - 8}" y="{middle}" text-anchor="end">{escape(name)}</text>')
+        parts.append(_text(_LEFT - 8, top + 27, "end", escape(name)))
         for group in groups:
             width = (_WIDTH - _LEFT - _RIGHT) * row[group] / highest
             label = f"{escape(group)}: {format_bytes(row[group])}"
-            parts.append(
-                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="40" '
-                f'fill="{color[group]}"><title>{label}</title></rect>'
-            )
+            parts.append(_rect(f'fill="{color[group]}"', left, top, width, 40, label))
             left += width
     return "".join([*parts, "</svg>"])
 
@@ -108,10 +104,8 @@ def stays(curve: Curve) -> str:
         kind = "again" if stay.again else "first"
         label = f"{escape(value.name)}: {format_bytes(value.nbytes)}"
         label += ", computed again" if stay.again else ""
-        parts.append(
-            f'<rect class="{kind}" x="{left:.1f}" y="{_TOP + rows[stay.value_id] * step:.1f}" '
-            f'width="{width:.1f}" height="{0.8 * step:.1f}"><title>{label}</title></rect>'
-        )
+        top = _TOP + rows[stay.value_id] * step
+        parts.append(_rect(f'class="{kind}"', left, top, width, 0.8 * step, label))
     parts.append(
         f'<text transform="rotate(-90)" x="{-(_TOP + _HEIGHT - _BOTTOM) / 2}" y="24" '
         f'text-anchor="middle">the {len(rows)} largest values</text>'
@@ -128,18 +122,14 @@ def speed(samples_per_s: Sequence[float], plain: float | None, first: int = 0) -
     for height in _ticks(highest, 4):
         parts += frame.rule(height, f"{height:g}")
     for at, value in enumerate(samples_per_s):
-        left, right = frame.x(at + 0.15), frame.x(at + 0.85)
-        parts.append(
-            f'<rect class="first" x="{left:.1f}" y="{frame.y(value):.1f}" '
-            f'width="{right - left:.1f}" height="{frame.y(0) - frame.y(value):.1f}">'
-            f"<title>epoch {first + at}: {value:.1f} samples/s</title></rect>"
-        )
+        left, top = frame.x(at + 0.15), frame.y(value)
+        width, height = frame.x(at + 0.85) - left, frame.y(0) - top
+        label = f"epoch {first + at}: {value:.1f} samples/s"
+        parts.append(_rect('class="first"', left, top, width, height, label))
     if plain is not None:
         parts.append(frame.line("resident", plain, f"plain {plain:.3g}/s"))
-    parts.append(
-        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">'
-        f"samples/s of {len(samples_per_s)} epoch{'s' * (len(samples_per_s) != 1)}</text>"
-    )
+    below = f"samples/s of {counted(len(samples_per_s), 'epoch')}"
+    parts.append(_text(_WIDTH / 2, _HEIGHT - 8, "middle", below))
     return "".join([*parts, "</svg>"])
 
 
@@ -159,14 +149,15 @@ class _Frame:
 
     def bands(self, curve: Curve) -> list[str]:
         """The phases as coloured ground."""
-        parts = []
-        for phase, begin, end in curve.bands:
-            left, right = self.x(curve.starts_s[begin]), self.x(curve.starts_s[end])
-            parts.append(
-                f'<rect class="band {phase}" x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" '
-                f'height="{_HEIGHT - _TOP - _BOTTOM}"><title>{phase}</title></rect>'
-            )
-        return parts
+        return [
+            self._column(f'class="band {phase}"', curve, begin, end, phase)
+            for phase, begin, end in curve.bands
+        ]
+
+    def _column(self, look: str, curve: Curve, begin: int, end: int, title: str) -> str:
+        """A column over the positions from ``begin`` to ``end``."""
+        left, right = self.x(curve.starts_s[begin]), self.x(curve.starts_s[end])
+        return _rect(look, left, _TOP, right - left, _HEIGHT - _TOP - _BOTTOM, title)
 
     def grid(self, highest: int) -> list[str]:
         """Lines at round numbers of bytes, and seconds below."""
@@ -179,16 +170,13 @@ class _Frame:
         y = self.y(amount)
         return [
             f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
-            f'<text x="{_LEFT - 8}" y="{y + 6:.1f}" text-anchor="end">{label}</text>',
+            _text(_LEFT - 8, y + 6, "end", label),
         ]
 
     def seconds(self) -> list[str]:
         """Round numbers of seconds below the axis."""
-        return [
-            f'<text x="{self.x(k):.1f}" y="{_HEIGHT - 10}" text-anchor="middle">'
-            f"{format_seconds(k)}</text>"
-            for k in _ticks(0.93 * self.width, 5)
-        ]
+        ticks = _ticks(0.93 * self.width, 5)
+        return [_text(self.x(k), _HEIGHT - 10, "middle", format_seconds(k)) for k in ticks]
 
     def line(self, kind: str, amount: float, label: str, *, below: bool = False) -> str:
         """A line across with its name at the right end."""
@@ -219,17 +207,25 @@ class _Frame:
             stop_s = curve.starts_s[at] + total_s / _COLUMNS
             end = next((k for k in range(at + 1, n + 1) if curve.starts_s[k] >= stop_s), n)
             top = max(range(at, end), key=curve.live.__getitem__)
-            left, right = self.x(curve.starts_s[at]), self.x(curve.starts_s[end])
             held = list(curve.holders(top).items())[:3]
             most = ", ".join(f"{escape(name)} {format_bytes(nbytes)}" for name, nbytes in held)
             op = escape(curve.problem.ops[curve.schedule.order[top]].name)
-            parts.append(
-                f'<rect class="hover" x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" '
-                f'height="{_HEIGHT - _TOP - _BOTTOM}"><title>{format_bytes(curve.live[top])} '
-                f"while {op} runs; most: {most}</title></rect>"
-            )
+            told = f"{format_bytes(curve.live[top])} while {op} runs; most: {most}"
+            parts.append(self._column('class="hover"', curve, at, end, told))
             at = end
         return parts
+
+
+def _rect(look: str, x: float, y: float, width: float, height: float, title: str) -> str:
+    """A rectangle that says ``title`` on hover; ``look`` is its class or its colour."""
+    return (
+        f'<rect {look} x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}">'
+        f"<title>{title}</title></rect>"
+    )
+
+
+def _text(x: float, y: float, anchor: str, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
 
 
 def _open(label: str, height: int = _HEIGHT) -> str:
