@@ -25,6 +25,7 @@ from max_batch import OUT_OF_MEMORY
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
 from keras_remat.backends.batches import repeated_batch
+from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.find import SizeRunner, measured_scaling, verified_search
 from keras_remat.batch_size.found import BatchSearch, overhead_bound
@@ -203,17 +204,15 @@ class Measurement:
             seed=options["seed"],
         )
         train = SizeRunner(self.backend, self.model, self.batch)
-        return verified_search(
-            search,
-            self.scaling,
-            train,
-            budget,
+        climb = SizeClimb(
             self.backend,
-            graph_of=train.graph,
+            budget,
+            search,
             solver=name,
             solve_s=options["chen_s"] / 4,
             seed=options["seed"],
         )
+        return verified_search(search, self.scaling, climb, train, train.graph)
 
     def train(self, size: int, schedule: keras_remat.Schedule) -> Trained:
         """Really trains ``size`` samples per step by a schedule. The peak is predicted just

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
 
 from keras_remat.backends.base import Backend
-from keras_remat.batch_size.found import MaxOverhead
+from keras_remat.batch_size.found import BatchSearch, MaxOverhead
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import SizeSearch
 from keras_remat.batch_size.sizes import Facts, Move, next_size, shorter_by, worth_running
@@ -30,9 +29,8 @@ class SizeClimb:
 
     Args:
         budget_bytes: what the device may have in use.
-        predicted: the largest size by prediction.
-        at_most: no size above it is chosen.
-        orders: known ones, those that reach furthest last.
+        search: by prediction.
+        at_most: no size above it is chosen; ``None`` where only memory bounds it.
         trained: a size that has trained; 0 for none.
         max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
         solver: for the sizes that no known order fits.
@@ -52,10 +50,9 @@ class SizeClimb:
         self,
         backend: Backend,
         budget_bytes: int,
+        search: BatchSearch,
         *,
-        predicted: int,
-        at_most: int,
-        orders: Iterable[Schedule],
+        at_most: int | None = None,
         trained: int = 0,
         max_overhead: MaxOverhead = "forward",
         solver: str = "auto",
@@ -64,11 +61,12 @@ class SizeClimb:
         multiple: int = 1,
         seed: int = 0,
     ):
-        self._backend, self._budget_bytes, self._max_overhead = backend, budget_bytes, max_overhead
-        self._predicted, self._at_most, self._seed = predicted, at_most, seed
-        self._solver, self._solve_s, self._deadline_s = solver, solve_s, deadline_s
-        self._multiple = multiple
-        self._orders = list(dict.fromkeys(orders))
+        self.backend, self.budget_bytes, self.max_overhead = backend, budget_bytes, max_overhead
+        self.solve_s, self.seed = solve_s, seed
+        self._predicted = search.max_batch_size
+        self._at_most = self._predicted * 2**10 if at_most is None else at_most
+        self._solver, self._deadline_s, self._multiple = solver, deadline_s, multiple
+        self._orders = list(dict.fromkeys(search.orders))
         self._newest: tuple[int, Plan, int] | None = None  # size, plan, measured peak
         self._failures = self._ran_out = self._runs = 0  # the first two since a size trained
         self._longest_s = self._chosen_at_s = 0.0
@@ -89,10 +87,10 @@ class SizeClimb:
         search = SizeSearch(
             lambda size: scaling.at(size * self._multiple),
             self.corrected_budget_bytes(scaling),
-            self._backend,
-            self._max_overhead,
+            self.backend,
+            self.max_overhead,
             sizes[-1],
-            self._seed,
+            self.seed,
         )
         first = sizes[0] if self.trained else sizes[-1]
         self._learn_newest(scaling)
@@ -108,7 +106,7 @@ class SizeClimb:
                 if plan.solution.schedule not in self._orders:
                     self._orders.append(plan.solution.schedule)
                 return size * self._multiple, plan
-            search.solve_at(size, self._solver, self._solve_s)
+            search.solve_at(size, self._solver, self.solve_s)
             solved = True
 
     def _learn_newest(self, scaling: BatchScaling) -> None:
@@ -136,11 +134,11 @@ class SizeClimb:
             size, plan, peak = self._newest
             problem, predicted = scaling.at(size), plan.predicted.peak_bytes
             if plan.problem is not None and plan.problem.graph.has_ops_of(problem.graph):
-                predicted = self._backend.memory.peak_bytes(problem, plan.solution.schedule)
+                predicted = self.backend.memory.peak_bytes(problem, plan.solution.schedule)
             error = peak - predicted if self._failures > 1 else (peak - predicted) // 2
         if self._ran_out:
-            error = max(error, int(shorter_by(self._ran_out) * self._budget_bytes))
-        return max(1, self._budget_bytes - error)
+            error = max(error, int(shorter_by(self._ran_out) * self.budget_bytes))
+        return max(1, self.budget_bytes - error)
 
     def _facts(self, reached: int, *, solved: bool) -> Facts:
         (failed, failed_peak), multiple = self.failed, self._multiple
@@ -156,7 +154,7 @@ class SizeClimb:
             reached=reached,
             solved=solved,
             time_to_run=left_s >= 0,
-            time_to_solve=left_s >= self._solve_s,
+            time_to_solve=left_s >= self.solve_s,
             runs_left=max(0, MOST_SIZES - self._runs),
         )
 

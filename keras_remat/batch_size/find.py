@@ -12,7 +12,6 @@ every size is compared with its own trace before it runs, and planned anew where
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,11 +21,12 @@ from keras_remat.backends.base import Backend, TracedStep, preserved_state
 from keras_remat.backends.batches import batch_size_of, repeated_batch
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
-from keras_remat.batch_size.found import BatchSearch, MaxOverhead, Probe, is_allowed
+from keras_remat.batch_size.found import BatchSearch, Probe, is_allowed
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.checks import check_seconds
 from keras_remat.core.graph import Graph
+from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, without_inner_frames
@@ -132,19 +132,17 @@ def find_max_batch_size(
     search = replace(search, search_time_s=time.perf_counter() - started)
     if profile == "estimated":
         return search
-    runner = SizeRunner(backend, model, step.batch)
-    return verified_search(
-        search,
-        scaling,
-        runner,
-        step.budget_bytes,
+    climb = SizeClimb(
         backend,
-        graph_of=runner.graph,
+        step.budget_bytes,
+        search,
         max_overhead=max_overhead,
         solve_s=_SOLVE_SHARE * time_limit_s,
         deadline_s=started + time_limit_s,
         seed=seed,
     )
+    runner = SizeRunner(backend, model, step.batch)
+    return verified_search(search, scaling, climb, runner, runner.graph)
 
 
 def measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchScaling:
@@ -234,54 +232,32 @@ class SizeRunner:
 def verified_search(
     search: BatchSearch,
     scaling: BatchScaling,
+    climb: SizeClimb,
     train: Train,
-    budget_bytes: int,
-    backend: Backend,
-    *,
     graph_of: Callable[[int], Graph] | None = None,
-    max_overhead: MaxOverhead = "forward",
-    solver: str = "auto",
-    solve_s: float = 6.0,
-    deadline_s: float = math.inf,
-    seed: int = 0,
 ) -> BatchSearch:
     """Trains what a search found and goes down or up from there.
 
     Args:
+        climb: chooses the sizes. Its budget is the limit less the margin; a measured peak is held
+            against the limit.
         train: runs a size, see :class:`SizeRunner`.
-        budget_bytes: the limit less the margin, which predictions are held against; a measured peak
-            is held against the limit.
         graph_of: the graph of the train step that really runs at a size; ``None`` where it is the
             scaling's.
-        max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
-        solver: for the sizes that no known order fits.
-        solve_s: seconds for one solve.
-        deadline_s: by ``time.perf_counter``; once a size has trained, none is begun that would end
-            after it.
 
     Returns:
         The search with the largest size that trained, its plan with what was measured, and the
         smallest size that did not; the sizes as they were, where none trained.
     """
     started, probes = time.perf_counter(), list(search.probes)
-    climb = SizeClimb(
-        backend,
-        budget_bytes,
-        predicted=search.max_batch_size,
-        at_most=search.max_batch_size * 2**10,
-        orders=[p.plan.solution.schedule for p in search.probes if p.plan is not None],
-        max_overhead=max_overhead,
-        solver=solver,
-        solve_s=solve_s,
-        deadline_s=deadline_s,
-        seed=seed,
-    )
     while True:
         chosen = climb.choose(scaling)
         if chosen is None:
             break
         size, plan = chosen
-        own = _for_its_graph(size, plan, scaling, backend, graph_of, max_overhead, solve_s, seed)
+        problem = scaling.at(size)
+        graph = problem.graph if graph_of is None else graph_of(size)
+        own = _for_its_graph(size, plan, problem, graph, climb)
         if isinstance(own, Probe):  # the reason why not
             probes.append(own)
             climb.note(size, None, 0, fits=False)
@@ -290,36 +266,32 @@ def verified_search(
         if usage is None:
             climb.note(size, own, 0, fits=False)
             continue
-        probes.append(Probe(size, replace(own, measured=usage, budget_bytes=budget_bytes)))
+        probes.append(Probe(size, replace(own, measured=usage, budget_bytes=climb.budget_bytes)))
         climb.note(size, own, usage.peak_bytes, fits=usage.peak_bytes <= search.limit_bytes)
     return _with_verified(search, probes, climb, verification_time_s=time.perf_counter() - started)
 
 
 def _for_its_graph(
-    size: int,
-    plan: Plan,
-    scaling: BatchScaling,
-    backend: Backend,
-    graph_of: Callable[[int], Graph] | None,
-    max_overhead: MaxOverhead,
-    solve_s: float,
-    seed: int,
+    size: int, plan: Plan, planned: Problem, graph: Graph, climb: SizeClimb
 ) -> Plan | Probe:
     """Returns ``plan``, or one made anew where the step that runs at this size has other ops; a
     probe with the reason where none fits."""
-    planned = scaling.at(size).graph
-    graph = planned if graph_of is None else graph_of(size)
-    if graph.has_ops_of(planned):
+    if graph.has_ops_of(planned.graph):
         return plan
-    problem = transfer_costs(scaling.at(size), graph)
-    differs = f"the train step has {len(graph.ops)} ops at this size, {len(planned.ops)} at others"
+    problem, others = transfer_costs(planned, graph), len(planned.graph.ops)
+    differs = f"the train step has {len(graph.ops)} ops at this size, {others} at others"
     try:
         plan = plan_problem(
-            problem, plan.budget_bytes, backend, solver="greedy", time_limit_s=solve_s, seed=seed
+            problem,
+            plan.budget_bytes,
+            climb.backend,
+            solver="greedy",
+            time_limit_s=climb.solve_s,
+            seed=climb.seed,
         )
     except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
         return Probe(size, None, f"{differs}: {error}")
-    if not is_allowed(problem, plan.predicted.time_s, max_overhead):
+    if not is_allowed(problem, plan.predicted.time_s, climb.max_overhead):
         return Probe(size, None, f"{differs}: overhead {plan.overhead:.1%} is over the bound")
     return plan
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from keras_remat.batch_size.cost_fit import CostFit
 from keras_remat.core.graph import FORWARD
 from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting import html as page
 from keras_remat.reporting import plots
@@ -94,6 +95,11 @@ class BatchSearch:
         ]
         ran = [plan for plan in plans if plan.measured is not None]
         return ran[-1] if ran else min(plans, key=lambda plan: plan.predicted.time_s)
+
+    @property
+    def orders(self) -> list[Schedule]:
+        """The order of every size with a plan; those that reach furthest last."""
+        return [p.plan.solution.schedule for p in self.probes if p.plan is not None]
 
     @cached_property
     def step_time_errors(self) -> dict[int, float]:

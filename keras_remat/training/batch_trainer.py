@@ -257,9 +257,8 @@ class BatchTrainer:
         self._climb = SizeClimb(
             steps.trainer.backend,
             steps.trainer.usable_bytes,
-            predicted=search.max_batch_size,
-            at_most=search.max_batch_size * 2**10 if at_most is None else at_most,
-            orders=[p.plan.solution.schedule for p in search.probes if p.plan is not None],
+            search,
+            at_most=at_most,
             trained=loader,
             solve_s=_SOLVE_SHARE * self._search_s,
             multiple=steps.trainer.backend.batch_multiple,

@@ -1,6 +1,7 @@
 """The driver of the size rule: what ran decides about the next size, and its order."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from fake_backend import FakeBackend, chain_problem, store_all_peak
@@ -24,15 +25,15 @@ class Scaling:
 
 
 def climb(predicted, **options):
+    orders = options.pop("orders", [Schedule.store_all(chain_problem(1).graph)])
+    search = SimpleNamespace(max_batch_size=predicted, orders=orders)
     arguments = {
-        "predicted": predicted,
         "at_most": 1000,
-        "orders": [Schedule.store_all(chain_problem(1).graph)],
         "max_overhead": 0.0,
         "solver": "greedy",
         "solve_s": 1.0,
     } | options
-    return SizeClimb(FakeBackend(), LIMIT, **arguments)
+    return SizeClimb(FakeBackend(), LIMIT, search, **arguments)
 
 
 def sizes_until(largest, predicted, **options):

@@ -15,7 +15,7 @@ from fake_backend import (
     store_all_peak,
 )
 
-from keras_remat.batch_size.climb import MOST_SIZES
+from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
 from keras_remat.batch_size.find import find_max_batch_size, verified_search
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import RESOLUTION
@@ -49,17 +49,10 @@ def verified(surplus, *, max_overhead="forward", budget=BUDGET, limit=BUDGET, **
         trained.append((size, peak))
         return None if peak is None else Usage(1.0, peak)
 
-    found = verified_search(
-        search,
-        scaling,
-        train,
-        budget,
-        backend,
-        solver="greedy",
-        solve_s=2.0,
-        max_overhead=max_overhead,
-        **options,
+    climb = SizeClimb(
+        backend, budget, search, solver="greedy", solve_s=2.0, max_overhead=max_overhead, **options
     )
+    found = verified_search(search, scaling, climb, train)
     return search, found, trained
 
 
@@ -143,16 +136,8 @@ def test_size_whose_graph_has_other_ops_is_planned_anew():
         trained.append(size)
         return usage
 
-    found = verified_search(
-        search,
-        scaling_of(),
-        train,
-        budget,
-        backend,
-        graph_of=graph_of,
-        solver="greedy",
-        solve_s=2.0,
-    )
+    climb = SizeClimb(backend, budget, search, solver="greedy", solve_s=2.0)
+    found = verified_search(search, scaling_of(), climb, train, graph_of)
     assert any(size % 2 == 0 for size in trained)
     assert found.max_batch_size in trained
     assert found.plan.measured.peak_bytes <= budget
@@ -163,15 +148,9 @@ def test_size_whose_own_graph_fits_under_no_schedule_says_so():
         return chain_graph(size, 8) if size <= 300 else chain_graph(20 * size, 7)
 
     search = search_batch_size(scaling_of(), 40, BUDGET, BUDGET, FakeBackend(), time_limit_s=20.0)
+    climb = SizeClimb(FakeBackend(), BUDGET, search, solver="greedy", solve_s=2.0)
     found = verified_search(
-        search,
-        scaling_of(),
-        lambda size, plan: plan.predicted,
-        BUDGET,
-        FakeBackend(),
-        graph_of=graph_of,
-        solver="greedy",
-        solve_s=2.0,
+        search, scaling_of(), climb, lambda size, plan: plan.predicted, graph_of
     )
     assert found.max_batch_size <= 300 < found.failed_batch_size
     assert any("14 ops at this size, 16 at others" in probe.reason for probe in found.probes)

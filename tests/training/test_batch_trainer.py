@@ -404,7 +404,7 @@ def fastest_of(monkeypatch, seconds):
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
     steps = Timed(clock, seconds)
     trainer = Noting(steps, SimpleNamespace(max_batch_size=None, batch_size=None), "fastest")
-    search = SimpleNamespace(max_batch_size=80, plan=None, probes=[], __str__=lambda self: "")
+    search = SimpleNamespace(max_batch_size=80, plan=None, orders=[], __str__=lambda self: "")
     monkeypatch.setattr(trainer, "_predicted", lambda batch, at_most: search)
     total = epoch(trainer, batches=200)
     assert_all_once(steps.trained, total)
