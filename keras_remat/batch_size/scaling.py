@@ -156,8 +156,6 @@ class BatchScaling:
     """One train step's problem at any batch size.
 
     Args:
-        small, small_size: the graph traced at one batch size.
-        large, large_size: the same step traced at another size.
         problem: graph and profile at ``small_size``.
         measured: profiles of the same ops measured at other sizes; with them, and a measured one in
             ``problem``, an op's costs are fitted to the sizes

@@ -115,7 +115,6 @@ def shown_file(path: str | os.PathLike[str], problem_path: str | None) -> Shown:
     """Reads a file of any of the formats.
 
     Args:
-        path: of the file.
         problem_path: of the problem that a solution file solves, or ``None``.
 
     Raises:

@@ -68,7 +68,6 @@ def plan_problem(
     (:mod:`keras_remat.planning.to_budget`).
 
     Args:
-        problem: graph and profile; its own budget plays no part.
         budget_bytes: what the device may have in use.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
         time_limit_s: seconds for all solves together; each gets a part of what is left, and a late
@@ -255,7 +254,6 @@ class TracedModel:
     """A model's train step with its costs, outside of ``fit``.
 
     Args:
-        batch: what was traced, as the framework's arrays.
         limit_bytes, budget_bytes: the memory limit, and what of it may be used.
         plan: the quick plan that was run to measure the profile; ``None`` where nothing was run.
     """

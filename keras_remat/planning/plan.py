@@ -244,7 +244,6 @@ def plan_from_dict(document: object, *, source: str | None = None) -> Plan:
     """The plan that a JSON object describes.
 
     Args:
-        document: as :meth:`Plan.to_dict` returns it.
         source: the file it came from, for error messages.
 
     Raises:

@@ -67,7 +67,6 @@ class BudgetSearch:
     """Searches a schedule whose peak on the device keeps to a budget, with one solver.
 
     Args:
-        problem: graph and profile; its own budget plays no part.
         budget_bytes: what the device may have in use.
 
     Attributes:
@@ -141,9 +140,8 @@ class BudgetSearch:
         """Returns what one solve found on its way, the fastest first.
 
         Args:
-            target: the solver's budget, in bytes.
-            time_limit_s: seconds.
-            near: a known order to begin with instead of solving anew.
+            near: a known order to begin with instead of solving anew
+            (:mod:`keras_remat.solvers.search.nearby`).
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
@@ -257,10 +255,7 @@ def new_order(
     The order need not fit, so the time is bounded also where none does.
 
     Args:
-        problem: graph and profile; its own budget plays no part.
-        budget_bytes: what the device may have in use.
         target_share: the solver's budget as a share of ``budget_bytes``.
-        near: a known order to begin with (:mod:`keras_remat.solvers.search.nearby`).
 
     Returns:
         The order, and its peak over the bytes alive, a ratio.

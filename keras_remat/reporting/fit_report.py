@@ -237,7 +237,6 @@ def load_report(
     """Reads a report file.
 
     Args:
-        path: of the file.
         read_plan: makes a plan of its JSON object and the name of the file.
 
     Raises:

@@ -8,6 +8,7 @@ escaped.
 
 from __future__ import annotations
 
+import html
 import platform
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +18,7 @@ from keras_remat.reporting import colors, svg
 from keras_remat.reporting.curves import Curve, groups, top_holders
 from keras_remat.reporting.records import Planned, Reported
 from keras_remat.reporting.svg import escape
-from keras_remat.reporting.tables import MAX_NAME, shown_groups, summary_cells
+from keras_remat.reporting.tables import printable, shown_groups, summary_cells
 from keras_remat.reporting.text import (
     overhead_text,
     plan_text,
@@ -114,7 +115,7 @@ def report_body(report: Reported) -> str:
         parts.append(_layers(report.plan))
     if report.events:
         items = "".join(
-            f"<li><b>step {event.step}</b>{escape(str(event.kind))}: {_long(event.message)}</li>"
+            f"<li><b>step {event.step}</b>{escape(str(event.kind))}: {html.escape(printable(event.message))}</li>"
             for event in report.events
         )
         parts.append(f"<h2>What happened</h2><ol>{items}</ol>")
@@ -160,14 +161,7 @@ def fragment(body: str) -> str:
 
 def escape_all(text: str) -> str:
     """Returns several lines escaped, each made printable, none shortened."""
-    return "\n".join(_long(line) for line in text.split("\n"))
-
-
-def _long(text: str) -> str:
-    """``text`` escaped on one line, in full: in parts too short to be shortened, since an
-    unprintable character becomes ten at most."""
-    step = MAX_NAME // 10
-    return "".join(escape(text[at : at + step]) for at in range(0, len(text), step))
+    return "\n".join(html.escape(printable(line)) for line in text.split("\n"))
 
 
 def _page(title: str, body: str) -> str:

@@ -79,7 +79,6 @@ def group_names(problem: Problem, by: By) -> list[str]:
     """Returns the group of every op: its layer, its own name, or its layer's block.
 
     Args:
-        problem: whose ops are grouped.
         by: ``"layer"``, ``"op"`` or ``"block"``. A block is the first part of a nested layer's
             path, or what the names of a block's layers begin with: ``conv2_block1`` of
             ``conv2_block1_1_conv``.

@@ -32,7 +32,6 @@ def plan(planned: Planned, kind: str = "memory", limit_bytes: int | None = None)
     """Returns a picture of a plan.
 
     Args:
-        planned: with its problem.
         kind: one of ``Plan.plot`` but ``"overhead"``.
         limit_bytes: the memory limit, which is drawn instead of the budget where it is known.
 
@@ -184,12 +183,7 @@ def _stays(planned: Planned, curve: Curve) -> Any:
 
 
 def overhead(planned: Planned, points: Sequence[tuple[int, float]]) -> Any:
-    """Overhead against the budget, with the plan's own point.
-
-    Args:
-        planned: the plan.
-        points: (budget in bytes, overhead as a ratio), from a quick solver.
-    """
+    """Overhead (a ratio) against the budget in bytes, with the plan's own point."""
     figure, axes = _figure(7, 4)
     name, unit = byte_unit(max([planned.budget_bytes, *(budget for budget, _ in points)]))
     axes.plot(
@@ -212,7 +206,6 @@ def batch_sizes(points: Sequence[tuple[int, int, float, float]], limit_bytes: in
     Args:
         points: (batch size, peak in bytes, samples per second, overhead), one per size; an
             overhead above 0 is recomputation.
-        limit_bytes: the memory limit.
     """
     figure, (above, below) = _figure(8, 4.6, rows=2)
     name, unit = byte_unit(max([limit_bytes, *(peak for _, peak, _, _ in points)]))

@@ -24,14 +24,18 @@ class Text(str):
         return str(self)
 
 
+def printable(text: str) -> str:
+    """Returns ``text`` on one line of printable characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def readable(name: str) -> str:
-    """Returns ``name`` on one line of printable characters, shortened in the middle to
-    ``MAX_NAME``.
+    """Returns ``name`` printable, shortened in the middle to ``MAX_NAME``.
 
     >>> readable("a\\x1b[31m\\n"), len(readable("x" * 500))
     ('a\\\\x1b[31m\\\\n', 72)
     """
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    text = printable(name)
     if len(text) <= MAX_NAME:
         return text
     head = MAX_NAME // 2 - 1

@@ -259,17 +259,14 @@ class BackendRace:
                 self._chooses_pieces = False
                 return None
             options = replace(options, micro_batches=pieces)
-            self._tell_batch_normalization()
+            if has_batch_normalization(self.fit.model):
+                self.fit.warn(
+                    EventKind.MICRO_BATCHES,
+                    "Batch normalization sees one piece of a batch at a time, where pieces are "
+                    "tried and where they stay: its statistics are a piece's. micro_batches=None "
+                    "leaves batches whole.",
+                )
         return StepTrainer(self.fit, backend, options, plain_may_run=False)
-
-    def _tell_batch_normalization(self) -> None:
-        if has_batch_normalization(self.fit.model):
-            self.fit.warn(
-                EventKind.MICRO_BATCHES,
-                "Batch normalization sees one piece of a batch at a time, where pieces are tried "
-                "and where they stay: its statistics are a piece's. micro_batches=None leaves "
-                "batches whole.",
-            )
 
     # ---------------------------------------------------------------- for others
 

@@ -340,7 +340,13 @@ class FirstPlans:
 
     @made_by_all
     def _built(self, costs: Costs, plan: Plan) -> RunStep:
-        _refuse_stateful_random(costs)
+        kinds = sorted({op.kind for op in costs.problem.graph.ops} & _STATEFUL_RANDOM)
+        if kinds:
+            raise UnsupportedModelError(
+                f"The train step draws random numbers by {', '.join(kinds)} (tf.random.normal, "
+                "say), whose state is lost when the step is swapped: it would draw the same "
+                "numbers again. Draw them with keras.random and a keras.random.SeedGenerator."
+            )
         with self._fit.progress("building the rematerialized step"):
             problem = costs.problem.with_budget(plan.budget_bytes)
             return self._backend.lower(costs.traced, problem, plan.solution.schedule)
@@ -351,13 +357,3 @@ def _build_optimizer(model: Any) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and model.built:
         optimizer.build(model.trainable_variables)
-
-
-def _refuse_stateful_random(costs: Costs) -> None:
-    kinds = sorted({op.kind for op in costs.problem.graph.ops} & _STATEFUL_RANDOM)
-    if kinds:
-        raise UnsupportedModelError(
-            f"The train step draws random numbers by {', '.join(kinds)} (tf.random.normal, say), "
-            "whose state is lost when the step is swapped: it would draw the same numbers again. "
-            "Draw them with keras.random and a keras.random.SeedGenerator."
-        )

@@ -114,10 +114,6 @@ class Facts:
     failed: frozenset[Move] = frozenset()
 
 
-#: Moves that may turn out not to be possible, because no plan is found.
-FALLIBLE = frozenset({Move.PLAN, Move.REPLAN, Move.TIGHTEN, Move.SPLIT, Move.LOWER_LIMIT})
-
-
 @dataclass(frozen=True)
 class Row:
     """Holds one row of the table: from this phase, where these facts are so, that move is made.

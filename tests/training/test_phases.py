@@ -6,7 +6,6 @@ from itertools import chain, combinations, product
 import pytest
 
 from keras_remat.training.phases import (
-    FALLIBLE,
     MAX_OUT_OF_MEMORY,
     MAX_TIGHTENINGS,
     MICRO_BATCHES,
@@ -18,6 +17,9 @@ from keras_remat.training.phases import (
     Tries,
     decide,
 )
+
+#: Moves that may turn out not to be possible, because no plan is found.
+FALLIBLE = frozenset({Move.PLAN, Move.REPLAN, Move.TIGHTEN, Move.SPLIT, Move.LOWER_LIMIT})
 
 FAILURES = [
     frozenset(moves)
