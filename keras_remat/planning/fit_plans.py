@@ -251,9 +251,8 @@ class StepPlanner:
         and not what they read.
         """
         memory, order = self._backend.memory, plan.solution.schedule
-        if [(op.name, op.kind) for op in graph.ops] != [
-            (op.name, op.kind) for op in problem.graph.ops
-        ]:
+        ours, theirs = ([(op.name, op.kind) for op in of.ops] for of in (problem.graph, graph))
+        if ours != theirs:
             return None
         try:
             check_rules(problem, order)
