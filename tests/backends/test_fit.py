@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import keras_remat
-from keras_remat.backends.base import TrainFunctionSwap
+from keras_remat.backends.base import Installed
 from keras_remat.reporting.fit_report import LOG_KEYS
 
 BATCH, SAMPLES = 32, 96
@@ -36,7 +36,7 @@ def fit(model, data, *callbacks, **options):
 
 def assert_given_back(model):
     assert model.train_function is not None
-    assert not isinstance(model.train_function, TrainFunctionSwap)
+    assert not isinstance(model.train_function, Installed)
 
 
 def assert_same_state(model, other, **tolerance):
