@@ -8,6 +8,7 @@ the one Keras runs on.
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ class StepRunner(Protocol):
         """Whether Keras makes no further call in this epoch."""
 
 
-class Installed:
+class Installed(ABC):
     """A train function that has taken the place of Keras's own; see :meth:`Backend.install`.
 
     Args:
@@ -117,9 +118,9 @@ class Installed:
         self.original: Any = current
         model.train_function = self
 
+    @abstractmethod
     def _read(self, batch: Any) -> Any:
         """Returns a batch of Keras's iterator as the runner gets it."""
-        raise NotImplementedError
 
     def _steps(self, iterator: Iterator[Any]) -> Any:
         """Trains a call's batches of ``fit``, up to ``steps_per_execution``, and returns logs."""
@@ -144,9 +145,9 @@ class Installed:
         among the devices, where there are several."""
         return batch
 
+    @abstractmethod
     def run_plain(self, batch: Any) -> Any:
         """Runs Keras's own step on a batch."""
-        raise NotImplementedError
 
     def variables(self) -> AbstractContextManager[None]:
         """A context in which the model's variables have their values, and what is assigned to them

@@ -135,7 +135,8 @@ def flatten(graph: Any) -> Stateless:
     returned = [walk.tensor(t.name) for t in graph.outputs]
     fetches = list(dict.fromkeys([*returned, *written.values()]))
     document = tf.compat.v1.GraphDef(versions=source.versions, library=source.library)
-    document.node.extend(walk.placeholder(name) for name in given if name not in walk.names)
+    present = {node.name for node in walk.nodes}
+    document.node.extend(walk.placeholder(name) for name in given if name not in present)
     document.node.extend(walk.nodes)
     document = private.constant_folded(document, fetches)
     program = _numbered(

@@ -43,7 +43,7 @@ def traced_function(
         import_library(library)
         tensors = {f"{name}:0": x for name, x in zip(given, arguments, strict=True)}
         for node in nodes:
-            if node.name not in given:
+            if node.op != "Placeholder":  # those are arguments
                 results = run_node(node, [tensors[tensor_key(i)] for i in node.input])
                 tensors.update((f"{node.name}:{at}", x) for at, x in enumerate(results))
         return [tensors[name] for name in outputs]

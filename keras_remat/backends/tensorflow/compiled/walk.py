@@ -50,11 +50,6 @@ class Walk:
         """The pure graph's tensor for one of the traced graph's."""
         return self._same.get(tensor_key(name), tensor_key(name))
 
-    @property
-    def names(self) -> set[str]:
-        """Of the nodes that were written down."""
-        return {node.name for node in self.nodes}
-
     def placeholder(self, name: str) -> Any:
         """The node that stands for the value of a variable."""
         node, spec = tf.compat.v1.NodeDef(name=name, op="Placeholder"), self._specs[name]
