@@ -16,7 +16,7 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.barrier import never
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
-from keras_remat.backends.tensorflow.compiled.nodes import import_library, run_node
+from keras_remat.backends.tensorflow.compiled.nodes import run_node
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
 from keras_remat.backends.tensorflow.graph.step import given_leaves, packed
 from keras_remat.backends.tensorflow.memory import exhausted, measure
@@ -108,7 +108,6 @@ class LoweredStep:
         stateless, program, batch = traced.stateless, traced.program, traced.stateless.batch
 
         def remat_step(*leaves: Any) -> Any:
-            import_library(program.library)
             variables = [
                 tf.raw_ops.ReadVariableOp(resource=handle, dtype=program.dtypes[batch + at])
                 for at, handle in enumerate(stateless.handles)

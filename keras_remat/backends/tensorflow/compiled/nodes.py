@@ -10,11 +10,6 @@ import tensorflow as tf
 from keras_remat.backends.tensorflow.graph.nodes import tensor_key
 
 
-def import_library(library: Any) -> None:
-    """Makes the functions of a ``FunctionDefLibrary`` known to the graph that is traced."""
-    tf.graph_util.import_graph_def(tf.compat.v1.GraphDef(library=library), name="")
-
-
 def run_node(node: Any, inputs: Sequence[Any]) -> list[Any]:
     """Adds a copy of a ``NodeDef`` to the graph that is traced, and returns its outputs."""
     attributes = {k: v for k, v in node.attr.items() if k not in ("_output_shapes", "_class")}
@@ -23,11 +18,7 @@ def run_node(node: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def traced_function(
-    nodes: Sequence[Any],
-    given: Sequence[str],
-    specs: Sequence[Any],
-    outputs: Sequence[str],
-    library: Any,
+    nodes: Sequence[Any], given: Sequence[str], specs: Sequence[Any], outputs: Sequence[str]
 ) -> Any:
     """Returns a concrete function of nodes.
 
@@ -36,11 +27,9 @@ def traced_function(
         given: names of the placeholders that are its arguments.
         specs: a ``TensorSpec`` for each of them.
         outputs: names of the tensors that it returns.
-        library: the functions that the nodes call.
     """
 
     def run(*arguments: Any) -> list[Any]:
-        import_library(library)
         tensors = {f"{name}:0": x for name, x in zip(given, arguments, strict=True)}
         for node in nodes:
             if node.op != "Placeholder":  # those are arguments

@@ -215,7 +215,7 @@ class Walk:
         new = [self.current(names[at]) for at in used]
         given = [*(names[at] for at in plain), *(value_name(names[at]) for at in used)]
         returned = [*(self.tensor(result.name) for result in self.graph.outputs), *new]
-        return traced_function(self.nodes, given, specs, returned, self._library)
+        return traced_function(self.nodes, given, specs, returned)
 
     def _typed(self, attribute: str, dtype: Any, **more: Any) -> None:
         for key, value in {attribute: dtype, **more}.items():

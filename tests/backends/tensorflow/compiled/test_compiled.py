@@ -137,6 +137,27 @@ def test_a_scaled_loss_is_compiled_and_its_overflow_skips_the_step(scale):
     assert remat_scaled == scaled == (scale / 2**4 if scale == 2.0**40 else scale)
 
 
+class Looped(layers.Layer):
+    """Repeats a function of its input in a loop that nothing is learnt through."""
+
+    def call(self, x):
+        start = keras.ops.stop_gradient(x)
+        return x + keras.ops.fori_loop(0, 3, lambda _, h: keras.ops.tanh(h) * 1.1, start)
+
+
+def test_a_loop_without_variables_is_compiled():
+    inputs = layers.Input((16,))
+    model = keras.Model(inputs, layers.Dense(4)(Looped()(layers.Dense(32)(inputs))))
+    model.compile("sgd", "mse", jit_compile=True)
+    rng = np.random.default_rng(0)
+    model, data = ready((model, (rng.random((8, 16), "float32"), rng.random((8, 4), "float32"))))
+    expected = model.test_on_batch(*data)
+    traced = trace(model, data)
+    assert any(equation.kind == "StatelessWhile" for equation in traced.program.equations)
+    logs = LoweredStep(traced, Schedule.store_all(traced.graph))(data)
+    assert float(logs["loss"]) == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_nan_gradient_poisons_nothing_it_did_not_poison_before():
     def train(how):
         model, (x, y) = ready(keras_models.mlp(8, width=8))
