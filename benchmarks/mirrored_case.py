@@ -29,6 +29,7 @@ from watch import StepWatch, long_fit
 
 import keras_remat
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
+from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
 from keras_remat.backends.tensorflow.mirrored.backend import MirroredBackend
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -59,6 +60,14 @@ def transformer() -> keras.Model:
         y = keras.layers.Dense(256, activation="gelu")(keras.layers.LayerNormalization()(x))
         x += keras.layers.Dropout(0.1)(keras.layers.Dense(64)(y))
     return keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(x)))
+
+
+def wide() -> keras.Model:
+    """Layers with far more bytes of weights, and of gradients to exchange, than of activations."""
+    inputs = x = keras.Input((1536,))
+    for _ in range(16):
+        x = keras.layers.Dense(1536, activation="relu")(x)
+    return keras.Model(inputs, keras.layers.Dense(10)(x))
 
 
 class Clipped(keras.Model):
@@ -144,12 +153,14 @@ def measured(name: str, replicas: int, share: float) -> dict[str, Any]:
         return steps
 
     plain = fit()
-    watched = keras_remat.RematAutotune(None, "keep", verbose=0)
+    watched, held = keras_remat.RematAutotune(None, "keep", verbose=0), bytes_in_use()
     fit(watched, epochs=1)
     problem = watched.problem
     resident = problem.profile.resident_bytes
     alone = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
+    alone = max(alone, watched.report.epochs[-1].peak_bytes)  # gradients were in one pack
     limit = int(resident + share * (alone - resident))
+    limit += (bytes_in_use() - held) // replicas  # Keras keeps the weights of models that are gone
     remat = keras_remat.RematAutotune(limit, "keep", margin=0.02, verbose=0)
     ours, again = fit(remat), fit()
     predicted, taken = remat.plan.predicted.peak_bytes, remat.report.epochs[-1].peak_bytes

@@ -33,7 +33,7 @@ ROWS = (("data", "mixer"), ("data", "convnet"), ("model", "mixer"))
 SHARED, PROCESSES = ("mixer", "convnet"), 2
 BATCH, STEPS = 64, 6
 #: Models and numbers of replicas under ``MirroredStrategy``.
-MIRRORED, REPLICAS = ("convnet", "transformer", "own_train_step"), (2, 4)
+MIRRORED, REPLICAS = ("convnet", "transformer", "own_train_step", "wide"), (2, 4)
 #: Column of a table → its format.
 COLUMNS = {
     "tensorflow": {

@@ -2,12 +2,13 @@
 and the numbers behind it.
 
     python benchmarks/solvers.py run --graphs DIR [--solvers auto,dtr] [--budgets 0.9,0.5,floor]
-    [--time-limit 30] [--output DIR] python benchmarks/solvers.py coarse --graphs DIR [--budgets
-    0.7,0.5] [--time-limit 60] python benchmarks/solvers.py op-level [--models
-    ResNet50,DenseNet121,transformer] [--budgets 0.7,0.5,0.35] [--output DIR] python
-    benchmarks/solvers.py layered --output DIR [--ops 100,500,1000] [--seeds 0,1,2] python
-    benchmarks/solvers.py moves [--ops 100,250,500,1000] [--moves 1000000] python
-    benchmarks/solvers.py export MODEL.keras --batch-size 16 --output PROBLEM.json
+        [--time-limit 30] [--output DIR]
+    python benchmarks/solvers.py coarse --graphs DIR [--budgets 0.7,0.5] [--time-limit 60]
+    python benchmarks/solvers.py op-level [--models ResNet50,transformer] [--budgets 0.7,0.5]
+        [--output DIR]
+    python benchmarks/solvers.py layered --output DIR [--ops 100,500,1000] [--seeds 0,1,2]
+    python benchmarks/solvers.py moves [--ops 100,250,500,1000] [--moves 1000000]
+    python benchmarks/solvers.py export MODEL.keras --batch-size 16 --output PROBLEM.json
 
 ``run`` takes every problem file of the folder (or of the environment variable
 ``KERAS_REMAT_GRAPHS``), every budget as a share of the store-all peak (``floor`` means the floor ×

@@ -94,10 +94,15 @@ class FakeOutOfMemoryError(Exception):
 @dataclass(frozen=True)
 class FakeStep(TracedStep):
     surplus_bytes: int = 0
+    least_bytes: int = 0
 
     @property
     def plain_surplus_bytes(self):
         return self.surplus_bytes
+
+    @property
+    def plain_least_bytes(self):
+        return self.least_bytes
 
 
 class FakeDevice:
@@ -195,12 +200,8 @@ class FakeBackend:
         self.snapshots = self.waits = 0
         self.recording = False
         self.calls, self.peak_at_failure, self.slowness = 0, 0, slowness
-        self.fails_at, self.has_bytes, self.can_be_cut, self.plain_surplus_bytes = (
-            set(),
-            2**60,
-            True,
-            0,
-        )
+        self.fails_at, self.has_bytes, self.can_be_cut = set(), 2**60, True
+        self.plain_surplus_bytes = self.plain_least_bytes = 0
 
     @property
     def installed(self):
@@ -224,7 +225,8 @@ class FakeBackend:
             raise UnsupportedModelError("a train_step of its own")
         self.traced.append(size if micro_batches == 1 else (size, micro_batches))
         graph = chain_graph(-(-size // micro_batches), self._layers_at(size), **self.more)
-        return FakeStep(graph, {"samples": size}, self.plain_surplus_bytes)
+        needs = self.plain_surplus_bytes, self.plain_least_bytes
+        return FakeStep(graph, {"samples": size}, *needs)
 
     def _layers_at(self, size):
         return self.layers - self.folds(size)

@@ -54,6 +54,12 @@ class TracedStep:
         return 0
 
     @property
+    def plain_least_bytes(self) -> int:
+        """What Keras's own step needs above the resident bytes in any order, where tracing has made
+        it need less."""
+        return 0
+
+    @property
     def plain_order(self) -> Schedule:
         """The order that Keras's own step runs its ops in, as far as that is known."""
         return Schedule.store_all(self.graph)

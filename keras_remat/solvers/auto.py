@@ -89,7 +89,7 @@ EXACT_SHARE = 0.15
 """The work of these steps, as shares of the time limit."""
 TURNS = 12
 """Turns of step 6."""
-FIRST_ANNEAL_SHARE, ANNEAL_SHARE, NEIGHBOURHOODS_SHARE = 0.15, 0.06, 0.04
+FIRST_ANNEAL_SHARE, ANNEAL_SHARE, NEIGHBOURHOODS_SHARE = 0.15, 0.12, 0.04
 """The work of step 5, and of a turn of annealing and of neighbourhoods."""
 DTR_SCORES = ("dtr", "local", "msps", "eq")
 DTR_OPS_PER_S = 1_500

@@ -260,11 +260,14 @@ def test_plain_step_that_came_back_and_does_not_fit_is_not_tried_again():
     assert trainer.plan.measured.peak_bytes <= PLAIN - 5_000
 
 
-def test_what_keras_own_step_needs_more_is_counted():
+@pytest.mark.parametrize(
+    ("need", "nbytes"), [("plain_surplus_bytes", 3_000), ("plain_least_bytes", PLAIN + 3_000)]
+)
+def test_what_keras_own_step_needs_more_is_counted(need, nbytes):
     """The order that holds everything fits, Keras's own step does not: it does not run, and nothing
     is computed twice."""
     backend = FakeBackend()
-    backend.plain_surplus_bytes = 3_000
+    setattr(backend, need, nbytes)
     trainer, report = trainer_on(backend, options(limit=PLAIN + 2_000))
     train(trainer, 12)
     assert backend.kinds == ["remat"] * 12

@@ -5,15 +5,17 @@ handle, the graph of a function's definition, what XLA says when it refuses to c
 devices have a kernel for an op and where that keeps its outputs, what an allocator may take,
 whether devices exist already and whether oneDNN is on, capturing an eager tensor under a chosen
 name, calling a function with a session configuration of its own, reading the profiler's raw trace,
-building a model from a batch, what Keras's own ``train_step`` does with the loss tracker, and which
-variables and which numbers of collective ops belong together on the devices of a strategy.
+building a model from a batch, what Keras's own ``train_step`` does with the loss tracker, which
+variables and which numbers of collective ops belong together on the devices of a strategy, and in
+what packs its replicas exchange gradients.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -434,6 +436,20 @@ def deferred_captures(graph: Any) -> dict[str, Callable[[], Any]]:
 def per_replica(parts: Sequence[Any]) -> Any:
     """One structure for ``strategy.run`` of the structures that its replicas get."""
     return distribute_utils.regroup(tuple(parts))
+
+
+@contextmanager
+def exchanged_in_packs(strategy: Any, pack_bytes: int) -> Iterator[None]:
+    """Gradients that the replicas of a ``MirroredStrategy`` exchange inside go in packs of about so
+    many bytes, and not all in one. What a train step asks for itself comes first."""
+    extended = strategy.extended
+    options = extended._communication_options
+    packs = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=pack_bytes)
+    extended._communication_options = options.merge(packs)
+    try:
+        yield
+    finally:
+        extended._communication_options = options
 
 
 def distributed_container(handle: Any) -> Any:

@@ -41,8 +41,6 @@ PULLED_OPS = 8
 SMALL_SHARE = 1 / 8
 """Outputs are small below this share of what the op that waits for them reads, or of what their own
 op reads."""
-TOLERATED = 0.01
-"""How much further over the budget the order may be after growing ops were postponed, relative."""
 
 
 def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
@@ -57,10 +55,7 @@ def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]
     """
     hoisted = tuple(_Hoist(problem, base).run())
     postponed = _postponed(problem, hoisted)
-    if _over_budget(problem, postponed)[0] <= (1 + TOLERATED) * _over_budget(problem, hoisted)[0]:
-        # what is alive when nothing is computed again says little about what must be alive
-        hoisted = postponed
-    return min((tuple(base), hoisted), key=lambda order: _over_budget(problem, order))
+    return min((tuple(base), postponed, hoisted), key=lambda order: _over_budget(problem, order))
 
 
 def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[float, int]:

@@ -1,10 +1,12 @@
 """Steps under ``MirroredStrategy`` on two logical CPUs; prints what came of a case as JSON:
 ``python replicas_case.py CASE``. A process that waits for ever is ended by its caller."""
 
+import gc
 import json
 import os
 import sys
 import warnings
+from unittest import mock
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -23,6 +25,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import RematError
+from keras_remat.solvers.orders.reorder import memory_aware_order
 
 COUNT = 2
 tf.config.set_logical_device_configuration(
@@ -88,6 +91,14 @@ class FollowsTheFirst(keras.Model):
         return super().train_step(data)
 
 
+def wide():
+    """Has more bytes of weights than of activations."""
+    inputs = x = keras.Input((384,))
+    for _ in range(8):
+        x = keras.layers.Dense(384, activation="tanh")(x)
+    return keras.Model(inputs, keras.layers.Dense(4)(x))
+
+
 def of_kind(kind):
     inputs = keras.Input((8,))
     return kind(inputs, keras.layers.Dense(4)(inputs))
@@ -98,6 +109,7 @@ MODELS = {
     "mixer": mixer,
     "embedding": embedding,
     "recurrent": recurrent,
+    "wide": wide,
     "asks": lambda: of_kind(AsksWhichReplica),
     "follows": lambda: of_kind(FollowsTheFirst),
 }
@@ -205,6 +217,7 @@ def steps(name):
     traced = backend.trace(model, batch)
     problem = Problem(traced.graph, backend.estimated_profile(traced)).with_budget(2**40)
     step = backend.lower(traced, problem, Schedule.store_all(traced.graph))
+    least = memory_aware_order(problem, Schedule.store_all(traced.graph).order)
     losses = []
     for _ in range(2):
         model.reset_metrics()
@@ -217,7 +230,17 @@ def steps(name):
             op.recomputable for op in traced.graph.ops if op.kind.startswith("Collective")
         ],
         "devices": [replica.device for replica in traced.replicas],
+        "peak": simulate(problem, Schedule(least)).peak_bytes - problem.profile.resident_bytes,
+        "plain_least": traced.plain_least_bytes,
     }
+
+
+def packs():
+    """The same with all gradients in one pack, and in packs of a layer or two."""
+    one = steps("wide")
+    with mock.patch.object(replicas, "PACK_BYTES", 600_000):
+        several = steps("wide")
+    return {"one": one, "several": several, "bytes": 4 * compiled("wide").count_params()}
 
 
 def refusals():
@@ -271,6 +294,24 @@ def undone():
     return {"changed": changed, "restored": state() == before, "parts": len(before[0])}
 
 
+def resident():
+    """What is resident on a replica once a step is traced, and after steps."""
+    model = compiled("wide")
+    x, y = data_for(model, BATCH)
+    model.evaluate(x, y, batch_size=BATCH, verbose=0)  # makes the metrics
+    backend = MirroredBackend(model)
+    gc.collect()
+    before = backend.device.in_use_bytes()
+    with STRATEGY.scope():
+        model.optimizer.build(model.trainable_variables)
+    backend.trace(model, tuple(divided(STRATEGY, array) for array in (x, y)))
+    traced = backend.device.in_use_bytes() - before
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    gc.collect()
+    trained = backend.device.in_use_bytes() - before
+    return {"traced": traced, "trained": trained}
+
+
 def memory():
     """What is said to be in use on one replica, and of the allocator that both share."""
     held = tf.ones((1 << 20,), tf.float32)
@@ -285,6 +326,8 @@ CASES = {
     "embedding": lambda: steps("embedding"),
     "recurrent": lambda: steps("recurrent"),
     "refusals": refusals,
+    "packs": packs,
+    "resident": resident,
     "undone": undone,
     "memory": memory,
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 from own_process import came_of
 
 #: Cases that are run together: starting a process takes longer than each of them.
-TOGETHER = ("refusals", "undone", "memory", "embedding")
+TOGETHER = ("refusals", "undone", "memory", "embedding", "packs", "resident")
 
 
 def outcome(case):

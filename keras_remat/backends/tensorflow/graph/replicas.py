@@ -9,6 +9,10 @@ imported once per device (:mod:`..ordered.lower`) with that device's variables, 
 and numbers. What is planned does not grow with the replicas, and no control edge can lead from one
 replica to another, for which it would wait for ever where that one waits for it in a collective op.
 
+The replicas exchange all gradients in one buffer, which lives beside the gradients and then beside
+what it is divided into: twice the weights, however the ops are ordered. Traced here, they go in
+packs, so that a weight may be updated and its gradient freed before the next pack is made.
+
 That the parts are the same is checked, not assumed: every op gets a hash of its type, its
 attributes and the hashes of what it reads, in which a placeholder counts as what it stands for (a
 mirrored variable, an array of the batch). A replica may read a value from the first one where that
@@ -42,6 +46,9 @@ from keras_remat.errors import UnsupportedBatchError, UnsupportedModelError
 
 #: Attributes that two equal ops may differ in.
 _NAMING = frozenset({"_class", "_output_shapes", "_gradient_op_type", "shared_name"})
+
+#: Bytes of a pack of gradients, or a little more: as many as in PyTorch's data parallel training.
+PACK_BYTES = 25 * 2**20
 
 #: What a placeholder stands for: its kind, and which one of them.
 Role = tuple[str, int]
@@ -86,7 +93,8 @@ def trace(model: Any, batch: Any, smallest_bytes: int = 0) -> TensorFlowStep:
             for at in range(len(devices))
         ]
 
-    concrete = tf.function(all_replicas, autograph=False).get_concrete_function(*structures)
+    with private.exchanged_in_packs(strategy, PACK_BYTES):
+        concrete = tf.function(all_replicas, autograph=False).get_concrete_function(*structures)
     return translated(_Cut(strategy, concrete).first_replica(), smallest_bytes)
 
 

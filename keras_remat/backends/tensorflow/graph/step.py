@@ -86,6 +86,13 @@ class TensorFlowStep(TracedStep):
         )
 
     @cached_property
+    def plain_least_bytes(self) -> int:
+        """Twice the gradients that replicas exchange: in Keras's own step they are in one buffer,
+        beside what it is made of or divided into (:mod:`.replicas`)."""
+        exchanged = (op for op in self.graph.ops if op.kind == "CollectiveReduceV2")
+        return 2 * sum(self.graph.values[at].nbytes for op in exchanged for at in op.outputs)
+
+    @cached_property
     def plain_order(self) -> Schedule:
         """The order of TensorFlow's executor, which runs an op as soon as all that it waits for has
         run: what of the backward phase needs no gradient runs while the forward phase does, and is

@@ -16,6 +16,16 @@ def test_what_gathers_or_reduces_is_never_recomputed():
     assert came["recomputable"] == [False, False]
 
 
+def test_gradients_in_packs_need_less_than_in_one_and_are_the_same():
+    came = outcome("packs")
+    one, several, weights = came["one"], came["several"], came["bytes"]
+    assert len(several["collectives"]) > 3 * len(one["collectives"])
+    assert several["ours"] == one["ours"] == one["plain"]
+    assert one["peak"] >= one["plain_least"] >= 2 * weights
+    assert several["plain_least"] == pytest.approx(one["plain_least"], rel=0.01)
+    assert several["peak"] < 0.8 * weights
+
+
 @pytest.mark.slow
 def test_loops_are_written_for_every_replica():
     came = outcome("recurrent")

@@ -54,6 +54,11 @@ def test_logical_cpus_share_an_allocator_and_each_has_an_equal_part():
     assert came["replica"] == -(-came["allocator"] // 2)
 
 
+def test_what_replicas_share_until_it_is_written_is_counted_before_the_first_step():
+    came = outcome("resident")
+    assert came["traced"] == pytest.approx(came["trained"], rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("name", "said"), [("xla", "jit_compile=True"), ("outside", "strategy.scope()")]
 )
