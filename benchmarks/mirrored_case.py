@@ -152,26 +152,28 @@ def measured(name: str, replicas: int, share: float) -> dict[str, Any]:
         long_fit(model, x, y, callbacks=[*remat, steps], **options)
         return steps
 
-    plain = fit()
-    watched, held = keras_remat.RematAutotune(None, "keep", verbose=0), bytes_in_use()
+    def held_before() -> int:
+        """Bytes of what Keras keeps of models that are gone, for each replica."""
+        return bytes_in_use() // replicas
+
+    plain, before = fit(), held_before()
+    watched = keras_remat.RematAutotune(None, "keep", verbose=0)
     fit(watched, epochs=1)
-    problem = watched.problem
-    resident = problem.profile.resident_bytes
-    alone = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes
-    alone = max(alone, watched.report.epochs[-1].peak_bytes)  # gradients were in one pack
-    limit = int(resident + share * (alone - resident))
-    limit += (bytes_in_use() - held) // replicas  # Keras keeps the weights of models that are gone
-    remat = keras_remat.RematAutotune(limit, "keep", margin=0.02, verbose=0)
+    problem, plain_bytes = watched.problem, watched.report.epochs[-1].peak_bytes - before
+    resident = problem.profile.resident_bytes - before
+    alone = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes - before
+    alone = max(alone, plain_bytes)  # gradients were in one pack
+    limit, before = int(resident + share * (alone - resident)), held_before()
+    remat = keras_remat.RematAutotune(limit + before, "keep", margin=0.02, verbose=0)
     ours, again = fit(remat), fit()
-    predicted, taken = remat.plan.predicted.peak_bytes, remat.report.epochs[-1].peak_bytes
     return {
         "replicas": replicas,
         "model": name,
         "alone_mib": alone / MIB,
-        "plain_mib": watched.report.epochs[-1].peak_bytes / MIB,
+        "plain_mib": plain_bytes / MIB,
         "limit_mib": limit / MIB,
-        "predicted_mib": predicted / MIB,
-        "peak_mib": taken / MIB,
+        "predicted_mib": (remat.plan.predicted.peak_bytes - before) / MIB,
+        "peak_mib": (remat.report.epochs[-1].peak_bytes - before) / MIB,
         "recomputed": len(remat.plan.solution.schedule.recomputed),
         "loss_difference": difference(plain.losses, ours.losses),
         "loss_noise": difference(plain.losses, again.losses),

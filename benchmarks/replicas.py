@@ -61,7 +61,9 @@ HEADINGS = {
 Logical CPUs, 12 samples for each replica in every step, 20 steps. Measured bytes are one replica's
 part of the allocator that all share: what is in use, divided by their number. More replicas than
 cores do not peak together, so that this is less than one replica takes alone (`alone_mib`, the
-bytes alive in the plain step; the limit is made of it). `loss_difference` is the largest relative
+bytes alive in its step, or `plain_mib` where that is more; the limit is made of it). The model
+*wide* has many weights: plain steps exchange their gradients in one buffer, ours in packs. What
+Keras keeps of the models of earlier fits is left out. `loss_difference` is the largest relative
 one of all steps to plain Mirrored's, `loss_noise` that of two plain fits; `time_ratio` is the median
 step's over the faster plain fit's, `time_noise` that of the slower plain fit.""",
     "planning": """## What planning takes

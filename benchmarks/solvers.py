@@ -290,7 +290,7 @@ def overview(rows: Sequence[dict[str, Any]]) -> list[str]:
             cells = (overview_cell(own.get((solver, budget), {})) for budget in budgets)
             lines.append(line_of([solver, *cells]))
         bounds = [own.get(("auto", budget), {}).get("bound") for budget in budgets]
-        proved = ("" if bound is None else f"{100 * bound:.2f}" for bound in bounds)
+        proved = ("" if bound is None else f"{100 * abs(bound):.2f}" for bound in bounds)
         lines += [line_of(["*proved bound*", *proved]), ""]
     return lines
 

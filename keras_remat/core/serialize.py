@@ -187,6 +187,18 @@ class Fields:
             )
         return value
 
+    def positive(self, key: str, default: Any = _REQUIRED) -> Any:
+        """The value of a field that is a positive int, or ``default``."""
+        value = self.get(key, int if default is _REQUIRED else (int, type(default)), default)
+        if value is not None and value <= 0:
+            raise InvalidProblemError(
+                f"must be positive, got {value}",
+                source=self.source,
+                field=self.path(key),
+                value=value,
+            )
+        return value
+
     def ids(self, key: str, default: Any = _REQUIRED) -> tuple[int, ...]:
         """The value of a field that is a list of ids."""
         value = self.get(key, list, default)

@@ -253,11 +253,7 @@ def plan_from_dict(document: object, *, source: str | None = None) -> Plan:
     top = Fields(document, source)
     problem = top.get("problem", (dict, type(None)), None)
     raw = Fields(top.get("solution", dict), source, "solution")
-    budget = top.get("budget_bytes", int)
-    if budget <= 0:
-        raise InvalidProblemError(
-            f"must be positive, got {budget}", source=source, field="budget_bytes", value=budget
-        )
+    budget = top.positive("budget_bytes")
     try:
         plan = Plan(
             top.get("fingerprint", str),

@@ -249,7 +249,7 @@ def load_report(
     plan = top.get("plan", (dict, type(None)), None)
     try:
         return AutotuneReport(
-            limit_bytes=top.get("limit_bytes", (int, type(None)), None),
+            limit_bytes=top.positive("limit_bytes", None),
             max_batch_size=top.get("max_batch_size", (int, type(None)), None),
             batch_size=top.get("batch_size", (int, type(None)), None),
             baseline=None if baseline is None else _read(Usage, baseline, source, "baseline"),

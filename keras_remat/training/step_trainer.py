@@ -118,7 +118,7 @@ class StepTrainer:
             before = self._shapes[key]
             self._set(self._follow(before, outcome))
             self._baseline.follow(before, self._shapes[key], self._reference)
-            if isinstance(before, PlainShape) and before.peak_bytes:
+            if isinstance(before, PlainShape) and before.phase is Phase.PLAIN and before.peak_bytes:
                 self._first_plans.observe_plain(before.costs, before.peak_bytes)
             if isinstance(outcome, Trained):
                 return outcome.result
@@ -205,6 +205,7 @@ class StepTrainer:
             runs_a_plan=isinstance(shape, PlannedShape),
             plain_fits=costs is not None
             and pieces == 1
+            and shape.phase is Phase.RECORD  # elsewhere it decides nothing, and a replay takes long
             and shape.recorded is Recorded.MEASURED
             and self._first_plans.plain_peak_bytes(costs, with_room=True) <= self.usable_bytes,
             plain_ruled_out=shape.tries.plain_ruled_out,

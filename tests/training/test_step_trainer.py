@@ -119,6 +119,19 @@ def test_solving_takes_no_longer_than_the_steps_that_are_left_can_save(left, mon
     assert trainer.settled
 
 
+@pytest.mark.parametrize("limit", [TIGHT, PLAIN * 2], ids=["planned", "plain"])
+def test_a_settled_step_asks_for_no_prediction(limit, monkeypatch):
+    """A replay takes as long as a step of a small model."""
+    backend = FakeBackend()
+    trainer, _ = trainer_on(backend, options(limit=limit))
+    train(trainer, 10)
+    assert trainer.settled
+    asked = []
+    monkeypatch.setattr(backend.memory, "peak_bytes", lambda *of: asked.append(of))
+    train(trainer, 5)
+    assert not asked
+
+
 def test_counter_has_every_sample_and_starts_again():
     backend = FakeBackend()
     trainer, _ = trainer_on(backend, options())

@@ -48,7 +48,7 @@ class MirroredBackend(TensorFlowBackend):
 
     def __init__(self, model: Any):
         self._strategy = model.distribute_strategy
-        self._is_unshared = False
+        self._is_first = True
 
     @cached_property
     def device(self) -> measure.TensorFlowDevice:
@@ -117,17 +117,11 @@ class MirroredBackend(TensorFlowBackend):
                 "Under MirroredStrategy a batch is divided among the replicas, and not into "
                 "micro-batches."
             )
-        if not self._is_unshared and not on_gpu():
-            self._unshare(model)
-            self._is_unshared = True
+        if self._is_first and not on_gpu():
+            # logical CPUs share a variable's bytes until it is written: written, they are resident
+            self.snapshot(model)()
+        self._is_first = False
         return replicas.trace(model, batch, smallest_counted_bytes(self.device))
-
-    def _unshare(self, model: Any) -> None:
-        """Gives every replica its own bytes of the variables, as every GPU has them: logical CPUs
-        share them until they are written, so that they would be missing from what is resident."""
-        for variable in (*model.variables, *model.optimizer.variables):
-            for part in self._strategy.experimental_local_results(variable.value):
-                part.assign(tf.raw_ops.DeepCopy(x=part.read_value()))
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         return MirroredTrainFunction(model, runner)
