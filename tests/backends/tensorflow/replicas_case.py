@@ -217,7 +217,7 @@ def steps(name):
     traced = backend.trace(model, batch)
     problem = Problem(traced.graph, backend.estimated_profile(traced)).with_budget(2**40)
     step = backend.lower(traced, problem, Schedule.store_all(traced.graph))
-    least = memory_aware_order(problem, Schedule.store_all(traced.graph).order)
+    order = memory_aware_order(problem, Schedule.store_all(traced.graph).order)
     losses = []
     for _ in range(2):
         model.reset_metrics()
@@ -230,7 +230,7 @@ def steps(name):
             op.recomputable for op in traced.graph.ops if op.kind.startswith("Collective")
         ],
         "devices": [replica.device for replica in traced.replicas],
-        "peak": simulate(problem, Schedule(least)).peak_bytes - problem.profile.resident_bytes,
+        "peak": simulate(problem, Schedule(order)).peak_bytes - problem.profile.resident_bytes,
         "plain_least": traced.plain_least_bytes,
     }
 
