@@ -21,6 +21,7 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
+from keras_remat.planning.beside import PlanProcessError
 from keras_remat.planning.make_plan import plan_problem
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.backend_race import BackendRace
@@ -349,6 +350,44 @@ def note_solves(monkeypatch, note):
         return plan_problem(*given, **options)
 
     monkeypatch.setattr("keras_remat.planning.fit_plans.plan_problem", noted)
+
+
+class FakePlanProcess:
+    """Solves in this process, once it is asked for; stands in for
+    :class:`keras_remat.planning.beside.PlanProcess`.
+
+    Attributes:
+        steps: for how many of them it says that it has not ended.
+        fails_with: what it ends with instead of an answer.
+        finds: whether it finds a plan.
+        all: that were started, in order.
+    """
+
+    steps, fails_with, finds, all = 0, None, True, ()
+
+    def __init__(self, request):
+        self.request, self.asked, self.ended = request, 0, False
+        self.all.append(self)
+
+    @property
+    def has_ended(self):
+        self.asked += 1
+        return self.asked > self.steps
+
+    def plan(self):
+        if self.fails_with is not None:
+            raise PlanProcessError(self.fails_with)
+        return self.request.plan() if self.finds else None
+
+    def end(self):
+        self.ended = True
+
+
+def plan_in_fake_processes(monkeypatch, **attributes):
+    """Returns the list that the processes beside training will be in."""
+    kind = type("FakePlanProcess", (FakePlanProcess,), {"all": [], **attributes})
+    monkeypatch.setattr("keras_remat.planning.fit_plans.PlanProcess", kind)
+    return kind.all
 
 
 def event_kinds(report):

@@ -14,6 +14,7 @@ from tight_limit import tight_limit as limit_of
 import keras_remat
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 from keras_remat.reporting.fit_report import LOG_KEYS
+from keras_remat.training.step_trainer import StepTrainer
 from keras_remat.units import MIB
 
 QUICK = {"solver": "greedy", "profile_steps": 1, "solver_time_limit_s": 5.0, "verbose": 0}
@@ -78,6 +79,38 @@ def test_recomputes_and_keeps_to_the_limit(tight_run):
     assert "fits" not in kinds
     assert remat.report.baseline_source == "predicted"
     assert_given_back(model)
+
+
+def test_on_a_gpu_training_goes_on_while_a_process_solves(monkeypatch):
+    """The solver has five seconds; the steps take milliseconds."""
+    monkeypatch.setattr(StepTrainer, "_on_gpu", property(lambda trainer: True))
+    model, data = model_and_data(BATCH)
+    limit = tight_limit(model, data)
+    remat, last = callback(limit), []
+
+    def batches():
+        while not last:
+            yield data
+
+    def ended(batch, logs):
+        if remat.plan is not None and remat.plan.measured is not None:
+            last.append(batch)
+
+    ends = keras.callbacks.LambdaCallback(on_train_batch_end=ended)
+    loss = model.fit(batches(), verbose=0, callbacks=[remat, ends]).history["loss"]
+    events = remat.report.events
+    beside = next(event.step for event in events if event.kind == "beside")
+    assert beside < next(event.step for event in events if event.kind == "measured")
+    assert remat.plan.profile_source == "measured"
+    assert remat.plan.measured.peak_bytes <= limit
+    assert_given_back(model)
+
+    plain, _ = model_and_data(BATCH)
+    steps = remat.report.epochs[0].steps
+    assert steps > last[0]
+    assert plain.fit((data for _ in range(steps)), steps_per_epoch=steps, verbose=0).history[
+        "loss"
+    ] == pytest.approx(loss, rel=1e-4)
 
 
 def test_log_keys_are_there_every_epoch(tight_run):

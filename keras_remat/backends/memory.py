@@ -156,7 +156,11 @@ class SimulatedMemory(CalibratedMemory):
     """The bytes alive: what is known where nothing can be asked."""
 
     def __init__(self) -> None:
-        super().__init__(lambda problem, schedule: simulate(problem, schedule).peak_bytes)
+        super().__init__(_alive_bytes)
+
+
+def _alive_bytes(problem: Problem, schedule: Schedule) -> int:
+    return simulate(problem, schedule).peak_bytes
 
 
 def store_all_bytes(problem: Problem) -> int:

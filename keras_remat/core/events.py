@@ -28,6 +28,8 @@ class EventKind(StrEnum):
     """By what was measured the plain step fits; it comes back."""
     KEPT = "kept"
     """No other plan was found; the running one stays."""
+    BESIDE = "beside"
+    """A process of its own solves for a plan while training goes on, or could not."""
     ENOUGH = "enough"
     """A faster plan would save less than it takes to solve for it; the running one stays."""
     SWAP = "swap"

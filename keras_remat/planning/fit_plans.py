@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import InfeasibleBudgetError, InvalidScheduleError, ScheduleNotFoundError
+from keras_remat.planning.beside import PlanProcess, Request
 from keras_remat.planning.make_plan import (
     advising,
     closest_plan,
@@ -144,6 +145,28 @@ class StepPlanner:
         options = self._options
         limit_s = min(options.solver_time_limit_s, most_s)
         return self._solve(problem, batch_size, options.solver, limit_s, known, budget_bytes)
+
+    def beside(
+        self, problem: Problem, budgets_bytes: Sequence[int], known: Schedule, most_s: float
+    ) -> PlanProcess:
+        """Begins to solve in a process of its own, for the first of some budgets that is met.
+
+        Args:
+            known, most_s: as in :meth:`best`.
+        """
+        options = self._options
+        return PlanProcess(
+            Request(
+                problem=problem,
+                budgets_bytes=budgets_bytes,
+                memory=self._backend.memory,
+                auto_solver=self._backend.auto_solver,
+                solver=options.solver,
+                time_limit_s=min(options.solver_time_limit_s, most_s),
+                seed=options.seed,
+                known=known,
+            )
+        )
 
     @decided_once
     def nearest(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from keras_remat.backends.base import (
     COMPILATIONS,
@@ -52,10 +52,22 @@ _QUICK_PLAN_S = 10.0
 _QUICK_SHARE, _SLOW_SHARE = 0.25, 0.5
 
 
+class PlanningBackend(Protocol):
+    """What solving for a plan asks of a backend."""
+
+    @property
+    def memory(self) -> MemoryModel:
+        """Predicts the peaks that the device will show."""
+
+    @property
+    def auto_solver(self) -> str:
+        """The solver that ``"auto"`` stands for."""
+
+
 def plan_problem(
     problem: Problem,
     budget_bytes: int,
-    backend: Backend,
+    backend: PlanningBackend,
     *,
     solver: str = "auto",
     time_limit_s: float = 30.0,
@@ -140,7 +152,7 @@ def _solved(
 def closest_plan(
     problem: Problem,
     budget_bytes: int,
-    backend: Backend,
+    backend: PlanningBackend,
     *,
     time_limit_s: float,
     seed: int,

@@ -28,6 +28,7 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
     UnsupportedModelError,
 )
+from keras_remat.planning.beside import PlanProcess
 from keras_remat.planning.fit_plans import StepPlanner
 from keras_remat.planning.make_plan import counted_bytes
 from keras_remat.planning.plan import Plan
@@ -251,23 +252,35 @@ class FirstPlans:
             most_s: seconds that a plan in earnest may take.
         """
         problem, size = costs.problem, shape.batch_size
+        is_final = is_final or not self._backend.measures_op_times
+        budgets = self._budgets_bytes(problem, known, is_final=is_final)
+        if not is_final:
+            return self._planner.quick(problem, size, budgets[0])
+        try:
+            return self._planner.best(problem, size, running, budgets[0], most_s)
+        except NOT_FOUND:
+            if len(budgets) == 1:
+                raise
+            return self._planner.best(problem, size, running, budgets[1], most_s)
+
+    def roomy_beside(
+        self, problem: Problem, known: Known, running: Schedule, most_s: float
+    ) -> PlanProcess:
+        """Begins to solve for what :meth:`roomy` returns, in a process of its own."""
+        budgets = self._budgets_bytes(problem, known, is_final=True)
+        return self._planner.beside(problem, budgets, running, most_s)
+
+    def _budgets_bytes(self, problem: Problem, known: Known, *, is_final: bool) -> tuple[int, ...]:
+        """Returns what a plan may need: with room left, where that can be, or not."""
         orders = {
             plan.solution.schedule
             for plan, _, phase in known.plans
             if known.is_family and (phase is Phase.VERIFY or not is_final)
         }
         resident, usable = problem.profile.resident_bytes, self._planner.usable_bytes
-        is_final = is_final or not self._backend.measures_op_times
         is_unmeasured = not is_final and problem.profile.source == "estimated"
-        budget = resident + int((usable - resident) / _ROOM ** max(len(orders), is_unmeasured))
-        if not is_final:
-            return self._planner.quick(problem, size, budget)
-        try:
-            return self._planner.best(problem, size, running, budget, most_s)
-        except NOT_FOUND:
-            if budget == usable:
-                raise
-            return self._planner.best(problem, size, running, most_s=most_s)
+        roomy = resident + int((usable - resident) / _ROOM ** max(len(orders), is_unmeasured))
+        return (usable,) if roomy == usable else (roomy, usable)
 
     def _cached(self, problem: Problem) -> Plan | None:
         try:

@@ -16,11 +16,20 @@ from keras_remat.backends.base import Backend
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Usage
+from keras_remat.planning.beside import PlanProcessError
 from keras_remat.planning.fit_plans import StepPlanner
+from keras_remat.planning.plan import Plan
 from keras_remat.training.first_plan import NOT_FOUND, FirstPlans, Known
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.phases import Move, Phase, Recorded
-from keras_remat.training.shape_state import Costs, PlannedShape, Recording, ShapeState, TracedShape
+from keras_remat.training.shape_state import (
+    Costs,
+    PlannedShape,
+    Recording,
+    ShapeState,
+    Solving,
+    TracedShape,
+)
 from keras_remat.training.undo import Outcome, OutOfMemory
 from keras_remat.units import format_bytes, format_seconds
 
@@ -49,6 +58,7 @@ class Moves:
             Move.START_RECORDER: self._start_recorder,
             Move.KEEP_PLAN: self._keep_plan,
             Move.RUN_PLAIN: self._return_to_plain,
+            Move.START_SOLVER: self._start_solver,
             Move.REPLAN: self._replan,
             Move.TIGHTEN: self._tighten,
             Move.SPLIT: self._split,
@@ -157,6 +167,44 @@ class Moves:
         )
         return shape.plainly(self._fit.installed.run_plain, shape.costs, phase)
 
+    def _start_solver(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+        """Lets a process solve while training goes on, unless there is nothing to solve."""
+        costs, known = shape.costs, self._known(shape)
+        most_s = self._most_saved_s(costs, self._planner.predict(costs.problem, shape.schedule))
+        reused = self._first_plans.reused(costs.problem, known, Phase.VERIFY)
+        if most_s < _LEAST_SOLVE_S or reused is not None:
+            return shape.solving(None, phase)
+        try:
+            process = self._first_plans.roomy_beside(costs.problem, known, shape.schedule, most_s)
+        except OSError as error:
+            self._fit.warn(EventKind.BESIDE, f"No process can be started beside training: {error}")
+            return shape.solving(None, phase)
+        self._fit.event(
+            EventKind.BESIDE,
+            "The first plan goes on while a process of its own solves for a faster one.",
+        )
+        return shape.solving(process, phase)
+
+    def _solved_beside(self, shape: PlannedShape) -> Plan | None:
+        """Returns what the process beside training found; ``None`` where it cannot be used.
+
+        Raises:
+            ScheduleNotFoundError: it found nothing.
+        """
+        if not isinstance(shape, Solving) or shape.process is None:
+            return None
+        problem = shape.costs.problem
+        try:
+            plan = shape.process.plan()
+        except PlanProcessError as error:
+            self._fit.warn(EventKind.BESIDE, f"Planning begins anew, without it: {error}")
+            return None
+        if plan is None:
+            raise self._planner.not_found(problem)
+        # steps were measured meanwhile
+        plan = replace(plan, predicted=self._planner.predict(problem, plan.solution.schedule))
+        return plan if plan.predicted.peak_bytes <= self._planner.usable_bytes else None
+
     def _replan(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Plans again from the measured profile, or keeps the plan where it is as good.
 
@@ -165,7 +213,7 @@ class Moves:
         costs, known = shape.costs, self._known(shape)
         now = self._planner.predict(costs.problem, shape.schedule)
         fits = now.peak_bytes <= self._planner.usable_bytes
-        most_s = self._most_saved_s(costs, now) if fits else math.inf
+        most_s = self._most_saved_s(costs, now)
         if most_s < _LEAST_SOLVE_S:
             self._fit.event(
                 EventKind.ENOUGH,
@@ -175,9 +223,11 @@ class Moves:
             return self._keep_plan(shape, outcome, phase)
         try:
             with self._fit.progress("solving for the schedule"):
-                plan = self._first_plans.reused(
-                    costs.problem, known, Phase.VERIFY
-                ) or self._first_plans.roomy(shape, costs, known, shape.schedule, most_s=most_s)
+                plan = (
+                    self._first_plans.reused(costs.problem, known, Phase.VERIFY)
+                    or self._solved_beside(shape)
+                    or self._first_plans.roomy(shape, costs, known, shape.schedule, most_s=most_s)
+                )
         except NOT_FOUND as error:
             self._fit.event(EventKind.KEPT, f"The plan that is running stays: {error}")
             raise
@@ -188,10 +238,10 @@ class Moves:
 
     def _most_saved_s(self, costs: Costs, now: Usage) -> float:
         """Returns the seconds that a faster plan can save: solving for it may take as long. There
-        is no bound where the steps that are left are not known, or a plan is kept for other
-        fits."""
-        steps = self._fit.most_steps_left
-        if steps is None or self._planner.keeps_plans:
+        is no bound where the one that runs does not fit, the steps that are left are not known, or
+        a plan is kept for other fits."""
+        steps, fits = self._fit.most_steps_left, now.peak_bytes <= self._planner.usable_bytes
+        if steps is None or self._planner.keeps_plans or not fits:
             return math.inf
         return steps * (now.time_s - costs.problem.store_all_time_s)
 

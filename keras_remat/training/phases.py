@@ -1,8 +1,9 @@
 """Decides what follows from a step: a table in which the first row that matches wins.
 
 A batch shape goes through phases. It runs plainly and is measured (PLAIN), or a first plan runs
-once (WARM_UP), is recorded by the profiler (RECORD), and the plan made from that is measured
-(VERIFY), until a step is final and only watched (FINAL). After every step the driver
+once (WARM_UP), is recorded by the profiler (RECORD), goes on while a better one is solved for
+beside it (SOLVE), and the plan made from that is measured (VERIFY), until a step is final and only
+watched (FINAL). After every step the driver
 (:mod:`keras_remat.training.step_trainer`) states the :class:`Facts`, asks :func:`decide`, and makes
 the move. A move that cannot be made (no plan was found) is noted among the facts, and the table is
 asked again: the row below is what is done instead.
@@ -35,6 +36,8 @@ class Phase(Enum):
     """A plan from estimated op times runs for the first time."""
     RECORD = auto()
     """The profiler records its steps."""
+    SOLVE = auto()
+    """The first plan goes on while a process of its own solves for a better one."""
     VERIFY = auto()
     """A plan's steps are measured."""
     FINAL = auto()
@@ -69,6 +72,8 @@ class Move(Enum):
     """No better plan came of the recording: the running one is measured."""
     RUN_PLAIN = auto()
     """By what was measured the plain step fits: it takes over."""
+    START_SOLVER = auto()
+    """A process beside training begins to solve, from the measured profile."""
     REPLAN = auto()
     """The plan is made again, from the measured profile."""
     TIGHTEN = auto()
@@ -97,6 +102,8 @@ class Facts:
         plain_fits: whether Keras's own step is predicted to fit with room to spare.
         plain_ruled_out: whether Keras's own step is known not to fit, whatever is predicted.
         recorded: what came of recording.
+        solves_beside: whether a process of its own may solve while training goes on.
+        solved: whether that process has ended.
         out_of_memory: whether the step ran out of memory and was undone.
         failed: moves that were decided on after this step and could not be made.
     """
@@ -110,6 +117,8 @@ class Facts:
     plain_fits: bool = False
     plain_ruled_out: bool = False
     recorded: Recorded = Recorded.NONE
+    solves_beside: bool = False
+    solved: bool = False
     out_of_memory: bool = False
     failed: frozenset[Move] = frozenset()
 
@@ -159,8 +168,12 @@ TABLE: tuple[Row, ...] = (
         Phase.RECORD, {**_MEASURED, "plain_fits": True, "plain_ruled_out": False},
         Move.RUN_PLAIN, Phase.PLAIN,
     ),
+    Row(Phase.RECORD, {**_MEASURED, "solves_beside": True}, Move.START_SOLVER, Phase.SOLVE),
     Row(Phase.RECORD, _MEASURED, Move.REPLAN, Phase.VERIFY),
     Row(Phase.RECORD, {}, Move.KEEP_PLAN, Phase.VERIFY),
+    Row(Phase.SOLVE, {"over_limit": False, "solved": False}, Move.STAY, Phase.SOLVE),
+    Row(Phase.SOLVE, {}, Move.REPLAN, Phase.VERIFY),
+    Row(Phase.SOLVE, {}, Move.KEEP_PLAN, Phase.VERIFY),
     Row(Phase.VERIFY, {**_OVER, "attempts_left": True}, Move.TIGHTEN, Phase.VERIFY),
     Row(Phase.VERIFY, {**_OVER, "may_split": True}, Move.SPLIT, None),
     Row(Phase.VERIFY, _OVER, Move.KEEP_SMALLEST, Phase.FINAL),
@@ -184,7 +197,7 @@ def decide(facts: Facts) -> tuple[Move, Phase]:
 
     Example:
         >>> decide(Facts(phase=Phase.VERIFY, over_limit=True))
-        (<Move.TIGHTEN: 8>, <Phase.VERIFY: 4>)
+        (<Move.TIGHTEN: 9>, <Phase.VERIFY: 5>)
     """
     for row in TABLE:
         if row.matches(facts):

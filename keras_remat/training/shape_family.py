@@ -105,4 +105,5 @@ def _kind_and_sizes(signature: Signature) -> tuple[tuple[object, ...], tuple[int
 def _first_phase(shape: PlannedShape) -> Phase:
     """Returns the phase that another shape begins in under this one's order: one that is made from
     estimates until this one was recorded is to be made again, by whichever is first."""
-    return Phase.WARM_UP if shape.phase in (Phase.WARM_UP, Phase.RECORD) else Phase.VERIFY
+    is_first = shape.phase in (Phase.WARM_UP, Phase.RECORD, Phase.SOLVE)
+    return Phase.WARM_UP if is_first else Phase.VERIFY

@@ -15,6 +15,7 @@ from typing import Any, Self
 from keras_remat.backends.base import ProfileRecorder, RunStep, TracedStep
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.planning.beside import PlanProcess
 from keras_remat.planning.plan import Plan
 from keras_remat.training.phases import Phase, Recorded, Tries
 
@@ -75,7 +76,8 @@ class ShapeState:
     Args:
         may_split: whether the size of a step is not given, so that a batch may be split.
         called: whether ``run`` has had its first call, which is slower and larger than others.
-        steps: what the later calls in this phase measured; of a final step, the last one.
+        steps: what the later calls in this phase measured; where the phase may be long, the last
+            one.
         resident_bytes: the most in use between two of its steps.
         over_limit_plans: the records of steps that measured over the limit.
     """
@@ -108,7 +110,8 @@ class ShapeState:
         """Returns the record after one more call of ``run``; its first one tells nothing."""
         if not self.called:
             return replace(self, called=True)
-        steps = (usage,) if self.phase is Phase.FINAL else (*self.steps, usage)
+        newest_only = self.phase in (Phase.SOLVE, Phase.FINAL)
+        steps = (usage,) if newest_only else (*self.steps, usage)
         resident = max(self.resident_bytes, bytes_in_use)
         return replace(self, steps=steps, resident_bytes=resident)
 
@@ -157,6 +160,11 @@ class PlannedShape(TracedShape):
         carried = _carried(self) | {"run": self.run, "phase": phase, "called": self.called}
         return Recording(**carried, costs=self.costs, plan=self.plan, recorder=recorder)
 
+    def solving(self, process: PlanProcess | None, phase: Phase) -> Solving:
+        """Returns the record of steps that go on while a process solves for another plan."""
+        carried = _carried(self) | {"run": self.run, "phase": phase, "called": self.called}
+        return Solving(**carried, costs=self.costs, plan=self.plan, process=process)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recording(PlannedShape):
@@ -168,6 +176,22 @@ class Recording(PlannedShape):
 
     recorder: ProfileRecorder
     started: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solving(PlannedShape):
+    """How batches of one shape are trained: under a plan, while another one is solved for.
+
+    Args:
+        process: that solves; ``None`` where nothing has to be solved, or it was ended.
+    """
+
+    process: PlanProcess | None
+
+    @property
+    def solved(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.process is None or self.process.has_ended
 
 
 _CARRIED = (

@@ -42,13 +42,17 @@ def test_every_combination_of_facts_has_a_row_and_every_row_is_needed():
         assert move not in facts.failed
         assert (move is Move.REFUSE) <= facts.out_of_memory
         assert phase is not Phase.RECORD or move in (Move.START_RECORDER, Move.STAY)
+        assert phase is not Phase.SOLVE or move in (Move.START_SOLVER, Move.STAY)
         if facts.phase is Phase.FINAL and not facts.over_limit and not facts.out_of_memory:
             assert (move, phase) == (Move.STAY, Phase.FINAL)
     assert used == set(range(len(TABLE)))
 
 
 def test_a_move_that_needs_a_plan_comes_only_where_one_runs():
-    needs_plan = {Move.START_RECORDER, Move.KEEP_PLAN, Move.RUN_PLAIN, Move.REPLAN, Move.TIGHTEN}
+    needs_plan = {
+        Move.START_RECORDER, Move.START_SOLVER, Move.KEEP_PLAN, Move.RUN_PLAIN, Move.REPLAN,
+        Move.TIGHTEN,
+    }  # fmt: skip
     for facts in all_facts():
         if facts.runs_a_plan == (facts.phase is not Phase.PLAIN) or facts.phase is Phase.FINAL:
             move, phase = decide(facts)
@@ -67,9 +71,8 @@ def successors(phase, tries, recorded, runs_a_plan):
     tells = (
         (Recorded.BUSY, Recorded.BLIND, Recorded.MEASURED) if phase is Phase.RECORD else (recorded,)
     )
-    for out_of_memory, over, fits, told in product(
-        (False, True), (False, True), (False, True), tells
-    ):
+    either = (False, True)
+    for out_of_memory, over, fits, beside, solved, told in product(*[either] * 5, tells):
         facts = Facts(
             phase=phase,
             enough_steps=True,
@@ -80,6 +83,8 @@ def successors(phase, tries, recorded, runs_a_plan):
             plain_fits=fits,
             plain_ruled_out=tries.plain_ruled_out,
             recorded=told,
+            solves_beside=beside,
+            solved=solved,
             out_of_memory=out_of_memory,
         )
         counted = tries
@@ -117,7 +122,7 @@ def test_every_path_ends():
         *((phase, Tries(), Recorded.NONE, True) for phase in (Phase.WARM_UP, Phase.VERIFY)),
         (Phase.VERIFY, Tries(plain_ruled_out=True), Recorded.BLIND, True),
     ]
-    bound = (len(MICRO_BATCHES) + 1) * (2 * MAX_TIGHTENINGS + 6) + 4 * MAX_OUT_OF_MEMORY
+    bound = (len(MICRO_BATCHES) + 1) * (2 * MAX_TIGHTENINGS + 7) + 4 * MAX_OUT_OF_MEMORY
     assert max(map(moves_from, starts)) <= bound
     assert any(state[0] is Phase.FINAL and moves == 0 for state, moves in longest.items())
 
@@ -136,6 +141,19 @@ def test_every_path_ends():
         ({"phase": Phase.WARM_UP, "over_limit": True}, Move.START_RECORDER, Phase.RECORD),
         ({"phase": Phase.RECORD, "recorded": Recorded.MEASURED}, Move.REPLAN, Phase.VERIFY),
         ({"phase": Phase.RECORD, "recorded": Recorded.BUSY}, Move.KEEP_PLAN, Phase.VERIFY),
+        (
+            {"phase": Phase.RECORD, "recorded": Recorded.MEASURED, "solves_beside": True},
+            Move.START_SOLVER,
+            Phase.SOLVE,
+        ),
+        ({"phase": Phase.SOLVE}, Move.STAY, Phase.SOLVE),
+        ({"phase": Phase.SOLVE, "solved": True}, Move.REPLAN, Phase.VERIFY),
+        ({"phase": Phase.SOLVE, "over_limit": True}, Move.REPLAN, Phase.VERIFY),
+        (
+            {"phase": Phase.SOLVE, "solved": True, "failed": frozenset({Move.REPLAN})},
+            Move.KEEP_PLAN,
+            Phase.VERIFY,
+        ),
         (
             {"phase": Phase.RECORD, "recorded": Recorded.MEASURED, "plain_fits": True},
             Move.RUN_PLAIN,

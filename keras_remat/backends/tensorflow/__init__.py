@@ -1,29 +1,34 @@
 """TensorFlow, the first backend: in order (:mod:`.ordered`) and, where XLA compiles, as one program
-(:mod:`.compiled`)."""
+(:mod:`.compiled`).
+
+TensorFlow is imported when a backend is asked for: planning in a process of its own
+(:mod:`keras_remat.planning.beside`) needs the memory model alone.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from keras_remat.backends.tensorflow.compiled import CompiledBackend
-from keras_remat.backends.tensorflow.mirrored.backend import (
-    MirroredBackend,
-    trains_on_several_devices,
-)
-from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
+if TYPE_CHECKING:
+    from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
 
 
 def backend() -> TensorFlowBackend:
     """The backend that plans are made for outside of ``fit``."""
+    from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
+
     return TensorFlowBackend()
 
 
 def backends(model: Any, compilation: str) -> list[TensorFlowBackend]:
     """The backends that can train a model on TensorFlow, the one to begin with first."""
-    if trains_on_several_devices(model):
-        return [MirroredBackend(model)]
+    from keras_remat.backends.tensorflow.compiled import CompiledBackend
+    from keras_remat.backends.tensorflow.mirrored import backend as mirrored
+
+    if mirrored.trains_on_several_devices(model):
+        return [mirrored.MirroredBackend(model)]
     if compilation == "compiled":
         return [CompiledBackend()]
     if compilation == "auto" and model.jit_compile and not model.run_eagerly:
-        return [CompiledBackend(), TensorFlowBackend()]
-    return [TensorFlowBackend()]
+        return [CompiledBackend(), backend()]
+    return [backend()]

@@ -116,7 +116,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=_environment(),
+            env=environment(),
             start_new_session=True,
         )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -207,8 +207,8 @@ class Worker:
             return  # the process is gone (or closed, by us); its exit status and stderr tell why
 
 
-def _environment() -> dict[str, str]:
-    """The caller's environment, with this package importable however the caller found it."""
+def environment() -> dict[str, str]:
+    """Returns the caller's environment, with this package importable however the caller found it."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
