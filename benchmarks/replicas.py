@@ -47,11 +47,13 @@ COLUMNS = {
     "jax": {
         "distribution": "s", "model": "s", "limit_mib": ".1f", "peak_mib": ".1f",
         "temp_ratio": ".2f", "all_reduces_plain": "d", "all_reduces": "d",
+        "reduced_arrays_plain": "d", "reduced_arrays": "d",
         "loss_difference": ".1e", "time_ratio": ".2f",
     },
     "processes": {
         "processes": "d", "model": "s", "limit_mib": ".1f", "peak_mib": ".1f",
         "temp_ratio": ".2f", "all_reduces_plain": "d", "all_reduces": "d",
+        "reduced_arrays_plain": "d", "reduced_arrays": "d",
         "loss_difference": ".1e", "time_ratio": ".2f",
     },
 }  # fmt: skip
@@ -73,7 +75,8 @@ to solve (`greedy`), and to write the step for all.""",
     "jax": """## `keras.distribution` on JAX
 
 Devices that the host makes up. `temp_ratio` is the compiled step's temporary memory on one device
-over plain's.""",
+over plain's. An all-reduce may be of several arrays: XLA puts together what exists at one time, the
+gradients of a plain step for instance. `reduced_arrays` counts the arrays.""",
     "processes": """## Several processes on JAX
 
 `DataParallel` over processes on one machine, with the same devices in all. What one process
@@ -90,18 +93,12 @@ def measured(kind: str, name: str, share: float, rank: int = 0, port: int = 0) -
     import jax
     import jax_models
     import keras
+    from compiled_steps import CompiledSteps
 
     import keras_remat
-    from keras_remat.backends.jax import device, lower
+    from keras_remat.backends.jax import device
 
-    compile_step, texts = lower.compile_step, []
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        compiled = compile_step(*arguments, **options)
-        texts.append((compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()))
-        return compiled
-
-    lower.compile_step = device.compile_step = noted
+    steps = CompiledSteps()
     processes = PROCESSES if kind == "processes" else 1
     if processes > 1:
         keras.distribution.initialize(",".join([f"localhost:{port}"] * processes), processes, rank)
@@ -115,6 +112,7 @@ def measured(kind: str, name: str, share: float, rank: int = 0, port: int = 0) -
     keras.distribution.set_distribution(distribution)
 
     def fit(remat: Any) -> dict[str, Any]:
+        steps.newest = None
         keras.utils.set_random_seed(0)
         model = getattr(jax_models, name)(blocks=4)
         data = [array[rank::processes] for array in jax_models.batch(model, STEPS * BATCH)]
@@ -122,11 +120,12 @@ def measured(kind: str, name: str, share: float, rank: int = 0, port: int = 0) -
             *data, batch_size=BATCH // processes, shuffle=False, verbose=0, epochs=2,
             callbacks=[remat],
         )  # fmt: skip
-        last, (temp, text) = remat.report.epochs[-1], texts[-1]
+        last = remat.report.epochs[-1]
         return {
             "losses": history.history["loss"],
-            "temp": temp,
-            "all_reduces": text.count(" all-reduce("),
+            "temp": steps.temp_bytes,
+            "all_reduces": len(steps.reduced_arrays),
+            "reduced_arrays": sum(steps.reduced_arrays),
             "peak": last.peak_bytes,
             "step_s": last.step_time_s / last.steps,
         }
@@ -143,6 +142,8 @@ def measured(kind: str, name: str, share: float, rank: int = 0, port: int = 0) -
         "temp_ratio": ours["temp"] / plain["temp"],
         "all_reduces_plain": plain["all_reduces"],
         "all_reduces": ours["all_reduces"],
+        "reduced_arrays_plain": plain["reduced_arrays"],
+        "reduced_arrays": ours["reduced_arrays"],
         "loss_difference": difference(plain["losses"], ours["losses"]),
         "time_ratio": ours["step_s"] / plain["step_s"],
     }

@@ -32,7 +32,7 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.lower import compile_step
 from keras_remat.backends.jax.measure import StepMemory, device_statistic, first_device, memory
 from keras_remat.backends.jax.profile import estimated_profile
-from keras_remat.backends.jax.sharding import shard_bytes
+from keras_remat.backends.jax.sharding import held_bytes
 from keras_remat.backends.jax.trace import as_specs
 from keras_remat.backends.processes import Processes
 from keras_remat.backends.xla.step_times import StepTimes
@@ -207,8 +207,7 @@ class Device:
         counted = device_statistic("bytes_in_use")
         if counted is not None:
             return counted
-        here = first_device()
-        return sum(shard_bytes(array, here) for array in jax.live_arrays())
+        return held_bytes(jax.live_arrays(), first_device())
 
     def total_bytes(self) -> int:
         """All the memory this process may use on the device."""

@@ -13,7 +13,7 @@ exchange, and never a wrong number.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -160,12 +160,20 @@ def _alike(inputs: Sequence[tuple[Layout, tuple[int, ...]]], shape: tuple[int, .
     return tuple(result)
 
 
-def shard_bytes(array: Any, device: Any) -> int:
-    """Returns what one device holds of an array."""
-    if device not in array.sharding.device_set:
-        return 0
-    elements = math.prod(array.sharding.shard_shape(array.shape))
-    return int(elements * array.dtype.itemsize)
+def held_bytes(arrays: Iterable[jax.Array], device: Any) -> int:
+    """Returns what one device holds of arrays.
+
+    JAX keeps the part of a device, once it was read, as an array of its own in the same memory:
+    what begins at one address counts once.
+    """
+    there = (array for array in arrays if not array.is_deleted())
+    parts = (shard.data for array in there for shard in array.addressable_shards)
+    held = {
+        part.unsafe_buffer_pointer(): part.nbytes
+        for part in parts
+        if not part.is_deleted() and part.device == device
+    }
+    return sum(held.values())
 
 
 def batch_parts() -> int:

@@ -10,24 +10,17 @@ os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
+import jax
 import jax_models as models
 import keras
+import numpy as np
+from compiled_steps import CompiledSteps
 
 import keras_remat
-from keras_remat.backends.jax import device, lower
+from keras_remat.backends.jax import device
 
 BATCH = 64
-seen = []
-
-
-def noted(*arguments, **options):
-    compiled = compile_step(*arguments, **options)
-    seen.append((compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()))
-    return compiled
-
-
-compile_step = lower.compile_step
-lower.compile_step = device.compile_step = noted
+steps = CompiledSteps()
 
 
 def distribution(kind):
@@ -42,7 +35,7 @@ def distribution(kind):
 
 
 def trained(remat):
-    seen.clear()
+    steps.newest = None
     keras.utils.set_random_seed(0)
     model = models.mixer(blocks=4)
     data = models.batch(model, 3 * BATCH)
@@ -56,11 +49,11 @@ def trained(remat):
             epochs=2,
             callbacks=[remat],
         )
-    temp, text = seen[-1]
     return {
         "losses": history.history["loss"],
-        "temp": temp,
-        "all_reduces": text.count(" all-reduce("),
+        "temp": steps.temp_bytes,
+        "all_reduces": len(steps.reduced_arrays),
+        "reduced_arrays": sum(steps.reduced_arrays),
         "shardings": sorted({str(v.value.sharding) for v in model.variables}),
         "kinds": [event.kind for event in remat.report.events],
         "recomputes": remat.plan is not None and remat.plan.recomputes,
@@ -105,4 +98,8 @@ plain = trained(keras_remat.RematAutotune(None, "keep", verbose=0))
 resident = device.Device().in_use_bytes()
 limit = int(resident + 0.65 * (plain["peak"] - resident))
 remat = keras_remat.RematAutotune(limit, "keep", margin=0.0, verbose=0)
-print(json.dumps({"plain": plain, "remat": trained(remat), "limit": limit}))
+came = {"plain": plain, "remat": trained(remat), "limit": limit}
+came["in_use"] = [device.Device().in_use_bytes()]
+read = [np.array(array) for array in jax.live_arrays()]
+came["in_use"].append(device.Device().in_use_bytes())
+print(json.dumps(came))
