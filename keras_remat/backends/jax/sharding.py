@@ -166,7 +166,9 @@ def held_bytes(arrays: Iterable[jax.Array], device: Any) -> int:
     JAX keeps the part of a device, once it was read, as an array of its own in the same memory:
     what begins at one address counts once.
     """
-    there = (array for array in arrays if not array.is_deleted())
+    there = [array for array in arrays if not array.is_deleted()]
+    if all(len(array.sharding.device_set) == 1 for array in there):
+        return sum(array.nbytes for array in there if device in array.sharding.device_set)
     parts = (shard.data for array in there for shard in array.addressable_shards)
     held = {
         part.unsafe_buffer_pointer(): part.nbytes
