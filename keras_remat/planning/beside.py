@@ -26,7 +26,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 from keras_remat.planning.make_plan import plan_problem
 from keras_remat.planning.plan import Plan
-from keras_remat.solvers.engines.cp_sat import environment
+from keras_remat.solvers.engines.interpreter import environment
 
 _REQUEST, _ANSWER, _ERRORS = "request", "answer", "errors"
 

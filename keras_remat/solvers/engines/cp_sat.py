@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -26,10 +25,10 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from keras_remat.errors import MissingPackageError, RematError
+from keras_remat.solvers.engines.interpreter import environment
 
 MEMORY_LIMIT_BYTES = 4 * 2**30
 STARTUP_S = 1.0
@@ -205,10 +204,3 @@ class Worker:
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError):
             return  # the process is gone (or closed, by us); its exit status and stderr tell why
-
-
-def environment() -> dict[str, str]:
-    """Returns the caller's environment, with this package importable however the caller found it."""
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

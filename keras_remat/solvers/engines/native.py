@@ -27,6 +27,8 @@ from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar, cast
 
+from keras_remat.solvers.engines.interpreter import environment
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 KERNEL = "keras_remat.solvers.engines.moves"
@@ -70,6 +72,7 @@ def begin() -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env=environment(),
     )
 
 
