@@ -102,7 +102,7 @@ class PlanProcess:
         """Waits for the answer and returns it, ``None`` where no schedule was found; once.
 
         Raises:
-            PlanProcessError: the process ended without one.
+            PlanProcessError: the process ended without one, or its files are gone.
         """
         status, folder = self._process.wait(), Path(self._folder.name)
         try:
@@ -110,6 +110,8 @@ class PlanProcess:
                 errors = (folder / _ERRORS).read_text(errors="replace")[-500:].strip()
                 raise PlanProcessError(f"the process that plans ended with {status}: {errors}")
             found: Plan | None = pickle.loads((folder / _ANSWER).read_bytes())
+        except OSError as error:
+            raise PlanProcessError(f"what the process answered cannot be read: {error}") from error
         finally:
             self.end()
         return None if found is None else replace(found, problem=self._problem)

@@ -211,8 +211,7 @@ class StepTrainer:
             and self._first_plans.plain_peak_bytes(costs, with_room=True) <= self.usable_bytes,
             plain_ruled_out=shape.tries.plain_ruled_out,
             recorded=shape.recorded,
-            # on a CPU both share the cores: of a minute's fit (MobileNetV2, two cores) it saved 2 to
-            # 3 s, and the plan's overhead was 0.2 points higher
+            # on a CPU, solving would share the cores with the steps that are measured
             solves_beside=self._on_gpu and self.backend.processes.count == 1,
             solved=isinstance(shape, Solving) and shape.solved,
             out_of_memory=out_of_memory,

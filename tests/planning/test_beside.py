@@ -73,6 +73,14 @@ def test_a_process_without_an_answer_tells_why():
         PlanProcess(request(solver="no_such_solver")).plan()
 
 
+def test_an_answer_that_is_gone_is_no_answer():
+    process = PlanProcess(request())
+    process._process.wait()
+    (folder_of(process) / "answer").unlink()
+    with pytest.raises(PlanProcessError, match="cannot be read: .*answer"):
+        process.plan()
+
+
 def is_alive(pid):
     try:
         os.kill(pid, 0)
