@@ -97,13 +97,9 @@ class FakeStep(TracedStep):
     surplus_bytes: int = 0
     least_bytes: int = 0
 
-    @property
-    def plain_surplus_bytes(self):
-        return self.surplus_bytes
-
-    @property
-    def plain_least_bytes(self):
-        return self.least_bytes
+    def plain_peak_bytes(self, problem, memory):
+        least = problem.profile.resident_bytes + self.least_bytes
+        return max(super().plain_peak_bytes(problem, memory), least) + self.surplus_bytes
 
 
 class FakeDevice:

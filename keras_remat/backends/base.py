@@ -47,22 +47,10 @@ class TracedStep:
     graph: Graph
     handles: Mapping[int, Any]
 
-    @property
-    def plain_surplus_bytes(self) -> int:
-        """What Keras's own step needs above the graph without recomputation, where tracing has made
-        it need less."""
-        return 0
-
-    @property
-    def plain_least_bytes(self) -> int:
-        """What Keras's own step needs above the resident bytes in any order, where tracing has made
-        it need less."""
-        return 0
-
-    @property
-    def plain_order(self) -> Schedule:
-        """The order that Keras's own step runs its ops in, as far as that is known."""
-        return Schedule.store_all(self.graph)
+    def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
+        """Returns what Keras's own step is predicted to need, resident bytes included; a backend
+        whose traced step differs from Keras's own has a rule of its own."""
+        return memory.peak_bytes(problem, Schedule.store_all(self.graph))
 
 
 class Caller(Enum):

@@ -142,10 +142,7 @@ class FirstPlans:
         return resident + round(surplus * seen * (_ROOM if with_room else 1))
 
     def _plain_bytes(self, costs: Costs) -> int:
-        traced = costs.traced
-        peak = self._backend.memory.peak_bytes(costs.problem, traced.plain_order)
-        least = costs.problem.profile.resident_bytes + traced.plain_least_bytes
-        return max(peak, least) + traced.plain_surplus_bytes
+        return costs.traced.plain_peak_bytes(costs.problem, self._backend.memory)
 
     def observe_plain(self, costs: Costs, measured_bytes: int) -> None:
         """Learns how much more than predicted Keras's own step takes, from the largest that ran: it

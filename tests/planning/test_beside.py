@@ -77,7 +77,7 @@ def test_an_answer_that_is_gone_is_no_answer():
     process = PlanProcess(request())
     process._process.wait()
     (folder_of(process) / "answer").unlink()
-    with pytest.raises(PlanProcessError, match="cannot be read: .*answer"):
+    with pytest.raises(PlanProcessError, match=r"cannot be read: .*answer"):
         process.plan()
 
 

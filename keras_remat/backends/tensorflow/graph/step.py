@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from graphlib import TopologicalSorter
 from typing import Any
 
 import tensorflow as tf
 
 from keras_remat.backends.base import TracedStep
+from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.executor import Executor, workers
 from keras_remat.backends.tensorflow.graph.nodes import node_of
+from keras_remat.backends.tensorflow.profiler import device
+from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -94,30 +97,34 @@ class TensorFlowStep(TracedStep):
 
     @cached_property
     def plain_order(self) -> Schedule:
-        """The order of TensorFlow's executor, which runs an op as soon as all that it waits for has
-        run: what of the backward phase needs no gradient runs while the forward phase does, and is
-        held until the gradient comes.
+        """The order that Keras's own step begins its ops in, where one runs at a time."""
+        return Schedule(self._executor.order())
 
-        It waits for control edges, too. Those that the gradients of some ops have, so that this
-        does not happen, are no ``after`` of our ops, because they would forbid orders.
-        """
+    def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
+        """Returns what Keras's own step is predicted to need, where several ops run at once the
+        high side of it; of how much more they need, the allocator is no part."""
+        profile = problem.profile
+        activations = memory.peak_bytes(problem, self.plain_order) - profile.resident_bytes
+        at_once = 1 if device.on_gpu() else workers(len(self.replicas))
+        if at_once > 1:
+            one = simulate(problem, self.plain_order).peak_bytes - profile.resident_bytes
+            several = self._executor.surplus_bytes(profile, at_once)
+            activations = round(activations * max(1.0, several / max(1, one)))
+        needed = max(activations, self.plain_least_bytes) + self.plain_surplus_bytes
+        return profile.resident_bytes + needed
+
+    @cached_property
+    def _executor(self) -> Executor:
+        """It waits for control edges, too. Those that the gradients of some ops have, so that they
+        do not run before their gradient comes, are no ``after`` of our ops, because they would
+        forbid orders."""
         waits = {
             name: [before for before in map(node_of, node.input) if before in self.nodes]
             for name, node in self.nodes.items()
         }
         for op in self.graph.ops:
             waits[op.name] += [self.graph.ops[before].name for before in op.after]
-        sorter = TopologicalSorter(waits)
-        sorter.prepare()
-        order: dict[int, None] = {}
-        ready = deque(sorter.get_ready())
-        while ready:
-            name = ready.popleft()
-            if name in self.op_id:
-                order.setdefault(self.op_id[name])
-            sorter.done(name)
-            ready.extend(sorter.get_ready())
-        return Schedule(tuple(order))
+        return Executor(graph=self.graph, waits=waits, op_id=self.op_id)
 
     @cached_property
     def op_id(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras import layers
 
 from keras_remat.backends.tensorflow import backend
+from keras_remat.backends.tensorflow.graph import step as step_module
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.validate import check_rules
@@ -61,3 +62,22 @@ def test_plain_step_is_predicted_in_the_executors_order(make):
     peaks = [one.measure(lambda: step(batch))[1].peak_bytes for _ in range(6)]
     # which of two ops that wait for nothing runs first differs from run to run
     assert median(peaks[1:]) == pytest.approx(in_order, rel=0.3)
+
+
+def test_branches_that_run_at_once_are_predicted_to(monkeypatch):
+    """One after the other, the bytes of the first are free when the second begins."""
+    inputs = layers.Input((64, 64, 8))
+    heads = [layers.Conv2D(32, 3, padding="same")(inputs) for _ in range(4)]
+    heads = [layers.GlobalMaxPooling2D()(layers.ReLU()(head)) for head in heads]
+    model = keras.Model(inputs, layers.Dense(1)(layers.Concatenate()(heads)))
+    model.compile("sgd", "mse")
+    one, batch = backend(), (tf.zeros((8, 64, 64, 8)), tf.zeros((8, 1)))
+    traced = one.trace(model, batch)
+    problem = Problem(traced.graph, one.estimated_profile(traced))
+    needed = {}
+    for at_once in (1, 4):
+        monkeypatch.setattr(step_module, "workers", lambda replicas, n=at_once: n)
+        needed[at_once] = traced.plain_peak_bytes(problem, one.memory)
+    assert needed[4] > 1.1 * needed[1]
+    monkeypatch.setattr(step_module.device, "on_gpu", lambda: True)
+    assert traced.plain_peak_bytes(problem, one.memory) == needed[1], "one after the other there"
