@@ -48,3 +48,9 @@ def copied(node: Any, inputs: Iterable[str], name: str = "") -> Any:
     del copy.input[:]
     copy.input.extend(inputs)
     return copy
+
+
+def is_compiled(node: Any) -> bool:
+    """Returns whether a node is a call that XLA compiles, also in a step that it does not compile:
+    Keras calls grouped convolutions so on a CPU."""
+    return "_XlaMustCompile" in node.attr and node.attr["_XlaMustCompile"].b

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import fsum, inf, prod
 from statistics import median
 from typing import Any
 
 from keras_remat.backends.tensorflow.graph import kinds
-from keras_remat.backends.tensorflow.graph.nodes import data_inputs, tensor_key
+from keras_remat.backends.tensorflow.graph.nodes import data_inputs, is_compiled, tensor_key
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
 from keras_remat.backends.tensorflow.ordered.scratch import estimated_workspace, known_workspace
@@ -146,7 +146,15 @@ def measured_profile(
         ]
     memory = events.allocation_events(planes, device.allocator_name())
     ends = _ends(nodes, planes) if memory else {}
-    workspace = _workspace(nodes, memory, ends)
+    workspace = _workspace(
+        nodes,
+        memory,
+        ends,
+        sorted(
+            (call.start_ps, call.start_ps + call.duration_ps, call.node)
+            for call in nodes.compiled_calls(planes)
+        ),
+    )
     profile = Profile(
         tuple(times),
         tuple(
@@ -173,6 +181,8 @@ class _Nodes:
         lowered: the step.
         op_of: a node's name → op id.
         loops: those of them that are loops or branches.
+        compiled: those of them that are calls of what XLA compiles, whatever the rest does. They
+            have no event as other ops have, and what they ask for does not say who asks.
     """
 
     def __init__(self, lowered: LoweredStep):
@@ -187,6 +197,19 @@ class _Nodes:
             for name, op_id in self.op_of.items()
             if self.graph.ops[op_id].kind in kinds.CONTROL_FLOW
         }
+        handles = lowered.traced.handles
+        self.compiled = {name for name, op_id in self.op_of.items() if is_compiled(handles[op_id])}
+
+    def runs(self, planes: Sequence[Any]) -> Iterator[events.NodeEvent]:
+        """Yields the runs of nodes."""
+        yield from events.node_events(planes)
+        yield from self.compiled_calls(planes)
+
+    def compiled_calls(self, planes: Sequence[Any]) -> Iterator[events.NodeEvent]:
+        """Yields the runs of those that XLA compiles."""
+        if self.compiled:
+            calls = events.asynchronous_events(planes)
+            yield from (call for call in calls if call.node in self.compiled)
 
     def op(self, name: str) -> int | None:
         """Returns the op that a node is, or the loop or branch that it was written out from, whose
@@ -206,7 +229,7 @@ def _durations(nodes: _Nodes, planes: Sequence[Any]) -> dict[int, dict[int, list
     part_of = {name: part for names in nodes.lowered.names for part, name in enumerate(names)}
     durations: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     inside: dict[int, float] = defaultdict(float)  # of a loop or branch, all kernels in it
-    for node, _, duration_ps in events.node_events(planes):
+    for node, _, duration_ps in nodes.runs(planes):
         op_id = nodes.op(node)
         if op_id is not None and node in part_of:
             durations[op_id][part_of[node]].append(duration_ps * 1e-12)
@@ -250,6 +273,7 @@ def _workspace(
     nodes: _Nodes,
     memory: list[tuple[int, str, dict[str, Any]]],
     ends: dict[str, list[int]],
+    calls: Sequence[tuple[int, int, str]],
 ) -> dict[int, int]:
     """Op id → the most bytes it asked for at once that are none of its outputs.
 
@@ -261,6 +285,8 @@ def _workspace(
         nodes: of the step; all that is asked for inside of a loop or branch is its workspace.
         memory: as :func:`.events.allocation_events` returns it.
         ends: a node's name → when its runs ended, in picoseconds, ascending.
+        calls: begin, end and node of every call that XLA has compiled, ascending: what is asked
+            for by nobody meanwhile is theirs.
     """
     freed, graph = _freed(memory), nodes.graph
     loop_of = {op_id: name for name, op_id in nodes.loops.items()}
@@ -276,12 +302,13 @@ def _workspace(
                 op_id, nbytes = owner.pop(address)
                 held[op_id] -= nbytes
             continue
-        node = str(stats.get("tf_op", ""))
+        node, region = str(stats.get("tf_op", "")), stats.get("region_type")
+        if not node:
+            node, region = _called(calls, start), "temp"
         allocating = nodes.op(node)
         nbytes = int(
             stats.get("requested_bytes", 0)
         )  # the chunk is larger, by as much as the pool happens to be fragmented
-        region = stats.get("region_type")
         if allocating is None:
             continue
         name = node if node in nodes.op_of else loop_of[allocating]
@@ -298,6 +325,12 @@ def _workspace(
         held[allocating] += nbytes
         most[allocating] = max(most[allocating], held[allocating])
     return most
+
+
+def _called(calls: Sequence[tuple[int, int, str]], at: int) -> str:
+    """Returns the call that was under way at a time, the last one begun; empty without one."""
+    last = bisect_left(calls, (at + 1,)) - 1
+    return calls[last][2] if last >= 0 and calls[last][1] >= at else ""
 
 
 def _freed(memory: list[tuple[int, str, dict[str, Any]]]) -> dict[tuple[int, int], int]:
@@ -324,7 +357,7 @@ def _ends(nodes: _Nodes, planes: Sequence[Any]) -> dict[str, list[int]]:
             if producer in of_op:
                 readers[op.id].append(of_op[producer])
     ends: dict[str, list[int]] = defaultdict(list)
-    for node, start, duration in events.node_events(planes):
+    for node, start, duration in nodes.runs(planes):
         op_id = nodes.op(node)
         if node in nodes.op_of and node not in nodes.loops:
             ends[node].append(start + duration)

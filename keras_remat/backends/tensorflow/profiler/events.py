@@ -19,6 +19,8 @@ MEASURED_STEP = "keras_remat/measured_step"
 
 _DEVICE_PLANE, _STREAM_LINE = "/device:GPU:", "Stream"
 _ALLOCATIONS = ("MemoryAllocation", "MemoryDeallocation")
+#: Names the executor's event of an op that may end later than its kernel's call does.
+_ASYNCHRONOUS = "ExecutorState::ProcessAsync::Start"
 _S_PER_PS = 1e-12
 
 
@@ -45,6 +47,15 @@ def node_events(planes: Sequence[Any]) -> Iterator[NodeEvent]:
             node, separator, _ = name.rpartition(":")
             if separator:
                 yield NodeEvent(node, start, duration)
+
+
+def asynchronous_events(planes: Sequence[Any]) -> Iterator[NodeEvent]:
+    """Yields the calls of asynchronous ops: loops, called functions, what XLA has compiled. The
+    last of these, on a CPU, have run when their call ends."""
+    for plane in planes:
+        for name, start, duration, stats in _events(plane):
+            if name == _ASYNCHRONOUS:
+                yield NodeEvent(str(stats().get("name", "")), start, duration)
 
 
 def kernel_times_s(planes: Sequence[Any]) -> dict[str, float]:

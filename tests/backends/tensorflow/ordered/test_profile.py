@@ -13,6 +13,7 @@ from recorded_trace import Trace
 
 from keras_remat.backends.tensorflow import backend, private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.nodes import is_compiled
 from keras_remat.backends.tensorflow.graph.trace import trace
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
 from keras_remat.backends.tensorflow.ordered.profile import (
@@ -473,6 +474,32 @@ def test_recording_of_real_steps_sees_most_ops_and_their_workspace(mlp):
     assert profile.source == "measured"
     seen = sum(a != b for a, b in zip(profile.op_time_s, problem.profile.op_time_s, strict=True))
     assert seen > 0.8 * len(traced.graph.needed)
+
+
+def test_what_xla_compiles_in_a_step_of_its_own_is_seen():
+    """Keras calls grouped convolutions so on a CPU; nothing says whose their scratch is."""
+    inputs = keras.Input((24, 24, 32))
+    x = keras.layers.Conv2D(32, 7, padding="same", groups=32)(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.GlobalAveragePooling2D()(x)))
+    model.compile("sgd", "mse")
+    batch = (np.ones((8, 24, 24, 32), np.float32), np.ones((8, 1), np.float32))
+    traced = traced_of(model, batch)
+    compiled = [op.id for op in traced.graph.ops if is_compiled(traced.handles[op.id])]
+    if not compiled:
+        pytest.skip("this device has a kernel for them")
+    estimated = estimated_profile(traced)
+    problem = Problem(traced.graph, estimated)
+    run = BACKEND.lower(traced, problem, Schedule.store_all(traced.graph))
+    given = BACKEND.example_batch(model, batch)
+    run(given)
+    recorder = Recorder()
+    assert recorder.start()
+    run(given)
+    profile = measured_profile(run, recorder.stop(), None)
+    assert all(profile.op_time_s[op] != estimated.op_time_s[op] for op in compiled)
+    if BACKEND.device.has_statistics:
+        most = max(profile.op_workspace_bytes[op] for op in compiled)
+        assert most > 8 * 24 * 24 * 32 * 4, "a gradient's patches"
 
 
 def test_the_users_profiler_session_is_left_alone(tmp_path):
