@@ -38,7 +38,7 @@ class Executor:
         begun = self._begun([0.0] * len(self.graph.ops), 1)
         return tuple(op for op, begins in begun if begins)
 
-    def surplus_bytes(self, profile: Profile, workers: int) -> int:
+    def activation_bytes(self, profile: Profile, workers: int) -> int:
         """Returns how much several workers have alive at most, above the resident bytes.
 
         No op is counted on to take over an input's buffer: another reader may be running.

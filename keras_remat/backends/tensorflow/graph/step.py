@@ -108,7 +108,7 @@ class TensorFlowStep(TracedStep):
         at_once = 1 if device.on_gpu() else workers(len(self.replicas))
         if at_once > 1:
             one = simulate(problem, self.plain_order).peak_bytes - profile.resident_bytes
-            several = self._executor.surplus_bytes(profile, at_once)
+            several = self._executor.activation_bytes(profile, at_once)
             activations = round(activations * max(1.0, several / max(1, one)))
         needed = max(activations, self.plain_least_bytes) + self.plain_surplus_bytes
         return profile.resident_bytes + needed

@@ -11,10 +11,11 @@ proportion to the measured step; :func:`blindness` says why.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import fsum, inf, prod
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -36,6 +37,7 @@ _ALIGNMENT_BYTES, _PADDING = 256, 0.01
 _FLOPS_PER_S = 5e10
 _BYTES_PER_S = 5e9
 _LAUNCH_S = 2e-6
+_START = attrgetter("start_ps")
 
 
 def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None) -> Profile:
@@ -146,15 +148,8 @@ def measured_profile(
         ]
     memory = events.allocation_events(planes, device.allocator_name())
     ends = _ends(nodes, planes) if memory else {}
-    workspace = _workspace(
-        nodes,
-        memory,
-        ends,
-        sorted(
-            (call.start_ps, call.start_ps + call.duration_ps, call.node)
-            for call in nodes.compiled_calls(planes)
-        ),
-    )
+    calls = sorted(nodes.compiled_calls(planes), key=_START)
+    workspace = _workspace(nodes, memory, ends, calls)
     profile = Profile(
         tuple(times),
         tuple(
@@ -273,7 +268,7 @@ def _workspace(
     nodes: _Nodes,
     memory: list[tuple[int, str, dict[str, Any]]],
     ends: dict[str, list[int]],
-    calls: Sequence[tuple[int, int, str]],
+    calls: Sequence[events.NodeEvent],
 ) -> dict[int, int]:
     """Op id → the most bytes it asked for at once that are none of its outputs.
 
@@ -285,8 +280,8 @@ def _workspace(
         nodes: of the step; all that is asked for inside of a loop or branch is its workspace.
         memory: as :func:`.events.allocation_events` returns it.
         ends: a node's name → when its runs ended, in picoseconds, ascending.
-        calls: begin, end and node of every call that XLA has compiled, ascending: what is asked
-            for by nobody meanwhile is theirs.
+        calls: of what XLA has compiled, in the order of time: what is asked for by nobody
+            meanwhile is theirs.
     """
     freed, graph = _freed(memory), nodes.graph
     loop_of = {op_id: name for name, op_id in nodes.loops.items()}
@@ -327,10 +322,10 @@ def _workspace(
     return most
 
 
-def _called(calls: Sequence[tuple[int, int, str]], at: int) -> str:
-    """Returns the call that was under way at a time, the last one begun; empty without one."""
-    last = bisect_left(calls, (at + 1,)) - 1
-    return calls[last][2] if last >= 0 and calls[last][1] >= at else ""
+def _called(calls: Sequence[events.NodeEvent], at: int) -> str:
+    """Returns the node of the call last begun, if it was under way at a time; else nothing."""
+    call = calls[begun - 1] if (begun := bisect_right(calls, at, key=_START)) else None
+    return call.node if call and at <= call.start_ps + call.duration_ps else ""
 
 
 def _freed(memory: list[tuple[int, str, dict[str, Any]]]) -> dict[tuple[int, int], int]:

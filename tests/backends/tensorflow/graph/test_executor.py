@@ -49,7 +49,7 @@ def two_branches(times):
 )
 def test_ops_that_run_at_once_hold_their_workspaces_at_once(workers, highest):
     graph, profile = two_branches((1.0, 2.0, 1.0))
-    assert executor_of(graph).surplus_bytes(profile, workers) == highest
+    assert executor_of(graph).activation_bytes(profile, workers) == highest
 
 
 def test_what_is_ready_first_begins_first():
@@ -71,7 +71,7 @@ def test_nodes_of_one_op_are_one_op():
         op_id={**whole.op_id, "a, too": 0},
     )
     assert sorted(parts.order()) == [0, 1, 2]
-    assert parts.surplus_bytes(profile, 2) == whole.surplus_bytes(profile, 2)
+    assert parts.activation_bytes(profile, 2) == whole.activation_bytes(profile, 2)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -81,7 +81,7 @@ def test_one_worker_holds_what_its_order_does_where_no_buffer_is_taken_over(seed
     order = Schedule(one.order())
     check_rules(problem, order)
     assert sorted(order.order) == list(range(len(problem.graph.ops)))
-    alone = one.surplus_bytes(problem.profile, 1)
+    alone = one.activation_bytes(problem.profile, 1)
     in_order = simulate(problem, order).peak_bytes - resident
     assert alone >= in_order
     if not any(op.may_reuse for op in problem.graph.ops):
@@ -89,7 +89,7 @@ def test_one_worker_holds_what_its_order_does_where_no_buffer_is_taken_over(seed
     everything = sum(v.nbytes for v in problem.graph.values if v.producer is not None)
     most = everything + sum(problem.profile.op_workspace_bytes)
     for workers in (2, 3, 100):
-        several = one.surplus_bytes(problem.profile, workers)
+        several = one.activation_bytes(problem.profile, workers)
         assert problem.floor_bytes - resident <= several <= most
 
 
