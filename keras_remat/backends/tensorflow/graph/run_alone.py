@@ -1,23 +1,35 @@
-"""Ask an op itself how large its outputs are, by running it once, alone, on made-up inputs.
+"""Ask an op itself what shapes do not tell, by running it once, alone, on made-up inputs.
 
 Shape inference cannot tell what cuDNN's recurrent layers keep for their gradient. A size of 0 would
-leave their largest value out of every plan. The allocations of a recording would tell, but only
-after the first plan, and only as bytes of a graph that has other bytes already. Running the op
-costs one forward pass of one layer, while tracing.
+leave their largest value out of every plan. Nothing tells the scratch of a call that XLA compiles:
+one gradient of ConvNeXtTiny takes 220 MiB of it. The allocations of a recording would tell both,
+but only after the first plan, and sizes only as bytes of a graph that has other bytes already.
+Running the op costs one pass of one layer, while tracing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
-from keras_remat.backends.tensorflow.graph.nodes import copied
+from keras_remat.backends.tensorflow.graph.nodes import (
+    copied,
+    data_inputs,
+    is_compiled,
+    node_of,
+    tensor_key,
+)
+from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice, measure
+from keras_remat.backends.tensorflow.profiler.device import device_name
 
 logger = logging.getLogger(__name__)
+
+#: What an op raises that cannot run alone.
+_CANNOT_RUN = (tf.errors.OpError, ValueError)
 
 
 def output_shapes(
@@ -31,8 +43,117 @@ def output_shapes(
     """
     if any(shape is None or dtype == tf.resource for shape, dtype in operands):
         return []
-    document = tf.compat.v1.GraphDef()
-    document.node.append(copied(node, (f"operand_{at}" for at in range(len(operands))), "alone"))
+    # ones are lengths of sequences that can be
+    inputs = [tf.ones(shape, dtype) for shape, dtype in operands]
+    try:
+        return [tuple(output.shape) for output in _alone(node, inputs)()]
+    except _CANNOT_RUN as error:
+        logger.warning("keras_remat: the size of %s's outputs is not known (%s)", node.op, error)
+        return []
+
+
+def compiled_scratch_bytes(
+    nodes: Mapping[str, Any],
+    library: Any,
+    captures: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...] | None],
+) -> dict[str, int]:
+    """Returns name → scratch in bytes of the calls that XLA compiles in a step that it does not.
+
+    Equal calls run once. Those that cannot run alone, and all where the allocator keeps no
+    statistics, are left out.
+
+    Args:
+        nodes: name → ``NodeDef`` of the step.
+        library: its functions.
+        captures: placeholder name → the eager tensor that it stands for; variables are not touched,
+            the call gets others of their shape.
+        shapes: tensor name → static shape, or ``None`` when unknown.
+    """
+    calls = [node for node in nodes.values() if is_compiled(node)]
+    if not calls or not TensorFlowDevice().has_statistics:
+        return {}
+    functions = {function.signature.name: function for function in library.function}
+    seen: dict[Any, int | None] = {}
+    found = {}
+    for node in calls:
+        specs = _operands(node, captures, shapes)
+        if specs is None:
+            continue
+        call = (node.op, specs, _body(functions[node.attr["f"].func.name]))
+        if call not in seen:
+            seen[call] = _scratch_bytes(node, specs, library)
+        nbytes = seen[call]
+        if nbytes is not None:
+            found[node.name] = nbytes
+    return found
+
+
+def _operands(
+    node: Any, captures: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...] | None]
+) -> tuple[tuple[bool, tf.TensorSpec], ...] | None:
+    """Returns whether every input is a variable, and its spec; ``None`` where one is not known."""
+    specs = []
+    for name, type_ in zip(data_inputs(node), node.attr["Tin"].list.type, strict=True):
+        dtype, external = tf.as_dtype(type_), captures.get(node_of(name))
+        is_variable = dtype == tf.resource
+        if is_variable:
+            spec = None if external is None else private.variable_spec(external)
+        else:
+            shape = shapes.get(tensor_key(name))
+            spec = None if shape is None or dtype.size is None else tf.TensorSpec(shape, dtype)
+        if spec is None:
+            return None
+        specs.append((is_variable, spec))
+    return tuple(specs)
+
+
+def _body(function: Any) -> tuple[Any, ...]:
+    """Returns a function's nodes without names, which differ between equal layers."""
+    places = {name: at for at, name in enumerate(arg.name for arg in function.signature.input_arg)}
+    places |= {node.name: len(places) + at for at, node in enumerate(function.node_def)}
+    return tuple(
+        (
+            node.op,
+            tuple(places[name.removeprefix("^").partition(":")[0]] for name in node.input),
+            tuple(
+                sorted((k, v.SerializeToString(deterministic=True)) for k, v in node.attr.items())
+            ),
+        )
+        for node in function.node_def
+    )
+
+
+def _scratch_bytes(
+    node: Any, specs: Sequence[tuple[bool, tf.TensorSpec]], library: Any
+) -> int | None:
+    """Returns what a call asks for beside its inputs and outputs; ``None`` where it cannot run.
+
+    Its first run may ask for more, while it is compiled.
+    """
+    device = TensorFlowDevice()
+    try:
+        with tf.device(device_name()):
+            held = [
+                tf.Variable(ones, trainable=False) if is_variable else ones
+                for is_variable, ones in ((v, tf.ones(spec.shape, spec.dtype)) for v, spec in specs)
+            ]
+            inputs = [x.handle if isinstance(x, tf.Variable) else x for x in held]
+            run = _alone(node, inputs, library)
+            run()
+            outputs, usage = measure(run, device=device)
+        kept = device.in_use_bytes()
+        del outputs
+        return max(0, usage.peak_bytes - kept)
+    except _CANNOT_RUN as error:
+        logger.warning("keras_remat: the scratch of %s is not known (%s)", node.name, error)
+        return None
+
+
+def _alone(node: Any, inputs: Sequence[Any], library: Any = None) -> Callable[[], list[Any]]:
+    """Returns what runs a node on inputs."""
+    document = tf.compat.v1.GraphDef(library=library)
+    document.node.append(copied(node, (f"operand_{at}" for at in range(len(inputs))), "alone"))
 
     def build(*placeholders: Any) -> list[Any]:
         named = {f"operand_{at}:0": tensor for at, tensor in enumerate(placeholders)}
@@ -41,11 +162,5 @@ def output_shapes(
         )
         return list(op.outputs)
 
-    # ones are lengths of sequences that can be
-    inputs = [tf.ones(shape, dtype) for shape, dtype in operands]
-    try:
-        function = private.build_function(build, [tf.TensorSpec(*given) for given in operands])
-        return [tuple(output.shape) for output in private.call_verbatim(function, inputs)]
-    except (tf.errors.OpError, ValueError) as error:
-        logger.warning("keras_remat: the size of %s's outputs is not known (%s)", node.op, error)
-        return []
+    function = private.build_function(build, [tf.TensorSpec(x.shape, x.dtype) for x in inputs])
+    return lambda: private.call_verbatim(function, inputs)

@@ -15,6 +15,7 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.graph.executor import Executor, workers
 from keras_remat.backends.tensorflow.graph.nodes import node_of
+from keras_remat.backends.tensorflow.graph.run_alone import compiled_scratch_bytes
 from keras_remat.backends.tensorflow.profiler import device
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -125,6 +126,13 @@ class TensorFlowStep(TracedStep):
         for op in self.graph.ops:
             waits[op.name] += [self.graph.ops[before].name for before in op.after]
         return Executor(graph=self.graph, waits=waits, op_id=self.op_id)
+
+    @cached_property
+    def compiled_scratch_bytes(self) -> dict[str, int]:
+        """Op name → bytes of scratch of the calls that XLA compiles, as far as running each alone
+        tells."""
+        captures = self.replicas[0].captures
+        return compiled_scratch_bytes(self.nodes, self.library, captures, self.tensor_shapes)
 
     @cached_property
     def op_id(self) -> dict[str, int]:

@@ -1,11 +1,12 @@
 """Outputs whose size only the kernel knows."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import backend
-from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph import kinds, run_alone
 from keras_remat.backends.tensorflow.graph.run_alone import output_shapes
 
 BACKEND = backend()
@@ -57,3 +58,60 @@ def test_traced_values_have_the_size(monkeypatch):
     assert 0 in sizes()
     monkeypatch.setattr(kinds, "SIZED_BY_LIBRARY", frozenset({"Unique"}))
     assert 0 not in sizes()
+
+
+class Compiled(keras.layers.Layer):
+    """Calls what XLA compiles; it counts its calls in a variable."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+        self.calls = self.add_weight(shape=(), trainable=False, initializer="zeros")
+
+    @tf.function(jit_compile=True)
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return tf.matmul(x, self.kernel) + tf.sort(x)
+
+
+def traced_with_compiled(layers):
+    inputs = x = keras.Input((64,))
+    for layer in layers:
+        x = layer(x)
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    model.compile("sgd", "mse", jit_compile=False)
+    batch = (np.ones((4096, 64), np.float32), np.ones((4096, 1), np.float32))
+    return BACKEND.trace(model, BACKEND.example_batch(model, batch))
+
+
+def test_equal_calls_of_what_xla_compiles_run_once_and_change_nothing(monkeypatch):
+    if not BACKEND.device.has_statistics:
+        pytest.skip("scratch is measured")
+    layers, ran = [Compiled(), Compiled()], []
+    traced = traced_with_compiled(layers)
+    measured = run_alone._scratch_bytes
+
+    def counted(*call):
+        ran.append(call)
+        return measured(*call)
+
+    monkeypatch.setattr(run_alone, "_scratch_bytes", counted)
+    scratch = traced.compiled_scratch_bytes
+    assert len(scratch) == 2 * len(ran) == 4, "forward and backward of each"
+    assert [float(layer.calls) for layer in layers] == [0, 0]
+    assert traced.compiled_scratch_bytes is scratch
+
+
+def test_the_scratch_of_a_call_that_cannot_run_alone_is_not_known(monkeypatch):
+    traced = traced_with_compiled([Compiled()])
+
+    def fails(*given):
+        raise tf.errors.InvalidArgumentError(None, None, "no")
+
+    monkeypatch.setattr(run_alone, "_alone", fails)
+    assert traced.compiled_scratch_bytes == {}
+
+
+def test_without_statistics_nothing_runs(monkeypatch):
+    monkeypatch.setattr(run_alone.TensorFlowDevice, "has_statistics", False)
+    monkeypatch.setattr(run_alone, "_scratch_bytes", lambda *call: pytest.fail("it ran"))
+    assert traced_with_compiled([Compiled()]).compiled_scratch_bytes == {}
