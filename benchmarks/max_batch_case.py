@@ -19,8 +19,11 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import keras
 import paper_models
+import tensorflow as tf
 from max_batch import OUT_OF_MEMORY
+from watch import StepWatch, long_fit
 
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
@@ -45,6 +48,26 @@ _REPLANS = 2
 _UNLIMITED_BYTES = 2**50
 #: What BFC takes when TensorFlow starts.
 _FIRST_REGION_BYTES = 2 * 2**20
+
+
+#: A size that no search reaches: an int asks for the largest that fits, whatever it does to an epoch.
+_ANY_SIZE = 2**20
+#: Loader batches of an epoch of ``fit``, and the most epochs; it ends when so many kept one size.
+_LOADER_STEPS, _MOST_EPOCHS, _SETTLED_EPOCHS = 40, 20, 2
+
+
+class _EndOnceSettled(keras.callbacks.Callback):
+    """Ends training when the batch size has stayed for some epochs, after the first."""
+
+    def __init__(self, remat: keras_remat.RematAutotune):
+        super().__init__()
+        self._remat, self._sizes = remat, list[int]()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._sizes.append(self._remat.report.epochs[-1].batch_size)
+        newest = self._sizes[-_SETTLED_EPOCHS:]
+        if epoch >= _SETTLED_EPOCHS and len(set(newest)) == 1:
+            self.model.stop_training = True
 
 
 class Trained(NamedTuple):
@@ -88,11 +111,11 @@ class Measurement:
             self.limit_bytes, self.plain_batch = plain["limit_bytes"], plain["batch"]
             self.plain_s_per_sample = plain["seconds"] / plain["batch"]
             self.backend.example_batch(self.model, self.batch)  # builds the model
-        if self.options["solvers"]:
+        if set(self.options["solvers"]) - {"fit"}:
             self._profile()
         for name in self.options["solvers"]:
             try:
-                self._solver(name)
+                self._fit() if name == "fit" else self._solver(name)
             except keras_remat.RematError as error:
                 self.row(row="batch", solver=name, error=f"{type(error).__name__}: {error}")
 
@@ -260,6 +283,35 @@ class Measurement:
             tried.append(self.train(size, plan.solution.schedule))
         return min(tried, key=lambda one: one.peak_bytes)
 
+    # ---------------------------------------------------------------- inside fit
+
+    def _fit(self) -> None:
+        """The size that a running ``fit`` settles on, of loader batches without end. Peaks are of
+        all its steps, the first ones too; time is that of its last epoch."""
+        remat = keras_remat.RematAutotune(
+            self.limit_bytes, _ANY_SIZE, margin=self.options["margin"], verbose=0
+        )
+        watch, settled = StepWatch(), _EndOnceSettled(remat)
+        data = tf.data.Dataset.from_tensors(self.batch).repeat()
+        steps = {"steps_per_epoch": _LOADER_STEPS, "epochs": _MOST_EPOCHS, "verbose": 0}
+        long_fit(self.model, data, callbacks=[remat, watch, settled], **steps)
+        report, plan = remat.report, remat.plan
+        self.row(
+            row="batch",
+            solver="fit",
+            limit_bytes=self.limit_bytes,
+            batch=report.batch_size,
+            ratio=report.batch_size / self.plain_batch,
+            predicted_bytes=None if plan is None else plan.predicted.peak_bytes,
+            measured_bytes=max(watch.peaks),
+            overhead=0.0 if plan is None else plan.overhead,
+            time_ratio=1 / report.epochs[-1].samples_per_s / self.plain_s_per_sample,
+            search_s=report.planning_time_s,
+            failed_batch="–",
+            failed_bytes=None,
+            pixels=self.paper.pixels,
+        )
+
     # ---------------------------------------------------------------- one solver
 
     def _solver(self, name: str) -> None:
@@ -325,8 +377,6 @@ class Measurement:
 
 def one_region(nbytes: int) -> None:
     """Has BFC take all it may have at once, as a GPU's does; a first region it has already."""
-    import tensorflow as tf
-
     tf.raw_ops.Empty(shape=[nbytes - _FIRST_REGION_BYTES], dtype=tf.uint8)
 
 
