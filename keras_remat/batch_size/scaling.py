@@ -157,13 +157,12 @@ class BatchScaling:
 
     Args:
         problem: graph and profile at ``small_size``.
-        measured: profiles of the same ops measured at other sizes; with them, and a measured one in
-            ``problem``, an op's costs are fitted to the sizes
-            (:mod:`keras_remat.batch_size.cost_fit`), else they are in proportion to the bytes it
-            reads and writes.
+        measured: profiles of the same ops measured at other sizes. Where two sizes are known, an
+            op's costs are fitted to them (:mod:`keras_remat.batch_size.cost_fit`), else they are in
+            proportion to the bytes it reads and writes.
 
     Attributes:
-        fit: the fitted costs with their residuals; ``None`` where one size alone is known.
+        fit: the fitted costs with their residuals; ``None`` where one size alone was measured.
 
     Raises:
         UnsupportedModelError: the two graphs do not have the same ops, so nothing can be said about
@@ -187,17 +186,34 @@ class BatchScaling:
                 f"{len(large.ops)} at batch {large_size}, or other ones: "
                 "its memory at another batch cannot be told from these two."
             )
-        profiles = {small_size: problem.profile, **(measured or {})}
-        measured_only = all(profile.source == "measured" for profile in profiles.values())
-        self.fit = CostFit(profiles) if len(profiles) > 1 and measured_only else None
+        self.fit: CostFit | None = None
+        self._measured: dict[int, Profile] = {}
+        for size, profile in {small_size: problem.profile, **(measured or {})}.items():
+            self._take(size, profile)
+
+    def learn(self, size: int, problem: Problem) -> None:
+        """Takes in what the step cost at another size, where that was measured and has its ops."""
+        if problem.graph.has_ops_of(self._problem.graph):
+            self._take(size, problem.profile)
+
+    def _take(self, size: int, profile: Profile) -> None:
+        if profile.source != "measured":
+            return
+        if not self._measured:  # costs in proportion begin with measured ones
+            self._problem = Problem(self._graph(size), profile, name=self._problem.name)
+        self._measured[size] = profile
+        self.fit = CostFit(dict(self._measured)) if len(self._measured) > 1 else None
+
+    def _graph(self, size: int) -> Graph:
+        graph = self._graphs.at((size,))
+        if graph is None:
+            raise LookupError(f"nothing is known of a batch of {size}")
+        return graph
 
     def at(self, size: int) -> Problem:
         """The problem at batch size ``size``: exact bytes, times and workspace fitted or in
         proportion."""
-        graph = self._graphs.at((size,))
-        if graph is None:
-            raise LookupError(f"nothing is known of a batch of {size}")
-        problem = transfer_costs(self._problem, graph)
+        problem = transfer_costs(self._problem, self._graph(size))
         if self.fit is None:
             return problem
         times, workspaces = self.fit.op_time_s(size), self.fit.op_workspace_bytes(size)

@@ -123,12 +123,13 @@ class BackendRace:
 
     # ---------------------------------------------------------------- one batch
 
-    def run(self, batch: Any, *, may_split: bool = False) -> Any:
+    def run(self, batch: Any, *, may_split: bool = False, may_miss: bool = True) -> Any:
         """Trains one batch and returns its logs.
 
         Args:
             may_split: whether a batch that fits under no schedule of any way may be trained in
                 micro-batches.
+            may_miss: whether a plan that is known to miss the limit is better than none.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit; this batch
@@ -143,7 +144,7 @@ class BackendRace:
                 result = self.trainer.run(
                     batch,
                     may_split=may_split and is_last,
-                    may_miss=not self._chooses_pieces,
+                    may_miss=may_miss and not self._chooses_pieces,
                     timed=self._trial is not None,
                 )
             except _FAILURES as error:

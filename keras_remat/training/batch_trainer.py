@@ -194,7 +194,8 @@ class BatchTrainer:
         while self._size is not None and self._group.samples >= self._size:
             size = self._size
             try:
-                self._logs = self._train(self._group.take(size))
+                climbs = self._climb is not None and size > self._climb.trained
+                self._logs = self._train(self._group.take(size), may_miss=not climbs)
             except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
                 if self._climb is None:
                     raise
@@ -349,7 +350,9 @@ class BatchTrainer:
         climb, scaling, size = self._climb, self._scaling, self._size
         if climb is None or scaling is None:
             return
-        chosen = None
+        problem, chosen = self._steps.trainer.problem, None
+        if problem is not None and size is not None and self._steps.settled:
+            scaling.learn(size, problem)
         if self._wanted != "fastest":
             with self._steps.fit.long_task("looking for the largest batch"):
                 chosen = climb.choose(scaling)

@@ -265,7 +265,8 @@ class Moves:
             plan = self._first_plans.reused(
                 costs.problem, known, Phase.VERIFY, orders
             ) or self._planner.nearest(costs.problem, shape.batch_size, needed, orders)
-        if plan.solution.schedule in orders:
+        misses = plan.predicted.peak_bytes > self._planner.limit_bytes
+        if plan.solution.schedule in orders or (misses and not shape.may_miss):
             raise self._planner.not_found(costs.problem, peak)
         self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")
         shape = replace(shape, over_limit_plans=tried)
@@ -288,9 +289,12 @@ class Moves:
         message = (
             f"The step of {shape.batch_size} samples takes {format_bytes(kept.peak_bytes)} "
             f"measured, over the limit of {format_bytes(self._planner.limit_bytes)}; no schedule "
-            "that takes less was found. Training goes on with it."
+            "that takes less was found."
         )
-        self._fit.warn(EventKind.OVER_LIMIT, message)
+        if shape.may_miss:
+            self._fit.warn(EventKind.OVER_LIMIT, f"{message} Training goes on with it.")
+        else:
+            self._fit.event(EventKind.OVER_LIMIT, f"{message} A smaller batch takes over.")
         return self._finish(replace(kept, tries=shape.tries), outcome, phase)
 
     def _finish(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:

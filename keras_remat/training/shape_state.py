@@ -75,6 +75,8 @@ class ShapeState:
 
     Args:
         may_split: whether the size of a step is not given, so that a batch may be split.
+        may_miss: whether a plan that is known to miss the limit is better than none: not where
+            there is a smaller batch to go back to.
         called: whether ``run`` has had its first call, which is slower and larger than others.
         steps: what the later calls in this phase measured; where the phase may be long, the last
             one.
@@ -87,6 +89,7 @@ class ShapeState:
     run: RunStep
     phase: Phase
     may_split: bool = False
+    may_miss: bool = True
     tries: Tries = field(default_factory=Tries)
     recorded: Recorded = Recorded.NONE
     called: bool = False
@@ -195,7 +198,8 @@ class Solving(PlannedShape):
 
 
 _CARRIED = (
-    "signature", "batch_size", "may_split", "tries", "recorded", "resident_bytes", "over_limit_plans",
+    "signature", "batch_size", "may_split", "may_miss", "tries", "recorded", "resident_bytes",
+    "over_limit_plans",
 )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ class StepTrainer:
         Args:
             may_split: whether the size of a step is not given: a batch that fits under no schedule
                 may then be trained in micro-batches.
-            may_miss: whether a first plan that misses the limit by a little is better than none.
+            may_miss: whether a plan that is known to miss the limit is better than none.
             timed: whether the step is waited for, whatever that costs.
 
         Raises:
@@ -242,6 +242,7 @@ class StepTrainer:
             run=self._fit.installed.run_plain,
             phase=Phase.FINAL,
             may_split=may_split,
+            may_miss=may_miss,
             tries=Tries(plain_ruled_out=not self._plain_may_run),
             recorded=Recorded.NONE if self.backend.measures_op_times else Recorded.BLIND,
         )

@@ -108,6 +108,25 @@ def test_a_second_measured_size_gives_fitted_costs_and_residuals():
     assert scaling.fit.residual == pytest.approx(0)
 
 
+def test_what_a_size_measured_later_is_learnt():
+    """A size that was measured stands for an estimate; two are fitted; other ops tell nothing."""
+    scaling = BatchScaling(chain_graph(8), 8, chain_graph(4), 4, chain_problem(8))
+
+    def learn(size, time_s, source="measured", layers=8):
+        problem = chain_problem(size, layers=layers, source=source)
+        times = (time_s,) * len(problem.graph.ops)
+        scaling.learn(size, replace(problem, profile=replace(problem.profile, op_time_s=times)))
+        return scaling.at(16).profile
+
+    assert learn(4, 9.0, source="estimated").op_time_s == pytest.approx([2.0] * 16)
+    assert learn(4, 9.0, layers=7).op_time_s == pytest.approx([2.0] * 16)
+    assert learn(4, 0.75).source == "measured"
+    assert scaling.fit is None
+    assert scaling.at(16).profile.op_time_s == pytest.approx([3.0] * 16)
+    assert learn(8, 1.0).op_time_s == pytest.approx([1.5] * 16)
+    assert scaling.fit.sizes == (4, 8)
+
+
 @pytest.mark.parametrize("source", ["measured", "estimated"])
 def test_one_measured_size_or_an_estimate_stays_in_proportion(source):
     estimated = replace(chain_problem(4).profile, source="estimated")

@@ -41,7 +41,7 @@ class FakeSteps:
         self._of_shape = 0
         self.trainer = self.fit = self
 
-    micro_batches, plan, backend = 1, None, FakeBackend()
+    micro_batches, plan, problem, backend = 1, None, None, FakeBackend()
     installed, most_steps_left = SimpleNamespace(as_given=lambda batch: batch), None
 
     def long_task(self, text):
@@ -56,7 +56,7 @@ class FakeSteps:
     def reference_costs(self):
         return None, None
 
-    def run(self, batch, *, may_split=False):
+    def run(self, batch, *, may_split=False, may_miss=True):
         size = len(batch[0])
         if size > self.fits:
             raise ScheduleNotFoundError(self.limit_bytes, 1)
@@ -391,7 +391,7 @@ class Timed(FakeSteps):
         super().__init__()
         self.clock, self.seconds = clock, seconds
 
-    def run(self, batch, *, may_split=False):
+    def run(self, batch, *, may_split=False, may_miss=True):
         self.clock[0] += self.seconds(len(batch[0]))
         return super().run(batch, may_split=may_split)
 

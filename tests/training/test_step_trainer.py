@@ -483,6 +483,21 @@ def test_plan_that_cannot_be_tightened_enough_is_tightened_in_part_and_measured(
     assert trainer.plan.measured.peak_bytes > TIGHT
 
 
+def test_where_a_smaller_batch_trains_no_plan_runs_that_is_known_to_miss_the_limit(recwarn):
+    """One order shows that it takes more, and no other one is predicted to fit."""
+    backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
+    trainer, report = trainer_on(backend, options())
+    for step in range(16):
+        trainer.run(batch_of(step * SIZE, SIZE), may_miss=False)
+    assert trainer.settled
+    assert "swap" not in event_kinds(report)
+    assert len({what for what, _ in backend.ran}) == 1
+    assert "A smaller batch takes over." in next(
+        event.message for event in report.events if event.kind == "over-limit"
+    )
+    assert not [one for one in recwarn if "over the limit" in str(one.message)]
+
+
 def test_a_plan_that_is_predicted_to_save_little_is_measured():
     """What one schedule measured above its prediction tells little of others."""
     first = []
