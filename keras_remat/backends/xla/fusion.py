@@ -19,7 +19,7 @@ The rule follows XLA's instruction fusion (``InstructionFusion::ShouldFuse``,
 
 Why a rule and not the compiled module: a plan changes what is fused, so the module of the plain
 step does not tell; and reading it would cost one more compilation. What the rule gets wrong, the
-compiled peak corrects (:mod:`keras_remat.backends.xla.calibrate`).
+compiled peak corrects (:mod:`keras_remat.backends.xla.compiled_memory`).
 
 Known limits: XLA:GPU also copies some expensive chains, and emits several outputs from one kernel;
 neither is modelled.
@@ -154,10 +154,18 @@ class Cluster:
 
 @dataclass
 class _Chain:
-    """What stands behind a value that does not exist."""
+    """What stands behind a value that does not exist.
+
+    Args:
+        equations: indices into the program.
+        leaves: numbers of the values they start from.
+        moved: those of ``leaves`` whose elements do not come to the same place.
+        expensive: whether one of the equations is.
+    """
 
     equations: frozenset[int]
     leaves: frozenset[int]
+    moved: frozenset[int]
     expensive: bool
 
 
@@ -203,7 +211,15 @@ def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None)
         if absent:
             chains[out] = chain
         else:
-            result.append(_cluster(program, kinds, equation, chain, producer, size))
+            reusable = chain.leaves - chain.moved if equation.kind in kinds.elementwise else ()
+            result.append(
+                Cluster(
+                    tuple(sorted(chain.equations)),
+                    tuple(sorted(chain.leaves)),
+                    equation.outputs,
+                    tuple(sorted(n for n in reusable if n in producer and size[n] == size[out])),
+                )
+            )
     return result
 
 
@@ -239,59 +255,19 @@ def _reader_count(
 def _chain_behind(at: int, equation: Equation, kinds: Kinds, chains: dict[int, _Chain]) -> _Chain:
     """The equations that must run with this one because their values do not exist, and the values
     they start from."""
-    equations, leaves, expensive = {at}, set(), equation.kind in kinds.expensive | kinds.random
-    for number in equation.reads:
-        behind = chains.get(number)
-        if behind is None:
-            leaves.add(number)
-        else:
-            equations |= behind.equations
-            leaves |= behind.leaves
-            expensive |= behind.expensive
-    return _Chain(frozenset(equations), frozenset(leaves), expensive)
+    behind = [chains[number] for number in equation.reads if number in chains]
+    leaves = {number for number in equation.reads if number not in chains}
+    leaves.update(*(chain.leaves for chain in behind))
+    stays = equation.kind in kinds.elementwise | kinds.reshapes
+    return _Chain(
+        frozenset({at}.union(*(chain.equations for chain in behind))),
+        frozenset(leaves),
+        frozenset().union(*(chain.moved for chain in behind)) if stays else frozenset(leaves),
+        equation.kind in kinds.expensive | kinds.random or any(c.expensive for c in behind),
+    )
 
 
 def _copied(chain: _Chain, out_bytes: int, size: Sequence[int], producer: dict[int, int]) -> bool:
     """Whether XLA computes a value with several readers in each of them."""
     large = [leaf for leaf in chain.leaves if leaf in producer and size[leaf] * 8 >= out_bytes]
     return not chain.expensive and len(large) <= 1 and len(chain.equations) <= MAX_COPIED_CHAIN
-
-
-def _cluster(
-    program: Program,
-    kinds: Kinds,
-    root: Equation,
-    chain: _Chain,
-    producer: dict[int, int],
-    size: Sequence[int],
-) -> Cluster:
-    equations = tuple(sorted(chain.equations))
-    reusable: set[int] = set()
-    if root.kind in kinds.elementwise:
-        here = {out: at for at in equations for out in program.equations[at].outputs}
-        stack, blocked = [equations[-1]], set()
-        while stack:
-            for number in program.equations[stack.pop()].reads:
-                if number not in here:
-                    reusable.add(number)
-                elif program.equations[here[number]].kind in kinds.elementwise | kinds.reshapes:
-                    stack.append(here[number])
-                else:
-                    blocked |= _leaves_below(program, here, here[number])
-        reusable = {
-            n for n in reusable - blocked if n in producer and size[n] == size[root.outputs[0]]
-        }
-    return Cluster(equations, tuple(sorted(chain.leaves)), root.outputs, tuple(sorted(reusable)))
-
-
-def _leaves_below(program: Program, here: dict[int, int], at: int) -> set[int]:
-    """Values from outside that one equation of a cluster is computed from."""
-    leaves: set[int] = set()
-    stack = [at]
-    while stack:
-        for number in program.equations[stack.pop()].reads:
-            if number in here:
-                stack.append(here[number])
-            else:
-                leaves.add(number)
-    return leaves
