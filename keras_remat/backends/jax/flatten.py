@@ -78,8 +78,9 @@ def flatten(closed: Any) -> FlatProgram:
     avals: list[Any] = [v.aval for v in closed.jaxpr.invars]
     n_inputs = len(avals)
     constant_numbers: dict[int, int] = {}
-    pending_constants: list[tuple[int, Any]] = []
+    constants: dict[int, Any] = {}
     equations: list[Equation] = []
+    computed: dict[Any, tuple[int, ...]] = {}  # what an equation computes → its numbers
 
     def number(aval: Any) -> int:
         avals.append(aval)
@@ -88,7 +89,7 @@ def flatten(closed: Any) -> FlatProgram:
     def constant(value: Any, aval: Any) -> int:
         if id(value) not in constant_numbers:
             constant_numbers[id(value)] = number(aval)
-            pending_constants.append((constant_numbers[id(value)], value))
+            constants[constant_numbers[id(value)]] = value
         return constant_numbers[id(value)]
 
     def walk(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], scope: str) -> list[Any]:
@@ -106,17 +107,19 @@ def flatten(closed: Any) -> FlatProgram:
             if called is not None:
                 env.update(zip(eqn.outvars, walk(*called, inputs, inner_scope), strict=True))
                 continue
-            outputs = tuple(number(v.aval) for v in eqn.outvars)
-            env.update(zip(eqn.outvars, outputs, strict=True))
-            equations.append(
-                Equation(eqn, _kind(eqn), inner_scope, tuple(inputs), outputs, bool(eqn.effects))
-            )
+            key = _identity(eqn, inputs)
+            if key not in computed:
+                computed[key] = tuple(number(v.aval) for v in eqn.outvars)
+                effect = bool(eqn.effects)
+                equations.append(
+                    Equation(eqn, _kind(eqn), inner_scope, tuple(inputs), computed[key], effect)
+                )
+            env.update(zip(eqn.outvars, computed[key], strict=True))
         return [read(a) for a in jaxpr.outvars]
 
     outputs = walk(closed.jaxpr, closed.consts, range(n_inputs), "")
-    equations, outputs = _merge_equal(equations, outputs)
     equations = _drop_dead(equations, outputs)
-    return _renumber(equations, avals, n_inputs, pending_constants, outputs)
+    return _renumbered(equations, avals, n_inputs, constants, outputs)
 
 
 def _kind(eqn: Any) -> str:
@@ -130,42 +133,15 @@ def _kind(eqn: Any) -> str:
     )
 
 
-def _merge_equal(equations: list[Equation], outputs: list[Any]) -> tuple[list[Equation], list[Any]]:
-    """Drops equations that compute what an earlier one has."""
-    same: dict[int, int] = {}
-    seen: dict[Any, tuple[int, ...]] = {}
-    kept: list[Equation] = []
-
-    def current(atom: Any) -> Any:
-        return same.get(atom, atom) if isinstance(atom, int) else atom
-
-    for equation in equations:
-        inputs = tuple(current(a) for a in equation.inputs)
-        equation = replace(equation, inputs=inputs)
-        key = None if equation.has_effect else _identity(equation)
-        if key is not None and key in seen:
-            same.update(zip(equation.outputs, seen[key], strict=True))
-            continue
-        if key is not None:
-            seen[key] = equation.outputs
-        kept.append(equation)
-    return kept, [current(a) for a in outputs]
-
-
-def _identity(equation: Equation) -> Any:
-    """A key equal for equations that compute the same; ``None`` when a parameter cannot be
-    hashed."""
-    inputs = tuple(a if isinstance(a, int) else _literal_identity(a) for a in equation.inputs)
-    key = (
-        equation.source.primitive,
-        tuple(sorted(equation.source.params.items(), key=lambda item: item[0])),
-        inputs,
-    )
+def _identity(eqn: Any, inputs: Sequence[Any]) -> Any:
+    """A key equal for equations that compute the same; one of its own for an equation with an
+    effect, or with a parameter that cannot be hashed."""
     try:
-        hash(key)
+        parameters = frozenset(eqn.params.items())
     except TypeError:
-        return None
-    return key
+        return object()
+    known = tuple(a if isinstance(a, int) else _literal_identity(a) for a in inputs)
+    return object() if eqn.effects else (eqn.primitive, parameters, known)
 
 
 def _literal_identity(literal: Any) -> Any:
@@ -186,35 +162,29 @@ def _drop_dead(equations: list[Equation], outputs: list[Any]) -> list[Equation]:
     return kept[::-1]
 
 
-def _renumber(
+def _renumbered(
     equations: list[Equation],
     avals: list[Any],
     n_inputs: int,
-    pending: list[tuple[int, Any]],
+    constants: dict[int, Any],
     outputs: list[Any],
 ) -> FlatProgram:
     """Numbers inputs, then used constants, then results, without gaps."""
     used = {a for e in equations for a in e.reads} | {a for a in outputs if isinstance(a, int)}
-    new_avals, constants = avals[:n_inputs], []
-    names: dict[int, int] = {i: i for i in range(n_inputs)}
-    for old, value in pending:
-        if old in used:
-            names[old] = len(new_avals)
-            new_avals.append(avals[old])
-            constants.append(value)
-    renamed: list[Equation] = []
-    for equation in equations:
-        inputs = tuple(names[a] if isinstance(a, int) else a for a in equation.inputs)
-        for old in equation.outputs:
-            names[old] = len(new_avals)
-            new_avals.append(avals[old])
-        renamed.append(
-            replace(equation, inputs=inputs, outputs=tuple(names[o] for o in equation.outputs))
-        )
+    given = [*range(n_inputs), *(number for number in constants if number in used)]
+    old = [*given, *(number for equation in equations for number in equation.outputs)]
+    new = {number: at for at, number in enumerate(old)}
+
+    def renumbered(atoms: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(new[a] if isinstance(a, int) else a for a in atoms)
+
     return FlatProgram(
-        tuple(renamed),
-        tuple(new_avals),
+        tuple(
+            replace(e, inputs=renumbered(e.inputs), outputs=renumbered(e.outputs))
+            for e in equations
+        ),
+        tuple(avals[number] for number in old),
         n_inputs,
-        tuple(constants),
-        tuple(names[a] if isinstance(a, int) else a for a in outputs),
+        tuple(constants[number] for number in given[n_inputs:]),
+        renumbered(outputs),
     )
