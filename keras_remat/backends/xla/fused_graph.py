@@ -73,11 +73,11 @@ def fused_graph(
     parts = clusters(program, kinds, like.sizes if like is not None and same else None)
     makers = {number: at for at, part in enumerate(parts) for number in part.outputs}
     phases = _phases(program, parts, is_backward)
-    overwritten = _overwritten(program, parts, makers, state)
     readers: dict[int, list[int]] = defaultdict(list)
     for at, part in enumerate(parts):
         for number in part.reads:
             readers[number].append(at)
+    overwritten = _overwritten(program, parts, makers, readers, state)
     after = {
         makers[new]: [r for r in readers[old] if r != makers[new]]
         for new, old in overwritten.items()
@@ -149,13 +149,13 @@ def _phases(
 
 
 def _overwritten(
-    program: Program, parts: list[Cluster], makers: dict[int, int], state: Sequence[tuple[int, Any]]
+    program: Program,
+    parts: list[Cluster],
+    makers: dict[int, int],
+    readers: dict[int, list[int]],
+    state: Sequence[tuple[int, Any]],
 ) -> dict[int, int]:
     """New-state numbers that take over the buffer of an old-state input, with that input."""
-    consumers: dict[int, list[int]] = defaultdict(list)
-    for at, part in enumerate(parts):
-        for number in part.reads:
-            consumers[number].append(at)
     result: dict[int, int] = {}
     for old, new in state:
         if not isinstance(new, int) or new not in makers or new in result:
@@ -164,23 +164,23 @@ def _overwritten(
             program.describe(old) == program.describe(new)
             and program.sizes[old] >= SMALL_STATE_BYTES
         )
-        late = {r for r in consumers[old] if r > makers[new]}
+        late = {r for r in readers[old] if r > makers[new]}
         if same and not late & _descendants(
-            makers[new], parts, consumers, until=max(late, default=-1)
+            makers[new], parts, readers, until=max(late, default=-1)
         ):
             result[new] = old
     return result
 
 
 def _descendants(
-    at: int, parts: list[Cluster], consumers: dict[int, list[int]], until: int
+    at: int, parts: list[Cluster], readers: dict[int, list[int]], until: int
 ) -> set[int]:
     """Clusters up to ``until`` that depend on cluster ``at``."""
     seen: set[int] = set()
     stack = [at]
     while stack:
         for number in parts[stack.pop()].outputs:
-            fresh = {c for c in consumers[number] if c <= until} - seen
+            fresh = {c for c in readers[number] if c <= until} - seen
             seen |= fresh
             stack.extend(fresh)
     return seen
