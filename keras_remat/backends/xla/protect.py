@@ -41,6 +41,7 @@ XLA decides the order inside these bounds. What it makes of the plan is measured
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from keras_remat.backends.xla.fused_graph import FusedStep
@@ -110,6 +111,21 @@ class Writer(Protocol):
         """
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Value:
+    """A value that was written down.
+
+    Args:
+        written: the writer's object.
+        late: whether it depends on a trigger of the backward phase.
+        trigger: the number of a trigger that it depends on; 0 for what depends on none.
+    """
+
+    written: Any
+    late: bool = False
+    trigger: int = 0
+
+
 class Run:
     """One symbolic execution of a schedule."""
 
@@ -131,35 +147,25 @@ class Run:
         self._program, self._graph = traced.program, traced.graph
         self._handles, self._numbers = traced.handles, traced.numbers
         self._kinds, self._writer = kinds, writer
-        self._env: dict[int, Any] = dict(enumerate(given))
-        self._written: dict[Any, tuple[tuple[Any, ...], list[Any]]] = {}
+        self._env = {number: _Value(value) for number, value in enumerate(given)}
+        self._literals: dict[int, _Value] = {}  # by id
+        self._written: dict[Any, list[_Value]] = {}  # by equation and inputs
         self._ran: set[int] = set()
         self._early = set(early)
         self._since: list[int] = []  # ops that ran for the first time since the last trigger
         self._pins: list[Any] = []  # what the next trigger reads beside the newest results
         self._condition: Any = None
-        self._guards: dict[int, tuple[Any, Any]] = {}
-        self._current: set[int] = set()  # ids of values that depend on the newest trigger
-        self._late: set[int] = (
-            set()
-        )  # ids of values that depend on any trigger of the backward phase
-        self._held: list[
-            Any
-        ] = []  # values whose ids are in the sets above stay alive, so that no id is used twice
         self._condition_phase = FORWARD
+        self._trigger = 1  # the newest one's number; what is drawn before any depends on it, too
+        self._guards: dict[_Value, _Value] = {}  # by what is guarded with the newest trigger
 
     def op(self, op_id: int) -> None:
         """Runs one position of the order."""
         op = self._graph.ops[op_id]
         again = op_id in self._ran
         early = all(self._numbers[v] in self._early for v in op.inputs)
-        if (
-            any(
-                self._program.equations[at].kind in self._kinds.random
-                for at in self._handles[op_id]
-            )
-            and self._writer.uses_branches
-        ):
+        kinds = {self._program.equations[at].kind for at in self._handles[op_id]}
+        if self._writer.uses_branches and not kinds.isdisjoint(self._kinds.random):
             results = self._random(op_id)
         else:
             results = self._chain(op_id, again)
@@ -174,7 +180,7 @@ class Run:
             if op.phase != UPDATE and not early:
                 self._since.append(op_id)
 
-    def _pin(self, op_id: int, results: Mapping[int, Any]) -> None:
+    def _pin(self, op_id: int, results: Mapping[int, _Value]) -> None:
         """Has a value that comes from two large ones read in a branch.
 
         That is the last such value on the way to the op's result: an operation on one large value,
@@ -208,20 +214,23 @@ class Run:
                 return
             operands = large.intersection(equation.reads)
             if len(operands) > 1:
-                self._pins.append(self._writer.never([results[number]], in_branch=True))
+                self._pins.append(self._writer.never([results[number].written], in_branch=True))
             if len(operands) != 1:
                 return
             (number,) = operands
 
-    def _chain(self, op_id: int, again: bool) -> dict[int, Any]:
+    def _chain(self, op_id: int, again: bool) -> dict[int, _Value]:
         """Runs the equations of one op, protected where they run for the second time."""
         phase = self._graph.ops[op_id].phase
-        inner: dict[int, Any] = {}
+        inner: dict[int, _Value] = {}
         for at in self._handles[op_id]:
             equation = self._program.equations[at]
-            inputs = self._inputs(equation, inner)
+            inputs = [
+                inner.get(a) or self._env[a] if isinstance(a, int) else self._literal(a)
+                for a in equation.inputs
+            ]
             if self._guardable(equation):
-                if again and not any(id(x) in self._current for x in inputs):
+                if again and not any(x.trigger == self._trigger for x in inputs):
                     self._guard_cheapest(equation, inputs)
                 elif not again and phase == BACKWARD:
                     self._keep_from_forward(equation, inputs)
@@ -229,17 +238,10 @@ class Run:
             inner.update(zip(equation.outputs, outputs, strict=True))
         return inner
 
-    def _inputs(self, equation: Equation, inner: dict[int, Any]) -> list[Any]:
-        return [
-            self._writer.literal(a)
-            if not isinstance(a, int)
-            else inner[a]
-            if a in inner
-            else self._env[a]
-            for a in equation.inputs
-        ]
+    def _literal(self, atom: Any) -> _Value:
+        return self._literals.setdefault(id(atom), _Value(self._writer.literal(atom)))
 
-    def _random(self, op_id: int) -> dict[int, Any]:
+    def _random(self, op_id: int) -> dict[int, _Value]:
         """Runs an op that draws random numbers, as the branch of a condition that always takes it.
 
         XLA:CPU starts every random loop of a step at its very beginning, since it reads nothing but
@@ -248,37 +250,31 @@ class Run:
         is the newest trigger, protects a recomputation as a guard does.
         """
         op = self._graph.ops[op_id]
-        numbers = [self._numbers[v] for v in op.inputs]
-        operands = [self._env[n] for n in numbers]
+        given = {n: self._env[n].written for n in (self._numbers[v] for v in op.inputs)}
         if self._since:
             self._new_trigger()
-        condition = self._writer.never(operands) if self._condition is None else self._condition
+        condition = self._condition
+        if condition is None:
+            condition = self._writer.never([*given.values()])
         wanted = [self._numbers[v] for v in op.outputs]
-        results = self._writer.draw(
-            self._handles[op_id], dict(zip(numbers, operands, strict=True)), wanted, condition
-        )
-        self._current.update(map(id, results))
-        if op.phase != FORWARD or op_id in self._ran:
-            self._late.update(map(id, results))
-        self._held.extend(results)
-        return dict(zip(wanted, results, strict=True))
+        results = self._writer.draw(self._handles[op_id], given, wanted, condition)
+        late = op.phase != FORWARD or op_id in self._ran
+        values = [_Value(x, late, self._trigger) for x in results]
+        return dict(zip(wanted, values, strict=True))
 
     def output(self, atom: Any) -> Any:
         """Returns the value of one program output."""
-        return self._env[atom] if isinstance(atom, int) else self._writer.array(atom)
+        return self._env[atom].written if isinstance(atom, int) else self._writer.array(atom)
 
-    def _run(self, at: int, equation: Equation, inputs: list[Any]) -> list[Any]:
+    def _run(self, at: int, equation: Equation, inputs: list[_Value]) -> list[_Value]:
         """Writes an equation down, or finds it written for the same inputs."""
-        literal = self._writer.literal
-        key = (at, *(None if not isinstance(a, int) and x is literal(a) else id(x)
-                     for a, x in zip(equation.inputs, inputs, strict=True)))  # fmt: skip
+        key = (at, *inputs)
         if key not in self._written:
-            self._written[key] = (tuple(inputs), self._writer.write(at, inputs))
-        outputs = self._written[key][1]
-        for known in (self._current, self._late):
-            if not equation.separates and any(id(x) in known for x in inputs):
-                known.update(map(id, outputs))
-        return outputs
+            read = () if equation.separates else inputs
+            late, trigger = any(x.late for x in read), max((x.trigger for x in read), default=0)
+            outputs = self._writer.write(at, [x.written for x in inputs])
+            self._written[key] = [_Value(x, late, trigger) for x in outputs]
+        return self._written[key]
 
     def _guardable(self, equation: Equation) -> bool:
         """Whether it matters if an equation is merged with another or starts early; a transposed
@@ -292,7 +288,7 @@ class Run:
             and equation.kind not in self._kinds.views
         )
 
-    def _keep_from_forward(self, equation: Equation, inputs: list[Any]) -> None:
+    def _keep_from_forward(self, equation: Equation, inputs: list[_Value]) -> None:
         """Makes an equation of the backward phase share nothing large with the forward phase.
 
         One that reads forward values only is guarded. Of another, the small values it spreads over
@@ -300,9 +296,9 @@ class Run:
         full-size copy would live from the one phase to the other. So would the transposed copy of
         an image that XLA:CPU makes for the gradient of a convolution's kernel.
         """
-        if equation.kind in self._kinds.transposing and id(inputs[0]) not in self._late:
+        if equation.kind in self._kinds.transposing and not inputs[0].late:
             self._guard_input(equation, inputs, 0, stale_ops=STALE_OPS)
-        elif not any(id(x) in self._late for x in inputs):
+        elif not any(x.late for x in inputs):
             self._guard_cheapest(equation, inputs)
         elif equation.kind in self._kinds.elementwise:
             size = self._program.sizes[equation.outputs[0]]
@@ -310,30 +306,31 @@ class Run:
                 if (
                     isinstance(atom, int)
                     and self._program.sizes[atom] * 8 <= size
-                    and id(inputs[at]) not in self._late
+                    and not inputs[at].late
                 ):
                     self._guard_input(equation, inputs, at, stale_ops=STALE_OPS)
 
-    def _guard_cheapest(self, equation: Equation, inputs: list[Any]) -> None:
+    def _guard_cheapest(self, equation: Equation, inputs: list[_Value]) -> None:
         """Replaces the cheapest input by its guarded self."""
 
         def cost(at: int) -> tuple[bool, int]:
             atom = equation.inputs[at]
             if not isinstance(atom, int):
                 return False, self._writer.literal_bytes(atom)
-            return not self._writer.is_inexact(inputs[at]), self._program.sizes[atom]
+            return not self._writer.is_inexact(inputs[at].written), self._program.sizes[atom]
 
         literals = equation.kind in self._kinds.elementwise
         usable = [
             at
             for at, atom in enumerate(equation.inputs)
-            if (literals or isinstance(atom, int)) and self._writer.may_guard(equation, inputs[at])
+            if (literals or isinstance(atom, int))
+            and self._writer.may_guard(equation, inputs[at].written)
         ]
         if usable:
             self._guard_input(equation, inputs, min(usable, key=cost))
 
     def _guard_input(
-        self, equation: Equation, inputs: list[Any], at: int, stale_ops: int = 1
+        self, equation: Equation, inputs: list[_Value], at: int, stale_ops: int = 1
     ) -> None:
         """Replaces one input by its guarded self; the trigger may be almost ``stale_ops`` ops
         old."""
@@ -343,21 +340,14 @@ class Run:
             or len(self._since) >= stale_ops
         ):
             self._new_trigger()
-        if (
-            self._condition is None
-        ):  # nothing has run yet: nothing to merge with, nothing to wait for
-            return
-        atom = equation.inputs[at]
-        literal = not isinstance(atom, int)
-        original, key = (
-            (self._writer.array(atom), id(atom)) if literal else (inputs[at], id(inputs[at]))
-        )
-        if key not in self._guards:
-            self._guards[key] = (original, self._writer.guard(original, self._condition))
-            self._held.append(self._guards[key])
-        inputs[at] = self._guards[key][1]
-        self._current.add(id(inputs[at]))
-        self._late.add(id(inputs[at]))
+        if self._condition is None:
+            return  # nothing has run yet: nothing to merge with, nothing to wait for
+        atom, value = equation.inputs[at], inputs[at]
+        if value not in self._guards:
+            original = value.written if isinstance(atom, int) else self._writer.array(atom)
+            guarded = self._writer.guard(original, self._condition)
+            self._guards[value] = _Value(guarded, late=True, trigger=self._trigger)
+        inputs[at] = self._guards[value]
 
     def _new_trigger(self) -> None:
         """Makes the newest results that nothing has read yet the condition of the recomputations
@@ -374,10 +364,10 @@ class Run:
         if len(allowed) < len(made):  # what is left may be just what must not be waited for
             left = left or allowed[-1:]
         if left:
-            newest = [self._env[self._numbers[v]] for v in left[-MAX_TRIGGERS:]]
+            newest = [self._env[self._numbers[v]].written for v in left[-MAX_TRIGGERS:]]
             triggers = [*newest, *self._pins]
             self._condition = self._writer.never(triggers, in_branch=self._writer.uses_branches)
             self._pins = []
             self._condition_phase = self._graph.ops[self._since[-1]].phase
-            self._guards, self._current = {}, set()
+            self._guards, self._trigger = {}, self._trigger + 1
         self._since = []
