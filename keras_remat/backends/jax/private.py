@@ -18,10 +18,12 @@ import keras
 from jax._src import distributed
 from jax.extend import core
 
+from keras_remat.backends.tables import names
+
 TESTED = {"jax": "0.10.2", "keras": "3.15.1"}
 
 Literal = core.Literal
-State = tuple[list[Any], list[Any], list[Any], list[Any]]
+State = tuple[list[Any], ...]
 #: What Keras calls its parts.
 _GROUPS = (
     "trainable_variables",
@@ -30,29 +32,22 @@ _GROUPS = (
     "metrics_variables",
 )
 
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_lin": "call_jaxpr",
-}
-"""Primitives that only call a jaxpr, with the parameter that holds it."""
+CALLS = names("""
+    jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat
+    remat2 checkpoint
+""")
+"""Primitives that only call a jaxpr."""
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+"""The parameters that hold it."""
 
 
 def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     """Returns the jaxpr an equation merely calls and its constants, or ``None`` when the equation
     is an operation."""
-    parameter = CALLS.get(eqn.primitive.name)
-    inner = None if parameter is None else eqn.params.get(parameter)
-    if inner is None:
+    held = [eqn.params[parameter] for parameter in _CALLED if parameter in eqn.params]
+    if eqn.primitive.name not in CALLS or not held:
         return None
+    (inner,) = held
     if isinstance(inner, core.ClosedJaxpr):
         return inner.jaxpr, inner.consts
     return inner, ()
@@ -75,7 +70,7 @@ def bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def state_variables(model: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+def state_variables(model: Any) -> State:
     """Returns trainable, non-trainable, optimizer and metrics variables: the state of the Keras JAX
     trainer, in its order."""
     return (
@@ -95,19 +90,15 @@ def state_specs(model: Any, state: State | None = None) -> State:
             state_values(model) if state is None else state,
         )
         return specs
-    trainable, non_trainable, optimizer, metrics = (
+    return tuple(
         [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in group]
         for group in state_variables(model)
     )
-    return trainable, non_trainable, optimizer, metrics
 
 
 def state_values(model: Any) -> State:
     """Returns the arrays of the trainer's state (not copies)."""
-    trainable, non_trainable, optimizer, metrics = (
-        [v.value for v in group] for group in state_variables(model)
-    )
-    return trainable, non_trainable, optimizer, metrics
+    return tuple([v.value for v in group] for group in state_variables(model))
 
 
 def assign_state(model: Any, state: State) -> None:
