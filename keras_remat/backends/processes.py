@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 Result = TypeVar("Result")
 _Arguments = ParamSpec("_Arguments")
@@ -61,42 +61,33 @@ class Processes:
         return make()
 
 
-class _HasBackend(Protocol):
-    _backend: Any
+#: A method of an object with a ``_backend``.
+_Method = Callable[Concatenate[Any, _Arguments], Result]
 
 
-_Self = TypeVar("_Self", bound=_HasBackend)
-
-
-def decided_once(
-    method: Callable[Concatenate[_Self, _Arguments], Result],
-) -> Callable[Concatenate[_Self, _Arguments], Result]:
+def decided_once(method: _Method[_Arguments, Result]) -> _Method[_Arguments, Result]:
     """Makes a method return, in all processes, what it returns or raises in the first one.
 
     Args:
         method: of an object with a ``_backend``; what it returns can be pickled.
     """
-
-    @functools.wraps(method)
-    def decided(self: _Self, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> Result:
-        result: Result = self._backend.processes.of_first(lambda: method(self, *args, **options))
-        return result
-
-    return decided
+    return _together(lambda processes, make: processes.of_first(make), method)
 
 
-def made_by_all(
-    method: Callable[Concatenate[_Self, _Arguments], Result],
-) -> Callable[Concatenate[_Self, _Arguments], Result]:
+def made_by_all(method: _Method[_Arguments, Result]) -> _Method[_Arguments, Result]:
     """Makes a method raise, in all processes, what it raises in one of them.
 
     Args:
         method: of an object with a ``_backend``.
     """
+    return _together(lambda processes, make: processes.of_all(make), method)
 
+
+def _together(
+    verb: Callable[[Processes, Callable[[], Result]], Result], method: _Method[_Arguments, Result]
+) -> _Method[_Arguments, Result]:
     @functools.wraps(method)
-    def made(self: _Self, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> Result:
-        result: Result = self._backend.processes.of_all(lambda: method(self, *args, **options))
-        return result
+    def together(self: Any, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> Result:
+        return verb(self._backend.processes, lambda: method(self, *args, **options))
 
-    return made
+    return together
