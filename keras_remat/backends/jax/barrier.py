@@ -20,13 +20,12 @@ convolution has its smallest operand copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def is_key(x: Any) -> bool:
@@ -43,17 +42,14 @@ def first_bits(x: Any) -> jax.Array:
     if jnp.issubdtype(element.dtype, jnp.complexfloating):
         element = lax.real(element)
     if jnp.issubdtype(element.dtype, jnp.floating):
-        element = lax.bitcast_convert_type(element, _UNSIGNED[element.dtype.itemsize])
+        element = lax.bitcast_convert_type(element, f"uint{8 * element.dtype.itemsize}")
     return lax.convert_element_type(element, jnp.uint32)
 
 
 def joined_bits(*triggers: Any) -> jax.Array:
     """Returns the first elements of non-empty arrays as one ``uint32``, joined by bitwise or with
     1."""
-    bits = jnp.uint32(1)
-    for x in triggers:
-        bits = lax.bitwise_or(bits, first_bits(x))
-    return bits
+    return reduce(lax.bitwise_or, map(first_bits, triggers), jnp.uint32(1))
 
 
 def never(triggers: Sequence[Any], in_branch: bool = False) -> jax.Array:

@@ -83,24 +83,16 @@ def _flops(equation: Equation, avals: Sequence[Any], platform: str) -> float:
         (contracted, _), _ = params["dimension_numbers"]
         return float(2 * math.prod(out) * math.prod(shape[0][d] for d in contracted))
     if equation.kind in (CONVOLUTION, KERNEL_GRADIENT):
-        numbers = params["dimension_numbers"]
-        kernel = shape[1]
-        taps = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
+        taps = math.prod(shape[1][d] for d in params["dimension_numbers"].rhs_spec[1:])
         # a dilated input (the gradient of a strided convolution) is mostly zeros that are not
         # multiplied
-        slow = (
-            GROUPED_FACTOR[platform]
-            if max(params["feature_group_count"], params["batch_group_count"]) > 1
-            else 1
-        )
+        grouped = max(params["feature_group_count"], params["batch_group_count"]) > 1
+        slow = GROUPED_FACTOR[platform] if grouped else 1
         return float(2 * slow * math.prod(out) * taps / math.prod(params["lhs_dilation"]))
     bodies = private.inner_jaxprs(params)
     if bodies:
-        repeat = params.get("length", 1)
-        inner = (max if equation.kind == "cond" else math.fsum)(
-            _body_flops(body) for body in bodies
-        )
-        return float(repeat) * inner
+        together = max if equation.kind == "cond" else math.fsum
+        return float(params.get("length", 1)) * together(map(_body_flops, bodies))
     elements = max([math.prod(out), *map(math.prod, shape)])
     each = 1
     if equation.kind in KINDS.random:
@@ -129,15 +121,11 @@ def _body_flops(jaxpr: Any) -> float:
 def _workspace_bytes(traced: JaxTracedStep, op_id: int, platform: str) -> int:
     """Memory alive only inside one op: the body of a loop or branch with everything in it alive at
     once, and on a CPU the buffers of an expanded primitive."""
-    most = 0
-    for at in traced.handles[op_id]:
-        equation = traced.program.equations[at]
-        most = max(
-            most, *(_body_bytes(body) for body in private.inner_jaxprs(equation.source.params)), 0
-        )
-        if platform == "cpu":
-            most = max(most, _cpu_buffer_bytes(equation, traced.program.sizes))
-    return most
+    equations = [traced.program.equations[at] for at in traced.handles[op_id]]
+    bodies = [body for e in equations for body in private.inner_jaxprs(e.source.params)]
+    sizes = traced.program.sizes
+    expanded = [_cpu_buffer_bytes(e, sizes) for e in equations] if platform == "cpu" else ()
+    return max(0, *map(_body_bytes, bodies), *expanded)
 
 
 def _cpu_buffer_bytes(equation: Equation, sizes: Sequence[int]) -> int:
