@@ -49,13 +49,15 @@ class Device:
         processes: those that train it; of what they measure, the most is told.
     """
 
+    has_statistics = True
+    """A step's peak can be told: on a CPU from buffer assignment, else by the allocator."""
+
     def __init__(self, processes: Processes | None = None) -> None:
         self.processes = processes or Processes()
         self.state: Any = None
         self.step_times = StepTimes(estimated_profile)
-        self._plain: dict[
-            Any, StepMemory
-        ] = {}  # of Keras's own step that ran, by the shapes of its batch
+        #: Of Keras's own step that ran, by the shapes of its batch.
+        self._plain: dict[Any, StepMemory] = {}
         self._kept: Any = None  # a copy of the state on the host, for the next step
         self._put_back: Any = None  # the copy that the state is equal to, after a step that failed
         self._expected_peak_bytes, self._compile_s = 0, 0.0
@@ -119,14 +121,12 @@ class Device:
 
     def _restore(self, model: Any, kept: Any) -> None:
         """Gives every array of the state that was consumed its kept value."""
-        self._keep(
-            model,
-            jax.tree.map(
-                lambda old, copy: _uploaded(copy, old.sharding) if old.is_deleted() else old,
-                self._current(model),
-                kept,
-            ),
+        state = jax.tree.map(
+            lambda old, copy: _uploaded(copy, old.sharding) if old.is_deleted() else old,
+            self._current(model),
+            kept,
         )
+        self._keep(model, state)
         self._put_back = kept
 
     def _current(self, model: Any) -> Any:
@@ -165,12 +165,6 @@ class Device:
         """The device, e.g. ``"gpu:0"``."""
         device = jax.local_devices()[0]
         return f"{device.platform}:{device.id}"
-
-    @property
-    def has_statistics(self) -> bool:
-        """Whether a step's peak can be told: on a CPU from buffer assignment, else by the
-        allocator."""
-        return True
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
         """Runs once, waits for it or not, and returns its result with its time (compiling left out)
