@@ -19,7 +19,6 @@ from keras_remat.backends import batches
 from keras_remat.backends.base import Installed, RunStep, StepRunner
 from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax import private
-from keras_remat.backends.jax import profile as profiling
 from keras_remat.backends.jax import trace as tracing
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.measure import (
@@ -30,6 +29,7 @@ from keras_remat.backends.jax.measure import (
     platform,
 )
 from keras_remat.backends.jax.processes import JaxProcesses
+from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.sharding import batch_parts
 from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.backends.jax.trace import JaxTracedStep
@@ -37,7 +37,6 @@ from keras_remat.backends.processes import Processes
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.problem import Problem
-from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.errors import UnsupportedModelError
 
@@ -84,8 +83,7 @@ class JaxBackend:
         tracing.check_supported(model)
         return check_device()
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        return is_out_of_memory(error)
+    is_out_of_memory = staticmethod(is_out_of_memory)
 
     def example_batch(self, model: Any, batch: Any) -> Any:
         if self.processes.count > 1:
@@ -109,20 +107,17 @@ class JaxBackend:
         return batches.resized_spec(batch, size, spec)
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> JaxTracedStep:
-        if not all(
-            isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)
-        ):  # it is not going to run
-            like = next(
-                (t for t in reversed(self._traced.values()) if t.micro_batches == micro_batches),
-                None,
-            )
-            return tracing.trace(model, batch, micro_batches, like, self.device.state)
-        traced = tracing.trace(model, batch, micro_batches, state=self.device.state)
-        self._traced[traced.graph.fingerprint] = traced
+        runs = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch))
+        known = (
+            [] if runs else [t for t in self._traced.values() if t.micro_batches == micro_batches]
+        )
+        like = known[-1] if known else None
+        traced = tracing.trace(model, batch, micro_batches, like, self.device.state)
+        if runs:
+            self._traced[traced.graph.fingerprint] = traced
         return traced
 
-    def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
-        return profiling.estimated_profile(traced, resident_bytes)
+    estimated_profile = staticmethod(estimated_profile)
 
     def recorder(self) -> StepTimes:
         return self.device.step_times
