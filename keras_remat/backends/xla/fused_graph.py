@@ -73,23 +73,7 @@ def fused_graph(
     parts = clusters(program, kinds, like.sizes if like is not None and same else None)
     makers = {number: at for at, part in enumerate(parts) for number in part.outputs}
     phases = _phases(program, parts, is_backward)
-    readers: dict[int, list[int]] = defaultdict(list)
-    for at, part in enumerate(parts):
-        for number in part.reads:
-            readers[number].append(at)
-    overwritten = _overwritten(program, parts, makers, readers, state)
-    after = {
-        makers[new]: [r for r in readers[old] if r != makers[new]]
-        for new, old in overwritten.items()
-    }
-    order = _order(parts, makers, phases, after)
-    if (
-        order is None
-    ):  # two states that each depend on the other's new value: neither can be overwritten in place
-        overwritten, after = {}, {}
-        order = _order(parts, makers, phases, after)
-    assert order is not None, "a program is acyclic"
-
+    order, after, overwritten = _arranged(program, parts, makers, phases, state)
     numbers = [*range(program.n_given), *(number for at in order for number in parts[at].outputs)]
     value_id = {number: at for at, number in enumerate(numbers)}
     op_id = {at: position for position, at in enumerate(order)}
@@ -148,6 +132,31 @@ def _phases(
     return phases
 
 
+def _arranged(
+    program: Program,
+    parts: list[Cluster],
+    makers: dict[int, int],
+    phases: list[str],
+    state: Sequence[tuple[int, Any]],
+) -> tuple[list[int], dict[int, list[int]], dict[int, int]]:
+    """The clusters in an order in which they can run, those that must precede one without a value
+    between them, and which new state is written over which old one."""
+    readers: dict[int, list[int]] = defaultdict(list)
+    for at, part in enumerate(parts):
+        for number in part.reads:
+            readers[number].append(at)
+    overwritten = _overwritten(program, parts, makers, readers, state)
+    after = {
+        makers[new]: [r for r in readers[old] if r != makers[new]]
+        for new, old in overwritten.items()
+    }
+    order = _order(parts, makers, phases, after)
+    if len(order) == len(parts):
+        return order, after, overwritten
+    # two states that each depend on the other's new value: neither can be overwritten in place
+    return _order(parts, makers, phases, {}), {}, {}
+
+
 def _overwritten(
     program: Program,
     parts: list[Cluster],
@@ -188,12 +197,11 @@ def _descendants(
 
 def _order(
     parts: list[Cluster], makers: dict[int, int], phases: list[str], after: dict[int, list[int]]
-) -> list[int] | None:
-    """A topological order, as it was traced but with updates as early as they can run; ``None``
-    when there is a cycle."""
+) -> list[int]:
+    """A topological order, as it was traced but with updates as early as they can run; what is in a
+    cycle is left out."""
     before = {
         at: {makers[n] for n in part.reads if n in makers} | set(after.get(at, ()))
         for at, part in enumerate(parts)
     }
-    order = topological_order(before, lambda at: phases[at] != UPDATE)
-    return order if len(order) == len(parts) else None
+    return topological_order(before, lambda at: phases[at] != UPDATE)
