@@ -26,9 +26,6 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT
 from keras_remat.backends.xla.fusion import Equation
 
-Atom = int | private.Literal
-"""A value's number, or a literal."""
-
 
 @dataclass(frozen=True)
 class FlatProgram:

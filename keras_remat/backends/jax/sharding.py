@@ -56,7 +56,7 @@ def count(layout: Layout, mesh: jax.sharding.Mesh) -> int:
 def layouts(
     equations: Sequence[Equation],
     avals: Sequence[Any],
-    given: Sequence[Layout],
+    given: Sequence[jax.ShapeDtypeStruct],
     mesh: jax.sharding.Mesh,
 ) -> tuple[Layout, ...]:
     """Returns the layout of every number of a program.
@@ -64,10 +64,10 @@ def layouts(
     Args:
         equations: in program order.
         avals: abstract value of every number.
-        given: layouts of the inputs; constants are on every device.
+        given: the inputs, which have shardings; constants are on every device.
         mesh: the devices.
     """
-    found: dict[int, Layout] = dict(enumerate(given))
+    found = {at: layout_of(spec.sharding, len(spec.shape)) for at, spec in enumerate(given)}
 
     def of(atom: Any) -> Layout:
         if not isinstance(atom, int):

@@ -24,7 +24,7 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.accumulate import accumulated_train_step
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import KINDS
-from keras_remat.backends.jax.sharding import Layout, count, layout_of, layouts, mesh_of
+from keras_remat.backends.jax.sharding import Layout, count, layouts, mesh_of
 from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
 from keras_remat.errors import UnsupportedModelError
 
@@ -40,6 +40,7 @@ class JaxTracedStep(FusedStep):
         out_tree: structure of ``(logs, state)``.
         model: whose ``train_step`` it is.
         micro_batches: in how many pieces it trains the batch.
+        train_step: ``(state, batch) → (logs, state)``, what was traced.
         mesh: the devices it trains on, where they are several; else ``None``.
         layouts: how every number of the program lies on them.
     """
@@ -51,20 +52,9 @@ class JaxTracedStep(FusedStep):
     out_tree: Any
     model: Any
     micro_batches: int
+    train_step: Callable[[Any, Any], Any]
     mesh: Any
     layouts: tuple[Layout, ...]
-
-    @property
-    def train_step(self) -> Callable[[Any, Any], Any]:
-        """``(state, batch) → (logs, state)``, what was traced."""
-        return _train_step(self.model, self.micro_batches)
-
-
-def _train_step(model: Any, micro_batches: int) -> Callable[[Any, Any], Any]:
-    step: Callable[[Any, Any], Any] = (
-        model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
-    )
-    return step
 
 
 def as_specs(batch: Any) -> Any:
@@ -132,26 +122,22 @@ def trace(
     batch_specs = as_specs(batch)
     private.build(model, batch_specs)
     state_specs = private.state_specs(model, state)
-    closed, out_shape = jax.make_jaxpr(_train_step(model, micro_batches), return_shape=True)(
-        state_specs, batch_specs
+    train_step = (
+        model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
     )
+    closed, out_shape = jax.make_jaxpr(train_step, return_shape=True)(state_specs, batch_specs)
     program = flatten(closed)
     mesh = mesh_of((state_specs, batch_specs))
     lying: tuple[Layout, ...] = ()
     if mesh is not None:
-        given = [
-            layout_of(spec.sharding, len(spec.shape))
-            for spec in jax.tree.leaves((state_specs, batch_specs))
-        ]
+        given = jax.tree.leaves((state_specs, batch_specs))
         lying = layouts(program.equations, program.avals, given, mesh)
         program = replace(program, shards=tuple(count(lies, mesh) for lies in lying))
-    n_state = len(jax.tree.leaves(state_specs))
     n_logs = len(jax.tree.leaves(out_shape[0]))
-    state = list(enumerate(program.outputs[n_logs : n_logs + n_state]))
     graph, numbers, handles = fused_graph(
         program,
         KINDS,
-        state,
+        list(enumerate(program.outputs[n_logs:])),  # the new state, in the old one's order
         lambda e: "transpose(" in e.scope,
         None if like is None else like.program,
     )
@@ -166,6 +152,7 @@ def trace(
         out_tree=jax.tree.structure(out_shape),
         model=model,
         micro_batches=micro_batches,
+        train_step=train_step,
         mesh=mesh,
         layouts=lying,
     )
