@@ -163,7 +163,7 @@ class Device:
     @property
     def name(self) -> str:
         """The device, e.g. ``"gpu:0"``."""
-        device = jax.local_devices()[0]
+        device = first_device()
         return f"{device.platform}:{device.id}"
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import jax
-
 from keras_remat.backends.host import host_memory_bytes
+from keras_remat.backends.jax.measure import first_device
 
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
 def diagnosis() -> dict[str, Any]:
     """Returns the facts by name: about the device, its memory, its kernels and XLA."""
-    device = jax.local_devices()[0]
+    device = first_device()
     stats = device.memory_stats() or {}
     on_cpu = device.platform == "cpu"
     limit = int(stats.get("bytes_limit", 0)) or (host_memory_bytes(0) if on_cpu else 0)

@@ -126,9 +126,12 @@ def copy_state(state: Any) -> Any:
 
 
 def first_device() -> Any:
-    """Returns the device that counts: the default one that was chosen, or this process's first."""
+    """Returns the device that counts: the default one that was chosen, itself or by its platform,
+    or this process's first."""
     chosen = jax.config.jax_default_device
-    return chosen if hasattr(chosen, "memory_stats") else jax.local_devices()[0]
+    if chosen is None or isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return chosen
 
 
 def device_statistic(name: str) -> int | None:

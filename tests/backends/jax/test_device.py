@@ -1,12 +1,16 @@
 """Steps on the current state, guarded, and what they take."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import jax_models as models
 import numpy as np
 import pytest
 
+from keras_remat.backends.jax import measure
 from keras_remat.backends.jax.device import Device
+from keras_remat.backends.jax.diagnosis import diagnosis
 from keras_remat.backends.jax.lower import lower_plain
 from keras_remat.backends.jax.measure import StepMemory, memory
 from keras_remat.backends.jax.trace import trace
@@ -19,6 +23,27 @@ def failing(state, batch):
     for leaf in jax.tree.leaves(state):
         leaf.delete()
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+
+def test_the_device_that_was_chosen_is_the_one_that_is_named_and_measured(monkeypatch):
+    class Second:
+        platform, id = "gpu", 1
+
+        def memory_stats(self):
+            return {"bytes_limit": 7, "bytes_in_use": 3}
+
+    monkeypatch.setattr(measure, "jax", SimpleNamespace(config=SimpleNamespace()))
+    measure.jax.config.jax_default_device = Second()
+    assert Device().name == "gpu:1"
+    assert Device().in_use_bytes() == 3
+    told = diagnosis()
+    assert (told["device"], told["limit_bytes"]) == ("GPU:1", 7)
+
+
+@pytest.mark.parametrize("chosen", [None, "cpu"])
+def test_a_platform_may_be_chosen_by_name(chosen):
+    with jax.default_device(chosen):
+        assert measure.first_device() is jax.local_devices()[0]
 
 
 def test_a_guarded_step_that_fails_leaves_the_state_as_it_was():
