@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeGuard
 
 from keras_remat.errors import InvalidProblemError
 
@@ -32,13 +33,14 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 PHASES = (FORWARD, BACKWARD, UPDATE)
 
 
-def _is_int(number: object) -> bool:
+def is_int(number: object) -> TypeGuard[int]:
+    """Whether something is an int, and not a bool, which Python takes for one."""
     return isinstance(number, int) and not isinstance(number, bool)
 
 
 def check_bytes(nbytes: object, field: str) -> None:
     """Raises :class:`InvalidProblemError`, which names the field, for what is no size."""
-    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:
+    if not is_int(nbytes) or nbytes < 0:
         raise InvalidProblemError(
             f"bytes must be an int of at least 0, got {nbytes!r}", field=field, value=nbytes
         )
@@ -127,7 +129,7 @@ class Graph:
             self._check_value_id(value_id, f"outputs[{at}]")
 
     def _check_value_id(self, value_id: int, field: str) -> None:
-        if not _is_int(value_id) or not 0 <= value_id < len(self.values):
+        if not is_int(value_id) or not 0 <= value_id < len(self.values):
             raise InvalidProblemError(
                 f"unknown value id {value_id!r}; an id is an int from 0, and there are "
                 f"{len(self.values)} values",
@@ -137,13 +139,13 @@ class Graph:
 
     def _check_values(self) -> None:
         for at, value in enumerate(self.values):
-            if not _is_int(value.id) or value.id != at:
+            if not is_int(value.id) or value.id != at:
                 raise InvalidProblemError(
                     f"id {value.id!r} at position {at}", field=f"values[{at}].id", value=value.id
                 )
             check_bytes(value.nbytes, f"values[{at}].bytes")
             if value.shape is not None and not all(
-                _is_int(size) and size >= 0 for size in value.shape
+                is_int(size) and size >= 0 for size in value.shape
             ):
                 raise InvalidProblemError(
                     f"dimensions must be ints of at least 0, got {value.shape!r}; an unknown "
@@ -155,62 +157,11 @@ class Graph:
     def _check_ops(self) -> None:
         produced: dict[int, int] = {}
         for at, op in enumerate(self.ops):
-            if not _is_int(op.id) or op.id != at:
+            if not is_int(op.id) or op.id != at:
                 raise InvalidProblemError(
                     f"id {op.id!r} at position {at}", field=f"ops[{at}].id", value=op.id
                 )
-            if op.phase not in PHASES:
-                raise InvalidProblemError(
-                    f"phase must be one of {', '.join(PHASES)}, got {op.phase!r}",
-                    field=f"ops[{at}].phase",
-                    value=op.phase,
-                )
-            if not isinstance(op.recomputable, bool):
-                raise InvalidProblemError(
-                    f"must be True or False, got {op.recomputable!r}",
-                    field=f"ops[{at}].recomputable",
-                    value=op.recomputable,
-                )
-            for value_id in op.inputs:
-                self._check_value_id(value_id, f"ops[{at}].inputs")
-                producer = self.values[value_id].producer
-                if producer is not None and producer >= at:
-                    raise InvalidProblemError(
-                        f"G1: op {op.name!r} reads value {value_id}, which op {producer} "
-                        "computes only later (a cycle, or a list "
-                        "that is not in topological order)",
-                        field=f"ops[{at}].inputs",
-                        value=value_id,
-                    )
-            for value_id in op.outputs:
-                self._check_value_id(value_id, f"ops[{at}].outputs")
-                if value_id in op.inputs:
-                    raise InvalidProblemError(
-                        f"G3: op {op.name!r} writes its input",
-                        field=f"ops[{at}].outputs",
-                        value=value_id,
-                    )
-                if value_id in produced:
-                    raise InvalidProblemError(
-                        f"G2: value {value_id} has two producers, ops {produced[value_id]} and "
-                        f"{at}",
-                        field=f"ops[{at}].outputs",
-                        value=value_id,
-                    )
-                produced[value_id] = at
-            for earlier in op.after:
-                if not _is_int(earlier) or not 0 <= earlier < at:
-                    raise InvalidProblemError(
-                        f"G1: op {at} cannot come after op {earlier!r}",
-                        field=f"ops[{at}].after",
-                        value=earlier,
-                    )
-            if not set(op.may_reuse) <= set(op.inputs):
-                raise InvalidProblemError(
-                    f"may_reuse {op.may_reuse} is no subset of inputs {op.inputs}",
-                    field=f"ops[{at}].may_reuse",
-                    value=op.may_reuse,
-                )
+            self._check_op(op, produced)
         for value in self.values:
             if value.producer != produced.get(value.id):
                 raise InvalidProblemError(
@@ -219,6 +170,44 @@ class Graph:
                     field=f"values[{value.id}].producer",
                     value=value.producer,
                 )
+
+    def _check_op(self, op: Op, produced: dict[int, int]) -> None:
+        """Raises what is wrong with an op; ``produced``, value → op that computes it, grows."""
+
+        def wrong(field: str, value: object, message: str) -> InvalidProblemError:
+            return InvalidProblemError(message, field=f"ops[{op.id}].{field}", value=value)
+
+        if op.phase not in PHASES:
+            message = f"phase must be one of {', '.join(PHASES)}, got {op.phase!r}"
+            raise wrong("phase", op.phase, message)
+        if not isinstance(op.recomputable, bool):
+            message = f"must be True or False, got {op.recomputable!r}"
+            raise wrong("recomputable", op.recomputable, message)
+        for value_id in op.inputs:
+            self._check_value_id(value_id, f"ops[{op.id}].inputs")
+            producer = self.values[value_id].producer
+            if producer is not None and producer >= op.id:
+                message = (
+                    f"G1: op {op.name!r} reads value {value_id}, which op {producer} computes only "
+                    "later (a cycle, or a list that is not in topological order)"
+                )
+                raise wrong("inputs", value_id, message)
+        for value_id in op.outputs:
+            self._check_value_id(value_id, f"ops[{op.id}].outputs")
+            if value_id in op.inputs:
+                raise wrong("outputs", value_id, f"G3: op {op.name!r} writes its input")
+            if value_id in produced:
+                makers = f"ops {produced[value_id]} and {op.id}"
+                raise wrong(
+                    "outputs", value_id, f"G2: value {value_id} has two producers, {makers}"
+                )
+            produced[value_id] = op.id
+        for earlier in op.after:
+            if not is_int(earlier) or not 0 <= earlier < op.id:
+                raise wrong("after", earlier, f"G1: op {op.id} cannot come after op {earlier!r}")
+        if not set(op.may_reuse) <= set(op.inputs):
+            message = f"may_reuse {op.may_reuse} is no subset of inputs {op.inputs}"
+            raise wrong("may_reuse", op.may_reuse, message)
 
     def has_ops_of(self, other: Graph) -> bool:
         """Whether both graphs have the same ops on the same values, whatever the values' sizes: an
@@ -280,18 +269,8 @@ class Graph:
         for value in self.values:
             digest.update(repr((value.nbytes, value.shape, value.dtype, value.producer)).encode())
         for op in self.ops:
-            digest.update(
-                repr(
-                    (
-                        op.kind,
-                        op.inputs,
-                        op.outputs,
-                        op.recomputable,
-                        op.after,
-                        tuple(sorted(op.may_reuse)),
-                    )
-                ).encode()
-            )
+            edges = op.inputs, op.outputs, op.recomputable, op.after, tuple(sorted(op.may_reuse))
+            digest.update(repr((op.kind, *edges)).encode())
         digest.update(repr(self.outputs).encode())
         return digest.hexdigest()
 

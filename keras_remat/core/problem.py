@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from keras_remat.core.graph import Graph, Op, reused_bytes
+from keras_remat.core.graph import Graph, Op, is_int, reused_bytes
 from keras_remat.core.offload import Offload
 from keras_remat.core.profile import Profile
 from keras_remat.errors import InvalidProblemError
@@ -42,9 +42,7 @@ class Problem:
                 field="profile",
             )
         budget = self.budget_bytes
-        if budget is not None and (
-            not isinstance(budget, int) or isinstance(budget, bool) or budget <= 0
-        ):
+        if budget is not None and (not is_int(budget) or budget <= 0):
             raise InvalidProblemError(
                 f"must be a positive int, got {budget!r}", field="budget_bytes", value=budget
             )
@@ -98,15 +96,9 @@ class Problem:
         overwritten), and workspace."""
         graph, op = self.graph, self.graph.ops[op_id]
         alive = {v for v in op.inputs if graph.values[v].producer is not None}
-        total = (
-            sum(graph.values[v].nbytes for v in alive | set(op.outputs))
-            + self.profile.op_workspace_bytes[op_id]
-        )
-        return (
-            self.profile.resident_bytes
-            + total
-            - reused_bytes(op, graph.values, alive - self.irreplaceable)
-        )
+        total = self.profile.resident_bytes + self.profile.op_workspace_bytes[op_id]
+        total += sum(graph.values[v].nbytes for v in alive | set(op.outputs))
+        return total - reused_bytes(op, graph.values, alive - self.irreplaceable)
 
     @cached_property
     def irreplaceable(self) -> frozenset[int]:
@@ -130,11 +122,9 @@ class Problem:
     def floor_bytes(self) -> int:
         """A bound no schedule beats: resident bytes plus the most any single needed op holds while
         it runs."""
-        return (
-            self.profile.resident_bytes
-            if self.floor_op is None
-            else self.op_floor_bytes(self.floor_op)
-        )
+        if self.floor_op is None:
+            return self.profile.resident_bytes
+        return self.op_floor_bytes(self.floor_op)
 
     @cached_property
     def store_all_time_s(self) -> float:

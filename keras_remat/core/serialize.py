@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from keras_remat.core.graph import Graph, Op, Value
+from keras_remat.core.graph import Graph, Op, Value, is_int
 from keras_remat.core.offload import Offload
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -172,45 +172,35 @@ class Fields:
         field = self.path(key)
         if key not in self.document:
             if default is _REQUIRED:
-                raise InvalidProblemError("is missing", source=self.source, field=field)
+                raise self.wrong(field, "is missing")
             return default
         value = self.document[key]
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
-            raise InvalidProblemError(
-                f"expected {names}, got {value!r}", source=self.source, field=field, value=value
-            )
+            raise self.wrong(field, f"expected {names}, got {value!r}", value)
         if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidProblemError(
-                f"must be finite, got {value!r}", source=self.source, field=field, value=value
-            )
+            raise self.wrong(field, f"must be finite, got {value!r}", value)
         return value
 
     def positive(self, key: str, default: Any = _REQUIRED) -> Any:
         """The value of a field that is a positive int, or ``default``."""
         value = self.get(key, int if default is _REQUIRED else (int, type(default)), default)
         if value is not None and value <= 0:
-            raise InvalidProblemError(
-                f"must be positive, got {value}",
-                source=self.source,
-                field=self.path(key),
-                value=value,
-            )
+            raise self.wrong(self.path(key), f"must be positive, got {value}", value)
         return value
 
     def ids(self, key: str, default: Any = _REQUIRED) -> tuple[int, ...]:
         """The value of a field that is a list of ids."""
         value = self.get(key, list, default)
         for at, item in enumerate(value):
-            if not isinstance(item, int) or isinstance(item, bool):
-                raise InvalidProblemError(
-                    f"expected an id, got {item!r}",
-                    source=self.source,
-                    field=f"{self.path(key)}[{at}]",
-                    value=item,
-                )
+            if not is_int(item):
+                raise self.wrong(f"{self.path(key)}[{at}]", f"expected an id, got {item!r}", item)
         return tuple(value)
+
+    def wrong(self, field: str, message: str, value: object = None) -> InvalidProblemError:
+        """Returns the error of a field, by its full name, of this file."""
+        return InvalidProblemError(message, source=self.source, field=field, value=value)
 
 
 def problem_from_dict(document: object, *, source: str | None = None) -> Problem:
@@ -230,10 +220,9 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
     for at, fields in enumerate(op_fields):
         for value_id in fields.ids("outputs"):
             if value_id in producers:
-                raise InvalidProblemError(
-                    f"G2: value {value_id} has two producers, ops {producers[value_id]} and {at}",
-                    source=source, field=f"ops[{at}].outputs", value=value_id,
-                )  # fmt: skip
+                makers = f"ops {producers[value_id]} and {at}"
+                message = f"G2: value {value_id} has two producers, {makers}"
+                raise fields.wrong(fields.path("outputs"), message, value_id)
             producers[value_id] = at
     values = []
     for at, raw in enumerate(raw_values):

@@ -7,6 +7,7 @@ problems by the tests.
 
 from __future__ import annotations
 
+from keras_remat.core.graph import is_int
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import InvalidScheduleError, PeakExceededError
@@ -32,11 +33,7 @@ def check_rules(problem: Problem, schedule: Schedule) -> None:
     graph = problem.graph
     seen: set[int] = set()
     for position, op_id in enumerate(schedule.order):
-        if (
-            isinstance(op_id, bool)
-            or not isinstance(op_id, int)
-            or not 0 <= op_id < len(problem.ops)
-        ):
+        if not is_int(op_id) or not 0 <= op_id < len(problem.ops):
             raise InvalidScheduleError(
                 "S2", f"unknown op id {op_id!r} at position {position}", position=position
             )
