@@ -48,7 +48,7 @@ def optimize(
     Args:
         program: what to minimize.
         time_limit_s: seconds.
-        relax: solve the linear relaxation.
+        relax: solve the linear relaxation; HiGHS only.
         backend: ``"highs"`` or ``"cbc"``.
         gap: relative, at which HiGHS counts a program as solved.
     """
@@ -56,7 +56,7 @@ def optimize(
         feasible = max(program.low, default=0) <= 1e-9 and min(program.high, default=0) >= -1e-9
         return Answer("optimal" if feasible else "infeasible", np.zeros(0), 0.0)
     if backend == "cbc":
-        return _cbc(program, time_limit_s, relax)
+        return _cbc(program, time_limit_s)
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     result = milp(
@@ -74,7 +74,7 @@ def optimize(
     return Answer("stopped", None if relax else result.x, max(0.0, bound))
 
 
-def _cbc(program: LinearProgram, time_limit_s: float, relax: bool) -> Answer:
+def _cbc(program: LinearProgram, time_limit_s: float) -> Answer:
     try:
         from cylp.cy import CyClpSimplex
         from cylp.py.modeling.CyLPModel import CyLPModel
@@ -91,16 +91,6 @@ def _cbc(program: LinearProgram, time_limit_s: float, relax: bool) -> Answer:
     model.objective = np.asarray(program.cost) @ x
     simplex = CyClpSimplex(model)
     simplex.logLevel = 0
-    if relax:
-        simplex.maxNumIteration = 2**31 - 1
-        status = simplex.initialSolve()
-        if status == "optimal":
-            return Answer(
-                "optimal",
-                np.array(simplex.primalVariableSolution["x"]),
-                float(simplex.objectiveValue),
-            )
-        return Answer("infeasible" if "infeasible" in status else "stopped", None, 0.0)
     simplex.setInteger(x[np.flatnonzero(program.integral)])
     cbc = simplex.getCbcModel()
     cbc.logLevel = 0
