@@ -65,8 +65,6 @@ def solve(program: dict[str, Any]) -> None:
     """Solves a program, writes its incumbents and a last line with the status."""
     model, variables = build(program)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = program["time_limit_s"]
-    solver.parameters.random_seed = program["seed"]
     for name, value in program["parameters"].items():
         setattr(solver.parameters, name, value)
     status = solver.solve(model, _Stream(variables))

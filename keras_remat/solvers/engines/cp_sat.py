@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from keras_remat.errors import MissingPackageError, RematError
 from keras_remat.solvers.engines.interpreter import environment
@@ -33,7 +32,6 @@ from keras_remat.solvers.engines.interpreter import environment
 MEMORY_LIMIT_BYTES = 4 * 2**30
 STARTUP_S = 1.0
 """Seconds that starting the process and building the model take, off the solver's own limit."""
-SINGLE_THREAD = {"num_workers": 1, "linearization_level": 2}
 
 
 class CpSatProcessError(RematError):
@@ -135,7 +133,7 @@ class Worker:
         program: Program,
         *,
         time_limit_s: float,
-        work_limit: float | None = None,
+        work_limit: float = float("inf"),
         seed: int = 0,
     ) -> None:
         """Sends a program, once the answers to the one before are read.
@@ -148,18 +146,20 @@ class Worker:
             seed: of CP-SAT's random choices.
         """
         used = [at for at, cost in enumerate(program.cost) if cost]
-        message: dict[str, Any] = {
+        message = {
             "variables": len(program.cost),
             "objective": (used, [program.cost[at] for at in used]),
             "clauses": program.clauses,
             "rows": program.rows,
             "hint": program.hint,
-            "seed": seed,
-            "parameters": dict(SINGLE_THREAD),
-            "time_limit_s": max(0.1, time_limit_s - STARTUP_S),
+            "parameters": {
+                "num_workers": 1,
+                "linearization_level": 2,
+                "random_seed": seed,
+                "max_time_in_seconds": max(0.1, time_limit_s - STARTUP_S),
+                "max_deterministic_time": work_limit,
+            },
         }
-        if work_limit is not None:
-            message["parameters"] |= {"max_deterministic_time": work_limit}
         self._deadline = time.monotonic() + time_limit_s
         threading.Thread(
             target=self._write, args=(json.dumps(message) + "\n",), daemon=True
