@@ -50,9 +50,7 @@ def descendants_of(graph: Graph, op_id: int) -> set[int]:
     """
     found = {op_id}
     for op in graph.ops[op_id + 1 :]:
-        if any(graph.values[v].producer in found for v in op.inputs) or any(
-            earlier in found for earlier in op.after
-        ):
+        if not found.isdisjoint((*graph.producers(op.id), *op.after)):
             found.add(op.id)
     return found - {op_id}
 

@@ -77,11 +77,11 @@ def crossing_bytes(problem: Problem, cut: int) -> int:
     """Bytes of what ancestors of ``cut`` compute and it or its descendants read, and of its
     outputs."""
     graph = problem.graph
-    later = descendants_of(problem.graph, cut) | {cut}
+    later = descendants_of(graph, cut) | {cut}
     total = sum(graph.values[v].nbytes for v in graph.ops[cut].outputs)
-    for op_id in ancestors_of(problem.graph, cut):
+    for op_id in ancestors_of(graph, cut):
         for value_id in graph.ops[op_id].outputs:
-            if any(reader in later for reader in graph.readers[value_id]):
+            if not later.isdisjoint(graph.readers[value_id]):
                 total += graph.values[value_id].nbytes
     return total
 
@@ -90,39 +90,27 @@ def cut_bound_s(problem: Problem, cut: int, *, limit_s: float = 10.0) -> float:
     """Seconds of recomputation that the cut at the first run of op ``cut`` enforces; 0 when the
     solver has no answer in time."""
     graph, profile = problem.graph, problem.profile
-    ancestors = ancestors_of(problem.graph, cut)
+    ancestors = sorted(ancestors_of(graph, cut))
     if not ancestors:
         return 0.0
-    descendants = descendants_of(problem.graph, cut)
-    outputs = set(graph.outputs)
-    needed = graph.needed
-    # Values of ancestors, and whether each must be alive now or later.
-    op_column = {op_id: at for at, op_id in enumerate(sorted(ancestors))}
-    value_column: dict[int, int] = {}
-    forced: set[int] = set()
-    wanted: list[int] = []
-    inputs = set(graph.ops[cut].inputs)
-    for op_id in op_column:
-        for value_id in graph.ops[op_id].outputs:
-            value_column[value_id] = len(op_column) + len(value_column)
-            later = value_id in outputs or any(
-                r in descendants and r in needed for r in graph.readers[value_id]
-            )
-            if later:
-                wanted.append(value_id)
-            if value_id in inputs:
-                forced.add(value_id)
+    op, outputs = graph.ops[cut], set(graph.outputs)
+    readers = descendants_of(graph, cut) & graph.needed
     unit = max(problem.store_all_time_s, 1e-12)
     program = LinearProgram()
-    for op_id in op_column:
-        program.variable(
+    op_column = {
+        op_id: program.variable(
             profile.op_time_s[op_id] / unit, ceiling=float(graph.ops[op_id].recomputable)
         )
-    for value_id in value_column:
-        program.variable(floor=float(value_id in forced))
-    for value_id in wanted:
-        maker = op_column[graph.maker(value_id)]
-        program.at_most([(value_column[value_id], -1.0), (maker, -1.0)], -1.0)
+        for op_id in ancestors
+    }
+    value_column = {
+        value_id: program.variable(floor=float(value_id in op.inputs))
+        for op_id in ancestors
+        for value_id in graph.ops[op_id].outputs
+    }
+    for value_id, column in value_column.items():
+        if value_id in outputs or not readers.isdisjoint(graph.readers[value_id]):
+            program.at_most([(column, -1.0), (op_column[graph.maker(value_id)], -1.0)], -1.0)
     for op_id, column in op_column.items():
         for value_id in dict.fromkeys(graph.ops[op_id].inputs):
             producer = graph.values[value_id].producer
@@ -131,7 +119,6 @@ def cut_bound_s(problem: Problem, cut: int, *, limit_s: float = 10.0) -> float:
                     [(column, 1.0), (value_column[value_id], -1.0), (op_column[producer], -1.0)],
                     0.0,
                 )
-    op = graph.ops[cut]
     own = sum(graph.values[v].nbytes for v in op.outputs) + profile.op_workspace_bytes[cut]
     own -= reused_bytes(op, graph.values, value_column.keys() - problem.irreplaceable)
     room = (problem.budget_bytes or 0) - profile.resident_bytes - own

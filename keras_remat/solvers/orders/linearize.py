@@ -23,6 +23,7 @@ from keras_remat.core.graph import FORWARD
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes
+from keras_remat.core.topology import predecessors
 
 #: A value this many times smaller than the largest does not keep a cut from being an articulation
 #: point.
@@ -90,13 +91,8 @@ class Linearized:
     def comes_first(self) -> bool:
         """Whether the whole forward phase may run before every other op: nothing in it needs or
         must follow one of the others."""
-        graph = self.problem.graph
         others = {i for i in self.default_order if i not in self.position}
-        return not any(
-            others.intersection(graph.ops[i].after)
-            or any(graph.values[v].producer in others for v in graph.ops[i].inputs)
-            for i in self.forward
-        )
+        return all(others.isdisjoint(predecessors(self.problem.graph, i)) for i in self.forward)
 
     @cached_property
     def all_cuts(self) -> tuple[int, ...]:
