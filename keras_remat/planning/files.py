@@ -132,11 +132,7 @@ def shown_file(path: str | os.PathLike[str], problem_path: str | None) -> Shown:
         return _shown_plan(plans.load_plan(path))
     if found == serialize.FORMAT:
         return _shown_problem(serialize.load_problem(path))
-    return _shown_report(fit_report.load_report(path, _read_plan))
-
-
-def _read_plan(document: object, source: str) -> Plan:
-    return plans.plan_from_dict(document, source=source)
+    return _shown_report(fit_report.load_report(path, plans.plan_from_dict))
 
 
 def _solution(path: str | os.PathLike[str]) -> tuple[Solution, Usage] | None:

@@ -216,17 +216,15 @@ class StepPlanner:
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: there is none at all.
         """
-        seen: Plan | None = None
-        if isinstance(failure, ScheduleNotFoundError):
-            seen = failure.closest
+        seen: Plan | None = getattr(failure, "closest", None)
         if seen is not None and not self._backend.memory.order_matters:
             return seen
         plans = [] if seen is None else [seen]
         usable, seed = self.usable_bytes, self._options.seed
         try:
-            plans += [
+            plans.append(
                 closest_plan(problem, usable, self._backend, time_limit_s=_QUICK_SOLVE_S, seed=seed)
-            ]
+            )
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             logger.debug("keras_remat: %s", error)
         others = [plan for plan in plans if plan.solution.schedule not in over_limit]

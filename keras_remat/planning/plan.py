@@ -81,11 +81,8 @@ class Plan:
     @property
     def overhead(self) -> float:
         """(predicted time − store-all time) / store-all time, a ratio."""
-        return (
-            (self.predicted.time_s - self.store_all.time_s) / self.store_all.time_s
-            if self.store_all.time_s > 0
-            else 0.0
-        )
+        base_s = self.store_all.time_s
+        return (self.predicted.time_s - base_s) / base_s if base_s > 0 else 0.0
 
     @property
     def recomputes(self) -> bool:
@@ -136,11 +133,9 @@ class Plan:
         check_rules(problem, self.solution.schedule)
 
     def __str__(self) -> str:
-        measured = (
-            "not measured yet"
-            if self.measured is None
-            else f"{format_bytes(self.measured.peak_bytes)} measured"
-        )
+        measured = "not measured yet"
+        if self.measured is not None:
+            measured = f"{format_bytes(self.measured.peak_bytes)} measured"
         return (
             f"Plan: peak {format_bytes(self.predicted.peak_bytes)} predicted, {measured}, "
             f"budget {format_bytes(self.budget_bytes)} "
@@ -237,10 +232,10 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         InvalidProblemError: malformed; the message names the file and the field.
         OSError: the file cannot be read.
     """
-    return plan_from_dict(read_json(path, FORMAT, VERSION), source=os.fspath(path))
+    return plan_from_dict(read_json(path, FORMAT, VERSION), os.fspath(path))
 
 
-def plan_from_dict(document: object, *, source: str | None = None) -> Plan:
+def plan_from_dict(document: object, source: str | None = None) -> Plan:
     """The plan that a JSON object describes.
 
     Args:

@@ -194,15 +194,9 @@ class AutotuneReport:
         if self.peak_bytes is None or self.limit_bytes is None:
             return []
         over = self.peak_bytes - self.limit_bytes
-        why = next(
-            (
-                event.message
-                for kind in _REASONS
-                for event in reversed(self.events)
-                if event.kind == kind
-            ),
-            "no schedule that takes less was found",
-        )
+        newest = {str(event.kind): event.message for event in self.events}
+        told = (newest[kind] for kind in _REASONS if kind in newest)
+        why = next(told, "no schedule that takes less was found")
         text = f"{format_bytes(over)} ({100 * over / self.limit_bytes:.1f} %) over the limit: {why}"
         return textwrap.wrap(
             text, WIDTH, initial_indent="  ", subsequent_indent="  ", max_lines=4, placeholder=" …"
@@ -247,6 +241,11 @@ def load_report(
     top = Fields(read_json(path, FORMAT, VERSION), source)
     baseline = top.get("baseline", (dict, type(None)), None)
     plan = top.get("plan", (dict, type(None)), None)
+
+    def records(record: type[Any], key: str) -> list[Any]:
+        listed = enumerate(top.get(key, list))
+        return [_read(record, raw, source, f"{key}[{at}]") for at, raw in listed]
+
     try:
         return AutotuneReport(
             limit_bytes=top.positive("limit_bytes", None),
@@ -255,14 +254,8 @@ def load_report(
             baseline=None if baseline is None else _read(Usage, baseline, source, "baseline"),
             baseline_batch_size=top.get("baseline_batch_size", (int, type(None)), None),
             baseline_source=top.get("baseline_source", (str, type(None)), None),
-            epochs=[
-                _read(EpochUsage, raw, source, f"epochs[{at}]")
-                for at, raw in enumerate(top.get("epochs", list))
-            ],
-            events=[
-                _read(Event, raw, source, f"events[{at}]")
-                for at, raw in enumerate(top.get("events", list))
-            ],
+            epochs=records(EpochUsage, "epochs"),
+            events=records(Event, "events"),
             plan=None if plan is None else read_plan(plan, source),
         )
     except InvalidProblemError:

@@ -190,8 +190,7 @@ def overhead(planned: Planned, points: Sequence[tuple[int, float]]) -> Any:
         [budget / unit for budget, _ in points], [100 * ratio for _, ratio in points],
         "o-", color=colors.PLAIN, ms=4, label="quick solver",
     )  # fmt: skip
-    base_s = planned.store_all.time_s
-    ratio = planned.predicted.time_s / base_s - 1 if base_s > 0 else 0.0
+    ratio = planned.overhead
     axes.plot(
         planned.budget_bytes / unit, 100 * ratio, "D", color=colors.PLAN, ms=8, label="this plan"
     )
