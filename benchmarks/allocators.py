@@ -42,12 +42,11 @@ def _child(name: str) -> dict[str, Any]:
     model, case = models.make(name)
     data = case.steps(_STEPS)
     plain = Probe()
-    arguments = {"batch_size": case.batch_size, "verbose": 0, "shuffle": False}
-    model.fit(**data, **arguments, epochs=1, callbacks=[plain])
+    model.fit(**data, batch_size=case.batch_size, verbose=0, shuffle=False, callbacks=[plain])
     limit = (statistics()["current"] + max(plain.peaks)) // 2
     remat = keras_remat.RematAutotune(memory_limit=limit, margin=0.0, batch_size="keep", verbose=0)
     probe = Probe(remat)
-    long_fit(model, **data, **arguments, epochs=2, callbacks=[probe, remat])
+    long_fit(model, **data, batch_size=case.batch_size, epochs=2, callbacks=[probe, remat])
     plan = remat.plan
     return {
         "limit": limit,

@@ -152,7 +152,7 @@ def trained(
     callbacks = [watch] if remat is None else [remat, watch]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
-        long_fit(model, data, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+        long_fit(model, data, epochs=epochs, callbacks=callbacks)
     return watch, [str(w.message)[:_TEXT] for w in said if "keras_remat" in str(w.message)]
 
 

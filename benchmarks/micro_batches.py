@@ -75,8 +75,8 @@ class Bench:
         )
         stopwatch = StepWatch()
         long_fit(
-            self.model, **self.data, batch_size=self.case.batch_size, epochs=epochs, verbose=0,
-            shuffle=False, callbacks=[callback, stopwatch],
+            self.model, **self.data, batch_size=self.case.batch_size, epochs=epochs,
+            callbacks=[callback, stopwatch],
         )  # fmt: skip
         return callback, stopwatch
 

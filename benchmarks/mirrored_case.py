@@ -148,8 +148,7 @@ def measured(name: str, replicas: int, share: float) -> dict[str, Any]:
         whole = model.input.dtype == "int32"
         x = numbers.integers(0, 500, shape) if whole else numbers.random(shape).astype("float32")
         y, steps = numbers.integers(0, 10, STEPS * batch), StepWatch()
-        options = {"batch_size": batch, "epochs": epochs, "shuffle": False, "verbose": 0}
-        long_fit(model, x, y, callbacks=[*remat, steps], **options)
+        long_fit(model, x, y, batch_size=batch, epochs=epochs, callbacks=[*remat, steps])
         return steps
 
     def held_before() -> int:

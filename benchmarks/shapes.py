@@ -102,7 +102,7 @@ def fit(lengths: list[int], epochs: int, limit_bytes: int | None) -> Fit:
             orders.update({signature[0][0][1]: order for signature, order in schedules.items()})
 
         callbacks = [remat, watch, keras.callbacks.LambdaCallback(on_epoch_end=look)]
-    long_fit(transformer(), data_of(lengths), epochs=epochs, verbose=0, callbacks=callbacks)
+    long_fit(transformer(), data_of(lengths), epochs=epochs, callbacks=callbacks)
     if remat is None:
         return Fit(watch, lengths)
     planning_s = [epoch.planning_time_s for epoch in remat.report.epochs]

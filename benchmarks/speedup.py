@@ -45,20 +45,12 @@ def compare(
 
     def fit(*callbacks: keras.callbacks.Callback) -> StepWatch:
         stopwatch = StepWatch()
-        long_fit(
-            model,
-            **data,
-            batch_size=case.batch_size,
-            epochs=epochs,
-            verbose=0,
-            shuffle=False,
-            callbacks=[*callbacks, stopwatch],
-        )
+        watched = [*callbacks, stopwatch]
+        long_fit(model, **data, batch_size=case.batch_size, epochs=epochs, callbacks=watched)
         return stopwatch
 
-    watching = keras_remat.RematAutotune(
-        batch_size="keep", verbose=0
-    )  # no limit that bites: tells what plain steps take
+    # no limit that bites: tells what plain steps take
+    watching = keras_remat.RematAutotune(batch_size="keep", verbose=0)
     before = fit(watching)
     peak = watching.report.baseline.peak_bytes
     resident = watching.problem.profile.resident_bytes
@@ -70,17 +62,13 @@ def compare(
     )
     during, after = fit(remat), fit()
     plain_s = median(map(sum, before.epochs_s[-TIMED:] + after.epochs_s[-TIMED:]))
-    timed = list(zip(remat.report.epochs, during.epochs_s, strict=True))
-    undisturbed = [pair for pair in timed if pair[0].planning_time_s == 0]
-    epochs, seconds = zip(*(undisturbed or timed[-1:])[-TIMED:], strict=True)
+    pairs = list(zip(remat.report.epochs, during.epochs_s, strict=True))
+    undisturbed = [pair for pair in pairs if pair[0].planning_time_s == 0]
+    epochs, seconds = zip(*(undisturbed or pairs[-1:])[-TIMED:], strict=True)
     reported = median(map(remat.report.speedup, epochs))
     planning_s = sum(epoch.planning_time_s for epoch in epochs)
-    return (
-        reported,
-        plain_s / median(map(sum, seconds)),
-        planning_s,
-        str(remat.report.baseline_source),
-    )
+    timed = plain_s / median(map(sum, seconds))
+    return reported, timed, planning_s, str(remat.report.baseline_source)
 
 
 def main(argv: list[str] | None = None) -> int:

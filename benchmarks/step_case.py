@@ -218,15 +218,7 @@ def _fit(model: keras.Model, data: Any, batch_size: int, callbacks: list[Any], e
     """On a CPU the whole data set is in the allocator's bytes; as tensors it is there once, in the
     same place in every fit."""
     gc.collect()  # what the fit before had is held by reference cycles
-    long_fit(
-        model,
-        **data,
-        batch_size=batch_size,
-        epochs=epochs,
-        shuffle=False,
-        verbose=0,
-        callbacks=callbacks,
-    )
+    long_fit(model, **data, batch_size=batch_size, epochs=epochs, callbacks=callbacks)
 
 
 class Measurement:

@@ -40,13 +40,15 @@ def _device() -> str:
 
 def long_fit(
     model: keras.Model, *data: Any, epochs: int, callbacks: list[Any], **options: Any
-) -> keras.callbacks.History:
-    """Trains the first ``epochs`` of a ``fit`` that is announced as long: no more is solved for
-    than the steps that are left can repay, and what is measured here stands for long fits."""
+) -> None:
+    """Trains the first ``epochs`` of a silent ``fit`` that is announced as long: no more is solved
+    for than the steps that are left can repay, and what is measured here stands for long fits.
+    Batches come in the same order in every epoch."""
     end = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", epoch + 1 >= epochs)
     )
-    return model.fit(*data, **options, epochs=_LONG_EPOCHS, callbacks=[*callbacks, end])
+    options |= {"epochs": _LONG_EPOCHS, "shuffle": False, "verbose": 0}
+    model.fit(*data, **options, callbacks=[*callbacks, end])
 
 
 class StepWatch(keras.callbacks.Callback):

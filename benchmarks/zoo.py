@@ -138,9 +138,8 @@ def trained(name: str, limit_bytes: int | None) -> dict[str, Any]:
             limit_bytes, "keep", solver_time_limit_s=_SOLVE_S, verbose=0
         )
         callbacks.append(remat)
-    fit = {"batch_size": BATCH, "epochs": _EPOCHS, "shuffle": False, "verbose": 0}
     try:
-        long_fit(model, **data, **fit, callbacks=callbacks)
+        long_fit(model, **data, batch_size=BATCH, epochs=_EPOCHS, callbacks=callbacks)
     except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError) as error:
         needed = max(getattr(error, "best_peak_bytes", None) or 0, error.floor_bytes)
         refusal = f"{type(error).__name__}: {error}"
