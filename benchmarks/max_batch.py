@@ -34,6 +34,7 @@ from rows import (
     Failed,
     add_names,
     add_outcome,
+    cells_of,
     command_line,
     error_of,
     failed,
@@ -151,65 +152,41 @@ def _child(name: str, options: dict[str, Any], timeout_s: float) -> Iterator[dic
 
 # -------------------------------------------------------------------- what a person reads
 
-COLUMNS = (
-    "model",
-    "solver",
-    "pixels",
-    "limit MiB",
-    "batch",
-    "over plain",
-    "searched",
-    "predicted",
-    "measured",
-    "error",
-    "overhead predicted",
-    "time per sample / plain",
-    "search s",
-    "fails at",
-    "with MiB",
-)
-PREDICTION_COLUMNS = ("model", "profiled batch", "batch", "predicted MiB", "measured MiB", "error")
+#: Heading of a column → key in a row, and how it is written.
+COLUMNS = {
+    "model": ("model", ""),
+    "solver": ("solver", ""),
+    "pixels": ("pixels", "d"),
+    "limit MiB": ("limit_bytes", "MiB"),
+    "batch": ("batch", "d"),
+    "over plain": ("ratio", ".2f"),
+    "searched": ("searched", "d"),
+    "predicted": ("predicted_bytes", "MiB"),
+    "measured": ("measured_bytes", "MiB"),
+    "error": ("off", "+.1%"),
+    "overhead predicted": ("overhead", ".1%"),
+    "time per sample / plain": ("time_ratio", ".2f"),
+    "search s": ("search_s", ".0f"),
+    "fails at": ("failed_batch", "d"),
+    "with MiB": ("failed_bytes", "MiB"),
+}
+PREDICTION_COLUMNS = {
+    "model": ("model", ""),
+    "profiled batch": ("profiled", "d"),
+    "batch": ("batch", "d"),
+    "predicted MiB": ("predicted_bytes", "MiB"),
+    "measured MiB": ("measured_bytes", "MiB"),
+    "error": ("off", "+.1%"),
+}
 
 
 def line(row: dict[str, Any]) -> str:
     """One row of either table."""
     if "error" in row:
         return failure_line(COLUMNS, row["model"], row["solver"], row["error"])
-
-    def mib(key: str) -> str:
-        if row.get(key) == OUT_OF_MEMORY:
-            return "out of memory"
-        return "–" if row.get(key) is None else f"{row[key] / MIB:.1f}"
-
-    error = "–" if row["predicted_bytes"] is None else f"{error_of(row):+.1%}"
-    if row["row"] == "prediction":
-        cells = [
-            row["model"],
-            row["profiled"],
-            row["batch"],
-            mib("predicted_bytes"),
-            mib("measured_bytes"),
-            error,
-        ]
-    else:
-        cells = [
-            row["model"],
-            row["solver"],
-            row["pixels"],
-            mib("limit_bytes"),
-            row["batch"],
-            f"{row['ratio']:.2f}",
-            row.get("searched", "–"),
-            mib("predicted_bytes"),
-            mib("measured_bytes"),
-            error,
-            f"{row['overhead']:.1%}",
-            f"{row['time_ratio']:.2f}",
-            "–" if row["search_s"] is None else f"{row['search_s']:.0f}",
-            row["failed_batch"],
-            mib("failed_bytes"),
-        ]
-    return line_of(cells)
+    told = {key: "out of memory" if n == OUT_OF_MEMORY else n for key, n in row.items()}
+    columns = PREDICTION_COLUMNS if row["row"] == "prediction" else COLUMNS
+    return line_of(cells_of(told | {"off": error_of(row)}, columns.values()))
 
 
 def ratios(rows: list[dict[str, Any]], solver: str) -> dict[str, float]:

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rows import HERE, MIB, Failed, command_line, difference, head, line_of, row_of
+from rows import HERE, MIB, Failed, cells_of, command_line, difference, head, line_of, row_of
 
 sys.path.insert(0, str(HERE.parent / "tests"))
 from own_process import free_port
@@ -34,6 +34,11 @@ SHARED, PROCESSES = ("mixer", "convnet"), 2
 BATCH, STEPS = 64, 6
 #: Models and numbers of replicas under ``MirroredStrategy``.
 MIRRORED, REPLICAS = ("convnet", "transformer", "own_train_step", "wide"), (2, 4)
+_ON_JAX = {
+    "model": "s", "limit_mib": ".1f", "peak_mib": ".1f", "temp_ratio": ".2f",
+    "all_reduces_plain": "d", "all_reduces": "d", "reduced_arrays_plain": "d",
+    "reduced_arrays": "d", "loss_difference": ".1e", "time_ratio": ".2f",
+}  # fmt: skip
 #: Column of a table → its format.
 COLUMNS = {
     "tensorflow": {
@@ -44,18 +49,8 @@ COLUMNS = {
     "planning": {
         "replicas": "d", "ops_planned": "d", "trace_s": ".1f", "solve_s": ".1f", "write_s": ".1f",
     },
-    "jax": {
-        "distribution": "s", "model": "s", "limit_mib": ".1f", "peak_mib": ".1f",
-        "temp_ratio": ".2f", "all_reduces_plain": "d", "all_reduces": "d",
-        "reduced_arrays_plain": "d", "reduced_arrays": "d",
-        "loss_difference": ".1e", "time_ratio": ".2f",
-    },
-    "processes": {
-        "processes": "d", "model": "s", "limit_mib": ".1f", "peak_mib": ".1f",
-        "temp_ratio": ".2f", "all_reduces_plain": "d", "all_reduces": "d",
-        "reduced_arrays_plain": "d", "reduced_arrays": "d",
-        "loss_difference": ".1e", "time_ratio": ".2f",
-    },
+    "jax": {"distribution": "s", **_ON_JAX},
+    "processes": {"processes": "d", **_ON_JAX},
 }  # fmt: skip
 HEADINGS = {
     "tensorflow": """## `tf.distribute.MirroredStrategy`
@@ -187,10 +182,9 @@ def rows_of(framework: str, devices: int, share: float) -> Iterator[dict[str, An
 def table(framework: str, rows: Sequence[dict[str, Any]]) -> str:
     """The rows of a framework in Markdown."""
     columns = COLUMNS[framework]
-    lines = [head(list(columns))]
+    lines = [head(columns)]
     for row in rows:
-        cells = (format(row[name], text) if name in row else "–" for name, text in columns.items())
-        lines.append(line_of(cells) + row.get("error", ""))
+        lines.append(line_of(cells_of(row, columns.items())) + row.get("error", ""))
     return "\n".join(lines)
 
 

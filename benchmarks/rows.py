@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -168,23 +168,44 @@ def line_of(cells: Iterable[object]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def head(columns: Sequence[str], left: int | None = None) -> str:
+def head(columns: Collection[str], left: int | None = None) -> str:
     """The first two lines of a Markdown table; columns after the first ``left`` are aligned to the
     right."""
     left = len(columns) if left is None else left
     return f"{line_of(columns)}\n|" + "---|" * left + "---:|" * (len(columns) - left)
 
 
-def failure_line(columns: Sequence[str], *cells: str) -> str:
+def cells_of(
+    row: dict[str, Any], columns: Iterable[tuple[str, str]], missing: str = "–"
+) -> list[str]:
+    """The cells of a row.
+
+    Args:
+        columns: key of a number in the row, and how it is written: a format, or ``"MiB"``. Text is
+            written as it is.
+        missing: stands where the row does not have the number.
+    """
+    told = ((row.get(key), form) for key, form in columns)
+    return [missing if number is None else _written(number, form) for number, form in told]
+
+
+def _written(number: Any, form: str) -> str:
+    if isinstance(number, str):
+        return number
+    return f"{number / MIB:.1f}" if form == "MiB" else format(number, form)
+
+
+def failure_line(columns: Collection[str], *cells: str) -> str:
     """A line whose last cell says why there is no row, and empty cells behind it."""
     *names, error = cells
     text = " ".join(error.split()).replace("|", "\\|")
     return line_of([*names, text]) + " |" * (len(columns) - len(cells))
 
 
-def error_of(row: dict[str, Any]) -> float:
-    """Predicted over measured peak, less one."""
-    return float(row["predicted_bytes"] / row["measured_bytes"] - 1)
+def error_of(row: dict[str, Any]) -> float | None:
+    """Predicted over measured peak, less one; ``None`` where one of them is not known."""
+    predicted, measured = row.get("predicted_bytes"), row.get("measured_bytes")
+    return predicted / measured - 1 if predicted and measured else None
 
 
 def difference(reference: Iterable[float], other: Iterable[float]) -> float:

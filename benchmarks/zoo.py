@@ -27,15 +27,16 @@ from typing import Any
 from rows import (
     MIB,
     Failed,
+    cells_of,
     command_line,
     difference,
+    error_of,
     head,
     keep,
     line_of,
     machine,
     row_of,
 )
-from rows import error_of as relative_error
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -269,36 +270,32 @@ def _child(
     return row_of("zoo.py", "--child", told, timeout_s=timeout_s)
 
 
-COLUMNS = (
-    "case", "status", "ops", "plain MiB", "limit", "predicted", "measured", "error",
-    "highest step", "steps over", "loss difference", "plain twice", "set-up s", "time / plain",
-)  # fmt: skip
+#: Heading of a column → key in a row, and how it is written.
+COLUMNS = {
+    "case": ("name", ""),
+    "status": ("status", ""),
+    "ops": ("ops", "d"),
+    "plain MiB": ("plain_bytes", "MiB"),
+    "limit": ("limit_bytes", "MiB"),
+    "predicted": ("predicted_bytes", "MiB"),
+    "measured": ("measured_bytes", "MiB"),
+    "error": ("off", "+.1%"),
+    "highest step": ("highest_bytes", "MiB"),
+    "steps over": ("over_limit_steps", "d"),
+    "loss difference": ("loss_difference", ".0e"),
+    "plain twice": ("plain_twice", ".0e"),
+    "set-up s": ("setup_s", ".0f"),
+    "time / plain": ("time_ratio", ".2f"),
+}
 
 
 def line(row: dict[str, Any]) -> str:
     """Returns a row of the table."""
-
-    def mib(key: str) -> str:
-        return f"{row[key] / MIB:.1f}" if row.get(key) else ""
-
-    def told(key: str, form: str) -> str:
-        return format(row[key], form) if row.get(key) is not None else ""
-
-    error = error_of(row)
     status = " ".join(row["status"].split()).replace("|", "/")
-    cells = [
-        row["name"], status[:160], told("ops", "d"), mib("plain_bytes"),
-        mib("limit_bytes") + "↑" * bool(row.get("raised")),
-        mib("predicted_bytes"), mib("measured_bytes"), "" if error is None else f"{error:+.1%}",
-        mib("highest_bytes"), told("over_limit_steps", "d"), told("loss_difference", ".0e"),
-        told("plain_twice", ".0e"), told("setup_s", ".0f"), told("time_ratio", ".2f"),
-    ]  # fmt: skip
-    return line_of(cells)
-
-
-def error_of(row: dict[str, Any]) -> float | None:
-    """Returns predicted over measured peak, less one; ``None`` where nothing was measured."""
-    return relative_error(row) if row.get("measured_bytes") else None
+    told = row | {"status": status[:160], "off": error_of(row)}
+    if row.get("raised"):
+        told["limit_bytes"] = f"{row['limit_bytes'] / MIB:.1f}↑"
+    return line_of(cells_of(told, COLUMNS.values(), missing=""))
 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
