@@ -33,7 +33,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ from keras_remat.backends.base import Backend, load_backend
 from keras_remat.core import serialize
 from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule
+from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, MissingPackageError, ScheduleNotFoundError
 from keras_remat.solvers.engines import native
@@ -65,24 +65,29 @@ from keras_remat.solvers.orders.coarsen import Coarse, small_value_threshold
 from keras_remat.solvers.orders.reorder import memory_aware_order
 from keras_remat.solvers.search import anneal, greedy, intervals
 
+#: What makes a row of the table the same row.
+KEY = ("graph", "budget", "solver", "time_limit_s", "seed")
 BUDGETS = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,floor"
 FLOOR_FACTOR = 1.02
 #: The solvers in the pictures: ours, and one of each kind of the published ones.
 SHOWN = ("auto", "dtr", "chain_dp", "chen_greedy")
 
 
-def budget_bytes(budget: str, peak_bytes: int, floor_bytes: int) -> int:
-    """Bytes of a budget given as a share of the store-all peak or as ``floor``."""
-    return int(floor_bytes * FLOOR_FACTOR) if budget == "floor" else int(float(budget) * peak_bytes)
+def budgeted(path: str | Path, budget: str) -> tuple[Problem, Usage]:
+    """The problem of a file under a budget, which is a share of the store-all peak or ``floor``,
+    and what it takes without one."""
+    problem = serialize.load_problem(path)
+    store_all = simulate(problem, Schedule.store_all(problem.graph))
+    if budget == "floor":
+        return problem.with_budget(int(problem.floor_bytes * FLOOR_FACTOR)), store_all
+    return problem.with_budget(int(float(budget) * store_all.peak_bytes)), store_all
 
 
 def solve_once(
     path: str, budget: str, solver: str, time_limit_s: float, seed: int
 ) -> dict[str, Any]:
     """One row of the table, solved in this process."""
-    problem = serialize.load_problem(path)
-    store_all = simulate(problem, Schedule.store_all(problem.graph))
-    problem = problem.with_budget(budget_bytes(budget, store_all.peak_bytes, problem.floor_bytes))
+    problem, store_all = budgeted(path, budget)
     row: dict[str, Any] = {
         "graph": Path(path).stem,
         "ops": len(problem.graph.ops),
@@ -159,7 +164,7 @@ def solve_all(
     log = Path(options.output) / "solvers.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    done = {key_of(row) for row in rows}
+    done = {tuple(row[key] for key in KEY) for row in rows}
     print(head(COLUMNS), flush=True)
     for path in paths:
         for budget in options.budgets.split(","):
@@ -219,22 +224,11 @@ def save_step(backend: Backend, model: Any, batch: Any, name: str, path: str) ->
     serialize.save_problem(problem, path)
 
 
-def key_of(row: dict[str, Any]) -> tuple[str, str, str, float, int]:
-    """What makes a row the same row."""
-    return row["graph"], row["budget"], row["solver"], row["time_limit_s"], row["seed"]
-
-
 def solve_in_process(
     path: Path, budget: str, solver: str, time_limit_s: float, seed: int
 ) -> dict[str, Any]:
     """One row, solved in a process of its own, which is killed when it does not end."""
-    row = {
-        "graph": path.stem,
-        "budget": budget,
-        "solver": solver,
-        "time_limit_s": time_limit_s,
-        "seed": seed,
-    }
+    row = dict(zip(KEY, (path.stem, budget, solver, time_limit_s, seed), strict=True))
     ops = len(serialize.load_problem(path).graph.ops)
     if ops > REFUSES_OVER_OPS.get(solver, ops):
         return row | {"ops": ops, "result": f"left out over {REFUSES_OVER_OPS[solver]} ops"}
@@ -262,15 +256,12 @@ def table_line(row: dict[str, Any]) -> str:
     )
     seconds = f"{row['seconds']:.1f}" if "seconds" in row else "–"
     memory = "–"
-    if (
-        "memory_bytes" in row
-    ):  # auto has up to two processes of CP-SAT beside its own; the larger one is known
+    if "memory_bytes" in row:
+        # auto has up to two processes of CP-SAT beside its own; the larger one is known
         memory = f"{(row['memory_bytes'] + 2 * row['child_memory_bytes']) / MIB:.0f} MiB"
-    solver = (
-        row["solver"]
-        if row.get("by", row["solver"]) == row["solver"]
-        else f"{row['solver']} ({row['by']})"
-    )
+    solver = row["solver"]
+    if row.get("by", solver) != solver:
+        solver += f" ({row['by']})"
     name, result = f"{row['graph']} ({row['ops']})", row["result"]
     return line_of([name, row["budget"], solver, result, overhead, bound, gap, seconds, memory])
 
@@ -348,11 +339,7 @@ def coarse(options: argparse.Namespace) -> None:
     print(head(["graph (ops)", "budget", "big ops", "whole", "coarse", "loss"]))
     for path in sorted(Path(options.graphs or os.environ["KERAS_REMAT_GRAPHS"]).glob("*.json")):
         for budget in options.budgets.split(","):
-            problem = serialize.load_problem(path)
-            store_all = simulate(problem, Schedule.store_all(problem.graph))
-            problem = problem.with_budget(
-                budget_bytes(budget, store_all.peak_bytes, problem.floor_bytes)
-            )
+            problem, store_all = budgeted(path, budget)
             base = memory_aware_order(problem, sorted(problem.graph.needed))
             if simulate(problem, Schedule(base)).peak_bytes <= (problem.budget_bytes or 0):
                 continue
@@ -450,54 +437,43 @@ def main() -> None:
     """The command line of the module docstring."""
     parser = command_line(__doc__)
     commands = parser.add_subparsers(required=True)
-    bench = commands.add_parser("run")
-    bench.add_argument("--graphs")
+
+    def command(
+        name: str, start: Callable[[argparse.Namespace], None], **defaults: Any
+    ) -> argparse.ArgumentParser:
+        """Adds a command with options of these defaults."""
+        added = commands.add_parser(name)
+        for option, default in defaults.items():
+            kind = type(default)
+            added.add_argument(f"--{option.replace('_', '-')}", type=kind, default=default)
+        added.set_defaults(run=start)
+        return added
+
+    solving = {"graphs": "", "budgets": BUDGETS, "time_limit": 30.0, "seed": 0}
+    bench = command("run", run, **solving, output="solver_benchmark")
     bench.add_argument("--solvers", help="comma-separated; all of them when missing")
-    bench.add_argument("--budgets", default=BUDGETS)
-    bench.add_argument("--time-limit", type=float, default=30.0)
-    bench.add_argument("--seed", type=int, default=0)
-    bench.add_argument("--output", default="solver_benchmark")
-    bench.set_defaults(run=run)
-    loss = commands.add_parser("coarse")
-    loss.add_argument("--graphs")
-    loss.add_argument("--budgets", default="0.7,0.5,0.4")
-    loss.add_argument("--time-limit", type=float, default=60.0)
-    loss.set_defaults(run=coarse)
-    traced = commands.add_parser("op-level")
-    traced.add_argument("--models", default="ResNet50,DenseNet121,transformer")
-    traced.add_argument("--budgets", default="0.7,0.5,0.35")
-    traced.add_argument("--time-limit", type=float, default=30.0)
-    traced.add_argument("--seed", type=int, default=0)
-    traced.add_argument("--output", default="op_level_benchmark")
-    traced.set_defaults(run=op_level)
-    tracing = commands.add_parser("trace")
-    tracing.add_argument("name")
-    tracing.add_argument("path")
-    tracing.set_defaults(run=lambda o: trace(o.name, o.path))
-    exporting = commands.add_parser("export")
+    command("coarse", coarse, graphs="", budgets="0.7,0.5,0.4", time_limit=60.0)
+    names = "ResNet50,DenseNet121,transformer"
+    tried = {"models": names, "budgets": "0.7,0.5,0.35", "time_limit": 30.0, "seed": 0}
+    command("op-level", op_level, **tried, output="op_level_benchmark")
+    command("moves", moves, ops="100,250,500,1000", moves=1_000_000)
+    making = command("layered", write_layered, ops="100,500,1000", seeds="0,1,2")
+    making.add_argument("--output", required=True)
+    exporting = command("export", export)
     exporting.add_argument("model")
     exporting.add_argument("--batch-size", type=int, required=True)
     exporting.add_argument("--output", required=True)
-    exporting.set_defaults(run=export)
-    moving = commands.add_parser("moves")
-    moving.add_argument("--ops", default="100,250,500,1000")
-    moving.add_argument("--moves", type=int, default=1_000_000)
-    moving.set_defaults(run=moves)
-    making = commands.add_parser("layered")
-    making.add_argument("--ops", default="100,500,1000")
-    making.add_argument("--seeds", default="0,1,2")
-    making.add_argument("--output", required=True)
-    making.set_defaults(run=write_layered)
-    one = commands.add_parser("one")
+    tracing = command("trace", lambda o: trace(o.name, o.path))
+    tracing.add_argument("name")
+    tracing.add_argument("path")
+    one = command(
+        "one",
+        lambda o: print(json.dumps(solve_once(o.path, o.budget, o.solver, o.time_limit, o.seed))),
+    )
     for name in ("path", "budget", "solver"):
         one.add_argument(name)
     one.add_argument("time_limit", type=float)
     one.add_argument("seed", type=int)
-    one.set_defaults(
-        run=lambda o: print(
-            json.dumps(solve_once(o.path, o.budget, o.solver, o.time_limit, o.seed))
-        )
-    )
     options = parser.parse_args()
     options.run(options)
 
