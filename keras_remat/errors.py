@@ -10,7 +10,7 @@ import difflib
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from keras_remat.units import byte_unit, format_bytes, format_unequal_bytes
 
@@ -97,7 +97,18 @@ class InvalidProblemError(RematError, ValueError):
         self.value = value
 
 
-class InfeasibleBudgetError(RematError):
+class _OfBudget:
+    """What the errors about a budget share; their attributes are their arguments but ``advice``."""
+
+    def retold(self, **changes: Any) -> Self:
+        """Returns this error with other arguments: under the limit of the user's, for instance."""
+        arguments = {name: value for name, value in vars(self).items() if name != "__notes__"}
+        kind: Any = type(self)
+        retold: Self = kind(**arguments | changes)
+        return retold
+
+
+class InfeasibleBudgetError(_OfBudget, RematError):
     """No schedule can meet the budget, and that is proved.
 
     Attributes:
@@ -130,18 +141,8 @@ class InfeasibleBudgetError(RematError):
         self.op_name = op_name
         self.limit_bytes = limit_bytes
 
-    def under(self, limit_bytes: int, advice: str = "") -> InfeasibleBudgetError:
-        """Returns this error in the words of the limit that the budget is a part of."""
-        return InfeasibleBudgetError(
-            self.budget_bytes,
-            self.floor_bytes,
-            self.op_name,
-            advice=advice,
-            limit_bytes=limit_bytes,
-        )
 
-
-class ScheduleNotFoundError(RematError):
+class ScheduleNotFoundError(_OfBudget, RematError):
     """No schedule under the budget was found, and none was proved impossible.
 
     Attributes:
@@ -181,18 +182,6 @@ class ScheduleNotFoundError(RematError):
         self.solver = solver
         self.limit_bytes = limit_bytes
         self.closest = closest
-
-    def under(self, limit_bytes: int, advice: str = "") -> ScheduleNotFoundError:
-        """Returns this error in the words of the limit that the budget is a part of."""
-        return ScheduleNotFoundError(
-            self.budget_bytes,
-            self.floor_bytes,
-            self.best_peak_bytes,
-            solver=self.solver,
-            advice=advice,
-            limit_bytes=limit_bytes,
-            closest=self.closest,
-        )
 
 
 def limit_for(need_bytes: int, budget_bytes: int, limit_bytes: int | None) -> int:

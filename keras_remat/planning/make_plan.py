@@ -104,13 +104,7 @@ def plan_problem(
             search = BudgetSearch(problem, budget_bytes, memory, chosen, seed)
             return _solved(search, budget_bytes, deadline_s)[0]
         except ScheduleNotFoundError as error:  # names the solver that was asked for
-            raise ScheduleNotFoundError(
-                error.budget_bytes,
-                error.floor_bytes,
-                error.best_peak_bytes,
-                solver=solver,
-                closest=error.closest,
-            ) from error
+            raise error.retold(solver=solver) from error
     # how much the allocator needs above a schedule is told by the known one or by a quick solver;
     # the slow one starts from there
     quick = None if known is None else reused_plan(problem, known, budget_bytes, memory)
@@ -407,7 +401,7 @@ def advising(
         yield
     except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
         advice = _advice(error, problem, limit_bytes, batch_size, device)
-        raise error.under(limit_bytes, advice) from error.__cause__
+        raise error.retold(limit_bytes=limit_bytes, advice=advice) from error.__cause__
 
 
 def _advice(
