@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rows import MIB, Failed, head, keep, line_of, row_of
+from rows import MIB, Failed, failure_line, head, keep, line_of, row_of
 
 ALLOCATORS = {
     "oneDNN": {"TF_ENABLE_ONEDNN_OPTS": "1"},
@@ -74,7 +74,7 @@ def _row(allocator: str, name: str) -> dict[str, Any]:
 def _line(row: dict[str, Any]) -> str:
     cells = [row["allocator"], row["model"]]
     if "error" in row or not row["measured"]:
-        return line_of([*cells, row.get("error", "no plan was measured")]) + "|" * 7
+        return failure_line(COLUMNS, *cells, row.get("error", "no plan was measured"))
     plain, limit, predicted, measured, final = (
         f"{row[key] / MIB:.1f}" for key in ("plain", "limit", "predicted", "measured", "final")
     )

@@ -67,12 +67,9 @@ def trained(name, case, weights, smooth):
         step = lower(traced, Schedule.store_all(problem.graph))
     elif case == "half":
         used = memory(lower_plain(traced))
-        step = lower(
-            traced,
-            plan_problem(
-                problem, used.peak_bytes - used.temp_bytes // 2, device, time_limit_s=10.0
-            ).solution.schedule,
-        )
+        limit = used.peak_bytes - used.temp_bytes // 2
+        plan = plan_problem(problem, limit, device, time_limit_s=10.0)
+        step = lower(traced, plan.solution.schedule)
     else:
         step = lower_plain(traced)
     state, losses, updates = copy_state(state_values(model)), [], np.zeros(0)
@@ -81,12 +78,8 @@ def trained(name, case, weights, smooth):
         logs, state = step(state, batch)
         losses.append(float(logs["loss"]))
         if number == 0:
-            updates = np.concatenate(
-                [
-                    (np.asarray(b, "float64") - a).ravel()
-                    for a, b in zip(before, state[0], strict=True)
-                ]
-            )
+            after = [np.asarray(v, "float64") for v in state[0]]
+            updates = np.concatenate([(b - a).ravel() for a, b in zip(before, after, strict=True)])
     return np.array(losses), updates
 
 

@@ -254,6 +254,12 @@ def keep(row: dict[str, Any], path: Path | None) -> None:
             file.write(json.dumps(row) + "\n")
 
 
+def kept(path: Path | None) -> list[dict[str, Any]]:
+    """The rows of a file that :func:`keep` wrote; none where there is none."""
+    lines = path.read_text().splitlines() if path and path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def failed(failures: Sequence[str], check: bool) -> int:
     """Prints what falls short and returns the exit status: 1 where that was to be checked."""
     for failure in failures:

@@ -46,6 +46,7 @@ from rows import (
     geometric_mean,
     head,
     keep,
+    kept,
     line_of,
     printed_by,
     row_of,
@@ -163,7 +164,7 @@ def solve_all(
     printed and added to its ``solvers.jsonl``."""
     log = Path(options.output) / "solvers.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    rows = kept(log)
     done = {tuple(row[key] for key in KEY) for row in rows}
     print(head(COLUMNS), flush=True)
     for path in paths:

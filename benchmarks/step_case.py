@@ -178,19 +178,16 @@ class ChildrenMemory:
     def _sample(self) -> None:
         own = (Path("/proc/self/cmdline")).read_bytes()
         while not self._stop.wait(self._period_s):
-            total = 0
+            pages = 0
             for thread in Path("/proc/self/task").iterdir():
                 try:
-                    for child in (thread / "children").read_text().split():
-                        if (
-                            Path(f"/proc/{child}/cmdline").read_bytes() != own
-                        ):  # it has come to run its own program
-                            total += int(
-                                Path(f"/proc/{child}/statm").read_text().split()[1]
-                            ) * os.sysconf("SC_PAGE_SIZE")
+                    for number in (thread / "children").read_text().split():
+                        child = Path("/proc", number)
+                        if (child / "cmdline").read_bytes() != own:  # it runs its own program
+                            pages += int((child / "statm").read_text().split()[1])
                 except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
                     continue
-            self.peak_bytes = max(self.peak_bytes, total)
+            self.peak_bytes = max(self.peak_bytes, pages * os.sysconf("SC_PAGE_SIZE"))
 
     def __enter__(self) -> ChildrenMemory:
         self._thread.start()
@@ -264,12 +261,9 @@ class Measurement:
             Variant("plain again", plain, initial),
             Variant("store-all", store_all, initial),
         ]
-        self.result["smallest_bytes"] = (
-            int(self.result["least_predicted_bytes"] / (1 - options["margin"])) + 1
-        )  # until it is measured
-        for budget in sorted(
-            options["budgets"], key=lambda budget: budget != "smallest"
-        ):  # fractions are held against it
+        self.result["smallest_bytes"] = self._least_limit()  # until it is measured
+        # fractions are held against the smallest
+        for budget in sorted(options["budgets"], key=lambda budget: budget != "smallest"):
             row: dict[str, Any] = {"budget": budget}
             self.result["rows"].append(row)
             try:
@@ -283,22 +277,11 @@ class Measurement:
                 row["error"] = f"{type(error).__name__}: {error}"
                 continue
             if plan is not None:
-                schedule = plan.solution.schedule
-                variants.append(
-                    Variant(
-                        budget,
-                        backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule),
-                        initial,
-                    )
-                )
-        take_turns(
-            model,
-            self.state,
-            variants,
-            models.batches(data, self.case.batch_size),
-            options["steps"],
-            backend,
-        )
+                budgeted = problem.with_budget(plan.budget_bytes)
+                run = backend.lower(traced, budgeted, plan.solution.schedule)
+                variants.append(Variant(budget, run, initial))
+        batches = models.batches(data, self.case.batch_size)
+        take_turns(model, self.state, variants, batches, options["steps"], backend)
         self._compare(variants)
 
     def _plan(self, batch: Any) -> tuple[TracedStep, keras_remat.Problem, RunStep]:
@@ -356,10 +339,14 @@ class Measurement:
         least = int(1.1 * self.result["smallest_bytes"])
         return max(wanted, least), wanted < least
 
+    def _least_limit(self) -> int:
+        """The limit that leaves the least predicted peak beside its margin."""
+        return int(self.result["least_predicted_bytes"] / (1 - self.options["margin"])) + 1
+
     def _smallest(self, row: dict[str, Any]) -> keras_remat.Plan | None:
         """``fit`` under the smallest limit that it keeps: from the least predicted peak up, until
         one holds."""
-        limit = int(self.result["least_predicted_bytes"] / (1 - self.options["margin"])) + 1
+        limit = self._least_limit()
         for attempt in range(1, _LIMITS + 1):
             row |= {"limit_bytes": limit, "raised": False, "attempts": attempt}
             plan = self._train_within(limit, row)
@@ -405,9 +392,9 @@ class Measurement:
         plan = remat.plan
         if plan is None:
             store_all = keras_remat.Schedule.store_all(remat.problem.graph)
-            predicted = self.backend.memory.peak_bytes(remat.problem, store_all)
-            row |= {"predicted_bytes": predicted, "measured_bytes": max(probe.peaks[-3:])}
             row |= {
+                "predicted_bytes": self.backend.memory.peak_bytes(remat.problem, store_all),
+                "measured_bytes": max(probe.peaks[-3:]),
                 "fit_peak_bytes": max(probe.peaks[1:]),
                 "overhead": 0.0,
                 "recomputed": 0,

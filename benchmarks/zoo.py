@@ -33,6 +33,7 @@ from rows import (
     error_of,
     head,
     keep,
+    kept,
     line_of,
     machine,
     row_of,
@@ -102,24 +103,17 @@ def _hub(name: str, generator: Any, samples: int) -> tuple[Any, dict[str, Any]]:
     import keras_hub
     import numpy as np
 
+    def data(tensor: Any) -> Any:
+        if len(tensor.shape) == 4:
+            return generator.random((samples, *tensor.shape[1:]), dtype=np.float32)
+        return np.ones((samples, TOKENS), np.int32)
+
     backbone = getattr(keras_hub.models, name)(**HUB[name])
-    inputs = {
-        key: (
-            generator.random((samples, *shape[1:]), dtype=np.float32)
-            if len(shape := tensor.shape) == 4
-            else np.ones((samples, TOKENS), np.int32)
-        )
-        for key, tensor in (
-            backbone.input.items()
-            if isinstance(backbone.input, dict)
-            else [("images", backbone.input)]
-        )
-    }
+    x = keras.tree.map_structure(data, backbone.input)
     told = backbone.output
     told = told.get("sequence_output") if isinstance(told, dict) else told
     model = keras.Model(backbone.input, keras.layers.Dense(1)(told[:, 0]))
     model.compile(keras.optimizers.Adam(1e-6), "mse")
-    x = inputs if isinstance(backbone.input, dict) else inputs["images"]
     return model, {"x": x, "y": generator.random((samples, 1), dtype=np.float32)}
 
 
@@ -317,24 +311,14 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
 
 def report(rows: list[dict[str, Any]], share: float) -> str:
     """Returns the rows as Markdown, and what falls short."""
-    fell_short = failures(rows) or ["nothing"]
-    table = [head(COLUMNS), *map(line, rows)]
-    return "\n".join(
-        [
-            "# zoo.py",
-            "",
-            f"{machine()}; batch {BATCH}, {PIXELS} px; limit: resident + {share:g} of what plain",
-            f"takes above; solver auto, {_SOLVE_S:.0f} s. The columns are explained in the "
-            "command.",
-            "",
-            *table,
-            "",
-            "What falls short:",
-            "",
-            *(f"- {each}" for each in fell_short),
-            "",
-        ]
-    )
+    lines = ["# zoo.py", ""]
+    lines += [
+        f"{machine()}; batch {BATCH}, {PIXELS} px; limit: resident + {share:g} of what plain",
+        f"takes above; solver auto, {_SOLVE_S:.0f} s. The columns are explained in the command.",
+    ]
+    lines += ["", head(COLUMNS), *map(line, rows), "", "What falls short:", ""]
+    lines += [f"- {each}" for each in failures(rows) or ["nothing"]]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
@@ -357,11 +341,7 @@ def main() -> int:
         argument = told["share"] if graph else told["limit_bytes"]
         print(json.dumps((planned if graph else trained)(told["name"], argument)))
         return 0
-    rows: dict[str, dict[str, Any]] = {}
-    if arguments.json and arguments.json.exists():
-        for text in arguments.json.read_text().splitlines():
-            row = json.loads(text)
-            rows[row["name"]] = row
+    rows = {row["name"]: row for row in kept(arguments.json)}
     wanted = arguments.only.split(",") if arguments.only else cases()
     unknown = set(wanted) - set(cases())
     if unknown:
