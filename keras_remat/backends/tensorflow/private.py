@@ -37,7 +37,6 @@ from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.util import _pywrap_util_port
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-TESTED_VERSIONS = ("2.21",)
 _TASK = "/job:localhost/replica:0/task:0/device:"
 _CPU, _GPU = f"{_TASK}CPU:0", f"{_TASK}GPU:0"
 #: Kernels for these run where the op is placed; ``DEFAULT`` ones on every kind of device.
@@ -172,15 +171,10 @@ def _unshaped(node: Any) -> Any:
     argument = tf.compat.v1.NodeDef()
     argument.CopyFrom(node)
     argument.name = f"{node.name}/argument"
-    node.Clear()
-    node.name, node.op, node.device = (
-        argument.name.removesuffix("/argument"),
-        "EnsureShape",
-        argument.device,
-    )
+    node.op = "EnsureShape"
     node.input.append(argument.name)
-    node.attr["T"].CopyFrom(argument.attr["dtype"])
-    node.attr["shape"].CopyFrom(argument.attr["shape"])
+    node.attr["T"].CopyFrom(node.attr["dtype"])
+    del node.attr["dtype"]
     return argument
 
 
@@ -310,7 +304,7 @@ def is_stateful(kind: str) -> bool:
     """Whether the OpDef of an operation type says it has state or an effect; unknown types count as
     stateful."""
     op_def = op_def_registry.get(kind)
-    return True if op_def is None else bool(op_def.is_stateful)
+    return op_def is None or bool(op_def.is_stateful)
 
 
 def capture(external: Any) -> Any:
