@@ -21,7 +21,12 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled.walk import Walk, value_name
-from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, tensor_key
+from keras_remat.backends.tensorflow.graph.nodes import (
+    data_inputs,
+    node_of,
+    reachable,
+    tensor_key,
+)
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.core.topology import topological_order
 
@@ -160,12 +165,7 @@ def _numbered(
     """The nodes that the fetches need, as equations."""
     nodes = {node.name: node for node in document.node}
     inputs = {name: [tensor_key(i) for i in data_inputs(node)] for name, node in nodes.items()}
-    needed, stack = set(), [node_of(t) for t in fetches]
-    while stack:
-        name = stack.pop()
-        if name not in needed:
-            needed.add(name)
-            stack += [node_of(i) for i in inputs[name]]
+    needed = reachable(map(node_of, fetches), lambda name: map(node_of, inputs[name]))
     with tf.Graph().as_default() as graph:
         tf.graph_util.import_graph_def(document, name="")
         tensors = {t.name: t for operation in graph.get_operations() for t in operation.outputs}

@@ -5,7 +5,7 @@ An input is ``"node"`` or ``"node:1"``, a tensor, or ``"^node"``, a control edge
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -48,6 +48,22 @@ def copied(node: Any, inputs: Iterable[str], name: str = "") -> Any:
     del copy.input[:]
     copy.input.extend(inputs)
     return copy
+
+
+def reachable(roots: Iterable[str], sources: Callable[[str], Iterable[str]]) -> set[str]:
+    """Returns the roots, and all that they depend on.
+
+    Args:
+        roots: names of nodes.
+        sources: returns the names of what a node depends on.
+    """
+    stack, found = list(roots), set()
+    while stack:
+        name = stack.pop()
+        if name not in found:
+            found.add(name)
+            stack += sources(name)
+    return found
 
 
 def is_compiled(node: Any) -> bool:

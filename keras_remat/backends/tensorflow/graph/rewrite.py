@@ -26,7 +26,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from graphlib import TopologicalSorter
 from typing import Any
 
@@ -37,6 +37,7 @@ from keras_remat.backends.tensorflow.graph.nodes import (
     copied,
     data_inputs,
     node_of,
+    reachable,
     split_input,
 )
 
@@ -57,7 +58,11 @@ def rewrite_for_memory(
         scalars: names of nodes whose output 0 is known to have no dimensions.
     """
     result, replaced = _fuse_momentum(_split_add_n(_split_identity_n(nodes), order), scalars)
-    return _reachable(_keep_apart(result), [replaced.get(root, root) for root in roots])
+    result = _keep_apart(result)
+    used = reachable(
+        (replaced.get(root, root) for root in roots), lambda name: map(node_of, result[name].input)
+    )
+    return {name: node for name, node in result.items() if name in used}
 
 
 #: Reader type → the types of the producer of its input 0 it would be fused with.
@@ -77,9 +82,7 @@ def _keep_apart(nodes: Mapping[str, Any]) -> dict[str, Any]:
         source = node.input[0] if node.input else ""
         producer = nodes.get(node_of(source))
         if partners is not None and producer is not None and producer.op in partners:
-            apart = tf.compat.v1.NodeDef(name=f"{name}/apart", op="Identity", device=node.device)
-            apart.input.append(source)
-            apart.attr["T"].CopyFrom(node.attr["T"])
+            apart = _new(f"{name}/apart", "Identity", node, [source], node.attr["T"].type)
             result[apart.name] = apart
             node = copied(node, [apart.name, *node.input[1:]])
         result[name] = node
@@ -112,15 +115,13 @@ def _split_identity_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
             continue
         controls = [f"^{i}" for i in control_inputs(node)]
         for at, source in enumerate(data_inputs(node)):
-            part = tf.compat.v1.NodeDef(name=f"{name}/part_{at}", op="Identity", device=node.device)
-            part.input.extend([source, *controls])
-            part.attr["T"].type = node.attr["T"].list.type[at]
+            dtype = node.attr["T"].list.type[at]
+            part = _new(f"{name}/part_{at}", "Identity", node, [source, *controls], dtype)
             split[part.name] = part
             renamed[f"{name}:{at}" if at else name] = part.name
         # whoever waits for the node by a control edge still waits for all of it
-        join = tf.compat.v1.NodeDef(name=name, op="NoOp", device=node.device)
-        join.input.extend(f"^{name}/part_{at}" for at in range(len(node.attr["T"].list.type)))
-        split[name] = join
+        parts = (f"^{name}/part_{at}" for at in range(len(node.attr["T"].list.type)))
+        split[name] = _new(name, "NoOp", node, parts)
     return {
         name: copied(node, (renamed.get(i, i) for i in node.input))
         if any(i in renamed for i in node.input)
@@ -141,21 +142,15 @@ def _fuse_momentum(
     fused: dict[str, Any] = {}
     replaced: dict[str, str] = {}
     for name, node in nodes.items():
-        found = (
-            _momentum_step(nodes, node, readers, scalars)
-            if node.op == "AssignAddVariableOp"
-            else None
-        )
+        found = _momentum_step(nodes, node, readers, scalars)
         if found is not None:
             assigned, (momentum, rate, gradient) = found
             controls = {*control_inputs(node), *control_inputs(assigned)} - {assigned.name}
-            step = tf.compat.v1.NodeDef(
-                name=name, op="ResourceApplyKerasMomentum", device=node.device
-            )
-            step.input.extend([node.input[0], assigned.input[0], rate, gradient, momentum])
-            step.input.extend(f"^{i}" for i in sorted(controls))
-            step.attr["T"].CopyFrom(node.attr["dtype"])
-            fused[name], replaced[assigned.name] = step, name
+            inputs = [node.input[0], assigned.input[0], rate, gradient, momentum]
+            inputs += (f"^{i}" for i in sorted(controls))
+            dtype = node.attr["dtype"].type
+            fused[name] = _new(name, "ResourceApplyKerasMomentum", node, inputs, dtype)
+            replaced[assigned.name] = name
     result: dict[str, Any] = {}
     for name, node in nodes.items():
         if name in replaced:
@@ -172,6 +167,8 @@ def _momentum_step(
 ) -> tuple[Any, tuple[str, str, str]] | None:
     """The assignment of the momentum that ``add`` adds to a weight, and μ, η and g; ``None`` where
     this is something else, or somebody else looks at what is between the two."""
+    if add.op != "AssignAddVariableOp":
+        return None
     read = nodes[node_of(add.input[1])]
     before = control_inputs(read)
     if read.op != "ReadVariableOp" or readers[read.name] != [add.name] or len(before) != 1:
@@ -241,23 +238,15 @@ def _split_add_n(nodes: Mapping[str, Any], order: Mapping[str, int]) -> dict[str
         controls = [f"^{i}" for i in control_inputs(node)]
         total = terms[0]
         for at, term in enumerate(terms[1:], start=1):
-            last = at == len(terms) - 1
-            part = tf.compat.v1.NodeDef(
-                name=name if last else f"{name}/sum_{at}", op="AddV2", device=node.device
-            )
-            part.input.extend([total, term, *controls])
-            part.attr["T"].CopyFrom(node.attr["T"])
-            result[part.name] = part
-            total = part.name
+            inputs = [total, term, *controls]
+            total = name if at == len(terms) - 1 else f"{name}/sum_{at}"
+            result[total] = _new(total, "AddV2", node, inputs, node.attr["T"].type)
     return result
 
 
-def _reachable(nodes: Mapping[str, Any], roots: Sequence[str]) -> dict[str, Any]:
-    stack, seen = list(roots), set()
-    while stack:
-        name = stack.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        stack += map(node_of, nodes[name].input)
-    return {name: node for name, node in nodes.items() if name in seen}
+def _new(name: str, op: str, like: Any, inputs: Iterable[str], dtype: int = 0) -> Any:
+    """Returns a new node on the device of another."""
+    node = tf.compat.v1.NodeDef(name=name, op=op, device=like.device, input=inputs)
+    if dtype:
+        node.attr["T"].type = dtype
+    return node
