@@ -107,7 +107,7 @@ class _Lists:
             return self._after_loop(node, index, lists)
         source = next((of for of in lists if of.length), _UNKNOWN)
         if node.op in kinds.VIEWS:
-            return (lists[index] if node.op == "IdentityN" else source)._replace(held_bytes=0)
+            return source._replace(held_bytes=0)
         return source.full()
 
     def _reserved(self, node: Any) -> _TensorList:

@@ -6,10 +6,12 @@ nodes, and each needs the others.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from graphlib import TopologicalSorter
 from math import prod
+from operator import or_
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +22,7 @@ from keras_remat.backends.tensorflow.graph.nodes import (
     control_inputs,
     data_inputs,
     node_of,
+    reachable,
     split_input,
     tensor_key,
 )
@@ -35,6 +38,7 @@ SMALL_VARIABLE_BYTES = 4096
 
 
 def has_effect(kind: str) -> bool:
+    """Whether ops of a type change something, or take what another run would not get."""
     return (
         private.is_stateful(kind)
         and kind not in kinds.VARIABLE_READS
@@ -59,6 +63,7 @@ class Translation:
         self.order = order
         self.attached = attached_nodes(nodes)
         self.step_inputs = {name for name, *_ in inputs} | set(captures)
+        self.sources = {name: [node_of(i) for i in node.input] for name, node in nodes.items()}
         self.copied_reads = {
             name
             for name, node in nodes.items()
@@ -68,11 +73,9 @@ class Translation:
         self.views: dict[str, str] = {}
 
     def _is_folded(self, node: Any) -> bool:
-        if node.name in self.step_inputs or node.op in {"Placeholder", "Const", "NoOp"}:
-            return True
         if node.op == "ReadVariableOp":
             return node.name not in self.copied_reads
-        return node.op in kinds.VIEWS
+        return node.op in kinds.VIEWS | {"Placeholder", "Const", "NoOp"}
 
     def _nbytes(self, tensor: str) -> int:
         if tensor in self.in_lists:
@@ -87,36 +90,24 @@ class Translation:
         a variable."""
         path = []
         while tensor not in self.views:
-            name, index = split_input(tensor)
-            node = self.nodes[name]
-            if (
-                name not in self.folded
-                or not node.input
-                or node.op in {"Placeholder", "Const", "NoOp"}
-            ):
+            name = node_of(tensor)
+            read = data_inputs(self.nodes[name])
+            if name not in self.folded or not read:
                 self.views[tensor] = tensor
                 break
             path.append(tensor)
-            source = node.input[index] if node.op == "IdentityN" else node.input[0]
-            tensor = tensor_key(source)
+            tensor = tensor_key(read[0])
         for passed in path:
             self.views[passed] = self.views[tensor]
         return self.views[tensor]
 
-    def _op_of(self, name: str) -> str:
-        """The op a node is, or is part of."""
-        return self.attached.get(name, name)
-
-    def _folded_behind(self, name: str) -> Iterator[str]:
+    def _folded_behind(self, name: str) -> set[str]:
         """The folded nodes between an op and the ops it reads from, for their control edges."""
-        stack = [node_of(i) for i in data_inputs(self.nodes[name])]
-        seen: set[str] = set()
-        while stack:
-            node_name = stack.pop()
-            if node_name in self.folded and node_name not in seen:
-                seen.add(node_name)
-                yield node_name
-                stack += [node_of(i) for i in data_inputs(self.nodes[node_name])]
+
+        def folded(reader: str) -> frozenset[str]:
+            return self.folded.intersection(map(node_of, data_inputs(self.nodes[reader])))
+
+        return reachable(folded(name), folded)
 
     @cached_property
     def effects_behind(self) -> dict[str, frozenset[str]]:
@@ -128,13 +119,12 @@ class Translation:
         edges where it folds the shape of a value into a constant. (Reads of variables are kept
         before writes by ``_reads_before_write``.)
         """
-        inputs = {name: [node_of(i) for i in node.input] for name, node in self.nodes.items()}
         behind: dict[str, frozenset[str]] = {}
-        for name in TopologicalSorter(inputs).static_order():
+        for name in TopologicalSorter(self.sources).static_order():
             if has_effect(self.nodes[name].op):
                 behind[name] = frozenset({name})
             else:
-                behind[name] = frozenset().union(*(behind[source] for source in inputs[name]))
+                behind[name] = frozenset().union(*(behind[i] for i in self.sources[name]))
         return behind
 
     def _edges(self) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
@@ -142,23 +132,22 @@ class Translation:
         ops = [name for name in self.nodes if name not in self.folded and name not in self.attached]
         data: dict[str, set[str]] = {}
         after: dict[str, set[str]] = {name: set() for name in ops}
-        readers_of_read: dict[str, set[str]] = {}
+        readers_of_read: dict[str, set[str]] = defaultdict(set)
         for name in ops:
             owners = map(self.owner, map(tensor_key, data_inputs(self.nodes[name])))
-            data[name] = {self._op_of(node_of(o)) for o in owners} - self.folded
+            data[name] = {self.attached.get(n, n) for n in map(node_of, owners)} - self.folded
             for folded in self._folded_behind(name):
                 if self.nodes[folded].op == "ReadVariableOp":
-                    readers_of_read.setdefault(folded, set()).add(name)
+                    readers_of_read[folded].add(name)
         for name in ops:
             for holder in (name, *self._folded_behind(name)):
                 for target in control_inputs(self.nodes[holder]):
-                    if target in readers_of_read and holder == name:
-                        after[name] |= readers_of_read[target] - {name}
-                    after[name] |= self.effects_behind[target] - {name}
+                    if holder == name:
+                        after[name] |= readers_of_read[target]
+                    after[name] |= self.effects_behind[target]
             for read in self._reads_before_write.get(name, ()):
-                after[name] |= (
-                    readers_of_read.get(read, set()) if read in self.folded else {read}
-                ) - {name}
+                after[name] |= readers_of_read[read] if read in self.folded else {read}
+            after[name].discard(name)
         return data, after
 
     @cached_property
@@ -169,27 +158,19 @@ class Translation:
         Grappler drops a control edge from a read to a write where a longer path leads there; a copy
         of the read would not be on it.
         """
-        inputs = {name: [node_of(i) for i in node.input] for name, node in self.nodes.items()}
-        resources = {
-            name: [h for i in inputs[name] if (h := self._resource(i))] for name in self.nodes
-        }
         bit: dict[str, int] = {}
-        reads: dict[str, list[str]] = {}
-        result: dict[str, list[str]] = {}
+        reads: dict[str, list[str]] = defaultdict(list)
+        result: dict[str, list[str]] = defaultdict(list)
         passed: dict[str, int] = {}  # bit set of the reads among a node's ancestors
-        for name in TopologicalSorter(inputs).static_order():
-            before = 0
-            for source in inputs[name]:
-                before |= passed[source]
-            for handle in resources[name]:
+        for name in TopologicalSorter(self.sources).static_order():
+            before = reduce(or_, (passed[source] for source in self.sources[name]), 0)
+            for handle in filter(None, map(self._resource, self.sources[name])):
                 if has_effect(self.nodes[name].op):
-                    result.setdefault(name, []).extend(
-                        r for r in reads.get(handle, ()) if before & bit[r]
-                    )
+                    result[name] += (r for r in reads[handle] if before & bit[r])
                 else:
                     bit[name] = 1 << len(bit)
                     before |= bit[name]
-                    reads.setdefault(handle, []).append(name)
+                    reads[handle].append(name)
             passed[name] = before
         return result
 
@@ -202,16 +183,15 @@ class Translation:
 
     def _topological(
         self, data: Mapping[str, set[str]], after: Mapping[str, set[str]]
-    ) -> tuple[list[str], set[str]]:
-        """Op names in topological order, earliest traced first, and those left over in a cycle."""
+    ) -> list[str]:
+        """Op names in topological order, earliest traced first; those in a cycle are left out."""
         rank = self._ranks(data)
 
         def key(name: str) -> tuple[int, str, list[int]]:
             """Names decide last: they differ between two builds of one model."""
             return rank[name], self.nodes[name].op, sorted(rank[i] for i in data[name])
 
-        order = topological_order({name: data[name] | after[name] for name in data}, key)
-        return order, set(data) - set(order)
+        return topological_order({name: data[name] | after[name] for name in data}, key)
 
     def _ranks(self, data: Mapping[str, set[str]]) -> dict[str, int]:
         """The place of every op in the traced order; an op that Grappler or a rewrite made takes
@@ -226,12 +206,14 @@ class Translation:
                 rank[source] = min(rank[source], rank[name])
         return rank
 
-    def _ordered(self) -> tuple[list[str], dict[str, set[str]]]:
+    def _ordered(self) -> tuple[list[str], dict[str, set[str]], dict[str, set[str]]]:
+        """Op names in order, and what :meth:`_edges` says of them."""
         while True:
             data, after = self._edges()
-            order, cycle = self._topological(data, after)
+            order = self._topological(data, after)
+            cycle = data.keys() - set(order)
             if not cycle:
-                return order, after
+                return order, data, after
             # A reader of a variable's old value depends on the assignment: give that read a value
             # of its own.
             reads = {
@@ -280,8 +262,7 @@ class Translation:
         }
 
     def step(self, outputs: tuple[str, ...], **rest: Any) -> TensorFlowStep:
-        order, after = self._ordered()
-        data, _ = self._edges()
+        order, data, after = self._ordered()
         phases = self._phases(order, data, after)
         ids = {name: at for at, name in enumerate(order)}
         ids |= {name: ids[holder] for name, holder in self.attached.items()}
@@ -327,10 +308,6 @@ class Translation:
             # nodes that the layout pass fuses run once: it would fuse them crosswise with copies
             # that read the same gradient
             fused = len(nodes_of[name]) > 1
-            pure = (
-                not private.is_stateful(node.op)
-                or node.op in kinds.VARIABLE_READS | kinds.PURE_STATEFUL
-            )
             reusable = dict.fromkeys(value_of[owner] for owner in self._reusable(node, tried))
             ops.append(
                 Op(
@@ -340,7 +317,7 @@ class Translation:
                     reads,
                     writes,
                     phases[name],
-                    pure and not fused,
+                    not has_effect(node.op) and not fused,
                     tuple(sorted(ids[a] for a in after[name])),
                     tuple(v for v in reusable if values[v].producer is not None),
                 )
