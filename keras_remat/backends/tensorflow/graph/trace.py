@@ -57,7 +57,7 @@ def data_spec(batch: Any) -> Any:
                 f"The batch holds a {type(leaf).__name__}, whose size differs from step to step; "
                 "rematerialization needs dense tensors."
             )
-        tensor = leaf if isinstance(leaf, tf.Tensor) else tf.convert_to_tensor(leaf)
+        tensor = tf.convert_to_tensor(leaf)
         return tf.TensorSpec(tensor.shape, tensor.dtype)
 
     return tf.nest.map_structure(spec, batch)
