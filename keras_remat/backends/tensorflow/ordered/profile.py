@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import fsum, inf, prod
 from operator import attrgetter
 from statistics import median
@@ -138,31 +139,20 @@ def measured_profile(
         sum(map(median, durations[op.id].values())) if op.id in durations else base.op_time_s[op.id]
         for op in graph.ops
     ]
-    seen = not on_gpu
-    if on_gpu:
-        kernels = _kernel_times(nodes, planes, durations)
-        seen = bool(kernels)
-        times = [
-            max(launch, kernels.get(op_id, 0.0)) if seen else base.op_time_s[op_id]
-            for op_id, launch in enumerate(times)
-        ]
+    kernels = _kernel_times(nodes, planes, durations) if on_gpu else {}
+    if kernels:
+        times = [max(launch, kernels.get(op_id, 0.0)) for op_id, launch in enumerate(times)]
+    elif on_gpu:
+        times = list(base.op_time_s)
     memory = events.allocation_events(planes, device.allocator_name())
-    ends = _ends(nodes, planes) if memory else {}
-    calls = sorted(nodes.compiled_calls(planes), key=_START)
-    workspace = _workspace(nodes, memory, ends, calls)
-    profile = Profile(
-        tuple(times),
-        tuple(
-            max(workspace.get(op.id, 0), known_workspace(traced, op))
-            if memory
-            else base.op_workspace_bytes[op.id]
-            for op in graph.ops
-        ),
-        base.resident_bytes,
-        "measured" if seen else "estimated",
-        device.device_name(),
-        "tensorflow",
-    )
+    profile = replace(base, op_time_s=tuple(times))
+    if memory:
+        calls = sorted(nodes.compiled_calls(planes), key=_START)
+        workspace = _workspace(nodes, memory, _ends(nodes, planes), calls)
+        asked = (max(workspace.get(op.id, 0), known_workspace(traced, op)) for op in graph.ops)
+        profile = replace(profile, op_workspace_bytes=tuple(asked))
+    if kernels or not on_gpu:
+        profile = replace(profile, source="measured")
     step_s = events.measured_step_s(planes) if on_gpu else 0.0
     if step_s and fsum(times[i] for i in lowered.schedule.order):
         return scaled(profile, lowered.schedule, step_s)
@@ -254,7 +244,7 @@ def _kernel_times(
         if op_id is not None:
             totals[op_id] += seconds
     copies = {op_id: 1 + extra for op_id, extra in nodes.lowered.schedule.recomputed.items()}
-    runs = _runs(durations) if durations else 1.0
+    runs = _runs(durations)
     result = {}
     for op_id, total_s in totals.items():
         counted = [len(seconds) for seconds in durations.get(op_id, {}).values()]
