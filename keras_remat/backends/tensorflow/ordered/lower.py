@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from graphlib import TopologicalSorter
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import tensorflow as tf
@@ -71,12 +71,7 @@ class LoweredStep:
             for op_id, node in traced.handles.items()
             if on_gpu() and private.stays_on_host(node)
         }
-        ordered = ordering.ordered_positions(
-            problem,
-            schedule,
-            smallest_bytes,
-            on_host,
-        )
+        ordered = ordering.ordered_positions(problem, schedule, smallest_bytes, on_host)
         self._function = _build(traced, writer, writer.write(ordered), self._handed_in)
         self.names = writer.names
 
@@ -102,7 +97,6 @@ class _Writer:
         self.traced, self.schedule, self.unfolded = traced, schedule, unfolded
         self.names: list[tuple[str, ...]] = []  # names of the nodes at every position
         self._nodes: list[Any] = []
-        self._newest: dict[str, str] = {}  # op name → name of its newest copy
         self._copies: dict[str, list[str]] = {}  # op name → names of all its copies so far
         self._views: dict[tuple[str, tuple[str, ...]], str] = {}
         self._placed: set[str] = set()
@@ -130,14 +124,11 @@ class _Writer:
         done = tf.compat.v1.NodeDef(name="remat_done", op="NoOp")
         graph = self.traced.graph
         once = (
-            self.names[k]
-            for k, i in enumerate(self.schedule.order)
-            if not graph.ops[i].recomputable
+            names
+            for names, op_id in zip(self.names, self.schedule.order, strict=True)
+            if not graph.ops[op_id].recomputable
         )
-        done.input.extend(
-            f"^{name}"
-            for name in dict.fromkeys((*last, *(name for names in once for name in names)))
-        )
+        done.input.extend(f"^{name}" for name in dict.fromkeys(chain(last, *once)))
         self._nodes.append(done)
 
     def _emit(self, op_name: str, before: Sequence[str]) -> str:
@@ -147,7 +138,6 @@ class _Writer:
         inputs = [self._tensor(tensor_key(i)) for i in data_inputs(node)]
         self._append(node, name, inputs, [*self._controls(node), *before])
         copies.append(name)
-        self._newest[op_name] = name
         return name
 
     def _append(self, node: Any, name: str, inputs: Sequence[str], controls: Sequence[str]) -> None:
@@ -165,25 +155,23 @@ class _Writer:
         """What the node waits for beyond its data: every copy so far of the ops behind its control
         edges."""
         graph, op_id = self.traced.graph, self.traced.op_id.get(node.name)
-        if op_id is not None:
-            names = (
-                name
-                for earlier in graph.ops[op_id].after
-                for name in self.traced.node_names[graph.ops[earlier].name]
-            )
-            return [copy for name in names for copy in self._copies.get(name, ())]
-        effects = {name for i in control_inputs(node) for name in self.traced.effects_behind[i]}
-        return [copy for name in sorted(effects) for copy in self._copies.get(name, ())]
+        if op_id is None:
+            effects = (self.traced.effects_behind[i] for i in control_inputs(node))
+            names = sorted(frozenset().union(*effects))
+        else:
+            after = (graph.ops[earlier].name for earlier in graph.ops[op_id].after)
+            names = [name for op in after for name in self.traced.node_names[op]]
+        return [copy for name in names for copy in self._copies.get(name, ())]
 
     def _tensor(self, tensor: str) -> str:
         """The tensor's newest instance, views written on demand."""
         name, index = split_input(tensor)
         if name not in self.traced.folded:
-            return _reference(self._newest[name], index)
+            return f"{self._copies[name][-1]}:{index}"
         node = self.traced.nodes[name]
         if node.op == "Placeholder" or name in self.unfolded:
             self.used_placeholders.add(name)
-            return _reference(name, index)
+            return f"{name}:{index}"
         inputs = tuple(self._tensor(tensor_key(i)) for i in data_inputs(node))
         key = (name, inputs)
         if key not in self._views:
@@ -191,7 +179,7 @@ class _Writer:
             self._placed.add(name)
             self._append(node, written, inputs, self._controls(node))
             self._views[key] = written
-        return _reference(self._views[key], index)
+        return f"{self._views[key]}:{index}"
 
 
 def _unfolded(traced: TensorFlowStep, smallest_bytes: int) -> Set[str]:
@@ -214,10 +202,6 @@ def _unfolded(traced: TensorFlowStep, smallest_bytes: int) -> Set[str]:
             if any(traced.graph.values[v].nbytes >= max(1, smallest_bytes) for v in outputs):
                 found.add(first[name])
     return found
-
-
-def _reference(name: str, index: int) -> str:
-    return name if index == 0 else f"{name}:{index}"
 
 
 def _build(
@@ -245,7 +229,7 @@ def _build(
                 *outputs, done = tf.graph_util.import_graph_def(
                     document,
                     input_map=used,
-                    return_elements=[*map(tensor_key, writer.ends), "remat_done"],
+                    return_elements=[*writer.ends, "remat_done"],
                     name=f"replica_{at}" if at else "",
                 )
             returned.append(outputs)
