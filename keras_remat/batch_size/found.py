@@ -88,31 +88,26 @@ class BatchSearch:
     def plan(self) -> Plan:
         """The plan of ``max_batch_size``: the one that ran last, where one did, else the
         fastest."""
-        plans = [
-            p.plan
-            for p in self.probes
-            if p.plan is not None and p.batch_size == self.max_batch_size
-        ]
+        plans = [plan for size, plan in self._plans if size == self.max_batch_size]
         ran = [plan for plan in plans if plan.measured is not None]
         return ran[-1] if ran else min(plans, key=lambda plan: plan.predicted.time_s)
 
     @property
     def orders(self) -> list[Schedule]:
         """The order of every size with a plan; those that reach furthest last."""
-        return [p.plan.solution.schedule for p in self.probes if p.plan is not None]
+        return [plan.solution.schedule for _, plan in self._plans]
 
-    @cached_property
+    @property
+    def _plans(self) -> list[tuple[int, Plan]]:
+        return [(p.batch_size, p.plan) for p in self.probes if p.plan is not None]
+
+    @property
     def step_time_errors(self) -> dict[int, float]:
         """Every size that ran → (predicted − measured) / measured seconds of its step, a ratio.
         None of these sizes was fitted to."""
-        ran = {
-            p.batch_size: p.plan
-            for p in self.probes
-            if p.plan is not None and p.plan.measured is not None
-        }
         return {
             size: plan.predicted.time_s / plan.measured.time_s - 1
-            for size, plan in ran.items()
+            for size, plan in self._plans
             if plan.measured is not None and plan.measured.time_s > 0
         }
 
@@ -149,13 +144,13 @@ class BatchSearch:
     @property
     def _points(self) -> list[tuple[int, int, float, float]]:
         """Batch size, peak bytes, samples per second and overhead of every size with a plan."""
-        best: dict[int, tuple[int, int, float, float]] = {}
-        for probe in self.probes:
-            if probe.plan is not None:
-                peak = (probe.plan.measured or probe.plan.predicted).peak_bytes
-                size, overhead = probe.batch_size, probe.plan.overhead
-                best[size] = size, peak, probe.samples_per_s, overhead
-        return [best[size] for size in sorted(best)]
+        newest = {
+            p.batch_size: (p.plan, p.samples_per_s) for p in self.probes if p.plan is not None
+        }
+        return [
+            (size, (plan.measured or plan.predicted).peak_bytes, rate, plan.overhead)
+            for size, (plan, rate) in sorted(newest.items())
+        ]
 
     def _op_times(self) -> str:
         """Where op times at other sizes come from, and how far off they are."""
