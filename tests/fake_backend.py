@@ -334,8 +334,8 @@ def trainer_on(backend, options, most_steps=None):
 def race_on(*backends, options, model=MODEL, **more):
     """What trains by the best of several ways, and its report."""
     report, installed = AutotuneReport(), backends[0].installed
-    race = BackendRace(model, backends, options, report, nullcontext, installed, **more)
-    return race, report
+    fit = FitState(model, report, nullcontext, installed)
+    return BackendRace(fit, backends, options, **more), report
 
 
 def note_solves(monkeypatch, note):

@@ -13,12 +13,12 @@ it. Every batch is trained exactly once, by whichever is in force.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from keras_remat.backends.base import Backend, Installed
+from keras_remat.backends.base import Backend
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.micro_batches import has_batch_normalization
 from keras_remat.core.events import EventKind
@@ -32,7 +32,6 @@ from keras_remat.errors import (
 )
 from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.plan import Plan
-from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.pieces import MOST_OPS, Tried, next_pieces, pays
 from keras_remat.training.step_trainer import StepTrainer
@@ -91,28 +90,23 @@ class BackendRace:
     """Trains batches by the best of several ways.
 
     Args:
+        fit: what the steps of all ways share: events, counters, the train function.
         backends: the one to begin with, and those it may give way to.
         chooses_pieces: whether a batch may be trained in pieces where that is faster.
-        most_steps: that the ``fit`` can have; ``None`` where that is not known.
 
     Attributes:
-        fit: what the steps of all ways share: events, counters, the train function.
         trainer: the way's that is in force, or on trial.
     """
 
     def __init__(
         self,
-        model: Any,
+        fit: FitState,
         backends: Sequence[Backend],
         options: TunerOptions,
-        report: AutotuneReport,
-        progress: Callable[[str], Any],
-        installed: Installed,
         *,
         chooses_pieces: bool = False,
-        most_steps: int | None = None,
     ):
-        self.fit = FitState(model, report, progress, installed, most_steps)
+        self.fit = fit
         self._options, self._left = options, list(backends[1:])
         self._chooses_pieces = chooses_pieces
         self._tried: list[Tried] = []  # the best so far, and the newest

@@ -115,10 +115,6 @@ class BatchTrainer:
         self._train_held()
         return self._logs
 
-    def run_alone(self, batch: Any) -> Any:
-        """Trains a batch that is none of the loader's at once, and returns its logs."""
-        return self._steps.run(batch)
-
     def finish(self) -> Any:
         """Trains what is held back; ``None`` when nothing is."""
         if self._group.samples == 0:

@@ -26,6 +26,7 @@ from keras_remat.training.arguments import FitOptions
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.batch_trainer import BatchTrainer
 from keras_remat.training.callers import caller_of, in_another_fit, running_fit
+from keras_remat.training.fit_state import FitState
 from keras_remat.training.learning_rate import LearningRateScaling
 
 
@@ -76,16 +77,10 @@ class FitSession:
 
     def _new_steps(self) -> BackendRace:
         steps, epochs = self._steps_per_epoch, self._epochs
-        return BackendRace(
-            self._model,
-            self._backends,
-            self._options,
-            self._report,
-            self._progress,
-            self._installed,
-            chooses_pieces=self._options.chooses_pieces,
-            most_steps=None if steps is None or epochs is None else steps * epochs,
-        )
+        most_steps = None if steps is None or epochs is None else steps * epochs
+        fit = FitState(self._model, self._report, self._progress, self._installed, most_steps)
+        chooses = self._options.chooses_pieces
+        return BackendRace(fit, self._backends, self._options, chooses_pieces=chooses)
 
     # ---------------------------------------------------------------- what the train function asks
 
@@ -128,7 +123,7 @@ class FitSession:
             return self._installed.run_plain(batch)
         with self._training():
             try:
-                return self._trainer.run_alone(batch)
+                return self.steps.run(batch)
             except UnsupportedModelError as error:
                 self.steps.fit.warn(EventKind.REMARK, f"Keras's own step trains it. {error}")
                 return self._installed.run_plain(batch)
