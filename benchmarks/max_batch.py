@@ -10,10 +10,10 @@ the allocator's measured peak of plain Keras at a batch of about ten, unless ``-
 every byte of the device's allocator counts. At most one extra forward pass of overhead per sample
 is allowed, by measured op times. ``auto`` is :func:`keras_remat.find_max_batch_size`, whose answer
 is the column *searched*; Chen's schedules go through the same search and verification. ``fit`` is a
-running ``fit`` with ``RematAutotune``, whose size is the one it settles on; its measured peak is
-the highest of all its steps. Every batch in the table was trained, on data of its own: from the size the search said, sizes go down while the
-measured peak is over the limit, then up by 3 % until it is; a size that measures over it is planned
-again, twice at most. With ``--pool`` the limit is hard: TensorFlow's BFC allocator has one region
+running ``fit`` with ``RematAutotune``: the size is the one it settles on, the measured peak the
+highest of all its steps. Every batch in the table was trained, on data of its own: from the size
+the search said, sizes go down while the measured peak is over the limit, then up by 3 % until it
+is; a size that measures over it is planned again, twice at most. With ``--pool`` the limit is hard: TensorFlow's BFC allocator has one region
 of so many MiB, as a GPU's has, and a size fails by running out of memory. Rows are printed, and
 written to the JSON file, as they come; models that the JSON file has already are not run again, so
 that a run can be stopped and continued.

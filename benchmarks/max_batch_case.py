@@ -293,7 +293,7 @@ class Measurement:
         )
         watch, settled = StepWatch(), _EndOnceSettled(remat)
         data = tf.data.Dataset.from_tensors(self.batch).repeat()
-        steps = {"steps_per_epoch": _LOADER_STEPS, "epochs": _MOST_EPOCHS, "verbose": 0}
+        steps = {"steps_per_epoch": _LOADER_STEPS, "epochs": _MOST_EPOCHS}
         long_fit(self.model, data, callbacks=[remat, watch, settled], **steps)
         report, plan = remat.report, remat.plan
         self.row(
@@ -307,7 +307,7 @@ class Measurement:
             overhead=0.0 if plan is None else plan.overhead,
             time_ratio=1 / report.epochs[-1].samples_per_s / self.plain_s_per_sample,
             search_s=report.planning_time_s,
-            failed_batch="–",
+            failed_batch=None,
             failed_bytes=None,
             pixels=self.paper.pixels,
         )
