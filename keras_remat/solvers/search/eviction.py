@@ -20,7 +20,7 @@ One file, though long: all of it reads and changes the state of one pass.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,7 +75,11 @@ class Eviction:
         self.ops, self.base, self.budget = problem.ops, base, problem.budget_bytes
         self.op_time_s = problem.op_time_s
         self.nbytes = [value.nbytes for value in graph.values]
-        self.producer = [value.producer for value in graph.values]
+        self.producer = [-1 if v.producer is None else v.producer for v in graph.values]
+        # Of every op the inputs that an op computes; step inputs are always there.
+        self.inputs = [
+            [v for v in dict.fromkeys(op.inputs) if self.producer[v] >= 0] for op in self.ops
+        ]
         count = len(graph.values)
         end = len(base)
         # Where each value is read in the base order, last entry first, so that the next read is at
@@ -85,13 +89,12 @@ class Eviction:
             self.reads[value_id].append(end)
         last_run = [end] * len(self.ops)  # base position before which an op may still run again
         for position in range(end - 1, -1, -1):
-            op = self.ops[base[position]]
-            for value_id in dict.fromkeys(op.inputs):
+            for value_id in self.inputs[base[position]]:
                 self.reads[value_id].append(position)
-            for earlier in op.after:
+            for earlier in self.ops[base[position]].after:
                 last_run[earlier] = position
         self.last_run = [last_run[op.id] if op.recomputable else -1 for op in self.ops]  # or fetch
-        self.alive = [producer is None for producer in self.producer]
+        self.alive = [producer < 0 for producer in self.producer]
         # left for recomputations
         self.spare_s = worse_than_s - sum(problem.profile.op_time_s[i] for i in base)
         self.ran = [op.id >= len(graph.ops) for op in self.ops]  # a fetch is never a first run
@@ -106,8 +109,7 @@ class Eviction:
         self.earliest, self.latest = [end] * len(self.ops), [-1] * len(self.ops)
         self.pending = [False] * len(self.ops)
         # Scores are kept in arrays over the values that can be evicted at all.
-        scale = np.array([value.nbytes for value in graph.values], dtype=np.float64)
-        self.size = np.maximum(scale, 1e-9)
+        self.size = np.maximum(np.array(self.nbytes, dtype=np.float64), 1e-9)
         self.kept = _small_values(problem)
         self.open = np.zeros(count, dtype=bool)  # alive and evictable
         self.cost, self.need = np.zeros(count), np.zeros(count)
@@ -119,20 +121,17 @@ class Eviction:
         for position, op_id in enumerate(self.base):
             self.now = position
             self._materialize(op_id, limit)
-            for value_id in dict.fromkeys(self.ops[op_id].inputs):
-                if self.producer[value_id] is not None:
-                    self.reads[value_id].pop()
-                    self.stale[value_id] = None
+            for value_id in self.inputs[op_id]:
+                self.reads[value_id].pop()
+                self.stale[value_id] = None
             self._execute(op_id)
         self.now = len(self.base)
         for value_id in self.graph.outputs:
-            producer = self.producer[value_id]
-            if producer is not None:
-                if not self.alive[value_id]:
-                    way = self._way(producer)
-                    self._materialize(way, limit)
-                    self._execute(way)
-                self._lock(value_id)
+            if not self.alive[value_id]:
+                way = self._way(self.producer[value_id])
+                self._materialize(way, limit)
+                self._execute(way)
+            self._lock(value_id)
         return tuple(self.order)
 
     def _materialize(self, target: int, limit: int) -> None:
@@ -146,11 +145,11 @@ class Eviction:
         stack: list[tuple[int, set[int]]] = [(target, set())]
         while stack:
             op_id, locked = stack[-1]
-            missing = [v for v in self._inputs(op_id) if not self.alive[v]]
+            missing = sorted(v for v in self.inputs[op_id] if not self.alive[v])
             if missing:
                 if self.steps > limit:
                     raise StuckError("the recomputations exploded")
-                producers = dict.fromkeys(self._way(self.graph.maker(v)) for v in missing)
+                producers = dict.fromkeys(self._way(self.producer[v]) for v in missing)
                 if any(self.last_run[producer] < self.now for producer in producers):
                     raise StuckError("a value cannot be computed again")
                 first = (
@@ -160,7 +159,7 @@ class Eviction:
                 )
                 stack.append((first, set()))
                 continue
-            for value_id in self._inputs(op_id):
+            for value_id in self.inputs[op_id]:
                 if value_id not in locked:
                     self._lock(value_id)
             stack.pop()
@@ -168,7 +167,7 @@ class Eviction:
                 self._execute(op_id)
                 reader, kept = stack[-1]
                 for value_id in self.ops[op_id].outputs:
-                    if value_id in self.ops[reader].inputs and value_id not in kept:
+                    if value_id in self.inputs[reader] and value_id not in kept:
                         self._lock(value_id)
                         kept.add(value_id)
 
@@ -198,9 +197,6 @@ class Eviction:
             for v in self.ops[missing].outputs
         )
 
-    def _inputs(self, op_id: int) -> Iterable[int]:
-        return sorted({v for v in self.ops[op_id].inputs if self.producer[v] is not None})
-
     def _lock(self, value_id: int) -> None:
         self.locks[value_id] += 1
         self.open[value_id] = False
@@ -217,7 +213,6 @@ class Eviction:
         """Runs ``op_id``, whose inputs are alive and locked once for it."""
         op = self.ops[op_id]
         self._settle(op_id)
-        inputs = [v for v in dict.fromkeys(op.inputs) if self.producer[v] is not None]
         new = [v for v in op.outputs if not self.alive[v]]
         for value_id in op.outputs:
             if self.alive[value_id]:
@@ -239,9 +234,9 @@ class Eviction:
             self.held += self.nbytes[value_id]
             self._mark_children(value_id)
             self.stale[value_id] = None
-        for value_id in inputs:
+        for value_id in self.inputs[op_id]:
             self._unlock(value_id)
-        for value_id in (*inputs, *op.outputs):
+        for value_id in (*self.inputs[op_id], *op.outputs):
             if (
                 self.alive[value_id]
                 and not self.locks[value_id]
@@ -256,7 +251,7 @@ class Eviction:
         if self.pending[op_id]:
             self.pending[op_id] = False
             self.earliest[op_id], self.latest[op_id] = len(self.base), -1
-            for value_id in self.ops[op_id].inputs:
+            for value_id in self.inputs[op_id]:
                 self.pending_readers[value_id].pop(op_id, None)
 
     def _drop(self, value_id: int) -> None:
@@ -341,7 +336,7 @@ class Eviction:
     def _is_evictable(self, value_id: int) -> bool:
         producer = self.producer[value_id]
         return (
-            producer is not None
+            producer >= 0
             and self.alive[value_id]
             and not self.kept[value_id]
             and (self.problem.fetches or self.last_run[producer] >= self.now)
@@ -356,7 +351,7 @@ class Eviction:
 
     def _appraise(self, value_id: int) -> None:
         """What the eviction of a value would cost, and when it will be needed again."""
-        producer = self.graph.maker(value_id)
+        producer = self.producer[value_id]
         missing = self._missing(producer, 200)
         way = self._faster(producer, missing)
         missing = missing if way == producer else [way]
@@ -369,9 +364,9 @@ class Eviction:
         of them."""
         found, stack = {op_id: None}, [op_id]
         while stack and len(found) < limit:
-            for value_id in self.ops[stack.pop()].inputs:
+            for value_id in self.inputs[stack.pop()]:
                 producer = self.producer[value_id]
-                if producer is not None and not self.alive[value_id] and producer not in found:
+                if not self.alive[value_id] and producer not in found:
                     found[producer] = None
                     stack.append(producer)
         self.steps += len(found) // OPS_PER_STEP
@@ -382,27 +377,25 @@ class Eviction:
         if not self._wanted(value_id):  # what was to be computed from it was fetched
             self._drop(value_id)
             return True
-        producer = self.graph.maker(value_id)
+        producer = self.producer[value_id]
         readers = self.pending_readers[value_id]
         base_need = self.reads[value_id][-1:]
         latest = max(base_need + [self.latest[r] for r in readers])
         earliest = min(base_need + [self.earliest[r] for r in readers])
         closure = self._missing(producer, len(self.ops))
-        if any(self.last_run[op_id] < latest for op_id in closure):
-            if not self.problem.fetches:
-                return False
-            closure = []
-        elif self._faster(producer, closure) != producer:
+        too_late = any(self.last_run[op_id] < latest for op_id in closure)
+        if too_late and not self.problem.fetches:
+            return False
+        if too_late or self._faster(producer, closure) != producer:
             closure = []
         self._drop(value_id)
         for op_id in closure:
             self.pending[op_id] = True
             self.latest[op_id] = max(self.latest[op_id], latest)
             self.earliest[op_id] = min(self.earliest[op_id], earliest)
-            for parent in self.ops[op_id].inputs:
-                if self.producer[parent] is not None:
-                    self.pending_readers[parent][op_id] = None
-                    self.stale[parent] = None
+            for parent in self.inputs[op_id]:
+                self.pending_readers[parent][op_id] = None
+                self.stale[parent] = None
         return True
 
 
