@@ -371,10 +371,7 @@ def best_by_intervals(
     was solved."""
     full = problem if through is None else through.full
     deadline = Deadline(time_limit_s)
-    known = [
-        s.order
-        for s in greedy.candidates(problem, deadline=Deadline(time_limit_s / 4), orders=[base])
-    ]
+    known = list(greedy.candidates(problem, deadline=Deadline(time_limit_s / 4), orders=[base]))
     solved = False
 
     def search() -> Iterator[tuple[int, ...]]:

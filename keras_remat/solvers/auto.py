@@ -292,13 +292,11 @@ class _Search:
     def _greedy(self, view: _View, bases: Sequence[Order], most: int | None = None) -> list[Order]:
         """The orders of the view that greedy gives, the first ``most`` of them; those that fit the
         problem are offered."""
+        steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s)
         candidates = greedy.candidates(
-            view.problem,
-            deadline=self.last,
-            max_steps=greedy.steps_limit(GREEDY_SHARE * self.limit_s),
-            orders=bases,
+            view.problem, deadline=self.last, max_steps=steps, orders=bases
         )
-        found = [schedule.order for schedule in islice(candidates, most)]
+        found = list(islice(candidates, most))
         for order in found:
             self.offer(view.expand(order), "greedy")
         return found
@@ -306,14 +304,11 @@ class _Search:
     def _window_bound(self, cuts: Sequence[int], deadline: Deadline) -> None:
         limit_s = deadline.left_s()
         if limit_s > 0:
-            self.raise_bound(
-                window_bound.lower_bound_s(
-                    self.problem,
-                    cuts,
-                    limit_s=limit_s,
-                    known_s=self.incumbent.best_s,
-                )
+            known_s = self.incumbent.best_s
+            bound_s = window_bound.lower_bound_s(
+                self.problem, cuts, limit_s=limit_s, known_s=known_s
             )
+            self.raise_bound(bound_s)
 
     def _intervals(self, known: list[Order]) -> None:
         """Interval search on the order of first runs of the best schedule; ``known`` are schedules

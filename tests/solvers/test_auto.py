@@ -178,12 +178,9 @@ def test_an_unfinished_search_is_repeatable_too() -> None:
     """The work limit strikes long before the program is solved, and the clock does not."""
     problem = with_budget_fraction(training_problem(random.Random(5), 40), 0.6)
     base = tuple(sorted(problem.graph.needed))
-    known = [
-        s.order
-        for s in greedy.candidates(
-            problem, deadline=Deadline(float("inf")), max_steps=2000, orders=[base]
-        )
-    ]
+    known = list(
+        greedy.candidates(problem, deadline=Deadline(float("inf")), max_steps=2000, orders=[base])
+    )
     solved = []
 
     def search() -> Iterator[tuple[int, ...]]:

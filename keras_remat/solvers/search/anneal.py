@@ -92,10 +92,9 @@ def solve(incumbent: Incumbent, seed: int) -> None:
         return
     native.begin()
     problem, deadline = incumbent.problem, incumbent.deadline
-    for schedule in greedy.candidates(
-        problem, deadline=deadline, max_steps=greedy.steps_limit(deadline.seconds / 6)
-    ):
-        incumbent.offer(schedule.order)
+    steps = greedy.steps_limit(deadline.seconds / 6)
+    for order in greedy.candidates(problem, deadline=deadline, max_steps=steps):
+        incumbent.offer(order)
     compiled = native.is_compiled(WAIT_SHARE * deadline.seconds)
     coolings = (LOOSE, STIFF, COOL) * 2
     moves = moves_for(problem, deadline.seconds * 2 / 3, compiled=compiled) // len(coolings)

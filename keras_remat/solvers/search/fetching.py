@@ -47,8 +47,8 @@ def solve(incumbent: Incumbent, seed: int, recompute: Callable[..., None]) -> No
         if exact.order is not None:
             incumbent.offer(exact.order)
     steps = greedy.steps_limit(GREEDY_SHARE * limit_s)
-    for schedule in greedy.candidates(problem, deadline=incumbent.deadline, max_steps=steps):
-        incumbent.offer(trimmed(problem, with_fetches(problem, schedule.order), budget))
+    for order in greedy.candidates(problem, deadline=incumbent.deadline, max_steps=steps):
+        incumbent.offer(trimmed(problem, with_fetches(problem, order), budget))
     compiled = native.is_compiled()
     coolings = (anneal.COOL,) if incumbent.order is not None else (anneal.LOOSE, anneal.STIFF)
     moves = anneal.moves_for(problem, ANNEAL_SHARE * limit_s, compiled=compiled) // len(coolings)

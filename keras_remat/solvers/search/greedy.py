@@ -36,7 +36,6 @@ POLICIES = (
     Policy(0.0, 1.0),
 )
 
-
 STEPS_PER_S = 80_000
 """Steps per second of a time limit; fewer than there are in a second."""
 TIGHTER = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2)
@@ -52,12 +51,9 @@ def solve(incumbent: Incumbent, seed: int) -> None:
     """Offers what all policies find on the default and the memory-aware base order; there is
     nothing random here."""
     if not incumbent.offer_store_all():
-        for schedule in candidates(
-            incumbent.problem,
-            deadline=incumbent.deadline,
-            max_steps=steps_limit(incumbent.deadline.seconds),
-        ):
-            incumbent.offer(schedule.order)
+        steps = steps_limit(incumbent.deadline.seconds)
+        for order in candidates(incumbent.problem, deadline=incumbent.deadline, max_steps=steps):
+            incumbent.offer(order)
 
 
 def solve_first(incumbent: Incumbent, seed: int) -> None:
@@ -70,8 +66,8 @@ def solve_first(incumbent: Incumbent, seed: int) -> None:
         max_steps=steps_limit(incumbent.deadline.seconds),
         policies=POLICIES[first:] + POLICIES[:first],
     )
-    for schedule in islice(found, 1):
-        incumbent.offer(schedule.order)
+    for order in islice(found, 1):
+        incumbent.offer(order)
 
 
 def steps_limit(time_limit_s: float) -> int:
@@ -83,11 +79,11 @@ def candidates(
     problem: Problem,
     *,
     deadline: Deadline,
-    max_steps: int | None = None,
+    max_steps: int = sys.maxsize,
     orders: Sequence[Sequence[int]] | None = None,
     policies: Sequence[Policy] = POLICIES,
-) -> Iterator[Schedule]:
-    """Schedules within the budget, each faster than the one before.
+) -> Iterator[tuple[int, ...]]:
+    """Yields legal orders within the budget, each faster than the one before.
 
     Args:
         problem: with a budget.
@@ -102,12 +98,11 @@ def candidates(
     budget = problem.budget_bytes
     for order in orders:
         if budget is None or simulate(problem, Schedule(tuple(order))).peak_bytes <= budget:
-            yield Schedule(tuple(order))
+            yield tuple(order)
             return
     if budget is None:
         return
-    best_s = float("inf")
-    left = sys.maxsize if max_steps is None else max_steps
+    best_s, left = float("inf"), max_steps
     room = max(0, budget - problem.floor_bytes)
     # most runs per op; a policy that thrashes is seldom worth waiting for
     for patience in (5, 12, 30):
@@ -128,11 +123,11 @@ def candidates(
                         continue
                     finally:
                         left -= run.steps
-                    schedule = Schedule(trimmed(problem, found, budget))
-                    seconds = simulate(problem, schedule).time_s
+                    found = trimmed(problem, found, budget)
+                    seconds = simulate(problem, Schedule(found)).time_s
                     if seconds < best_s:
                         best_s = seconds
-                        yield schedule
+                        yield found
             if best_s < float("inf") and best_s == before_s:
                 return
         if best_s < float("inf"):

@@ -65,10 +65,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
     problem, deadline = incumbent.problem, incumbent.deadline
     base = tuple(sorted(problem.graph.needed))
     steps = greedy.steps_limit(deadline.seconds / 4)
-    known = [
-        s.order
-        for s in greedy.candidates(problem, deadline=deadline, max_steps=steps, orders=[base])
-    ]
+    known = list(greedy.candidates(problem, deadline=deadline, max_steps=steps, orders=[base]))
     for order in known:
         incumbent.offer(order)
     work = work_limit(0.75 * deadline.seconds)

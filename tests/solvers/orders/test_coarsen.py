@@ -61,9 +61,9 @@ def test_threshold_one_loses_nothing(seed: int) -> None:
     """With no small values the coarse peak is the full one."""
     problem = mixed_problem(seed)
     coarse = coarsen.Coarse(problem, Schedule.store_all(problem.graph).order, 1)
-    for schedule in greedy.candidates(coarse.problem, deadline=Deadline(float("inf"))):
-        full = Schedule(coarse.expand(schedule.order))
-        assert simulate(problem, full).peak_bytes <= simulate(coarse.problem, schedule).peak_bytes
+    for order in greedy.candidates(coarse.problem, deadline=Deadline(float("inf"))):
+        full, part = Schedule(coarse.expand(order)), Schedule(order)
+        assert simulate(problem, full).peak_bytes <= simulate(coarse.problem, part).peak_bytes
 
 
 def test_small_values_stay_below_their_share() -> None:

@@ -23,8 +23,8 @@ COOLINGS = (anneal.LOOSE, anneal.STIFF)
 def test_improvements_are_valid_and_faster(seed: int) -> None:
     problem = mixed_problem(seed)
     start = None
-    for schedule in greedy.candidates(problem, deadline=NO_DEADLINE):
-        start = schedule.order
+    for order in greedy.candidates(problem, deadline=NO_DEADLINE):
+        start = order
     time_s = float("inf") if start is None else sum(problem.profile.op_time_s[i] for i in start)
     for order in anneal.improve(
         problem,

@@ -21,8 +21,8 @@ from keras_remat.solvers.search import greedy
 @pytest.mark.parametrize("seed", range(300))
 def test_every_candidate_is_valid(seed: int) -> None:
     problem = mixed_problem(seed)
-    for schedule in greedy.candidates(problem, deadline=Deadline(float("inf"))):
-        validate(problem, schedule)
+    for order in greedy.candidates(problem, deadline=Deadline(float("inf"))):
+        validate(problem, Schedule(order))
 
 
 def test_running_example_recomputes_a() -> None:
@@ -41,8 +41,8 @@ def test_candidates_get_faster() -> None:
     problem = chain_problem(40)
     problem = problem.with_budget(20)
     times = [
-        simulate(problem, s).time_s
-        for s in greedy.candidates(problem, deadline=Deadline(float("inf")))
+        simulate(problem, Schedule(order)).time_s
+        for order in greedy.candidates(problem, deadline=Deadline(float("inf")))
     ]
     assert times
     assert times == sorted(times, reverse=True)

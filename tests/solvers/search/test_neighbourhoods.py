@@ -24,7 +24,7 @@ needs_ortools = pytest.mark.skipif(not cp_sat.available(), reason="ortools is no
 def problem_and_start(seed: int) -> tuple[Problem, tuple[int, ...]]:
     problem = with_budget_fraction(training_problem(random.Random(seed), 60), 0.5)
     *_, start = greedy.candidates(problem, deadline=Deadline(float("inf")), max_steps=5000)
-    return problem, start.order
+    return problem, start
 
 
 @needs_ortools
