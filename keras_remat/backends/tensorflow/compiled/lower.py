@@ -57,14 +57,8 @@ class _Writer:
     def may_guard(self, equation: Any, value: Any) -> bool:
         """XLA wants shapes, axes and permutations when it compiles: integers, and no random
         keys."""
-        if equation.kind in KINDS.elementwise:
-            return True
-        return bool(
-            value.dtype.is_floating
-            or value.dtype.is_complex
-            or value.dtype.is_bool
-            or value.dtype.is_unsigned
-        )
+        known_late = self.is_inexact(value) or value.dtype.is_bool or value.dtype.is_unsigned
+        return bool(known_late or equation.kind in KINDS.elementwise)
 
     def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
         return never(triggers, in_branch)

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled.kinds import ALIASES, NOTHING
-from keras_remat.backends.tensorflow.compiled.nodes import traced_function
+from keras_remat.backends.tensorflow.compiled.nodes import run_node
 from keras_remat.backends.tensorflow.graph import kinds as op_kinds
 from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, tensor_key
 from keras_remat.errors import UnsupportedModelError
@@ -136,19 +136,19 @@ class Walk:
         elif node.op == "ResourceGather":
             axis = self._constant(f"{name}/axis", node.attr["batch_dims"].i, tf.int32)
             self._append(node, how, name, [current, inputs[1], axis], ("Tindices", "batch_dims"))
-            self._typed("Tparams", spec.dtype, Taxis=tf.int32)
+            self._typed(Tparams=spec.dtype, Taxis=tf.int32)
         elif how.startswith("TensorScatter"):
             axis = self._constant(f"{name}/axis", -1, tf.int32)
             rows = self._append(node, "ExpandDims", f"{name}/rows", [inputs[1], axis], ())
             self.nodes[-1].attr["T"].CopyFrom(node.attr["Tindices"])
-            self._typed("Tdim", tf.int32)
+            self._typed(Tdim=tf.int32)
             self.state[handle] = self._append(
                 node, how, name, [current, rows, inputs[2]], ("Tindices",)
             )
-            self._typed("T", spec.dtype)
+            self._typed(T=spec.dtype)
         else:
             self.state[handle] = self._append(node, how, name, [current, inputs[1]], ())
-            self._typed("T", spec.dtype)
+            self._typed(T=spec.dtype)
 
     def _branch(self, node: Any, inputs: Sequence[str]) -> None:
         """A condition whose branches read or change variables, as one that gets their values and
@@ -215,11 +215,21 @@ class Walk:
         new = [self.current(names[at]) for at in used]
         given = [*(names[at] for at in plain), *(value_name(names[at]) for at in used)]
         returned = [*(self.tensor(result.name) for result in self.graph.outputs), *new]
-        return traced_function(self.nodes, given, specs, returned)
 
-    def _typed(self, attribute: str, dtype: Any, **more: Any) -> None:
-        for key, value in {attribute: dtype, **more}.items():
-            self.nodes[-1].attr[key].type = value.as_datatype_enum
+        def run(*arguments: Any) -> list[Any]:
+            tensors = {f"{name}:0": x for name, x in zip(given, arguments, strict=True)}
+            for node in self.nodes:
+                if node.op != "Placeholder":  # those are arguments
+                    results = run_node(node, [tensors[tensor_key(i)] for i in node.input])
+                    tensors.update((f"{node.name}:{at}", x) for at, x in enumerate(results))
+            return [tensors[name] for name in returned]
+
+        return tf.function(run, autograph=False).get_concrete_function(*specs)
+
+    def _typed(self, **dtypes: Any) -> None:
+        """Sets attributes of the newest node."""
+        for attribute, dtype in dtypes.items():
+            self.nodes[-1].attr[attribute].type = dtype.as_datatype_enum
 
 
 _BRANCHES = ("then_branch", "else_branch")
