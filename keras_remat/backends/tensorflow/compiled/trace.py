@@ -48,11 +48,7 @@ def trace(
             and why.
     """
     structure = data_spec(batch)
-    train_step = (
-        model.train_step
-        if micro_batches == 1
-        else accumulated_train_step(model, micro_batches, separated=True)
-    )
+    train_step = accumulated_train_step(model, micro_batches, separated=True)
     concrete = tf.function(train_step, autograph=False, jit_compile=True).get_concrete_function(
         structure
     )

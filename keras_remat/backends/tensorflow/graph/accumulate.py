@@ -32,7 +32,7 @@ def accumulated_train_step(model: Any, count: int, separated: bool = False) -> C
 
     Args:
         model: compiled.
-        count: at least 2.
+        count: 1 is the model's own step.
         separated: whether a data dependency keeps a micro-batch from starting before the one before
             has ended, for an executor that keeps no order.
 
@@ -41,6 +41,9 @@ def accumulated_train_step(model: Any, count: int, separated: bool = False) -> C
             over the batch; when traced, also for masked outputs, for losses that turn out to be
             none, and for arrays that do not have the batch's samples.
     """
+    if count == 1:
+        own: Callable[[Any], Any] = model.train_step
+        return own
     check_can_be_cut(model)
 
     def train_step(data: Any) -> Any:

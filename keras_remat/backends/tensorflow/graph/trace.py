@@ -80,9 +80,7 @@ def trace(
             why.
     """
     structure = data_spec(batch)
-    train_step = (
-        model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
-    )
+    train_step = accumulated_train_step(model, micro_batches)
     concrete = tf.function(train_step, autograph=False).get_concrete_function(structure)
     graph = concrete.graph
     captures = {placeholder.op.name: external for external, placeholder in graph.captures}
