@@ -70,10 +70,7 @@ class MirroredBackend(TensorFlowBackend):
             raise UnsupportedModelError(
                 "fit is called in the scope of another strategy than the model was made in."
             )
-        if model.run_eagerly:
-            raise UnsupportedModelError(
-                "The model runs eagerly (run_eagerly=True): there is no graph to schedule."
-            )
+        super().check(model)
         if model.jit_compile:
             raise UnsupportedModelError(
                 "jit_compile=True under MirroredStrategy: what XLA compiles keeps no order. "
