@@ -69,13 +69,8 @@ def store_all_peak(batch_size, layers=8, **more):
 
 def scaling_of(small=4, large=8, layers=8):
     """The chain at any batch size, traced at two."""
-    return BatchScaling(
-        chain_graph(small, layers),
-        small,
-        chain_graph(large, layers),
-        large,
-        chain_problem(small, layers),
-    )
+    problem = chain_problem(small, layers)
+    return BatchScaling(problem, small, chain_graph(large, layers), large)
 
 
 def batch_of(first, size):

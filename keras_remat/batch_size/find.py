@@ -158,13 +158,11 @@ def measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchSc
     size = batch_size_of(step.batch)
     for other in (size // 2, 2 * size) if step.plan is not None else ():
         traced = backend.trace(model, backend.resized_spec(step.batch, other)) if other else None
-        if traced is not None and traced.graph.has_ops_of(step.traced.graph):
+        if traced is not None and traced.graph.has_ops_of(step.problem.graph):
             profile = _profile_at(other, traced, backend, model, step)
             measured = {} if profile is None else {other: profile}
-            return BatchScaling(
-                step.traced.graph, size, traced.graph, other, step.problem, measured
-            )
-    return batch_scaling(backend, model, step.traced, step.problem, step.batch)
+            return BatchScaling(step.problem, size, traced.graph, other, measured)
+    return batch_scaling(backend, model, step.problem, step.batch)
 
 
 def _profile_at(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from keras_remat.backends.base import Backend, TracedStep
+from keras_remat.backends.base import Backend
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
 from keras_remat.core.graph import Graph, Value
@@ -156,7 +156,8 @@ class BatchScaling:
     """One train step's problem at any batch size.
 
     Args:
-        problem: graph and profile at ``small_size``.
+        problem: graph and profile at ``size``.
+        other: the graph traced at ``other_size``.
         measured: profiles of the same ops measured at other sizes. Where two sizes are known, an
             op's costs are fitted to them (:mod:`keras_remat.batch_size.cost_fit`), else they are in
             proportion to the bytes it reads and writes.
@@ -171,25 +172,24 @@ class BatchScaling:
 
     def __init__(
         self,
-        small: Graph,
-        small_size: int,
-        large: Graph,
-        large_size: int,
         problem: Problem,
+        size: int,
+        other: Graph,
+        other_size: int,
         measured: Mapping[int, Profile] | None = None,
     ):
-        self._graphs, self._problem = GraphScaling(small, (small_size,)), problem
-        self._graphs.learn(large, (large_size,))
-        if self._graphs.at((large_size,)) is None:
+        self._graphs, self._problem = GraphScaling(problem.graph, (size,)), problem
+        self._graphs.learn(other, (other_size,))
+        if self._graphs.at((other_size,)) is None:
             raise UnsupportedModelError(
-                f"The train step has {len(small.ops)} ops at batch {small_size} and "
-                f"{len(large.ops)} at batch {large_size}, or other ones: "
+                f"The train step has {len(problem.graph.ops)} ops at batch {size} and "
+                f"{len(other.ops)} at batch {other_size}, or other ones: "
                 "its memory at another batch cannot be told from these two."
             )
         self.fit: CostFit | None = None
         self._measured: dict[int, Profile] = {}
-        for size, profile in {small_size: problem.profile, **(measured or {})}.items():
-            self._take(size, profile)
+        for at, profile in {size: problem.profile, **(measured or {})}.items():
+            self._take(at, profile)
 
     def learn(self, size: int, problem: Problem) -> None:
         """Takes in what the step cost at another size, where that was measured and has its ops."""
@@ -249,7 +249,6 @@ def _granule_bytes(values: tuple[Value, ...]) -> int:
 def batch_scaling(
     backend: Backend,
     model: Any,
-    traced: TracedStep,
     problem: Problem,
     batch: Any,
     measured: Mapping[int, Profile] | None = None,
@@ -257,6 +256,7 @@ def batch_scaling(
     """Traces the step at another size and returns the problem at any size.
 
     Args:
+        problem: at the size of ``batch``.
         measured: see :class:`BatchScaling`; left out where other ops than the traced ones have to
             stand for the step.
 
@@ -265,15 +265,12 @@ def batch_scaling(
     """
     size = batch_size_of(batch)
     double = graph_at(backend, model, batch, 2 * size)
-    if traced.graph.has_ops_of(double):
-        return BatchScaling(traced.graph, size, double, 2 * size, problem, measured)
-    # larger batches are what a search asks for, and they look like the larger trace
-    quadruple = graph_at(backend, model, batch, 4 * size)
-    if double.has_ops_of(quadruple):
-        return BatchScaling(double, 2 * size, quadruple, 4 * size, transfer_costs(problem, double))
-    return BatchScaling(
-        traced.graph, size, double, 2 * size, problem
-    )  # raises, and says what differs
+    if not problem.graph.has_ops_of(double):
+        # larger batches are what a search asks for, and they look like the larger trace
+        quadruple = graph_at(backend, model, batch, 4 * size)
+        if double.has_ops_of(quadruple):
+            return BatchScaling(transfer_costs(problem, double), 2 * size, quadruple, 4 * size)
+    return BatchScaling(problem, size, double, 2 * size, measured)  # raises where the ops differ
 
 
 def graph_at(backend: Backend, model: Any, batch: Any, size: int) -> Graph:

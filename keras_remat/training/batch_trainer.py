@@ -288,11 +288,8 @@ class BatchTrainer:
         with self._steps.fit.long_task("searching the largest batch that fits"):
             steps = self._steps.trainer
             backend = steps.backend
-            steps.trace_reference(batch)
-            traced, problem = steps.reference_costs()
-            self._scaling = batch_scaling(
-                backend, self._model, traced, problem, batch, steps.profiles_by_size()
-            )
+            problem, measured = steps.reference_costs(batch)
+            self._scaling = batch_scaling(backend, self._model, problem, batch, measured)
             return search_batch_size(
                 self._scaling,
                 self._loader,

@@ -16,7 +16,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from keras_remat.backends.base import Backend, TracedStep
+from keras_remat.backends.base import Backend
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
@@ -376,52 +376,44 @@ class StepTrainer:
         """Returns whether a batch has the reference shape."""
         return signature_of(batch) == self._reference
 
-    def trace_reference(self, batch: Any) -> None:
-        """Traces the step of the reference shape, where it was known to fit without that.
+    def reference_costs(self, batch: Any) -> tuple[Problem, dict[int, Profile]]:
+        """Returns the costs of the reference shape's step, and the profiles of its ops that were
+        measured at other batch sizes, by size.
+
+        After plain steps, estimated op times are scaled to the measured step.
+
+        Args:
+            batch: of the reference shape; it is traced where it was known to fit without that.
 
         Raises:
+            LookupError: there is no reference shape.
             UnsupportedModelError: nothing can be planned for it.
         """
-        shape = self._reference_shape
-        if shape is None or isinstance(shape, TracedShape):
-            return
-        with self._fit.planning():
-            costs = self._moves.costs_of(shape, batch)
-        self._family.learn(shape.signature, costs)
-        self._set(shape.traced(costs))
-
-    def reference_costs(self) -> tuple[TracedStep, Problem]:
-        """Returns the reference shape's trace and costs; after plain steps the estimated op times
-        are scaled to the measured step.
-
-        Raises:
-            LookupError: no step of it was traced.
-        """
         shape, baseline = self._reference_shape, self._fit.report.baseline
+        if shape is None:
+            raise LookupError("no batch was trained")
         if not isinstance(shape, TracedShape):
-            raise LookupError("the reference shape was not traced")
+            with self._fit.planning():
+                costs = self._moves.costs_of(shape, batch)
+            self._family.learn(shape.signature, costs)
+            shape = shape.traced(costs)
+            self._set(shape)
         problem = shape.costs.problem
         if problem.profile.source == "estimated" and baseline and problem.store_all_time_s > 0:
             ratio = baseline.time_s / problem.store_all_time_s
             op_time_s = tuple(time_s * ratio for time_s in problem.profile.op_time_s)
             problem = replace(problem, profile=replace(problem.profile, op_time_s=op_time_s))
-        return shape.costs.traced, problem
-
-    def profiles_by_size(self) -> dict[int, Profile]:
-        """Returns batch size → the profile that was measured at it, for every shape but the
-        reference that has the reference's ops."""
-        traced, _ = self.reference_costs()
-        problems = {
-            shape.batch_size: shape.costs.problem
-            for shape in self._shapes.values()
-            if shape.signature != self._reference
-            and isinstance(shape, PlannedShape)
-            and shape.costs.micro_batches == 1
+        others = {
+            other.batch_size: other.costs.problem
+            for other in self._shapes.values()
+            if other.signature != self._reference
+            and isinstance(other, PlannedShape)
+            and other.costs.micro_batches == 1
         }
-        return {
-            size: problem.profile
-            for size, problem in problems.items()
-            if problem.profile.source == "measured" and problem.graph.has_ops_of(traced.graph)
+        return problem, {
+            size: other.profile
+            for size, other in others.items()
+            if other.profile.source == "measured" and other.graph.has_ops_of(problem.graph)
         }
 
     def epoch_begins(self) -> None:

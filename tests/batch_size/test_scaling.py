@@ -57,13 +57,13 @@ def test_a_slice_that_a_small_batch_leaves_empty_has_no_bytes(size):
         return Graph((Op(0, "slice", "slice", (0,), (1,)),), values, (1,))
 
     problem = Problem(tail(16), Profile((1.0,), (0,), 128))
-    assert BatchScaling(tail(16), 16, tail(32), 32, problem).at(size).graph == tail(size)
+    assert BatchScaling(problem, 16, tail(32), 32).at(size).graph == tail(size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 7, 11, 1000])
 def test_constants_stay_affine_sizes_follow_and_inputs_are_resident(size):
     problem = Problem(affine(3), Profile((1.0, 1.0), (1000, 0), 5000, "measured", "D"))
-    at = BatchScaling(affine(3), 3, affine(7), 7, problem).at(size)
+    at = BatchScaling(problem, 3, affine(7), 7).at(size)
     assert at.graph == affine(size)
     assert at.profile.resident_bytes == 5000 + rounded(size * 20) - 256
     assert (at.profile.source, at.profile.device) == ("measured", "D")
@@ -74,7 +74,7 @@ def test_constants_stay_affine_sizes_follow_and_inputs_are_resident(size):
 
 @pytest.mark.parametrize("change", ["fewer ops", "other kind", "other edge"])
 def test_graphs_that_differ_are_refused(change):
-    small, large = chain_graph(4), chain_graph(8)
+    large = chain_graph(8)
     if change == "fewer ops":
         large = chain_graph(8, layers=7)
     elif change == "other kind":
@@ -88,21 +88,20 @@ def test_graphs_that_differ_are_refused(change):
             large.outputs,
         )
     with pytest.raises(UnsupportedModelError, match=r"batch 4 and .* batch 8"):
-        BatchScaling(small, 4, large, 8, chain_problem(4))
+        BatchScaling(chain_problem(4), 4, large, 8)
 
 
 def test_scaling_traces_once_at_twice_the_batch():
-    backend, problem = FakeBackend(), chain_problem(5)
-    traced = backend.trace(None, batch_of(0, 5))
-    scaling = batch_scaling(backend, None, traced, problem, batch_of(0, 5))
-    assert backend.traced == [5, 10]
+    backend = FakeBackend()
+    scaling = batch_scaling(backend, None, chain_problem(5), batch_of(0, 5))
+    assert backend.traced == [10]
     assert scaling.at(7).graph == chain_graph(7)
 
 
 def test_a_second_measured_size_gives_fitted_costs_and_residuals():
     problem = chain_problem(8, source="measured")
     half = Profile((0.75,) * 16, (0,) * 16, RESIDENT_BYTES)
-    scaling = BatchScaling(chain_graph(8), 8, chain_graph(4), 4, problem, {4: half})
+    scaling = BatchScaling(problem, 8, chain_graph(4), 4, {4: half})
     assert scaling.at(16).graph == chain_graph(16)
     assert scaling.at(16).profile.op_time_s == pytest.approx([1.5] * 16)
     assert scaling.fit.residual == pytest.approx(0)
@@ -110,7 +109,7 @@ def test_a_second_measured_size_gives_fitted_costs_and_residuals():
 
 def test_what_a_size_measured_later_is_learnt():
     """A size that was measured stands for an estimate; two are fitted; other ops tell nothing."""
-    scaling = BatchScaling(chain_graph(8), 8, chain_graph(4), 4, chain_problem(8))
+    scaling = BatchScaling(chain_problem(8), 8, chain_graph(4), 4)
 
     def learn(size, time_s, source="measured", layers=8):
         problem = chain_problem(size, layers=layers, source=source)
@@ -131,9 +130,7 @@ def test_what_a_size_measured_later_is_learnt():
 def test_one_measured_size_or_an_estimate_stays_in_proportion(source):
     estimated = replace(chain_problem(4).profile, source="estimated")
     measured = {4: estimated} if source == "measured" else None
-    scaling = BatchScaling(
-        chain_graph(8), 8, chain_graph(4), 4, chain_problem(8, source=source), measured
-    )
+    scaling = BatchScaling(chain_problem(8, source=source), 8, chain_graph(4), 4, measured)
     assert scaling.fit is None
     assert scaling.at(16).profile.op_time_s == pytest.approx([2.0] * 16)
 
@@ -141,9 +138,8 @@ def test_one_measured_size_or_an_estimate_stays_in_proportion(source):
 def test_sizes_with_the_same_ops_are_looked_for_above():
     """The given batch has other ops than larger ones; its costs are carried over to theirs."""
     backend = FakeBackend(folds=lambda size: size < 8)
-    traced = backend.trace(None, batch_of(0, 5))
-    scaling = batch_scaling(backend, None, traced, chain_problem(5, layers=7), batch_of(0, 5))
-    assert backend.traced == [5, 10, 20]
+    scaling = batch_scaling(backend, None, chain_problem(5, layers=7), batch_of(0, 5))
+    assert backend.traced == [10, 20]
     assert scaling.at(40).graph == chain_graph(40)
     assert scaling.at(40).profile.op_time_s[:7] == pytest.approx([8.0] * 7)
 
@@ -152,13 +148,7 @@ def test_ops_that_differ_at_every_size_are_refused():
     backend = FakeBackend()
     backend.trace = lambda model, batch: TracedStep(chain_graph(len(batch[0]), len(batch[0])), {})
     with pytest.raises(UnsupportedModelError, match=r"batch 4 and .* batch 8"):
-        batch_scaling(
-            backend,
-            None,
-            backend.trace(None, batch_of(0, 4)),
-            chain_problem(4, layers=4),
-            batch_of(0, 4),
-        )
+        batch_scaling(backend, None, chain_problem(4, layers=4), batch_of(0, 4))
 
 
 # ------------------------------------------------------------------ on TensorFlow
@@ -176,7 +166,7 @@ def test_traced_at_two_sizes_tells_the_graph_traced_at_a_third(models, name):
         for size in (8, 16, 11, 32)
     }
     profile = Profile((1.0,) * len(graphs[8].ops), (0,) * len(graphs[8].ops), 2**20)
-    scaling = BatchScaling(graphs[8], 8, graphs[16], 16, Problem(graphs[8], profile))
+    scaling = BatchScaling(Problem(graphs[8], profile), 8, graphs[16], 16)
     for size in (16, 11, 32):
         predicted = scaling.at(size).graph
         assert [v.nbytes for v in predicted.values] == [v.nbytes for v in graphs[size].values]

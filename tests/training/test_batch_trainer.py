@@ -50,11 +50,8 @@ class FakeSteps:
     def is_reference(self, batch):
         return True
 
-    def trace_reference(self, batch):
-        """It was traced."""
-
-    def reference_costs(self):
-        return None, None
+    def reference_costs(self, batch):
+        return None, {}
 
     def run(self, batch, *, may_split=False, may_miss=True):
         size = len(batch[0])
@@ -264,7 +261,7 @@ def test_a_search_takes_no_longer_than_the_steps_that_are_left_are_worth(
     monkeypatch.setattr(batch_trainer, "batch_scaling", lambda *arguments: None)
     monkeypatch.setattr(batch_trainer, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     steps = FakeSteps()
-    steps.most_steps_left, steps.profiles_by_size = left, dict
+    steps.most_steps_left = left
     epoch(Fixed(steps, "max"))
     assert limits == [pytest.approx(seconds)]
 

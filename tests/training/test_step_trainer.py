@@ -583,7 +583,7 @@ def test_a_recording_has_no_steps_of_other_shapes_and_what_it_saw_counts(first):
     assert trainer.settled
     assert "profile" not in event_kinds(report)
     assert trainer.plan.profile_source == "measured"
-    assert trainer.profiles_by_size().keys() == {larger}
+    assert trainer.reference_costs(batch_of(0, SIZE))[1].keys() == {larger}
     assert backend.samples == [*range(first * SIZE), *(list(range(larger)) + list(range(SIZE))) * 8]
 
 
@@ -706,7 +706,7 @@ def test_measured_main_scales_estimated_times_to_the_measured_step():
     trainer, report = trainer_on(backend, options(limit=PLAIN))
     train(trainer, 4)
     report.baseline = replace(report.baseline, time_s=4.0)
-    _, problem = trainer.reference_costs()
+    problem, _ = trainer.reference_costs(batch_of(0, SIZE))
     assert problem.store_all_time_s == pytest.approx(4.0)
     assert problem.profile.op_workspace_bytes == trainer.problem.profile.op_workspace_bytes
 
