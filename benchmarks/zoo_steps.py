@@ -65,17 +65,29 @@ def image_to_image(filters: int = 24) -> keras.Model:
     return keras.Model(inputs, layers.Conv2D(CHANNELS, 3, padding="same")(x))
 
 
-class OneLoss(keras.Model):
-    """A model whose step minimizes what :meth:`loss_of` returns for a batch."""
+class Tracked(keras.Model):
+    """A model with a metric of its own: the mean of what :meth:`told` was given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seeds = keras.random.SeedGenerator(0)
         self.tracker = keras.metrics.Mean(name="loss")
 
     @property
     def metrics(self) -> list[keras.metrics.Metric]:
         return [self.tracker]
+
+    def told(self, loss: Any) -> dict[str, Any]:
+        """Returns what a step returns."""
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+class OneLoss(Tracked):
+    """A model whose step minimizes what :meth:`loss_of` returns for a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(0)
 
     def loss_of(self, data: Any) -> Any:
         """Returns the batch's loss, a scalar."""
@@ -86,8 +98,7 @@ class OneLoss(keras.Model):
             loss = self.loss_of(data)
         variables = self.trainable_variables
         self.optimizer.apply(tape.gradient(loss, variables), variables)
-        self.tracker.update_state(loss)
-        return {"loss": self.tracker.result()}
+        return self.told(loss)
 
 
 def _compiled(model: keras.Model) -> keras.Model:
@@ -111,7 +122,7 @@ class VariationalAutoencoder(OneLoss):
         return ops.mean(ops.square(data - image)) + ops.mean(divergence) / 2
 
 
-class Gan(keras.Model):
+class Gan(Tracked):
     """Goodfellow et al. 2014; with ``critic_steps`` Gulrajani et al. 2017 (WGAN-GP)."""
 
     def __init__(self, critic_steps: int = 0):
@@ -119,16 +130,11 @@ class Gan(keras.Model):
         self.critic, self.generator = encoder(outputs=1), decoder()
         self.critic_steps = critic_steps
         self.seeds = keras.random.SeedGenerator(0)
-        self.tracker = keras.metrics.Mean(name="loss")
 
     def compile(self) -> None:  # two optimizers, as in every GAN
         super().compile()
         self.critic_optimizer = keras.optimizers.Adam(_RATE)
         self.generator_optimizer = keras.optimizers.Adam(_RATE)
-
-    @property
-    def metrics(self) -> list[keras.metrics.Metric]:
-        return [self.tracker]
 
     def _fake(self, real: Any) -> Any:
         noise = keras.random.normal((ops.shape(real)[0], 32), seed=self.seeds)
@@ -159,26 +165,20 @@ class Gan(keras.Model):
             fooled = -ops.mean(told) if self.critic_steps else ops.mean(ops.softplus(-told))
         variables = self.generator.trainable_variables
         self.generator_optimizer.apply(tape.gradient(fooled, variables), variables)
-        self.tracker.update_state(loss + fooled)
-        return {"loss": self.tracker.result()}
+        return self.told(loss + fooled)
 
 
-class CycleGan(keras.Model):
+class CycleGan(Tracked):
     """Zhu et al. 2017: two generators, two critics, and what goes around comes around."""
 
     def __init__(self) -> None:
         super().__init__()
         self.there, self.back = image_to_image(), image_to_image()
         self.critics = [encoder(outputs=1), encoder(outputs=1)]
-        self.tracker = keras.metrics.Mean(name="loss")
 
     def compile(self) -> None:
         super().compile()
         self.optimizers = [keras.optimizers.Adam(_RATE) for _ in range(2)]
-
-    @property
-    def metrics(self) -> list[keras.metrics.Metric]:
-        return [self.tracker]
 
     def train_step(self, data: Any) -> dict[str, Any]:
         here, far = data
@@ -201,8 +201,7 @@ class CycleGan(keras.Model):
         judges = [v for critic in self.critics for v in critic.trainable_variables]
         self.optimizers[0].apply(tape.gradient(fooled, makers), makers)
         self.optimizers[1].apply(tape.gradient(caught, judges), judges)
-        self.tracker.update_state(fooled + caught)
-        return {"loss": self.tracker.result()}
+        return self.told(fooled + caught)
 
 
 class SimClr(OneLoss):
