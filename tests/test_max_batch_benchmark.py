@@ -25,7 +25,7 @@ def batch_row(**changes):
         "solver": "auto",
         "limit_bytes": 1000,
         "batch": 48,
-        "ratio": 6.0,
+        "ratio": 7.0,
         "searched": 48,
         "predicted_bytes": 990,
         "measured_bytes": 980,
@@ -54,7 +54,7 @@ def test_models_and_solvers_exist(max_batch):
     models = importlib.import_module("paper_models")
     solvers = importlib.import_module("keras_remat.solvers")
     assert tuple(models.PAPER_MODELS) == max_batch.MODELS
-    assert set(max_batch.SOLVERS) <= set(solvers.SOLVERS)
+    assert set(max_batch.SOLVERS) - {"fit"} <= set(solvers.SOLVERS)
     assert max_batch.parser().parse_args([]).models == max_batch.MODELS
 
 
@@ -69,7 +69,14 @@ def test_bad_arguments_are_refused(max_batch, arguments, capsys):
 
 
 def test_accepts_what_holds(max_batch):
-    assert max_batch.failed_bounds([batch_row(), prediction_row()]) == []
+    fit = batch_row(solver="fit", failed_batch=None, failed_bytes=None)
+    assert max_batch.failed_bounds([batch_row(), fit, prediction_row()]) == []
+
+
+def test_fit_has_to_reach_what_the_search_said(max_batch):
+    fit = batch_row(solver="fit", batch=46, failed_batch=None, failed_bytes=None)
+    said = max_batch.failed_bounds([batch_row(), fit])
+    assert said == ["UNet: fit trains 46, the search said 48"]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +85,9 @@ def test_accepts_what_holds(max_batch):
         (batch_row(measured_bytes=1001), "measured 1001 bytes, limit 1000"),
         (batch_row(failed_bytes=1000), "batch 50 trains too"),
         (batch_row(model="ResNet50", search_s=61.0), "the search took 61 s, more than 60"),
-        (batch_row(ratio=5.0), "the best ratio is 5.00, less than 5.1"),
-        (batch_row(ratio=2.9), "the geometric mean is 2.90, less than 3"),
+        (batch_row(ratio=6.0), "auto: the best ratio is 6.00, less than 7"),
+        (batch_row(ratio=4.9), "auto: the geometric mean is 4.90, less than 5"),
+        (batch_row(ratio=4.9, solver="fit"), "fit: the geometric mean is 4.90, less than 5"),
         (batch_row(solver="chen_greedy"), "the geometric mean is nan"),
         (prediction_row(predicted_bytes=94), "-6.0% off, more than 5%"),
         (

@@ -494,7 +494,8 @@ def test_what_xla_compiles_in_a_step_of_its_own_is_seen():
     run(given)
     recorder = Recorder()
     assert recorder.start()
-    run(given)
+    for _ in range(3):  # as in fit: on a busy machine, a call may have no event
+        run(given)
     profile = measured_profile(run, recorder.stop(), None)
     assert all(profile.op_time_s[op] != estimated.op_time_s[op] for op in compiled)
     if BACKEND.device.has_statistics:
