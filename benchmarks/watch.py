@@ -44,9 +44,11 @@ def long_fit(
     """Trains the first ``epochs`` of a silent ``fit`` that is announced as long: no more is solved
     for than the steps that are left can repay, and what is measured here stands for long fits.
     Batches come in the same order in every epoch."""
-    end = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", epoch + 1 >= epochs)
-    )
+
+    def end_epoch(epoch: int, logs: Any) -> None:
+        model.stop_training |= epoch + 1 >= epochs
+
+    end = keras.callbacks.LambdaCallback(on_epoch_end=end_epoch)
     options |= {"epochs": _LONG_EPOCHS, "shuffle": False, "verbose": 0}
     model.fit(*data, **options, callbacks=[*callbacks, end])
 
