@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status. Wrong use ends in ``SystemExit(2)`` from argparse.
     """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's notes hide progress
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
