@@ -295,6 +295,9 @@ class Moves:
             self._fit.warn(EventKind.OVER_LIMIT, f"{message} Training goes on with it.")
         else:
             self._fit.event(EventKind.OVER_LIMIT, f"{message} A smaller batch takes over.")
+        if isinstance(kept, Recording | Solving):
+            plainer = kept.planned(kept.run, kept.costs, kept.plan, phase)
+            kept = replace(plainer, called=True, steps=kept.steps)
         return self._finish(replace(kept, tries=shape.tries), outcome, phase)
 
     def _finish(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:

@@ -98,6 +98,7 @@ class Facts:
         over_limit: whether a measured step took more than the limit.
         attempts_left: whether the plan may be made again for such a reason once more.
         may_split: whether the batch may be trained in (more) micro-batches.
+        may_miss: whether a plan that is known to miss the limit is better than none.
         runs_a_plan: whether a plan runs, and not Keras's own step.
         plain_fits: whether Keras's own step is predicted to fit with room to spare.
         plain_ruled_out: whether Keras's own step is known not to fit, whatever is predicted.
@@ -113,6 +114,7 @@ class Facts:
     over_limit: bool = False
     attempts_left: bool = True
     may_split: bool = False
+    may_miss: bool = True
     runs_a_plan: bool = True
     plain_fits: bool = False
     plain_ruled_out: bool = False
@@ -151,6 +153,7 @@ class Row:
 _OVER, _OOM, _MEASURED = (
     {"over_limit": True}, {"out_of_memory": True}, {"recorded": Recorded.MEASURED},
 )  # fmt: skip
+_MISSES = {**_OVER, "may_miss": False}
 
 TABLE: tuple[Row, ...] = (
     # whatever the phase, a step that ran out of memory comes first
@@ -170,9 +173,11 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(Phase.RECORD, {**_MEASURED, "solves_beside": True}, Move.START_SOLVER, Phase.SOLVE),
     Row(Phase.RECORD, _MEASURED, Move.REPLAN, Phase.VERIFY),
+    Row(Phase.RECORD, {**_MEASURED, **_MISSES}, Move.KEEP_SMALLEST, Phase.FINAL),
     Row(Phase.RECORD, {}, Move.KEEP_PLAN, Phase.VERIFY),
     Row(Phase.SOLVE, {"over_limit": False, "solved": False}, Move.STAY, Phase.SOLVE),
     Row(Phase.SOLVE, {}, Move.REPLAN, Phase.VERIFY),
+    Row(Phase.SOLVE, _MISSES, Move.KEEP_SMALLEST, Phase.FINAL),
     Row(Phase.SOLVE, {}, Move.KEEP_PLAN, Phase.VERIFY),
     Row(Phase.VERIFY, {**_OVER, "attempts_left": True}, Move.TIGHTEN, Phase.VERIFY),
     Row(Phase.VERIFY, {**_OVER, "may_split": True}, Move.SPLIT, None),

@@ -203,6 +203,7 @@ class StepTrainer:
             over_limit=self._is_over(shape),
             attempts_left=shape.tries.attempts_left(out_of_memory=out_of_memory),
             may_split=shape.may_split and shape.tries.splits_left,
+            may_miss=shape.may_miss,
             runs_a_plan=isinstance(shape, PlannedShape),
             plain_fits=costs is not None
             and pieces == 1

@@ -72,13 +72,14 @@ def successors(phase, tries, recorded, runs_a_plan):
         (Recorded.BUSY, Recorded.BLIND, Recorded.MEASURED) if phase is Phase.RECORD else (recorded,)
     )
     either = (False, True)
-    for out_of_memory, over, fits, beside, solved, told in product(*[either] * 5, tells):
+    for out_of_memory, over, fits, beside, solved, miss, told in product(*[either] * 6, tells):
         facts = Facts(
             phase=phase,
             enough_steps=True,
             over_limit=over,
             attempts_left=tries.attempts_left(out_of_memory=out_of_memory),
             may_split=tries.splits_left,
+            may_miss=miss,
             runs_a_plan=runs_a_plan,
             plain_fits=fits,
             plain_ruled_out=tries.plain_ruled_out,

@@ -491,6 +491,7 @@ def test_where_a_smaller_batch_trains_no_plan_runs_that_is_known_to_miss_the_lim
         trainer.run(batch_of(step * SIZE, SIZE), may_miss=False)
     assert trainer.settled
     assert "swap" not in event_kinds(report)
+    assert "tighten" not in event_kinds(report)  # after one measured step
     assert len({what for what, _ in backend.ran}) == 1
     assert "A smaller batch takes over." in next(
         event.message for event in report.events if event.kind == "over-limit"
