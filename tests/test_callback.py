@@ -83,7 +83,7 @@ def test_recomputes_and_keeps_to_the_limit(tight_run):
 
 def test_on_a_gpu_training_goes_on_while_a_process_solves(monkeypatch):
     """The solver has five seconds; the steps take milliseconds."""
-    monkeypatch.setattr(StepTrainer, "_on_gpu", property(lambda trainer: True))
+    monkeypatch.setattr(StepTrainer, "on_gpu", property(lambda trainer: True))
     model, data = model_and_data(BATCH)
     limit = tight_limit(model, data)
     remat, last = callback(limit), []

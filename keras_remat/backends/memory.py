@@ -63,6 +63,10 @@ class MemoryModel(Protocol):
         """Returns the peak where compiling tells it before a run; ``None`` where only a run
         does."""
 
+    def spread_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns by how much the peak may be above the predicted one where earlier steps, of other
+        batches, have left other chunks free."""
+
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Learns from what a schedule measured."""
 
@@ -139,6 +143,10 @@ class CalibratedMemory:
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         """Returns ``None``: only a run tells."""
         return None
+
+    def spread_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns 0: nothing is known of a pool."""
+        return 0
 
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Learns from the most that a schedule measured."""

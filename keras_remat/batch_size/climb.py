@@ -63,7 +63,7 @@ class SizeClimb:
     ):
         self.backend, self.budget_bytes, self.max_overhead = backend, budget_bytes, max_overhead
         self.solve_s, self.seed = solve_s, seed
-        self._predicted = search.max_batch_size
+        self._predicted, self._search = search.max_batch_size, search
         self._at_most = self._predicted * 2**10 if at_most is None else at_most
         self._solver, self._deadline_s, self._multiple = solver, deadline_s, multiple
         self._orders = list(dict.fromkeys(search.orders))
@@ -126,10 +126,13 @@ class SizeClimb:
 
         How far off a prediction is differs from run to run, with the chunks that the one before
         left free: half of it is taken to be there again, and all of it after the second failure.
+        Where training goes on beside, the first size that is larger allows for other chunks, too.
         A size that ran out of memory tells no peak. Smaller sizes alone would not do after it,
         because a faster order fills the same bytes: the bytes shrink as the sizes do.
         """
         error = 0
+        if self._newest is None and self.trained and (plan := self._search.plan).problem:
+            error = self.backend.memory.spread_bytes(plan.problem, plan.solution.schedule)
         if self._newest is not None:
             size, plan, peak = self._newest
             problem, predicted = scaling.at(size), plan.predicted.peak_bytes

@@ -117,13 +117,21 @@ class BackendRace:
 
     # ---------------------------------------------------------------- one batch
 
-    def run(self, batch: Any, *, may_split: bool = False, may_miss: bool = True) -> Any:
+    def run(
+        self,
+        batch: Any,
+        *,
+        may_split: bool = False,
+        may_miss: bool = True,
+        wants_profile: bool = False,
+    ) -> Any:
         """Trains one batch and returns its logs.
 
         Args:
             may_split: whether a batch that fits under no schedule of any way may be trained in
                 micro-batches.
             may_miss: whether a plan that is known to miss the limit is better than none.
+            wants_profile: whether its ops are to be measured where Keras's own step fits.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit; this batch
@@ -139,6 +147,7 @@ class BackendRace:
                     batch,
                     may_split=may_split and is_last,
                     may_miss=may_miss and not self._chooses_pieces,
+                    wants_profile=wants_profile,
                     timed=self._trial is not None,
                 )
             except _FAILURES as error:

@@ -98,7 +98,8 @@ class BatchTrainer:
         self._loader = self._loader or samples
         if self._size is None:
             self._train_held()
-            self._logs = self._train(batch, may_split=self._wanted != "keep")
+            may_change = self._wanted != "keep"
+            self._logs = self._train(batch, may_split=may_change, wants_profile=self._may_grow)
             self._epoch_samples += samples
             if self._searching and self._is_ready(batch):
                 self._search(batch)
@@ -233,9 +234,7 @@ class BatchTrainer:
 
     def _search(self, batch: Any) -> None:
         self._searching = False
-        loader, wanted = self._loader, self._wanted
-        at_most = largest_wanted(wanted, loader, self._samples_per_epoch)
-        at_most = None if at_most is None else self._divisible(at_most)
+        loader, wanted, at_most = self._loader, self._wanted, self._at_most
         if isinstance(wanted, int) and wanted <= loader:
             if wanted < loader:
                 self._make_smaller(batch, wanted)
@@ -253,7 +252,7 @@ class BatchTrainer:
         self._report.max_batch_size = search.max_batch_size
         self._climb = SizeClimb(
             steps.trainer.backend,
-            steps.trainer.usable_bytes,
+            self._usable_bytes,
             search,
             at_most=at_most,
             trained=loader,
@@ -264,7 +263,19 @@ class BatchTrainer:
         if wanted == "fastest":
             self._compare(loader)
         elif search.max_batch_size > loader:
-            self._change(search.max_batch_size, search.plan)
+            self._go_on()
+
+    @property
+    def _at_most(self) -> int | None:
+        """The largest batch that is wanted; ``None`` where only memory bounds it."""
+        at_most = largest_wanted(self._wanted, self._loader, self._samples_per_epoch)
+        return None if at_most is None else self._divisible(at_most)
+
+    @property
+    def _may_grow(self) -> bool:
+        """Whether a larger batch will be searched."""
+        at_most = self._at_most if self._searching else 0
+        return at_most is None or at_most > self._loader
 
     @property
     def _samples_per_epoch(self) -> int | None:
@@ -294,7 +305,7 @@ class BatchTrainer:
                 self._scaling,
                 self._loader,
                 steps.limit_bytes,
-                steps.usable_bytes,
+                self._usable_bytes,
                 backend,
                 at_most=at_most,
                 time_limit_s=_QUICK_SHARE * self._search_s,
@@ -303,6 +314,14 @@ class BatchTrainer:
                 multiple=backend.batch_multiple,
                 seed=self._seed,
             )
+
+    @property
+    def _usable_bytes(self) -> int:
+        """What a step of joined batches may use. Where the device's memory is the host's, the
+        loader's newest batch and what was cut off it are there, too."""
+        steps = self._steps.trainer
+        held = 0 if steps.on_gpu or steps.problem is None else 2 * steps.problem.graph.input_bytes
+        return steps.usable_bytes - held
 
     @property
     def _search_s(self) -> float:
@@ -338,13 +357,17 @@ class BatchTrainer:
                 f"By the {format_bytes(peak or 0)} that a batch of {size} measured, more fits."
             )
 
-    def _go_on(self, reason: str) -> None:
-        """Goes on with the size that the rule says: another one, or the largest that trained."""
-        climb, scaling, size = self._climb, self._scaling, self._size
+    def _go_on(self, reason: str = "") -> None:
+        """Goes on with the size that the rule says: another one, or the largest that trained.
+
+        Args:
+            reason: what was measured, if anything was.
+        """
+        climb, scaling, size = self._climb, self._scaling, self._size or self._loader
         if climb is None or scaling is None:
             return
         problem, chosen = self._steps.trainer.problem, None
-        if problem is not None and size is not None and self._steps.settled:
+        if problem is not None and self._steps.settled:
             scaling.learn(size, problem)
         if self._wanted != "fastest":
             with self._steps.fit.long_task("looking for the largest batch"):
@@ -354,8 +377,9 @@ class BatchTrainer:
             self._climb = None
             self._report.max_batch_size = climb.trained
         if new != size:
-            kind = EventKind.STEP_UP if new > (size or 0) else EventKind.STEP_DOWN
-            self._steps.fit.event(kind, reason)
+            if reason:
+                kind = EventKind.STEP_UP if new > size else EventKind.STEP_DOWN
+                self._steps.fit.event(kind, reason)
             self._change(new, plan)
 
     def _compare(self, size: int) -> None:

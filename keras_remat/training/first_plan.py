@@ -167,12 +167,9 @@ class FirstPlans:
         return plan
 
     def find(
-        self, shape: ShapeState, costs: Costs, batch: Any, known: Known, *, may_miss: bool = True
+        self, shape: ShapeState, costs: Costs, batch: Any, known: Known
     ) -> tuple[Plan, Costs, Phase]:
         """Returns the first plan there is, what it costs, and the phase that it begins in.
-
-        Args:
-            may_miss: whether a plan that misses the limit by a little is better than none.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: there is none.
@@ -194,7 +191,7 @@ class FirstPlans:
         try:
             plan, costs = self.split(shape, costs.micro_batches, batch, failure)
         except ScheduleNotFoundError as error:
-            if not may_miss:
+            if not shape.may_miss:
                 raise
             plan = self._a_little_over(shape, costs, error)
         return plan, costs, Phase.WARM_UP
@@ -251,6 +248,11 @@ class FirstPlans:
         problem, size = costs.problem, shape.batch_size
         is_final = is_final or not self._backend.measures_op_times
         budgets = self._budgets_bytes(problem, known, is_final=is_final)
+        if running is not None and not shape.may_miss:
+            # a larger batch follows: what already keeps room is not made faster by giving it up
+            least = self._with_room(problem, 1)
+            if self._planner.predict(problem, running).peak_bytes <= least < budgets[0]:
+                budgets = least, self._planner.usable_bytes
         if not is_final:
             return self._planner.quick(problem, size, budgets[0])
         try:
@@ -274,10 +276,15 @@ class FirstPlans:
             for plan, _, phase in known.plans
             if known.is_family and (phase is Phase.VERIFY or not is_final)
         }
-        resident, usable = problem.profile.resident_bytes, self._planner.usable_bytes
+        usable = self._planner.usable_bytes
         is_unmeasured = not is_final and problem.profile.source == "estimated"
-        roomy = resident + int((usable - resident) / _ROOM ** max(len(orders), is_unmeasured))
-        return (usable,) if roomy == usable else (roomy, usable)
+        times = max(len(orders), is_unmeasured)
+        return (self._with_room(problem, times), usable) if times else (usable,)
+
+    def _with_room(self, problem: Problem, times: int) -> int:
+        """Returns the bytes that leave room so many times."""
+        resident, usable = problem.profile.resident_bytes, self._planner.usable_bytes
+        return resident + int((usable - resident) / _ROOM**times)
 
     def _cached(self, problem: Problem) -> Plan | None:
         try:

@@ -24,6 +24,7 @@ from keras_remat.training.fit_state import FitState
 from keras_remat.training.phases import Move, Phase, Recorded
 from keras_remat.training.shape_state import (
     Costs,
+    PlainShape,
     PlannedShape,
     Recording,
     ShapeState,
@@ -55,6 +56,7 @@ class Moves:
             Move.STAY: self._stay,
             Move.FINISH: self._finish,
             Move.PLAN: self._plan,
+            Move.PROFILE: self._profile,
             Move.START_RECORDER: self._start_recorder,
             Move.KEEP_PLAN: self._keep_plan,
             Move.RUN_PLAIN: self._return_to_plain,
@@ -106,6 +108,19 @@ class Moves:
                 shape, costs, self._known(shape), None, is_final=is_final
             )
         return self._first_plans.lowered(shape, costs, plan, phase)
+
+    def _profile(self, shape: PlainShape, outcome: Outcome, phase: Phase) -> ShapeState:
+        """Runs a quick plan in place of the plain step, which fits, so that it can be recorded."""
+        with self._fit.progress("planning steps that are recorded"):
+            plan = self._first_plans.roomy(
+                shape, shape.costs, self._known(shape), None, is_final=False
+            )
+        self._fit.event(
+            EventKind.PROFILE,
+            "The next steps run in order and are recorded: what their ops cost tells how large a "
+            "batch can be.",
+        )
+        return self._first_plans.lowered(replace(shape, plain_fits=True), shape.costs, plan, phase)
 
     def _start_recorder(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Records the next steps, unless the same ops were measured at a larger shape."""
@@ -159,12 +174,14 @@ class Moves:
         return replace(shape.planned(shape.run, shape.costs, plan, phase), called=True)
 
     def _return_to_plain(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
-        self._fit.event(
-            EventKind.PLAIN,
-            "By what was measured the plain step needs "
-            f"{format_bytes(self._first_plans.plain_peak_bytes(shape.costs))}, within "
-            f"{format_bytes(self._planner.usable_bytes)}: it comes back.",
-        )
+        reason = "The plain step comes back, as it was measured to fit."
+        if not shape.plain_fits:
+            reason = (
+                "By what was measured the plain step needs "
+                f"{format_bytes(self._first_plans.plain_peak_bytes(shape.costs))}, within "
+                f"{format_bytes(self._planner.usable_bytes)}: it comes back."
+            )
+        self._fit.event(EventKind.PLAIN, reason)
         return shape.plainly(self._fit.installed.run_plain, shape.costs, phase)
 
     def _start_solver(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:

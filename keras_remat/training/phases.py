@@ -3,7 +3,8 @@
 A batch shape goes through phases. It runs plainly and is measured (PLAIN), or a first plan runs
 once (WARM_UP), is recorded by the profiler (RECORD), goes on while a better one is solved for
 beside it (SOLVE), and the plan made from that is measured (VERIFY), until a step is final and only
-watched (FINAL). After every step the driver
+watched (FINAL). Where a larger batch is searched, a step that runs plainly is recorded once, too:
+in order, under a plan, and Keras's own comes back. After every step the driver
 (:mod:`keras_remat.training.step_trainer`) states the :class:`Facts`, asks :func:`decide`, and makes
 the move. A move that cannot be made (no plan was found) is noted among the facts, and the table is
 asked again: the row below is what is done instead.
@@ -66,6 +67,8 @@ class Move(Enum):
     """What runs was measured within the limit and is final."""
     PLAN = auto()
     """The plain step is over the limit: the first plan is made."""
+    PROFILE = auto()
+    """The plain step fits: a plan takes over for as long as its ops are measured."""
     START_RECORDER = auto()
     """The next steps are recorded."""
     KEEP_PLAN = auto()
@@ -100,8 +103,10 @@ class Facts:
         may_split: whether the batch may be trained in (more) micro-batches.
         may_miss: whether a plan that is known to miss the limit is better than none.
         runs_a_plan: whether a plan runs, and not Keras's own step.
-        plain_fits: whether Keras's own step is predicted to fit with room to spare.
+        plain_fits: whether Keras's own step was measured within the limit, or is predicted to fit
+            with room to spare.
         plain_ruled_out: whether Keras's own step is known not to fit, whatever is predicted.
+        wants_profile: whether its ops are to be measured where Keras's own step fits.
         recorded: what came of recording.
         solves_beside: whether a process of its own may solve while training goes on.
         solved: whether that process has ended.
@@ -118,6 +123,7 @@ class Facts:
     runs_a_plan: bool = True
     plain_fits: bool = False
     plain_ruled_out: bool = False
+    wants_profile: bool = False
     recorded: Recorded = Recorded.NONE
     solves_beside: bool = False
     solved: bool = False
@@ -154,23 +160,23 @@ _OVER, _OOM, _MEASURED = (
     {"over_limit": True}, {"out_of_memory": True}, {"recorded": Recorded.MEASURED},
 )  # fmt: skip
 _MISSES = {**_OVER, "may_miss": False}
+_PLAIN_FITS = {"runs_a_plan": True, "plain_fits": True, "plain_ruled_out": False}
 
 TABLE: tuple[Row, ...] = (
     # whatever the phase, a step that ran out of memory comes first
+    Row(None, {**_OOM, **_PLAIN_FITS}, Move.RUN_PLAIN, Phase.PLAIN),
     Row(None, {**_OOM, "attempts_left": True}, Move.LOWER_LIMIT, None),
     Row(None, {**_OOM, "may_split": True}, Move.SPLIT, None),
     Row(None, _OOM, Move.REFUSE, Phase.FINAL),
     Row(Phase.PLAIN, _OVER, Move.PLAN, None),
     Row(Phase.PLAIN, {**_OVER, "may_split": True}, Move.SPLIT, None),
     Row(Phase.PLAIN, _OVER, Move.KEEP_SMALLEST, Phase.FINAL),
+    Row(Phase.PLAIN, {"enough_steps": True, "wants_profile": True}, Move.PROFILE, Phase.WARM_UP),
     Row(Phase.PLAIN, {"enough_steps": True}, Move.FINISH, Phase.FINAL),
     Row(Phase.PLAIN, {}, Move.STAY, Phase.PLAIN),
     Row(Phase.WARM_UP, {}, Move.START_RECORDER, Phase.RECORD),
     Row(Phase.RECORD, {"recorded": Recorded.NONE}, Move.STAY, Phase.RECORD),
-    Row(
-        Phase.RECORD, {**_MEASURED, "plain_fits": True, "plain_ruled_out": False},
-        Move.RUN_PLAIN, Phase.PLAIN,
-    ),
+    Row(Phase.RECORD, _PLAIN_FITS, Move.RUN_PLAIN, Phase.PLAIN),
     Row(Phase.RECORD, {**_MEASURED, "solves_beside": True}, Move.START_SOLVER, Phase.SOLVE),
     Row(Phase.RECORD, _MEASURED, Move.REPLAN, Phase.VERIFY),
     Row(Phase.RECORD, {**_MEASURED, **_MISSES}, Move.KEEP_SMALLEST, Phase.FINAL),
@@ -225,12 +231,14 @@ class Tries:
         tightenings: how often the plan was made again since the batch was last split.
         out_of_memory: how often a step ran out of memory.
         splits: how many numbers of micro-batches were tried.
+        profiled: whether a step that runs plainly was recorded for its ops' costs.
         plain_ruled_out: whether Keras's own step is known not to fit.
     """
 
     tightenings: int = 0
     out_of_memory: int = 0
     splits: int = 0
+    profiled: bool = False
     plain_ruled_out: bool = False
 
     def attempts_left(self, *, out_of_memory: bool) -> bool:
@@ -255,6 +263,8 @@ class Tries:
             return replace(self, tightenings=self.tightenings + 1)
         if move is Move.LOWER_LIMIT:
             return replace(self, out_of_memory=self.out_of_memory + 1, plain_ruled_out=True)
+        if move is Move.PROFILE:
+            return replace(self, profiled=True)
         if move is Move.SPLIT:
             return replace(self, splits=self.splits + 1, tightenings=0, plain_ruled_out=True)
         if move is Move.KEEP_SMALLEST:

@@ -77,6 +77,9 @@ class ShapeState:
         may_split: whether the size of a step is not given, so that a batch may be split.
         may_miss: whether a plan that is known to miss the limit is better than none: not where
             there is a smaller batch to go back to.
+        wants_profile: whether its ops are to be measured where Keras's own step fits, because
+            larger batches are planned by their costs.
+        plain_fits: whether Keras's own step was measured within the limit.
         called: whether ``run`` has had its first call, which is slower and larger than others.
         steps: what the later calls in this phase measured; where the phase may be long, the last
             one.
@@ -90,6 +93,8 @@ class ShapeState:
     phase: Phase
     may_split: bool = False
     may_miss: bool = True
+    wants_profile: bool = False
+    plain_fits: bool = False
     tries: Tries = field(default_factory=Tries)
     recorded: Recorded = Recorded.NONE
     called: bool = False
@@ -198,8 +203,8 @@ class Solving(PlannedShape):
 
 
 _CARRIED = (
-    "signature", "batch_size", "may_split", "may_miss", "tries", "recorded", "resident_bytes",
-    "over_limit_plans",
+    "signature", "batch_size", "may_split", "may_miss", "wants_profile", "plain_fits", "tries",
+    "recorded", "resident_bytes", "over_limit_plans",
 )  # fmt: skip
 
 

@@ -88,7 +88,13 @@ class StepTrainer:
     # ---------------------------------------------------------------- one batch
 
     def run(
-        self, batch: Any, *, may_split: bool = False, may_miss: bool = True, timed: bool = False
+        self,
+        batch: Any,
+        *,
+        may_split: bool = False,
+        may_miss: bool = True,
+        wants_profile: bool = False,
+        timed: bool = False,
     ) -> Any:
         """Trains one batch and returns its logs.
 
@@ -96,6 +102,7 @@ class StepTrainer:
             may_split: whether the size of a step is not given: a batch that fits under no schedule
                 may then be trained in micro-batches.
             may_miss: whether a plan that is known to miss the limit is better than none.
+            wants_profile: whether its ops are to be measured where Keras's own step fits.
             timed: whether the step is waited for, whatever that costs.
 
         Raises:
@@ -105,7 +112,8 @@ class StepTrainer:
         key = signature_of(batch)
         if key not in self._shapes:
             with self._fit.planning():
-                self._set(self._prepare(batch, may_split, may_miss))
+                shape = self._new_shape(batch, may_split, may_miss, wants_profile)
+                self._set(self._prepare(shape, batch))
         self._reference = self._reference or key
         is_same_size = batch_size_of(batch) == self._shapes[self._reference].batch_size
         if is_same_size and is_within(self._reference, key):
@@ -155,19 +163,20 @@ class StepTrainer:
         """Returns whether the next step has to be undone if it runs out of memory, whatever the
         copy costs: copies make steps up to a fifth slower, and plain steps are compared with
         others."""
-        first_only = self._on_gpu or shape.phase in (Phase.PLAIN, Phase.FINAL)
+        first_only = self.on_gpu or shape.phase in (Phase.PLAIN, Phase.FINAL)
         return not (first_only and shape.called)
 
     def _is_timed(self, shape: ShapeState) -> bool:
         """Returns whether the next step is waited for. On a GPU that leaves gaps between kernels,
         and a final step's peak is known when its call returns. Several processes tell each other
         what such a step took, which takes time."""
-        costs_time = self._on_gpu or self.backend.processes.count > 1
+        costs_time = self.on_gpu or self.backend.processes.count > 1
         asynchronous = costs_time and shape.phase in (Phase.SOLVE, Phase.FINAL) and shape.called
         return not asynchronous or self._fit.steps_run % _TIMED_EVERY == 0
 
     @property
-    def _on_gpu(self) -> bool:
+    def on_gpu(self) -> bool:
+        """Whether the steps run on another device than the host, which holds the data."""
         return not self.backend.device.name.upper().startswith("CPU")
 
     def _follow(self, shape: ShapeState, outcome: Outcome) -> ShapeState:
@@ -195,8 +204,6 @@ class StepTrainer:
 
     def _facts(self, shape: ShapeState, outcome: Outcome) -> Facts:
         out_of_memory = isinstance(outcome, OutOfMemory)
-        costs = shape.costs if isinstance(shape, TracedShape) else None
-        pieces = 1 if costs is None else costs.micro_batches
         return Facts(
             phase=shape.phase,
             enough_steps=len(shape.steps) >= self._wanted_steps(shape),
@@ -205,18 +212,24 @@ class StepTrainer:
             may_split=shape.may_split and shape.tries.splits_left,
             may_miss=shape.may_miss,
             runs_a_plan=isinstance(shape, PlannedShape),
-            plain_fits=costs is not None
-            and pieces == 1
-            and shape.phase is Phase.RECORD  # elsewhere it decides nothing, and a replay takes long
-            and shape.recorded is Recorded.MEASURED
-            and self._first_plans.plain_peak_bytes(costs, with_room=True) <= self.usable_bytes,
+            plain_fits=shape.plain_fits or self._plain_is_predicted_to_fit(shape),
             plain_ruled_out=shape.tries.plain_ruled_out,
+            wants_profile=shape.wants_profile
+            and shape.recorded is Recorded.NONE
+            and not shape.tries.profiled,
             recorded=shape.recorded,
             # on a CPU, solving would share the cores with the steps that are measured
-            solves_beside=self._on_gpu and self.backend.processes.count == 1,
+            solves_beside=self.on_gpu and self.backend.processes.count == 1,
             solved=isinstance(shape, Solving) and shape.solved,
             out_of_memory=out_of_memory,
         )
+
+    def _plain_is_predicted_to_fit(self, shape: ShapeState) -> bool:
+        """Returns whether by the costs that were just recorded Keras's own step fits."""
+        if not isinstance(shape, Recording) or shape.recorded is not Recorded.MEASURED:
+            return False
+        peak_bytes = self._first_plans.plain_peak_bytes(shape.costs, with_room=True)
+        return shape.costs.micro_batches == 1 and peak_bytes <= self.usable_bytes
 
     def _wanted_steps(self, shape: ShapeState) -> int:
         """Returns how many steps of a phase are measured: more plain ones where larger ones will
@@ -228,25 +241,31 @@ class StepTrainer:
 
     # ---------------------------------------------------------------- a new shape
 
-    def _prepare(self, batch: Any, may_split: bool, may_miss: bool) -> ShapeState:
+    def _new_shape(
+        self, batch: Any, may_split: bool, may_miss: bool, wants_profile: bool
+    ) -> ShapeState:
+        """Returns a batch's shape before anything is known of it."""
+        return ShapeState(
+            signature=signature_of(batch),
+            batch_size=batch_size_of(batch),
+            run=self._fit.installed.run_plain,
+            phase=Phase.FINAL,
+            may_split=may_split,
+            may_miss=may_miss,
+            wants_profile=wants_profile,
+            tries=Tries(plain_ruled_out=not self._plain_may_run),
+            recorded=Recorded.NONE if self.backend.measures_op_times else Recorded.BLIND,
+        )
+
+    def _prepare(self, shape: ShapeState, batch: Any) -> ShapeState:
         """Returns how a batch of a new shape is trained first.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
-        size = batch_size_of(batch)
+        size = shape.batch_size
         self._fit.report.batch_size = self._fit.report.batch_size or size
         self._fit.tell_statistics(self.backend.device)
-        shape = ShapeState(
-            signature=signature_of(batch),
-            batch_size=size,
-            run=self._fit.installed.run_plain,
-            phase=Phase.FINAL,
-            may_split=may_split,
-            may_miss=may_miss,
-            tries=Tries(plain_ruled_out=not self._plain_may_run),
-            recorded=Recorded.NONE if self.backend.measures_op_times else Recorded.BLIND,
-        )
         pieces = min(size, self.pieces)
         may_run_plain = self._plain_may_run and pieces == 1
         if may_run_plain and self._plain_is_known_to_fit(shape.signature):
@@ -274,7 +293,7 @@ class StepTrainer:
                 f"{format_bytes(self.usable_bytes)} (limit {format_bytes(self.limit_bytes)} less "
                 f"{self._options.margin:.0%} margin): it will not be run.",
             )
-        plan, costs, phase = self._first_plans.find(shape, costs, batch, known, may_miss=may_miss)
+        plan, costs, phase = self._first_plans.find(shape, costs, batch, known)
         return self._first_plans.lowered(shape, costs, plan, phase)
 
     def _plain_is_known_to_fit(self, signature: Signature) -> bool:

@@ -84,6 +84,22 @@ def test_what_ran_above_its_prediction_is_taken_off_the_budget():
     assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - 1000
 
 
+def test_while_training_goes_on_the_first_size_allows_for_other_pools():
+    """What other pools may add, nothing has measured yet; afterwards what was measured counts."""
+    climbing = climb(100, trained=10)
+    problem = chain_problem(100)
+    order = Schedule.store_all(problem.graph)
+    climbing._search.plan = plan_problem(problem, LIMIT, FakeBackend(), solver="store_all")
+    added = LIMIT // 10
+    climbing.backend.memory.spread_bytes = lambda *of: added if of == (problem, order) else 0
+    size, plan = climbing.choose(Scaling())
+    assert 80 <= size < 100
+    assert plan.predicted.peak_bytes <= LIMIT - added
+    climbing.note(size, plan, plan.predicted.peak_bytes, fits=True)
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT
+    assert climbing.choose(Scaling())[0] > size
+
+
 def test_out_of_memory_has_no_peak():
     climbing = climb(100)
     size, plan = climbing.choose(Scaling())

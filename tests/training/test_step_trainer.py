@@ -66,6 +66,48 @@ def test_plain_step_that_fits_is_left_alone():
     assert backend.traced == [SIZE]
 
 
+@pytest.mark.parametrize("profiler", ["free", "blind", "busy"])
+def test_a_plain_step_that_fits_is_recorded_where_a_larger_batch_is_searched(profiler):
+    """Once, in order, and Keras's own step comes back whatever the profiler saw."""
+    backend = FakeBackend(profiler=profiler)
+    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    for step in range(20):
+        trainer.run(batch_of(step * SIZE, SIZE), wants_profile=True)
+    assert backend.kinds[:3] == ["plain"] * 3
+    recorded = backend.kinds.count("remat")
+    assert 2 <= recorded <= 4
+    assert backend.kinds[3:] == ["remat"] * recorded + ["plain"] * (17 - recorded)
+    assert event_kinds(report) == ["profile", "plain", "fits"]
+    assert trainer.plan is None
+    assert trainer.settled
+    source = "measured" if profiler == "free" else "estimated"
+    assert trainer.reference_costs(batch_of(0, SIZE))[0].profile.source == source
+    assert backend.samples == list(range(20 * SIZE))
+
+
+def test_a_recorded_step_that_runs_out_of_memory_gives_way_to_the_plain_one():
+    backend = FakeBackend()
+    backend.fails_at = {4}
+    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    for step in range(10):
+        trainer.run(batch_of(step * SIZE, SIZE), wants_profile=True)
+    assert backend.kinds == ["plain"] * 10
+    assert event_kinds(report) == ["profile", "plain", "fits"]
+    assert trainer.limit_bytes == PLAIN
+    assert backend.samples == list(range(10 * SIZE))
+
+
+def test_a_plain_step_stays_where_no_plan_is_found_to_record(monkeypatch):
+    def nothing(*_, **__):
+        raise ScheduleNotFoundError(1, 1)
+
+    note_solves(monkeypatch, nothing)
+    trainer, report = trainer_on(FakeBackend(), options(limit=PLAIN))
+    for step in range(6):
+        trainer.run(batch_of(step * SIZE, SIZE), wants_profile=True)
+    assert event_kinds(report) == ["fits"]
+
+
 def test_without_a_limit_the_devices_memory_is_it():
     trainer, report = trainer_on(
         FakeBackend(memory_bytes=PLAIN * 2), options(limit=None, margin=0.25)
