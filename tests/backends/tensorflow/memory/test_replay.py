@@ -97,7 +97,7 @@ def test_what_was_measured_corrects_orders_as_tight():
 @pytest.mark.parametrize("region_mib", [0, 256])
 def test_other_pools_take_more_and_the_prediction_stays(region_mib):
     """Values of many sizes, so that free chunks are often up to twice as large as a request."""
-    reads = [tuple(v for v in (k - 9, k - 1) if v >= 0) for k in range(40)]
+    reads = [tuple(v for v in (k - 13, k - 1) if v >= 0) for k in range(40)]
     ops = [Op(k, f"o{k}", "a", reads[k], (k,)) for k in range(40)]
     problem = problem_of(ops, [1 + 7 * k % 23 for k in range(40)], (39,), resident_mib=5)
     memory = ReplayedMemory(smallest_bytes=0, region_bytes=region_mib * MIB)
