@@ -373,6 +373,9 @@ class BatchTrainer:
             with self._steps.fit.long_task("looking for the largest batch"):
                 chosen = climb.choose(scaling)
         new, plan = (climb.trained, None) if chosen is None else chosen
+        if chosen is None and climb.trained == size == self._loader:
+            self._refuse_larger("no order leaves room for the chunks that other steps left.")
+            return
         if chosen is None:
             self._climb = None
             self._report.max_batch_size = climb.trained

@@ -1,8 +1,9 @@
 """Makes the moves that the phase table decides on: each returns how the shape is trained next.
 
 A move that needs a plan raises :class:`~keras_remat.errors.InfeasibleBudgetError` or
-:class:`~keras_remat.errors.ScheduleNotFoundError` where none is found; the driver then asks the
-table for another one (:mod:`keras_remat.training.phases`).
+:class:`~keras_remat.errors.ScheduleNotFoundError` where none is found, and
+:class:`~keras_remat.errors.UnsupportedModelError` where the step cannot be swapped; the driver then
+asks the table for another one (:mod:`keras_remat.training.phases`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Moves:
         """Returns how the shape is trained after a move other than REFUSE.
 
         Raises:
-            InfeasibleBudgetError, ScheduleNotFoundError: no plan was found that it needs.
+            InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError: no plan was found
+                that it needs, or none can be run.
         """
         return self._by_move[move](shape, outcome, phase)
 
@@ -111,16 +113,16 @@ class Moves:
 
     def _profile(self, shape: PlainShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Runs a quick plan in place of the plain step, which fits, so that it can be recorded."""
+        costs, known = shape.costs, self._known(shape)
         with self._fit.progress("planning steps that are recorded"):
-            plan = self._first_plans.roomy(
-                shape, shape.costs, self._known(shape), None, is_final=False
-            )
+            plan = self._first_plans.roomy(shape, costs, known, None, is_final=False)
+        planned = self._first_plans.lowered(replace(shape, plain_fits=True), costs, plan, phase)
         self._fit.event(
             EventKind.PROFILE,
             "The next steps run in order and are recorded: what their ops cost tells how large a "
             "batch can be.",
         )
-        return self._first_plans.lowered(replace(shape, plain_fits=True), shape.costs, plan, phase)
+        return planned
 
     def _start_recorder(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Records the next steps, unless the same ops were measured at a larger shape."""

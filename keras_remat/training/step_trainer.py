@@ -22,7 +22,7 @@ from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
-from keras_remat.errors import UnsupportedBatchError
+from keras_remat.errors import UnsupportedBatchError, UnsupportedModelError
 from keras_remat.planning.fit_plans import StepPlanner, TunerOptions
 from keras_remat.planning.plan import Plan
 from keras_remat.training.baseline import Baseline
@@ -184,8 +184,8 @@ class StepTrainer:
         next one is.
 
         Raises:
-            InfeasibleBudgetError, ScheduleNotFoundError: the batch ran out of memory and cannot be
-                trained.
+            InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError: the batch ran out
+                of memory and cannot be trained.
         """
         facts, failure, limit = self._facts(shape, outcome), None, self.limit_bytes
         while True:
@@ -197,8 +197,10 @@ class StepTrainer:
             try:
                 with self._fit.planning():
                     return self._moves.make(move, shape, outcome, phase)
-            except NOT_FOUND as error:
+            except (*NOT_FOUND, UnsupportedModelError) as error:
                 logger.debug("keras_remat: %s cannot be made: %s", move.name, error)
+                if isinstance(error, UnsupportedModelError):
+                    self._fit.event(EventKind.REMARK, str(error))
                 failure, facts = error, replace(facts, failed=facts.failed | {move})
                 shape = replace(shape, tries=shape.tries.without(move))
 

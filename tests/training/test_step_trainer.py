@@ -1041,11 +1041,24 @@ def test_without_statistics_plans_are_made_by_predicted_peaks(limit):
 # ------------------------------------------------------------------ what cannot be swapped
 
 
-def test_random_state_in_kernels_is_no_reason_to_refuse_a_plain_step():
+@pytest.mark.parametrize("wants_profile", [False, True])
+def test_random_state_in_kernels_is_no_reason_to_refuse_a_plain_step(wants_profile):
     backend = FakeBackend(kind="RandomStandardNormal")
-    trainer, _ = trainer_on(backend, options(limit=PLAIN))
-    train(trainer, 5)
+    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    for step in range(5):
+        trainer.run(batch_of(step * SIZE, SIZE), wants_profile=wants_profile)
     assert backend.kinds == ["plain"] * 5
+    assert event_kinds(report) == ["remark"] * wants_profile + ["fits"]
+
+
+def test_a_plain_step_that_cannot_be_swapped_and_measures_over_the_limit_trains_once(recwarn):
+    backend = FakeBackend(kind="RandomStandardNormal", surplus_bytes=lambda what, size: PLAIN)
+    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    train(trainer, 5)
+    assert backend.samples == list(range(5 * SIZE))
+    assert backend.kinds == ["plain"] * 5
+    assert event_kinds(report) == ["exceeded", "remark", "over-limit"]
+    assert "Training goes on with it" in str(recwarn[0].message)
 
 
 def test_a_step_with_random_state_in_its_kernels_is_not_swapped():
