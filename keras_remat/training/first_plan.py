@@ -248,11 +248,6 @@ class FirstPlans:
         problem, size = costs.problem, shape.batch_size
         is_final = is_final or not self._backend.measures_op_times
         budgets = self._budgets_bytes(problem, known, is_final=is_final)
-        if running is not None and not shape.may_miss:
-            # a larger batch follows: what already keeps room is not made faster by giving it up
-            least = self._with_room(problem, 1)
-            if self._planner.predict(problem, running).peak_bytes <= least < budgets[0]:
-                budgets = least, self._planner.usable_bytes
         if not is_final:
             return self._planner.quick(problem, size, budgets[0])
         try:
@@ -276,15 +271,10 @@ class FirstPlans:
             for plan, _, phase in known.plans
             if known.is_family and (phase is Phase.VERIFY or not is_final)
         }
-        usable = self._planner.usable_bytes
-        is_unmeasured = not is_final and problem.profile.source == "estimated"
-        times = max(len(orders), is_unmeasured)
-        return (self._with_room(problem, times), usable) if times else (usable,)
-
-    def _with_room(self, problem: Problem, times: int) -> int:
-        """Returns the bytes that leave room so many times."""
         resident, usable = problem.profile.resident_bytes, self._planner.usable_bytes
-        return resident + int((usable - resident) / _ROOM**times)
+        is_unmeasured = not is_final and problem.profile.source == "estimated"
+        roomy = resident + int((usable - resident) / _ROOM ** max(len(orders), is_unmeasured))
+        return (usable,) if roomy == usable else (roomy, usable)
 
     def _cached(self, problem: Problem) -> Plan | None:
         try:

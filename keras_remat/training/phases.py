@@ -101,7 +101,8 @@ class Facts:
         over_limit: whether a measured step took more than the limit.
         attempts_left: whether the plan may be made again for such a reason once more.
         may_split: whether the batch may be trained in (more) micro-batches.
-        may_miss: whether a plan that is known to miss the limit is better than none.
+        may_miss: whether a plan that is known to miss the limit is better than none, or no peak is
+            measured.
         runs_a_plan: whether a plan runs, and not Keras's own step.
         plain_fits: whether Keras's own step was measured within the limit, or is predicted to fit
             with room to spare.
@@ -159,7 +160,7 @@ class Row:
 _OVER, _OOM, _MEASURED = (
     {"over_limit": True}, {"out_of_memory": True}, {"recorded": Recorded.MEASURED},
 )  # fmt: skip
-_MISSES = {**_OVER, "may_miss": False}
+_MISSES, _KEEPS = ({"over_limit": over, "may_miss": False} for over in (True, False))
 _PLAIN_FITS = {"runs_a_plan": True, "plain_fits": True, "plain_ruled_out": False}
 
 TABLE: tuple[Row, ...] = (
@@ -177,6 +178,8 @@ TABLE: tuple[Row, ...] = (
     Row(Phase.WARM_UP, {}, Move.START_RECORDER, Phase.RECORD),
     Row(Phase.RECORD, {"recorded": Recorded.NONE}, Move.STAY, Phase.RECORD),
     Row(Phase.RECORD, _PLAIN_FITS, Move.RUN_PLAIN, Phase.PLAIN),
+    # the order of a larger batch was made from measured costs; another one may miss the limit
+    Row(Phase.RECORD, {**_MEASURED, **_KEEPS}, Move.KEEP_PLAN, Phase.VERIFY),
     Row(Phase.RECORD, {**_MEASURED, "solves_beside": True}, Move.START_SOLVER, Phase.SOLVE),
     Row(Phase.RECORD, _MEASURED, Move.REPLAN, Phase.VERIFY),
     Row(Phase.RECORD, {**_MEASURED, **_MISSES}, Move.KEEP_SMALLEST, Phase.FINAL),

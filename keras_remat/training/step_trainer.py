@@ -212,7 +212,7 @@ class StepTrainer:
             over_limit=self._is_over(shape),
             attempts_left=shape.tries.attempts_left(out_of_memory=out_of_memory),
             may_split=shape.may_split and shape.tries.splits_left,
-            may_miss=shape.may_miss,
+            may_miss=shape.may_miss or not self.backend.device.has_statistics,
             runs_a_plan=isinstance(shape, PlannedShape),
             plain_fits=shape.plain_fits or self._plain_is_predicted_to_fit(shape),
             plain_ruled_out=shape.tries.plain_ruled_out,

@@ -172,6 +172,21 @@ def test_every_path_ends():
             Move.START_SOLVER,
             Phase.SOLVE,
         ),
+        (
+            {"phase": Phase.RECORD, "recorded": Recorded.MEASURED, "may_miss": False},
+            Move.KEEP_PLAN,
+            Phase.VERIFY,
+        ),
+        (
+            {
+                "phase": Phase.RECORD,
+                "recorded": Recorded.MEASURED,
+                "may_miss": False,
+                "over_limit": True,
+            },
+            Move.REPLAN,
+            Phase.VERIFY,
+        ),
         ({"phase": Phase.SOLVE}, Move.STAY, Phase.SOLVE),
         ({"phase": Phase.SOLVE, "solved": True}, Move.REPLAN, Phase.VERIFY),
         ({"phase": Phase.SOLVE, "over_limit": True}, Move.REPLAN, Phase.VERIFY),
