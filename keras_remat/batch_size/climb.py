@@ -22,6 +22,8 @@ from keras_remat.planning.plan import Plan
 
 #: Sizes that run at most.
 MOST_SIZES = 10
+#: Solves at most for one size: the first tells what share of the budget the allocator wastes.
+_SOLVES = 3
 
 
 class SizeClimb:
@@ -106,7 +108,12 @@ class SizeClimb:
                 if plan.solution.schedule not in self._orders:
                     self._orders.append(plan.solution.schedule)
                 return size * self._multiple, plan
-            search.solve_at(size, self._solver, self.solve_s)
+            for _ in range(_SOLVES):
+                search.solve_at(size, self._solver, self.solve_s)
+                left_s = self._deadline_s - time.perf_counter()
+                if search.largest in sizes or left_s < self.solve_s:
+                    break
+                search.seed += 1
             solved = True
 
     def _learn_newest(self, scaling: BatchScaling) -> None:

@@ -114,6 +114,8 @@ class StepTrainer:
             with self._fit.planning():
                 shape = self._new_shape(batch, may_split, may_miss, wants_profile)
                 self._set(self._prepare(shape, batch))
+        elif self._shapes[key].may_miss != may_miss:  # a batch that was larger may be the one now
+            self._set(replace(self._shapes[key], may_miss=may_miss))
         self._reference = self._reference or key
         is_same_size = batch_size_of(batch) == self._shapes[self._reference].batch_size
         if is_same_size and is_within(self._reference, key):

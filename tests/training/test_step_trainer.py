@@ -541,6 +541,21 @@ def test_where_a_smaller_batch_trains_no_plan_runs_that_is_known_to_miss_the_lim
     assert not [one for one in recwarn if "over the limit" in str(one.message)]
 
 
+def test_a_larger_batch_that_has_become_the_one_that_trains_is_not_said_to_give_way(recwarn):
+    """Its step comes to take more than the limit long after it was final."""
+    backend = FakeBackend()
+    trainer, report = trainer_on(backend, options())
+    for step in range(8):
+        trainer.run(batch_of(step * SIZE, SIZE), may_miss=False)
+    assert trainer.settled
+    backend.surplus_bytes = lambda what, size: 2 * PLAIN
+    for step in range(8, 30):
+        trainer.run(batch_of(step * SIZE, SIZE))
+    assert "Training goes on with it" in str(recwarn[-1].message)
+    assert not any("takes over" in event.message for event in report.events)
+    assert backend.samples == list(range(30 * SIZE))
+
+
 def test_a_plan_that_is_predicted_to_save_little_is_measured():
     """What one schedule measured above its prediction tells little of others."""
     first = []
