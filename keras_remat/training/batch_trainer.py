@@ -48,6 +48,9 @@ _SEARCH_STEPS, _SEARCH_SHARE, _LEAST_SEARCH_S, _MOST_SEARCH_S = 200, 0.2, 1.0, 6
 _QUICK_SHARE, _SOLVE_SHARE = 0.4, 0.1
 #: Steps of one size whose median time is compared with another size's.
 _COMPARED_STEPS = 5
+#: A plain step is recorded where so many are left: recording it, and measuring it again, takes 8 to
+#: 20 of them.
+_LEAST_PROFILED_STEPS = 100
 
 
 class BatchTrainer:
@@ -99,7 +102,7 @@ class BatchTrainer:
         if self._size is None:
             self._train_held()
             may_change = self._wanted != "keep"
-            self._logs = self._train(batch, may_split=may_change, wants_profile=self._may_grow)
+            self._logs = self._train(batch, may_split=may_change, wants_profile=self._wants_profile)
             self._epoch_samples += samples
             if self._searching and self._is_ready(batch):
                 self._search(batch)
@@ -272,10 +275,11 @@ class BatchTrainer:
         return None if at_most is None else self._divisible(at_most)
 
     @property
-    def _may_grow(self) -> bool:
-        """Whether a larger batch will be searched."""
-        at_most = self._at_most if self._searching else 0
-        return at_most is None or at_most > self._loader
+    def _wants_profile(self) -> bool:
+        """Whether a larger batch will be searched, and trained for long enough."""
+        at_most, left = self._at_most if self._searching else 0, self._steps.fit.most_steps_left
+        may_grow = at_most is None or at_most > self._loader
+        return may_grow and (left is None or left >= _LEAST_PROFILED_STEPS)
 
     @property
     def _samples_per_epoch(self) -> int | None:
