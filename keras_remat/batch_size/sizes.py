@@ -47,7 +47,7 @@ class Facts:
         failures: how many sizes have failed since one trained.
         reached: the largest size up to the most that is worth running which a known order reaches
             by prediction; 0 where none does.
-        solved: whether a new order was solved for since a size last ran.
+        solves_left: how many more new orders may be solved for before a size runs.
         time_to_run, time_to_solve: whether there is time left for it.
         runs_left: how many more sizes may run.
     """
@@ -59,7 +59,7 @@ class Facts:
     failed_is_measured: bool
     failures: int
     reached: int
-    solved: bool
+    solves_left: int
     time_to_run: bool
     time_to_solve: bool
     runs_left: int
@@ -96,7 +96,7 @@ def next_size(facts: Facts) -> tuple[Move, int]:
 
     Example:
         >>> facts = Facts(predicted=100, at_most=1000, trained=0, failed=1001, failures=0,
-        ...               failed_is_measured=False, reached=100, solved=False, time_to_run=True,
+        ...               failed_is_measured=False, reached=100, solves_left=1, time_to_run=True,
         ...               time_to_solve=True, runs_left=10)
         >>> next_size(facts)
         (<Move.RUN: 1>, 100)
@@ -106,7 +106,7 @@ def next_size(facts: Facts) -> tuple[Move, int]:
         return Move.STOP, 0
     if facts.reached in sizes:
         return Move.RUN, facts.reached
-    if facts.solved or (facts.trained and not facts.time_to_solve):
+    if not facts.solves_left or (facts.trained and not facts.time_to_solve):
         return Move.STOP, 0
     # a new order is made for a size a little above the least one, so that it reaches that one
     aim = math.ceil(sizes[0] * (1 + RESOLUTION)) if facts.trained else sizes[-1]

@@ -34,6 +34,7 @@ from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.plan import Plan
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.pieces import MOST_OPS, Tried, next_pieces, pays
+from keras_remat.training.shape_state import USUAL_TERMS, Terms
 from keras_remat.training.step_trainer import StepTrainer
 from keras_remat.units import format_bytes, format_seconds
 
@@ -117,21 +118,12 @@ class BackendRace:
 
     # ---------------------------------------------------------------- one batch
 
-    def run(
-        self,
-        batch: Any,
-        *,
-        may_split: bool = False,
-        may_miss: bool = True,
-        wants_profile: bool = False,
-    ) -> Any:
+    def run(self, batch: Any, terms: Terms = USUAL_TERMS) -> Any:
         """Trains one batch and returns its logs.
 
         Args:
-            may_split: whether a batch that fits under no schedule of any way may be trained in
-                micro-batches.
-            may_miss: whether a plan that is known to miss the limit is better than none.
-            wants_profile: whether its ops are to be measured where Keras's own step fits.
+            terms: a batch is split after the last way has failed, and no way misses the limit where
+                pieces may be tried.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit; this batch
@@ -145,9 +137,11 @@ class BackendRace:
             try:
                 result = self.trainer.run(
                     batch,
-                    may_split=may_split and is_last,
-                    may_miss=may_miss and not self._chooses_pieces,
-                    wants_profile=wants_profile,
+                    replace(
+                        terms,
+                        may_split=terms.may_split and is_last,
+                        may_miss=terms.may_miss and not self._chooses_pieces,
+                    ),
                     timed=self._trial is not None,
                 )
             except _FAILURES as error:

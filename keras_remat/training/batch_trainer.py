@@ -39,6 +39,7 @@ from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.grouping import BatchGrouper
 from keras_remat.training.learning_rate import LearningRateScaling
+from keras_remat.training.shape_state import USUAL_TERMS, Terms
 from keras_remat.units import format_bytes
 
 #: The search may take as long as this many steps of training, or this share of those that are left,
@@ -101,8 +102,9 @@ class BatchTrainer:
         self._loader = self._loader or samples
         if self._size is None:
             self._train_held()
-            may_change = self._wanted != "keep"
-            self._logs = self._train(batch, may_split=may_change, wants_profile=self._wants_profile)
+            may_split = self._wanted != "keep"
+            terms = Terms(may_split=may_split, wants_profile=self._wants_profile)
+            self._logs = self._train(batch, terms)
             self._epoch_samples += samples
             if self._searching and self._is_ready(batch):
                 self._search(batch)
@@ -172,7 +174,7 @@ class BatchTrainer:
             self._climb = None
             self._change(max(self._loader, self._divisible(most)))
 
-    def _train(self, batch: Any, **options: Any) -> Any:
+    def _train(self, batch: Any, terms: Terms = USUAL_TERMS) -> Any:
         size = batch_size_of(batch)
         # a rest that is smaller than the loader's batches is trained as such a rest always is
         usual = min(self._loader, self._size or self._loader)
@@ -180,7 +182,7 @@ class BatchTrainer:
         started = time.perf_counter()
         with self._learning_rate.during(factor):
             try:
-                logs = self._steps.run(self._steps.fit.installed.as_given(batch), **options)
+                logs = self._steps.run(self._steps.fit.installed.as_given(batch), terms)
             except RematError:
                 self._group.put_back(batch)  # it was not trained
                 raise
@@ -195,7 +197,7 @@ class BatchTrainer:
             size = self._size
             try:
                 climbs = self._climb is not None and size > self._climb.trained
-                self._logs = self._train(self._group.take(size), may_miss=not climbs)
+                self._logs = self._train(self._group.take(size), Terms(may_miss=not climbs))
             except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
                 if self._climb is None:
                     raise
@@ -378,7 +380,11 @@ class BatchTrainer:
                 chosen = climb.choose(scaling)
         new, plan = (climb.trained, None) if chosen is None else chosen
         if chosen is None and climb.trained == size == self._loader:
-            self._refuse_larger("no order leaves room for the chunks that other steps left.")
+            self._refuse_larger(
+                f"no order keeps one within {format_bytes(climb.corrected_budget_bytes(scaling))}, "
+                f"which is {format_bytes(climb.budget_bytes)} less what the allocator's free "
+                "chunks may cost it. A higher limit would do."
+            )
             return
         if chosen is None:
             self._climb = None

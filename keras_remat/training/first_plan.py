@@ -191,7 +191,7 @@ class FirstPlans:
         try:
             plan, costs = self.split(shape, costs.micro_batches, batch, failure)
         except ScheduleNotFoundError as error:
-            if not shape.may_miss:
+            if not shape.terms.may_miss:
                 raise
             plan = self._a_little_over(shape, costs, error)
         return plan, costs, Phase.WARM_UP
@@ -293,7 +293,7 @@ class FirstPlans:
     ) -> tuple[Plan, Costs]:
         """Returns a plan that trains the batch in more pieces than ``micro_batches`` and sums their
         gradients; raises ``error`` where that is not allowed or does not help."""
-        most = shape.batch_size if shape.may_split else 1
+        most = shape.batch_size if shape.terms.may_split else 1
         for count in (n for n in MICRO_BATCHES if micro_batches < n <= most):
             try:
                 costs = self.trace(batch, Known(), count)

@@ -116,7 +116,7 @@ class Moves:
         costs, known = shape.costs, self._known(shape)
         with self._fit.progress("planning steps that are recorded"):
             plan = self._first_plans.roomy(shape, costs, known, None, is_final=False)
-        planned = self._first_plans.lowered(replace(shape, plain_fits=True), costs, plan, phase)
+        planned = self._first_plans.lowered(shape, costs, plan, phase)
         self._fit.event(
             EventKind.PROFILE,
             "The next steps run in order and are recorded: what their ops cost tells how large a "
@@ -177,7 +177,7 @@ class Moves:
 
     def _return_to_plain(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         reason = "The plain step comes back, as it was measured to fit."
-        if not shape.plain_fits:
+        if not shape.tries.profiled:
             reason = (
                 "By what was measured the plain step needs "
                 f"{format_bytes(self._first_plans.plain_peak_bytes(shape.costs))}, within "
@@ -285,7 +285,7 @@ class Moves:
                 costs.problem, known, Phase.VERIFY, orders
             ) or self._planner.nearest(costs.problem, shape.batch_size, needed, orders)
         misses = plan.predicted.peak_bytes > self._planner.limit_bytes
-        if plan.solution.schedule in orders or (misses and not shape.may_miss):
+        if plan.solution.schedule in orders or (misses and not shape.terms.may_miss):
             raise self._planner.not_found(costs.problem, peak)
         self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")
         shape = replace(shape, over_limit_plans=tried)
@@ -310,7 +310,7 @@ class Moves:
             f"measured, over the limit of {format_bytes(self._planner.limit_bytes)}; no schedule "
             "that takes less was found."
         )
-        if shape.may_miss:
+        if shape.terms.may_miss:
             self._fit.warn(EventKind.OVER_LIMIT, f"{message} Training goes on with it.")
         else:
             self._fit.event(EventKind.OVER_LIMIT, f"{message} A smaller batch takes over.")

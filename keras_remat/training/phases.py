@@ -160,7 +160,7 @@ class Row:
 _OVER, _OOM, _MEASURED = (
     {"over_limit": True}, {"out_of_memory": True}, {"recorded": Recorded.MEASURED},
 )  # fmt: skip
-_MISSES, _KEEPS = ({"over_limit": over, "may_miss": False} for over in (True, False))
+_MISSES = {**_OVER, "may_miss": False}
 _PLAIN_FITS = {"runs_a_plan": True, "plain_fits": True, "plain_ruled_out": False}
 
 TABLE: tuple[Row, ...] = (
@@ -179,7 +179,10 @@ TABLE: tuple[Row, ...] = (
     Row(Phase.RECORD, {"recorded": Recorded.NONE}, Move.STAY, Phase.RECORD),
     Row(Phase.RECORD, _PLAIN_FITS, Move.RUN_PLAIN, Phase.PLAIN),
     # the order of a larger batch was made from measured costs; another one may miss the limit
-    Row(Phase.RECORD, {**_MEASURED, **_KEEPS}, Move.KEEP_PLAN, Phase.VERIFY),
+    Row(
+        Phase.RECORD, {**_MEASURED, "over_limit": False, "may_miss": False},
+        Move.KEEP_PLAN, Phase.VERIFY,
+    ),
     Row(Phase.RECORD, {**_MEASURED, "solves_beside": True}, Move.START_SOLVER, Phase.SOLVE),
     Row(Phase.RECORD, _MEASURED, Move.REPLAN, Phase.VERIFY),
     Row(Phase.RECORD, {**_MEASURED, **_MISSES}, Move.KEEP_SMALLEST, Phase.FINAL),

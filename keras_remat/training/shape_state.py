@@ -52,6 +52,27 @@ def is_within(small: Signature, large: Signature) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Terms:
+    """On what terms a batch is trained.
+
+    Args:
+        may_split: whether the size of a step is not given: a batch that fits under no schedule may
+            then be trained in micro-batches.
+        may_miss: whether a plan that is known to miss the limit is better than none: not where
+            there is a smaller batch to go back to.
+        wants_profile: whether its ops are to be measured where Keras's own step fits, because
+            larger batches are planned by their costs.
+    """
+
+    may_split: bool = False
+    may_miss: bool = True
+    wants_profile: bool = False
+
+
+USUAL_TERMS = Terms()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """What the traced step of a batch shape costs.
 
@@ -74,12 +95,6 @@ class ShapeState:
     """How batches of one shape are trained: by Keras's own step, which was not traced for it.
 
     Args:
-        may_split: whether the size of a step is not given, so that a batch may be split.
-        may_miss: whether a plan that is known to miss the limit is better than none: not where
-            there is a smaller batch to go back to.
-        wants_profile: whether its ops are to be measured where Keras's own step fits, because
-            larger batches are planned by their costs.
-        plain_fits: whether Keras's own step was measured within the limit.
         called: whether ``run`` has had its first call, which is slower and larger than others.
         steps: what the later calls in this phase measured; where the phase may be long, the last
             one.
@@ -91,10 +106,7 @@ class ShapeState:
     batch_size: int
     run: RunStep
     phase: Phase
-    may_split: bool = False
-    may_miss: bool = True
-    wants_profile: bool = False
-    plain_fits: bool = False
+    terms: Terms = field(default_factory=Terms)
     tries: Tries = field(default_factory=Tries)
     recorded: Recorded = Recorded.NONE
     called: bool = False
@@ -203,8 +215,7 @@ class Solving(PlannedShape):
 
 
 _CARRIED = (
-    "signature", "batch_size", "may_split", "may_miss", "wants_profile", "plain_fits", "tries",
-    "recorded", "resident_bytes", "over_limit_plans",
+    "signature", "batch_size", "terms", "tries", "recorded", "resident_bytes", "over_limit_plans",
 )  # fmt: skip
 
 

@@ -32,12 +32,14 @@ from keras_remat.training.moves import Moves
 from keras_remat.training.phases import Facts, Move, Phase, Recorded, Tries, decide
 from keras_remat.training.shape_family import ShapeFamily
 from keras_remat.training.shape_state import (
+    USUAL_TERMS,
     PlainShape,
     PlannedShape,
     Recording,
     ShapeState,
     Signature,
     Solving,
+    Terms,
     TracedShape,
     is_within,
     signature_of,
@@ -87,22 +89,12 @@ class StepTrainer:
 
     # ---------------------------------------------------------------- one batch
 
-    def run(
-        self,
-        batch: Any,
-        *,
-        may_split: bool = False,
-        may_miss: bool = True,
-        wants_profile: bool = False,
-        timed: bool = False,
-    ) -> Any:
+    def run(self, batch: Any, terms: Terms = USUAL_TERMS, *, timed: bool = False) -> Any:
         """Trains one batch and returns its logs.
 
         Args:
-            may_split: whether the size of a step is not given: a batch that fits under no schedule
-                may then be trained in micro-batches.
-            may_miss: whether a plan that is known to miss the limit is better than none.
-            wants_profile: whether its ops are to be measured where Keras's own step fits.
+            terms: those of a shape's first batch stay, but for ``may_miss``: a batch that was
+                larger may have become the one that trains.
             timed: whether the step is waited for, whatever that costs.
 
         Raises:
@@ -112,10 +104,9 @@ class StepTrainer:
         key = signature_of(batch)
         if key not in self._shapes:
             with self._fit.planning():
-                shape = self._new_shape(batch, may_split, may_miss, wants_profile)
-                self._set(self._prepare(shape, batch))
-        elif self._shapes[key].may_miss != may_miss:  # a batch that was larger may be the one now
-            self._set(replace(self._shapes[key], may_miss=may_miss))
+                self._set(self._prepare(batch, terms))
+        shape = self._shapes[key]
+        self._set(replace(shape, terms=replace(shape.terms, may_miss=terms.may_miss)))
         self._reference = self._reference or key
         is_same_size = batch_size_of(batch) == self._shapes[self._reference].batch_size
         if is_same_size and is_within(self._reference, key):
@@ -213,12 +204,13 @@ class StepTrainer:
             enough_steps=len(shape.steps) >= self._wanted_steps(shape),
             over_limit=self._is_over(shape),
             attempts_left=shape.tries.attempts_left(out_of_memory=out_of_memory),
-            may_split=shape.may_split and shape.tries.splits_left,
-            may_miss=shape.may_miss or not self.backend.device.has_statistics,
+            may_split=shape.terms.may_split and shape.tries.splits_left,
+            may_miss=shape.terms.may_miss or not self.backend.device.has_statistics,
             runs_a_plan=isinstance(shape, PlannedShape),
-            plain_fits=shape.plain_fits or self._plain_is_predicted_to_fit(shape),
+            # a plain step was measured to fit before it is profiled
+            plain_fits=shape.tries.profiled or self._plain_is_predicted_to_fit(shape),
             plain_ruled_out=shape.tries.plain_ruled_out,
-            wants_profile=shape.wants_profile
+            wants_profile=shape.terms.wants_profile
             and shape.recorded is Recorded.NONE
             and not shape.tries.profiled,
             recorded=shape.recorded,
@@ -238,38 +230,31 @@ class StepTrainer:
     def _wanted_steps(self, shape: ShapeState) -> int:
         """Returns how many steps of a phase are measured: more plain ones where larger ones will
         take over that are compared with them."""
-        compared = shape.phase is Phase.PLAIN and shape.may_split and bool(shape.steps)
+        compared = shape.phase is Phase.PLAIN and shape.terms.may_split and bool(shape.steps)
         if compared and min(step.time_s for step in shape.steps) >= _LONG_STEP_S:
             return max(self._options.profile_steps, _COMPARED_STEPS)
         return self._options.profile_steps
 
     # ---------------------------------------------------------------- a new shape
 
-    def _new_shape(
-        self, batch: Any, may_split: bool, may_miss: bool, wants_profile: bool
-    ) -> ShapeState:
-        """Returns a batch's shape before anything is known of it."""
-        return ShapeState(
-            signature=signature_of(batch),
-            batch_size=batch_size_of(batch),
-            run=self._fit.installed.run_plain,
-            phase=Phase.FINAL,
-            may_split=may_split,
-            may_miss=may_miss,
-            wants_profile=wants_profile,
-            tries=Tries(plain_ruled_out=not self._plain_may_run),
-            recorded=Recorded.NONE if self.backend.measures_op_times else Recorded.BLIND,
-        )
-
-    def _prepare(self, shape: ShapeState, batch: Any) -> ShapeState:
+    def _prepare(self, batch: Any, terms: Terms) -> ShapeState:
         """Returns how a batch of a new shape is trained first.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
-        size = shape.batch_size
+        size = batch_size_of(batch)
         self._fit.report.batch_size = self._fit.report.batch_size or size
         self._fit.tell_statistics(self.backend.device)
+        shape = ShapeState(
+            signature=signature_of(batch),
+            batch_size=size,
+            run=self._fit.installed.run_plain,
+            phase=Phase.FINAL,
+            terms=terms,
+            tries=Tries(plain_ruled_out=not self._plain_may_run),
+            recorded=Recorded.NONE if self.backend.measures_op_times else Recorded.BLIND,
+        )
         pieces = min(size, self.pieces)
         may_run_plain = self._plain_may_run and pieces == 1
         if may_run_plain and self._plain_is_known_to_fit(shape.signature):

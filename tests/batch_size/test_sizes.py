@@ -29,7 +29,7 @@ def facts_of(**changes):
         "failed_is_measured": True,
         "failures": 0,
         "reached": 0,
-        "solved": False,
+        "solves_left": 1,
         "time_to_run": True,
         "time_to_solve": True,
         "runs_left": 5,
@@ -45,7 +45,7 @@ def all_facts():
             for failures, runs_left, reached in itertools.product((0, 1, 3), (0, 1), (0, *SIZES)):
                 if bool(failures) > (failed <= at_most):
                     continue
-                for measured, solved, to_run, to_solve in FLAGS:
+                for measured, solves_left, to_run, to_solve in FLAGS:
                     yield Facts(
                         predicted=predicted,
                         at_most=at_most,
@@ -54,7 +54,7 @@ def all_facts():
                         failed_is_measured=measured,
                         failures=failures,
                         reached=reached,
-                        solved=solved,
+                        solves_left=solves_left,
                         time_to_run=to_run,
                         time_to_solve=to_solve,
                         runs_left=runs_left,
@@ -74,7 +74,7 @@ def test_every_combination_of_facts_has_a_legal_answer():
             assert facts.runs_left
             assert size in worth_running(facts)
         if move is Move.SOLVE:
-            assert not facts.solved, "a range is solved for once"
+            assert facts.solves_left
         if move is Move.RUN:
             assert size == facts.reached
             assert facts.time_to_run or not facts.trained
@@ -96,10 +96,10 @@ def test_every_path_ends_at_the_largest_size_that_trains(fits, off, measures):
             break
         if move is Move.SOLVE:
             reach = max(reach, size) if size <= fits else reach
-            facts = facts_of(**(vars(facts) | {"solved": True}))
+            facts = facts_of(**(vars(facts) | {"solves_left": facts.solves_left - 1}))
             continue
         ran.append(size)
-        changes = {"solved": False, "runs_left": facts.runs_left - 1}
+        changes = {"solves_left": 1, "runs_left": facts.runs_left - 1}
         if size <= fits:
             changes |= {"trained": size, "failures": 0}
         else:

@@ -8,6 +8,7 @@ from fake_backend import FakeBackend, batch_of, store_all_peak, trainer_on
 from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.baseline import Baseline
+from keras_remat.training.shape_state import Terms
 
 SIZE = 100
 TIGHT = int(store_all_peak(SIZE) * 0.7)
@@ -45,7 +46,7 @@ def test_long_plain_steps_are_measured_more_often_where_larger_ones_will_follow(
     for step in range(12):
         assert (report.baseline is not None) == (step >= 3)
         assert trainer.settled == (step >= steps)
-        trainer.run(batch_of(step * SIZE, SIZE), may_split=grows)
+        trainer.run(batch_of(step * SIZE, SIZE), Terms(may_split=grows))
     assert report.baseline.time_s == pytest.approx(16.0 * slowness)
 
 

@@ -20,6 +20,7 @@ from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, Uns
 from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.training import batch_trainer
 from keras_remat.training.batch_trainer import BatchTrainer
+from keras_remat.units import format_bytes
 
 LOADER = 10
 
@@ -53,7 +54,7 @@ class FakeSteps:
     def reference_costs(self, batch):
         return None, {}
 
-    def run(self, batch, *, may_split=False, may_miss=True, wants_profile=False):
+    def run(self, batch, terms=None):
         size = len(batch[0])
         if size > self.fits:
             raise ScheduleNotFoundError(self.limit_bytes, 1)
@@ -388,9 +389,9 @@ class Timed(FakeSteps):
         super().__init__()
         self.clock, self.seconds = clock, seconds
 
-    def run(self, batch, *, may_split=False, may_miss=True, wants_profile=False):
+    def run(self, batch, terms=None):
         self.clock[0] += self.seconds(len(batch[0]))
-        return super().run(batch, may_split=may_split)
+        return super().run(batch, terms)
 
 
 def fastest_of(monkeypatch, seconds):
@@ -528,6 +529,20 @@ def test_measured_peak_that_leaves_room_is_stepped_up_to():
     assert f"a batch of {found} measured" in next(
         event.message for event in report.events if event.kind == "step-up"
     )
+
+
+def test_where_other_pools_may_take_all_the_room_the_loaders_batch_stays():
+    backend = FakeBackend()
+    limit = store_all_peak(4 * LOADER)
+    backend.memory.spread_bytes = lambda problem, schedule: limit - store_all_peak(LOADER) // 2
+    trainer, report, changes = on_tuner(backend, "max", limit)
+    total = epoch(trainer, batches=40)
+    assert backend.samples == list(range(total))
+    assert changes == []
+    assert report.max_batch_size == LOADER
+    told = [event.message for event in report.events if event.kind == "search"]
+    assert "No larger batch" in told[-1]
+    assert format_bytes(limit) in told[-1]
 
 
 def test_a_plan_that_recomputes_more_than_the_search_allowed_is_an_event(monkeypatch):

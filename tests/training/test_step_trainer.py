@@ -29,6 +29,7 @@ from keras_remat.errors import (
 from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.make_plan import closest_plan, plan_problem
 from keras_remat.planning.plan import load_plan
+from keras_remat.training.shape_state import Terms
 
 SIZE = 100
 PLAIN = store_all_peak(SIZE)
@@ -72,7 +73,7 @@ def test_a_plain_step_that_fits_is_recorded_where_a_larger_batch_is_searched(pro
     backend = FakeBackend(profiler=profiler)
     trainer, report = trainer_on(backend, options(limit=PLAIN))
     for step in range(20):
-        trainer.run(batch_of(step * SIZE, SIZE), wants_profile=True)
+        trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
     assert backend.kinds[:3] == ["plain"] * 3
     recorded = backend.kinds.count("remat")
     assert 2 <= recorded <= 4
@@ -90,7 +91,7 @@ def test_a_recorded_step_that_runs_out_of_memory_gives_way_to_the_plain_one():
     backend.fails_at = {4}
     trainer, report = trainer_on(backend, options(limit=PLAIN))
     for step in range(10):
-        trainer.run(batch_of(step * SIZE, SIZE), wants_profile=True)
+        trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
     assert backend.kinds == ["plain"] * 10
     assert event_kinds(report) == ["profile", "plain", "fits"]
     assert trainer.limit_bytes == PLAIN
@@ -104,7 +105,7 @@ def test_a_plain_step_stays_where_no_plan_is_found_to_record(monkeypatch):
     note_solves(monkeypatch, nothing)
     trainer, report = trainer_on(FakeBackend(), options(limit=PLAIN))
     for step in range(6):
-        trainer.run(batch_of(step * SIZE, SIZE), wants_profile=True)
+        trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
     assert event_kinds(report) == ["fits"]
 
 
@@ -417,15 +418,15 @@ def test_batch_that_fits_under_no_schedule_is_cut_where_that_is_allowed():
         trainer.run(batch_of(0, SIZE))
     assert backend.ran == []
     with pytest.warns(UserWarning, match="4 micro-batches"):
-        trainer.run(batch_of(0, SIZE), may_split=True)
+        trainer.run(batch_of(0, SIZE), Terms(may_split=True))
     for step in range(1, 12):
-        trainer.run(batch_of(step * SIZE, SIZE), may_split=True)
+        trainer.run(batch_of(step * SIZE, SIZE), Terms(may_split=True))
     assert backend.samples == list(range(12 * SIZE))
     assert trainer.micro_batches == 4
     assert "micro-batches" in event_kinds(report)
     assert trainer.settled_peak_bytes <= limit
     with pytest.warns(UserWarning, match="2 micro-batches"):
-        trainer.run(batch_of(0, SIZE // 2), may_split=True)
+        trainer.run(batch_of(0, SIZE // 2), Terms(may_split=True))
     assert backend.ran[-1][0] != "plain", (
         "what a smaller batch takes does not follow from the pieces"
     )
@@ -436,13 +437,13 @@ def test_step_that_cannot_be_cut_is_refused_as_before():
     backend.can_be_cut = False
     trainer, _ = trainer_on(backend, options(limit=chain_problem(SIZE).floor_bytes - 1))
     with pytest.raises(InfeasibleBudgetError) as caught:
-        trainer.run(batch_of(0, SIZE), may_split=True)
+        trainer.run(batch_of(0, SIZE), Terms(may_split=True))
     assert isinstance(caught.value.__cause__, UnsupportedModelError)
 
 
 def run_cut(trainer, steps):
     for step in range(steps):
-        trainer.run(batch_of(step * SIZE, SIZE), may_split=True)
+        trainer.run(batch_of(step * SIZE, SIZE), Terms(may_split=True))
 
 
 def test_step_that_measures_over_the_limit_under_every_plan_goes_on_in_micro_batches():
@@ -508,7 +509,7 @@ def test_sample_that_does_not_fit_alone_is_refused():
     backend = FakeBackend()
     trainer, _ = trainer_on(backend, options(limit=RESIDENT_BYTES + 1))
     with pytest.raises(InfeasibleBudgetError):
-        trainer.run(batch_of(0, 1), may_split=True)
+        trainer.run(batch_of(0, 1), Terms(may_split=True))
     assert backend.traced == [1]
 
 
@@ -530,7 +531,7 @@ def test_where_a_smaller_batch_trains_no_plan_runs_that_is_known_to_miss_the_lim
     backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
     trainer, report = trainer_on(backend, options())
     for step in range(16):
-        trainer.run(batch_of(step * SIZE, SIZE), may_miss=False)
+        trainer.run(batch_of(step * SIZE, SIZE), Terms(may_miss=False))
     assert trainer.settled
     assert "swap" not in event_kinds(report)
     assert "tighten" not in event_kinds(report)  # after one measured step
@@ -546,7 +547,7 @@ def test_a_larger_batch_that_has_become_the_one_that_trains_is_not_said_to_give_
     backend = FakeBackend()
     trainer, report = trainer_on(backend, options())
     for step in range(8):
-        trainer.run(batch_of(step * SIZE, SIZE), may_miss=False)
+        trainer.run(batch_of(step * SIZE, SIZE), Terms(may_miss=False))
     assert trainer.settled
     backend.surplus_bytes = lambda what, size: 2 * PLAIN
     for step in range(8, 30):
@@ -1061,7 +1062,7 @@ def test_random_state_in_kernels_is_no_reason_to_refuse_a_plain_step(wants_profi
     backend = FakeBackend(kind="RandomStandardNormal")
     trainer, report = trainer_on(backend, options(limit=PLAIN))
     for step in range(5):
-        trainer.run(batch_of(step * SIZE, SIZE), wants_profile=wants_profile)
+        trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=wants_profile))
     assert backend.kinds == ["plain"] * 5
     assert event_kinds(report) == ["remark"] * wants_profile + ["fits"]
 
