@@ -22,7 +22,7 @@ class Trace:
         self.plane.stat_metadata[at].name = name
         return at
 
-    def event(self, name, start_us, duration_us=0, **stats):
+    def event(self, name, start_us, duration_us=0, /, **stats):
         event = self.line.events.add(
             metadata_id=self._name(name),
             offset_ps=int(start_us * 1e6),

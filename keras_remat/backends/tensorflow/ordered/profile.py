@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import chain
 from math import fsum, inf, prod
 from operator import attrgetter
 from statistics import median
@@ -191,7 +192,19 @@ class _Nodes:
         yield from self.compiled_calls(planes)
 
     def compiled_calls(self, planes: Sequence[Any]) -> Iterator[events.NodeEvent]:
-        """Yields the runs of those that XLA compiles."""
+        """Yields the runs of those that XLA compiles.
+
+        The executor may go on from inside of a call, so that its event lasts into the next step:
+        a run has ended when what reads its outputs begins.
+        """
+        begun = _begun(self, planes, {self.op_of[name] for name in self.compiled})
+        for call in self.calls(planes):
+            starts, end = begun.get(self.op_of[call.node], ()), call.start_ps + call.duration_ps
+            read = int(_first_from(starts, call.start_ps, end))
+            yield call._replace(duration_ps=min(end, read) - call.start_ps)
+
+    def calls(self, planes: Sequence[Any]) -> Iterator[events.NodeEvent]:
+        """Yields the events of those that XLA compiles."""
         if self.compiled:
             calls = events.asynchronous_events(planes)
             yield from (call for call in calls if call.node in self.compiled)
@@ -257,7 +270,7 @@ def _kernel_times(
 def _workspace(
     nodes: _Nodes,
     memory: list[tuple[int, str, dict[str, Any]]],
-    ends: dict[str, list[int]],
+    ends: Mapping[str, Sequence[int]],
     calls: Sequence[events.NodeEvent],
 ) -> dict[int, int]:
     """Op id → the most bytes it asked for at once that are none of its outputs.
@@ -297,7 +310,7 @@ def _workspace(
         if allocating is None:
             continue
         name = node if node in nodes.op_of else loop_of[allocating]
-        end = _end(ends.get(name, ()), start, inf if name in nodes.loops else start)
+        end = _first_from(ends.get(name, ()), start, inf if name in nodes.loops else start)
         outlives = freed.get((address, start), inf) > end
         if node in nodes.op_of and any(
             abs(nbytes - n) < max(_ALIGNMENT_BYTES, _PADDING * n) for n in outputs[allocating]
@@ -331,27 +344,36 @@ def _freed(memory: list[tuple[int, str, dict[str, Any]]]) -> dict[tuple[int, int
     return freed
 
 
-def _ends(nodes: _Nodes, planes: Sequence[Any]) -> dict[str, list[int]]:
+def _ends(nodes: _Nodes, planes: Sequence[Any]) -> dict[str, Sequence[int]]:
     """Node name → when its runs ended, in picoseconds, ascending; of a loop, which has no event
     of its own, when what reads its outputs began."""
-    readers: dict[int, list[str]] = defaultdict(list)
-    of_op, graph = {op_id: name for name, op_id in nodes.loops.items()}, nodes.graph
-    for op in graph.ops:
-        for value_id in op.inputs:
-            producer = graph.values[value_id].producer
-            if producer in of_op:
-                readers[op.id].append(of_op[producer])
     ends: dict[str, list[int]] = defaultdict(list)
     for node, start, duration in nodes.runs(planes):
-        op_id = nodes.op(node)
         if node in nodes.op_of and node not in nodes.loops:
             ends[node].append(start + duration)
-        for loop in readers.get(-1 if op_id is None else op_id, ()):
-            ends[loop].append(start)
-    return {node: sorted(times) for node, times in ends.items()}
+    begun = _begun(nodes, planes, set(nodes.loops.values()))
+    loops = {name: begun[op_id] for name, op_id in nodes.loops.items() if op_id in begun}
+    return {node: sorted(times) for node, times in ends.items()} | loops
 
 
-def _end(ends: Sequence[int], start: int, otherwise: float) -> float:
-    """Returns when the run ended that was under way at a time."""
-    at = bisect_left(ends, start)
-    return ends[at] if at < len(ends) else otherwise
+def _begun(nodes: _Nodes, planes: Sequence[Any], op_ids: Set[int]) -> dict[int, Sequence[int]]:
+    """Op id → when nodes that read its outputs began, in picoseconds, ascending."""
+    if not op_ids:
+        return {}
+    graph = nodes.graph
+    read: dict[int, list[int]] = defaultdict(list)
+    for made in op_ids:
+        for reader in {r for v in graph.ops[made].outputs for r in graph.readers[v]}:
+            read[reader].append(made)
+    begun: dict[int, list[int]] = defaultdict(list)
+    for node, start, _ in chain(events.node_events(planes), nodes.calls(planes)):
+        op_id = nodes.op(node)
+        for made in read.get(-1 if op_id is None else op_id, ()):
+            begun[made].append(start)
+    return {op_id: sorted(times) for op_id, times in begun.items()}
+
+
+def _first_from(times: Sequence[int], start: int, otherwise: float) -> float:
+    """Returns the first of ascending times that is not before a start."""
+    at = bisect_left(times, start)
+    return times[at] if at < len(times) else otherwise

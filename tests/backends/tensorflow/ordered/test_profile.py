@@ -476,8 +476,9 @@ def test_recording_of_real_steps_sees_most_ops_and_their_workspace(mlp):
     assert seen > 0.8 * len(traced.graph.needed)
 
 
-def test_what_xla_compiles_in_a_step_of_its_own_is_seen():
-    """Keras calls grouped convolutions so on a CPU; nothing says whose their scratch is."""
+@pytest.fixture(scope="module")
+def grouped():
+    """A step with a grouped convolution, which Keras has compiled by XLA on a CPU."""
     inputs = keras.Input((24, 24, 32))
     x = keras.layers.Conv2D(32, 7, padding="same", groups=32)(inputs)
     model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.GlobalAveragePooling2D()(x)))
@@ -487,6 +488,40 @@ def test_what_xla_compiles_in_a_step_of_its_own_is_seen():
     compiled = [op.id for op in traced.graph.ops if is_compiled(traced.handles[op.id])]
     if not compiled:
         pytest.skip("this device has a kernel for them")
+    return model, batch, traced, compiled
+
+
+def test_what_xla_compiles_ends_before_what_reads_it(grouped):
+    """The executor goes on from inside of a call, whose event then lasts into the next step's."""
+    traced, compiled = grouped[2:]
+    lowered = lowered_with(traced)
+    graph, order, trace = traced.graph, lowered.schedule.order, Trace()
+    reads = {
+        op: min(order.index(r) for v in graph.ops[op].outputs for r in graph.readers[v])
+        for op in compiled
+    }
+    for at, (op_id, names) in enumerate(zip(order, lowered.names, strict=True)):
+        for name in names:
+            if op_id in compiled:
+                trace.event("ExecutorState::ProcessAsync::Start", at, 1e4, name=name)
+            else:
+                trace.event(f"{name}:{graph.ops[op_id].kind}", at, 0.5)
+    first = compiled[0]
+    trace.allocate("", order.index(first) + 0.1, 0xA, 5000)
+    trace.free(order.index(first) + 0.2, 0xA)
+    late = reads[first] + 0.6
+    trace.allocate("", late, 0xB, 10**6)
+    trace.free(late + 0.1, 0xB)
+    profile = measured_profile(lowered, recorded(trace), 0)
+    for op, reader in reads.items():
+        assert profile.op_time_s[op] == pytest.approx((reader - order.index(op)) * 1e-6)
+    scratch = estimated_profile(traced).op_workspace_bytes[first]
+    assert profile.op_workspace_bytes[first] == max(5000, scratch)
+
+
+def test_what_xla_compiles_in_a_step_of_its_own_is_seen(grouped):
+    """Nothing says whose its scratch is."""
+    model, batch, traced, compiled = grouped
     estimated = estimated_profile(traced)
     problem = Problem(traced.graph, estimated)
     run = BACKEND.lower(traced, problem, Schedule.store_all(traced.graph))
