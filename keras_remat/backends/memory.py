@@ -16,6 +16,7 @@ bytes alive are all that is known (:class:`SimulatedMemory`). All three learn by
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -158,6 +159,39 @@ class CalibratedMemory:
         if self._store_all is None or self._store_all[0] is not problem:
             self._store_all = problem, store_all_bytes(problem)
         return self._store_all[1]
+
+
+class WorstCaseMemory:
+    """Predicts the highest peak of a schedule, whatever chunks earlier steps have left free.
+
+    Args:
+        memory: predicts the peak.
+        room_bytes: by so much the highest one may be above it, and does not count.
+    """
+
+    def __init__(self, memory: MemoryModel, room_bytes: float):
+        self._memory, self._room = memory, room_bytes
+        self.order_matters = memory.order_matters
+
+    def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns the peak, and by how much the highest one is above it and the room."""
+        peak = self._memory.peak_bytes(problem, schedule)
+        if self._room == inf:
+            return peak
+        over = self._memory.spread_bytes(problem, schedule) - int(self._room)
+        return peak + max(0, over)
+
+    def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
+        """Returns the peak where compiling tells it; see :class:`MemoryModel`."""
+        return self._memory.compiled_peak_bytes(problem, schedule)
+
+    def spread_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns 0: it is in the peak."""
+        return 0
+
+    def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
+        """Learns from what a schedule measured."""
+        self._memory.observe(problem, schedule, measured_peak_bytes)
 
 
 class SimulatedMemory(CalibratedMemory):

@@ -23,7 +23,7 @@ from keras_remat.planning.plan import Plan
 #: Sizes that run at most.
 MOST_SIZES = 10
 #: Orders that are solved for at most before a size runs: the first one tells what share of the
-#: budget the allocator wastes. FCN8 settled on 68 in ``fit`` with one, and on 95 with three.
+#: budget the allocator wastes.
 MOST_SOLVES = 3
 
 
@@ -33,6 +33,7 @@ class SizeClimb:
     Args:
         budget_bytes: what the device may have in use.
         search: by prediction.
+        worst_bytes: what it may have in use where earlier steps left the least fitting chunks.
         at_most: no size above it is chosen; ``None`` where only memory bounds it.
         trained: a size that has trained; 0 for none.
         max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
@@ -55,6 +56,7 @@ class SizeClimb:
         budget_bytes: int,
         search: BatchSearch,
         *,
+        worst_bytes: float = math.inf,
         at_most: int | None = None,
         trained: int = 0,
         max_overhead: MaxOverhead = "forward",
@@ -65,8 +67,8 @@ class SizeClimb:
         seed: int = 0,
     ):
         self.backend, self.budget_bytes, self.max_overhead = backend, budget_bytes, max_overhead
-        self.solve_s, self.seed = solve_s, seed
-        self._predicted, self._search = search.max_batch_size, search
+        self.worst_bytes, self.solve_s, self.seed = worst_bytes, solve_s, seed
+        self._predicted = search.max_batch_size
         self._at_most = self._predicted * 2**10 if at_most is None else at_most
         self._solver, self._deadline_s, self._multiple = solver, deadline_s, multiple
         self._orders = list(dict.fromkeys(search.orders))
@@ -87,13 +89,15 @@ class SizeClimb:
         sizes = worth_running(facts)
         if not sizes:
             return None
+        error = self.error_bytes(scaling)
         search = SizeSearch(
             lambda size: scaling.at(size * self._multiple),
-            self.corrected_budget_bytes(scaling),
+            max(1, self.budget_bytes - error),
             self.backend,
             self.max_overhead,
             sizes[-1],
             self.seed,
+            self.worst_bytes - error,
         )
         first = sizes[0] if self.trained else sizes[-1]
         self._learn_newest(scaling)
@@ -124,18 +128,16 @@ class SizeClimb:
         if fits_here and plan.solution.schedule not in self._orders:
             self._orders.append(plan.solution.schedule)
 
-    def corrected_budget_bytes(self, scaling: BatchScaling) -> int:
-        """Returns what predictions are held against, by what the last size that ran measured.
+    def error_bytes(self, scaling: BatchScaling) -> int:
+        """Returns what predictions are taken to be short by, from what the last size that ran
+        measured.
 
         How far off a prediction is differs from run to run, with the chunks that the one before
         left free: half of it is taken to be there again, and all of it after the second failure.
-        Where training goes on beside, the first size that is larger allows for other chunks, too.
         A size that ran out of memory tells no peak. Smaller sizes alone would not do after it,
         because a faster order fills the same bytes: the bytes shrink as the sizes do.
         """
         error = 0
-        if self._newest is None and self.trained and (plan := self._search.plan).problem:
-            error = self.backend.memory.spread_bytes(plan.problem, plan.solution.schedule)
         if self._newest is not None:
             size, plan, peak = self._newest
             problem, predicted = scaling.at(size), plan.predicted.peak_bytes
@@ -144,7 +146,7 @@ class SizeClimb:
             error = peak - predicted if self._failures > 1 else (peak - predicted) // 2
         if self._ran_out:
             error = max(error, int(shorter_by(self._ran_out) * self.budget_bytes))
-        return max(1, self.budget_bytes - error)
+        return error
 
     def _facts(self, reached: int, solves: int) -> Facts:
         (failed, failed_peak), multiple = self.failed, self._multiple

@@ -257,8 +257,9 @@ class BatchTrainer:
         self._report.max_batch_size = search.max_batch_size
         self._climb = SizeClimb(
             steps.trainer.backend,
-            self._usable_bytes,
+            steps.trainer.usable_bytes - self._held_bytes,
             search,
+            worst_bytes=steps.trainer.limit_bytes - self._held_bytes,
             at_most=at_most,
             trained=loader,
             solve_s=_SOLVE_SHARE * self._search_s,
@@ -311,23 +312,23 @@ class BatchTrainer:
                 self._scaling,
                 self._loader,
                 steps.limit_bytes,
-                self._usable_bytes,
+                steps.usable_bytes - self._held_bytes,
                 backend,
                 at_most=at_most,
                 time_limit_s=_QUICK_SHARE * self._search_s,
                 late_solver="auto",
                 late_time_limit_s=(1 - _QUICK_SHARE) * self._search_s,
+                worst_bytes=steps.limit_bytes - self._held_bytes,
                 multiple=backend.batch_multiple,
                 seed=self._seed,
             )
 
     @property
-    def _usable_bytes(self) -> int:
-        """What a step of joined batches may use. Where the device's memory is the host's, the
-        loader's newest batch and what was cut off it are there, too."""
+    def _held_bytes(self) -> int:
+        """What steps of joined batches hold beside the joined one. Where the device's memory is the
+        host's, that is the loader's newest batch and what was cut off it."""
         steps = self._steps.trainer
-        held = 0 if steps.on_gpu or steps.problem is None else 2 * steps.problem.graph.input_bytes
-        return steps.usable_bytes - held
+        return 0 if steps.on_gpu or steps.problem is None else 2 * steps.problem.graph.input_bytes
 
     @property
     def _search_s(self) -> float:
@@ -381,9 +382,8 @@ class BatchTrainer:
         new, plan = (climb.trained, None) if chosen is None else chosen
         if chosen is None and climb.trained == size == self._loader:
             self._refuse_larger(
-                f"no order keeps one within {format_bytes(climb.corrected_budget_bytes(scaling))}, "
-                f"which is {format_bytes(climb.budget_bytes)} less what the allocator's free "
-                "chunks may cost it. A higher limit would do."
+                f"no order was found that keeps one within {format_bytes(int(climb.worst_bytes))}, "
+                "whichever chunks earlier steps have left free in the allocator."
             )
             return
         if chosen is None:

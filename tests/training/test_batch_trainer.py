@@ -10,12 +10,15 @@ import pytest
 from fake_backend import (
     FakeBackend,
     batch_of,
+    chain_problem,
     event_kinds,
     note_solves,
     race_on,
     store_all_peak,
 )
 
+from keras_remat.backends.memory import store_all_bytes
+from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.training import batch_trainer
@@ -532,12 +535,24 @@ def test_measured_peak_that_leaves_room_is_stepped_up_to():
 
 
 def test_where_other_pools_may_take_all_the_room_the_loaders_batch_stays():
-    backend = FakeBackend()
-    limit = store_all_peak(4 * LOADER)
-    backend.memory.spread_bytes = lambda problem, schedule: limit - store_all_peak(LOADER) // 2
+    backend, limit = FakeBackend(), store_all_peak(4 * LOADER)
+
+    def spread_bytes(problem, schedule):
+        return limit if store_all_bytes(problem) > store_all_bytes(chain_problem(LOADER)) else 0
+
+    backend.memory.spread_bytes = spread_bytes
     trainer, report, changes = on_tuner(backend, "max", limit)
     total = epoch(trainer, batches=40)
     assert backend.samples == list(range(total))
+    assert changes == []
+    assert report.max_batch_size == trainer.search.max_batch_size == LOADER
+
+
+def test_a_search_whose_sizes_are_not_reached_after_all_leaves_the_loaders_batch(monkeypatch):
+    monkeypatch.setattr(SizeClimb, "choose", lambda self, scaling: None)
+    limit = store_all_peak(4 * LOADER)
+    trainer, report, changes = on_tuner(FakeBackend(), "max", limit)
+    epoch(trainer, batches=40)
     assert changes == []
     assert report.max_batch_size == LOADER
     told = [event.message for event in report.events if event.kind == "search"]
