@@ -161,12 +161,12 @@ class CalibratedMemory:
         return self._store_all[1]
 
 
-class WorstCaseMemory:
-    """Predicts the highest peak of a schedule, whatever chunks earlier steps have left free.
+class UsedPoolMemory:
+    """Predicts the peak of a schedule where steps of other batches have left chunks free.
 
     Args:
-        memory: predicts the peak.
-        room_bytes: by so much the highest one may be above it, and does not count.
+        memory: predicts the peak, and what such chunks add.
+        room_bytes: so much of what they add does not count.
     """
 
     def __init__(self, memory: MemoryModel, room_bytes: float):
@@ -174,7 +174,7 @@ class WorstCaseMemory:
         self.order_matters = memory.order_matters
 
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns the peak, and by how much the highest one is above it and the room."""
+        """Returns the peak, with what other chunks add to it beyond the room."""
         peak = self._memory.peak_bytes(problem, schedule)
         if self._room == inf:
             return peak

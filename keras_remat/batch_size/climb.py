@@ -33,7 +33,7 @@ class SizeClimb:
     Args:
         budget_bytes: what the device may have in use.
         search: by prediction.
-        worst_bytes: what it may have in use where earlier steps left the least fitting chunks.
+        used_pool_bytes: what it may have in use where earlier steps have left other chunks free.
         at_most: no size above it is chosen; ``None`` where only memory bounds it.
         trained: a size that has trained; 0 for none.
         max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
@@ -56,7 +56,7 @@ class SizeClimb:
         budget_bytes: int,
         search: BatchSearch,
         *,
-        worst_bytes: float = math.inf,
+        used_pool_bytes: float = math.inf,
         at_most: int | None = None,
         trained: int = 0,
         max_overhead: MaxOverhead = "forward",
@@ -67,7 +67,7 @@ class SizeClimb:
         seed: int = 0,
     ):
         self.backend, self.budget_bytes, self.max_overhead = backend, budget_bytes, max_overhead
-        self.worst_bytes, self.solve_s, self.seed = worst_bytes, solve_s, seed
+        self.used_pool_bytes, self.solve_s, self.seed = used_pool_bytes, solve_s, seed
         self._predicted = search.max_batch_size
         self._at_most = self._predicted * 2**10 if at_most is None else at_most
         self._solver, self._deadline_s, self._multiple = solver, deadline_s, multiple
@@ -97,7 +97,7 @@ class SizeClimb:
             self.max_overhead,
             sizes[-1],
             self.seed,
-            self.worst_bytes - error,
+            self.used_pool_bytes - error,
         )
         first = sizes[0] if self.trained else sizes[-1]
         self._learn_newest(scaling)

@@ -259,7 +259,7 @@ class BatchTrainer:
             steps.trainer.backend,
             steps.trainer.usable_bytes - self._held_bytes,
             search,
-            worst_bytes=steps.trainer.limit_bytes - self._held_bytes,
+            used_pool_bytes=steps.trainer.limit_bytes - self._held_bytes,
             at_most=at_most,
             trained=loader,
             solve_s=_SOLVE_SHARE * self._search_s,
@@ -318,7 +318,7 @@ class BatchTrainer:
                 time_limit_s=_QUICK_SHARE * self._search_s,
                 late_solver="auto",
                 late_time_limit_s=(1 - _QUICK_SHARE) * self._search_s,
-                worst_bytes=steps.limit_bytes - self._held_bytes,
+                used_pool_bytes=steps.limit_bytes - self._held_bytes,
                 multiple=backend.batch_multiple,
                 seed=self._seed,
             )
@@ -382,8 +382,8 @@ class BatchTrainer:
         new, plan = (climb.trained, None) if chosen is None else chosen
         if chosen is None and climb.trained == size == self._loader:
             self._refuse_larger(
-                f"no order was found that keeps one within {format_bytes(int(climb.worst_bytes))}, "
-                "whichever chunks earlier steps have left free in the allocator."
+                f"no order was found that keeps one within {format_bytes(int(climb.used_pool_bytes))}, "
+                "with the chunks that earlier steps have left free in the allocator."
             )
             return
         if chosen is None:

@@ -86,7 +86,7 @@ def test_what_ran_above_its_prediction_is_expected_again():
 
 def test_no_order_is_chosen_that_other_pools_may_put_over_the_worst():
     """What an order may need in other pools, the one that ran has not measured."""
-    climbing = climb(100, worst_bytes=LIMIT, trained=10)
+    climbing = climb(100, used_pool_bytes=LIMIT, trained=10)
     added = LIMIT // 10
     climbing.backend.memory.spread_bytes = lambda *of: added
     size, plan = climbing.choose(Scaling())
@@ -94,7 +94,7 @@ def test_no_order_is_chosen_that_other_pools_may_put_over_the_worst():
     assert LIMIT - 2 * added < plan.predicted.peak_bytes <= LIMIT - added, "and it is no prediction"
     climbing.note(size, plan, plan.predicted.peak_bytes, fits=True)
     assert climbing.choose(Scaling()) is None
-    climbing.worst_bytes = LIMIT + added  # as where a margin leaves room
+    climbing.used_pool_bytes = LIMIT + added  # as where a margin leaves room
     assert climbing.choose(Scaling())[0] == 100
 
 
