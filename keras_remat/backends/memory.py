@@ -16,7 +16,6 @@ bytes alive are all that is known (:class:`SimulatedMemory`). All three learn by
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -169,17 +168,14 @@ class UsedPoolMemory:
         room_bytes: so much of what they add does not count.
     """
 
-    def __init__(self, memory: MemoryModel, room_bytes: float):
-        self._memory, self._room = memory, room_bytes
+    def __init__(self, memory: MemoryModel, room_bytes: int):
+        self._memory, self._room_bytes = memory, room_bytes
         self.order_matters = memory.order_matters
 
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the peak, with what other chunks add to it beyond the room."""
-        peak = self._memory.peak_bytes(problem, schedule)
-        if self._room == inf:
-            return peak
-        over = self._memory.spread_bytes(problem, schedule) - int(self._room)
-        return peak + max(0, over)
+        over = self._memory.spread_bytes(problem, schedule) - self._room_bytes
+        return self._memory.peak_bytes(problem, schedule) + max(0, over)
 
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         """Returns the peak where compiling tells it; see :class:`MemoryModel`."""

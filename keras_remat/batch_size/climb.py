@@ -13,6 +13,7 @@ import math
 import time
 
 from keras_remat.backends.base import Backend
+from keras_remat.backends.memory import MemoryModel
 from keras_remat.batch_size.found import BatchSearch, MaxOverhead
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import SizeSearch
@@ -33,7 +34,7 @@ class SizeClimb:
     Args:
         budget_bytes: what the device may have in use.
         search: by prediction.
-        used_pool_bytes: what it may have in use where earlier steps have left other chunks free.
+        memory: predicts the peaks that the budget bounds; ``None`` for the backend's.
         at_most: no size above it is chosen; ``None`` where only memory bounds it.
         trained: a size that has trained; 0 for none.
         max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
@@ -56,7 +57,7 @@ class SizeClimb:
         budget_bytes: int,
         search: BatchSearch,
         *,
-        used_pool_bytes: float = math.inf,
+        memory: MemoryModel | None = None,
         at_most: int | None = None,
         trained: int = 0,
         max_overhead: MaxOverhead = "forward",
@@ -67,8 +68,8 @@ class SizeClimb:
         seed: int = 0,
     ):
         self.backend, self.budget_bytes, self.max_overhead = backend, budget_bytes, max_overhead
-        self.used_pool_bytes, self.solve_s, self.seed = used_pool_bytes, solve_s, seed
-        self._predicted = search.max_batch_size
+        self.solve_s, self.seed = solve_s, seed
+        self._predicted, self._memory = search.max_batch_size, memory
         self._at_most = self._predicted * 2**10 if at_most is None else at_most
         self._solver, self._deadline_s, self._multiple = solver, deadline_s, multiple
         self._orders = list(dict.fromkeys(search.orders))
@@ -89,15 +90,14 @@ class SizeClimb:
         sizes = worth_running(facts)
         if not sizes:
             return None
-        error = self.error_bytes(scaling)
         search = SizeSearch(
             lambda size: scaling.at(size * self._multiple),
-            max(1, self.budget_bytes - error),
+            self.corrected_budget_bytes(scaling),
             self.backend,
             self.max_overhead,
             sizes[-1],
             self.seed,
-            self.used_pool_bytes - error,
+            self._memory,
         )
         first = sizes[0] if self.trained else sizes[-1]
         self._learn_newest(scaling)
@@ -128,9 +128,8 @@ class SizeClimb:
         if fits_here and plan.solution.schedule not in self._orders:
             self._orders.append(plan.solution.schedule)
 
-    def error_bytes(self, scaling: BatchScaling) -> int:
-        """Returns what predictions are taken to be short by, from what the last size that ran
-        measured.
+    def corrected_budget_bytes(self, scaling: BatchScaling) -> int:
+        """Returns what predictions are held against, by what the last size that ran measured.
 
         How far off a prediction is differs from run to run, with the chunks that the one before
         left free: half of it is taken to be there again, and all of it after the second failure.
@@ -146,7 +145,7 @@ class SizeClimb:
             error = peak - predicted if self._failures > 1 else (peak - predicted) // 2
         if self._ran_out:
             error = max(error, int(shorter_by(self._ran_out) * self.budget_bytes))
-        return error
+        return max(1, self.budget_bytes - error)
 
     def _facts(self, reached: int, solves: int) -> Facts:
         (failed, failed_peak), multiple = self.failed, self._multiple

@@ -34,7 +34,7 @@ from itertools import count
 from statistics import median_low
 
 from keras_remat.backends.base import Backend
-from keras_remat.backends.memory import UsedPoolMemory
+from keras_remat.backends.memory import MemoryModel
 from keras_remat.batch_size.found import (
     BatchSearch,
     MaxOverhead,
@@ -91,7 +91,7 @@ def search_batch_size(
     late_solver: str | None = None,
     late_time_limit_s: float = 60.0,
     afterwards_s: Callable[[Plan], float] | None = None,
-    used_pool_bytes: float = math.inf,
+    memory: MemoryModel | None = None,
     multiple: int = 1,
     seed: int = 0,
 ) -> BatchSearch:
@@ -111,7 +111,7 @@ def search_batch_size(
             the others; no solve gets more than a quarter of it.
         afterwards_s: seconds that have to be left of the late time when a plan is the result;
             ``None`` for none.
-        used_pool_bytes: what a step may have in use where earlier ones have left other chunks free.
+        memory: predicts the peaks that the budget bounds; ``None`` for the backend's.
         multiple: every size is a multiple of it: see
             :attr:`~keras_remat.backends.base.Backend.batch_multiple`.
 
@@ -125,7 +125,7 @@ def search_batch_size(
         max_overhead,
         (_LARGEST_SIZE if at_most is None else at_most) // multiple,
         seed,
-        used_pool_bytes,
+        memory,
     )
     search.begin(min(start // multiple, search.at_most), solver, _SOLVE_TIME_SHARE * time_limit_s)
     quick_deadline_s = search.started + time_limit_s
@@ -157,10 +157,10 @@ class SizeSearch:
         max_overhead: MaxOverhead,
         at_most: int,
         seed: int,
-        used_pool_bytes: float = math.inf,
+        memory: MemoryModel | None = None,
     ):
         self.budget, self.backend, self.max_overhead = budget_bytes, backend, max_overhead
-        self._memory = UsedPoolMemory(backend.memory, used_pool_bytes - budget_bytes)
+        self._memory = memory or backend.memory
         self._problem_at = lru_cache(_REMEMBERED_PROBLEMS)(problem_at)
         self.at_most, self.seed = at_most, seed
         self.started = time.perf_counter()

@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.memory import UsedPoolMemory
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.found import BatchSearch, is_allowed
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
@@ -257,9 +258,9 @@ class BatchTrainer:
         self._report.max_batch_size = search.max_batch_size
         self._climb = SizeClimb(
             steps.trainer.backend,
-            steps.trainer.usable_bytes - self._held_bytes,
+            self._usable_bytes,
             search,
-            used_pool_bytes=steps.trainer.limit_bytes - self._held_bytes,
+            memory=self._memory,
             at_most=at_most,
             trained=loader,
             solve_s=_SOLVE_SHARE * self._search_s,
@@ -312,23 +313,30 @@ class BatchTrainer:
                 self._scaling,
                 self._loader,
                 steps.limit_bytes,
-                steps.usable_bytes - self._held_bytes,
+                self._usable_bytes,
                 backend,
                 at_most=at_most,
                 time_limit_s=_QUICK_SHARE * self._search_s,
                 late_solver="auto",
                 late_time_limit_s=(1 - _QUICK_SHARE) * self._search_s,
-                used_pool_bytes=steps.limit_bytes - self._held_bytes,
+                memory=self._memory,
                 multiple=backend.batch_multiple,
                 seed=self._seed,
             )
 
     @property
-    def _held_bytes(self) -> int:
-        """What steps of joined batches hold beside the joined one. Where the device's memory is the
-        host's, that is the loader's newest batch and what was cut off it."""
+    def _usable_bytes(self) -> int:
+        """What a step of joined batches may use. Where the device's memory is the host's, the
+        loader's newest batch and what was cut off it are there, too."""
         steps = self._steps.trainer
-        return 0 if steps.on_gpu or steps.problem is None else 2 * steps.problem.graph.input_bytes
+        held = 0 if steps.on_gpu or steps.problem is None else 2 * steps.problem.graph.input_bytes
+        return steps.usable_bytes - held
+
+    @property
+    def _memory(self) -> UsedPoolMemory:
+        """Predicts peaks beside steps of other sizes; what those add may take the margin."""
+        steps = self._steps.trainer
+        return UsedPoolMemory(steps.backend.memory, steps.limit_bytes - steps.usable_bytes)
 
     @property
     def _search_s(self) -> float:
@@ -382,8 +390,9 @@ class BatchTrainer:
         new, plan = (climb.trained, None) if chosen is None else chosen
         if chosen is None and climb.trained == size == self._loader:
             self._refuse_larger(
-                f"no order was found that keeps one within {format_bytes(int(climb.used_pool_bytes))}, "
-                "with the chunks that earlier steps have left free in the allocator."
+                f"{self._report.max_batch_size} samples were predicted to keep to "
+                f"{format_bytes(climb.budget_bytes)}. By the costs that were measured since, no "
+                f"more than {size} do. A higher limit would do."
             )
             return
         if chosen is None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from fake_backend import FakeBackend, chain_problem, store_all_peak
 
+from keras_remat.backends.memory import SimulatedMemory, UsedPoolMemory
 from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.core.schedule import Schedule
@@ -74,28 +75,28 @@ def test_no_size_above_the_most_is_chosen():
     assert max(ran) == 60
 
 
-def test_what_ran_above_its_prediction_is_expected_again():
+def test_what_ran_above_its_prediction_is_taken_off_the_budget():
     climbing = climb(100)
     size, plan = climbing.choose(Scaling())
-    assert climbing.error_bytes(Scaling()) == 0
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT
     climbing.note(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
-    assert climbing.error_bytes(Scaling()) == 500
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - 500
     climbing.note(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
-    assert climbing.error_bytes(Scaling()) == 1000
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - 1000
 
 
-def test_no_order_is_chosen_that_other_pools_may_put_over_the_worst():
-    """What an order may need in other pools, the one that ran has not measured."""
-    climbing = climb(100, used_pool_bytes=LIMIT, trained=10)
-    added = LIMIT // 10
-    climbing.backend.memory.spread_bytes = lambda *of: added
+def test_an_order_that_other_pools_may_put_over_the_budget_is_not_chosen():
+    """What it may need in those, the order that ran before has not measured."""
+    memory, added = SimulatedMemory(), LIMIT // 10
+    memory.spread_bytes = lambda *_: added
+    climbing = climb(100, memory=UsedPoolMemory(memory, 0), trained=10)
     size, plan = climbing.choose(Scaling())
     assert 80 <= size < 100
-    assert LIMIT - 2 * added < plan.predicted.peak_bytes <= LIMIT - added, "and it is no prediction"
+    assert LIMIT - 2 * added < plan.predicted.peak_bytes <= LIMIT - added, "what is predicted stays"
     climbing.note(size, plan, plan.predicted.peak_bytes, fits=True)
     assert climbing.choose(Scaling()) is None
-    climbing.used_pool_bytes = LIMIT + added  # as where a margin leaves room
-    assert climbing.choose(Scaling())[0] == 100
+    with_margin = climb(100, memory=UsedPoolMemory(memory, added), trained=10)
+    assert with_margin.choose(Scaling())[0] == 100
 
 
 def test_out_of_memory_has_no_peak():
@@ -103,11 +104,11 @@ def test_out_of_memory_has_no_peak():
     size, plan = climbing.choose(Scaling())
     climbing.note(size, plan, 0, fits=False)
     assert climbing.failed == (100, 0)
-    assert climbing.error_bytes(Scaling()) == int(RESOLUTION * LIMIT)
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - int(RESOLUTION * LIMIT)
     climbing.note(size, None, 0, fits=False)  # it could not be planned, which tells no bytes
-    assert climbing.error_bytes(Scaling()) == int(RESOLUTION * LIMIT)
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - int(RESOLUTION * LIMIT)
     climbing.note(size, plan, plan.predicted.peak_bytes, fits=True)
-    assert climbing.error_bytes(Scaling()) == 0
+    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT
 
 
 @pytest.mark.parametrize("largest", [1, 37, 99])

@@ -14,8 +14,7 @@ before there is one, pools with random chunks in use tell. Orders of MobileNet's
 44 and 54 were replayed at 138, 220 and 237 MiB in an empty pool and at up to 176, 240 and 276 in
 others. They measured 158, 214 and 275 where steps of other batches had run before. An order of
 U-Net's at 23 was replayed at 179 and up to 233, and measured 238. One of FCN8's at 102 was replayed
-at 516 and up to 560, and measured 518 to 533. The worst pool counts: with three quarters of the
-pools, or half of what the worst one adds, U-Net's steps measured 217 and 223 of 183 MiB.
+at 516 and up to 560, and measured 518 to 533.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from math import fsum, inf, prod
 from operator import attrgetter
@@ -131,8 +132,8 @@ def measured_profile(
     """
     traced, planes, on_gpu = lowered.traced, recording.planes, device.on_gpu()
     graph = traced.graph
-    nodes = _Nodes(lowered)
-    durations = _durations(nodes, planes)
+    nodes = _Nodes(lowered, planes)
+    durations = _durations(nodes)
     if len(durations) < max(1, len(graph.needed) // 2):
         return None
     base = estimated_profile(traced, resident_bytes)
@@ -140,7 +141,7 @@ def measured_profile(
         sum(map(median, durations[op.id].values())) if op.id in durations else base.op_time_s[op.id]
         for op in graph.ops
     ]
-    kernels = _kernel_times(nodes, planes, durations) if on_gpu else {}
+    kernels = _kernel_times(nodes, durations) if on_gpu else {}
     if kernels:
         times = [max(launch, kernels.get(op_id, 0.0)) for op_id, launch in enumerate(times)]
     elif on_gpu:
@@ -148,8 +149,7 @@ def measured_profile(
     memory = events.allocation_events(planes, device.allocator_name())
     profile = replace(base, op_time_s=tuple(times))
     if memory:
-        calls = sorted(nodes.compiled_calls(planes), key=_START)
-        workspace = _workspace(nodes, memory, _ends(nodes, planes), calls)
+        workspace = _workspace(nodes, memory)
         asked = (max(workspace.get(op.id, 0), known_workspace(traced, op)) for op in graph.ops)
         profile = replace(profile, op_workspace_bytes=tuple(asked))
     if kernels or not on_gpu:
@@ -161,18 +161,19 @@ def measured_profile(
 
 
 class _Nodes:
-    """Which op every node of a lowered step belongs to.
+    """Which op every node of a lowered step belongs to, and when it ran.
 
     Attributes:
         lowered: the step.
+        planes: of its recording.
         op_of: a node's name → op id.
         loops: those of them that are loops or branches.
         compiled: those of them that are calls of what XLA compiles, whatever the rest does. They
             have no event as other ops have, and what they ask for does not say who asks.
     """
 
-    def __init__(self, lowered: LoweredStep):
-        self.lowered, self.graph = lowered, lowered.traced.graph
+    def __init__(self, lowered: LoweredStep, planes: Sequence[Any]):
+        self.lowered, self.graph, self.planes = lowered, lowered.traced.graph, planes
         self.op_of = {
             name: op_id
             for names, op_id in zip(lowered.names, lowered.schedule.order, strict=True)
@@ -186,28 +187,47 @@ class _Nodes:
         handles = lowered.traced.handles
         self.compiled = {name for name, op_id in self.op_of.items() if is_compiled(handles[op_id])}
 
-    def runs(self, planes: Sequence[Any]) -> Iterator[events.NodeEvent]:
+    def runs(self) -> Iterator[events.NodeEvent]:
         """Yields the runs of nodes."""
-        yield from events.node_events(planes)
-        yield from self.compiled_calls(planes)
+        yield from events.node_events(self.planes)
+        yield from self.compiled_calls
 
-    def compiled_calls(self, planes: Sequence[Any]) -> Iterator[events.NodeEvent]:
-        """Yields the runs of those that XLA compiles.
+    @cached_property
+    def compiled_calls(self) -> Sequence[events.NodeEvent]:
+        """The runs of those that XLA compiles, in the order of time.
 
         The executor may go on from inside of a call, so that its event lasts into the next step:
         a run has ended when what reads its outputs begins.
         """
-        begun = _begun(self, planes, {self.op_of[name] for name in self.compiled})
-        for call in self.calls(planes):
+        if not self.compiled:
+            return ()
+        calls = sorted(
+            (e for e in events.asynchronous_events(self.planes) if e.node in self.compiled),
+            key=_START,
+        )
+        runs = chain(events.node_events(self.planes), calls)
+        begun = self.read_at({self.op_of[name] for name in self.compiled}, runs)
+        result = []
+        for call in calls:
             starts, end = begun.get(self.op_of[call.node], ()), call.start_ps + call.duration_ps
             read = int(_first_from(starts, call.start_ps, end))
-            yield call._replace(duration_ps=min(end, read) - call.start_ps)
+            result.append(call._replace(duration_ps=min(end, read) - call.start_ps))
+        return result
 
-    def calls(self, planes: Sequence[Any]) -> Iterator[events.NodeEvent]:
-        """Yields the events of those that XLA compiles."""
-        if self.compiled:
-            calls = events.asynchronous_events(planes)
-            yield from (call for call in calls if call.node in self.compiled)
+    def read_at(
+        self, op_ids: Iterable[int], runs: Iterable[events.NodeEvent]
+    ) -> dict[int, Sequence[int]]:
+        """Op id → when nodes that read its outputs began, in picoseconds, ascending."""
+        made_by: dict[int, list[int]] = defaultdict(list)  # reader → those that it reads
+        for op_id in op_ids:
+            for reader in {r for v in self.graph.ops[op_id].outputs for r in self.graph.readers[v]}:
+                made_by[reader].append(op_id)
+        times: dict[int, list[int]] = defaultdict(list)
+        for node, start, _ in runs if made_by else ():
+            reader_id = self.op(node)
+            for op_id in () if reader_id is None else made_by.get(reader_id, ()):
+                times[op_id].append(start)
+        return {op_id: sorted(starts) for op_id, starts in times.items()}
 
     def op(self, name: str) -> int | None:
         """Returns the op that a node is, or the loop or branch that it was written out from, whose
@@ -222,12 +242,12 @@ class _Nodes:
         return None
 
 
-def _durations(nodes: _Nodes, planes: Sequence[Any]) -> dict[int, dict[int, list[float]]]:
+def _durations(nodes: _Nodes) -> dict[int, dict[int, list[float]]]:
     """Op id → each of its nodes → the seconds of its runs, as the executor saw them."""
     part_of = {name: part for names in nodes.lowered.names for part, name in enumerate(names)}
     durations: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     inside: dict[int, float] = defaultdict(float)  # of a loop or branch, all kernels in it
-    for node, _, duration_ps in nodes.runs(planes):
+    for node, _, duration_ps in nodes.runs():
         op_id = nodes.op(node)
         if op_id is not None and node in part_of:
             durations[op_id][part_of[node]].append(duration_ps * 1e-12)
@@ -245,14 +265,10 @@ def _runs(durations: dict[int, dict[int, list[float]]]) -> float:
     return median(len(seconds) for parts in durations.values() for seconds in parts.values())
 
 
-def _kernel_times(
-    nodes: _Nodes,
-    planes: Sequence[Any],
-    durations: dict[int, dict[int, list[float]]],
-) -> dict[int, float]:
+def _kernel_times(nodes: _Nodes, durations: dict[int, dict[int, list[float]]]) -> dict[int, float]:
     """Op id → the seconds of the kernels of one run of it; empty where no kernels were seen."""
     totals: dict[int, float] = defaultdict(float)
-    for node, seconds in events.kernel_times_s(planes).items():
+    for node, seconds in events.kernel_times_s(nodes.planes).items():
         op_id = nodes.op(node)
         if op_id is not None:
             totals[op_id] += seconds
@@ -267,26 +283,19 @@ def _kernel_times(
     return result
 
 
-def _workspace(
-    nodes: _Nodes,
-    memory: list[tuple[int, str, dict[str, Any]]],
-    ends: Mapping[str, Sequence[int]],
-    calls: Sequence[events.NodeEvent],
-) -> dict[int, int]:
+def _workspace(nodes: _Nodes, memory: list[tuple[int, str, dict[str, Any]]]) -> dict[int, int]:
     """Op id → the most bytes it asked for at once that are none of its outputs.
 
     Kernels of oneDNN may have an output more than their op; and some kernels, those of reductions,
     ask for their output as if it were workspace: what is as large as an output and outlives the op
-    is one. What outlives a loop, or an op that makes a list, is in its lists.
+    is one. What outlives a loop, or an op that makes a list, is in its lists. What nobody asks for
+    while a call runs that XLA has compiled is the call's.
 
     Args:
         nodes: of the step; all that is asked for inside of a loop or branch is its workspace.
         memory: as :func:`.events.allocation_events` returns it.
-        ends: a node's name → when its runs ended, in picoseconds, ascending.
-        calls: of what XLA has compiled, in the order of time: what is asked for by nobody
-            meanwhile is theirs.
     """
-    freed, graph = _freed(memory), nodes.graph
+    freed, ends, graph = _freed(memory), _ends(nodes), nodes.graph
     loop_of = {op_id: name for name, op_id in nodes.loops.items()}
     outputs = {op.id: [graph.values[v].nbytes for v in op.outputs] for op in graph.ops}
     makes_lists = {v.producer for v in graph.values if v.dtype == "variant" and v.nbytes}
@@ -302,7 +311,7 @@ def _workspace(
             continue
         node, region = str(stats.get("tf_op", "")), stats.get("region_type")
         if not node:
-            node, region = _called(calls, start), "temp"
+            node, region = _called(nodes.compiled_calls, start), "temp"
         allocating = nodes.op(node)
         nbytes = int(
             stats.get("requested_bytes", 0)
@@ -344,33 +353,16 @@ def _freed(memory: list[tuple[int, str, dict[str, Any]]]) -> dict[tuple[int, int
     return freed
 
 
-def _ends(nodes: _Nodes, planes: Sequence[Any]) -> dict[str, Sequence[int]]:
+def _ends(nodes: _Nodes) -> dict[str, Sequence[int]]:
     """Node name → when its runs ended, in picoseconds, ascending; of a loop, which has no event
     of its own, when what reads its outputs began."""
     ends: dict[str, list[int]] = defaultdict(list)
-    for node, start, duration in nodes.runs(planes):
+    for node, start, duration in nodes.runs():
         if node in nodes.op_of and node not in nodes.loops:
             ends[node].append(start + duration)
-    begun = _begun(nodes, planes, set(nodes.loops.values()))
-    loops = {name: begun[op_id] for name, op_id in nodes.loops.items() if op_id in begun}
+    read_at = nodes.read_at(nodes.loops.values(), nodes.runs())
+    loops = {name: read_at[op_id] for name, op_id in nodes.loops.items() if op_id in read_at}
     return {node: sorted(times) for node, times in ends.items()} | loops
-
-
-def _begun(nodes: _Nodes, planes: Sequence[Any], op_ids: Set[int]) -> dict[int, Sequence[int]]:
-    """Op id → when nodes that read its outputs began, in picoseconds, ascending."""
-    if not op_ids:
-        return {}
-    graph = nodes.graph
-    read: dict[int, list[int]] = defaultdict(list)
-    for made in op_ids:
-        for reader in {r for v in graph.ops[made].outputs for r in graph.readers[v]}:
-            read[reader].append(made)
-    begun: dict[int, list[int]] = defaultdict(list)
-    for node, start, _ in chain(events.node_events(planes), nodes.calls(planes)):
-        op_id = nodes.op(node)
-        for made in read.get(-1 if op_id is None else op_id, ()):
-            begun[made].append(start)
-    return {op_id: sorted(times) for op_id, times in begun.items()}
 
 
 def _first_from(times: Sequence[int], start: int, otherwise: float) -> float:
