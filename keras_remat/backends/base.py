@@ -290,12 +290,12 @@ class Backend(Protocol):
 
 
 @contextmanager
-def preserved_state(backend: Backend, model: Any) -> Iterator[None]:
+def preserved_state(backend: Backend, model: Any) -> Iterator[Callable[[], None]]:
     """Afterwards the model's, the optimizers' and the metrics' variables are what they were
-    before."""
+    before; what it gives puts them back at once."""
     put_back = backend.snapshot(model)
     try:
-        yield
+        yield put_back
     finally:
         put_back()
 

@@ -63,10 +63,6 @@ class MemoryModel(Protocol):
         """Returns the peak where compiling tells it before a run; ``None`` where only a run
         does."""
 
-    def spread_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns by how much the peak may be above the predicted one where earlier steps, of other
-        batches, have left other chunks free."""
-
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Learns from what a schedule measured."""
 
@@ -144,50 +140,20 @@ class CalibratedMemory:
         """Returns ``None``: only a run tells."""
         return None
 
-    def spread_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns 0: nothing is known of a pool."""
-        return 0
-
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Learns from the most that a schedule measured."""
         resident = problem.profile.resident_bytes
         simulated = self._uncalibrated(problem, schedule) - resident
         self._calibration.learn(simulated, self._most(problem), measured_peak_bytes - resident)
 
+    def forget(self) -> None:
+        """Forgets what was learnt."""
+        self._calibration = Calibration()
+
     def _most(self, problem: Problem) -> int:
         if self._store_all is None or self._store_all[0] is not problem:
             self._store_all = problem, store_all_bytes(problem)
         return self._store_all[1]
-
-
-class UsedPoolMemory:
-    """Predicts the peak of a schedule where steps of other batches have left chunks free.
-
-    Args:
-        memory: predicts the peak, and what such chunks add.
-        room_bytes: so much of what they add does not count.
-    """
-
-    def __init__(self, memory: MemoryModel, room_bytes: int):
-        self._memory, self._room_bytes = memory, room_bytes
-        self.order_matters = memory.order_matters
-
-    def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns the peak, with what other chunks add to it beyond the room."""
-        over = self._memory.spread_bytes(problem, schedule) - self._room_bytes
-        return self._memory.peak_bytes(problem, schedule) + max(0, over)
-
-    def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
-        """Returns the peak where compiling tells it; see :class:`MemoryModel`."""
-        return self._memory.compiled_peak_bytes(problem, schedule)
-
-    def spread_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns 0: it is in the peak."""
-        return 0
-
-    def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
-        """Learns from what a schedule measured."""
-        self._memory.observe(problem, schedule, measured_peak_bytes)
 
 
 class SimulatedMemory(CalibratedMemory):

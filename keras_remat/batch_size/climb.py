@@ -13,7 +13,6 @@ import math
 import time
 
 from keras_remat.backends.base import Backend
-from keras_remat.backends.memory import MemoryModel
 from keras_remat.batch_size.found import BatchSearch, MaxOverhead
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import SizeSearch
@@ -34,7 +33,6 @@ class SizeClimb:
     Args:
         budget_bytes: what the device may have in use.
         search: by prediction.
-        memory: predicts the peaks that the budget bounds; ``None`` for the backend's.
         at_most: no size above it is chosen; ``None`` where only memory bounds it.
         trained: a size that has trained; 0 for none.
         max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
@@ -57,7 +55,6 @@ class SizeClimb:
         budget_bytes: int,
         search: BatchSearch,
         *,
-        memory: MemoryModel | None = None,
         at_most: int | None = None,
         trained: int = 0,
         max_overhead: MaxOverhead = "forward",
@@ -69,7 +66,7 @@ class SizeClimb:
     ):
         self.backend, self.budget_bytes, self.max_overhead = backend, budget_bytes, max_overhead
         self.solve_s, self.seed = solve_s, seed
-        self._predicted, self._memory = search.max_batch_size, memory
+        self._predicted = search.max_batch_size
         self._at_most = self._predicted * 2**10 if at_most is None else at_most
         self._solver, self._deadline_s, self._multiple = solver, deadline_s, multiple
         self._orders = list(dict.fromkeys(search.orders))
@@ -97,7 +94,6 @@ class SizeClimb:
             self.max_overhead,
             sizes[-1],
             self.seed,
-            self._memory,
         )
         first = sizes[0] if self.trained else sizes[-1]
         self._learn_newest(scaling)

@@ -34,7 +34,6 @@ from itertools import count
 from statistics import median_low
 
 from keras_remat.backends.base import Backend
-from keras_remat.backends.memory import MemoryModel
 from keras_remat.batch_size.found import (
     BatchSearch,
     MaxOverhead,
@@ -91,7 +90,6 @@ def search_batch_size(
     late_solver: str | None = None,
     late_time_limit_s: float = 60.0,
     afterwards_s: Callable[[Plan], float] | None = None,
-    memory: MemoryModel | None = None,
     multiple: int = 1,
     seed: int = 0,
 ) -> BatchSearch:
@@ -111,7 +109,6 @@ def search_batch_size(
             the others; no solve gets more than a quarter of it.
         afterwards_s: seconds that have to be left of the late time when a plan is the result;
             ``None`` for none.
-        memory: predicts the peaks that the budget bounds; ``None`` for the backend's.
         multiple: every size is a multiple of it: see
             :attr:`~keras_remat.backends.base.Backend.batch_multiple`.
 
@@ -125,7 +122,6 @@ def search_batch_size(
         max_overhead,
         (_LARGEST_SIZE if at_most is None else at_most) // multiple,
         seed,
-        memory,
     )
     search.begin(min(start // multiple, search.at_most), solver, _SOLVE_TIME_SHARE * time_limit_s)
     quick_deadline_s = search.started + time_limit_s
@@ -157,10 +153,8 @@ class SizeSearch:
         max_overhead: MaxOverhead,
         at_most: int,
         seed: int,
-        memory: MemoryModel | None = None,
     ):
         self.budget, self.backend, self.max_overhead = budget_bytes, backend, max_overhead
-        self._memory = memory or backend.memory
         self._problem_at = lru_cache(_REMEMBERED_PROBLEMS)(problem_at)
         self.at_most, self.seed = at_most, seed
         self.started = time.perf_counter()
@@ -317,7 +311,7 @@ class SizeSearch:
                 problem,
                 self.budget,
                 self.target_share,
-                self._memory,
+                self.backend.memory,
                 solver=solver,
                 time_limit_s=solve_s,
                 near=start,
@@ -341,7 +335,7 @@ class SizeSearch:
     def _reason(self, problem: Problem, order: Schedule) -> str:
         """Why an order does not do at a size."""
         usage = simulate(problem, order)
-        peak = max(usage.peak_bytes, self._memory.peak_bytes(problem, order))
+        peak = max(usage.peak_bytes, self.backend.memory.peak_bytes(problem, order))
         if peak > self.budget:
             return f"{format_bytes(peak)} is over {format_bytes(self.budget)}"
         overhead = usage.time_s / problem.store_all_time_s - 1
@@ -408,7 +402,7 @@ class SizeSearch:
         problem = self._problem_at(size)
         if not is_allowed(problem, simulate(problem, order).time_s, self.max_overhead):
             return False
-        return self._memory.peak_bytes(problem, order) <= self.budget
+        return self.backend.memory.peak_bytes(problem, order) <= self.budget
 
     def result(self, limit_bytes: int) -> BatchSearch:
         """What was found."""

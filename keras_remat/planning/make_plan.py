@@ -358,8 +358,9 @@ def measured_problem(
     are put back."""
     schedule = plan.solution.schedule
     run = backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule)
-    with preserved_state(backend, model):
+    with preserved_state(backend, model) as put_back:
         run(batch)  # a first call autotunes, which says nothing about later ones
+        put_back()  # what is measured then finds the variables where every later step will
         _, usage = backend.measure(lambda: run(batch))
         resident = counted_bytes(backend.device)
         recorder = backend.recorder()

@@ -18,11 +18,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
 from keras_remat.backends.batches import batch_size_of
-from keras_remat.backends.memory import UsedPoolMemory
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.found import BatchSearch, is_allowed
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
@@ -137,11 +137,8 @@ class BatchTrainer:
         divide it, the loader's batches, which have trained before."""
         rest = self._group.samples
         if rest <= self._loader or rest == self._divisible(rest):
-            try:
-                self._logs = self._train(self._group.take(rest))
-            except (InfeasibleBudgetError, ScheduleNotFoundError):
-                if rest <= self._loader:
-                    raise
+            with suppress(InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError):
+                self._logs = self._train(self._group.take(rest), Terms(in_order=True))
         while self._group.samples:
             size = min(self._loader, self._group.samples)
             self._logs = self._train(self._group.take(size))
@@ -260,7 +257,6 @@ class BatchTrainer:
             steps.trainer.backend,
             self._usable_bytes,
             search,
-            memory=self._memory,
             at_most=at_most,
             trained=loader,
             solve_s=_SOLVE_SHARE * self._search_s,
@@ -319,7 +315,6 @@ class BatchTrainer:
                 time_limit_s=_QUICK_SHARE * self._search_s,
                 late_solver="auto",
                 late_time_limit_s=(1 - _QUICK_SHARE) * self._search_s,
-                memory=self._memory,
                 multiple=backend.batch_multiple,
                 seed=self._seed,
             )
@@ -331,12 +326,6 @@ class BatchTrainer:
         steps = self._steps.trainer
         held = 0 if steps.on_gpu or steps.problem is None else 2 * steps.problem.graph.input_bytes
         return steps.usable_bytes - held
-
-    @property
-    def _memory(self) -> UsedPoolMemory:
-        """Predicts peaks beside steps of other sizes; what those add may take the margin."""
-        steps = self._steps.trainer
-        return UsedPoolMemory(steps.backend.memory, steps.limit_bytes - steps.usable_bytes)
 
     @property
     def _search_s(self) -> float:

@@ -243,7 +243,9 @@ class StepTrainer:
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
         """
-        size = batch_size_of(batch)
+        size, pieces = batch_size_of(batch), min(batch_size_of(batch), self.pieces)
+        in_order = terms.in_order and self.backend.memory.order_matters
+        may_run_plain = self._plain_may_run and pieces == 1 and not in_order
         self._fit.report.batch_size = self._fit.report.batch_size or size
         self._fit.tell_statistics(self.backend.device)
         shape = ShapeState(
@@ -252,11 +254,9 @@ class StepTrainer:
             run=self._fit.installed.run_plain,
             phase=Phase.FINAL,
             terms=terms,
-            tries=Tries(plain_ruled_out=not self._plain_may_run),
+            tries=Tries(plain_ruled_out=in_order or not self._plain_may_run),
             recorded=Recorded.NONE if self.backend.measures_op_times else Recorded.BLIND,
         )
-        pieces = min(size, self.pieces)
-        may_run_plain = self._plain_may_run and pieces == 1
         if may_run_plain and self._plain_is_known_to_fit(shape.signature):
             return shape
         known = self._known(shape)

@@ -6,7 +6,6 @@ from fake_backend import chain_problem
 from keras_remat.backends.memory import (
     Calibration,
     SimulatedMemory,
-    UsedPoolMemory,
     store_all_bytes,
 )
 from keras_remat.core.schedule import Schedule
@@ -78,15 +77,3 @@ def test_simulated_memory_is_the_bytes_alive_until_something_is_measured():
     assert memory.peak_bytes(problem, store_all) == resident + 2 * (peak - resident)
     alive = simulate(problem, tight).peak_bytes
     assert memory.peak_bytes(problem, tight) == alive + peak - resident
-
-
-@pytest.mark.parametrize(("room", "added"), [(0, 300), (100, 200), (300, 0), (400, 0)])
-def test_what_other_pools_add_counts_beyond_the_room_for_it(room, added):
-    problem, memory = chain_problem(4), SimulatedMemory()
-    order = Schedule.store_all(problem.graph)
-    memory.spread_bytes = lambda *_: 300
-    used = UsedPoolMemory(memory, room)
-    assert used.peak_bytes(problem, order) == memory.peak_bytes(problem, order) + added
-    assert used.spread_bytes(problem, order) == 0
-    used.observe(problem, order, 2 * memory.peak_bytes(problem, order))
-    assert used.peak_bytes(problem, order) == memory.peak_bytes(problem, order) + added

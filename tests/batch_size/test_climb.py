@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 from fake_backend import FakeBackend, chain_problem, store_all_peak
 
-from keras_remat.backends.memory import SimulatedMemory, UsedPoolMemory
 from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.core.schedule import Schedule
@@ -83,20 +82,6 @@ def test_what_ran_above_its_prediction_is_taken_off_the_budget():
     assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - 500
     climbing.note(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
     assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - 1000
-
-
-def test_an_order_that_other_pools_may_put_over_the_budget_is_not_chosen():
-    """What it may need in those, the order that ran before has not measured."""
-    memory, added = SimulatedMemory(), LIMIT // 10
-    memory.spread_bytes = lambda *_: added
-    climbing = climb(100, memory=UsedPoolMemory(memory, 0), trained=10)
-    size, plan = climbing.choose(Scaling())
-    assert 80 <= size < 100
-    assert LIMIT - 2 * added < plan.predicted.peak_bytes <= LIMIT - added, "what is predicted stays"
-    climbing.note(size, plan, plan.predicted.peak_bytes, fits=True)
-    assert climbing.choose(Scaling()) is None
-    with_margin = climb(100, memory=UsedPoolMemory(memory, added), trained=10)
-    assert with_margin.choose(Scaling())[0] == 100
 
 
 def test_out_of_memory_has_no_peak():

@@ -10,14 +10,12 @@ import pytest
 from fake_backend import (
     FakeBackend,
     batch_of,
-    chain_problem,
     event_kinds,
     note_solves,
     race_on,
     store_all_peak,
 )
 
-from keras_remat.backends.memory import store_all_bytes
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.planning.fit_plans import TunerOptions
@@ -532,20 +530,6 @@ def test_measured_peak_that_leaves_room_is_stepped_up_to():
     assert f"a batch of {found} measured" in next(
         event.message for event in report.events if event.kind == "step-up"
     )
-
-
-def test_where_other_pools_may_take_all_the_room_the_loaders_batch_stays():
-    backend, limit = FakeBackend(), store_all_peak(4 * LOADER)
-
-    def spread_bytes(problem, schedule):
-        return limit if store_all_bytes(problem) > store_all_bytes(chain_problem(LOADER)) else 0
-
-    backend.memory.spread_bytes = spread_bytes
-    trainer, report, changes = on_tuner(backend, "max", limit)
-    total = epoch(trainer, batches=40)
-    assert backend.samples == list(range(total))
-    assert changes == []
-    assert report.max_batch_size == trainer.search.max_batch_size == LOADER
 
 
 def test_a_search_whose_sizes_are_not_reached_after_all_leaves_the_loaders_batch(monkeypatch):

@@ -56,10 +56,6 @@ class CompiledMemory:
         added = self._added_bytes(problem, schedule)
         return None if added is None else problem.profile.resident_bytes + added
 
-    def spread_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns 0: a compiled step takes its temporaries as one chunk."""
-        return 0
-
     def observe(self, problem: Problem, schedule: Schedule, measured_peak_bytes: int) -> None:
         """Takes the most that a schedule measured for what it needs."""
         added = max(0, measured_peak_bytes - problem.profile.resident_bytes)

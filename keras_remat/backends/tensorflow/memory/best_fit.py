@@ -11,7 +11,9 @@ the peak (:mod:`.replay`).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from itertools import count
+from typing import NamedTuple
 
 from keras_remat.units import KIB, MIB
 
@@ -23,6 +25,25 @@ _APART = 2**50
 #: oneDNN's CPU allocator sends smaller requests to the system's allocator and leaves them out of
 #: its statistics.
 ONEDNN_SMALL_BYTES = 256 * KIB
+
+
+class Extent(NamedTuple):
+    """Says where a chunk lies.
+
+    Args:
+        address: its first.
+        nbytes: of the whole chunk.
+        requested_bytes: so many were asked for; 0 where it is free.
+    """
+
+    address: int
+    nbytes: int
+    requested_bytes: int = 0
+
+    @property
+    def end(self) -> int:
+        """The first address behind it."""
+        return self.address + self.nbytes
 
 
 class Block:
@@ -58,6 +79,29 @@ class BestFitAllocator:
         self.bytes_in_use = self.peak_bytes = 0
         if region_bytes:
             self._add(Block(next(self._next_address), region_bytes))
+
+    def add_regions(self, extents: Iterable[Extent], total_bytes: int) -> list[Block]:
+        """Takes the chunks of regions that exist; returns those in use.
+
+        Args:
+            extents: by address.
+            total_bytes: of all regions.
+        """
+        before, in_use = None, []
+        for extent in extents:
+            chunk = Block(extent.address, extent.nbytes)
+            if before is not None and before.address + before.size == chunk.address:
+                chunk.before, before.behind = before, chunk
+            if extent.requested_bytes:
+                chunk.free = False
+                self.bytes_in_use += chunk.size
+                in_use.append(chunk)
+            else:
+                self._add(chunk)
+            before = chunk
+        while self._next_region_bytes <= total_bytes:
+            self._next_region_bytes *= 2
+        return in_use
 
     @property
     def free_chunks(self) -> tuple[tuple[int, int], ...]:

@@ -63,6 +63,11 @@ class TensorFlowDevice:
         self.allocators = tuple(replicas) if own_allocators else (self.name,)
         self._sharers = 1 if own_allocators else max(1, len(replicas))
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several replicas share one allocator."""
+        return self._sharers > 1
+
     @cached_property
     def allocator(self) -> str:
         """``"bfc"``, ``"onednn"``, ``"cuda_malloc_async"``, or ``"unknown"`` without statistics.

@@ -8,32 +8,31 @@ Two things differ between allocators, and both are asked for, not assumed: the s
 that counts (oneDNN's on a CPU leaves small ones to the system), and whether the pool is one region
 (a GPU's, unless memory growth is on) or grows by regions that double.
 
-Known limits: what earlier steps left free, and where variables lie, is not known. What that costs
-is learnt from the first measured steps (:mod:`keras_remat.backends.memory`). How much it may cost
-before there is one, pools with random chunks in use tell. Orders of MobileNet's at batches of 32,
-44 and 54 were replayed at 138, 220 and 237 MiB in an empty pool and at up to 176, 240 and 276 in
-others. They measured 158, 214 and 275 where steps of other batches had run before. An order of
-U-Net's at 23 was replayed at 179 and up to 233, and measured 238. One of FCN8's at 102 was replayed
-at 516 and up to 560, and measured 518 to 533.
+What earlier steps left free, and where variables lie, is known once steps were recorded
+(:mod:`.pool`); until then the pool is taken to be empty. It matters: orders of U-Net's at batches of
+18 to 22 were replayed at 165 to 203 MiB in an empty pool and measured 146 to 220. In the pool that
+the first recorded steps showed, others of 10 to 22 samples were replayed at 107 to 189 MiB, and all
+measured the same to 0.5 MiB.
+
+Known limit: Keras's own step may move variables, and a new region may be added. A recorded pool is
+right until then. What is off is learnt from the steps that are measured
+(:mod:`keras_remat.backends.memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from random import Random
 from typing import NamedTuple
 
 from keras_remat.backends.memory import CalibratedMemory
 from keras_remat.backends.tensorflow.graph import kinds
 from keras_remat.backends.tensorflow.memory.best_fit import BestFitAllocator, Block
+from keras_remat.backends.tensorflow.memory.pool import Pool, recorded_pool
+from keras_remat.backends.tensorflow.profiler.events import Allocations
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 
 #: Steps that are replayed at most; most orders repeat themselves after three.
 _STEPS = 20
-#: Pools that an order is replayed in for its spread, the chunks that steps before it had in each,
-#: and of how many of those one is in use still.
-_POOLS, _CHUNKS, _ONE_IN_USE_OF = 20, 12, 4
 
 
 class ReplayedMemory(CalibratedMemory):
@@ -47,25 +46,20 @@ class ReplayedMemory(CalibratedMemory):
     def __init__(self, *, smallest_bytes: int, region_bytes: int = 0):
         super().__init__(self._replayed_bytes, order_matters=True)
         self._smallest_bytes, self._region_bytes = smallest_bytes, region_bytes
+        self._pool: Pool | None = None
         self._uses: _Uses | None = None  # of the problem asked for last
 
     def _replayed_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        return replayed_peak_bytes(self._uses_of(problem), schedule, self._region_bytes)
+        return replayed_peak_bytes(self._uses_of(problem), schedule, self._region_bytes, self._pool)
 
-    def spread_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns the highest peak in pools that other steps have left, above that in an empty one;
-        see :class:`~keras_remat.backends.memory.MemoryModel`."""
-        uses, empty = self._uses_of(problem), self._replayed_bytes(problem, schedule)
-        sizes = [nbytes for writes in uses.writes for _, nbytes in writes]
-        if not sizes:
-            return 0
-        random = Random(0)
-        pools = [
-            [int(random.choice(sizes) * random.random()) for _ in range(_CHUNKS)]
-            for _ in range(_POOLS)
-        ]
-        peaks = (replayed_peak_bytes(uses, schedule, self._region_bytes, pool) for pool in pools)
-        return max(0, max(peaks) - empty)
+    def find_pool(self, memory: Allocations) -> None:
+        """Takes the pool that recorded steps show for the one that others will find, unless they
+        show less of the same regions. What was learnt was of another pool."""
+        pool, before = recorded_pool(memory, self._region_bytes), self._pool
+        if pool is None or (before and before.shows_more_than(pool)):
+            return
+        self._pool = pool
+        self.forget()
 
     def _uses_of(self, problem: Problem) -> _Uses:
         if self._uses is None or self._uses.problem is not problem:
@@ -74,24 +68,28 @@ class ReplayedMemory(CalibratedMemory):
 
 
 def replayed_peak_bytes(
-    uses: _Uses, schedule: Schedule, region_bytes: int = 0, before: Sequence[int] = ()
+    uses: _Uses, schedule: Schedule, region_bytes: int = 0, pool: Pool | None = None
 ) -> int:
     """Returns the peak over all steps of a schedule, resident bytes included.
 
     Args:
-        before: sizes of chunks that were handed out before; some of them are in use still.
+        region_bytes: of the one region that there is; 0 where regions are added.
+        pool: that the first step finds; ``None`` for an empty one.
     """
     resident_bytes = uses.problem.profile.resident_bytes
-    allocator = BestFitAllocator(smallest_bytes=uses.smallest_bytes, region_bytes=region_bytes)
-    resident = allocator.allocate(resident_bytes) if region_bytes else None
-    chunks = [allocator.allocate(nbytes) for nbytes in before]
-    for at, chunk in enumerate(chunks, 1):
-        if at % _ONE_IN_USE_OF:
-            allocator.release(chunk)
-    allocator.peak_bytes = allocator.bytes_in_use
-    base = resident_bytes - allocator.bytes_in_use
-    runs = uses.of(schedule)
     variables: dict[str, Block | None] = {}  # name of the op that assigns it → its chunk
+    if pool is None:
+        allocator = BestFitAllocator(smallest_bytes=uses.smallest_bytes, region_bytes=region_bytes)
+        if region_bytes:
+            allocator.allocate(resident_bytes - sum(uses.batch))
+    else:
+        allocator = BestFitAllocator(smallest_bytes=uses.smallest_bytes)
+        variables |= _placed(allocator, pool, uses)
+    for nbytes in uses.batch:
+        allocator.allocate(nbytes)
+    base = resident_bytes - allocator.bytes_in_use
+    allocator.peak_bytes = allocator.bytes_in_use
+    runs = uses.of(schedule)
     seen: set[tuple[object, ...]] = set()
     for _ in range(_STEPS):
         found = (
@@ -102,8 +100,23 @@ def replayed_peak_bytes(
             break
         seen.add(found)
         _replay_step(allocator, runs, variables, uses.problem)
-    allocator.release(resident)
     return base + allocator.peak_bytes
+
+
+def _placed(allocator: BestFitAllocator, pool: Pool, uses: _Uses) -> dict[str, Block | None]:
+    """Puts the chunks of a pool in an allocator's; returns those of variables, by the name of the
+    op that assigns them. What else is in use is of a batch, which the next one replaces."""
+    requested = [extent.requested_bytes for extent in pool.extents if extent.requested_bytes]
+    chunks = allocator.add_regions(pool.extents, pool.region_bytes)
+    left = list(zip(requested, chunks, strict=True))
+    placed: dict[str, Block | None] = {}
+    for name, nbytes in uses.assigned:
+        at = next((at for at, (size, _) in enumerate(left) if size == nbytes), None)
+        if at is not None:
+            placed[name] = left.pop(at)[1]
+    for _, chunk in left:
+        allocator.release(chunk)
+    return placed
 
 
 def _replay_step(
@@ -170,6 +183,12 @@ class _Uses:
             else []
             for op in graph.ops
         ]
+        #: bytes of the large values that no op computes
+        self.batch = [
+            value.nbytes
+            for value in values
+            if value.producer is None and value.nbytes >= max(1, smallest_bytes)
+        ]
         workspace = [
             nbytes if nbytes >= smallest_bytes else 0
             for nbytes in problem.profile.op_workspace_bytes
@@ -179,6 +198,12 @@ class _Uses:
             (n, 0) if first else (0, n) for n, first in zip(workspace, early, strict=True)
         ]
         self._assigns = [op.name if op.kind in kinds.TAKES_OVER else None for op in graph.ops]
+        #: op that assigns a variable, and its bytes
+        self.assigned = [
+            (op.name, values[reads[0]].nbytes)
+            for op, reads in zip(graph.ops, self._reads, strict=True)
+            if op.kind in kinds.TAKES_OVER and reads
+        ]
 
     def of(self, schedule: Schedule) -> list[_Run]:
         """Returns the runs that the pool sees; a value dies where its newest instance is read

@@ -22,9 +22,9 @@ from keras_remat.backends.tensorflow.memory import (
     best_fit,
     exhausted,
     measure,
-    replay,
     variables,
 )
+from keras_remat.backends.tensorflow.memory.replay import ReplayedMemory
 from keras_remat.backends.tensorflow.ordered import ordering
 from keras_remat.backends.tensorflow.ordered import profile as profiling
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
@@ -41,12 +41,16 @@ Result = TypeVar("Result")
 class _Recorder:
     """:class:`.profiler.recorder.Recorder` behind the backend's interface.
 
+    Args:
+        memory: is told what a recording shows of the allocator's pool; ``None`` where the pool is
+            not one step's alone.
+
     Attributes:
         remark: why the op times of the profile are estimates; empty where they were measured.
     """
 
-    def __init__(self) -> None:
-        self._recorder = Recorder()
+    def __init__(self, memory: ReplayedMemory | None) -> None:
+        self._recorder, self._memory = Recorder(), memory
         self.remark = ""
 
     def start(self) -> bool:
@@ -57,6 +61,8 @@ class _Recorder:
         if not isinstance(lowered, LoweredStep):
             raise TypeError(f"a recording is of steps in order, not of {type(lowered).__name__}")
         self.remark = profiling.blindness(recording)
+        if self._memory is not None:
+            self._memory.find_pool(recording.allocations)
         return profiling.measured_profile(lowered, recording, resident_bytes)
 
 
@@ -113,7 +119,8 @@ class TensorFlowBackend:
         return profiling.estimated_profile(traced, resident_bytes)
 
     def recorder(self) -> ProfileRecorder:
-        return _Recorder()
+        memory = None if self.device.is_shared else self.memory
+        return _Recorder(memory if isinstance(memory, ReplayedMemory) else None)
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
         return LoweredStep(traced, problem, schedule, ordering.SMALL_BYTES)
@@ -154,7 +161,7 @@ def allocator_memory(device: measure.TensorFlowDevice) -> MemoryModel:
     """Returns the memory model of the device's allocator, which is probed, not assumed."""
     if device.allocator not in ("bfc", "onednn"):
         return SimulatedMemory()
-    return replay.ReplayedMemory(
+    return ReplayedMemory(
         smallest_bytes=smallest_counted_bytes(device), region_bytes=device.region_bytes()
     )
 

@@ -146,10 +146,9 @@ def measured_profile(
         times = [max(launch, kernels.get(op_id, 0.0)) for op_id, launch in enumerate(times)]
     elif on_gpu:
         times = list(base.op_time_s)
-    memory = events.allocation_events(planes, device.allocator_name())
     profile = replace(base, op_time_s=tuple(times))
-    if memory:
-        workspace = _workspace(nodes, memory)
+    if recording.allocations:
+        workspace = _workspace(nodes, recording.allocations)
         asked = (max(workspace.get(op.id, 0), known_workspace(traced, op)) for op in graph.ops)
         profile = replace(profile, op_workspace_bytes=tuple(asked))
     if kernels or not on_gpu:
@@ -283,7 +282,7 @@ def _kernel_times(nodes: _Nodes, durations: dict[int, dict[int, list[float]]]) -
     return result
 
 
-def _workspace(nodes: _Nodes, memory: list[tuple[int, str, dict[str, Any]]]) -> dict[int, int]:
+def _workspace(nodes: _Nodes, memory: events.Allocations) -> dict[int, int]:
     """Op id → the most bytes it asked for at once that are none of its outputs.
 
     Kernels of oneDNN may have an output more than their op; and some kernels, those of reductions,
@@ -340,7 +339,7 @@ def _called(calls: Sequence[events.NodeEvent], at: int) -> str:
     return call.node if call and at <= call.start_ps + call.duration_ps else ""
 
 
-def _freed(memory: list[tuple[int, str, dict[str, Any]]]) -> dict[tuple[int, int], int]:
+def _freed(memory: events.Allocations) -> dict[tuple[int, int], int]:
     """Address and time of every allocation → when it was given back."""
     given: dict[int, int] = {}
     freed: dict[tuple[int, int], int] = {}

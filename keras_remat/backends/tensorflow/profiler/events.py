@@ -85,11 +85,13 @@ def measured_step_s(planes: Sequence[Any]) -> float:
     return median(times) if times else 0.0
 
 
-def allocation_events(
-    planes: Sequence[Any], allocator: str = ""
-) -> list[tuple[int, str, dict[str, Any]]]:
-    """Every allocation and deallocation in the order of time: start in picoseconds,
-    ``"MemoryAllocation"`` or ``"MemoryDeallocation"``, and what the allocator said about it.
+#: Every allocation and deallocation in the order of time: start in picoseconds,
+#: ``"MemoryAllocation"`` or ``"MemoryDeallocation"``, and what the allocator said about it.
+Allocations = Sequence[tuple[int, str, dict[str, Any]]]
+
+
+def allocation_events(planes: Sequence[Any], allocator: str = "") -> Allocations:
+    """Returns what allocators were asked for, and given back.
 
     Args:
         planes: of a recording.

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.profiler import device, events
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,11 @@ class Recording:
 
     planes: tuple[Any, ...] = ()
     errors: tuple[str, ...] = ()
+
+    @cached_property
+    def allocations(self) -> events.Allocations:
+        """What the device's allocator was asked for, and given back."""
+        return events.allocation_events(self.planes, device.allocator_name())
 
 
 class Recorder:

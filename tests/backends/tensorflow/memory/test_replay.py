@@ -92,24 +92,3 @@ def test_what_was_measured_corrects_orders_as_tight():
     assert memory.peak_bytes(problem, order) == 10 * MIB
     memory.observe(problem, order, 12 * MIB)
     assert memory.peak_bytes(problem, order) == 12 * MIB
-
-
-@pytest.mark.parametrize("region_mib", [0, 256])
-def test_other_pools_take_more_and_the_prediction_stays(region_mib):
-    """Values of many sizes, so that free chunks are often up to twice as large as a request."""
-    reads = [tuple(v for v in (k - 13, k - 1) if v >= 0) for k in range(40)]
-    ops = [Op(k, f"o{k}", "a", reads[k], (k,)) for k in range(40)]
-    problem = problem_of(ops, [1 + 7 * k % 23 for k in range(40)], (39,), resident_mib=5)
-    memory = ReplayedMemory(smallest_bytes=0, region_bytes=region_mib * MIB)
-    order = Schedule.store_all(problem.graph)
-    before = memory.peak_bytes(problem, order)
-    spread = memory.spread_bytes(problem, order)
-    assert 0 < spread < before
-    assert memory.spread_bytes(problem, order) == spread
-    assert memory.peak_bytes(problem, order) == before
-
-
-def test_a_step_without_large_values_is_the_same_in_every_pool():
-    problem = problem_of([Op(0, "a", "a", (), (0,))], [1], (0,))
-    memory = ReplayedMemory(smallest_bytes=2 * MIB)
-    assert memory.spread_bytes(problem, Schedule((0,))) == 0

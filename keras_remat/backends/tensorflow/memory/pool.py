@@ -1,0 +1,184 @@
+"""The allocator's pool between two steps, as a recording of steps shows it.
+
+TensorFlow's profiler writes down every allocation with its address, the bytes in use after it, and
+the fragmentation: the share of the free bytes that is not in the largest free chunk
+(``BFCAllocator::AddTraceMe`` of TensorFlow 2.21). That is enough to know the pool. What a step asks
+for and gives back is free between steps. While the largest chunk stays the same, two events tell
+the bytes of all regions. With those, every event tells the largest chunk, and whoever gets a part of
+it shows where it is.
+
+Known limit: free bytes that no recorded step has touched, and that were never in the largest chunk,
+are not seen, only how many there are. They are taken to be the rest of the largest chunk whose front
+alone was used.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from keras_remat.backends.tensorflow.memory.best_fit import Extent, rounded
+from keras_remat.backends.tensorflow.profiler.events import Allocations
+from keras_remat.units import MIB
+
+#: Regions are multiples of it, unless the system has less.
+_REGION_BYTES = 2 * MIB
+#: What is off the fragmentation, which is written with six digits.
+_ROUNDING = 1e-6
+#: Two events whose fragmentation differs by less than this do not tell the regions' bytes, and what
+#: a smaller share of such pairs says is an accident.
+_LEAST_DIFFERENCE, _OFTEN_SHARE = 1e-4, 0.1
+#: How far, as a share, two events may tell other bytes than there are expected to be.
+_NEAR_SHARE = 0.01
+
+
+class Pool(NamedTuple):
+    """What is known of a pool between two steps.
+
+    Args:
+        extents: the free ones, and those that a recorded step asked for and that are in use after
+            the last; by address.
+        region_bytes: in all regions.
+        seen_bytes: of free extents that were seen.
+    """
+
+    extents: tuple[Extent, ...]
+    region_bytes: int
+    seen_bytes: int
+
+    def shows_more_than(self, other: Pool) -> bool:
+        """Whether it shows the same regions, and more of what is free in them."""
+        same_regions = self.region_bytes == other.region_bytes
+        return same_regions and self.seen_bytes > other.seen_bytes
+
+
+class _Event(NamedTuple):
+    """One allocation or deallocation.
+
+    Args:
+        is_new: whether it is an allocation.
+        chunk: of which.
+        in_use_bytes: after it.
+        largest_share: of the largest free chunk in all free bytes, after it.
+    """
+
+    is_new: bool
+    chunk: Extent
+    in_use_bytes: int
+    largest_share: float
+
+
+def recorded_pool(memory: Allocations, region_bytes: int = 0) -> Pool | None:
+    """Returns the pool after the recorded steps; ``None`` where they do not tell it.
+
+    Args:
+        memory: what the allocator was asked for, and given back, in the steps.
+        region_bytes: size of the one region that there is; 0 where regions are added.
+    """
+    events = list(_events(memory))
+    region_bytes, since = _regions(events, region_bytes)
+    events = events[since:]
+    if not region_bytes:
+        return None
+    in_use: dict[int, Extent] = {}
+    for event in events:
+        if event.is_new:
+            in_use[event.chunk.address] = event.chunk
+        else:
+            in_use.pop(event.chunk.address, None)
+    extents = list(_extents(_touched(events, region_bytes), in_use))
+    seen_bytes = sum(extent.nbytes for extent in extents if not extent.requested_bytes)
+    unseen_bytes = region_bytes - events[-1].in_use_bytes - seen_bytes
+    if unseen_bytes < -2 * _ROUNDING * region_bytes:
+        return None  # a contradiction
+    cut = {e.chunk.end for e in events if e.chunk.nbytes == rounded(e.chunk.requested_bytes)}
+    fronts = [e for e in extents if not e.requested_bytes and e.end in cut]
+    if fronts:
+        front = max(fronts, key=lambda extent: extent.nbytes)
+        whole = front.nbytes + max(0, unseen_bytes)
+        extents[extents.index(front)] = front._replace(nbytes=whole)
+    return Pool(tuple(extents), region_bytes, seen_bytes)
+
+
+def _events(memory: Allocations) -> Iterator[_Event]:
+    """Yields the events that say what is asked of them."""
+    for _, name, said in memory:
+        if {"addr", "allocation_bytes", "bytes_allocated", "fragmentation"} <= said.keys():
+            yield _Event(
+                name == "MemoryAllocation",
+                Extent(said["addr"], said["allocation_bytes"], said.get("requested_bytes", 0)),
+                said["bytes_allocated"],
+                1 - float(said["fragmentation"]),
+            )
+
+
+def _regions(events: Sequence[_Event], expected_bytes: int) -> tuple[int, int]:
+    """Returns the bytes of all regions at the end, and the first event that they were there at;
+    0 and 0 where no events tell.
+
+    Six digits do not tell the bytes of a card's region, only whether they are what is expected.
+
+    Of free bytes ``T - u`` the largest chunk is a share ``s``: where it is the same at two events,
+    ``s₁(T - u₁) = s₂(T - u₂)``. Where it is not, the equation says something else every time.
+    """
+    share = np.array([event.largest_share for event in events])
+    used = np.array([event.in_use_bytes for event in events], dtype=float)
+    pairs = np.flatnonzero(np.abs(np.diff(share)) > _LEAST_DIFFERENCE)
+    total = np.diff(share * used)[pairs] / np.diff(share)[pairs]
+    if not total.size:
+        return 0, 0
+    near = np.abs(total - expected_bytes) < _NEAR_SHARE * expected_bytes
+    if near.mean() >= _OFTEN_SHARE:
+        return expected_bytes, 0
+    regions = np.rint(total / _REGION_BYTES).astype(np.int64)
+    said, counts = np.unique(regions, return_counts=True)
+    often = said[counts >= max(2, _OFTEN_SHARE * len(pairs))]
+    if not often.size:
+        return 0, 0
+    newest = often.max()  # regions are never given back
+    return int(newest) * _REGION_BYTES, int(pairs[np.argmax(regions == newest)])
+
+
+def _touched(events: Sequence[_Event], region_bytes: int) -> list[tuple[int, int]]:
+    """Returns where chunks of the events lie, and the largest ones that some were a part of: first
+    address and end."""
+    chunks = sorted({(event.chunk.address, event.chunk.end) for event in events})
+    starts = [start for start, _ in chunks]
+    rounding = _ROUNDING * region_bytes
+    largest = [event.largest_share * (region_bytes - event.in_use_bytes) for event in events]
+    for event, before, after in zip(events[1:], largest, largest[1:], strict=False):
+        taken, (address, nbytes, _) = before - after, event.chunk
+        if event.is_new and abs(taken - nbytes) <= 2 * rounding:
+            end = rounded(round(address + before))
+            at = bisect_left(starts, end - rounding)
+            if at < len(starts) and starts[at] <= end + rounding:
+                end = starts[at]  # the chunk behind begins where this one ends
+            chunks.append((address, end))
+    return sorted(chunks)
+
+
+def _extents(chunks: Sequence[tuple[int, int]], in_use: dict[int, Extent]) -> Iterator[Extent]:
+    """Yields the chunks that are in use, and what is free between them, by address.
+
+    Args:
+        chunks: first address and end of every part of the pool that is known; they may overlap.
+        in_use: address → chunk.
+    """
+    joined: list[tuple[int, int]] = []
+    for start, end in chunks:
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    kept = sorted(in_use.values())
+    for start, end in joined:
+        for chunk in kept[bisect_left(kept, (start,)) : bisect_left(kept, (end,))]:
+            if start < chunk.address:
+                yield Extent(start, chunk.address - start)
+            yield chunk
+            start = chunk.end
+        if start < end:
+            yield Extent(start, end - start)

@@ -1,0 +1,166 @@
+"""The pool that a recording shows, against an allocator whose pool is known."""
+
+from random import Random
+
+import pytest
+
+from keras_remat.backends.tensorflow.memory.best_fit import BestFitAllocator, Extent
+from keras_remat.backends.tensorflow.memory.pool import recorded_pool
+from keras_remat.units import GIB, KIB, MIB
+
+
+class RecordedAllocator:
+    """An allocator that writes down what TensorFlow's profiler would."""
+
+    def __init__(self, region_bytes=0):
+        self.allocator = BestFitAllocator(region_bytes=region_bytes)
+        self.events = []
+
+    @property
+    def region_bytes(self):
+        return self.allocator.bytes_in_use + sum(size for size, _ in self.allocator.free_chunks)
+
+    def allocate(self, nbytes):
+        chunk = self.allocator.allocate(nbytes)
+        self._write("MemoryAllocation", chunk, nbytes)
+        return chunk, nbytes
+
+    def release(self, chunk, nbytes):
+        address, size = chunk.address, chunk.size
+        self.allocator.release(chunk)
+        self._write("MemoryDeallocation", chunk, nbytes, address, size)
+
+    def _write(self, name, chunk, nbytes, address=None, size=None):
+        free = [size for size, _ in self.allocator.free_chunks] or [0]
+        fragmentation = (sum(free) - max(free)) / sum(free) if sum(free) else 0.0
+        said = {
+            "addr": chunk.address if address is None else address,
+            "requested_bytes": nbytes,
+            "allocation_bytes": chunk.size if size is None else size,
+            "bytes_allocated": self.allocator.bytes_in_use,
+            "fragmentation": f"{fragmentation:.6g}",
+        }
+        self.events.append((len(self.events), name, said))
+
+    def step(self, sizes, random):
+        """Asks for all sizes, and gives each back some requests later."""
+        alive = []
+        for nbytes in sizes:
+            alive.append(self.allocate(nbytes))
+            while len(alive) > 6:
+                self.release(*alive.pop(random.randrange(len(alive))))
+        while alive:
+            self.release(*alive.pop())
+
+    @property
+    def free(self):
+        return sorted(Extent(address, size) for size, address in self.allocator.free_chunks)
+
+
+def used_pool(seed, region_bytes=0):
+    """A pool in which earlier steps have left chunks, and one step was recorded three times."""
+    random = Random(seed)
+    recorded = RecordedAllocator(region_bytes)
+    kept = [recorded.allocate(random.randrange(256 * KIB, 9 * MIB)) for _ in range(12)]
+    for chunk in random.sample(kept, 6):
+        recorded.release(*chunk)
+    sizes = [random.randrange(256 * KIB, 20 * MIB) for _ in range(60)]
+    recorded.step(sizes, Random(seed))
+    recorded.events.clear()
+    for _ in range(3):
+        recorded.step(sizes, Random(seed))
+    return recorded
+
+
+def is_in(extent, pool):
+    """Whether a pool has an extent, to the digits that fragmentation is written with."""
+    rounding = 2e-6 * pool.region_bytes
+    return any(
+        other.address == extent.address and abs(other.nbytes - extent.nbytes) <= rounding
+        for other in pool.extents
+        if not other.requested_bytes
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("region_bytes", [0, 512 * MIB])
+def test_what_steps_touched_and_the_largest_chunk_are_where_they_are(seed, region_bytes):
+    recorded = used_pool(seed, region_bytes)
+    pool = recorded_pool(recorded.events, region_bytes)
+    assert pool.region_bytes == recorded.region_bytes
+    free_bytes = sum(extent.nbytes for extent in recorded.free)
+    assert sum(extent.nbytes for extent in pool.extents) <= free_bytes * (1 + 1e-5)
+    assert pool.seen_bytes >= 0.8 * free_bytes
+    right = [extent for extent in recorded.free if is_in(extent, pool)]
+    assert sum(extent.nbytes for extent in right) >= 0.8 * free_bytes
+    assert max(recorded.free, key=lambda extent: extent.nbytes) in right
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_other_orders_take_in_it_what_they_take_in_the_allocator(seed):
+    recorded = used_pool(seed)
+    pool = recorded_pool(recorded.events)
+    found = RecordedAllocator()
+    assert found.allocator.add_regions(pool.extents, pool.region_bytes) == []
+    peaks = []
+    for each in (recorded, found):
+        before = each.allocator.peak_bytes = each.allocator.bytes_in_use
+        other = Random(seed + 1000)
+        each.step([other.randrange(256 * KIB, 20 * MIB) for _ in range(60)], other)
+        peaks.append(each.allocator.peak_bytes - before)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
+
+
+def test_regions_that_were_added_while_recording_count_and_what_was_before_does_not():
+    recorded = used_pool(3)
+    before = recorded.region_bytes
+    sizes = [20 * MIB] * 40
+    for _ in range(2):
+        held = [recorded.allocate(nbytes) for nbytes in sizes]
+        for chunk in held[::-1]:
+            recorded.release(*chunk)
+    assert recorded.region_bytes > 2 * before
+    pool = recorded_pool(recorded.events)
+    assert pool.region_bytes == recorded.region_bytes
+    largest = max(recorded.free, key=lambda extent: extent.nbytes)
+    assert is_in(largest, pool)
+
+
+def test_what_is_in_use_afterwards_is_told_from_what_is_free():
+    recorded = used_pool(5)
+    chunk, nbytes = recorded.allocate(3 * MIB)
+    pool = recorded_pool(recorded.events)
+    assert Extent(chunk.address, chunk.size, nbytes) in pool.extents
+    assert sum(e.nbytes for e in pool.extents if e.requested_bytes) == chunk.size
+
+
+def test_a_region_as_large_as_a_cards_is_known_to_a_millionth():
+    recorded = used_pool(7, 80 * GIB)
+    pool = recorded_pool(recorded.events, 80 * GIB)
+    assert pool.region_bytes == 80 * GIB
+    assert is_in(max(recorded.free, key=lambda extent: extent.nbytes), pool)
+
+
+@pytest.mark.parametrize(
+    "missing", ["addr", "allocation_bytes", "bytes_allocated", "fragmentation"]
+)
+def test_events_that_do_not_say_enough_tell_no_pool(missing):
+    events = used_pool(1).events
+    for _, _, said in events:
+        del said[missing]
+    assert recorded_pool(events) is None
+
+
+def test_no_events_and_events_that_contradict_each_other_tell_no_pool():
+    assert recorded_pool([]) is None
+    assert recorded_pool([], 64 * MIB) is None
+    events = used_pool(1).events
+    assert recorded_pool(events[:1]) is None
+    events[-1][2]["bytes_allocated"] += 64 * MIB
+    assert recorded_pool(events) is None, "more is free than there is"
+
+
+def test_regions_that_are_other_than_expected_are_found_all_the_same():
+    """A GPU's pool grows where the user asks for it while the program runs."""
+    recorded = used_pool(2)
+    assert recorded_pool(recorded.events, 8 * GIB) == recorded_pool(recorded.events)
