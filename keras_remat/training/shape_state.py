@@ -62,10 +62,9 @@ class Terms:
             there is a smaller batch to go back to.
         wants_profile: whether its ops are to be measured where Keras's own step fits, because
             larger batches are planned by their costs.
-        in_order: whether it runs in order where Keras's own step fits, too. That one may move
-            variables in the allocator's pool, and what others were predicted to need depends on
-            where those are: 21 samples of U-Net's measured 177 MiB before a plain step of 5, and
-            210 after it.
+        in_order: whether it runs in order where Keras's own step fits, too. That one moves
+            variables in the allocator's pool, and what others need depends on where those are: 21
+            samples of U-Net's measured 177 MiB before a plain step of 5, and 210 after it.
     """
 
     may_split: bool = False
@@ -150,7 +149,9 @@ class ShapeState:
 
     def planned(self, run: RunStep, costs: Costs, plan: Plan, phase: Phase) -> PlannedShape:
         """Returns the record of a new plan's step."""
-        changes = {"run": run, "phase": phase}
+        changes: dict[str, Any] = {"run": run, "phase": phase}
+        if not isinstance(self, PlannedShape):
+            changes["resident_bytes"] = 0  # Keras's own step leaves variables in larger chunks
         return PlannedShape(**(_carried(self) | changes), costs=costs, plan=plan)
 
 

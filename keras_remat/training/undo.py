@@ -65,12 +65,20 @@ class StepGuard:
         self._pending: Any = None  # the result of a step that was not waited for
 
     def attempt(
-        self, step: RunStep, batch: Any, *, guarded: bool, timed: bool = True
+        self,
+        step: RunStep,
+        batch: Any,
+        *,
+        guarded: bool,
+        gathered: bool = False,
+        timed: bool = True,
     ) -> Trained | OutOfMemory:
         """Runs a step once and returns what came of it.
 
         Args:
             guarded: whether the step must be undone if it fails, whatever the copy costs.
+            gathered: whether a copy that is taken is put back at once: the variables then lie close
+                together in the allocator's pool.
             timed: whether the step is waited for; else it is said to have taken what the last one
                 did that was.
         """
@@ -79,6 +87,8 @@ class StepGuard:
         # of several processes one alone cannot train a batch again
         is_alone = self._backend.processes.count == 1
         put_back = self._snapshot() if is_alone and (guarded or self._is_cheap()) else None
+        if gathered and put_back is not None:
+            put_back()
         try:
             with address_space_for_threads():
                 result, usage = self._backend.measure(lambda: step(batch), wait=timed)

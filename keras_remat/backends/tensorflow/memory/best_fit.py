@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from keras_remat.units import KIB, MIB
 
-_MIN_ALLOCATION_BYTES = 256
+#: Chunks are multiples of it.
+GRANULE_BYTES = 256
 _MAX_INTERNAL_FRAGMENTATION_BYTES = 128 * MIB
 _FIRST_REGION_BYTES = 2 * MIB
 #: From one region that the replay adds to the next.
@@ -173,7 +174,7 @@ class BestFitAllocator:
 
 def rounded(nbytes: int) -> int:
     """Returns what TensorFlow's allocators make of a request."""
-    return -(-nbytes // _MIN_ALLOCATION_BYTES) * _MIN_ALLOCATION_BYTES
+    return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
 def _is_split(chunk_bytes: int, request_bytes: int) -> bool:

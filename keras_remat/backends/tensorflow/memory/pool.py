@@ -7,25 +7,27 @@ for and gives back is free between steps. While the largest chunk stays the same
 the bytes of all regions. With those, every event tells the largest chunk, and whoever gets a part of
 it shows where it is.
 
-Known limit: free bytes that no recorded step has touched, and that were never in the largest chunk,
-are not seen, only how many there are. They are taken to be the rest of the largest chunk whose front
-alone was used.
+Known limit: where free bytes lie that no recorded step has touched is not seen, only how many there
+are, and how large the largest chunk is. They are taken to be that one, and the rest of the largest
+chunk whose front alone was used.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from keras_remat.backends.tensorflow.memory.best_fit import Extent, rounded
+from keras_remat.backends.tensorflow.memory.best_fit import GRANULE_BYTES, Extent, rounded
 from keras_remat.backends.tensorflow.profiler.events import Allocations
 from keras_remat.units import MIB
 
 #: Regions are multiples of it, unless the system has less.
 _REGION_BYTES = 2 * MIB
+#: Where chunks are said to lie that were not seen: behind all that are.
+_ELSEWHERE = 2**49
 #: What is off the fragmentation, which is written with six digits.
 _ROUNDING = 1e-6
 #: Two events whose fragmentation differs by less than this do not tell the regions' bytes, and what
@@ -92,15 +94,39 @@ def recorded_pool(memory: Allocations, region_bytes: int = 0) -> Pool | None:
     extents = list(_extents(_touched(events, region_bytes), in_use))
     seen_bytes = sum(extent.nbytes for extent in extents if not extent.requested_bytes)
     unseen_bytes = region_bytes - events[-1].in_use_bytes - seen_bytes
-    if unseen_bytes < -2 * _ROUNDING * region_bytes:
+    if unseen_bytes < -_NEAR_SHARE * region_bytes:
         return None  # a contradiction
+    largest_bytes = round(events[-1].largest_share * (region_bytes - events[-1].in_use_bytes))
     cut = {e.chunk.end for e in events if e.chunk.nbytes == rounded(e.chunk.requested_bytes)}
-    fronts = [e for e in extents if not e.requested_bytes and e.end in cut]
-    if fronts:
-        front = max(fronts, key=lambda extent: extent.nbytes)
-        whole = front.nbytes + max(0, unseen_bytes)
-        extents[extents.index(front)] = front._replace(nbytes=whole)
+    _add_unseen(extents, cut, max(0, unseen_bytes), largest_bytes)
     return Pool(tuple(extents), region_bytes, seen_bytes)
+
+
+def _add_unseen(
+    extents: list[Extent], cut: Collection[int], unseen_bytes: int, largest_bytes: int
+) -> None:
+    """Adds the free bytes that no step touched: the largest chunk where no extent is as large, the
+    rest of a chunk whose front was used, and one more chunk.
+
+    Args:
+        cut: where chunks end that were cut off a larger one, perhaps.
+    """
+
+    def add(nbytes: int) -> int:
+        extents.append(Extent(max(_ELSEWHERE, extents[-1].end + 1), nbytes))
+        return nbytes
+
+    free = [extent for extent in extents if not extent.requested_bytes]
+    most = max((extent.nbytes for extent in free), default=0)
+    if most + GRANULE_BYTES < largest_bytes <= unseen_bytes:
+        unseen_bytes -= add(largest_bytes)
+    front = max((e for e in free if e.end in cut), key=lambda e: e.nbytes, default=None)
+    if front is not None:
+        rest = min(unseen_bytes, max(0, largest_bytes - front.nbytes))
+        extents[extents.index(front)] = front._replace(nbytes=front.nbytes + rest)
+        unseen_bytes -= rest
+    if unseen_bytes >= GRANULE_BYTES:
+        add(unseen_bytes)
 
 
 def _events(memory: Allocations) -> Iterator[_Event]:
@@ -151,8 +177,8 @@ def _touched(events: Sequence[_Event], region_bytes: int) -> list[tuple[int, int
     largest = [event.largest_share * (region_bytes - event.in_use_bytes) for event in events]
     for event, before, after in zip(events[1:], largest, largest[1:], strict=False):
         taken, (address, nbytes, _) = before - after, event.chunk
-        if event.is_new and abs(taken - nbytes) <= 2 * rounding:
-            end = rounded(round(address + before))
+        if event.is_new and abs(taken - nbytes) <= 2 * rounding < nbytes / 4:
+            end = address + round(before / GRANULE_BYTES) * GRANULE_BYTES
             at = bisect_left(starts, end - rounding)
             if at < len(starts) and starts[at] <= end + rounding:
                 end = starts[at]  # the chunk behind begins where this one ends
