@@ -315,6 +315,33 @@ def test_rest_that_fits_under_no_schedule_is_trained_in_the_loaders_batches():
     assert [len(numbers) for numbers in steps.trained] == [10, 10, 40, 10, 10, 10]
 
 
+def test_a_rest_runs_in_order_where_the_plain_step_would_fit():
+    """It would move variables, and what larger batches need depends on where those are."""
+    backend, limit = FakeBackend(), store_all_peak(4 * LOADER)
+    backend.memory.order_matters = True
+    trainer, _, _ = on_tuner(backend, "max", limit)
+    total = epoch(trainer, batches=60)
+    assert backend.samples == list(range(total))
+    assert 0 < len(backend.ran[-1][1]) < trainer.search.max_batch_size
+    assert backend.kinds[-1] == "remat"
+
+
+def test_a_rest_for_which_nothing_can_be_planned_is_trained_as_it_would_be_without():
+    class Stubborn(FakeBackend):
+        def trace(self, model, batch, micro_batches=1):
+            if np.size(batch[0]) < LOADER:
+                raise UnsupportedModelError("too small")
+            return super().trace(model, batch, micro_batches)
+
+    backend, limit = Stubborn(), store_all_peak(4 * LOADER)
+    backend.memory.order_matters = True
+    trainer, _, _ = on_tuner(backend, "max", limit)
+    total = epoch(trainer, batches=61, last=3)
+    while len(backend.ran[-1][1]) >= LOADER:
+        total += epoch(trainer, batches=7, last=3)
+    assert backend.kinds[-1] == "plain"
+
+
 def test_measured_peak_over_the_limit_steps_down():
     steps = FakeSteps(settle_after=1, peak_bytes=lambda size: 40 * size)
     trainer = climbing(steps, 40)

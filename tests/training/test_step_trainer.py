@@ -86,6 +86,67 @@ def test_a_plain_step_that_fits_is_recorded_where_a_larger_batch_is_searched(pro
     assert backend.samples == list(range(20 * SIZE))
 
 
+def gathering(**more):
+    """A backend whose allocator's peaks depend on the order, and the steps, numbered from 0, before
+    which variables were brought together."""
+    backend, gathered = FakeBackend(**more), []
+    backend.memory.order_matters = True
+    backend.snapshot = lambda model: lambda: gathered.append(len(backend.ran))
+    return backend, gathered
+
+
+def test_variables_are_brought_together_before_steps_in_order_that_follow_plain_ones():
+    backend, gathered = gathering()
+    trainer, _ = trainer_on(backend, options(limit=PLAIN))
+    for step in range(20):
+        trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
+    first = backend.kinds.index("remat")
+    assert gathered == [first]
+
+
+@pytest.mark.parametrize(("device_name", "times"), [("CPU:0", [0]), ("GPU:0", [])])
+def test_on_a_gpu_variables_stay_where_they_are(device_name, times):
+    backend, gathered = gathering(device_name=device_name)
+    trainer, _ = trainer_on(backend, options())
+    train(trainer, 2)
+    assert set(backend.kinds) == {"remat"}
+    assert gathered == times
+
+
+def test_where_the_order_does_not_matter_variables_stay_where_they_are():
+    backend, gathered = gathering()
+    backend.memory.order_matters = False
+    trainer, _ = trainer_on(backend, options())
+    train(trainer, 10)
+    assert gathered == []
+
+
+@pytest.mark.parametrize("order_matters", [True, False])
+def test_a_batch_that_is_to_run_in_order_does_so_where_the_plain_step_fits(order_matters):
+    backend, _ = gathering()
+    backend.memory.order_matters = order_matters
+    trainer, report = trainer_on(backend, options())
+    train(trainer, 10)
+    small = SIZE // 10
+    for step in range(6):
+        trainer.run(batch_of(step * small, small), Terms(in_order=True))
+    assert set(backend.kinds[10:]) == {"remat" if order_matters else "plain"}
+    assert event_kinds(report).count("risk") == 1, "what fits is no risk"
+
+
+def test_what_plain_steps_held_between_them_is_not_what_steps_in_order_hold():
+    """Keras's own step leaves variables in chunks of up to twice their size."""
+    backend, seen = FakeBackend(), []
+    scattered = {"plain": 2 * RESIDENT_BYTES, "remat": RESIDENT_BYTES}
+    backend.device.in_use_bytes = lambda: scattered[(backend.kinds or ["remat"])[-1]]
+    stop = backend._stop_recording
+    backend._stop_recording = lambda run, nbytes: (seen.append(nbytes), stop(run, nbytes))[1]
+    trainer, _ = trainer_on(backend, options(limit=PLAIN))
+    for step in range(12):
+        trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
+    assert seen == [RESIDENT_BYTES]
+
+
 def test_a_recorded_step_that_runs_out_of_memory_gives_way_to_the_plain_one():
     backend = FakeBackend()
     backend.fails_at = {4}

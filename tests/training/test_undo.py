@@ -66,6 +66,16 @@ def test_guarded_step_is_undone():
     assert isinstance(outcome.cause, RanOut)
 
 
+@pytest.mark.parametrize(("guarded", "gathered", "times"), [(1, 1, 1), (1, 0, 0), (0, 1, 0)])
+def test_variables_are_put_back_at_once_where_a_guarded_step_asks_for_it(guarded, gathered, times):
+    device, called = Device(copy_s=0.01), []
+    device.snapshot = lambda model: lambda: called.append(len(device.state))
+    guard = StepGuard(SimpleNamespace(), device)
+    outcome = guard.attempt(device.state.append, BATCH, guarded=guarded, gathered=gathered)
+    assert isinstance(outcome, Trained)
+    assert called == [0] * times, "before the step"
+
+
 def test_of_several_processes_one_alone_does_not_train_a_batch_again():
     """The others are in the middle of the step: the error ends it in all of them."""
     device = Device()

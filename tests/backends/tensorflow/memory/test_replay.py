@@ -2,13 +2,16 @@
 
 import pytest
 
+from keras_remat.backends.tensorflow.memory import replay
+from keras_remat.backends.tensorflow.memory.best_fit import Extent
+from keras_remat.backends.tensorflow.memory.pool import Pool
 from keras_remat.backends.tensorflow.memory.replay import ReplayedMemory
 from keras_remat.core.graph import Graph, Op, Value, chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.units import KIB, MIB
+from keras_remat.units import GIB, KIB, MIB
 
 
 def peak_bytes(problem, *order, smallest_bytes=0, region_bytes=0):
@@ -92,3 +95,80 @@ def test_what_was_measured_corrects_orders_as_tight():
     assert memory.peak_bytes(problem, order) == 10 * MIB
     memory.observe(problem, order, 12 * MIB)
     assert memory.peak_bytes(problem, order) == 12 * MIB
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What recordings show, the next one first."""
+    pools = []
+    monkeypatch.setattr(replay, "recorded_pool", lambda memory, region_bytes: pools.pop(0))
+    return pools
+
+
+def pool_of(*free_mib, in_use_mib=(), region_mib=64, seen_mib=None):
+    """Chunks of those sizes, none next to another."""
+    sizes = [(n * MIB, 0) for n in free_mib] + [(n * MIB, n * MIB) for n in in_use_mib]
+    extents = tuple(Extent(at * GIB, *size) for at, size in enumerate(sizes))
+    return Pool(extents, region_mib * MIB, sum(free_mib if seen_mib is None else [seen_mib]) * MIB)
+
+
+def test_a_recorded_pool_is_what_an_order_finds(shown):
+    """A chunk of 10 MiB is handed out whole for 6, as is a new region of 8, and one of 16 is cut."""
+    problem = problem_of([Op(0, "a", "a", (), (0,))], [6], (0,), resident_mib=5)
+    memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0,))
+    assert memory.peak_bytes(problem, order) == 13 * MIB
+    shown += [pool_of(10, 32), pool_of(16, 32), None]
+    memory.find_pool([])
+    assert memory.peak_bytes(problem, order) == 15 * MIB
+    memory.find_pool([])
+    assert memory.peak_bytes(problem, order) == 11 * MIB
+    memory.find_pool([])
+    assert memory.peak_bytes(problem, order) == 11 * MIB, "one that shows nothing changes nothing"
+
+
+@pytest.mark.parametrize(("region_mib", "peak_mib"), [(64, 15), (128, 11)])
+def test_a_recording_that_shows_less_of_the_same_regions_is_not_believed(
+    shown, region_mib, peak_mib
+):
+    problem = problem_of([Op(0, "a", "a", (), (0,))], [6], (0,), resident_mib=5)
+    memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0,))
+    shown += [pool_of(10, 32), pool_of(16, 32, region_mib=region_mib, seen_mib=20)]
+    memory.find_pool([])
+    memory.find_pool([])
+    assert memory.peak_bytes(problem, order) == peak_mib * MIB
+
+
+def test_what_was_learnt_of_another_pool_is_forgotten(shown):
+    problem = problem_of([Op(0, "a", "a", (), (0,))], [6], (0,), resident_mib=5)
+    memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0,))
+    memory.observe(problem, order, 20 * MIB)
+    assert memory.peak_bytes(problem, order) == 20 * MIB
+    shown += [pool_of(10, 32)]
+    memory.find_pool([])
+    assert memory.peak_bytes(problem, order) == 15 * MIB
+
+
+def test_the_batch_lies_in_the_pool_and_is_among_the_resident_bytes(shown):
+    """3 MiB of it take the chunk of 4, so that the value gets a part of the large one."""
+    problem = problem_of([Op(0, "a", "a", (0,), (1,))], [3, 4], (1,), resident_mib=5)
+    memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0,))
+    shown += [pool_of(4, 32)]
+    memory.find_pool([])
+    assert memory.peak_bytes(problem, order) == 9 * MIB
+
+
+def test_chunks_in_use_are_those_of_variables_that_are_assigned_or_free(shown):
+    """The variable's 3 MiB are free once its new value is there; the batch's 5 at once."""
+    ops = [
+        Op(0, "new", "x", (), (0,)),
+        Op(1, "assign", "AssignVariableOp", (0,), ()),
+        Op(2, "b", "b", (), (1,)),
+    ]
+    problem = problem_of(ops, [3, 5], (1,), resident_mib=3)
+    memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0, 1, 2))
+    shown += [pool_of(6, in_use_mib=(3, 5), region_mib=14)]
+    memory.find_pool([])
+    uses = memory._uses_of(problem)
+    assert uses.assigned == [("assign", 3 * MIB)]
+    # the new value takes the 5 MiB that the batch left, and the value behind it all of the 6
+    assert memory.peak_bytes(problem, order) == (3 + 5 - 3 + 6) * MIB
