@@ -15,7 +15,7 @@ chunk whose front alone was used.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -97,19 +97,23 @@ def recorded_pool(memory: Allocations, region_bytes: int = 0) -> Pool | None:
     if unseen_bytes < -_NEAR_SHARE * region_bytes:
         return None  # a contradiction
     largest_bytes = round(events[-1].largest_share * (region_bytes - events[-1].in_use_bytes))
-    cut = {e.chunk.end for e in events if e.chunk.nbytes == rounded(e.chunk.requested_bytes)}
+    cut: dict[int, int] = {}
+    for _, chunk, *_ in events:
+        if chunk.nbytes == rounded(chunk.requested_bytes):
+            cut[chunk.end] = max(chunk.nbytes, cut.get(chunk.end, 0))
     _add_unseen(extents, cut, max(0, unseen_bytes), largest_bytes)
     return Pool(tuple(extents), region_bytes, seen_bytes)
 
 
 def _add_unseen(
-    extents: list[Extent], cut: Collection[int], unseen_bytes: int, largest_bytes: int
+    extents: list[Extent], cut: dict[int, int], unseen_bytes: int, largest_bytes: int
 ) -> None:
     """Adds the free bytes that no step touched: the largest chunk where no extent is as large, the
     rest of a chunk whose front was used, and one more chunk.
 
     Args:
-        cut: where chunks end that were cut off a larger one, perhaps.
+        cut: where chunks end that were cut off a larger one, perhaps → their bytes. At least as
+            many were left of it.
     """
 
     def add(nbytes: int) -> int:
@@ -120,7 +124,8 @@ def _add_unseen(
     most = max((extent.nbytes for extent in free), default=0)
     if most + GRANULE_BYTES < largest_bytes <= unseen_bytes:
         unseen_bytes -= add(largest_bytes)
-    front = max((e for e in free if e.end in cut), key=lambda e: e.nbytes, default=None)
+    fronts = [extent for extent in free if cut.get(extent.end, unseen_bytes) < unseen_bytes]
+    front = max(fronts, key=lambda extent: extent.nbytes, default=None)
     if front is not None:
         rest = min(unseen_bytes, max(0, largest_bytes - front.nbytes))
         extents[extents.index(front)] = front._replace(nbytes=front.nbytes + rest)
