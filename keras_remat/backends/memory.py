@@ -59,6 +59,10 @@ class MemoryModel(Protocol):
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the predicted peak of a step, resident bytes included."""
 
+    def scattered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns the predicted peak of a step that leaves variables anywhere in the allocator's
+        pool, as Keras's own does."""
+
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         """Returns the peak where compiling tells it before a run; ``None`` where only a run
         does."""
@@ -135,6 +139,10 @@ class CalibratedMemory:
             return peak
         resident = problem.profile.resident_bytes
         return resident + self._calibration.predict(peak - resident, self._most(problem))
+
+    def scattered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns the corrected peak; see :class:`MemoryModel`."""
+        return self.peak_bytes(problem, schedule)
 
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         """Returns ``None``: only a run tells."""

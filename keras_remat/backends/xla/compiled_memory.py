@@ -51,6 +51,10 @@ class CompiledMemory:
             added = (self._plain if plain else self._lowered).predict(simulated, most)
         return problem.profile.resident_bytes + added
 
+    def scattered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns the same: where variables lie does not matter."""
+        return self.peak_bytes(problem, schedule)
+
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         """Returns the peak by compiling the schedule, where that tells."""
         added = self._added_bytes(problem, schedule)

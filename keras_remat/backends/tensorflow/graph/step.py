@@ -105,7 +105,9 @@ class TensorFlowStep(TracedStep):
         """Returns what Keras's own step is predicted to need, where several ops run at once the
         high side of it; of how much more they need, the allocator is no part."""
         profile = problem.profile
-        activations = memory.peak_bytes(problem, self.plain_order) - profile.resident_bytes
+        activations = (
+            memory.scattered_peak_bytes(problem, self.plain_order) - profile.resident_bytes
+        )
         at_once = 1 if device.on_gpu() else workers(len(self.replicas))
         if at_once > 1:
             one = simulate(problem, self.plain_order).peak_bytes - profile.resident_bytes

@@ -52,6 +52,13 @@ class ReplayedMemory(CalibratedMemory):
     def _replayed_bytes(self, problem: Problem, schedule: Schedule) -> int:
         return replayed_peak_bytes(self._uses_of(problem), schedule, self._region_bytes, self._pool)
 
+    def scattered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns the peak in a pool of which nothing is known; see
+        :class:`~keras_remat.backends.memory.MemoryModel`."""
+        if self._pool is None:
+            return self.peak_bytes(problem, schedule)
+        return replayed_peak_bytes(self._uses_of(problem), schedule, self._region_bytes)
+
     def find_pool(self, memory: Allocations) -> None:
         """Takes the pool that recorded steps show for the one that others will find, unless they
         show less of the same regions. What was learnt was of another pool."""

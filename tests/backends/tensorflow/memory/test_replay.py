@@ -120,6 +120,7 @@ def test_a_recorded_pool_is_what_an_order_finds(shown):
     shown += [pool_of(10, 32), pool_of(16, 32), None]
     memory.find_pool([])
     assert memory.peak_bytes(problem, order) == 15 * MIB
+    assert memory.scattered_peak_bytes(problem, order) == 13 * MIB
     memory.find_pool([])
     assert memory.peak_bytes(problem, order) == 11 * MIB
     memory.find_pool([])
