@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,10 @@ from keras_remat.backends.tensorflow.memory.best_fit import GRANULE_BYTES, Exten
 from keras_remat.backends.tensorflow.profiler.events import Allocations
 from keras_remat.units import MIB
 
+#: What an event has to say.
+_SAID = frozenset(
+    {"addr", "allocation_bytes", "requested_bytes", "bytes_allocated", "fragmentation"}
+)
 #: Regions are multiples of it, unless the system has less.
 _REGION_BYTES = 2 * MIB
 #: Where chunks are said to lie that were not seen: behind all that are.
@@ -135,15 +140,17 @@ def _add_unseen(
 
 
 def _events(memory: Allocations) -> Iterator[_Event]:
-    """Yields the events that say what is asked of them."""
+    """Yields the events that say what is asked of them; of a full pool fragmentation is no
+    number."""
     for _, name, said in memory:
-        if {"addr", "allocation_bytes", "bytes_allocated", "fragmentation"} <= said.keys():
-            yield _Event(
-                name == "MemoryAllocation",
-                Extent(said["addr"], said["allocation_bytes"], said.get("requested_bytes", 0)),
-                said["bytes_allocated"],
-                1 - float(said["fragmentation"]),
-            )
+        if not said.keys() >= _SAID or not isfinite(said["fragmentation"]):
+            continue
+        yield _Event(
+            name == "MemoryAllocation",
+            Extent(said["addr"], said["allocation_bytes"], said["requested_bytes"]),
+            said["bytes_allocated"],
+            1 - said["fragmentation"],
+        )
 
 
 def _regions(events: Sequence[_Event], expected_bytes: int) -> tuple[int, int]:

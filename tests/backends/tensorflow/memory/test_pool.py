@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from keras_remat.backends.tensorflow.memory.best_fit import BestFitAllocator, Extent
-from keras_remat.backends.tensorflow.memory.pool import recorded_pool
+from keras_remat.backends.tensorflow.memory.pool import _SAID, recorded_pool
 from keras_remat.units import GIB, KIB, MIB
 
 
@@ -38,7 +38,7 @@ class RecordedAllocator:
             "requested_bytes": nbytes,
             "allocation_bytes": chunk.size if size is None else size,
             "bytes_allocated": self.allocator.bytes_in_use,
-            "fragmentation": f"{fragmentation:.6g}",
+            "fragmentation": float(f"{fragmentation:.6g}"),
         }
         self.events.append((len(self.events), name, said))
 
@@ -141,14 +141,20 @@ def test_a_region_as_large_as_a_cards_is_known_to_a_millionth():
     assert is_in(max(recorded.free, key=lambda extent: extent.nbytes), pool)
 
 
-@pytest.mark.parametrize(
-    "missing", ["addr", "allocation_bytes", "bytes_allocated", "fragmentation"]
-)
+@pytest.mark.parametrize("missing", sorted(_SAID))
 def test_events_that_do_not_say_enough_tell_no_pool(missing):
     events = used_pool(1).events
     for _, _, said in events:
         del said[missing]
     assert recorded_pool(events) is None
+
+
+def test_moments_at_which_the_pool_is_full_are_left_out():
+    """TensorFlow then divides by no free bytes."""
+    events = used_pool(1).events
+    pool = recorded_pool(events)
+    full = dict(events[-1][2], fragmentation=float("nan"))
+    assert recorded_pool([*events, (len(events), "MemoryAllocation", full)]) == pool
 
 
 def test_no_events_and_events_that_contradict_each_other_tell_no_pool():
