@@ -1,7 +1,7 @@
 """Every family of ``keras.applications``, twelve training steps as people write them, and what a
 user is promised of each: limits kept, losses as plain's, predictions, set-up and step times.
 
-    python benchmarks/zoo.py --json rows.jsonl --output zoo.md [--only VAE,ResNet50] [--share 0.6]
+    python benchmarks/zoo.py --json rows.jsonl --output zoo.md [--only VAE,ResNet50]
 
 Every fit is a process of its own, from the same seed: plain ``fit``, plain ``fit`` again (which
 tells how far losses differ by themselves), and ``fit`` with ``RematAutotune`` under a limit: what
@@ -63,7 +63,7 @@ HUB: dict[str, dict[str, Any]] = {
     "ViTBackbone": {"image_shape": (64, 64, 3), "patch_size": 8, "num_layers": 4, "num_heads": 4,
                     "hidden_dim": 128, "mlp_dim": 512},
 }  # fmt: skip
-PIXELS, BATCH, TOKENS = 96, 16, 128
+PIXELS, TOKENS = 96, 128
 #: Steps of an epoch, and epochs.
 _STEPS, _EPOCHS = 6, 3
 _SOLVE_S, _SEED = 10.0, 0
@@ -76,13 +76,13 @@ PREDICTION, PREDICTED_SHARE, SETUP_S = 0.05, 0.9, 60.0
 # -------------------------------------------------------------------- one case
 
 
-def build(name: str) -> tuple[Any, dict[str, Any]]:
+def build(name: str, batch: int) -> tuple[Any, dict[str, Any]]:
     """Returns a case's compiled model, always with the same weights, and its data."""
     import keras
     import numpy as np
 
     keras.utils.set_random_seed(_SEED)
-    generator, samples = np.random.default_rng(_SEED), BATCH * _STEPS
+    generator, samples = np.random.default_rng(_SEED), batch * _STEPS
     if name in STEPS:
         import zoo_steps
 
@@ -117,14 +117,14 @@ def _hub(name: str, generator: Any, samples: int) -> tuple[Any, dict[str, Any]]:
     return model, {"x": x, "y": generator.random((samples, 1), dtype=np.float32)}
 
 
-def trained(name: str, limit_bytes: int | None) -> dict[str, Any]:
+def trained(name: str, batch: int, limit_bytes: int | None = None) -> dict[str, Any]:
     """Fits a case, plainly or under a limit, and returns what was watched and planned."""
     import keras
     from watch import StepWatch, long_fit
 
     import keras_remat
 
-    model, data = build(name)
+    model, data = build(name, batch)
     data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)
     watch = StepWatch()
     callbacks, found = [watch], {}
@@ -134,7 +134,7 @@ def trained(name: str, limit_bytes: int | None) -> dict[str, Any]:
         )
         callbacks.append(remat)
     try:
-        long_fit(model, **data, batch_size=BATCH, epochs=_EPOCHS, callbacks=callbacks)
+        long_fit(model, **data, batch_size=batch, epochs=_EPOCHS, callbacks=callbacks)
     except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError) as error:
         needed = max(getattr(error, "best_peak_bytes", None) or 0, error.floor_bytes)
         refusal = f"{type(error).__name__}: {error}"
@@ -168,10 +168,10 @@ def _found(remat: Any) -> dict[str, Any]:
     }
 
 
-def measured(name: str, share: float, timeout_s: float) -> dict[str, Any]:
+def measured(name: str, batch: int, share: float, timeout_s: float) -> dict[str, Any]:
     """Trains a case three times, each in a process of its own, and returns its row."""
-    plain = _child(name, timeout_s)
-    again = _child(name, timeout_s)
+    plain = _child(name, timeout_s, batch=batch)
+    again = _child(name, timeout_s, batch=batch)
     resident, peak = plain["resident_bytes"], max(plain["peaks"][1:] + again["peaks"][1:])
     limit = int(resident + share * (peak - resident))
     row: dict[str, Any] = {
@@ -182,7 +182,7 @@ def measured(name: str, share: float, timeout_s: float) -> dict[str, Any]:
     }
     for _ in range(_LIMITS):
         row["limit_bytes"] = limit
-        ours = _child(name, timeout_s, limit)
+        ours = _child(name, timeout_s, batch=batch, limit_bytes=limit)
         if "refusal" not in ours:
             break
         row |= {"status": ours["refusal"], "raised": True}
@@ -209,10 +209,10 @@ def planned(name: str, share: float) -> dict[str, Any]:
     """Plans a case without training it, and returns its row."""
     import keras_remat
 
-    model, _ = build(name)
+    batch = 2
+    model, _ = build(name, batch)
     started = time.perf_counter()
     options = {"profile": "estimated", "solver_time_limit_s": _SOLVE_S, "margin": 0.0}
-    batch = 2
     roomy = keras_remat.make_plan(model, batch, 2**45, **options | {"solver": "store_all"})
     trace_s = time.perf_counter() - started
     resident = roomy.problem.profile.resident_bytes
@@ -238,29 +238,27 @@ def cases() -> list[str]:
     return [*STEPS, *FAMILIES, *hub, *GRAPHS]
 
 
-def run(name: str, share: float, timeout_s: float) -> dict[str, Any]:
+def run(name: str, batch: int, share: float, timeout_s: float) -> dict[str, Any]:
     """Runs a case; a failure is a row with its status."""
     started = time.perf_counter()
     try:
         row = (
             _child(name, timeout_s, share=share)
             if name in GRAPHS
-            else measured(name, share, timeout_s)
+            else measured(name, batch, share, timeout_s)
         )
     except Failed as error:
         return {"name": name, "status": f"error: {error}"}
     return {"name": name} | row | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def _child(
-    name: str, timeout_s: float, limit_bytes: int | None = None, share: float = 1.0
-) -> dict[str, Any]:
+def _child(name: str, timeout_s: float, **options: Any) -> dict[str, Any]:
     """Runs one fit, or one plan, in a process of its own.
 
     Raises:
         Failed: it did not end well.
     """
-    told = json.dumps({"name": name, "limit_bytes": limit_bytes, "share": share})
+    told = json.dumps({"name": name} | options)
     return row_of("zoo.py", "--child", told, timeout_s=timeout_s)
 
 
@@ -309,11 +307,11 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def report(rows: list[dict[str, Any]], share: float) -> str:
+def report(rows: list[dict[str, Any]], batch: int, share: float) -> str:
     """Returns the rows as Markdown, and what falls short."""
     lines = ["# zoo.py", ""]
     lines += [
-        f"{machine()}; batch {BATCH}, {PIXELS} px; limit: resident + {share:g} of what plain",
+        f"{machine()}; batch {batch}, {PIXELS} px; limit: resident + {share:g} of what plain",
         f"takes above; solver auto, {_SOLVE_S:.0f} s. The columns are explained in the command.",
     ]
     lines += ["", head(COLUMNS), *map(line, rows), "", "What falls short:", ""]
@@ -325,6 +323,7 @@ def main() -> int:
     """Runs what is missing, and writes the table after every case."""
     parser = command_line(__doc__)
     parser.add_argument("--only", default="", metavar="A,B", help="names; default: all")
+    parser.add_argument("--batch", type=int, default=16, help="samples (default 16)")
     parser.add_argument("--share", type=float, default=0.6, help="of plain's bytes (default 0.6)")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one fit")
     parser.add_argument("--json", type=Path, metavar="FILE.jsonl", help="rows, added as they come")
@@ -337,9 +336,7 @@ def main() -> int:
 
         keras_remat.enable_cpu_memory_stats()
         told = json.loads(arguments.child)
-        graph = told["name"] in GRAPHS
-        argument = told["share"] if graph else told["limit_bytes"]
-        print(json.dumps((planned if graph else trained)(told["name"], argument)))
+        print(json.dumps((planned if told["name"] in GRAPHS else trained)(**told)))
         return 0
     rows = {row["name"]: row for row in kept(arguments.json)}
     wanted = arguments.only.split(",") if arguments.only else cases()
@@ -348,12 +345,12 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(cases())}")
     for name in wanted:
         if name not in rows:
-            rows[name] = run(name, arguments.share, arguments.timeout)
+            rows[name] = run(name, arguments.batch, arguments.share, arguments.timeout)
             keep(rows[name], arguments.json)
         print(line(rows[name]), flush=True)
         if arguments.output:
             shown = [rows[each] for each in cases() if each in rows]
-            arguments.output.write_text(report(shown, arguments.share))
+            arguments.output.write_text(report(shown, arguments.batch, arguments.share))
     return int(bool(arguments.check and failures(list(rows.values()))))
 
 
