@@ -136,9 +136,7 @@ def trained(name: str, batch: int, limit_bytes: int | None = None) -> dict[str, 
     try:
         long_fit(model, **data, batch_size=batch, epochs=_EPOCHS, callbacks=callbacks)
     except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError) as error:
-        needed = max(getattr(error, "best_peak_bytes", None) or 0, error.floor_bytes)
-        refusal = f"{type(error).__name__}: {error}"
-        return {"refusal": refusal, "needed_share": needed / error.budget_bytes}
+        return _refusal(error)
     if limit_bytes is not None:
         found = _found(remat)
     return found | {
@@ -186,7 +184,7 @@ def measured(name: str, batch: int, share: float, timeout_s: float) -> dict[str,
         if "refusal" not in ours:
             break
         row |= {"status": ours["refusal"], "raised": True}
-        limit = int(_RAISED * max(1.0, ours["needed_share"]) * limit)
+        limit = int(_RAISED * ours["needed_share"] * limit)
     else:
         return row
     peaks, times_s, losses = ours.pop("peaks"), ours.pop("times_s"), ours.pop("losses")
@@ -217,16 +215,28 @@ def planned(name: str, share: float) -> dict[str, Any]:
     trace_s = time.perf_counter() - started
     resident = roomy.problem.profile.resident_bytes
     limit = int(resident + share * (roomy.store_all.peak_bytes - resident))
-    row = {"plain_bytes": roomy.store_all.peak_bytes, "limit_bytes": limit}
-    row |= {"resident_bytes": resident, "ops": len(roomy.problem.graph.ops), "trace_s": trace_s}
-    started = time.perf_counter()
-    try:
-        plan = keras_remat.make_plan(model, batch, limit, **options)
-    except keras_remat.RematError as error:
-        return row | {"status": f"{type(error).__name__}: {error}"}
-    seconds = time.perf_counter() - started
-    told = {"predicted_bytes": plan.predicted.peak_bytes, "overhead": plan.overhead}
-    return row | told | {"status": "graph", "setup_s": seconds}
+    row: dict[str, Any] = {"plain_bytes": roomy.store_all.peak_bytes, "resident_bytes": resident}
+    row |= {"ops": len(roomy.problem.graph.ops), "trace_s": trace_s}
+    for _ in range(_LIMITS):
+        row["limit_bytes"] = limit
+        started = time.perf_counter()
+        try:
+            plan = keras_remat.make_plan(model, batch, limit, **options)
+        except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError) as error:
+            row |= _refusal(error) | {"raised": True}
+            limit = int(_RAISED * row["needed_share"] * limit)
+            continue
+        seconds = time.perf_counter() - started
+        told = {"predicted_bytes": plan.predicted.peak_bytes, "overhead": plan.overhead}
+        return row | told | {"status": "graph", "setup_s": seconds}
+    return row | {"status": row["refusal"]}
+
+
+def _refusal(error: Any) -> dict[str, Any]:
+    """Returns what an error says, and what is needed as a multiple of what there was."""
+    needed = max(getattr(error, "best_peak_bytes", None) or 0, error.floor_bytes)
+    share = max(1.0, needed / error.budget_bytes)
+    return {"refusal": f"{type(error).__name__}: {error}", "needed_share": share}
 
 
 # -------------------------------------------------------------------- all cases

@@ -21,6 +21,7 @@ right until then. What is off is learnt from the steps that are measured
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from keras_remat.backends.memory import CalibratedMemory
@@ -85,15 +86,18 @@ def replayed_peak_bytes(
     """
     resident_bytes = uses.problem.profile.resident_bytes
     variables: dict[str, Block | None] = {}  # name of the op that assigns it → its chunk
+    waiting: Counter[int] = Counter()
     if pool is None:
         allocator = BestFitAllocator(smallest_bytes=uses.smallest_bytes, region_bytes=region_bytes)
         if region_bytes:
             allocator.allocate(resident_bytes - sum(uses.batch))
     else:
         allocator = BestFitAllocator(smallest_bytes=uses.smallest_bytes)
-        variables |= _placed(allocator, pool, uses)
-    for nbytes in uses.batch:
-        allocator.allocate(nbytes)
+        placed, waiting = _placed(allocator, pool, uses)
+        variables |= placed
+    for nbytes, number in (Counter(uses.batch) - waiting).items():
+        for _ in range(number):
+            allocator.allocate(nbytes)
     base = resident_bytes - allocator.bytes_in_use
     allocator.peak_bytes = allocator.bytes_in_use
     runs = uses.of(schedule)
@@ -110,9 +114,18 @@ def replayed_peak_bytes(
     return base + allocator.peak_bytes
 
 
-def _placed(allocator: BestFitAllocator, pool: Pool, uses: _Uses) -> dict[str, Block | None]:
-    """Puts the chunks of a pool in an allocator's; returns those of variables, by the name of the
-    op that assigns them. What else is in use is of a batch, which the next one replaces."""
+def _placed(
+    allocator: BestFitAllocator, pool: Pool, uses: _Uses
+) -> tuple[dict[str, Block | None], Counter[int]]:
+    """Puts the chunks of a pool in an allocator's.
+
+    Batches wait for their step, and the next one takes the place of one that is done: as many stay
+    in use. What else is in use is of a batch of another size, which is done.
+
+    Returns:
+        The chunks of variables, by the name of the op that assigns them, and how many arrays of
+        batches wait, by their bytes.
+    """
     requested = [extent.requested_bytes for extent in pool.extents if extent.requested_bytes]
     chunks = allocator.add_regions(pool.extents, pool.region_bytes)
     left = list(zip(requested, chunks, strict=True))
@@ -121,9 +134,11 @@ def _placed(allocator: BestFitAllocator, pool: Pool, uses: _Uses) -> dict[str, B
         at = next((at for at, (size, _) in enumerate(left) if size == nbytes), None)
         if at is not None:
             placed[name] = left.pop(at)[1]
-    for _, chunk in left:
-        allocator.release(chunk)
-    return placed
+    waiting = Counter(size for size, _ in left if size in uses.batch)
+    for size, chunk in left:
+        if size not in waiting:
+            allocator.release(chunk)
+    return placed, waiting
 
 
 def _replay_step(

@@ -103,6 +103,15 @@ def test_a_gpu_s_convolution_is_told_to_take_less_scratch():
         assert device.floor_advice(Op(0, "relu", "Relu", (), (0,))) == ""
 
 
+@pytest.mark.parametrize("at", [1, 3])
+def test_what_a_thread_takes_meanwhile_is_not_taken_for_the_probe(monkeypatch, at):
+    """Such as the input pipeline's, which prepares the next batch."""
+    expected, read = measure.TensorFlowDevice().allocator, measure.bytes_in_use
+    taken_mib = iter([0] * at)
+    monkeypatch.setattr(measure, "bytes_in_use", lambda: read() + next(taken_mib, 3) * MIB)
+    assert measure.TensorFlowDevice().allocator == expected
+
+
 def test_cuda_s_own_allocator_is_remarked(monkeypatch):
     monkeypatch.setenv("TF_GPU_ALLOCATOR", "cuda_malloc_async")
     assert bool(measure.TensorFlowDevice().remark()) is on_gpu()

@@ -158,6 +158,15 @@ def test_the_batch_lies_in_the_pool_and_is_among_the_resident_bytes(shown):
     assert memory.peak_bytes(problem, order) == 9 * MIB
 
 
+def test_batches_that_wait_keep_their_chunks(shown):
+    """Of 3 MiB each: were one free, the value would get all of it. The 2 MiB are of another one."""
+    problem = problem_of([Op(0, "a", "a", (0,), (1,))], [3, 2.5], (1,), resident_mib=6)
+    memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0,))
+    shown += [pool_of(32, in_use_mib=(3, 3, 2), region_mib=40)]
+    memory.find_pool([])
+    assert memory.peak_bytes(problem, order) == int(8.5 * MIB)
+
+
 def test_chunks_in_use_are_those_of_variables_that_are_assigned_or_free(shown):
     """The variable's 3 MiB are free once its new value is there; the batch's 5 at once."""
     ops = [
