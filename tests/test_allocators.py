@@ -12,6 +12,7 @@ import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
+from own_process import TESTS, came_of
 
 import keras_remat
 from keras_remat.backends.tensorflow import backend
@@ -63,38 +64,15 @@ def test_a_fit_keeps_its_limit_and_its_losses():
     assert losses[:2] == pytest.approx(plain_losses, rel=1e-4)
 
 
-def recorded(tensorflow, run, batch):
-    """Records steps and returns their profile; the backend's memory model then knows the pool."""
-    run(batch)
-    recorder = tensorflow.recorder()
-    assert recorder.start()
-    for _ in range(3):
-        run(batch)
-    return recorder.stop(run, in_use())
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_orders_take_what_is_predicted_in_the_pool_that_recorded_steps_have_shown(optimizer):
     tensorflow = backend()
     if not tensorflow.device.has_statistics or tensorflow.device.name != "CPU:0":
         pytest.skip("for an allocator with statistics, whose recordings name it")
-    model, data = keras_models.convnet(batch=32, size=64, filters=16, optimizer=optimizer)
-    batch = tensorflow.example_batch(model, data)
-    traced = tensorflow.trace(model, batch)
-    problem = Problem(traced.graph, tensorflow.estimated_profile(traced, in_use()))
-    store_all = Schedule.store_all(traced.graph)
-    run = tensorflow.lower(traced, problem, store_all)
-    problem = Problem(traced.graph, recorded(tensorflow, run, batch))
-    resident = problem.profile.resident_bytes
-    most = keras_remat.simulate(problem, store_all).peak_bytes - resident
-    for share in (0.9, 0.8, 0.7, 0.6):
-        tight = problem.with_budget(resident + int(share * most))
-        order = keras_remat.solve(tight, solver="greedy").schedule
-        predicted = tensorflow.memory.peak_bytes(problem, order)
-        step = tensorflow.lower(traced, tight, order)
-        tensorflow.measure(lambda step=step: step(batch))
-        _, usage = tensorflow.measure(lambda step=step: step(batch))
-        assert usage.peak_bytes == pytest.approx(predicted, rel=0.02)
+    peaks = came_of(TESTS / "recorded_pool_case.py", optimizer)
+    assert len(peaks) == 4
+    for predicted, measured in peaks:
+        assert measured == pytest.approx(predicted, rel=0.02)
 
 
 @pytest.mark.skipif(LIMIT_MIB > 2048, reason="the memory has no end here")
