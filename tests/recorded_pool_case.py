@@ -39,10 +39,11 @@ def peaks(optimizer):
     for share in (0.9, 0.8, 0.7, 0.6):
         tight = problem.with_budget(resident + int(share * most))
         order = keras_remat.solve(tight, solver="greedy").schedule
+        predicted = tensorflow.memory.peak_bytes(problem, order)
         step = tensorflow.lower(traced, tight, order)
         tensorflow.measure(lambda step=step: step(batch))
         _, usage = tensorflow.measure(lambda step=step: step(batch))
-        yield tensorflow.memory.peak_bytes(problem, order), usage.peak_bytes
+        yield predicted, usage.peak_bytes
 
 
 if __name__ == "__main__":

@@ -90,14 +90,13 @@ def replayed_peak_bytes(
     if pool is None:
         allocator = BestFitAllocator(smallest_bytes=uses.smallest_bytes, region_bytes=region_bytes)
         if region_bytes:
-            allocator.allocate(resident_bytes - sum(uses.batch))
+            allocator.allocate(resident_bytes - sum(uses.batch.elements()))
     else:
         allocator = BestFitAllocator(smallest_bytes=uses.smallest_bytes)
         placed, waiting = _placed(allocator, pool, uses)
         variables |= placed
-    for nbytes, number in (Counter(uses.batch) - waiting).items():
-        for _ in range(number):
-            allocator.allocate(nbytes)
+    for nbytes in (uses.batch - waiting).elements():
+        allocator.allocate(nbytes)
     base = resident_bytes - allocator.bytes_in_use
     allocator.peak_bytes = allocator.bytes_in_use
     runs = uses.of(schedule)
@@ -205,12 +204,12 @@ class _Uses:
             else []
             for op in graph.ops
         ]
-        #: bytes of the large values that no op computes
-        self.batch = [
+        #: bytes of the large values that no op computes → how many have as many
+        self.batch = Counter(
             value.nbytes
             for value in values
             if value.producer is None and value.nbytes >= max(1, smallest_bytes)
-        ]
+        )
         workspace = [
             nbytes if nbytes >= smallest_bytes else 0
             for nbytes in problem.profile.op_workspace_bytes
