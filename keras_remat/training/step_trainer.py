@@ -284,13 +284,15 @@ class StepTrainer:
         given = self._first_plans.given(costs)
         if given is not None:
             return self._first_plans.lowered(shape, costs, given, Phase.VERIFY)
-        peak = self._first_plans.plain_peak_bytes(costs)
+        # where its ops run in no order, its peak differs from step to step
+        with_room = self.backend.memory.order_matters
+        peak = self._first_plans.plain_peak_bytes(costs, with_room=with_room)
         if may_run_plain and peak <= self.usable_bytes:
             return shape.plainly(self._fit.installed.run_plain, costs, Phase.PLAIN)
         if may_run_plain:
             self._fit.event(
                 EventKind.RISK,
-                f"The plain step of {size} samples is predicted to need {format_bytes(peak)}, over "
+                f"The plain step of {size} samples may need up to {format_bytes(peak)}, over "
                 f"{format_bytes(self.usable_bytes)} (limit {format_bytes(self.limit_bytes)} less "
                 f"{self._options.margin:.0%} margin): it will not be run.",
             )

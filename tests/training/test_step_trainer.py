@@ -95,9 +95,19 @@ def gathering(**more):
     return backend, gathered
 
 
+@pytest.mark.parametrize(("order_matters", "first"), [(True, "remat"), (False, "plain")])
+def test_a_plain_step_whose_peak_differs_from_step_to_step_needs_room(order_matters, first):
+    backend, _ = gathering()
+    backend.memory.order_matters = order_matters
+    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    train(trainer, 10)
+    assert backend.kinds == [first] * 10
+    assert ("risk" in event_kinds(report)) == order_matters
+
+
 def test_variables_are_brought_together_before_steps_in_order_that_follow_plain_ones():
     backend, gathered = gathering()
-    trainer, _ = trainer_on(backend, options(limit=PLAIN))
+    trainer, _ = trainer_on(backend, options(limit=2 * PLAIN))
     for step in range(20):
         trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
     first = backend.kinds.index("remat")
