@@ -172,7 +172,7 @@ def compile_ours(model, batch, budget, smallest):
     from keras_remat.backends.jax import backend
     from keras_remat.core.problem import Problem
     from keras_remat.errors import RematError
-    from keras_remat.planning.make_plan import plan_problem
+    from keras_remat.planning.plan_problem import plan_problem
 
     device, compilations = backend(), []
     batch = device.example_batch(model, batch)

@@ -45,7 +45,7 @@ def trained(name, case, weights, smooth):
     from keras_remat.backends.jax.private import state_values
     from keras_remat.core.problem import Problem
     from keras_remat.core.schedule import Schedule
-    from keras_remat.planning.make_plan import plan_problem
+    from keras_remat.planning.plan_problem import plan_problem
 
     if case == "float64":
         jax.config.update("jax_enable_x64", True)

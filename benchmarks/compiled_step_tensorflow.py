@@ -21,7 +21,7 @@ from keras_remat.backends.tensorflow.memory import measure
 from keras_remat.backends.tensorflow.profiler.device import device_name
 from keras_remat.core.problem import Problem
 from keras_remat.errors import RematError
-from keras_remat.planning.make_plan import plan_problem
+from keras_remat.planning.plan_problem import plan_problem
 
 #: Room for every case's buffer twice over; untouched, so no memory of the machine.
 REGION_BYTES = 8 * 2**30

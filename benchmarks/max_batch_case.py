@@ -35,7 +35,8 @@ from keras_remat.batch_size.found import BatchSearch, overhead_bound
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import shorter_by
-from keras_remat.planning.make_plan import plan_problem, traced_model
+from keras_remat.planning.make_plan import traced_model
+from keras_remat.planning.plan_problem import plan_problem
 
 #: How far one step up goes from a batch that trained.
 STEP_UP = 0.03

@@ -30,7 +30,7 @@ from watch import StepWatch, long_fit, statistics
 
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend, preserved_state
-from keras_remat.planning.make_plan import plan_problem
+from keras_remat.planning.plan_problem import plan_problem
 
 #: Steps each variant runs before the next one takes its turn; the first of them is not timed.
 _TURN_STEPS = 5

@@ -22,7 +22,7 @@ from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning.beside import PlanProcessError
-from keras_remat.planning.make_plan import plan_problem
+from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.fit_state import FitState

@@ -34,11 +34,10 @@ from keras_remat.planning.make_plan import (
     TracedModel,
     advising,
     measured_problem,
-    plan_problem,
-    reused_plan,
     traced_as_it_trains,
 )
 from keras_remat.planning.plan import Plan
+from keras_remat.planning.plan_problem import plan_problem, reused_plan
 
 #: Seconds for a plan to measure a second size under.
 _SECOND_PLAN_S = 1.0

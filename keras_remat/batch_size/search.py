@@ -46,8 +46,8 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
-from keras_remat.planning.make_plan import reused_plan
 from keras_remat.planning.plan import Plan
+from keras_remat.planning.plan_problem import reused_plan
 from keras_remat.planning.to_budget import new_order
 from keras_remat.solvers import check_floor
 from keras_remat.units import format_bytes

@@ -24,8 +24,8 @@ from keras_remat.backends.memory import MemoryModel
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
-from keras_remat.planning.make_plan import plan_problem
 from keras_remat.planning.plan import Plan
+from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.solvers.engines.interpreter import environment
 
 _REQUEST, _ANSWER, _ERRORS = "request", "answer", "errors"
@@ -44,7 +44,7 @@ class Request:
         memory: predicts the device's peaks.
         auto_solver: what ``"auto"`` stands for.
         solver, time_limit_s, seed, known: as in
-            :func:`keras_remat.planning.make_plan.plan_problem`.
+            :func:`keras_remat.planning.plan_problem.plan_problem`.
     """
 
     problem: Problem

@@ -24,14 +24,9 @@ from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import InfeasibleBudgetError, InvalidScheduleError, ScheduleNotFoundError
 from keras_remat.planning.beside import PlanProcess, Request
-from keras_remat.planning.make_plan import (
-    advising,
-    closest_plan,
-    plan_problem,
-    reused_plan,
-    usable_bytes,
-)
+from keras_remat.planning.make_plan import advising, usable_bytes
 from keras_remat.planning.plan import Plan, cache_path, cached_plan
+from keras_remat.planning.plan_problem import closest_plan, plan_problem, reused_plan
 from keras_remat.units import parse_bytes
 
 logger = logging.getLogger(__name__)

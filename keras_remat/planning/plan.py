@@ -2,7 +2,7 @@
 and an entry of a cache.
 
 A :class:`Plan` tells its graph by fingerprint, and carries what it was predicted to take and, once
-it has run, what it took. Plans are made in :mod:`keras_remat.planning.make_plan`.
+it has run, what it took. Plans are made in :mod:`keras_remat.planning.plan_problem`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.planning.make_plan import plan_problem
+from keras_remat.planning.plan_problem import plan_problem
 
 LIMIT = store_all_peak(100)
 

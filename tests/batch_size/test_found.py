@@ -12,7 +12,7 @@ from keras_remat.batch_size.found import (
     overhead_bound,
 )
 from keras_remat.core.schedule import Usage
-from keras_remat.planning.make_plan import plan_problem
+from keras_remat.planning.plan_problem import plan_problem
 
 LIMIT = int(0.9 * store_all_peak(64))
 

@@ -18,7 +18,7 @@ from keras_remat.batch_size.found import overhead_bound
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
-from keras_remat.planning.make_plan import plan_problem
+from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.units import MIB
 
 # ------------------------------------------------------------------ the search

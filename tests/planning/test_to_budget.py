@@ -7,7 +7,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.planning import to_budget
-from keras_remat.planning.make_plan import plan_problem
+from keras_remat.planning.plan_problem import plan_problem
 
 PROBLEM = chain_problem(64)
 PLAIN = store_all_peak(64)

@@ -19,7 +19,7 @@ from fake_backend import (
 
 from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedModelError
 from keras_remat.planning.fit_plans import TunerOptions
-from keras_remat.planning.make_plan import plan_problem
+from keras_remat.planning.plan_problem import plan_problem
 
 SIZE = 100
 PLAIN = store_all_peak(SIZE)

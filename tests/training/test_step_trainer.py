@@ -27,8 +27,8 @@ from keras_remat.errors import (
     UnsupportedModelError,
 )
 from keras_remat.planning.fit_plans import TunerOptions
-from keras_remat.planning.make_plan import closest_plan, plan_problem
 from keras_remat.planning.plan import load_plan
+from keras_remat.planning.plan_problem import closest_plan, plan_problem
 from keras_remat.training.shape_state import Terms
 
 SIZE = 100

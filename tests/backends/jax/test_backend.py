@@ -10,7 +10,7 @@ import pytest
 import keras_remat
 from keras_remat.backends.base import load_backend
 from keras_remat.backends.jax import LoweredStep, lowering
-from keras_remat.planning.make_plan import plan_problem
+from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.units import MIB
 
 

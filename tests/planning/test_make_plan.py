@@ -1,0 +1,173 @@
+"""Planning a Keras model without training it, and the advice where no plan is found."""
+
+import types
+from dataclasses import replace
+
+import pytest
+from fake_backend import chain_problem
+
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    ScheduleNotFoundError,
+    UnsupportedModelError,
+)
+from keras_remat.planning.make_plan import advising, make_plan, usable_bytes
+
+PROBLEM = chain_problem(64)
+
+
+ROOMY = {"memory_limit": "8GiB", "solver": "greedy", "solver_time_limit_s": 5.0}
+
+
+def planning_limit(model, batch, share):
+    """A limit that leaves ``share`` of what the plain step takes above the resident bytes."""
+    store_all = make_plan(model, batch, profile="estimated", margin=0.0, **ROOMY)
+    resident = store_all.problem.profile.resident_bytes
+    return int(resident + (store_all.store_all.peak_bytes - resident) * share)
+
+
+@pytest.mark.parametrize("profile", ["measured", "estimated"])
+def test_planning_leaves_the_model_as_it_was(models, profile):
+    model, batch = models.convnet()
+    model.fit(
+        *batch, batch_size=8, verbose=0
+    )  # optimizer slots, metrics and seeds are no longer at their start
+    before = models.state_of(model)
+    plan = make_plan(model, batch, profile=profile, **ROOMY)
+    models.assert_same_bits(models.state_of(model), before)
+    assert plan.profile_source == plan.problem.profile.source == profile
+    assert plan.measured is None
+    assert plan.device == "CPU:0" or plan.device.startswith("GPU")
+    assert plan.predicted.peak_bytes <= plan.budget_bytes == int(8 * 2**30 * 0.95)
+    assert not plan.recomputes
+
+
+def test_unbuilt_optimizer_is_built_and_at_its_start(models):
+    model, batch = models.mlp(8, width=8)
+    weights = model.get_weights()
+    make_plan(model, batch, **ROOMY)
+    models.assert_same_bits(model.get_weights(), weights)
+    assert int(model.optimizer.iterations.numpy()) == 0
+    assert all(
+        float(abs(v.numpy()).max()) == 0.0
+        for v in model.optimizer.variables
+        if "momentum" in v.path or "velocity" in v.path
+    )
+
+
+def test_int_specs_and_arrays_give_the_same_graph(models):
+    import keras
+
+    model, (x, y) = models.mlp(8, width=8)
+    specs = (keras.KerasTensor(x.shape, "float32"), keras.KerasTensor(y.shape, "float32"))
+    fingerprints = {
+        make_plan(model, batch, profile="estimated", **ROOMY).fingerprint
+        for batch in (8, specs, (x, y))
+    }
+    assert len(fingerprints) == 1
+    assert make_plan(model, 9, profile="estimated", **ROOMY).fingerprint not in fingerprints
+
+
+def test_plan_under_a_tight_limit_recomputes_and_is_legal(models):
+    model, batch = models.mlp(512, width=512, blocks=4)
+    limit = planning_limit(model, batch, 0.7)
+    plan = make_plan(model, batch, limit, solver="greedy", profile="estimated", margin=0.0)
+    assert plan.recomputes
+    assert plan.predicted.peak_bytes <= limit < plan.store_all.peak_bytes
+    plan.check(plan.problem)
+    again = make_plan(model, batch, limit, solver="greedy", profile="estimated", margin=0.0)
+    assert again.fingerprint == plan.fingerprint
+
+
+def test_limit_below_the_floor_is_proved_infeasible(models):
+    model, batch = models.mlp(512, width=512, blocks=1)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        make_plan(model, batch, "1KiB", profile="estimated", margin=0.0)
+    assert caught.value.floor_bytes > caught.value.budget_bytes == 1024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"memory_limit": "8Gb"}, ValueError, "GiB"),
+        ({"memory_limit": 0}, ValueError, "positive"),
+        ({"memory_limit": 8}, ValueError, 'did you mean "8GiB"'),
+        ({"model": "model.keras"}, TypeError, "keras.saving.load_model"),
+        ({"memory_limit": None}, TypeError, "memory_limit"),
+        ({"profile": "guessed"}, ValueError, "estimated"),
+        ({"solver": "magic"}, ValueError, "greedy"),
+        ({"solver_time_limit_s": 0}, ValueError, "time_limit_s"),
+        ({"solver_time_limit_s": float("inf")}, ValueError, "time_limit_s"),
+        ({"solver_time_limit_s": None}, TypeError, "solver_time_limit_s"),
+        ({"margin": 1.5}, ValueError, "margin"),
+        ({"margin": "x"}, TypeError, "margin"),
+        ({"seed": None}, TypeError, "seed"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"batch": 0}, ValueError, "positive"),
+        ({"batch": "8"}, TypeError, "batch"),
+        ({"batch": None}, TypeError, "batch"),
+    ],
+)
+def test_wrong_arguments_say_what_is_accepted(models, arguments, error, says):
+    model, batch = models.mlp(4, width=4, blocks=1)
+    with pytest.raises(error, match=says):
+        make_plan(
+            **{
+                "model": model, "batch": batch, "memory_limit": "8GiB", "profile": "estimated",
+                **arguments,
+            }
+        )  # fmt: skip
+
+
+def test_a_model_that_is_not_compiled_is_told():
+    import keras
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="compile"):
+        make_plan(model, 8, "8GiB")
+
+
+def test_models_that_cannot_be_planned_say_why(models):
+    import keras
+
+    model, batch = models.mlp(4, width=4, blocks=1)
+    model.run_eagerly = True
+    with pytest.raises(UnsupportedModelError, match="eagerly"):
+        make_plan(model, batch, "8GiB")
+    uncompiled = keras.Sequential([keras.layers.Input((16,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="compile"):
+        make_plan(uncompiled, batch, "8GiB")
+
+
+def told(error, batch_size=8, resident_bytes=100):
+    """What is said of an error under a limit of 200."""
+    problem = replace(PROBLEM, profile=replace(PROBLEM.profile, resident_bytes=resident_bytes))
+    device = types.SimpleNamespace(floor_advice=lambda op: "")
+    with pytest.raises(type(error)) as caught, advising(problem, 200, batch_size, device):
+        raise error
+    assert "your limit of 200 B less 5 % margin = 190 B" in str(caught.value)
+    return str(caught.value)
+
+
+def test_limit_error_says_what_would_do():
+    """With a limit of 200 less 5 % margin and 100 resident, a batch of 8 needs 290."""
+    error = InfeasibleBudgetError(190, 290, "conv")
+    advice = "A limit of about 306 B, or a batch of about 3 instead of 8 would do."
+    assert advice in told(error)
+    assert "weights, slots and data alone" in told(error, resident_bytes=190)
+    not_found = told(ScheduleNotFoundError(190, 150, 290, solver="dtr"))
+    assert not_found.startswith("dtr: ")
+    assert f"{advice} More solver time may do, too." in not_found
+    assert "306 B" not in told(ScheduleNotFoundError(190, 150))
+
+
+def test_advice_that_is_followed_is_smaller_than_what_was_asked_for():
+    """The need is just above the budget: the same batch again would do nothing."""
+    error = InfeasibleBudgetError(190, 191, "conv")
+    assert "a batch of about 7 instead of 8" in told(error)
+    assert "batch" not in told(error, batch_size=1)
+
+
+def test_the_margin_is_a_share_of_the_limit():
+    assert usable_bytes(1000, 0.25) == 750
+    assert usable_bytes(1000, 0) == 1000
