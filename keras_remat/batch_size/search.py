@@ -20,6 +20,8 @@ The solver's budget is the allowed one less what the allocator was seen to waste
 Feasibility need not be monotone in the size: a schedule that was found is never given up
 because a solver failed at a smaller size, and the thorough solver begins with the whole bracket
 again.
+
+One file, though long: every method reads or moves the ends of one bracket.
 """
 
 from __future__ import annotations

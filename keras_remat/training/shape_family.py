@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from keras_remat.backends.base import TracedStep
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.scaling import GraphScaling
+from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
 from keras_remat.training.first_plan import Known
 from keras_remat.training.phases import Phase
 from keras_remat.training.shape_state import (
@@ -86,6 +88,20 @@ class ShapeFamily:
         problems.sort(key=lambda p: (p.profile.source != "measured", -p.graph.input_bytes))
         return tuple(problems[:1])
 
+    def profiles_by_size(self, signature: Signature, graph: Graph) -> dict[int, Profile]:
+        """Returns the profiles of a graph's ops that were measured where batches differ from this
+        one in their number of samples alone."""
+        return {
+            shape.batch_size: shape.costs.problem.profile
+            for shape in self._shapes.values()
+            if shape.signature != signature
+            and _sample_of(shape.signature) == _sample_of(signature)
+            and isinstance(shape, PlannedShape)
+            and shape.costs.micro_batches == 1
+            and shape.costs.problem.profile.source == "measured"
+            and shape.costs.problem.graph.has_ops_of(graph)
+        }
+
     def is_within_plain(self, signature: Signature) -> bool:
         """Returns whether a batch is nowhere larger than one whose plain step fits."""
         return any(
@@ -100,6 +116,11 @@ def _kind_and_sizes(signature: Signature) -> tuple[tuple[object, ...], tuple[int
     """Returns what does not vary within a family, and what does."""
     kind = tuple(leaf and (len(leaf[0]), *leaf[1:]) for leaf in signature)
     return kind, tuple(size for leaf in signature if leaf is not None for size in leaf[0])
+
+
+def _sample_of(signature: Signature) -> tuple[object, ...]:
+    """Returns what batches have in common whatever their number of samples is."""
+    return tuple(leaf and (leaf[0][1:], *leaf[1:]) for leaf in signature)
 
 
 def _first_phase(shape: PlannedShape) -> Phase:

@@ -8,6 +8,8 @@ again, under a plan for what the device had.
 
 The first call of a step traces and tunes kernels, which takes time and memory that later calls do
 not: nothing that it measures decides, except that it ran out of memory.
+
+One file, though long: every method reads or sets the shapes of one ``fit``.
 """
 
 from __future__ import annotations
@@ -426,18 +428,7 @@ class StepTrainer:
             ratio = baseline.time_s / problem.store_all_time_s
             op_time_s = tuple(time_s * ratio for time_s in problem.profile.op_time_s)
             problem = replace(problem, profile=replace(problem.profile, op_time_s=op_time_s))
-        others = {
-            other.batch_size: other.costs.problem
-            for other in self._shapes.values()
-            if other.signature != self._reference
-            and isinstance(other, PlannedShape)
-            and other.costs.micro_batches == 1
-        }
-        return problem, {
-            size: other.profile
-            for size, other in others.items()
-            if other.profile.source == "measured" and other.graph.has_ops_of(problem.graph)
-        }
+        return problem, self._family.profiles_by_size(shape.signature, problem.graph)
 
     def epoch_begins(self) -> None:
         """Tells the baseline that an epoch begins."""

@@ -130,3 +130,18 @@ def test_a_known_order_is_taken_where_a_measured_step_is_over_the_limit(solved):
     assert event_kinds(report).count("tighten") == 1
     assert len(solved) == before
     assert backend.ran[-1] == (long, np.arange(SAMPLES * 400).tolist())
+
+
+@pytest.mark.parametrize(
+    ("samples", "length", "sizes"),
+    [(SAMPLES, 256, set()), (SAMPLES // 2, 512, {SAMPLES // 2})],
+)
+def test_costs_of_another_length_are_not_those_of_another_batch_size(samples, length, sizes):
+    backend, trainer, _ = trainer_of(2 * LIMIT // 3)
+    for shape in ((samples, length), (SAMPLES, 512)):
+        trainer.begin_shape()
+        for _ in range(6):
+            trainer.run(texts_of(*shape))
+    assert set(backend.kinds) == {"remat"}
+    _, others = trainer.reference_costs(texts_of(SAMPLES, 512))
+    assert set(others) == sizes
