@@ -153,6 +153,7 @@ class BatchTrainer:
         self._steps, self._size, self._searching = steps, None, self._wanted != "keep"
         self._climb = self._scaling = self.search = None
         self._step_s.clear()
+        self._samples_per_s.clear()
 
     @property
     def has_begun(self) -> bool:

@@ -422,8 +422,9 @@ class Timed(FakeSteps):
         return super().run(batch, terms)
 
 
-def fastest_of(monkeypatch, seconds):
-    """The sizes of the steps of a fit with ``"fastest"``."""
+def fastest_of(monkeypatch, seconds, seconds_before=None):
+    """The sizes of the steps of a fit with ``"fastest"``; of those after the model was compiled
+    anew, where it was before."""
     import keras_remat.training.batch_trainer as module
 
     clock = [0.0]
@@ -432,6 +433,11 @@ def fastest_of(monkeypatch, seconds):
     trainer = Noting(steps, SimpleNamespace(max_batch_size=None, batch_size=None), "fastest")
     search = SimpleNamespace(max_batch_size=80, plan=None, orders=[], __str__=lambda self: "")
     monkeypatch.setattr(trainer, "_predicted", lambda batch, at_most: search)
+    if seconds_before is not None:
+        steps.seconds = seconds_before
+        epoch(trainer, batches=200)
+        steps = Timed(clock, seconds)
+        trainer.begin_anew(steps)
     total = epoch(trainer, batches=200)
     assert_all_once(steps.trained, total)
     assert trainer._climb is None, "the comparison has ended"
@@ -458,6 +464,11 @@ def test_what_fit_was_given_is_measured_again_before_a_larger_batch_stays(monkey
     calls = iter(range(10_000))
     sizes = fastest_of(monkeypatch, lambda size: size * (3.0 if next(calls) < 10 else 1.0))
     assert max(sizes) > LOADER
+    assert sizes[-2] == LOADER
+
+
+def test_a_model_that_is_compiled_anew_is_compared_anew(monkeypatch):
+    sizes = fastest_of(monkeypatch, lambda size: size * (1.0 + size / 100), lambda size: 1.0)
     assert sizes[-2] == LOADER
 
 
