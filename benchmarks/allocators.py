@@ -4,8 +4,7 @@
 
 Every row is one process: a plain ``fit``, then one with ``RematAutotune``. The limit lies halfway
 between what is resident and the plain peak of the same process, and no margin is kept. *Plain* is
-its highest step, *of predicted* that over what was predicted before the first, both above what is
-resident. Times are medians of whole steps, by a stopwatch around them. The allocators are oneDNN's, and TensorFlow's
+its highest step, *of predicted* that over what is predicted, both above what is resident. Times are medians of whole steps, by a stopwatch around them. The allocators are oneDNN's, and TensorFlow's
 BFC as it is without oneDNN (``TF_CPU_ALLOCATOR_USE_BFC=1 TF_ENABLE_ONEDNN_OPTS=0``).
 """
 
@@ -46,12 +45,12 @@ def _child(name: str) -> dict[str, Any]:
     keras.utils.set_random_seed(0)
     model, case = models.make(name)
     data, backend = case.steps(_STEPS), load_backend()
+    plain = Probe()
+    model.fit(**data, batch_size=case.batch_size, verbose=0, shuffle=False, callbacks=[plain])
     batch = models.batches(case.steps(1), case.batch_size)[0]
     step = traced_model(backend, model, batch, _UNLIMITED_BYTES, 0.0, "estimated", 0)
     resident = step.problem.profile.resident_bytes
     expected = step.traced.plain_peak_bytes(step.problem, backend.memory) - resident
-    plain = Probe()
-    model.fit(**data, batch_size=case.batch_size, verbose=0, shuffle=False, callbacks=[plain])
     limit = (statistics()["current"] + max(plain.peaks)) // 2
     remat = keras_remat.RematAutotune(memory_limit=limit, margin=0.0, batch_size="keep", verbose=0)
     probe = Probe(remat)

@@ -125,14 +125,24 @@ def _add_unseen(
         extents.append(Extent(max(_ELSEWHERE, extents[-1].end + 1), nbytes))
         return nbytes
 
-    free = [extent for extent in extents if not extent.requested_bytes]
-    most = max((extent.nbytes for extent in free), default=0)
+    behind = [*(extent.address for extent in extents[1:]), _ELSEWHERE]
+    # with the bytes from each to the next one
+    free = [
+        (extent, following - extent.end)
+        for extent, following in zip(extents, behind, strict=True)
+        if not extent.requested_bytes
+    ]
+    most = max((extent.nbytes for extent, _ in free), default=0)
     if most + GRANULE_BYTES < largest_bytes <= unseen_bytes:
         unseen_bytes -= add(largest_bytes)
-    fronts = [extent for extent in free if cut.get(extent.end, unseen_bytes) < unseen_bytes]
-    front = max(fronts, key=lambda extent: extent.nbytes, default=None)
-    if front is not None:
-        rest = min(unseen_bytes, max(0, largest_bytes - front.nbytes))
+    fronts = [
+        (extent, room_bytes)
+        for extent, room_bytes in free
+        if cut.get(extent.end, unseen_bytes) < unseen_bytes
+    ]
+    if fronts:
+        front, room_bytes = max(fronts, key=lambda front: front[0].nbytes)
+        rest = min(unseen_bytes, room_bytes, max(0, largest_bytes - front.nbytes))
         extents[extents.index(front)] = front._replace(nbytes=front.nbytes + rest)
         unseen_bytes -= rest
     if unseen_bytes >= GRANULE_BYTES:

@@ -111,6 +111,24 @@ def test_other_orders_take_in_it_what_they_take_in_the_allocator(seed):
     assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
 
 
+def test_no_part_of_a_pool_lies_in_another():
+    """A chunk whose front alone was used does not go on behind where the next one begins."""
+    for seed in range(200):
+        random = Random(seed)
+        recorded = RecordedAllocator()
+        kept = [recorded.allocate(random.randrange(64 * KIB, 30 * MIB)) for _ in range(30)]
+        for chunk in random.sample(kept, 20):
+            recorded.release(*chunk)
+        sizes = [random.randrange(64 * KIB, 12 * MIB) for _ in range(random.randrange(3, 40))]
+        recorded.step(sizes, Random(seed))
+        recorded.events.clear()
+        recorded.step(sizes, Random(seed))
+        pool = recorded_pool(recorded.events)
+        assert pool is not None
+        extents = sorted(pool.extents)
+        assert all(a.end <= b.address for a, b in zip(extents, extents[1:], strict=False)), seed
+
+
 def test_regions_that_were_added_while_recording_count_and_what_was_before_does_not():
     recorded = used_pool(3)
     before = recorded.region_bytes
