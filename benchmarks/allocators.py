@@ -4,7 +4,8 @@
 
 Every row is one process: a plain ``fit``, then one with ``RematAutotune``. The limit lies halfway
 between what is resident and the plain peak of the same process, and no margin is kept. *Plain* is
-its highest step, *of predicted* that over what is predicted, both above what is resident. Times are medians of whole steps, by a stopwatch around them. The allocators are oneDNN's, and TensorFlow's
+its highest step, *of predicted* that over what is predicted, both above what is resident. Times are
+medians of whole steps, by a stopwatch around them. The allocators are oneDNN's, and TensorFlow's
 BFC as it is without oneDNN (``TF_CPU_ALLOCATOR_USE_BFC=1 TF_ENABLE_ONEDNN_OPTS=0``).
 """
 

@@ -1,5 +1,6 @@
 """The pool that a recording shows, against an allocator whose pool is known."""
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -126,7 +127,7 @@ def test_no_part_of_a_pool_lies_in_another():
         pool = recorded_pool(recorded.events)
         assert pool is not None
         extents = sorted(pool.extents)
-        assert all(a.end <= b.address for a, b in zip(extents, extents[1:], strict=False)), seed
+        assert all(a.end <= b.address for a, b in pairwise(extents)), seed
 
 
 def test_regions_that_were_added_while_recording_count_and_what_was_before_does_not():
