@@ -48,9 +48,9 @@ LITTLE_OVER_SHARE = 0.05
 #: power of how many plans there are for shorter ones, and once before anything was measured. First
 #: predictions were up to 6 % too low on networks of the zoo (benchmarks/zoo.py).
 _ROOM = 1.1
-#: How much more activation bytes than predicted plain steps may take that run their ops in no order:
-#: the highest of 16 took 0.9 to 1.4 times as much, 1.25 on three of four models
-#: (benchmarks/allocators.py).
+#: How much more activation bytes than predicted plain steps may take that run their ops in no order.
+#: The highest of 16 took 0.99 to 1.43 times as much, 1.25 in the median (benchmarks/allocators.py):
+#: more room would leave fewer steps plain, which are the fastest ones on a CPU.
 _PLAIN_ROOM = 1.25
 #: Kinds of TensorFlow's ops whose random state is in their kernel: built anew, they begin anew.
 _STATEFUL_RANDOM = frozenset(

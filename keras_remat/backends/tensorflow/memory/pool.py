@@ -32,12 +32,14 @@ _SAID = frozenset(
 #: Regions are multiples of it, unless the system has less.
 _REGION_BYTES = 2 * MIB
 #: Where chunks are said to lie that were not seen: behind all that are.
-_ELSEWHERE = 2**49
+_ELSEWHERE = 2**60
 #: What is off the fragmentation, which is written with six digits.
 _ROUNDING = 1e-6
 #: Two events whose fragmentation differs by less than this do not tell the regions' bytes, and what
 #: a smaller share of such pairs says is an accident.
 _LEAST_DIFFERENCE, _OFTEN_SHARE = 1e-4, 0.1
+#: By what share the room for the largest chunk may seem too small.
+_ROUNDED_SHARE = 1e-3
 #: How far, as a share, two events may tell other bytes than there are expected to be.
 _NEAR_SHARE = 0.01
 
@@ -135,10 +137,14 @@ def _add_unseen(
     most = max((extent.nbytes for extent, _ in free), default=0)
     if most + GRANULE_BYTES < largest_bytes <= unseen_bytes:
         unseen_bytes -= add(largest_bytes)
+    # where the largest chunk was not seen, the front is one that it has room to begin with
+    is_seen = most + GRANULE_BYTES >= largest_bytes
+    least_bytes = 0 if is_seen else (1 - _ROUNDED_SHARE) * largest_bytes
     fronts = [
         (extent, room_bytes)
         for extent, room_bytes in free
         if cut.get(extent.end, unseen_bytes) < unseen_bytes
+        and extent.nbytes + room_bytes >= least_bytes
     ]
     if fronts:
         front, room_bytes = max(fronts, key=lambda front: front[0].nbytes)
