@@ -11,6 +11,8 @@ The search only predicts; the steps that train tell, and the size goes up or dow
 as outside of ``fit`` (:mod:`keras_remat.batch_size.sizes`). With ``"fastest"``, sizes are doubled
 as long as the steps that train take less time for a sample; before a larger size stays, the
 loader's is measured once more.
+
+One file, though long: every method reads or changes the size that trains.
 """
 
 from __future__ import annotations
