@@ -23,6 +23,7 @@ import keras
 import paper_models
 import tensorflow as tf
 from max_batch import OUT_OF_MEMORY
+from rows import UNLIMITED_BYTES
 from watch import StepWatch, long_fit
 
 import keras_remat
@@ -45,8 +46,6 @@ STEP_UP = 0.03
 _PLAIN_STEPS = 7
 #: How often a size that measures over the limit is planned again.
 _REPLANS = 2
-#: No limit: the profile is taken of the step without recomputation.
-_UNLIMITED_BYTES = 2**50
 #: What BFC takes when TensorFlow starts.
 _FIRST_REGION_BYTES = 2 * 2**20
 
@@ -195,7 +194,7 @@ class Measurement:
             self.backend,
             self.model,
             self.batch,
-            _UNLIMITED_BYTES,
+            UNLIMITED_BYTES,
             0.0,
             "measured",
             self.options["seed"],

@@ -21,6 +21,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 MIB = 2**20
+#: No limit.
+UNLIMITED_BYTES = 2**50
 #: Seconds after which a process is ended that nobody gave a limit.
 _NO_LIMIT_S = 10**6
 

@@ -333,6 +333,12 @@ def race_on(*backends, options, model=MODEL, **more):
     return BackendRace(fit, backends, options, **more), report
 
 
+def quick_plan(problem, budget_bytes, backend=None, **options):
+    """A plan by a quick solver, unless another one is asked for."""
+    options = {"solver": "greedy", "time_limit_s": 5.0, **options}
+    return plan_problem(problem, budget_bytes, backend or FakeBackend(), **options)
+
+
 def note_solves(monkeypatch, note):
     """Has ``note`` called with the arguments of every solve of a fit before it begins."""
 

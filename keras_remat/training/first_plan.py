@@ -49,7 +49,7 @@ LITTLE_OVER_SHARE = 0.05
 #: predictions were up to 6 % too low on networks of the zoo (benchmarks/zoo.py).
 _ROOM = 1.1
 #: How much more activation bytes than predicted plain steps may take that run their ops in no order.
-#: The highest of 16 took 0.99 to 1.43 times as much, 1.25 in the median (benchmarks/allocators.py):
+#: The highest of 16 took 0.99 to 1.43 times as much, 1.24 in the median (benchmarks/allocators.py):
 #: more room would leave fewer steps plain, which are the fastest ones on a CPU.
 _PLAIN_ROOM = 1.25
 #: Kinds of TensorFlow's ops whose random state is in their kernel: built anew, they begin anew.
@@ -134,17 +134,26 @@ class FirstPlans:
             ) from error
 
     @decided_once
-    def plain_peak_bytes(self, costs: Costs, *, with_room: bool = False) -> int:
-        """Returns what Keras's own step is predicted to need.
+    def plain_peak_bytes(self, costs: Costs) -> int:
+        """Returns what Keras's own step is predicted to need."""
+        return self._plain_peak_bytes(costs, 1.0)
+
+    @decided_once
+    def plain_bound_bytes(self, costs: Costs, *, is_traced: bool = True) -> int:
+        """Returns what the peak of Keras's own step will hardly ever be over.
+
+        Where it runs its ops in no order, peaks differ: VGG19's were 399 to 573 MiB in one fit.
 
         Args:
-            with_room: whether it is to be what its peak will hardly ever be over. Where it runs its
-                ops in no order, peaks differ: VGG19's were 399 to 573 MiB in one fit.
+            is_traced: whether its bytes are those of a trace, and not told from other shapes.
         """
-        resident, room = costs.problem.profile.resident_bytes, 1.0
+        if self._backend.memory.order_matters:
+            return self._plain_peak_bytes(costs, _PLAIN_ROOM)
+        return self._plain_peak_bytes(costs, 1.0 if is_traced else _ROOM)
+
+    def _plain_peak_bytes(self, costs: Costs, room: float) -> int:
+        resident = costs.problem.profile.resident_bytes
         surplus, seen = self._plain_bytes(costs) - resident, self._plain_seen[1]
-        if with_room:
-            room = _PLAIN_ROOM if self._backend.memory.order_matters else _ROOM
         return resident + round(surplus * seen * room)
 
     def _plain_bytes(self, costs: Costs) -> int:

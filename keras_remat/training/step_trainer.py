@@ -238,7 +238,7 @@ class StepTrainer:
         """Returns whether by the costs that were just recorded Keras's own step fits."""
         if not isinstance(shape, Recording) or shape.recorded is not Recorded.MEASURED:
             return False
-        peak_bytes = self._first_plans.plain_peak_bytes(shape.costs, with_room=True)
+        peak_bytes = self._first_plans.plain_bound_bytes(shape.costs)
         return shape.costs.micro_batches == 1 and peak_bytes <= self.usable_bytes
 
     def _wanted_steps(self, shape: ShapeState) -> int:
@@ -286,9 +286,7 @@ class StepTrainer:
         given = self._first_plans.given(costs)
         if given is not None:
             return self._first_plans.lowered(shape, costs, given, Phase.VERIFY)
-        # where its ops run in no order, its peak differs from step to step
-        with_room = self.backend.memory.order_matters
-        peak = self._first_plans.plain_peak_bytes(costs, with_room=with_room)
+        peak = self._first_plans.plain_bound_bytes(costs)
         if may_run_plain and peak <= self.usable_bytes:
             return shape.plainly(self._fit.installed.run_plain, costs, Phase.PLAIN)
         if may_run_plain:
@@ -310,7 +308,7 @@ class StepTrainer:
         costs = self._family.costs_at(signature)
         if costs is None:
             return False
-        return self._first_plans.plain_peak_bytes(costs, with_room=True) <= self.usable_bytes
+        return self._first_plans.plain_bound_bytes(costs, is_traced=False) <= self.usable_bytes
 
     def _known(self, shape: ShapeState) -> Known:
         """Returns what is known of a shape that is not traced yet."""

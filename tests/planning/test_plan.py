@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from fake_backend import FakeBackend, chain_problem, store_all_peak
+from fake_backend import chain_problem, quick_plan, store_all_peak
 
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
@@ -16,7 +16,6 @@ from keras_remat.errors import (
     PlanMismatchError,
 )
 from keras_remat.planning.plan import Plan, cache_path, cached_plan, load_plan
-from keras_remat.planning.plan_problem import plan_problem
 
 SIZE = 64
 PROBLEM = chain_problem(SIZE)
@@ -24,20 +23,13 @@ PLAIN = store_all_peak(SIZE)
 BUDGET = int(PLAIN * 0.7)
 
 
-def quick(problem=PROBLEM, budget=BUDGET, backend=None, **options):
-    return plan_problem(
-        problem,
-        budget,
-        backend or FakeBackend(),
-        **{"solver": "greedy", "time_limit_s": 5.0, **options},
-    )
-
-
 # ------------------------------------------------------------------ files
 
 PLANS = {
-    "as planned": quick(),
-    "measured, no problem": replace(quick(), measured=Usage(0.1 + 0.2, 2**53 + 1), problem=None),
+    "as planned": quick_plan(PROBLEM, BUDGET),
+    "measured, no problem": replace(
+        quick_plan(PROBLEM, BUDGET), measured=Usage(0.1 + 0.2, 2**53 + 1), problem=None
+    ),
     "bound": Plan(
         "f" * 64,
         2**60,
@@ -145,7 +137,7 @@ def test_missing_file_is_an_os_error(tmp_path):
 
 
 def test_plan_fits_its_own_graph_only():
-    plan = quick()
+    plan = quick_plan(PROBLEM, BUDGET)
     plan.check(PROBLEM)
     with pytest.raises(PlanMismatchError) as caught:
         plan.check(chain_problem(SIZE + 1))
@@ -160,13 +152,13 @@ def test_a_plan_for_other_dtypes_says_what_differs():
         graph = Graph((loss,), (label, Value(1, "l", 4, (), None, 0)), (1,))
         return Problem(graph, Profile((1.0,), (0,), 100))
 
-    plan = replace(quick(), fingerprint="other", problem=labelled("int32"))
+    plan = replace(quick_plan(PROBLEM, BUDGET), fingerprint="other", problem=labelled("int32"))
     with pytest.raises(PlanMismatchError, match=r"reads int32 \(16,\) where .* int64 \(16,\)"):
         plan.check(labelled("int64"))
 
 
 def test_order_that_is_not_legal_is_refused_under_the_right_fingerprint():
-    plan = quick()
+    plan = quick_plan(PROBLEM, BUDGET)
     broken = replace(
         plan, solution=replace(plan.solution, schedule=Schedule(tuple(reversed(range(16)))))
     )
@@ -175,7 +167,7 @@ def test_order_that_is_not_legal_is_refused_under_the_right_fingerprint():
 
 
 def test_text_has_the_numbers_and_where_they_are_from():
-    plan = quick()
+    plan = quick_plan(PROBLEM, BUDGET)
     assert "not measured yet" in str(plan)
     assert "estimated" in str(plan)
     assert plan.recomputes
@@ -191,7 +183,7 @@ def test_cache_finds_a_plan_by_graph_and_budget(tmp_path):
         return cached_plan(cache_path(folder, problem.graph, budget, setting), problem)
 
     assert find(tmp_path / "missing", PROBLEM, BUDGET, "CPU:0", "1.0") is None
-    plan = quick()
+    plan = quick_plan(PROBLEM, BUDGET)
     plan.save(cache_path(tmp_path, PROBLEM.graph, BUDGET, ("CPU:0", "1.0")))
     assert find(tmp_path, PROBLEM, BUDGET, "CPU:0", "1.0") == plan
     assert find(tmp_path, PROBLEM, BUDGET, "GPU:0", "1.0") is None
@@ -203,14 +195,14 @@ def test_cache_finds_a_plan_by_graph_and_budget(tmp_path):
 def test_cached_plan_of_another_graph_is_refused_by_name(tmp_path):
     other = chain_problem(SIZE + 1)
     path = cache_path(tmp_path, PROBLEM.graph, BUDGET, ())
-    quick(other).save(path)
+    quick_plan(other, BUDGET).save(path)
     with pytest.raises(InvalidProblemError, match=path.name):
         cached_plan(path, PROBLEM)
 
 
 def test_cached_plan_with_a_negative_prediction_is_refused(tmp_path):
     path = tmp_path / "plan.json"
-    plan = quick()
+    plan = quick_plan(PROBLEM, BUDGET)
     replace(plan, predicted=replace(plan.predicted, peak_bytes=-1)).save(path)
     with pytest.raises(InvalidProblemError, match="negative"):
         cached_plan(path, PROBLEM)

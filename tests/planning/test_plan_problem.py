@@ -1,7 +1,7 @@
 """From a traced problem to a plan: the correction for what the allocator needs, and patience."""
 
 import pytest
-from fake_backend import FakeBackend, chain_problem, store_all_peak
+from fake_backend import FakeBackend, chain_problem, quick_plan, store_all_peak
 
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
@@ -10,7 +10,6 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
 )
 from keras_remat.planning import to_budget
-from keras_remat.planning.plan_problem import plan_problem
 
 SIZE = 64
 PROBLEM = chain_problem(SIZE)
@@ -18,13 +17,8 @@ PLAIN = store_all_peak(SIZE)
 BUDGET = int(PLAIN * 0.7)
 
 
-def quick(problem=PROBLEM, budget=BUDGET, backend=None, **options):
-    return plan_problem(
-        problem,
-        budget,
-        backend or FakeBackend(),
-        **{"solver": "greedy", "time_limit_s": 5.0, **options},
-    )
+def quick(budget=BUDGET, **options):
+    return quick_plan(PROBLEM, budget, **options)
 
 
 def test_allocators_overhead_is_made_up_for():

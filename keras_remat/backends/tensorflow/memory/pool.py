@@ -38,8 +38,6 @@ _ROUNDING = 1e-6
 #: Two events whose fragmentation differs by less than this do not tell the regions' bytes, and what
 #: a smaller share of such pairs says is an accident.
 _LEAST_DIFFERENCE, _OFTEN_SHARE = 1e-4, 0.1
-#: By what share the room for the largest chunk may seem too small.
-_ROUNDED_SHARE = 1e-3
 #: How far, as a share, two events may tell other bytes than there are expected to be.
 _NEAR_SHARE = 0.01
 
@@ -135,11 +133,11 @@ def _add_unseen(
         if not extent.requested_bytes
     ]
     most = max((extent.nbytes for extent, _ in free), default=0)
-    if most + GRANULE_BYTES < largest_bytes <= unseen_bytes:
-        unseen_bytes -= add(largest_bytes)
-    # where the largest chunk was not seen, the front is one that it has room to begin with
     is_seen = most + GRANULE_BYTES >= largest_bytes
-    least_bytes = 0 if is_seen else (1 - _ROUNDED_SHARE) * largest_bytes
+    if not is_seen and largest_bytes <= unseen_bytes:
+        unseen_bytes -= add(largest_bytes)
+    # where the largest chunk was not seen, it begins where there is room for it
+    least_bytes = 0 if is_seen else largest_bytes
     fronts = [
         (extent, room_bytes)
         for extent, room_bytes in free
