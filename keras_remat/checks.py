@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any
+from numbers import Real
+from typing import Any, TypeGuard
 
 from keras_remat.errors import unknown_name
 
@@ -47,6 +48,11 @@ def check_seconds(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be positive and finite, got {value!r}")
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Returns whether a value is a real number. NumPy's are, too; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r}")

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, NOT_FOUND)
     except OverflowError as error:
         return _fail(f"a number is too large to compute with: {error}", WRONG_USE)
-    except (RematError, OSError, ValueError, TypeError) as error:
+    except (RematError, ImportError, OSError, ValueError, TypeError) as error:
         return _fail(error, WRONG_USE)
 
 
@@ -121,6 +121,18 @@ def _json_argument(command: Any) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
+def _check_folder(output: str | None) -> None:
+    """Raises ``OSError`` where a file cannot be made: before the work whose result it takes."""
+    if output is None:
+        return
+    path, folder = Path(output), Path(output).resolve().parent
+    if path.is_dir():
+        raise IsADirectoryError(f"--output {output!r} is a folder: give a file's name")
+    is_device = path.exists() and not path.is_file()
+    if not is_device and not os.access(folder, os.W_OK):
+        raise OSError(f"--output {output!r}: {str(folder)!r} is no folder to write to")
+
+
 def _print(text: str, document: dict[str, Any], as_json: bool) -> None:
     shown = json.dumps(document, indent=1, allow_nan=False) if as_json else text
     try:
@@ -161,6 +173,7 @@ def _run_solve(options: argparse.Namespace) -> int:
     from keras_remat.reporting.text import solution_text
 
     check_name("solver", options.solver, solvers.SOLVERS)
+    _check_folder(options.output)
     problem = serialize.load_problem(options.problem)
     store_all = simulate(problem, Schedule.store_all(problem.graph))
     problem = problem.with_budget(
@@ -274,6 +287,7 @@ def _run_plan(options: argparse.Namespace) -> int:
     from keras_remat.solvers import SOLVERS
 
     check_name("solver", options.solver, SOLVERS)  # before the model is loaded
+    _check_folder(options.output)
     limit, console = _checked_limit(options.memory_limit), Console(sys.stderr)
     with console.task("loading the model"):
         model = _loaded_model(options.model)
@@ -329,9 +343,9 @@ def _run_max_batch(options: argparse.Namespace) -> int:
             seed=options.seed,
         )
     numbers = ("limit_bytes", "max_batch_size", "fastest_batch_size", "plain_batch_size",
-               "search_time_s", "verification_time_s")  # fmt: skip
+               "failed_batch_size", "failed_peak_bytes", "search_time_s", "verification_time_s")  # fmt: skip
     _print(str(search), {name: getattr(search, name) for name in numbers}, options.json)
-    return DONE
+    return NOT_FOUND if search.none_trained else DONE
 
 
 # -------------------------------------------------------------------------------- show, compare

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import platform
 import textwrap
 from importlib import import_module
@@ -43,14 +44,21 @@ def _run(options: argparse.Namespace) -> int:
 
 def diagnosis() -> dict[str, Any]:
     """Returns what this machine can measure, by name; bytes are integers."""
-    import keras
+    problem = ""
+    try:
+        import keras
 
-    framework = keras.backend.backend()
+        framework = keras.backend.backend()
+    except ImportError as error:  # what KERAS_BACKEND names is not installed
+        framework, problem = (
+            os.environ.get("KERAS_BACKEND", "none"),
+            f"Keras does not load: {error}.",
+        )
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "versions": versions(),
         "framework": framework,
-        "supported": framework in BACKENDS,
+        "supported": framework in BACKENDS and not problem,
         "missing": [
             {"package": name, "extra": extra, "purpose": purpose}
             for name, extra, purpose in _OPTIONAL
@@ -62,9 +70,8 @@ def diagnosis() -> dict[str, Any]:
         enable_cpu_memory_stats()
         facts |= import_module(f"keras_remat.backends.{framework}.diagnosis").diagnosis()
     else:
-        facts["advice"] = [
-            f"Keras runs on {framework!r}: set KERAS_BACKEND to {' or '.join(BACKENDS)}."
-        ]
+        problem = problem or f"Keras runs on {framework!r}."
+        facts["advice"] = [f"{problem} Set KERAS_BACKEND to {' or '.join(BACKENDS)}."]
     return facts
 
 

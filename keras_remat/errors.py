@@ -153,6 +153,7 @@ class ScheduleNotFoundError(_OfBudget, RematError):
         closest: the plan that takes ``best_peak_bytes``, where one was made; it can be trained
             under where the budget is missed by a little.
         solver: which did not find one.
+        reason: why one that was found does not do, or ``""``.
     """
 
     def __init__(
@@ -165,8 +166,9 @@ class ScheduleNotFoundError(_OfBudget, RematError):
         advice: str = "",
         limit_bytes: int | None = None,
         closest: Any = None,
+        reason: str = "",
     ):
-        budget, best = format_bytes(budget_bytes), "none found"
+        budget, best = format_bytes(budget_bytes), reason or "none found"
         if best_peak_bytes is not None:
             budget, peak = format_unequal_bytes(budget_bytes, best_peak_bytes)
             best = f"the best found needs {peak}"
@@ -182,6 +184,7 @@ class ScheduleNotFoundError(_OfBudget, RematError):
         self.solver = solver
         self.limit_bytes = limit_bytes
         self.closest = closest
+        self.reason = reason
 
 
 def limit_for(need_bytes: int, budget_bytes: int, limit_bytes: int | None) -> int:

@@ -289,6 +289,17 @@ def test_a_plan_and_a_report_can_be_shown(
     assert "this is a plan file" in capsys.readouterr().err
 
 
+def test_an_output_that_cannot_be_written_is_told_before_the_work(
+    problem_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for output in (tmp_path / "nowhere" / "solution.json", tmp_path):
+        command = ["solve", problem_file, "--budget", "7", "--output", str(output)]
+        assert main(command) == 2
+        told = capsys.readouterr()
+        assert str(output) in told.err
+        assert "gap" not in told.err
+
+
 def test_no_model_from_a_wrong_name(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("keras")
     command = ["plan", "--memory-limit", "1GiB"]

@@ -5,6 +5,7 @@ import json
 import gpu_stand_in
 import keras
 import pytest
+from own_process import environment, output_of
 
 from keras_remat import cli, doctor
 from keras_remat.backends.tensorflow import private
@@ -57,6 +58,12 @@ def test_what_is_missing_is_named_with_its_extra(monkeypatch):
     facts = doctor.diagnosis()
     assert [entry["package"] for entry in facts["missing"]][:1] == ["cylp"]
     assert "pip install 'keras-remat[solvers]'" in doctor.as_text(facts)
+
+
+def test_a_framework_that_is_not_installed_is_named():
+    told = output_of("-m", "keras_remat", "doctor", env=environment(KERAS_BACKEND="torch"))
+    assert "not supported" in told
+    assert "Keras does not load: No module named 'torch'" in " ".join(told.split())
 
 
 def test_other_frameworks_are_told_so(monkeypatch):

@@ -97,6 +97,13 @@ def repeated_batch(batch: Any, size: int) -> Any:
     return keras.tree.map_structure(repeated, batch)
 
 
+def first_samples(batch: Any, size: int) -> Any:
+    """Returns the first ``size`` samples of a batch of NumPy arrays; ``None`` stays ``None``."""
+    import keras
+
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:size], batch)
+
+
 def resized_spec(batch: Any, size: int, spec: Callable[[tuple[int, ...], Any], Any]) -> Any:
     """Returns a batch like ``batch`` with ``size`` samples, of which nothing is allocated.
 
@@ -147,6 +154,8 @@ def _random(
     known = tuple(int(dim) for dim in shape if dim is not None)
     if "int" in dtype:
         return rng.integers(0, high, known).astype(dtype)
+    if dtype == "string":
+        raise ValueError("strings do not follow from the model: give a batch (x, y)")
     if dtype == "bool":
         return rng.integers(0, 2, known).astype(bool)
     return rng.random(known).astype("float32" if dtype == "bfloat16" else dtype)
@@ -156,7 +165,7 @@ def _from_model(model: Any, size: int, rng: np.random.Generator) -> tuple[Any, A
     import keras
 
     inputs, outputs = getattr(model, "input", None), getattr(model, "output", None)
-    if isinstance(model, keras.Sequential) and model.inputs and model.outputs:
+    if isinstance(model, keras.Sequential) and getattr(model, "inputs", None) and model.outputs:
         inputs, outputs = model.inputs[0], model.outputs[0]  # it has one of each
     if inputs is None or outputs is None:
         raise ValueError(
@@ -170,7 +179,10 @@ def _from_model(model: Any, size: int, rng: np.random.Generator) -> tuple[Any, A
         if isinstance(loss, (list, tuple, dict))
         else keras.tree.map_structure(lambda _: loss, outputs)
     )
-    if isinstance(losses, dict) and not isinstance(outputs, dict):
+    if isinstance(losses, dict) and isinstance(outputs, dict):
+        outputs = {name: output for name, output in outputs.items() if name in losses}
+        losses = {name: losses[name] for name in outputs}  # targets of those that have a loss
+    elif isinstance(losses, dict):
         flat = keras.tree.flatten(outputs)
         losses = (
             [losses.get(name) for name in model.output_names]

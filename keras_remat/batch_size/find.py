@@ -18,18 +18,28 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from keras_remat.backends.base import Backend, TracedStep, preserved_state
-from keras_remat.backends.batches import batch_size_of, repeated_batch
+from keras_remat.backends.batches import (
+    batch_size_of,
+    example_batch,
+    first_samples,
+    repeated_batch,
+)
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.found import BatchSearch, Probe, is_allowed
-from keras_remat.batch_size.scaling import BatchScaling, batch_scaling
+from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, traced_at
 from keras_remat.batch_size.search import search_batch_size
-from keras_remat.checks import check_seconds
+from keras_remat.checks import check_seconds, is_number
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, without_inner_frames
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    ScheduleNotFoundError,
+    UnsupportedModelError,
+    without_inner_frames,
+)
 from keras_remat.planning.make_plan import (
     TracedModel,
     advising,
@@ -72,7 +82,8 @@ def find_max_batch_size(
     Args:
         model: a compiled Keras model.
         batch: a batch to begin with: ``(x, y[, sample_weight])``, or an int where inputs and
-            targets follow from the model.
+            targets follow from the model. Where it does not fit, its first half is tried, and so
+            on.
         memory_limit: every byte the device's allocator may have in use.
         max_overhead: bound on the slowdown per sample, (time − store-all time) / store-all time;
             ``"forward"``, the default, is one extra forward pass, the rule of the Checkmate paper;
@@ -93,16 +104,18 @@ def find_max_batch_size(
             batch size.
         ValueError, TypeError: wrong arguments.
     """
-    number = isinstance(max_overhead, (int, float)) and max_overhead >= 0
-    if not number and max_overhead is not None and max_overhead != "forward":
+    is_bound = is_number(max_overhead) and max_overhead >= 0
+    if not is_bound and max_overhead is not None and max_overhead != "forward":
         raise ValueError(
             f'max_overhead must be at least 0, None or "forward", got {max_overhead!r}'
         )
     check_seconds("time_limit_s", time_limit_s)
     started = time.perf_counter()
-    backend, step = traced_as_it_trains(
-        model, batch, memory_limit, margin, profile, seed, compilation
-    )
+
+    def traced(batch: Any) -> tuple[Backend, TracedModel]:
+        return traced_as_it_trains(model, batch, memory_limit, margin, profile, seed, compilation)
+
+    backend, step = _first_that_fits(model, batch, traced)
     traced_s = time.perf_counter() - started
     scaling = measured_scaling(backend, model, step)
     left_s = max(_LEAST_SHARE * time_limit_s, time_limit_s - (time.perf_counter() - started))
@@ -144,6 +157,26 @@ def find_max_batch_size(
     return verified_search(search, scaling, climb, runner, runner.graph)
 
 
+def _first_that_fits(
+    model: Any, batch: Any, traced: Callable[[Any], tuple[Backend, TracedModel]]
+) -> tuple[Backend, TracedModel]:
+    """Traces a batch, or its first half, quarter and so on, where no plan to measure it under is
+    found.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
+    """
+    while True:
+        try:
+            return traced(batch)
+        except (InfeasibleBudgetError, ScheduleNotFoundError):
+            batch = example_batch(model, batch)
+            size = batch_size_of(batch) // 2
+            if not size:
+                raise
+            batch = first_samples(batch, size)
+
+
 def measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchScaling:
     """The step at any size; where it was measured, it is measured at a second size too, so that
     costs can be fitted.
@@ -156,12 +189,20 @@ def measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchSc
     """
     size = batch_size_of(step.batch)
     for other in (size // 2, 2 * size) if step.plan is not None else ():
-        traced = backend.trace(model, backend.resized_spec(step.batch, other)) if other else None
+        traced = _traced_or_none(backend, model, step.batch, other)
         if traced is not None and traced.graph.has_ops_of(step.problem.graph):
             profile = _profile_at(other, traced, backend, model, step)
             measured = {} if profile is None else {other: profile}
             return BatchScaling(step.problem, size, traced.graph, other, measured)
     return batch_scaling(backend, model, step.problem, step.batch)
+
+
+def _traced_or_none(backend: Backend, model: Any, batch: Any, size: int) -> TracedStep | None:
+    """The step at another size; ``None`` where the model takes no batch of that size."""
+    try:
+        return traced_at(backend, model, batch, size) if size else None
+    except UnsupportedModelError:
+        return None
 
 
 def _profile_at(
@@ -195,12 +236,15 @@ class SizeRunner:
         if self._traced is None or self._traced[0] != size:
             self._traced = None
             gc.collect()  # the step before is in reference cycles
-            spec = self._backend.resized_spec(self._batch, size)
-            self._traced = size, self._backend.trace(self._model, spec)
+            self._traced = size, traced_at(self._backend, self._model, self._batch, size)
         return self._traced[1]
 
     def graph(self, size: int) -> Graph:
-        """The train step's graph at a size."""
+        """The train step's graph at a size.
+
+        Raises:
+            UnsupportedModelError: the model cannot take a batch of that size.
+        """
         return self._trace(size).graph
 
     def __call__(self, size: int, plan: Plan) -> Usage | None:
@@ -210,17 +254,17 @@ class SizeRunner:
         known = plan.problem
         if known is None:
             raise ValueError("a plan that was loaded tells no costs: plan anew")
-        batch = repeated_batch(self._batch, size)
         problem = replace(known, graph=traced.graph, budget_bytes=plan.budget_bytes)
-        run = backend.lower(traced, problem, plan.solution.schedule)
-        with preserved_state(backend, self._model):
-            try:
+        try:
+            with preserved_state(backend, self._model):
+                batch = repeated_batch(self._batch, size)
+                run = backend.lower(traced, problem, plan.solution.schedule)
                 backend.measure(lambda: run(batch))
                 _, usage = backend.measure(lambda: run(batch))
-            except Exception as error:
-                if not backend.is_out_of_memory(error):
-                    raise
-                return None
+        except Exception as error:
+            if not backend.is_out_of_memory(error):
+                raise
+            return None
         if backend.device.has_statistics:
             backend.memory.observe(problem, plan.solution.schedule, usage.peak_bytes)
         return usage
@@ -253,8 +297,12 @@ def verified_search(
             break
         size, plan = chosen
         problem = scaling.at(size)
-        graph = problem.graph if graph_of is None else graph_of(size)
-        own = _for_its_graph(size, plan, problem, graph, climb)
+        try:
+            graph = problem.graph if graph_of is None else graph_of(size)
+        except UnsupportedModelError as error:
+            own: Plan | Probe = Probe(size, None, str(error))
+        else:
+            own = _for_its_graph(size, plan, problem, graph, climb)
         if isinstance(own, Probe):  # the reason why not
             probes.append(own)
             climb.note(size, None, 0, fits=False)

@@ -18,6 +18,8 @@ from keras_remat.units import format_bytes
 
 #: A bound on the overhead, a ratio: ``"forward"`` is one extra forward pass, ``None`` no bound.
 MaxOverhead = float | Literal["forward"] | None
+#: Above the bound by rounding: the order of a sum differs.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class BatchSearch:
     failed_peak_bytes: int | None = None
     fit: CostFit | None = None
 
+    @property
+    def none_trained(self) -> bool:
+        """Whether sizes ran and none of them kept to the limit: what is said is a prediction."""
+        return self.failed_batch_size is not None and self.failed_batch_size <= self.max_batch_size
+
     def times(self, multiple: int) -> BatchSearch:
         """The same of batches that so many devices divide, each of which gets these sizes."""
         return replace(
@@ -116,12 +123,15 @@ class BatchSearch:
         usage = self.plan.measured or self.plan.predicted
         run_s = self.verification_time_s
         ran = f" and run in {run_s:.1f} s" if run_s else ""
+        limit, sizes = format_bytes(self.limit_bytes), {p.batch_size for p in self.probes}
+        found = f"Largest batch {self.max_batch_size} under {limit}"
+        if self.none_trained:
+            found = f"No batch that ran kept to {limit}; {self.max_batch_size} by prediction"
         return (
-            f"Largest batch {self.max_batch_size} under {format_bytes(self.limit_bytes)} "
-            f"({format_bytes(usage.peak_bytes)} {peak}, overhead {self.plan.overhead:.1%}); "
+            f"{found} ({format_bytes(usage.peak_bytes)} {peak}, overhead {self.plan.overhead:.1%}); "
             f"without recomputation {self.plain_batch_size}; "
             f"most samples per second predicted at {self.fastest_batch_size}; "
-            f"{len(self.probes)} sizes tried in {self.search_time_s:.1f} s{ran}; "
+            f"{len(sizes)} sizes tried in {self.search_time_s:.1f} s{ran}; "
             f"{self._op_times()}"
         )
 
@@ -184,4 +194,4 @@ def overhead_bound(problem: Problem, max_overhead: MaxOverhead) -> float:
 def is_allowed(problem: Problem, time_s: float, max_overhead: MaxOverhead) -> bool:
     """Returns whether a step of ``time_s`` seconds keeps to the bound."""
     base_s = problem.store_all_time_s
-    return base_s <= 0 or time_s / base_s - 1 <= overhead_bound(problem, max_overhead)
+    return base_s <= 0 or time_s / base_s - 1 <= overhead_bound(problem, max_overhead) + _ROUNDING

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from keras_remat.backends.base import Backend
+from keras_remat.backends.base import Backend, TracedStep
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
 from keras_remat.core.graph import Graph, Value
@@ -274,13 +274,18 @@ def batch_scaling(
 
 
 def graph_at(backend: Backend, model: Any, batch: Any, size: int) -> Graph:
-    """Returns the graph of the train step at another batch size.
+    """Returns the graph of the train step at another batch size, see :func:`traced_at`."""
+    return traced_at(backend, model, batch, size).graph
+
+
+def traced_at(backend: Backend, model: Any, batch: Any, size: int) -> TracedStep:
+    """Traces the train step at another batch size.
 
     Raises:
         UnsupportedModelError: the model cannot take a batch of that size.
     """
     try:
-        return backend.trace(model, backend.resized_spec(batch, size)).graph
+        return backend.trace(model, backend.resized_spec(batch, size))
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever the layers of a user's model raise

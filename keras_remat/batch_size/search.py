@@ -162,7 +162,7 @@ class SizeSearch:
         self.started = time.perf_counter()
         self.largest = self.plain = 0
         self.probes: list[Probe] = []
-        self.failure: RematError | None = None
+        self.failure: RematError | None = None  # the newest
         # seconds that have to be left, by the plan that is the result
         self.afterwards_s: Callable[[Plan], float] | None = None
         # of the budget, that solvers get: the rest is what the allocator wastes
@@ -179,10 +179,8 @@ class SizeSearch:
         """
         self.plain = self.largest_fitting(Schedule.store_all(self._problem_at(size).graph), size)
         while not self.largest and not self.solve_at(size, solver, solve_s):
-            if size == 1:
-                raise self.failure or ScheduleNotFoundError(
-                    self.budget, self._problem_at(1).floor_bytes, solver="batch search"
-                )
+            if size == 1 and self.failure is not None:
+                raise self.failure
             size //= 2
 
     def bisect(
@@ -331,7 +329,11 @@ class SizeSearch:
         self.target_share = max(_LEAST_TARGET_SHARE, min(1.0, 1 / usual))
         self.largest_fitting(order, size, self.largest + 1)
         if self.largest < size:
-            self.probes.append(Probe(size, None, self._reason(problem, order)))
+            reason = self._reason(problem, order)
+            self.failure = ScheduleNotFoundError(
+                self.budget, problem.floor_bytes, solver=solver, reason=reason
+            )
+            self.probes.append(Probe(size, None, reason))
         return self.largest > before
 
     def _reason(self, problem: Problem, order: Schedule) -> str:
@@ -342,7 +344,7 @@ class SizeSearch:
             return f"{format_bytes(peak)} is over {format_bytes(self.budget)}"
         overhead = usage.time_s / problem.store_all_time_s - 1
         bound = overhead_bound(problem, self.max_overhead)
-        return f"overhead {overhead:.1%} is over the bound of {bound:.1%}"
+        return f"overhead {overhead:.1%} is over the bound of {bound:.1%} (max_overhead)"
 
     def largest_fitting(self, order: Schedule, size: int, least: int = 1) -> int:
         """The largest size found at which an order fits: by steps up or down from ``size``, then

@@ -41,6 +41,7 @@ def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     if target.exists() and not target.is_file():
         target.write_text(text, encoding="utf-8")
         return
+    target = target.resolve()  # a link stays one
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

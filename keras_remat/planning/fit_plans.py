@@ -24,10 +24,9 @@ from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import InfeasibleBudgetError, InvalidScheduleError, ScheduleNotFoundError
 from keras_remat.planning.beside import PlanProcess, Request
-from keras_remat.planning.make_plan import advising, usable_bytes
+from keras_remat.planning.make_plan import advising, limit_on, usable_bytes
 from keras_remat.planning.plan import Plan, cache_path, cached_plan
 from keras_remat.planning.plan_problem import closest_plan, plan_problem, reused_plan
-from keras_remat.units import parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +61,8 @@ class StepPlanner:
         """The limit in force: what was asked for, measured at its first use; lowered when the
         device turns out to have less."""
         if self._limit_bytes is None:
-            total, limit = self._backend.device.total_bytes(), self._options.memory_limit
-            wanted = total if limit is None else parse_bytes(limit, total_bytes=total)
+            device, limit = self._backend.device, self._options.memory_limit
+            wanted = device.total_bytes() if limit is None else limit_on(device, limit)
             (self._limit_bytes,) = self._backend.processes.least(wanted)
         return self._limit_bytes
 

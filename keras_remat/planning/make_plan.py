@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from keras_remat.errors import (
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.solvers import SOLVERS
-from keras_remat.units import LEAST_LIMIT, format_bytes, parse_bytes
+from keras_remat.units import LEAST_LIMIT, format_bytes, format_unequal_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +169,7 @@ def traced_model(
     """
     backend.check(model)
     gc.collect()  # steps that ran before are in reference cycles
-    total = backend.device.total_bytes()
-    limit = parse_bytes(memory_limit, total_bytes=total, least=LEAST_LIMIT)
+    limit = limit_on(backend.device, memory_limit, runs=profile == "measured")
     budget = usable_bytes(limit, margin)
     arrays = backend.example_batch(model, batch)
     traced = backend.trace(model, arrays)
@@ -215,6 +215,24 @@ def measured_problem(
     if backend.device.has_statistics:
         backend.memory.observe(problem, schedule, usage.peak_bytes)
     return problem
+
+
+def limit_on(device: DeviceMemory, memory_limit: int | str, *, runs: bool = True) -> int:
+    """Returns the limit in bytes; with a warning all that the device has, where that is less.
+
+    Args:
+        runs: whether steps run on this device; a prediction may be for another.
+    """
+    total = device.total_bytes()
+    limit = parse_bytes(memory_limit, total_bytes=total, least=LEAST_LIMIT)
+    if not runs or limit <= total:
+        return limit
+    asked, has = format_unequal_bytes(limit, total)
+    warnings.warn(
+        f"keras_remat: the memory limit is {asked}, and the device has {has}: {has} is taken.",
+        stacklevel=2,
+    )
+    return total
 
 
 def counted_bytes(device: DeviceMemory) -> int | None:

@@ -22,6 +22,16 @@ def test_an_int_gives_what_inputs_and_loss_ask_for():
     assert (x.shape, y.shape) == ((2, 5), (2, 3))
 
 
+def test_outputs_without_a_loss_get_no_target():
+    inputs = keras.layers.Input((5,))
+    outputs = {name: keras.layers.Dense(2)(inputs) for name in ("a", "b")}
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", {"a": "mse"})
+    x, y = example_batch(model, 4)
+    assert set(y) == {"a"}
+    model.train_on_batch(x, y)
+
+
 def test_specs_become_arrays_and_arrays_stay():
     array = np.ones((2, 3), "float32")
     x, y = example_batch(None, (keras.KerasTensor((2, 5), "float32"), array))
@@ -56,6 +66,10 @@ def test_wrong_batches_are_refused(batch, error):
 def test_what_does_not_follow_is_asked_for():
     with pytest.raises(ValueError, match="give a batch"):
         example_batch(model_with(lambda y, p: keras.ops.mean(p)), 4)
+    with pytest.raises(ValueError, match="give a batch"):
+        example_batch(keras.Sequential([keras.layers.Dense(2)]), 4)
+    with pytest.raises(ValueError, match="strings do not follow"):
+        example_batch(None, (keras.KerasTensor((2,), "string"),))
     with pytest.raises(ValueError, match="not fully known"):
         example_batch(None, (keras.KerasTensor((None, 5)),))
 

@@ -4,6 +4,7 @@ wins."""
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_backend import (
     RESIDENT_BYTES,
@@ -21,6 +22,7 @@ from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.core.schedule import Usage
 from keras_remat.core.simulate import simulate
+from keras_remat.errors import InfeasibleBudgetError, UnsupportedModelError
 
 BUDGET = store_all_peak(400)
 
@@ -32,7 +34,7 @@ def verified(surplus, *, max_overhead="forward", budget=BUDGET, limit=BUDGET, **
     search = search_batch_size(
         scaling,
         40,
-        limit,
+        limit or store_all_peak(40),
         budget,
         backend,
         time_limit_s=20.0,
@@ -101,6 +103,9 @@ def test_nothing_that_trains_leaves_the_search_as_it_was():
     search, found, trained = verified(lambda size: None)
     assert (found.max_batch_size, found.plan) == (search.max_batch_size, search.plan)
     assert found.plan.measured is None
+    assert found.none_trained
+    assert "No batch that ran kept to" in str(found)
+    assert "by prediction" in str(found)
     assert len(trained) <= MOST_SIZES
     sizes = [size for size, _ in trained]
     assert sizes == sorted(set(sizes), reverse=True)
@@ -119,6 +124,21 @@ def test_late_verification_ends_with_the_first_size_that_trains():
     )
     assert found.max_batch_size <= 300
     assert [peak is not None for _, peak in trained] == [False] * (len(trained) - 1) + [True]
+
+
+def test_sizes_that_the_model_does_not_take_are_passed_by():
+    def graph_of(size):
+        if size % 4:
+            raise UnsupportedModelError(f"no batch of {size}")
+        return chain_graph(size)
+
+    search = search_batch_size(scaling_of(), 40, BUDGET, BUDGET, FakeBackend(), time_limit_s=20.0)
+    climb = SizeClimb(FakeBackend(), BUDGET, search, solver="greedy", solve_s=2.0)
+    found = verified_search(
+        search, scaling_of(), climb, lambda size, plan: plan.predicted, graph_of
+    )
+    assert found.max_batch_size % 4 == 0
+    assert found.plan.measured is not None
 
 
 def test_size_whose_graph_has_other_ops_is_planned_anew():
@@ -159,18 +179,71 @@ def test_size_whose_own_graph_fits_under_no_schedule_says_so():
 # ------------------------------------------------------------------ the whole way
 
 
-def found_on(backend, monkeypatch, *, batch=8, **options):
+def found_on(backend, monkeypatch, *, batch=8, limit=None, **options):
     monkeypatch.setattr(
         "keras_remat.planning.make_plan.load_backends", lambda model, compilation: [backend]
     )
-    limit = store_all_peak(40)
     return find_max_batch_size(
         SimpleNamespace(name="fake", compiled=True),
         batch_of(0, batch),
-        limit,
+        limit or store_all_peak(40),
         margin=0.0,
         **{"time_limit_s": 3.0} | options,
     )
+
+
+@pytest.mark.parametrize("batch", [64, 65])
+def test_a_batch_that_does_not_fit_is_halved_until_one_does(monkeypatch, batch):
+    backend = FakeBackend()
+    limit = store_all_peak(40)
+    assert found_on(backend, monkeypatch, batch=1000).max_batch_size > 40
+    assert found_on(backend, monkeypatch, batch=batch).plan.measured.peak_bytes <= limit
+
+
+def test_not_even_one_sample_fits(monkeypatch):
+    with pytest.raises(InfeasibleBudgetError, match="No schedule fits"):
+        found_on(FakeBackend(), monkeypatch, batch=8, limit=RESIDENT_BYTES + 2000)
+
+
+class Grouping(FakeBackend):
+    """Its model takes multiples of four samples."""
+
+    def trace(self, model, batch, micro_batches=1):
+        if np.size(batch[0]) % 4:
+            raise TypeError(f"cannot group {np.size(batch[0])} samples")
+        return super().trace(model, batch, micro_batches)
+
+
+def test_a_model_that_groups_samples_gets_a_size_that_it_takes(monkeypatch):
+    backend = Grouping()
+    found = found_on(backend, monkeypatch, batch=4)
+    assert found.fit.sizes == (4, 8)
+    assert found.max_batch_size % 4 == 0
+    assert found.plan.measured.peak_bytes <= store_all_peak(40)
+
+
+def test_out_of_memory_while_a_batch_is_made_is_a_size_that_does_not_fit(monkeypatch):
+    made = []
+
+    def repeated(batch, size):
+        made.append(size)
+        if size > 56:
+            raise MemoryError("no room for a batch")
+        return batch_of(0, size)
+
+    monkeypatch.setattr("keras_remat.batch_size.find.repeated_batch", repeated)
+    backend = FakeBackend()
+    monkeypatch.setattr(backend, "is_out_of_memory", lambda error: isinstance(error, MemoryError))
+    found = found_on(backend, monkeypatch, time_limit_s=20.0)
+    assert max(made) > 56
+    assert found.plan.measured is not None
+    assert found.max_batch_size <= 56
+
+
+@pytest.mark.parametrize("bound", [True, -1, "none", float("nan"), [1]])
+def test_bounds_that_are_none(monkeypatch, bound):
+    with pytest.raises(ValueError, match="max_overhead"):
+        found_on(FakeBackend(), monkeypatch, max_overhead=bound)
 
 
 def test_costs_are_measured_at_half_the_batch_too(monkeypatch):

@@ -102,7 +102,13 @@ def test_overhead_bound_holds_and_costs_batch_size():
     assert 40 < forward.max_batch_size <= free.max_batch_size
     refused = [p for p in plain.probes if p.plan is None]
     assert refused
-    assert any("over the bound" in p.reason for p in refused)
+    assert any("over the bound of 0.0% (max_overhead)" in p.reason for p in refused)
+
+
+def test_where_the_bound_alone_is_in_the_way_the_error_says_so():
+    """One sample fits, but not without recomputation."""
+    with pytest.raises(ScheduleNotFoundError, match="max_overhead"):
+        search(store_all_peak(1) - 1, start=8, max_overhead=0)
 
 
 def test_feasibility_that_is_not_monotone_never_ends_on_a_batch_that_does_not_fit():

@@ -274,6 +274,15 @@ def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
     assert os.listdir(tmp_path) == ["pipe"]
 
 
+def test_a_link_stays_a_link(tmp_path):
+    link, target = tmp_path / "link", tmp_path / "target"
+    target.write_text("{}")
+    link.symlink_to(target)
+    write_json({"x": 1}, link)
+    assert link.is_symlink()
+    assert json.loads(target.read_text()) == {"x": 1}
+
+
 def test_read_json_checks_the_format_it_is_asked_for(tmp_path):
     write_json({"format": "keras_remat.plan", "version": 3}, tmp_path / "p.json")
     assert read_json(tmp_path / "p.json", "keras_remat.plan", 3)["version"] == 3
