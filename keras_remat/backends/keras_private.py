@@ -16,3 +16,11 @@ def masks(arrays: Any) -> list[Any]:
     from keras.src.backend import get_keras_mask
 
     return [get_keras_mask(leaf) for leaf in keras.tree.flatten(arrays)]
+
+
+def records_steps(callback: Any) -> bool:
+    """Returns whether a callback is a ``TensorBoard`` that records steps, or is going to."""
+    if not getattr(callback, "_should_trace", False):
+        return False
+    is_later = getattr(callback, "_global_train_batch", 0) <= getattr(callback, "_stop_batch", 0)
+    return is_later or getattr(callback, "_is_tracing", False)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_remat.backends.base import Caller
+from keras_remat.backends.keras_private import records_steps
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class RunningFit:
         known: int | None = getattr(self.epoch_iterator, "_num_batches", None)
         begun: int = getattr(self.epoch_iterator, "_steps_seen", 0)
         return known is not None and 0 < known <= begun
+
+
+def is_profiled(fit: RunningFit | None) -> bool:
+    """Returns whether a callback records steps, or is going to: there is one profiler."""
+    return fit is not None and any(map(records_steps, fit.callbacks))
 
 
 def running_fit(model: Any, callback: Any) -> RunningFit | None:

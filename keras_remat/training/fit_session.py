@@ -25,7 +25,7 @@ from keras_remat.reporting.records import EpochUsage, Event
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.batch_trainer import BatchTrainer
-from keras_remat.training.callers import caller_of, in_another_fit, running_fit
+from keras_remat.training.callers import caller_of, in_another_fit, is_profiled, running_fit
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.learning_rate import LearningRateScaling
 
@@ -78,7 +78,14 @@ class FitSession:
     def _new_steps(self) -> BackendRace:
         steps, epochs = self._steps_per_epoch, self._epochs
         most_steps = None if steps is None or epochs is None else steps * epochs
-        fit = FitState(self._model, self._report, self._progress, self._installed, most_steps)
+        fit = FitState(
+            self._model,
+            self._report,
+            self._progress,
+            self._installed,
+            most_steps,
+            lambda: is_profiled(running_fit(self._model, self._callback)),
+        )
         chooses = self._options.chooses_pieces
         return BackendRace(fit, self._backends, self._options, chooses_pieces=chooses)
 

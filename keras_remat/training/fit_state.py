@@ -37,6 +37,7 @@ class FitState:
     Args:
         progress: ``progress(text)`` as a context manager around everything that takes long.
         most_steps: that the ``fit`` can have; ``None`` where that is not known.
+        is_profiled: whether another callback records, or is going to.
 
     Attributes:
         steps_run: how many steps this ``fit`` has trained.
@@ -50,9 +51,10 @@ class FitState:
         progress: Callable[[str], Any],
         installed: Installed,
         most_steps: int | None = None,
+        is_profiled: Callable[[], bool] = lambda: False,
     ):
         self.model, self.report = model, report
-        self.progress, self.installed = progress, installed
+        self.progress, self.installed, self.is_profiled = progress, installed, is_profiled
         self.steps_run = 0
         self._most_steps = most_steps
         self.counter = StepCounter()

@@ -160,7 +160,7 @@ class Moves:
         if shape.recorded is not Recorded.MEASURED:
             is_busy = shape.recorded is Recorded.BUSY
             why = (
-                "A profiler session is running already"
+                "Another profiler session is running, or is going to"
                 if is_busy
                 else "The profiler saw too few ops"
             )

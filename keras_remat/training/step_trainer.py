@@ -133,7 +133,7 @@ class StepTrainer:
         if isinstance(shape, Recording) and shape.recorded is not Recorded.NONE:
             shape = self._follow(shape, Outcome(batch))  # a step of another shape has ended it
         if isinstance(shape, Recording) and not shape.started:
-            started = shape.recorder.start()
+            started = not self._fit.is_profiled() and shape.recorder.start()
             recorded = Recorded.NONE if started else Recorded.BUSY
             shape = replace(shape, started=started, recorded=recorded)
         self._set(shape)

@@ -17,6 +17,7 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled.kinds import ALIASES, NOTHING
 from keras_remat.backends.tensorflow.compiled.nodes import run_node
 from keras_remat.backends.tensorflow.graph import kinds as op_kinds
+from keras_remat.backends.tensorflow.graph.effects import calls_without_effect
 from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, tensor_key
 from keras_remat.errors import UnsupportedModelError
 
@@ -37,6 +38,7 @@ class Walk:
 
     def __init__(self, graph: Any, captures: Mapping[str, Any], library: Any):
         self.graph, self._captures, self._library = graph, captures, library
+        self._is_pure = calls_without_effect(library, ALIASES | NOTHING)
         self._same: dict[str, str] = {}  # tensor → the tensor it is
         self._handle: dict[str, str] = {}  # node → the captured variable it hands on
         self.state: dict[str, str] = {}  # variable → its current value
@@ -79,8 +81,7 @@ class Walk:
             or not private.is_stateful(node.op)
         ):
             self._append(node, node.op, node.name, inputs)
-        elif node.op in op_kinds.CONTROL_FLOW:
-            # stateful by name; a variable that its functions change would be among its inputs
+        elif node.op in op_kinds.CONTROL_FLOW and self._is_pure(node):
             self._append(node, op_kinds.STATELESS[node.op], node.name, inputs)
         else:
             raise UnsupportedModelError(

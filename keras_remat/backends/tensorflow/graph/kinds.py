@@ -12,7 +12,7 @@ from keras_remat.backends.tables import names
 #: The output shares the buffer of input 0 (per output for ``IdentityN``).
 VIEWS = names("""
     Identity IdentityN Reshape Squeeze ExpandDims StopGradient PreventGradient EnsureShape
-    Snapshot Bitcast PlaceholderWithDefault CheckNumerics CheckNumericsV2
+    Snapshot Bitcast PlaceholderWithDefault
 """)
 
 #: Reads a variable through its resource handle and changes nothing.
@@ -35,7 +35,7 @@ REUSES_INPUT = names("""
     SeluGrad SoftplusGrad SoftsignGrad SigmoidGrad TanhGrad SqrtGrad RsqrtGrad InvGrad
     ReciprocalGrad
     BiasAdd Softmax LogSoftmax ClipByValue LogicalNot LogicalAnd LogicalOr Select SelectV2
-    _UnaryOpsComposition
+    _UnaryOpsComposition CheckNumerics CheckNumericsV2
 """)
 
 #: Takes over the buffer of its first input alone.

@@ -32,6 +32,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.graph.effects import has_effect
 from keras_remat.backends.tensorflow.graph.nodes import copied
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray, part_of
 from keras_remat.backends.tensorflow.graph.step import Replica, TensorFlowStep
@@ -41,7 +42,6 @@ from keras_remat.backends.tensorflow.graph.trace import (
     translated,
     variables_of,
 )
-from keras_remat.backends.tensorflow.graph.translate import has_effect
 from keras_remat.errors import UnsupportedBatchError, UnsupportedModelError
 
 #: Attributes that two equal ops may differ in.

@@ -35,11 +35,12 @@ import tensorflow as tf
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds, lists
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
+from keras_remat.backends.tensorflow.graph.effects import calls_without_effect, has_effect
 from keras_remat.backends.tensorflow.graph.nodes import node_of, tensor_key
 from keras_remat.backends.tensorflow.graph.rewrite import rewrite_for_memory
 from keras_remat.backends.tensorflow.graph.shapes import static_shapes
 from keras_remat.backends.tensorflow.graph.step import Replica, TensorFlowStep
-from keras_remat.backends.tensorflow.graph.translate import Translation, has_effect
+from keras_remat.backends.tensorflow.graph.translate import Translation
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -183,23 +184,8 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
 
 
 def _name_stateless(nodes: Mapping[str, Any], library: Any) -> None:
-    """Gives loops and branches without an effect the type that says so, in place. TensorFlow takes
-    a function that reads a variable for one with an effect."""
-    functions = {function.signature.name: function for function in library.function}
-
-    def is_pure(name: str) -> bool:
-        return name in functions and not any(
-            has_effect(node.op)
-            and not (node.op in kinds.STATELESS and all(map(is_pure, _called(node))))
-            for node in functions[name].node_def
-        )
-
+    """Gives loops and branches without an effect the type that says so, in place."""
+    is_pure = calls_without_effect(library)
     for node in nodes.values():
-        if node.op in kinds.STATELESS and all(map(is_pure, _called(node))):
+        if node.op in kinds.STATELESS and is_pure(node):
             node.op = kinds.STATELESS[node.op]
-
-
-def _called(node: Any) -> list[str]:
-    """Returns the names of the functions that a node's attributes name."""
-    attributes = node.attr.values()
-    return [f.name for a in attributes for f in (a.func, *a.list.func) if f.name]

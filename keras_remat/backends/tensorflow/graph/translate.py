@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.effects import has_effect
 from keras_remat.backends.tensorflow.graph.nodes import (
     control_inputs,
     data_inputs,
@@ -35,15 +36,6 @@ from keras_remat.errors import UnsupportedModelError
 
 #: Variables up to this size are copied when read, see the module docstring.
 SMALL_VARIABLE_BYTES = 4096
-
-
-def has_effect(kind: str) -> bool:
-    """Whether ops of a type change something, or take what another run would not get."""
-    return (
-        private.is_stateful(kind)
-        and kind not in kinds.VARIABLE_READS
-        and kind not in kinds.PURE_STATEFUL | {"Placeholder"}
-    )
 
 
 class Translation:

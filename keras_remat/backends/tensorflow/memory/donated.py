@@ -15,6 +15,8 @@ import ctypes
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from keras_remat.units import MIB
 
 #: Memory that may be abandoned in vain, where what else came and went hides the truth.
@@ -46,5 +48,7 @@ def keep_for_ever(value: Any) -> None:
 
 
 def nbytes(variable: Any) -> int:
-    """Returns the bytes of a variable's value."""
-    return int(variable.shape.num_elements() * variable.dtype.size)
+    """Returns the bytes of a variable's value, whose shape may not be the variable's to know."""
+    elements = variable.shape.num_elements()
+    elements = tf.size(variable) if elements is None else elements
+    return int(elements) * int(variable.dtype.size)

@@ -58,9 +58,10 @@ def snapshot(variables: Sequence[Any], updated: Collection[int] = ()) -> Callabl
                 _refill(variable, value)
         except BaseException as error:
             for variable, value in zip(variables, saved, strict=True):
+                shape = variable.shape if variable.shape.is_fully_defined() else value.shape
                 copy = _aligned_copy(value.reshape(-1).view(np.uint8))  # it is used where it is
                 array = copy.view(variable.dtype.as_numpy_dtype)
-                _replace(variable, tf.reshape(tf.convert_to_tensor(array), variable.shape))
+                _replace(variable, tf.reshape(tf.convert_to_tensor(array), shape))
             if not isinstance(
                 error, tf.errors.ResourceExhaustedError
             ):  # a full pool that cannot grow holds them no longer
@@ -70,7 +71,8 @@ def snapshot(variables: Sequence[Any], updated: Collection[int] = ()) -> Callabl
 
 
 def _is_large(variable: Any) -> bool:
-    return bool(variable.dtype != tf.bool and nbytes(variable) >= ONEDNN_SMALL_BYTES)
+    is_one = variable.dtype != tf.bool and variable.shape.is_fully_defined()
+    return bool(is_one and nbytes(variable) >= ONEDNN_SMALL_BYTES)
 
 
 def _bytes_of(variable: Any) -> np.ndarray:

@@ -167,13 +167,19 @@ def allocator_memory(device: measure.TensorFlowDevice) -> MemoryModel:
 
 
 def _held(owner: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
-    """What an object holds of some types as attributes, or in lists or dictionaries among them."""
-    stack = list(vars(owner).values())
+    """What an object holds of some types as attributes, or in lists, dictionaries, modules or
+    generators of random numbers among them."""
+    stack, seen = list(vars(owner).values()), set()
     while stack:
         held = stack.pop()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
         if isinstance(held, kinds):
             yield held
         elif isinstance(held, (list, tuple)):
             stack += held
         elif isinstance(held, dict):
             stack += held.values()
+        elif isinstance(held, (tf.Module, tf.random.Generator)):
+            stack += vars(held).values()

@@ -319,6 +319,35 @@ def test_a_branch_is_pure_though_its_kind_may_have_effects():
 # ------------------------------------------------------------------ what is folded and dropped
 
 
+def _drawn_in_a_branch(x):
+    return tf.cond(x[0] > 0, lambda: x + tf.random.normal((4,)), lambda: x)
+
+
+def _drawn_in_a_loop_of_a_branch(x):
+    def loop():
+        more = lambda i, _: i < 2  # noqa: E731
+        return tf.while_loop(more, lambda i, y: (i + 1, y + tf.random.uniform((4,))), (0, x))[1]
+
+    return tf.cond(x[0] > 0, loop, lambda: x)
+
+
+@pytest.mark.parametrize("function", [_drawn_in_a_branch, _drawn_in_a_loop_of_a_branch])
+def test_control_flow_that_draws_random_numbers_is_refused(function):
+    """Where it ran again it would draw others."""
+    with pytest.raises(UnsupportedModelError, match="effect"):
+        flat(function)
+
+
+def test_a_branch_that_calls_a_function_or_asserts_is_pure():
+    called = tf.function(lambda x: tf.sin(x))
+
+    def branch(x):
+        tf.debugging.assert_positive(x[1:])
+        return called(x)
+
+    assert "StatelessIf" in kinds(flat(lambda x: tf.cond(x[0] > 0, lambda: branch(x), lambda: x)))
+
+
 def test_what_is_neither_returned_nor_written_is_dropped():
     def step(x):
         tf.exp(tf.tanh(x))

@@ -301,3 +301,30 @@ def test_zeros_for_a_variable_that_went_through_a_loop_have_its_bytes():
     zeros = [op for op in graph.ops if op.kind == "Fill" and "while/zeros" in op.name]
     assert zeros
     assert all(graph.values[op.outputs[0]].shape is not None for op in zeros)
+
+
+class Checks(keras.Sequential):
+    """Its step checks the loss, and prints after that."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        tf.debugging.check_numerics(loss, "loss is bad")
+        tf.print("checked")
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+def test_a_check_whose_result_nobody_reads_runs_once_and_what_follows_it_waits():
+    def make():
+        model = Checks([layers.Input((3,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model, (np.ones((2, 3), "float32"), np.ones((2, 1), "float32"))
+
+    ops = traced_model(make)[1].graph.ops
+    (check,) = (op for op in ops if op.kind.startswith("CheckNumerics"))
+    (printed,) = (op for op in ops if op.kind == "PrintV2")
+    assert not check.recomputable
+    assert check.id in printed.after

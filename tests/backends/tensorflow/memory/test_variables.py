@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow.memory import variables as variables_module
+from keras_remat.backends.tensorflow.memory.donated import nbytes
 from keras_remat.backends.tensorflow.memory.measure import bytes_in_use
 from keras_remat.units import KIB
 
@@ -39,6 +40,19 @@ def test_every_bit_comes_back_as_often_as_asked(dtype, shape):
         put_back()
         assert values_of(variables) == before
         assert all(v.value.shape == shape for v in variables)
+
+
+@pytest.mark.parametrize("rows", [4, 40_000])
+def test_a_variable_whose_shape_changes_comes_back(rows):
+    shape = tf.TensorShape([None, 16])
+    bank = tf.Variable(tf.ones([rows, 16]), shape=shape)
+    put_back = variables_module.snapshot([bank])
+    for _ in range(2):
+        bank.assign(tf.zeros([7, 16]))
+        put_back()
+        assert bank.numpy().tolist() == np.ones((rows, 16)).tolist()
+        assert bank.shape == shape
+    assert nbytes(bank) == rows * 16 * 4
 
 
 def test_signs_of_zeros_infinities_and_nan_come_back():

@@ -41,3 +41,27 @@ def test_a_snapshot_holds_the_variables_that_are_no_weights_of_their_layers():
         np.testing.assert_array_equal(variable.numpy(), old)
     for mine, old in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_array_equal(mine, old)
+
+
+class Draws(keras.layers.Layer):
+    """Draws from a generator of TensorFlow's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = tf.random.Generator.from_seed(1)
+
+    def call(self, x):
+        return x + self.generator.normal(tf.shape(x))
+
+
+def test_a_snapshot_holds_the_state_of_random_generators():
+    draws = Draws()
+    model = keras.Sequential([keras.Input((4,)), draws, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = np.ones((2, 4), "float32"), np.ones((2, 1), "float32")
+    model.train_on_batch(*data)
+    before, put_back = draws.generator.state.numpy(), backend().snapshot(model)
+    model.train_on_batch(*data)
+    assert draws.generator.state.numpy().tolist() != before.tolist()
+    put_back()
+    assert draws.generator.state.numpy().tolist() == before.tolist()

@@ -1,0 +1,54 @@
+"""Which operations change something, or take what another run would not get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import Any
+
+from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.graph import kinds
+
+#: Their effect is that of the functions they call.
+_CALLS = frozenset({*kinds.STATELESS, "StatefulPartitionedCall"})
+
+
+def has_effect(kind: str) -> bool:
+    """Returns whether ops of a type change something, or take what another run would not get."""
+    return (
+        private.is_stateful(kind)
+        and kind not in kinds.VARIABLE_READS
+        and kind not in kinds.PURE_STATEFUL | {"Placeholder"}
+    )
+
+
+def calls_without_effect(library: Any, negligible: Collection[str] = ()) -> Callable[[Any], bool]:
+    """Returns a test whether all functions that a node names are without an effect.
+
+    TensorFlow takes a function that reads a variable for one with an effect.
+
+    Args:
+        library: the functions.
+        negligible: types whose effect does not count.
+    """
+    functions = {function.signature.name: function for function in library.function}
+
+    @cache
+    def is_pure(name: str) -> bool:
+        return name in functions and all(map(is_harmless, functions[name].node_def))
+
+    def is_harmless(node: Any) -> bool:
+        if node.op in _CALLS:
+            return calls_pure(node)
+        return node.op in negligible or not has_effect(node.op)
+
+    def calls_pure(node: Any) -> bool:
+        return all(map(is_pure, _called(node)))
+
+    return calls_pure
+
+
+def _called(node: Any) -> list[str]:
+    """Returns the names of the functions that a node's attributes name."""
+    attributes = node.attr.values()
+    return [f.name for a in attributes for f in (a.func, *a.list.func) if f.name]
