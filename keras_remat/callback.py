@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -211,7 +212,7 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._session is not None:
-            self._session.epoch_begins()
+            self._session.epoch_begins(epoch)
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._session is not None:
@@ -233,7 +234,15 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
             self._console.verdict(self.report)
         self._end()
         if self._report_path is not None:
-            self.report.save(self._report_path)
+            self._save_report(Path(self._report_path))
+
+    def _save_report(self, path: Path) -> None:
+        """Saves the report; a file that cannot be written must not cost the user the training."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.report.save(path)
+        except OSError as error:
+            warnings.warn(f"keras_remat: the report is not saved: {error}", stacklevel=2)
 
     def _end(self) -> None:
         """Gives the train function back, and what steps were made for it."""

@@ -62,6 +62,8 @@ class Caller(Enum):
     """A loop of the user's own, by ``train_on_batch``: the batch is trained at once."""
     GUEST = "guest"
     """Another callback, by ``train_on_batch`` in the middle of ``fit``: the same."""
+    INNER = "inner"
+    """Another ``fit`` of the model, in the middle of this one: Keras's own step trains it."""
     NOBODY = "nobody"
     """Nobody it was installed for: that ``fit`` has ended without notice."""
 
@@ -82,6 +84,9 @@ class StepRunner(Protocol):
 
     def caller(self, iterator: Any) -> Caller:
         """Asked once before every call with what it was given; ``NOBODY``'s is the original's."""
+
+    def stop(self) -> None:
+        """Ends what runs beside the steps; a second time, it does nothing."""
 
     def is_last_call(self) -> bool:
         """Whether Keras makes no further call in this epoch."""
@@ -162,6 +167,13 @@ class Installed(ABC):
             self.original = current
         self._model.train_function = self
         return anew
+
+    def give_back(self) -> None:
+        """Ends what runs beside the steps, and puts the original back."""
+        try:
+            self._runner.stop()
+        finally:
+            self.restore()
 
     def restore(self) -> None:
         """Puts the original back, unless somebody else has replaced this one meanwhile; does

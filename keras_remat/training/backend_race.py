@@ -273,6 +273,12 @@ class BackendRace:
         """Whether the reference shape's step is final, and no other is on trial."""
         return self._trial is None and self.trainer.settled
 
+    def close(self) -> None:
+        """Stops recordings and solvers that are under way."""
+        trial = self._trial
+        for trainer in (self.trainer,) if trial is None else (trial.champion, trial.rival):
+            trainer.close()
+
     def begin_shape(self, expected: Plan | None = None, costs: Problem | None = None) -> None:
         """Makes the next batch's shape the reference shape; one that does not fit is refused, not
         handed to another way."""

@@ -21,12 +21,13 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from math import inf
 from statistics import median
 from typing import Any
 
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.batch_size.climb import SizeClimb
-from keras_remat.batch_size.found import BatchSearch, is_allowed
+from keras_remat.batch_size.found import BatchSearch, overhead_bound
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import faster_size, largest_wanted
@@ -179,7 +180,8 @@ class BatchTrainer:
         size = batch_size_of(batch)
         # a rest that is smaller than the loader's batches is trained as such a rest always is
         usual = min(self._loader, self._size or self._loader)
-        factor = self._learning_rate.factor(max(size, usual), self._loader)
+        as_given = self._size is None  # the loader's own batches may differ in size
+        factor = 1.0 if as_given else self._learning_rate.factor(max(size, usual), self._loader)
         started = time.perf_counter()
         with self._learning_rate.during(factor):
             try:
@@ -222,6 +224,9 @@ class BatchTrainer:
             self._refuse_larger(error)
         elif self._group.samples:
             self._train_rest()
+        else:  # nor can this one be split
+            self._steps.fit.event(EventKind.SEARCH, f"No other batch: {error}")
+            self._change(self._loader)
 
     # ---------------------------------------------------------------- sizes
 
@@ -353,12 +358,13 @@ class BatchTrainer:
             self._compare(size)
         elif plan is not None and size > self._climb.trained:
             self._climb.note(size, plan, peak or 0, fits=True)
-            time_s = plan.predicted.time_s
-            if plan.problem is not None and not is_allowed(plan.problem, time_s, "forward"):
+            bound = inf if plan.problem is None else overhead_bound(plan.problem, "forward")
+            if plan.overhead > bound:
                 self._steps.fit.event(
                     EventKind.REMARK,
-                    f"By what was measured a batch of {size} recomputes {plan.overhead:.1%}, more "
-                    "than the forward pass that the search allowed.",
+                    f"By the op times that were measured, a batch of {size} takes "
+                    f"{plan.overhead:.1%} longer. One forward pass, which the search allowed, is "
+                    f"{bound:.1%}.",
                 )
             self._go_on(
                 f"By the {format_bytes(peak or 0)} that a batch of {size} measured, more fits."

@@ -52,6 +52,11 @@ def in_another_fit(model: Any, callback: Any) -> bool:
     return bool(fits) and not any(_has(fit, callback) for fit in fits)
 
 
+def is_inner_fit(model: Any, callback: Any) -> bool:
+    """Returns whether another ``fit`` of ``model`` runs inside of the one that has ``callback``."""
+    return not _has(next(_fits(model)), callback) if running_fit(model, callback) else False
+
+
 def _has(fit: RunningFit, callback: Any) -> bool:
     return any(one is callback for one in fit.callbacks)
 

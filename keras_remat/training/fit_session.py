@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from keras_remat.backends.base import Backend, Caller
+from keras_remat.backends.batches import batch_size_of
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
@@ -25,7 +26,13 @@ from keras_remat.reporting.records import EpochUsage, Event
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.batch_trainer import BatchTrainer
-from keras_remat.training.callers import caller_of, in_another_fit, is_profiled, running_fit
+from keras_remat.training.callers import (
+    caller_of,
+    in_another_fit,
+    is_inner_fit,
+    is_profiled,
+    running_fit,
+)
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.learning_rate import LearningRateScaling
 
@@ -55,7 +62,7 @@ class FitSession:
     ):
         self._callback, self._model, self._backends = callback, model, backends
         self._options, self._report, self._progress = options, report, progress
-        self._steps_per_epoch, self._epochs = steps_per_epoch, epochs
+        self._steps_per_epoch, self._epochs, self._epoch = steps_per_epoch, epochs, 0
         if model.train_function is None:  # a loop of the user's own has made none so far
             model.make_train_function()
         self._installed = backends[0].install(model, self)
@@ -76,18 +83,21 @@ class FitSession:
         self._rest_logs: dict[str, Any] = {}
 
     def _new_steps(self) -> BackendRace:
-        steps, epochs = self._steps_per_epoch, self._epochs
-        most_steps = None if steps is None or epochs is None else steps * epochs
         fit = FitState(
             self._model,
             self._report,
             self._progress,
             self._installed,
-            most_steps,
+            self._most_steps(self._epoch),
             lambda: is_profiled(running_fit(self._model, self._callback)),
         )
         chooses = self._options.chooses_pieces
         return BackendRace(fit, self._backends, self._options, chooses_pieces=chooses)
+
+    def _most_steps(self, epoch: int) -> int | None:
+        """Returns how many steps there can be from an epoch on; ``None`` where nobody knows."""
+        steps, epochs = self._steps_per_epoch, self._epochs
+        return None if steps is None or epochs is None else steps * max(0, epochs - epoch)
 
     # ---------------------------------------------------------------- what the train function asks
 
@@ -96,6 +106,8 @@ class FitSession:
         announced, self._announced = self._announced, False
         if in_another_fit(self._model, self._callback):
             announced = False  # the batch that was announced went down with the fit before
+        elif is_inner_fit(self._model, self._callback):
+            return Caller.INNER
         return caller_of(iterator, running_fit(self._model, self._callback), announced=announced)
 
     def is_last_call(self) -> bool:
@@ -107,17 +119,21 @@ class FitSession:
         if self._is_unmodified:
             return self._installed.run_plain(batch)
         try:
+            batch_size_of(batch)
+        except ValueError as error:
+            return self._go_on_unmodified(UnsupportedModelError(f"{error}."), batch)
+        try:
             with self._training():
                 return self._trainer.run(batch)
         except UnsupportedModelError as error:
             return self._go_on_unmodified(error)
 
-    def _go_on_unmodified(self, error: UnsupportedModelError) -> Any:
-        """Trains by Keras's own step, from what is held back on."""
+    def _go_on_unmodified(self, error: UnsupportedModelError, *batches: Any) -> Any:
+        """Trains by Keras's own step from here on: what is held back, and ``batches``."""
         self._is_unmodified = True
         warn_unmodified(self._report, error, self.steps.fit.steps_run)
-        held = self._trainer.take_held()
-        return [self._installed.run_plain(one) for one in held][-1]
+        left = [*self._trainer.take_held(), *batches]
+        return [self._installed.run_plain(one) for one in left][-1]
 
     def run_alone(self, batch: Any, caller: Caller) -> Any:
         """Trains a batch of ``train_on_batch`` at once.
@@ -155,8 +171,10 @@ class FitSession:
 
     # ---------------------------------------------------------------- what Keras does
 
-    def epoch_begins(self) -> None:
-        """Begins to count an epoch."""
+    def epoch_begins(self, epoch: int) -> None:
+        """Begins to count an epoch; a ``fit`` need not begin with the first."""
+        self._epoch, most_steps = epoch, self._most_steps(epoch)
+        self.steps.fit.begin_epoch(most_steps)
         self._training_s, self._rest_logs = 0.0, {}
         self.steps.fit.take_counter()
         with self._training(), self.steps.fit.long_task("looking at the device's memory"):
@@ -171,7 +189,7 @@ class FitSession:
         self._last_call = is_last or (fit is not None and fit.has_no_more_data)
         if self._installed.take_place():  # another train function: the model may be another one
             counter = self.steps.fit.take_counter()
-            self.steps.trainer.close()
+            self.steps.close()
             self.steps, self._is_unmodified = self._new_steps(), False
             self.steps.fit.counter = counter
             self._trainer.begin_anew(self.steps)
@@ -187,7 +205,7 @@ class FitSession:
             metrics = self._callback.model.get_metrics_result()
             self._rest_logs = metrics if set(metrics) == set(logs) else logs
 
-    def epoch_ends(self, epoch: int) -> dict[str, float]:
+    def epoch_ends(self, epoch: int) -> dict[str, Any]:
         """Ends the count of an epoch, and returns what is new in its logs."""
         self._train_rest()
         self._trainer.epoch_ends()
@@ -205,7 +223,7 @@ class FitSession:
         if not self._trainer.has_changed:  # this epoch's steps are the plain ones
             usage = replace(usage, plain_samples_per_s=usage.samples_per_s)
         self._report.epochs.append(usage)
-        rest = {name: float(value) for name, value in self._rest_logs.items()}
+        rest = {name: _as_number(value) for name, value in self._rest_logs.items()}
         return rest | self._report.epoch_logs(usage)
 
     def _predicted_peak_bytes(self) -> int:
@@ -218,11 +236,22 @@ class FitSession:
             return plan.predicted.peak_bytes
         return trainer.backend.memory.peak_bytes(problem, Schedule.store_all(problem.graph))
 
+    def stop(self) -> None:
+        """Ends what runs beside the steps; see :class:`~keras_remat.backends.base.StepRunner`."""
+        self.steps.close()
+
     def close(self) -> None:
         """Gives the train function back; a second time, it does nothing."""
-        self.steps.trainer.close()
-        self._installed.restore()
+        self._installed.give_back()
         self._backends[0].processes.end()
+
+
+def _as_number(value: Any) -> Any:
+    """Returns a metric's result as Keras's logs have it: a float, where it is one number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
 
 
 def warn_unmodified(report: AutotuneReport, error: UnsupportedModelError, step: int = 0) -> None:

@@ -65,6 +65,10 @@ class FitState:
         """The steps that may come; ``None`` where that is not known."""
         return None if self._most_steps is None else max(0, self._most_steps - self.steps_run)
 
+    def begin_epoch(self, most_steps: int | None) -> None:
+        """Notes how many steps can come from this epoch on; ``None`` where nobody knows."""
+        self._most_steps = None if most_steps is None else self.steps_run + most_steps
+
     def count(self, samples: int, usage: Usage) -> None:
         """Counts a step that was trained."""
         self.steps_run += 1

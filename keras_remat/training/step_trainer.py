@@ -133,6 +133,7 @@ class StepTrainer:
         if isinstance(shape, Recording) and shape.recorded is not Recorded.NONE:
             shape = self._follow(shape, Outcome(batch))  # a step of another shape has ended it
         if isinstance(shape, Recording) and not shape.started:
+            self._set(replace(shape, started=True))  # an interrupt may come right after it
             started = not self._fit.is_profiled() and shape.recorder.start()
             recorded = Recorded.NONE if started else Recorded.BUSY
             shape = replace(shape, started=started, recorded=recorded)

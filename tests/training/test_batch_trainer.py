@@ -586,7 +586,8 @@ def test_a_plan_that_recomputes_more_than_the_search_allowed_is_an_event(monkeyp
     """Measured op times change what an order costs; the steps are kept all the same."""
     for allowed in (True, False):
         monkeypatch.setattr(
-            "keras_remat.training.batch_trainer.is_allowed", lambda *_, allowed=allowed: allowed
+            "keras_remat.training.batch_trainer.overhead_bound",
+            lambda *_, allowed=allowed: 9.0 if allowed else -1.0,
         )
         trainer, report, _ = on_tuner(FakeBackend(), "max", store_all_peak(4 * LOADER))
         epoch(trainer, batches=200)

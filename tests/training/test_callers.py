@@ -5,7 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from keras_remat.backends.base import Caller
-from keras_remat.training.callers import RunningFit, caller_of, in_another_fit, running_fit
+from keras_remat.training.callers import (
+    RunningFit,
+    caller_of,
+    in_another_fit,
+    is_inner_fit,
+    running_fit,
+)
 
 
 class Model:
@@ -62,6 +68,15 @@ def test_another_fit_is_one_of_this_model_without_this_callback():
     assert not model.fit([ours], lambda: in_another_fit(model, ours))
     assert not model.fit([ours], lambda: model.fit([other], lambda: in_another_fit(model, ours)))
     assert not Model().fit([other], lambda: in_another_fit(model, ours))
+
+
+def test_a_fit_of_this_model_inside_of_ours_is_an_inner_one():
+    model, ours, other = Model(), object(), object()
+    assert not is_inner_fit(model, ours)
+    assert not model.fit([ours], lambda: is_inner_fit(model, ours))
+    assert not model.fit([other], lambda: is_inner_fit(model, ours))
+    assert model.fit([ours], lambda: model.fit([other], lambda: is_inner_fit(model, ours)))
+    assert not model.fit([ours], lambda: Model().fit([other], lambda: is_inner_fit(model, ours)))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import keras_remat
 from keras_remat.backends.tensorflow import backend as tensorflow_backend
+from keras_remat.backends.tensorflow.profiler.recorder import Recorder
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 from keras_remat.core.events import EventKind
 from keras_remat.errors import UnsupportedModelError
@@ -551,3 +552,145 @@ def test_pieces_and_recomputation_chosen_by_time_train_as_the_whole_batch():
             assert history[key] == pytest.approx(values, rel=1e-4), key
     for theirs, mine in zip(whole, model.get_weights(), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+# ------------------------------------------------------------------ unusual fits
+
+
+@pytest.mark.parametrize("batch_size", ["keep", 40, 4])
+def test_batches_whose_size_nobody_knows_train_unmodified(batch_size):
+    """The step makes its samples itself; the data only count."""
+
+    class Sampling(keras.Sequential):
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(tf.ones((16, 1))) ** 2)
+            (kernel, bias) = self.trainable_variables
+            gradient = tape.gradient(loss, kernel)
+            self.optimizer.apply_gradients([(gradient, kernel), (tf.zeros_like(bias), bias)])
+            return {"loss": loss}
+
+    losses = []
+    for remat in (None, autotune(batch_size=batch_size)):
+        keras.utils.set_random_seed(0)
+        model = Sampling([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        how = {"epochs": 2, "verbose": 0, "callbacks": [remat] if remat else []}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "keras_remat: training goes on unmodified")
+            losses.append(model.fit(tf.data.Dataset.range(20), **how).history["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_a_batch_that_cannot_be_split_trains_as_it_came():
+    """An array that is no sample's rides along; by chance it has as many rows as a batch."""
+
+    def data():
+        for size in (8, 8, 8, 5):
+            yield (
+                {"a": np.ones((size, 3), "float32"), "k": np.ones((8, 2), "float32")},
+                np.ones((size, 1), "float32"),
+            )
+
+    class Riding(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs):
+            return self.dense(inputs["a"]) + 0 * keras.ops.sum(inputs["k"])
+
+    model, remat = Riding(), autotune(batch_size=4)
+    model.compile("sgd", "mse")
+    model.fit(data(), verbose=0, callbacks=[remat])
+    assert sum(epoch.samples for epoch in remat.report.epochs) == 29
+
+
+def test_a_vector_of_a_metric_stays_one_where_an_epoch_is_stopped():
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 11
+
+    x, y = np.ones((200, 4), "float32"), np.eye(3, dtype="float32")[np.arange(200) % 3]
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
+    model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score(name="f1")])
+    callbacks = [autotune(batch_size=35), Stop()]
+    history = model.fit(x, y, batch_size=10, verbose=0, callbacks=callbacks).history
+    assert np.shape(history["f1"]) == (1, 3)
+
+
+def test_a_fit_inside_of_a_callback_trains_as_without_ours():
+    class Inner(keras.callbacks.Callback):
+        trained = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 12 and not self.trained:
+                numbers = np.arange(500, 540, dtype="float32")[:, None]
+                self.trained = -1
+                self.model.fit(numbers, numbers * 0, batch_size=10, epochs=2, verbose=0)
+                self.trained = int(self.model.get_layer("count").seen.numpy()[500:540].sum())
+
+    model, inner, remat = counting_model(), Inner(), autotune(batch_size=35)
+    model.fit(*numbered(200), batch_size=10, epochs=2, verbose=0, callbacks=[remat, inner])
+    assert inner.trained == 80
+    assert seen(model, 200) == [2] * 200
+
+
+def test_a_fit_that_begins_late_knows_the_steps_that_are_left():
+    class See(keras.callbacks.Callback):
+        left = None
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.left is None:
+                self.left = remat._session.steps.fit.most_steps_left
+
+    model, remat, see = counting_model(), autotune(batch_size="keep"), See()
+    how = {"initial_epoch": 99, "epochs": 100, "verbose": 0, "callbacks": [remat, see]}
+    model.fit(*numbered(120), batch_size=10, **how)
+    assert see.left == 12
+
+
+def test_the_users_own_batches_keep_the_users_learning_rate(monkeypatch):
+    """They differ in size, and none is joined."""
+    factors, during = [], LearningRateScaling.during
+
+    def seen_factor(scaling, factor):
+        factors.append(factor)
+        return during(scaling, factor)
+
+    def data():
+        for size in (4, 16, 16, 8):
+            yield np.ones((size, 1), "float32"), np.ones((size, 1), "float32")
+
+    monkeypatch.setattr(LearningRateScaling, "during", seen_factor)
+    remat = autotune(batch_size="keep", learning_rate_scaling="linear")
+    counting_model().fit(data(), verbose=0, callbacks=[remat])
+    assert set(factors) == {1.0}
+
+
+def test_an_interrupt_while_steps_are_recorded_leaves_no_profiler_behind(monkeypatch, tmp_path):
+    start = Recorder.start
+
+    def interrupted(recorder):
+        start(recorder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Recorder, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        counting_model().fit(
+            *numbered(900), batch_size=10, epochs=3, verbose=0, callbacks=[autotune(batch_size=40)]
+        )
+    tf.profiler.experimental.start(str(tmp_path))
+    tf.profiler.experimental.stop(save=False)
+
+
+def test_a_report_that_cannot_be_written_costs_no_training(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for path, told in ((tmp_path / "new" / "report.json", False), (file / "report.json", True)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            remat = autotune(batch_size="keep", report_path=path)
+            counting_model().fit(*numbered(20), verbose=0, callbacks=[remat])
+        assert path.exists() is not told
+        assert told == any("the report is not saved" in str(one.message) for one in caught)

@@ -46,7 +46,8 @@ class InstalledTrainFunction(Installed):
     def __call__(self, state: private.State, iterator: Any) -> tuple[Any, private.State]:
         caller = self._runner.caller(iterator)
         if caller is Caller.NOBODY:
-            self.restore()
+            self.give_back()
+        if caller in (Caller.NOBODY, Caller.INNER):
             result: tuple[Any, private.State] = self.original(state, iterator)
             return result
         device = self._device
@@ -59,7 +60,7 @@ class InstalledTrainFunction(Installed):
         except StopIteration:  # before anything of this call was trained
             raise
         except BaseException as error:
-            self.restore()
+            self.give_back()
             private.publish_state(self._model, device.state)
             device.processes.fail(error)
             raise

@@ -23,7 +23,8 @@ class InstalledTrainFunction(Installed):
     def __call__(self, iterator: Any) -> Any:
         caller = self._runner.caller(iterator)
         if caller is Caller.NOBODY:
-            self.restore()
+            self.give_back()
+        if caller in (Caller.NOBODY, Caller.INNER):
             return self.original(iterator)
         if caller is Caller.FIT:
             return self._of_fit(iterator)
@@ -42,7 +43,7 @@ class InstalledTrainFunction(Installed):
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException:
-            self.restore()
+            self.give_back()
             raise
 
     def _read(self, batch: Any) -> Any:

@@ -34,6 +34,9 @@ class Runner:
     def run_alone(self, batch, caller):
         return f"{caller.value} {self.run(batch)}"
 
+    def stop(self):
+        self.stopped = True
+
     def is_last_call(self):
         return False
 

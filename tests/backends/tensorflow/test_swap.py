@@ -33,6 +33,9 @@ class Runner:
     def run_alone(self, batch, caller):
         return f"{caller.value} {self.run(batch)}"
 
+    def stop(self):
+        self.stopped = True
+
     def is_last_call(self):
         return self.last_at is not None and len(self.ran) >= self.last_at
 
@@ -134,6 +137,15 @@ def test_call_of_a_later_fit_goes_to_the_original():
     assert runner.ran == []
     assert model.train_function is original
     assert function(iter("c")) == ["original", "c"]
+    assert runner.stopped
+
+
+def test_a_fit_inside_of_fit_is_the_originals_and_ends_nothing():
+    runner = Runner(caller=Caller.INNER)
+    model, function = installed(runner)
+    assert model.train_function(iter("ab")) == ["original", "a", "b"]
+    assert model.train_function is function
+    assert not hasattr(runner, "stopped")
 
 
 def test_plain_run_is_the_originals_with_one_batch():

@@ -22,7 +22,7 @@ class MirroredTrainFunction(InstalledTrainFunction):
         caller = self._runner.caller(iterator)
         if caller is not Caller.FIT:
             if caller is Caller.NOBODY:
-                self.restore()
+                self.give_back()
             return self.original(iterator)
         return self._of_fit(iterator)
 
