@@ -193,13 +193,18 @@ def _report_tiles(report: Reported) -> list[tuple[str, str, str]]:
     limit, peak = report.limit_bytes, report.peak_bytes
     if limit is not None and peak is not None:
         kept = peak <= limit
-        word = "limit kept" if kept else "LIMIT NOT KEPT"
+        word = "predicted peak, " if report.peaks_source == "predicted" else ""
+        word += "limit kept" if kept else "LIMIT NOT KEPT"
         tiles.append(
             (f"{word}: {format_bytes(limit)}", format_bytes(peak), "good" if kept else "bad")
         )
     if report.baseline is not None:
         tiles.append(
-            (f"plain step, {report.baseline_source}", format_bytes(report.baseline.peak_bytes), "")
+            (
+                f"plain step, {report.baseline_peak_source}",
+                format_bytes(report.baseline.peak_bytes),
+                "",
+            )
         )
     if report.epochs:
         tiles.append(("speed of plain, last epoch", f"{report.speedups[-1]:.2f} ×", ""))

@@ -241,7 +241,7 @@ def _speed(told: Reported) -> Any:
     if told.limit_bytes is not None:
         _draw_limit(above, below, told.limit_bytes, unit)
     above.set(ylabel="samples/s")
-    below.set(xlabel="epoch", ylabel=f"measured peak ({name})")
+    below.set(xlabel="epoch", ylabel=f"{told.peaks_source} peak ({name})")
     below.set_xticks(epochs if len(epochs) <= 20 else epochs[:: len(epochs) // 10])
     return _with_legend(figure, above, "Speed and memory, epoch by epoch")
 

@@ -130,6 +130,16 @@ def test_page_of_a_fit_that_ends_over_its_limit_says_so():
     assert 'class="tile bad"' in source
 
 
+def test_page_of_a_fit_says_where_peaks_are_predicted():
+    report = report_of(plan_of(CHAIN, RECOMPUTE_A))
+    report.baseline_source = "measured"
+    report.events.append(Event(0, "predicted", "The allocator keeps no statistics."))
+    source = page.report_page(report)
+    tiles = re.findall('<div class="tile .*?<span>(.*?)</span>', source)
+    assert tiles[:2] == ["predicted peak, limit kept: 9 B", "plain step, predicted"]
+    assert "measured" not in " ".join(tiles)
+
+
 def test_page_of_a_fit_without_a_plan_or_epochs():
     assert_self_contained(page.report_page(AutotuneReport()))
     report = AutotuneReport(epochs=[EpochUsage(0, 8, 2, 0.0, 0.0, 0, 4)])
