@@ -134,6 +134,11 @@ class Curve:
         return held
 
     @cached_property
+    def _layers(self) -> list[str]:
+        """The layer of every op."""
+        return group_names(self.problem, "layer")
+
+    @cached_property
     def _last_reads(self) -> list[dict[int, int]]:
         return last_reads(self.problem, self.schedule)
 
@@ -142,7 +147,7 @@ class Curve:
         :data:`WORKSPACE`, they add up to the bytes alive."""
         if not self.live:
             return {RESIDENT: self.problem.profile.resident_bytes}
-        names, running = group_names(self.problem, "layer"), self.schedule.order[position]
+        names, running = self._layers, self.schedule.order[position]
         owner = names[self.problem.source_of(running)]
         held = self.held(position, names)
         workspace = self.problem.op_workspace_bytes[running]

@@ -16,8 +16,8 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import live_bytes, simulate
 from keras_remat.planning.plan import Plan
+from keras_remat.reporting import curves, svg
 from keras_remat.reporting import html as page
-from keras_remat.reporting import svg
 from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 
 CHAIN = Problem(
@@ -212,6 +212,14 @@ def test_long_orders_are_thinned_at_their_highest():
     heights = [float(n) for n in re.findall(r"V([\d.]+)", curve(picture, "plain"))]
     assert min(heights) == pytest.approx(float(limit.get("y1")), abs=0.11)
     assert len(source) < 60_000
+
+
+def test_layers_are_read_once_per_curve_and_not_for_every_column(monkeypatch):
+    read = []
+    monkeypatch.setattr(curves, "group_names", lambda *asked: read.append(asked) or list("abcde"))
+    source = page.problem_page(CHAIN)
+    assert len(re.findall('class="hover"', source)) == 5
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
