@@ -19,6 +19,8 @@ from keras_remat.core.serialize import Fields, read_json, write_json
 from keras_remat.errors import InvalidProblemError
 from keras_remat.reporting import html, plots
 from keras_remat.reporting.records import EpochUsage, Event, Planned
+from keras_remat.reporting.tables import table
+from keras_remat.reporting.text import epoch_rows
 from keras_remat.units import GIB, byte_unit, format_bytes, format_seconds
 
 FORMAT, VERSION = "keras_remat.report", 1
@@ -216,15 +218,8 @@ class AutotuneReport:
         )
 
     def __str__(self) -> str:
-        lines = [self.verdict().rpartition("\n")[0], ""]
-        lines.append("epoch  batch  samples/s  speedup       peak    in steps   planning")
-        for epoch in self.epochs:
-            lines.append(
-                f"{epoch.epoch:5d}  {epoch.batch_size:5d}  {epoch.samples_per_s:9.1f}  "
-                f"{self.speedup(epoch):6.2f}x  {format_bytes(epoch.peak_bytes):>10}  "
-                f"{format_seconds(epoch.step_time_s):>10} "
-                f"{format_seconds(epoch.planning_time_s):>10}"
-            )
+        rows = epoch_rows(self)
+        lines = [self.verdict().rpartition("\n")[0], "", *table(rows, right=range(len(rows[0])))]
         if self.baseline is not None:
             source = self.baseline_peak_source
             time_source = "" if source == self.baseline_source else f" ({self.baseline_source})"

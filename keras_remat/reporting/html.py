@@ -20,6 +20,7 @@ from keras_remat.reporting.records import Planned, Reported
 from keras_remat.reporting.svg import escape
 from keras_remat.reporting.tables import printable, shown_groups, summary_cells
 from keras_remat.reporting.text import (
+    epoch_rows,
     overhead_text,
     plan_text,
     problem_text,
@@ -99,18 +100,8 @@ def report_body(report: Reported) -> str:
         rates = [epoch.samples_per_s for epoch in report.epochs]
         first = report.epochs[0].epoch
         parts += ["<h2>Epochs</h2>", svg.speed(rates, report.baseline_samples_per_s, first)]
-        rows = [
-            (
-                str(epoch.epoch),
-                str(epoch.batch_size),
-                f"{epoch.samples_per_s:.1f}",
-                f"{speedup:.2f} ×",
-                format_bytes(epoch.peak_bytes),
-                format_seconds(epoch.planning_time_s),
-            )
-            for epoch, speedup in zip(report.epochs, report.speedups, strict=True)
-        ]
-        parts.append(table(("epoch", "batch", "samples/s", "speedup", "peak", "set-up"), rows))
+        head, *rows = epoch_rows(report)
+        parts.append(table(head, rows))
     if report.plan is not None:
         parts.append(_layers(report.plan))
     if report.events:

@@ -254,6 +254,15 @@ def test_a_message_full_of_unprintable_characters_is_not_shortened():
     assert "…" not in source
 
 
+def test_page_and_text_have_the_same_row_for_an_epoch():
+    report = report_of(plan_of(CHAIN, RECOMPUTE_A))
+    source = page.report_page(report)
+    (row,) = [line for line in str(report).splitlines() if line.startswith("    1 ")]
+    cells = "1", "4", "2.0", "7.50x", "8 B", "4 s", "0 s"
+    assert re.split("  +", row.strip()) == list(cells)
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in source
+
+
 def test_epochs_are_numbered_as_keras_counts_them():
     report = report_of(plan_of(CHAIN, RECOMPUTE_A))
     report.epochs = [EpochUsage(5, 8, 2, 4.0, 0.5, 12, 4), EpochUsage(6, 8, 2, 4.0, 0.0, 8, 4)]
