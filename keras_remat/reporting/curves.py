@@ -158,6 +158,12 @@ class Curve:
         return rows | ({WORKSPACE: workspace} if workspace else {}) | {RESIDENT: resident}
 
 
+def compared(problem: Problem, schedule: Schedule) -> dict[str, Curve]:
+    """Returns the curves of the plain step and of a schedule, named as pictures name them."""
+    plain = Schedule.store_all(problem.graph)
+    return {"plain": Curve(problem, plain), "plan": Curve(problem, schedule)}
+
+
 @dataclass(frozen=True)
 class Group:
     """What a plan does to a layer, a block or an op.
@@ -189,8 +195,8 @@ class Group:
 def groups(problem: Problem, schedule: Schedule, by: By = "layer") -> list[Group]:
     """Returns what a schedule does to each group, in the order of the graph."""
     names = group_names(problem, by)
-    plan, plain = Curve(problem, schedule), Curve(problem, Schedule.store_all(problem.graph))
-    kept, before = (c.held(c.backward_begins, names) for c in (plan, plain))
+    curves = compared(problem, schedule).values()
+    before, kept = (curve.held(curve.backward_begins, names) for curve in curves)
     ops = Counter(names)
     recomputed: Counter[str] = Counter()
     runs: Counter[str] = Counter()

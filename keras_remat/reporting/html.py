@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.reporting import colors, svg
-from keras_remat.reporting.curves import Curve, groups, top_holders
+from keras_remat.reporting.curves import Curve, compared, groups, top_holders
 from keras_remat.reporting.records import Planned, Reported
 from keras_remat.reporting.svg import escape
 from keras_remat.reporting.tables import printable, shown_groups, summary_cells
@@ -223,8 +223,8 @@ def _pictures(planned: Planned, limit_bytes: int | None) -> str:
     problem = planned.problem
     if problem is None:
         return ""
-    plan = Curve(problem, planned.solution.schedule)
-    curves = {"plain": Curve(problem, Schedule.store_all(problem.graph)), "plan": plan}
+    curves = compared(problem, planned.solution.schedule)
+    plan = curves["plan"]
     limits = {"budget": planned.budget_bytes} if limit_bytes is None else {"limit": limit_bytes}
     measured = None if planned.measured is None else planned.measured.peak_bytes
     shown = [*curves, *limits, *(["measured peak"] if measured is not None else [])]
