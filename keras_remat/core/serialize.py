@@ -91,30 +91,19 @@ def read_json(
 def problem_to_dict(problem: Problem) -> dict[str, Any]:
     """The problem as the JSON object of a problem file."""
     graph, profile = problem.graph, problem.profile
-    values: list[dict[str, Any]] = []
-    for value in graph.values:
-        entry: dict[str, Any] = {"name": value.name, "bytes": value.nbytes}
-        if value.shape is not None:
-            entry["shape"] = list(value.shape)
-        if value.dtype is not None:
-            entry["dtype"] = value.dtype
-        values.append(entry)
-    ops: list[dict[str, Any]] = []
-    for op in graph.ops:
-        entry = {
-            "name": op.name,
-            "phase": op.phase,
-            "time_s": profile.op_time_s[op.id],
-            "workspace_bytes": profile.op_workspace_bytes[op.id],
-            "recomputable": op.recomputable,
-            "inputs": list(op.inputs),
-            "outputs": list(op.outputs),
-            "after": list(op.after),
-            "may_reuse": list(op.may_reuse),
-        }
-        if op.kind:
-            entry["kind"] = op.kind
-        ops.append(entry)
+    values = [
+        _known(name=value.name, bytes=value.nbytes, shape=value.shape, dtype=value.dtype)
+        for value in graph.values
+    ]
+    ops = [
+        _known(
+            name=op.name, phase=op.phase, time_s=profile.op_time_s[op.id],
+            workspace_bytes=profile.op_workspace_bytes[op.id], recomputable=op.recomputable,
+            inputs=op.inputs, outputs=op.outputs, after=op.after, may_reuse=op.may_reuse,
+            kind=op.kind or None,
+        )
+        for op in graph.ops
+    ]  # fmt: skip
     document = {
         "format": FORMAT, "version": VERSION, "name": problem.name,
         "resident_bytes": profile.resident_bytes, "budget_bytes": problem.budget_bytes,
@@ -124,6 +113,12 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
     if problem.offload is not None:
         document["offload"] = _offload_to_dict(problem.offload)
     return document
+
+
+def _known(**fields: Any) -> dict[str, Any]:
+    """A JSON object of the fields that are not ``None``, with lists for tuples."""
+    known = {key: field for key, field in fields.items() if field is not None}
+    return {key: list(f) if isinstance(f, tuple) else f for key, f in known.items()}
 
 
 def _offload_to_dict(offload: Offload) -> dict[str, float | None]:
@@ -215,30 +210,10 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
         InvalidProblemError: a field is missing, has the wrong type, or the graph is inconsistent.
     """
     top = Fields(document, source)
-    raw_values, raw_ops = top.get("values", list), top.get("ops", list)
-    op_fields = [Fields(raw, source, f"ops[{at}]") for at, raw in enumerate(raw_ops)]
-    producers: dict[int, int] = {}
-    for at, fields in enumerate(op_fields):
-        for value_id in fields.ids("outputs"):
-            if value_id in producers:
-                makers = f"ops {producers[value_id]} and {at}"
-                message = f"G2: value {value_id} has two producers, {makers}"
-                raise fields.wrong(fields.path("outputs"), message, value_id)
-            producers[value_id] = at
-    values = []
-    for at, raw in enumerate(raw_values):
-        fields = Fields(raw, source, f"values[{at}]")
-        shape = fields.get("shape", list, None)
-        values.append(
-            Value(
-                at,
-                fields.get("name", str, ""),
-                fields.get("bytes", int),
-                None if shape is None else tuple(shape),
-                fields.get("dtype", str, None),
-                producers.get(at),
-            )
-        )
+    value_fields, op_fields = (
+        [Fields(raw, source, f"{key}[{at}]") for at, raw in enumerate(top.get(key, list))]
+        for key in ("values", "ops")
+    )
     ops = [
         Op(
             at,
@@ -252,6 +227,21 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
             fields.ids("may_reuse", []),
         )
         for at, fields in enumerate(op_fields)
+    ]
+    producers: dict[int, int] = {}
+    for op in ops:
+        for value_id in op.outputs:
+            producers.setdefault(value_id, op.id)
+    values = [
+        Value(
+            at,
+            fields.get("name", str, ""),
+            fields.get("bytes", int),
+            fields.get("shape", list, None),
+            fields.get("dtype", str, None),
+            producers.get(at),
+        )
+        for at, fields in enumerate(value_fields)
     ]
     try:
         graph = Graph(tuple(ops), tuple(values), top.ids("outputs"))

@@ -135,7 +135,7 @@ class Console:
         peaks = f"{plain_bytes / unit:.1f} -> {plan_bytes / unit:.1f} {name}"
         schedule = plan.solution.schedule
         recomputed, ops = len(schedule.recomputed), len(set(schedule.order))
-        again = f"{recomputed} of {ops} ops run twice" if recomputed else "no op runs twice"
+        again = f"{recomputed} of {ops} ops run again" if recomputed else "no op runs again"
         self._say(
             f"{peaks} (limit {limit_bytes / unit:.1f}) · predicted {100 * plan.overhead:+.0f} % "
             f"time · {again}"

@@ -134,6 +134,11 @@ class Curve:
         return held
 
     @cached_property
+    def _layers(self) -> list[str]:
+        """The layer of every op."""
+        return group_names(self.problem, "layer")
+
+    @cached_property
     def _last_reads(self) -> list[dict[int, int]]:
         return last_reads(self.problem, self.schedule)
 
@@ -142,7 +147,7 @@ class Curve:
         :data:`WORKSPACE`, they add up to the bytes alive."""
         if not self.live:
             return {RESIDENT: self.problem.profile.resident_bytes}
-        names, running = group_names(self.problem, "layer"), self.schedule.order[position]
+        names, running = self._layers, self.schedule.order[position]
         owner = names[self.problem.source_of(running)]
         held = self.held(position, names)
         workspace = self.problem.op_workspace_bytes[running]
@@ -151,6 +156,12 @@ class Curve:
         held[owner] -= reused  # outputs that took over the buffer of an input
         rows = {name: nbytes for name, nbytes in held.most_common() if nbytes > 0}
         return rows | ({WORKSPACE: workspace} if workspace else {}) | {RESIDENT: resident}
+
+
+def compared(problem: Problem, schedule: Schedule) -> dict[str, Curve]:
+    """Returns the curves of the plain step and of a schedule, named as pictures name them."""
+    plain = Schedule.store_all(problem.graph)
+    return {"plain": Curve(problem, plain), "plan": Curve(problem, schedule)}
 
 
 @dataclass(frozen=True)
@@ -184,8 +195,8 @@ class Group:
 def groups(problem: Problem, schedule: Schedule, by: By = "layer") -> list[Group]:
     """Returns what a schedule does to each group, in the order of the graph."""
     names = group_names(problem, by)
-    plan, plain = Curve(problem, schedule), Curve(problem, Schedule.store_all(problem.graph))
-    kept, before = (c.held(c.backward_begins, names) for c in (plan, plain))
+    curves = compared(problem, schedule).values()
+    before, kept = (curve.held(curve.backward_begins, names) for curve in curves)
     ops = Counter(names)
     recomputed: Counter[str] = Counter()
     runs: Counter[str] = Counter()

@@ -2,7 +2,7 @@
 measured.
 
 Every number says where it is from: ``baseline_source`` is ``"measured"`` when plain steps ran,
-``"predicted"`` when they never could.
+``"predicted"`` when they never could; ``peaks_source`` says the same of peaks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from keras_remat.core.serialize import Fields, read_json, write_json
 from keras_remat.errors import InvalidProblemError
 from keras_remat.reporting import html, plots
 from keras_remat.reporting.records import EpochUsage, Event, Planned
+from keras_remat.reporting.tables import table
+from keras_remat.reporting.text import epoch_rows
 from keras_remat.units import GIB, byte_unit, format_bytes, format_seconds
 
 FORMAT, VERSION = "keras_remat.report", 1
@@ -85,7 +87,7 @@ class AutotuneReport:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The measured peak of the step that ran in the end; ``None`` while unknown.
+        """The peak of the step that ran in the end, from ``peaks_source``; ``None`` while unknown.
 
         Peaks of an epoch in which plans were made are not all of the last plan.
         """
@@ -97,6 +99,18 @@ class AutotuneReport:
             return last.peak_bytes or None  # 0: the device's allocator tells nothing
         later = last.peak_bytes if len(self.epochs) > 1 and last.planning_time_s < _NO_PLAN_S else 0
         return max(measured.peak_bytes, later)
+
+    @property
+    def peaks_source(self) -> Literal["measured", "predicted"]:
+        """Whether peaks were measured, or predicted as the device's allocator keeps no
+        statistics."""
+        is_predicted = any(event.kind == "predicted" for event in self.events)
+        return "predicted" if is_predicted else "measured"
+
+    @property
+    def baseline_peak_source(self) -> Literal["measured", "predicted"]:
+        """Whether the plain step's peak was measured; its time can be where the peak is not."""
+        return "predicted" if self.baseline_source == "predicted" else self.peaks_source
 
     @property
     def planning_time_s(self) -> float:
@@ -162,7 +176,9 @@ class AutotuneReport:
         if self.baseline is not None and self.plan is not None:
             name = f"plain, {self.baseline_batch_size}" if many else "plain"
             rate = self.baseline_samples_per_s or 0.0
-            lines.append(self._row(name, self.baseline, rate, self.baseline_source or ""))
+            source = self.baseline_peak_source
+            is_mixed = self.baseline_source != source
+            lines.append(self._row(name, self.baseline, rate, "peak " * is_mixed + source))
         if self.epochs and self.peak_bytes is not None:
             last = self.epochs[-1]
             step_s = last.step_time_s / last.steps if last.steps else 0.0
@@ -170,8 +186,7 @@ class AutotuneReport:
             name = f"{named}, {last.batch_size}" if many else named
             usage = Usage(step_s, self.peak_bytes)
             lines.append(self._row(name, usage, last.samples_per_s, said))
-        is_predicted = any(event.kind == "predicted" for event in self.events)
-        if self.limit_kept is not None and is_predicted:
+        if self.limit_kept is not None and self.peaks_source == "predicted":
             lines.append("  predicted, not measured: the device's allocator keeps no statistics")
         if self.limit_kept is False:
             lines += self._why_not_kept()
@@ -203,20 +218,15 @@ class AutotuneReport:
         )
 
     def __str__(self) -> str:
-        lines = [self.verdict().rpartition("\n")[0], ""]
-        lines.append("epoch  batch  samples/s  speedup       peak    in steps   planning")
-        for epoch in self.epochs:
-            lines.append(
-                f"{epoch.epoch:5d}  {epoch.batch_size:5d}  {epoch.samples_per_s:9.1f}  "
-                f"{self.speedup(epoch):6.2f}x  {format_bytes(epoch.peak_bytes):>10}  "
-                f"{format_seconds(epoch.step_time_s):>10} "
-                f"{format_seconds(epoch.planning_time_s):>10}"
-            )
+        rows = epoch_rows(self)
+        lines = [self.verdict().rpartition("\n")[0], "", *table(rows, right=range(len(rows[0])))]
         if self.baseline is not None:
+            source = self.baseline_peak_source
+            time_source = "" if source == self.baseline_source else f" ({self.baseline_source})"
             lines.append(
                 f"plain step of {self.baseline_batch_size}: "
-                f"{format_seconds(self.baseline.time_s)}, "
-                f"{format_bytes(self.baseline.peak_bytes)} ({self.baseline_source})"
+                f"{format_seconds(self.baseline.time_s)}{time_source}, "
+                f"{format_bytes(self.baseline.peak_bytes)} ({source})"
             )
         for event in self.events:
             lines += textwrap.wrap(

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Sequence
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.reporting import colors, svg
-from keras_remat.reporting.curves import Curve, groups, top_holders
+from keras_remat.reporting.curves import Curve, compared, groups, top_holders
 from keras_remat.reporting.records import Planned, Reported
 from keras_remat.reporting.svg import escape
 from keras_remat.reporting.tables import printable, shown_groups, summary_cells
 from keras_remat.reporting.text import (
+    epoch_rows,
     overhead_text,
     plan_text,
     problem_text,
@@ -99,18 +100,8 @@ def report_body(report: Reported) -> str:
         rates = [epoch.samples_per_s for epoch in report.epochs]
         first = report.epochs[0].epoch
         parts += ["<h2>Epochs</h2>", svg.speed(rates, report.baseline_samples_per_s, first)]
-        rows = [
-            (
-                str(epoch.epoch),
-                str(epoch.batch_size),
-                f"{epoch.samples_per_s:.1f}",
-                f"{speedup:.2f} ×",
-                format_bytes(epoch.peak_bytes),
-                format_seconds(epoch.planning_time_s),
-            )
-            for epoch, speedup in zip(report.epochs, report.speedups, strict=True)
-        ]
-        parts.append(table(("epoch", "batch", "samples/s", "speedup", "peak", "set-up"), rows))
+        head, *rows = epoch_rows(report)
+        parts.append(table(head, rows))
     if report.plan is not None:
         parts.append(_layers(report.plan))
     if report.events:
@@ -193,13 +184,18 @@ def _report_tiles(report: Reported) -> list[tuple[str, str, str]]:
     limit, peak = report.limit_bytes, report.peak_bytes
     if limit is not None and peak is not None:
         kept = peak <= limit
-        word = "limit kept" if kept else "LIMIT NOT KEPT"
+        word = "predicted peak, " if report.peaks_source == "predicted" else ""
+        word += "limit kept" if kept else "LIMIT NOT KEPT"
         tiles.append(
             (f"{word}: {format_bytes(limit)}", format_bytes(peak), "good" if kept else "bad")
         )
     if report.baseline is not None:
         tiles.append(
-            (f"plain step, {report.baseline_source}", format_bytes(report.baseline.peak_bytes), "")
+            (
+                f"plain step, {report.baseline_peak_source}",
+                format_bytes(report.baseline.peak_bytes),
+                "",
+            )
         )
     if report.epochs:
         tiles.append(("speed of plain, last epoch", f"{report.speedups[-1]:.2f} ×", ""))
@@ -227,8 +223,8 @@ def _pictures(planned: Planned, limit_bytes: int | None) -> str:
     problem = planned.problem
     if problem is None:
         return ""
-    plan = Curve(problem, planned.solution.schedule)
-    curves = {"plain": Curve(problem, Schedule.store_all(problem.graph)), "plan": plan}
+    curves = compared(problem, planned.solution.schedule)
+    plan = curves["plan"]
     limits = {"budget": planned.budget_bytes} if limit_bytes is None else {"limit": limit_bytes}
     measured = None if planned.measured is None else planned.measured.peak_bytes
     shown = [*curves, *limits, *(["measured peak"] if measured is not None else [])]

@@ -13,11 +13,9 @@ from importlib import import_module
 from typing import Any
 
 from keras_remat.checks import check_among
-from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule
 from keras_remat.errors import MissingPackageError
 from keras_remat.reporting import colors
-from keras_remat.reporting.curves import Curve, intervals, top_holders
+from keras_remat.reporting.curves import Curve, compared, intervals, top_holders
 from keras_remat.reporting.records import Planned, Reported
 from keras_remat.reporting.tables import readable
 from keras_remat.units import byte_unit, format_bytes
@@ -42,13 +40,13 @@ def plan(planned: Planned, kind: str = "memory", limit_bytes: int | None = None)
     check_among("kind", kind, ("memory", "holders", "schedule", "overhead"))
     if planned.problem is None:
         raise ValueError("the plan was saved without its problem, so there is no graph to draw")
+    curves = compared(planned.problem, planned.solution.schedule)
     if kind == "schedule":
-        curve = Curve(planned.problem, planned.solution.schedule)
         is_small = len(planned.problem.graph.ops) <= SMALL_GRAPH
-        return _stages(planned, curve) if is_small else _stays(planned, curve)
+        return (_stages if is_small else _stays)(planned, curves["plan"])
     limit = ("budget", planned.budget_bytes) if limit_bytes is None else ("limit", limit_bytes)
     picture = {"memory": _memory, "holders": _holders}[kind]
-    return picture(planned, planned.problem, limit)
+    return picture(planned, curves, limit)
 
 
 def report(told: Reported, kind: str = "memory") -> Any:
@@ -66,18 +64,15 @@ def report(told: Reported, kind: str = "memory") -> Any:
     return plan(told.plan, kind, told.limit_bytes)
 
 
-def _memory(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
+def _memory(planned: Planned, curves: dict[str, Curve], limit: tuple[str, int]) -> Any:
     """Bytes over the time of a step: plain, plan, limit, and the measured peak."""
     figure, axes = _figure(8, 4)
-    plain = Curve(problem, Schedule.store_all(problem.graph))
-    curve = Curve(problem, planned.solution.schedule)
+    plain, curve = curves["plain"], curves["plan"]
     name, unit = byte_unit(max(plain.peak_bytes, limit[1]))
     scale, seconds = _time_unit(curve.starts_s[-1])
     _draw_bands(axes, curve, scale)
-    for drawn, color, label in (
-        (plain, colors.PLAIN, f"plain, peak {format_bytes(plain.peak_bytes)}"),
-        (curve, colors.PLAN, f"plan, peak {format_bytes(curve.peak_bytes)}"),
-    ):
+    for (drawn_name, drawn), color in zip(curves.items(), (colors.PLAIN, colors.PLAN), strict=True):
+        label = f"{drawn_name}, peak {format_bytes(drawn.peak_bytes)}"
         starts_s, highest_bytes = drawn.thinned(_POINTS)
         edges = [start_s * scale for start_s in starts_s]
         heights = [nbytes / unit for nbytes in highest_bytes]
@@ -90,7 +85,7 @@ def _memory(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
         axes.plot(
             at, peak / unit, "D", color=colors.MEASURED, label=f"measured peak {format_bytes(peak)}"
         )
-    resident = problem.profile.resident_bytes
+    resident = curve.problem.profile.resident_bytes
     axes.axhline(resident / unit, color=colors.OTHERS["resident"], lw=1, ls=":",
                  label=f"resident {format_bytes(resident)}")  # fmt: skip
     axes.set(xlabel=f"time in the step ({seconds})", ylabel=f"bytes alive ({name})")
@@ -99,23 +94,19 @@ def _memory(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
     return _with_legend(figure, axes, f"Memory of one step{_of(planned)}")
 
 
-def _holders(planned: Planned, problem: Problem, limit: tuple[str, int]) -> Any:
+def _holders(planned: Planned, curves: dict[str, Curve], limit: tuple[str, int]) -> Any:
     """Who holds the peak, by layer: plain beside the plan."""
     figure, axes = _figure(8, 4.4)
-    curves = [
-        Curve(problem, s) for s in (Schedule.store_all(problem.graph), planned.solution.schedule)
-    ]
-    rows = top_holders(curves, _LAYERS)
+    rows = top_holders(list(curves.values()), _LAYERS)
     color = colors.layer_colors(list(rows[0]))
-    name, unit = byte_unit(max(curve.peak_bytes for curve in curves))
+    name, unit = byte_unit(max(curve.peak_bytes for curve in curves.values()))
     below = [0.0, 0.0]
     for layer in reversed(rows[0]):
         heights = [row[layer] / unit for row in rows]
         if any(heights):
             axes.bar((0, 1), heights, 0.62, below, color=color[layer], label=_short(layer))
         below = [a + b for a, b in zip(below, heights, strict=True)]
-    axes.set_xticks((0, 1), [f"{n}\n{format_bytes(c.peak_bytes)}"
-                             for n, c in zip(("plain", "plan"), curves, strict=True)])  # fmt: skip
+    axes.set_xticks((0, 1), [f"{n}\n{format_bytes(c.peak_bytes)}" for n, c in curves.items()])
     axes.set_ylabel(f"bytes at the peak ({name})")
     axes.axhline(limit[1] / unit, label=limit[0], **_LIMIT_LINE)
     return _with_legend(figure, axes, f"Who holds the peak{_of(planned)}", reverse=True)
@@ -241,7 +232,7 @@ def _speed(told: Reported) -> Any:
     if told.limit_bytes is not None:
         _draw_limit(above, below, told.limit_bytes, unit)
     above.set(ylabel="samples/s")
-    below.set(xlabel="epoch", ylabel=f"measured peak ({name})")
+    below.set(xlabel="epoch", ylabel=f"{told.peaks_source} peak ({name})")
     below.set_xticks(epochs if len(epochs) <= 20 else epochs[:: len(epochs) // 10])
     return _with_legend(figure, above, "Speed and memory, epoch by epoch")
 

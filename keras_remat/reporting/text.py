@@ -13,7 +13,7 @@ from keras_remat.core.graph import PHASES, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import live_bytes, simulate
-from keras_remat.reporting.records import Planned
+from keras_remat.reporting.records import Planned, Reported
 from keras_remat.reporting.tables import counted, readable, table
 from keras_remat.units import format_bytes, format_seconds
 
@@ -293,6 +293,17 @@ def usage_rows(plan: Planned) -> list[tuple[str, str, str, str, str]]:
         overhead = "-" if usage is plan.store_all else overhead_text(plan, usage)
         peak, seconds = format_bytes(usage.peak_bytes), format_seconds(usage.time_s)
         rows.append((name, peak, share, seconds, overhead))
+    return rows
+
+
+def epoch_rows(report: Reported) -> list[list[str]]:
+    """Returns the rows of a table, the head first: what the steps of every epoch took."""
+    rows = [["epoch", "batch", "samples/s", "speedup", "peak", "in steps", "planning"]]
+    for epoch, speedup in zip(report.epochs, report.speedups, strict=True):
+        cells = [str(epoch.epoch), str(epoch.batch_size), f"{epoch.samples_per_s:.1f}"]
+        cells += [f"{speedup:.2f}x", format_bytes(epoch.peak_bytes)]
+        cells += map(format_seconds, (epoch.step_time_s, epoch.planning_time_s))
+        rows.append(cells)
     return rows
 
 

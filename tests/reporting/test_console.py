@@ -118,10 +118,10 @@ def a_fit(stream, columns, monkeypatch, verbose=1, told=None):
 STAYS = """\
 keras_remat  tracing 4.1 s · solving 12 s
 keras_remat  37.0 -> 26.0 MiB (limit 28.0) · predicted +3 % time · 8 of 1282
-             ops run twice""".splitlines()
+             ops run again""".splitlines()
 WIDE = """\
 keras_remat  tracing 4.1 s · solving 12 s
-keras_remat  37.0 -> 26.0 MiB (limit 28.0) · predicted +3 % time · 8 of 1282 ops run twice
+keras_remat  37.0 -> 26.0 MiB (limit 28.0) · predicted +3 % time · 8 of 1282 ops run again
 """.splitlines()
 VERDICT = """\
                    peak     of limit     step     samples/s
@@ -278,6 +278,12 @@ def test_a_console_that_cannot_write_our_characters_gets_others():
     Console(stream).swap_line(plan_like(4, 2), 3)
     stream.seek(0)
     assert "4.0 -> 2.0 B (limit 3.0) ? predicted +0 % time ? no op" in stream.read()
+
+
+def test_an_op_that_runs_three_times_is_not_said_to_run_twice():
+    stream = Stream(terminal=False)
+    Console(stream).swap_line(plan_like(4, 2, order=(0, 1, 0, 2, 0)), 3)
+    assert " ".join(stream.getvalue().split()).endswith("1 of 3 ops run again")
 
 
 def test_search_line_in_a_file_has_a_line_per_improvement():

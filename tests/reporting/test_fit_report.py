@@ -161,3 +161,23 @@ def test_the_reason_of_a_missed_limit_is_the_one_that_says_most():
     assert "2 B (28.6 %) over the limit: Nothing less was found." in report.verdict()
     report.events.clear()
     assert "no schedule that takes less was found" in report.verdict()
+
+
+@pytest.mark.parametrize(
+    ("plain", "predicts", "row", "line"),
+    [
+        ("measured", False, "measured", "500 ms, 9 B (measured)"),
+        ("measured", True, "peak predicted", "500 ms (measured), 9 B (predicted)"),
+        ("predicted", False, "predicted", "500 ms, 9 B (predicted)"),
+        ("predicted", True, "predicted", "500 ms, 9 B (predicted)"),
+    ],
+)
+def test_a_peak_that_was_predicted_is_never_called_measured(plain, predicts, row, line):
+    report = AutotuneReport(
+        limit_bytes=7, baseline=Usage(0.5, 9), baseline_batch_size=4, baseline_source=plain,
+        events=[Event(0, "predicted", "No statistics.")] * predicts, plan=planned(7),
+    )  # fmt: skip
+    assert report.peaks_source == ("predicted" if predicts else "measured")
+    assert report.verdict().splitlines()[1].endswith(f"      {row}")
+    assert f"plain step of 4: {line}" in str(report).splitlines()
+    assert max(map(len, str(report).splitlines())) <= 79

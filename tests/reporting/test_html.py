@@ -16,8 +16,8 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import live_bytes, simulate
 from keras_remat.planning.plan import Plan
+from keras_remat.reporting import curves, svg
 from keras_remat.reporting import html as page
-from keras_remat.reporting import svg
 from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 
 CHAIN = Problem(
@@ -130,6 +130,16 @@ def test_page_of_a_fit_that_ends_over_its_limit_says_so():
     assert 'class="tile bad"' in source
 
 
+def test_page_of_a_fit_says_where_peaks_are_predicted():
+    report = report_of(plan_of(CHAIN, RECOMPUTE_A))
+    report.baseline_source = "measured"
+    report.events.append(Event(0, "predicted", "The allocator keeps no statistics."))
+    source = page.report_page(report)
+    tiles = re.findall('<div class="tile .*?<span>(.*?)</span>', source)
+    assert tiles[:2] == ["predicted peak, limit kept: 9 B", "plain step, predicted"]
+    assert "measured" not in " ".join(tiles)
+
+
 def test_page_of_a_fit_without_a_plan_or_epochs():
     assert_self_contained(page.report_page(AutotuneReport()))
     report = AutotuneReport(epochs=[EpochUsage(0, 8, 2, 0.0, 0.0, 0, 4)])
@@ -204,6 +214,14 @@ def test_long_orders_are_thinned_at_their_highest():
     assert len(source) < 60_000
 
 
+def test_layers_are_read_once_per_curve_and_not_for_every_column(monkeypatch):
+    read = []
+    monkeypatch.setattr(curves, "group_names", lambda *asked: read.append(asked) or list("abcde"))
+    source = page.problem_page(CHAIN)
+    assert len(re.findall('class="hover"', source)) == 5
+    assert len(read) == 1
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_pages_of_random_problems_are_well_formed(seed):
     problem = mixed_problem(seed)
@@ -234,6 +252,15 @@ def test_a_message_full_of_unprintable_characters_is_not_shortened():
     source = page.report_page(report_of(plan_of(CHAIN, RECOMPUTE_A), message=message))
     assert all(f"word{n}" in source for n in range(40))
     assert "…" not in source
+
+
+def test_page_and_text_have_the_same_row_for_an_epoch():
+    report = report_of(plan_of(CHAIN, RECOMPUTE_A))
+    source = page.report_page(report)
+    (row,) = [line for line in str(report).splitlines() if line.startswith("    1 ")]
+    cells = "1", "4", "2.0", "7.50x", "8 B", "4 s", "0 s"
+    assert re.split("  +", row.strip()) == list(cells)
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in source
 
 
 def test_epochs_are_numbered_as_keras_counts_them():

@@ -12,7 +12,7 @@ from keras_remat.core.simulate import simulate
 from keras_remat.errors import MissingPackageError
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting import colors, plots
-from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage
+from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 
 pytest.importorskip("matplotlib")
 CHAIN = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0), 7, "a_$b$ model")
@@ -116,6 +116,8 @@ def test_speed_of_every_epoch():
     assert labels(figure)[:2] == ["plain step (measured)", "limit 1 MiB"]
     assert [axes.get_ylabel() for axes in figure.axes] == ["samples/s", "measured peak (KiB)"]
     assert "limit 1 MiB" in labels(report.plot("memory"))
+    report.events.append(Event(0, "predicted", "The allocator keeps no statistics."))
+    assert report.plot("speed").axes[1].get_ylabel() == "predicted peak (KiB)"
 
 
 def test_batch_sizes():
