@@ -19,7 +19,7 @@ class EventKind(StrEnum):
     RISK = "risk"
     """The plain step is predicted not to fit and is not run."""
     EXCEEDED = "exceeded"
-    """The plain step measured over the limit."""
+    """The plain step measured over the limit, or one that was recorded did."""
     CACHE = "cache"
     """A plan was found in the cache, or the cache cannot be used."""
     PROFILE = "profile"

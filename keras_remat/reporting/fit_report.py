@@ -188,6 +188,9 @@ class AutotuneReport:
             lines.append(self._row(name, usage, last.samples_per_s, said))
         if self.limit_kept is not None and self.peaks_source == "predicted":
             lines.append("  predicted, not measured: the device's allocator keeps no statistics")
+        highest = max((epoch.peak_bytes for epoch in self.epochs), default=0)
+        if self.limit_kept and self.limit_bytes is not None and highest > self.limit_bytes:
+            lines.append(f"  before the last plan a step took {_one_decimal(highest)}")
         if self.limit_kept is False:
             lines += self._why_not_kept()
         lines.append(

@@ -47,7 +47,7 @@ from keras_remat.training.shape_state import (
     signature_of,
 )
 from keras_remat.training.undo import Outcome, OutOfMemory, StepGuard, Trained
-from keras_remat.units import format_bytes
+from keras_remat.units import format_bytes, format_unequal_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +149,16 @@ class StepTrainer:
         self._fit.count(shape.batch_size, outcome.usage)
         shape = shape.after_step(outcome.usage, self.backend.device.in_use_bytes())
         # no step more than needed runs over the limit
-        enough = self._is_over(shape) or len(shape.steps) >= self._options.profile_steps
+        is_over = self._is_over(shape)
+        enough = is_over or len(shape.steps) >= self._options.profile_steps
         if isinstance(shape, Recording) and enough:
+            if is_over:
+                peak, limit = format_unequal_bytes(shape.peak_bytes, self.limit_bytes)
+                self._fit.event(
+                    EventKind.EXCEEDED,
+                    f"A step of {shape.batch_size} samples measured {peak} while it was recorded, "
+                    f"over the limit of {limit}: it is planned anew.",
+                )
             shape = self._moves.end_recording(shape)
         self._set(shape)
         return outcome

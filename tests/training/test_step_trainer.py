@@ -291,7 +291,8 @@ def test_surplus_seen_while_recording_is_in_the_plan_that_is_swapped_in():
     backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
     trainer, report = trainer_on(backend, options())
     train(trainer, 20)
-    assert event_kinds(report) == ["risk", "swap", "measured"]
+    assert event_kinds(report) == ["risk", "exceeded", "swap", "measured"]
+    assert "while it was recorded" in report.events[1].message
     assert trainer.plan.measured.peak_bytes == trainer.plan.predicted.peak_bytes <= TIGHT
     assert "within" in report.events[-1].message
 
