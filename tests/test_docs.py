@@ -140,7 +140,11 @@ def test_the_site_is_built_by_one_command(tmp_path):
 
 
 #: Headings of the troubleshooting page that are others' words.
-OTHERS = {"Allocator stats not available", "Your input ran out of data"}
+OTHERS = {
+    "Allocator stats not available",
+    "Another profiler is running",
+    "Your input ran out of data",
+}
 
 
 def test_troubleshooting_quotes_messages_that_exist():
