@@ -88,6 +88,7 @@ class BatchTrainer:
         self._size: int | None = None  # samples per step; None trains loader batches as they come
         self._largest = 0  # samples of a step, since the size was chosen
         self._epoch_samples = 0  # of the loader, since the epoch began
+        self._other_samples = 0  # of those, what came in batches of another size than the first
         self._step_s: list[float] = []  # of the newest steps of this size that are final
         self._samples_per_s: dict[int, float] = {}  # of the sizes that are compared
         self._searching, self._has_warned = batch_size != "keep", False
@@ -110,6 +111,7 @@ class BatchTrainer:
             terms = Terms(may_split=may_split, wants_profile=self._wants_profile)
             self._logs = self._train(batch, terms)
             self._epoch_samples += samples
+            self._other_samples += samples if samples != self._loader else 0
             if self._searching and self._is_ready(batch):
                 self._search(batch)
             elif samples == self._loader and self._wanted == "fastest":
@@ -165,10 +167,18 @@ class BatchTrainer:
 
     def epoch_begins(self) -> None:
         """Begins to tell what an epoch's steps were."""
-        self.has_changed, self._epoch_samples = False, 0
+        self.has_changed, self._epoch_samples, self._other_samples = False, 0, 0
 
     def epoch_ends(self) -> None:
-        """Keeps the updates of an epoch whose length was not known before."""
+        """Keeps the updates of an epoch whose length was not known before, and says why no larger
+        batch was searched in it."""
+        if self._searching and 2 * self._other_samples > self._epoch_samples:
+            self._searching = False
+            self._steps.fit.warn(
+                EventKind.SEARCH,
+                f"No larger batch: the first one had {self._loader} samples, and most others do "
+                "not.",
+            )
         if isinstance(self._wanted, int) or self._size is None or not self._epoch_samples:
             return
         most = largest_wanted(self._wanted, self._loader, self._epoch_samples)

@@ -650,6 +650,16 @@ def test_a_fit_that_begins_late_knows_the_steps_that_are_left():
     assert see.left == 12
 
 
+def test_why_no_larger_batch_was_searched_is_said_where_the_first_batch_was_odd():
+    def data():
+        for size in (5, *[10] * 40):
+            yield np.ones((size, 1), "float32"), np.ones((size, 1), "float32")
+
+    remat = autotune(batch_size=40)
+    with pytest.warns(UserWarning, match="the first one had 5 samples"):
+        counting_model().fit(data(), verbose=0, callbacks=[remat])
+
+
 def test_the_users_own_batches_keep_the_users_learning_rate(monkeypatch):
     """They differ in size, and none is joined."""
     factors, during = [], LearningRateScaling.during
