@@ -114,8 +114,8 @@ class InfeasibleBudgetError(_OfBudget, RematError):
     Attributes:
         budget_bytes: the budget that was asked for.
         floor_bytes: no schedule needs less than this (resident bytes included).
-        op_name: the op that sets the floor, or ``None`` when an exact solver proved infeasibility
-            above the floor.
+        op_name: the op that sets the floor, or ``None`` where none does: the outputs together take
+            it, or an exact solver proved infeasibility above the floor.
         limit_bytes: the memory limit that the budget is a part of, or ``None`` where there is none.
     """
 
@@ -128,13 +128,17 @@ class InfeasibleBudgetError(_OfBudget, RematError):
         advice: str = "",
         limit_bytes: int | None = None,
     ):
-        need = f"op {op_name!r} alone needs" if op_name else "every schedule needs"
         budget, floor = format_unequal_bytes(budget_bytes, floor_bytes)
+        need = f"every schedule needs {floor} or more."
+        if op_name:
+            need = (
+                f"op {op_name!r} alone needs {floor} with its inputs, outputs, workspace and the "
+                "resident bytes."
+            )
         least = rounded_up(limit_for(floor_bytes, budget_bytes, limit_bytes))
         advice = advice or f"Raise the memory limit to at least {least}, or use a smaller batch."
         super().__init__(
-            f"No schedule fits {_with_limit(budget, budget_bytes, limit_bytes)}: {need} {floor} "
-            f"with its inputs, outputs, workspace and the resident bytes. {advice}"
+            f"No schedule fits {_with_limit(budget, budget_bytes, limit_bytes)}: {need} {advice}"
         )
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes

@@ -52,6 +52,14 @@ def available(solver: str) -> str:
     return solver
 
 
+def test_a_budget_below_the_outputs_together_is_refused_and_no_op_is_blamed() -> None:
+    problem = layered_problem(random.Random(1), 10, 8)
+    outputs = sum(problem.graph.values[v].nbytes for v in problem.graph.outputs)
+    with pytest.raises(InfeasibleBudgetError, match=f"every schedule needs {outputs} B") as caught:
+        solve(problem.with_budget(outputs - 1), solver="greedy")
+    assert (caught.value.floor_bytes, caught.value.op_name) == (outputs, None)
+
+
 def check_not_found(problem: Problem, error: ScheduleNotFoundError) -> None:
     """The numbers of the error belong to the problem."""
     assert error.floor_bytes == problem.floor_bytes
