@@ -114,9 +114,10 @@ class InfeasibleBudgetError(_OfBudget, RematError):
     Attributes:
         budget_bytes: the budget that was asked for.
         floor_bytes: no schedule needs less than this (resident bytes included).
-        op_name: the op that sets the floor, or ``None`` when an exact solver proved infeasibility
-            above the floor.
+        op_name: the op that sets the floor, or ``None`` where none does.
         limit_bytes: the memory limit that the budget is a part of, or ``None`` where there is none.
+        by_search: a search found that nothing fits, and so the floor is just above the budget; how
+            much more is needed is not known.
     """
 
     def __init__(
@@ -127,19 +128,29 @@ class InfeasibleBudgetError(_OfBudget, RematError):
         *,
         advice: str = "",
         limit_bytes: int | None = None,
+        by_search: bool = False,
     ):
-        need = f"op {op_name!r} alone needs" if op_name else "every schedule needs"
         budget, floor = format_unequal_bytes(budget_bytes, floor_bytes)
         least = rounded_up(limit_for(floor_bytes, budget_bytes, limit_bytes))
-        advice = advice or f"Raise the memory limit to at least {least}, or use a smaller batch."
+        need = f"every schedule needs {floor} or more."
+        raised = f" to at least {least}"
+        if by_search:
+            budget = format_bytes(budget_bytes)
+            need, raised = "every schedule needs more; how much more is not known.", ""
+        elif op_name:
+            need = (
+                f"op {op_name!r} alone needs {floor} with its inputs, outputs, workspace and the "
+                "resident bytes."
+            )
+        advice = advice or f"Raise the memory limit{raised}, or use a smaller batch."
         super().__init__(
-            f"No schedule fits {_with_limit(budget, budget_bytes, limit_bytes)}: {need} {floor} "
-            f"with its inputs, outputs, workspace and the resident bytes. {advice}"
+            f"No schedule fits {_with_limit(budget, budget_bytes, limit_bytes)}: {need} {advice}"
         )
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
         self.op_name = op_name
         self.limit_bytes = limit_bytes
+        self.by_search = by_search
 
 
 class ScheduleNotFoundError(_OfBudget, RematError):

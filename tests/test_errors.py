@@ -92,6 +92,13 @@ def test_advice_replaces_the_default():
     assert "every schedule needs 7 B" in message
 
 
+def test_what_a_search_has_proved_is_more_than_the_budget_and_not_how_much():
+    message = str(errors.InfeasibleBudgetError(5, 6, by_search=True))
+    assert "every schedule needs more; how much more is not known." in message
+    assert "6" not in message
+    assert "at least" not in message
+
+
 def test_numbers_that_round_alike_are_told_exactly():
     limit = 8 * 2**30
     messages = [

@@ -114,17 +114,23 @@ class Problem:
         )
 
     @cached_property
+    def _end_bytes(self) -> int:
+        """Bytes that must be alive at the end: resident ones and all computed outputs together."""
+        values = [self.graph.values[v] for v in set(self.graph.outputs)]
+        outputs = sum(value.nbytes for value in values if value.producer is not None)
+        return self.profile.resident_bytes + outputs
+
+    @cached_property
     def floor_op(self) -> int | None:
-        """Id of the op that sets the floor; ``None`` for a graph that needs no op."""
-        return max(sorted(self.graph.needed), key=self.op_floor_bytes, default=None)
+        """Id of the op that sets the floor; ``None`` where the end of the step sets it."""
+        op_id = max(sorted(self.graph.needed), key=self.op_floor_bytes, default=None)
+        return None if op_id is None or self.op_floor_bytes(op_id) < self._end_bytes else op_id
 
     @property
     def floor_bytes(self) -> int:
-        """A bound no schedule beats: resident bytes plus the most any single needed op holds while
-        it runs."""
-        if self.floor_op is None:
-            return self.profile.resident_bytes
-        return self.op_floor_bytes(self.floor_op)
+        """A bound no schedule beats: resident bytes plus the most that any single needed op holds
+        while it runs, or that the outputs hold at the end."""
+        return self._end_bytes if self.floor_op is None else self.op_floor_bytes(self.floor_op)
 
     @cached_property
     def store_all_time_s(self) -> float:

@@ -269,10 +269,12 @@ def _advice(
     batch_size: int,
     device: DeviceMemory,
 ) -> str:
-    """What limit or batch would do; empty where nothing is known.
+    """What limit or batch would do, or is needed; empty where nothing is known.
 
     Bytes above the resident ones grow with the batch; the margin stays the share that it is.
     """
+    if isinstance(error, InfeasibleBudgetError) and error.by_search:
+        return ""
     resident_bytes = problem.profile.resident_bytes
     if isinstance(error, InfeasibleBudgetError):
         need: int | None = error.floor_bytes
@@ -292,5 +294,6 @@ def _advice(
     else:
         batch = min(batch_size - 1, int(batch_size * room / demand))
         smaller = f", or a batch of about {batch} instead of {batch_size}" if batch >= 1 else ""
-        advice = f"A limit of about {least}{smaller} would do."
+        does = "is needed" if isinstance(error, InfeasibleBudgetError) else "would do"
+        advice = f"A limit of about {least}{smaller} {does}."
     return f"{advice} {more}".rstrip()

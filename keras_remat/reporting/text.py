@@ -110,6 +110,8 @@ def _problem_rows(problem: Problem) -> list[tuple[str, str]]:
     floor = format_bytes(problem.floor_bytes)
     if problem.floor_op is not None:
         floor += f", set by op {_op(graph.ops[problem.floor_op])}"
+    elif graph.needed:
+        floor += ", set by the outputs, all alive at the end"
     rows = [
         ("costs", _source_text(profile.source, profile.device)),
         ("resident", format_bytes(profile.resident_bytes)),

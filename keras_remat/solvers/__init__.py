@@ -19,9 +19,14 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
-from keras_remat.errors import InfeasibleBudgetError, without_inner_frames
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    InvalidProblemError,
+    without_inner_frames,
+)
 from keras_remat.solvers.orders.fetch import recomputing
 from keras_remat.solvers.orders.incumbent import run
+from keras_remat.solvers.orders.timeline import TOO_MANY_BYTES
 
 Solver = Callable[..., Solution]
 
@@ -102,6 +107,7 @@ def solve(
 
     Raises:
         InfeasibleBudgetError: proved that no schedule fits.
+        InvalidProblemError: its bytes sum to ``TOO_MANY_BYTES`` or more.
         ScheduleNotFoundError: none found, none proved impossible.
         ValueError, TypeError: wrong arguments.
     """
@@ -109,6 +115,7 @@ def solve(
     check_seconds("time_limit_s", time_limit_s)
     check_int("seed", seed, least=0)
     check_floor(problem)
+    _check_bytes(problem)
     solution = SOLVERS[solver](problem, time_limit_s=time_limit_s, seed=seed, progress=progress)
     validate(problem, solution.schedule)
     solution = replace(solution, usage=simulate(problem, solution.schedule))
@@ -123,3 +130,15 @@ def check_floor(problem: Problem) -> None:
         op_id = problem.floor_op
         name = None if op_id is None else problem.graph.ops[op_id].name
         raise InfeasibleBudgetError(problem.budget_bytes, problem.floor_bytes, name)
+
+
+def _check_bytes(problem: Problem) -> None:
+    """Raises :class:`InvalidProblemError` for more bytes than solvers can add up."""
+    total = problem.profile.resident_bytes + sum(problem.profile.op_workspace_bytes)
+    total += sum(value.nbytes for value in problem.graph.values)
+    if total >= TOO_MANY_BYTES:
+        raise InvalidProblemError(
+            f"resident bytes, values and workspaces sum to {total} bytes; less than "
+            f"{TOO_MANY_BYTES} can be solved. Give sizes in a larger unit",
+            value=total,
+        )

@@ -48,7 +48,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 
 from keras_remat.core.deadline import Deadline
@@ -60,7 +60,7 @@ from keras_remat.solvers.engines import cp_sat, native
 from keras_remat.solvers.orders import coarsen
 from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Incumbent, seconds_of
-from keras_remat.solvers.orders.reorder import memory_aware_order
+from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import checkmate_milp, dtr
 from keras_remat.solvers.search import anneal, backward, fetching, greedy, intervals, neighbourhoods
@@ -131,7 +131,7 @@ class _Search:
         self.deadline, self.limit_s = incumbent.deadline, incumbent.deadline.seconds
         incumbent.tolerance = PROOF_TOLERANCE
         self.last = self.deadline.share(LAST_SHARE)
-        self.view = self.whole = _View(self.problem, tuple, tuple)
+        self.view = self.whole = _View(self.problem, tuple, tuple, self.deadline)
         self.coarse_best: Order | None = None
         self.has_cp_sat = False
 
@@ -161,12 +161,11 @@ class _Search:
         self.offer(self.view.expand(order), solver)
 
     def run(self) -> None:
-        default = tuple(sorted(self.problem.graph.needed))
-        bases = tuple(dict.fromkeys((memory_aware_order(self.problem, default), default)))
+        bases, ops = self.whole.bases, len(self.problem.graph.needed)
         if any(self.offer(base, "greedy") for base in bases):
             return
         native.begin()
-        large = len(default) > LARGE_OPS
+        large = ops > LARGE_OPS
         known: list[Order] = []
         if large:
             self._coarsen(bases)
@@ -194,7 +193,7 @@ class _Search:
             known += self._backward(BACKWARD_SHARE)
         if not begins_with_intervals and not large:
             solve_intervals()
-        self._take_turns(small=len(default) <= PROVABLE_OPS)
+        self._take_turns(small=ops <= PROVABLE_OPS)
 
     def _take_turns(self, *, small: bool) -> None:
         """Gives turns to what improves the best schedule (step 6)."""
@@ -242,7 +241,7 @@ class _Search:
         coarse = coarsen.Coarse(
             self.problem, base, coarsen.small_value_threshold(self.problem, base)
         )
-        self.view = _View(coarse.problem, coarse.expand, coarse.project)
+        self.view = _View(coarse.problem, coarse.expand, coarse.project, self.deadline)
         budget = limit = self.problem.budget_bytes or 0
         bases = [tuple(range(len(coarse.ops)))]
         for _ in range(TIGHTENINGS):
@@ -358,6 +357,7 @@ class _Search:
             compiled=compiled,
             coolings=coolings,
             seed=seed,
+            base=None if from_best else self.view.bases[0],
         ):
             self._offer_of_view(order, "anneal")
 
@@ -385,3 +385,9 @@ class _View:
     problem: Problem
     expand: Callable[[Sequence[int]], Order]
     project: Callable[[Sequence[int]], Order]
+    deadline: Deadline
+
+    @cached_property
+    def bases(self) -> tuple[Order, ...]:
+        """Orders of the problem without recomputation, the memory-aware one first."""
+        return base_orders(self.problem, self.deadline)

@@ -58,6 +58,17 @@ def test_floor_ignores_step_inputs_and_ops_nobody_needs():
     assert Problem(graph, Profile((1.0, 1.0), (0, 0), 60)).floor_bytes == 63
 
 
+@pytest.mark.parametrize(("workspace", "setter", "floor"), [(3, None, 62), (4, 2, 62), (5, 2, 63)])
+def test_floor_counts_all_outputs_at_the_end(workspace, setter, floor):
+    """Three outputs, one of which is listed twice; a step input is among the resident bytes."""
+    ops = (Op(0, "a", "K", (3,), (0,)), Op(1, "b", "K", (), (1,)), Op(2, "c", "K", (1,), (2,)))
+    values = (*(Value(i, f"v{i}", 4, producer=i) for i in range(3)), Value(3, "w", 50))
+    problem = Problem(
+        Graph(ops, values, (0, 1, 1, 2, 3)), Profile((1.0,) * 3, (0, 0, workspace), 50)
+    )
+    assert (problem.floor_op, problem.floor_bytes) == (setter, floor)
+
+
 def test_empty_problem_needs_its_resident_bytes():
     problem = Problem(Graph((), (), ()), Profile((), (), 17))
     assert (problem.floor_op, problem.floor_bytes, problem.store_all_time_s) == (None, 17, 0)

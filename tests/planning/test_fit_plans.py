@@ -67,7 +67,7 @@ def test_the_floor_says_what_would_lower_it():
     with pytest.raises(InfeasibleBudgetError) as caught:
         planner.best(PROBLEM, 64)
     name = PROBLEM.graph.ops[PROBLEM.floor_op].name
-    assert str(caught.value).endswith(f"would do. Give {name} less.")
+    assert str(caught.value).endswith(f"is needed. Give {name} less.")
 
 
 def quick(share, roomy_share=None):

@@ -152,13 +152,20 @@ def told(error, batch_size=8, resident_bytes=100):
 def test_limit_error_says_what_would_do():
     """With a limit of 200 less 5 % margin and 100 resident, a batch of 8 needs 290."""
     error = InfeasibleBudgetError(190, 290, "conv")
-    advice = "A limit of about 306 B, or a batch of about 3 instead of 8 would do."
-    assert advice in told(error)
+    advice = "A limit of about 306 B, or a batch of about 3 instead of 8"
+    assert f"{advice} is needed." in told(error)
     assert "weights, slots and data alone" in told(error, resident_bytes=190)
     not_found = told(ScheduleNotFoundError(190, 150, 290, solver="dtr"))
     assert not_found.startswith("dtr: ")
-    assert f"{advice} More solver time may do, too." in not_found
+    assert f"{advice} would do. More solver time may do, too." in not_found
     assert "306 B" not in told(ScheduleNotFoundError(190, 150))
+
+
+def test_no_number_is_advised_where_none_is_known():
+    """A search has proved that 190 is too little, and not how much is enough."""
+    message = told(InfeasibleBudgetError(190, 191, by_search=True))
+    assert message.endswith("Raise the memory limit, or use a smaller batch.")
+    assert "191" not in message
 
 
 def test_advice_that_is_followed_is_smaller_than_what_was_asked_for():

@@ -43,6 +43,12 @@ def test_problem_text_says_the_numbers():
     assert lines[lines.index("slowest ops") + 1 :][:2] == ["  5 s  e", "  4 s  d"]
 
 
+def test_problem_text_of_a_floor_that_the_outputs_set():
+    graph = replace(CHAIN.graph, outputs=tuple(range(len(CHAIN.graph.values))))
+    lines = show.problem_text(replace(CHAIN, graph=graph))
+    assert f"floor      {sum(v.nbytes for v in graph.values)} B, set by the outputs, all" in lines
+
+
 def test_problem_text_without_a_budget_below_the_floor_and_empty():
     assert "budget     none" in show.problem_text(CHAIN.with_budget(None))
     assert "below the floor: infeasible" in show.problem_text(CHAIN.with_budget(6))

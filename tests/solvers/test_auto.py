@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 from random_problems import (
@@ -15,13 +16,15 @@ from random_problems import (
     with_budget_fraction,
 )
 
-from keras_remat.core.deadline import Deadline
+from keras_remat.core.deadline import NO_DEADLINE, Deadline
+from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.solvers import SOLVERS, auto, solve
 from keras_remat.solvers.engines import cp_sat
+from keras_remat.solvers.orders import reorder
 from keras_remat.solvers.search import anneal, greedy, intervals
 from tests.solvers.brute_force import fastest
 
@@ -72,6 +75,26 @@ def test_goes_on_when_the_cp_sat_process_dies(
     problem = with_budget_fraction(training_problem(random.Random(11), 12), 0.7)
     assert solve(problem, time_limit_s=20).usage is not None
     assert "goes on without CP-SAT" in caplog.text
+
+
+@pytest.mark.parametrize("solver", ["auto", "anneal"])
+def test_the_memory_aware_order_is_made_once_per_problem(
+    solver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Problem] = []
+    make = reorder.memory_aware_order
+
+    def counted(
+        problem: Problem, base: Sequence[int], deadline: Deadline = NO_DEADLINE
+    ) -> tuple[int, ...]:
+        made.append(problem)
+        return make(problem, base, deadline)
+
+    monkeypatch.setattr(reorder, "memory_aware_order", counted)
+    problem = with_budget_fraction(training_problem(random.Random(1), 12), 0.6)
+    with suppress(ScheduleNotFoundError):
+        solve(problem, solver=solver, time_limit_s=3)
+    assert made == [problem]
 
 
 def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 an honest error."""
 
 import random
+from contextlib import suppress
 
 import pytest
 
@@ -10,8 +11,14 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
-from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    InvalidProblemError,
+    RematError,
+    ScheduleNotFoundError,
+)
 from keras_remat.solvers import SOLVERS, solve
+from keras_remat.solvers.orders.timeline import TOO_MANY_BYTES
 from tests.random_problems import (
     EVERYTHING,
     SHAPES,
@@ -50,6 +57,28 @@ def available(solver: str) -> str:
     if solver in NEEDS:
         pytest.importorskip(NEEDS[solver])
     return solver
+
+
+@pytest.mark.parametrize("solver", sorted(QUICK))
+def test_bytes_that_solvers_cannot_add_up_are_refused(solver: str) -> None:
+    """They take all of less than 2**61 and nothing of more."""
+    graph = chain_example()
+    least = TOO_MANY_BYTES - 1 - sum(value.nbytes for value in graph.values)
+    problem = Problem(graph, Profile((1.0,) * 5, (0,) * 5, least), least + 8)
+    with suppress(ScheduleNotFoundError):
+        solve(problem, solver=available(solver), time_limit_s=1.0)
+    problem = Problem(graph, Profile((1.0,) * 5, (0,) * 5, least + 1), least + 9)
+    with pytest.raises(InvalidProblemError, match=str(TOO_MANY_BYTES)) as caught:
+        solve(problem, solver=solver)
+    assert caught.value.value == TOO_MANY_BYTES
+
+
+def test_a_budget_below_the_outputs_together_is_refused_and_no_op_is_blamed() -> None:
+    problem = layered_problem(random.Random(1), 10, 8)
+    outputs = sum(problem.graph.values[v].nbytes for v in problem.graph.outputs)
+    with pytest.raises(InfeasibleBudgetError, match=f"every schedule needs {outputs} B") as caught:
+        solve(problem.with_budget(outputs - 1), solver="greedy")
+    assert (caught.value.floor_bytes, caught.value.op_name) == (outputs, None)
 
 
 def check_not_found(problem: Problem, error: ScheduleNotFoundError) -> None:

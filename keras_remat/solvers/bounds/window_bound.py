@@ -28,9 +28,11 @@ import numpy as np
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.topology import predecessors
-from keras_remat.solvers.bounds.cut_bound import SAFETY
 from keras_remat.solvers.engines.linear_program import LinearProgram, Term
 from keras_remat.solvers.engines.milp import optimize
+
+SAFETY = 1e-6
+"""Relative; the solver's tolerance, taken off the bound."""
 
 
 def longest_chain(problem: Problem) -> list[int]:
@@ -53,7 +55,12 @@ def longest_chain(problem: Problem) -> list[int]:
 
 
 def lower_bound_s(
-    problem: Problem, cuts: Sequence[int], *, limit_s: float, known_s: float = float("inf")
+    problem: Problem,
+    cuts: Sequence[int],
+    *,
+    limit_s: float,
+    known_s: float = float("inf"),
+    relax: bool = False,
 ) -> float:
     """Returns seconds that no legal schedule within the budget beats; at least the store-all time,
     and just that where values can be fetched.
@@ -64,6 +71,7 @@ def lower_bound_s(
         limit_s: for the solver.
         known_s: seconds of a schedule within the budget, which lets the solver discard what costs
             more.
+        relax: solve the linear relaxation, which is no bound before it is solved.
     """
     total = problem.store_all_time_s
     if problem.budget_bytes is None or problem.fetches or not cuts:
@@ -73,7 +81,7 @@ def lower_bound_s(
     if known_s < float("inf"):
         costly = [(at, cost) for at, cost in enumerate(program.cost) if cost]
         program.at_most(costly, known_s / unit * (1 + SAFETY))
-    bound = optimize(program, limit_s, gap=1e-7).bound * unit * (1 - SAFETY)
+    bound = optimize(program, limit_s, relax=relax, gap=1e-7).bound * unit * (1 - SAFETY)
     return max(total, bound) if np.isfinite(bound) else total
 
 

@@ -19,7 +19,6 @@ import importlib.util
 import json
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from keras_remat.errors import MissingPackageError, RematError
-from keras_remat.solvers.engines.interpreter import environment
+from keras_remat.solvers.engines import interpreter
 
 MEMORY_LIMIT_BYTES = 4 * 2**30
 STARTUP_S = 1.0
@@ -35,7 +34,8 @@ STARTUP_S = 1.0
 
 
 class CpSatProcessError(RematError):
-    """The process of CP-SAT ended without an answer, most likely for want of memory."""
+    """The process of CP-SAT did not start, or ended without an answer, most likely for want of
+    memory."""
 
 
 @dataclass
@@ -97,25 +97,25 @@ class Worker:
 
     Raises:
         MissingPackageError: OR-Tools is not installed.
+        CpSatProcessError: no process can be started.
     """
 
     def __init__(self, memory_limit_bytes: int = MEMORY_LIMIT_BYTES) -> None:
         require_ortools()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
+        try:
+            self._process = interpreter.start(
                 "-m",
                 "keras_remat.solvers.engines._cp_sat_worker",
                 str(memory_limit_bytes),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=environment(),
-            start_new_session=True,
-        )
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+            )
+        except OSError as error:
+            self._errors.close()
+            raise CpSatProcessError(f"the CP-SAT process did not start: {error}") from error
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._deadline = float("inf")
         threading.Thread(target=self._read, daemon=True).start()

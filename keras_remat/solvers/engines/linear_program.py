@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 import scipy.sparse
 
+from keras_remat.core.deadline import NO_DEADLINE, Deadline
+
 Term = tuple[int, float]
 """(variable, coefficient)."""
 
@@ -18,12 +20,16 @@ Term = tuple[int, float]
 class LinearProgram:
     """Variables and rows, added one after the other.
 
+    Args:
+        deadline: nothing is added once it is over, and ``TimeoutError`` is raised.
+
     Attributes:
         cost, floor, ceiling, integral: of every variable.
         low, high: of every row.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: Deadline = NO_DEADLINE) -> None:
+        self.deadline = deadline
         self.cost: list[float] = []
         self.floor: list[float] = []
         self.ceiling: list[float] = []
@@ -43,6 +49,7 @@ class LinearProgram:
         integral: bool = False,
     ) -> int:
         """Adds a variable and returns its index."""
+        self._check_clock()
         self.cost.append(cost)
         self.floor.append(floor)
         self.ceiling.append(ceiling)
@@ -51,6 +58,7 @@ class LinearProgram:
 
     def between(self, terms: Iterable[Term], low: float, high: float) -> None:
         """Adds the row ``low ≤ Σ coefficient · variable ≤ high``."""
+        self._check_clock()
         for column, entry in terms:
             self._rows.append(len(self.low))
             self._columns.append(column)
@@ -61,6 +69,15 @@ class LinearProgram:
     def at_most(self, terms: Iterable[Term], high: float) -> None:
         """Adds the row ``Σ coefficient · variable ≤ high``."""
         self.between(terms, -np.inf, high)
+
+    def _check_clock(self) -> None:
+        if self.deadline.is_over:
+            raise TimeoutError("there is no time left for the program")
+
+    @property
+    def entry_count(self) -> int:
+        """How many coefficients there are."""
+        return len(self._entries)
 
     @property
     def matrix(self) -> scipy.sparse.csc_array:

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import importlib
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar, cast
 
-from keras_remat.solvers.engines.interpreter import environment
+from keras_remat.solvers.engines import interpreter
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,15 +64,14 @@ def kernel(*, compiled: bool) -> Any:
 
 
 @cache
-def begin() -> subprocess.Popen[bytes]:
-    """Starts the process that compiles, or finds that everything is compiled; once."""
-    return subprocess.Popen(
-        [sys.executable, "-c", WARM_UP],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment(),
-    )
+def begin() -> subprocess.Popen[bytes] | None:
+    """Starts the process that compiles, or finds that everything is compiled; once. ``None`` where
+    no process can be started."""
+    null = subprocess.DEVNULL
+    try:
+        return interpreter.start("-c", WARM_UP, stdin=null, stdout=null, stderr=null)
+    except OSError:
+        return None
 
 
 def is_compiled(wait_s: float = 0.0) -> bool:
@@ -82,7 +80,8 @@ def is_compiled(wait_s: float = 0.0) -> bool:
     Args:
         wait_s: seconds to wait for it. Where it has been compiled before, a second is enough.
     """
+    process = begin()
     try:
-        return begin().wait(max(wait_s, 0.0)) == 0
+        return process is not None and process.wait(max(wait_s, 0.0)) == 0
     except subprocess.TimeoutExpired:
         return False

@@ -13,11 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.problem import Problem
 
 
 class Walk:
     """One pass over the default order.
+
+    Args:
+        problem: the graph.
+        pinned: values that are never dropped.
+        deadline: no op runs once it is over, and ``TimeoutError`` is raised.
 
     Attributes:
         order: the ops run so far.
@@ -26,8 +32,13 @@ class Walk:
             this is empty.
     """
 
-    def __init__(self, problem: Problem, pinned: frozenset[int] = frozenset()):
-        self.graph = problem.graph
+    def __init__(
+        self,
+        problem: Problem,
+        pinned: frozenset[int] = frozenset(),
+        deadline: Deadline = NO_DEADLINE,
+    ):
+        self.graph, self.deadline = problem.graph, deadline
         self.pinned = pinned
         self.order: list[int] = []
         self.alive = {value.id for value in self.graph.values if value.producer is None}
@@ -54,6 +65,8 @@ class Walk:
 
     def run(self, op_id: int) -> None:
         """Runs an op whose inputs are alive."""
+        if self.deadline.is_over:
+            raise TimeoutError("there is no time left for the order")
         op = self.graph.ops[op_id]
         self.order.append(op_id)
         self.alive.update(op.outputs)
@@ -79,17 +92,23 @@ class Walk:
                 self.alive.discard(value_id)
 
 
-def order_of(problem: Problem, policy: Callable[[Walk], None]) -> list[int]:
+def order_of(
+    problem: Problem, policy: Callable[[Walk], None], deadline: Deadline = NO_DEADLINE
+) -> list[int]:
     """The order a policy leads to.
 
     Args:
         problem: the graph; the budget plays no part.
         policy: drives one walk from its start to its end; called again with more pinned values when
             it dropped a value that cannot be recomputed.
+        deadline: to be done at.
+
+    Raises:
+        TimeoutError: the deadline was over before.
     """
     pinned = frozenset(v for op in problem.graph.ops if not op.recomputable for v in op.outputs)
     while True:
-        walk = Walk(problem, pinned)
+        walk = Walk(problem, pinned, deadline)
         policy(walk)
         if not walk.stuck:
             return walk.order

@@ -26,10 +26,13 @@ order is a heuristic.
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes
@@ -43,7 +46,15 @@ SMALL_SHARE = 1 / 8
 op reads."""
 
 
-def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
+def base_orders(problem: Problem, deadline: Deadline) -> tuple[tuple[int, ...], ...]:
+    """Returns the memory-aware order of the needed ops, and the default one if that is another."""
+    default = tuple(sorted(problem.graph.needed))
+    return tuple(dict.fromkeys((memory_aware_order(problem, default, deadline), default)))
+
+
+def memory_aware_order(
+    problem: Problem, base: Sequence[int], deadline: Deadline = NO_DEADLINE
+) -> tuple[int, ...]:
     """Returns a legal order of the ops of ``base`` that is no further over the budget than
     ``base``.
 
@@ -52,8 +63,11 @@ def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]
     Args:
         problem: the graph, its sizes, and the budget to stay within.
         base: a legal order without recomputation.
+        deadline: ``base`` is returned where it is over too soon.
     """
-    hoisted = tuple(_Hoist(problem, base).run())
+    hoisted = tuple(_Hoist(problem, base, deadline).run())
+    if deadline.is_over:
+        return tuple(base)
     postponed = _postponed(problem, hoisted)
     return min((tuple(base), postponed, hoisted), key=lambda order: _over_budget(problem, order))
 
@@ -117,10 +131,50 @@ def _postponed(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(backwards))
 
 
+class _Fresh:
+    """The ops that may be moved ahead after an op of the base order and have to be examined, for
+    each of the three kinds of :meth:`_Hoist._next_run`, in the order in which they first came."""
+
+    def __init__(self) -> None:
+        self.place: dict[int, int] = {}
+        self.heaps: dict[int, list[tuple[int, int]]] = {kind: [] for kind in (0, 1, CLUSTER_OPS)}
+        self.readers: dict[int, set[int]] = defaultdict(set)
+
+    def push(self, op_id: int) -> None:
+        """Has an op examined."""
+        self.place.setdefault(op_id, len(self.place))
+        for kind in self.heaps:
+            self._push(op_id, kind)
+
+    def _push(self, op_id: int, kind: int) -> None:
+        heapq.heappush(self.heaps[kind], (self.place[op_id], op_id))
+
+    def pop(self, kind: int) -> int | None:
+        """The first op to examine in one way; ``None`` when there is none."""
+        heap = self.heaps[kind]
+        if not heap:
+            return None
+        first = heapq.heappop(heap)
+        while heap and heap[0] == first:
+            heapq.heappop(heap)
+        return first[1]
+
+    def watch(self, op_id: int, read: Collection[int]) -> None:
+        """Has an op that leads no run examined again once anything changes that was read: the
+        state of an op, or the reads to come of value v, written as ~v."""
+        for key in read:
+            self.readers[key].add(op_id)
+
+    def changed(self, key: int) -> None:
+        """Has the ops examined again that watch this."""
+        for op_id in self.readers.pop(key, ()):
+            self._push(op_id, CLUSTER_OPS)
+
+
 class _Hoist:
-    def __init__(self, problem: Problem, base: Sequence[int]):
+    def __init__(self, problem: Problem, base: Sequence[int], deadline: Deadline):
         graph = problem.graph
-        self.ops, self.base = graph.ops, base
+        self.ops, self.base, self.deadline = graph.ops, base, deadline
         self.nbytes = [value.nbytes for value in graph.values]
         self.readers = graph.readers
         self.producer = [value.producer for value in graph.values]
@@ -144,56 +198,62 @@ class _Hoist:
                 self.unread[value_id] += 1
         self.done = [False] * len(self.ops)
         self.order: list[int] = []
+        self.fresh = _Fresh()
 
     def run(self) -> list[int]:
+        """Returns the order, cut short where the time is over."""
         for at, op_id in enumerate(self.base):
             if self.done[op_id]:
                 continue
             following = self.base[at + 1] if at + 1 < len(self.base) else -1
-            fresh = self._commit(op_id)
-            while fresh:
-                fresh = [
-                    candidate for candidate in dict.fromkeys(fresh) if not self.done[candidate]
-                ]
-                reducer = next((candidate for candidate in fresh if self._reduces(candidate)), None)
-                if reducer is not None:
-                    fresh += self._commit(reducer)
-                    continue
-                # what shrinks memory by itself goes before longer runs
-                for longest in (1, CLUSTER_OPS):
-                    clusters = (
-                        self._shrinking_cluster(c, longest)
-                        for c in fresh
-                        if longest == 1 or c != following
-                    )
-                    cluster = next(filter(None, clusters), None)
-                    if cluster is not None:
-                        break
-                if cluster is None:
-                    break
-                for member in cluster:
-                    fresh += self._commit(member)
+            self.fresh = _Fresh()
+            self._commit(op_id)
+            while run := self._next_run(following):
+                if self.deadline.is_over:
+                    return self.order
+                for member in run:
+                    self._commit(member)
         return self.order
 
-    def _commit(self, op_id: int) -> list[int]:
-        """Schedules ``op_id`` and returns the ops that became ready or may now free something."""
+    def _next_run(self, following: int) -> list[int]:
+        """What is moved ahead next: an op that makes little of much, else one that shrinks memory
+        by itself, else a run of ops that does; empty when there is none."""
+        for longest in (0, 1, CLUSTER_OPS):
+            while (candidate := self.fresh.pop(longest)) is not None:
+                if self.done[candidate]:
+                    continue
+                if not longest:
+                    run = [candidate] if self._reduces(candidate) else []
+                elif longest > 1 and candidate == following:
+                    run = []
+                else:
+                    run = self._shrinking_cluster(candidate, longest)
+                if run:
+                    self.fresh.push(candidate)  # it may be left: a run can end before its first op
+                    return run
+        return []
+
+    def _commit(self, op_id: int) -> None:
+        """Schedules ``op_id``, and has the ops examined that became ready or may now free
+        something, and those of which an earlier examination read what has changed."""
         op = self.ops[op_id]
         self.done[op_id] = True
         self.order.append(op_id)
-        touched: list[int] = []
+        self.fresh.changed(op_id)
         for value_id in dict.fromkeys(op.inputs):
             self.unread[value_id] -= 1
+            if self.unread[value_id] <= CLUSTER_OPS:
+                self.fresh.changed(~value_id)
             if self.unread[value_id] == 1:  # whoever reads it last now frees it
-                touched += [
-                    reader
-                    for reader in self.readers[value_id]
-                    if not self.done[reader] and not self.waiting[reader]
-                ]
+                for reader in self.readers[value_id]:
+                    if not self.done[reader] and not self.waiting[reader]:
+                        self.fresh.push(reader)
         for follower in self.followers[op_id]:
             self.waiting[follower] -= 1
+            if self.waiting[follower] <= CLUSTER_OPS:
+                self.fresh.changed(follower)
             if self.waiting[follower] <= PULLED_OPS:
-                touched.append(follower)
-        return touched
+                self.fresh.push(follower)
 
     def _reduces(self, op_id: int) -> bool:
         """Whether an op that is ready makes little of much."""
@@ -204,7 +264,9 @@ class _Hoist:
             and 0 < sum(self.nbytes[v] for v in op.outputs) <= SMALL_SHARE * most
         )
 
-    def _pulled(self, op_id: int, share: float, run: Collection[int] = ()) -> list[int] | None:
+    def _pulled(
+        self, op_id: int, share: float, read: set[int], run: Collection[int] = ()
+    ) -> list[int] | None:
         """Ops to run before ``op_id`` can, besides ``run``; ``None`` when they are many or compute
         more than a share of what it reads."""
         missing: dict[int, None] = {}
@@ -221,6 +283,7 @@ class _Hoist:
                     or not self.included[earlier]
                 ):
                     continue
+                read.add(earlier)
                 room -= sum(self.nbytes[v] for v in self.ops[earlier].outputs)
                 if room < 0 or len(missing) == PULLED_OPS:
                     return None
@@ -246,16 +309,14 @@ class _Hoist:
         waiting: dict[int, int] = {}
         run: dict[int, None] = {}
         total = 0
-        ready = [first]
+        ready, read = [first], {first}
         if self.waiting[first]:
-            pulled = self._pulled(first, SMALL_SHARE) if longest > 1 else None
-            if pulled is None:
-                return []
-            ready = [*pulled, first]
+            pulled = self._pulled(first, SMALL_SHARE, read) if longest > 1 else None
+            ready = [] if pulled is None else [*pulled, first]
             waiting.update(dict.fromkeys(ready, 0))
         while len(run) < longest:
-            if not ready:
-                ready = self._with_pulled(run)
+            if not ready and run:
+                ready = self._with_pulled(run, read)
                 waiting.update(dict.fromkeys(ready, 0))
             if not ready:
                 break
@@ -270,15 +331,18 @@ class _Hoist:
                 waiting[follower] = waiting.get(follower, self.waiting[follower]) - 1
                 if not waiting[follower]:
                     ready.append(follower)
+        if longest > 1:  # whatever changes for one op alone has it examined anyway
+            read.update(run, waiting, (~value_id for value_id in unread))
+            self.fresh.watch(first, read)
         return []
 
-    def _with_pulled(self, run: Collection[int]) -> list[int]:
+    def _with_pulled(self, run: Collection[int], read: set[int]) -> list[int]:
         """A descendant of ``run`` that waits for few other ops, after those; empty when there is
         none."""
         for op_id in run:
             for follower in self.followers[op_id]:
                 if follower not in run and self.waiting[follower] <= PULLED_OPS:
-                    pulled = self._pulled(follower, 1.0, run)
+                    pulled = self._pulled(follower, 1.0, read, run)
                     if pulled:
                         return [*pulled, follower]
         return []

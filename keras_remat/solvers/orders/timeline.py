@@ -20,8 +20,9 @@ SPARE_CELLS = 2
 """Empty cells per run."""
 CROWDED = 0.5
 """Share of the cells above which there is little room between runs."""
-NO_BUDGET = 2**61
-"""Stands for no budget."""
+TOO_MANY_BYTES = 2**61
+"""Stands for no budget: no problem that is solved has as many. Sums of a few such numbers stay within
+64 bits."""
 SPARE_RUNS = 6
 """Runs of an op beyond the most that any op has in the order."""
 
@@ -154,7 +155,7 @@ def _state(problem: Problem, order: Sequence[int], end: int, k: Any) -> tuple[An
     numbers = {
         k.END: end,
         k.LIMIT: limit,
-        k.BUDGET: NO_BUDGET if problem.budget_bytes is None else problem.budget_bytes,
+        k.BUDGET: TOO_MANY_BYTES if problem.budget_bytes is None else problem.budget_bytes,
         k.TAKES_OVER: len(tables[k.REUSE]) > 0,
         k.N_MOVABLE: len(tables[k.MOVABLE]),
         k.N_BIG: len(tables[k.BIG]),

@@ -36,6 +36,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -57,8 +58,8 @@ class Program(LinearProgram):
         keep: S[t, v] → variable.
     """
 
-    def __init__(self, problem: Problem, ops: tuple[int, ...]):
-        super().__init__()
+    def __init__(self, problem: Problem, ops: tuple[int, ...], deadline: Deadline):
+        super().__init__(deadline)
         self.problem, self.ops = problem, ops
         self.run: dict[tuple[int, int], int] = {}
         self.fetch: dict[tuple[int, int], int] = {}
@@ -125,7 +126,11 @@ def last_useful_stages(
 
 
 def build(
-    problem: Problem, detailed: Collection[int] | None = None, *, budget_bytes: int | None = None
+    problem: Problem,
+    detailed: Collection[int] | None = None,
+    *,
+    budget_bytes: int | None = None,
+    deadline: Deadline = NO_DEADLINE,
 ) -> Program:
     """The program of a problem.
 
@@ -134,6 +139,10 @@ def build(
         detailed: stages to write within-stage memory for; ``None`` for all of them, which is
             Checkmate's program.
         budget_bytes: a budget to use instead of the problem's.
+        deadline: to be done at.
+
+    Raises:
+        TimeoutError: the deadline was over before.
     """
     graph, profile = problem.graph, problem.profile
     limit = problem.budget_bytes if budget_bytes is None else budget_bytes
@@ -158,7 +167,7 @@ def build(
     workspace = [profile.op_workspace_bytes[i] * scale for i in ops]
     resident = profile.resident_bytes * scale
 
-    program = Program(problem, ops)
+    program = Program(problem, ops, deadline)
     for t in range(n + 1):
         for i in range(t):
             if t <= run_until[i]:

@@ -69,7 +69,10 @@ def solve(incumbent: Incumbent, seed: int, *, backend: Backend = "highs") -> Non
     if n * n > MAX_VARIABLES:
         incumbent.reason = f"{n} ops are too many for the program"
     while not incumbent.reason and not incumbent.deadline.is_over:
-        program = build(problem, detailed, budget_bytes=budget)
+        try:
+            program = build(problem, detailed, budget_bytes=budget, deadline=incumbent.deadline)
+        except TimeoutError:
+            break
         answer = optimize(program, incumbent.deadline.left_s(), backend=backend)
         if answer.status == "infeasible":
             incumbent.reason = "its program has no solution; other orders may fit"

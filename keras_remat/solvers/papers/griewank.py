@@ -20,8 +20,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from contextlib import suppress
 from math import comb
 
+from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.solvers.orders.demand import Walk, order_of
 from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.linearize import Linearized
@@ -52,13 +54,17 @@ def binomial_split(length: int, slots: int) -> int:
     return max(1, min(below_most, length - above_least, length - 1))
 
 
-def revolve_order(linear: Linearized, slots: int) -> list[int]:
+def revolve_order(linear: Linearized, slots: int, deadline: Deadline = NO_DEADLINE) -> list[int]:
     """The order that reverses the forward phase with at most ``slots`` checkpoints beside its
     start.
 
     Args:
         linear: the problem's forward phase.
         slots: number of cuts whose crossing values may be kept at once, at least 0.
+        deadline: to be done at.
+
+    Raises:
+        TimeoutError: the deadline was over before.
     """
     graph = linear.problem.graph
     position, last_read = linear.position, linear.last_forward_read
@@ -125,7 +131,7 @@ def revolve_order(linear: Linearized, slots: int) -> list[int]:
             else:
                 rerun(op_id)
 
-    return order_of(linear.problem, policy)
+    return order_of(linear.problem, policy, deadline)
 
 
 def solve(incumbent: Incumbent, seed: int) -> None:
@@ -135,7 +141,6 @@ def solve(incumbent: Incumbent, seed: int) -> None:
     linear = Linearized(incumbent.problem)
     n = len(linear.forward)
     least = next((s for s in range(n) if comb(s + 1 + MAX_RUNS, MAX_RUNS) >= n), 0)
-    for slots in spread(range(least, n), n - 1 - least):
-        if incumbent.deadline.is_over:
-            break
-        incumbent.offer(revolve_order(linear, slots))
+    with suppress(TimeoutError):
+        for slots in spread(range(least, n), n - 1 - least):
+            incumbent.offer(revolve_order(linear, slots, incumbent.deadline))

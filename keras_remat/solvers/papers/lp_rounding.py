@@ -21,6 +21,7 @@ from itertools import compress
 
 import numpy as np
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.solvers.engines.milp import Answer, optimize
 from keras_remat.solvers.orders.demand import Walk, order_of
@@ -32,10 +33,11 @@ from keras_remat.solvers.papers.checkmate_milp import MAX_VARIABLES, meets, safe
 THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9, 0.02, 0.98, 0.4, 0.6, 0.2, 0.8)
 EPSILONS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 RANDOM_ROUNDINGS = 20  # per ε
+NOT_IN_TIME = "the relaxation was not solved in time"
 
 
 def relaxation(
-    problem: Problem, time_limit_s: float, *, budget_bytes: int | None = None
+    problem: Problem, deadline: Deadline, *, budget_bytes: int | None = None
 ) -> tuple[Program, Answer]:
     """Solves the linear relaxation of Checkmate's program.
 
@@ -45,11 +47,14 @@ def relaxation(
 
     Args:
         problem: must have a budget unless ``budget_bytes`` is given.
-        time_limit_s: seconds.
+        deadline: to be done at.
         budget_bytes: a budget to use instead of the problem's.
+
+    Raises:
+        TimeoutError: the deadline was over before the program was written.
     """
-    program = build(problem, (), budget_bytes=budget_bytes)
-    return program, optimize(program, time_limit_s, relax=True)
+    program = build(problem, (), budget_bytes=budget_bytes, deadline=deadline)
+    return program, optimize(program, deadline.left_s(), relax=True)
 
 
 def repaired_order(program: Program, kept: dict[int, set[int]], *, recompute: bool) -> list[int]:
@@ -114,16 +119,20 @@ def solve(incumbent: Incumbent, seed: int, *, randomized: bool = True) -> None:
         return
     incumbent.keeps_order = True
     if len(problem.graph.needed) ** 2 > MAX_VARIABLES:
-        incumbent.reason = "the relaxation was not solved in time"
+        incumbent.reason = NOT_IN_TIME
         return
     budget = problem.budget_bytes
     rng = np.random.default_rng(seed) if randomized else None
     for epsilon in EPSILONS:
         if incumbent.deadline.is_over:
             break
-        program, answer = relaxation(
-            problem, incumbent.deadline.left_s(), budget_bytes=max(1, int(budget * (1 - epsilon)))
-        )
+        try:
+            program, answer = relaxation(
+                problem, incumbent.deadline, budget_bytes=max(1, int(budget * (1 - epsilon)))
+            )
+        except TimeoutError:
+            incumbent.reason = incumbent.reason if epsilon else NOT_IN_TIME
+            break
         if epsilon == 0:
             incumbent.bound_s = safe_bound_s(problem, program.seconds(answer.bound))
         if answer.x is None:
@@ -131,7 +140,7 @@ def solve(incumbent: Incumbent, seed: int, *, randomized: bool = True) -> None:
                 incumbent.reason = (
                     "the relaxation has no solution"
                     if answer.status == "infeasible"
-                    else "the relaxation was not solved in time"
+                    else NOT_IN_TIME
                 )
             break
         for source in (None, rng) if rng is not None else (None,):

@@ -32,7 +32,7 @@ from keras_remat.core.simulate import simulate
 from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Incumbent
-from keras_remat.solvers.orders.reorder import memory_aware_order
+from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.timeline import Timeline, order_of
 from keras_remat.solvers.search import greedy
 
@@ -93,7 +93,8 @@ def solve(incumbent: Incumbent, seed: int) -> None:
     native.begin()
     problem, deadline = incumbent.problem, incumbent.deadline
     steps = greedy.steps_limit(deadline.seconds / 6)
-    for order in greedy.candidates(problem, deadline=deadline, max_steps=steps):
+    bases = base_orders(problem, deadline)
+    for order in greedy.candidates(problem, deadline=deadline, max_steps=steps, orders=bases):
         incumbent.offer(order)
     compiled = native.is_compiled(WAIT_SHARE * deadline.seconds)
     coolings = (LOOSE, STIFF, COOL) * 2
@@ -106,6 +107,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
         compiled=compiled,
         seed=seed,
         coolings=coolings,
+        base=bases[0],
     ):
         incumbent.offer(order)
 
@@ -131,27 +133,25 @@ def improve(
     compiled: bool,
     coolings: Iterable[Cooling],
     seed: int = 0,
+    base: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, ...]]:
     """Yields legal orders within the budget, each faster than ``start`` and than the one before.
 
     Args:
         problem: with a budget.
-        start: a legal order; one over the budget is where the search for one within it begins. The
-            memory-aware store-all order when missing.
+        start: a legal order; one over the budget is where the search for one within it begins.
         deadline: to end at.
         moves: of every round.
         compiled: whether the moves are machine code; they are the same.
         coolings: of the rounds.
         seed: of every choice.
+        base: the order without recomputation that the search begins with where ``start`` is
+            missing; the memory-aware one when missing, too.
     """
     if problem.budget_bytes is None:
         return
     rng = np.random.default_rng(seed)
-    best = (
-        tuple(start)
-        if start is not None
-        else memory_aware_order(problem, sorted(problem.graph.needed))
-    )
+    best = tuple(start if start is not None else base or base_orders(problem, deadline)[0])
     usage = simulate(problem, Schedule(best))
     best_s = usage.time_s if usage.peak_bytes <= problem.budget_bytes else float("inf")
     if start is None and best_s < float("inf"):

@@ -149,7 +149,7 @@ def search(
     if game.takes_over and not merges:
         return None
     budget = problem.budget_bytes or 0
-    raise InfeasibleBudgetError(budget, budget + 1)
+    raise InfeasibleBudgetError(budget, budget + 1, by_search=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers.engines import native
 from keras_remat.solvers.orders.fetch import recomputing, with_fetches
 from keras_remat.solvers.orders.incumbent import Incumbent
-from keras_remat.solvers.orders.reorder import memory_aware_order
+from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers import checkmate_milp
 from keras_remat.solvers.search import anneal, greedy
@@ -35,8 +35,8 @@ def solve(incumbent: Incumbent, seed: int, recompute: Callable[..., None]) -> No
     """
     problem, limit_s = incumbent.problem, incumbent.deadline.seconds
     budget = problem.budget_bytes
-    reordered = memory_aware_order(problem, tuple(sorted(problem.graph.needed)))
-    if incumbent.offer_store_all() or incumbent.offer(reordered) or budget is None:
+    bases = base_orders(problem, incumbent.deadline)
+    if any(map(incumbent.offer, reversed(bases))) or budget is None:
         return
     with suppress(ScheduleNotFoundError):  # another part may find one
         found = recomputing(recompute, problem, name="auto", time_limit_s=limit_s, seed=seed)
@@ -47,7 +47,9 @@ def solve(incumbent: Incumbent, seed: int, recompute: Callable[..., None]) -> No
         if exact.order is not None:
             incumbent.offer(exact.order)
     steps = greedy.steps_limit(GREEDY_SHARE * limit_s)
-    for order in greedy.candidates(problem, deadline=incumbent.deadline, max_steps=steps):
+    for order in greedy.candidates(
+        problem, deadline=incumbent.deadline, max_steps=steps, orders=bases
+    ):
         incumbent.offer(trimmed(problem, with_fetches(problem, order), budget))
     compiled = native.is_compiled()
     coolings = (anneal.COOL,) if incumbent.order is not None else (anneal.LOOSE, anneal.STIFF)
@@ -60,5 +62,6 @@ def solve(incumbent: Incumbent, seed: int, recompute: Callable[..., None]) -> No
         compiled=compiled,
         seed=seed,
         coolings=coolings,
+        base=bases[0],
     ):
         incumbent.offer(trimmed(problem, order, budget))

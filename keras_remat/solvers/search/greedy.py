@@ -23,7 +23,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Incumbent
-from keras_remat.solvers.orders.reorder import memory_aware_order
+from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.search.eviction import Eviction, Policy, StuckError
 
@@ -93,8 +93,7 @@ def candidates(
         policies: what is tried on each, in this order.
     """
     if orders is None:
-        default = tuple(sorted(problem.graph.needed))
-        orders = list(dict.fromkeys((memory_aware_order(problem, default), default)))
+        orders = base_orders(problem, deadline)
     budget = problem.budget_bytes
     for order in orders:
         if budget is None or simulate(problem, Schedule(tuple(order))).peak_bytes <= budget:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.solvers.engines import milp
 from keras_remat.solvers.engines.linear_program import LinearProgram
 
@@ -36,3 +37,26 @@ def test_floors_hold() -> None:
     program.at_most([(0, 1.0)], 3.0)
     answer = milp.optimize(program, 5.0)
     assert answer.bound == pytest.approx(1.0)
+
+
+def test_nothing_is_added_once_the_time_is_over() -> None:
+    program = LinearProgram(Deadline(0.0))
+    with pytest.raises(TimeoutError):
+        program.variable()
+    with pytest.raises(TimeoutError):
+        program.at_most([], 1.0)
+
+
+def test_no_engine_is_started_without_the_time_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*arguments: object, **options: object) -> None:
+        raise AssertionError("started")
+
+    monkeypatch.setattr("scipy.optimize.milp", started)
+    monkeypatch.setattr(milp, "_cbc", started)
+    backends: tuple[milp.Backend, ...] = ("highs", "cbc")
+    for backend in backends:
+        assert milp.optimize(example(), 0.0, backend=backend) == milp.Answer("stopped", None, 0.0)
+    monkeypatch.setattr(milp, "ENTRY_S", 2.0)
+    assert milp.optimize(example(), 9.0).status == "stopped"
+    with pytest.raises(AssertionError):
+        milp.optimize(example(), 11.0)

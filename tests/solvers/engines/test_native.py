@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+from random_problems import chain_problem
 
-from keras_remat.solvers.engines import native
+from keras_remat.solvers import solve
+from keras_remat.solvers.engines import cp_sat, native
 
 
 def run(code: str) -> int:
@@ -36,6 +39,35 @@ def test_without_numba_the_moves_are_python() -> None:
         "sys.exit(order != (0, 1, 2, 3, 0, 4) or native.is_compiled(20.0))\n"
     )
     assert run(code) == 0
+
+
+def test_an_interrupt_of_the_caller_does_not_end_the_compiling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "WARM_UP", "import time; time.sleep(60)")
+    native.begin.cache_clear()
+    process = native.begin()
+    assert process is not None
+    try:
+        assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+    finally:
+        process.kill()
+        process.wait()
+        native.begin.cache_clear()
+
+
+@pytest.mark.parametrize("executable", ["", None, "/no/python"])
+def test_without_an_interpreter_to_start_the_moves_are_python(
+    executable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    native.begin.cache_clear()
+    assert not native.is_compiled(1.0)
+    monkeypatch.setattr(cp_sat, "available", lambda: True)
+    with pytest.raises(cp_sat.CpSatProcessError, match="did not start"):
+        cp_sat.Worker()
+    assert solve(chain_problem(12).with_budget(9), time_limit_s=5).usage is not None
+    native.begin.cache_clear()
 
 
 def test_a_process_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ import random
 
 import pytest
 from graph_builder import Builder
-from random_problems import mixed_problem
+from random_problems import mixed_problem, training_problem, with_budget_fraction
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -16,7 +17,8 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes, simulate
 from keras_remat.core.topology import predecessors
 from keras_remat.core.validate import check_rules
-from keras_remat.solvers.orders.reorder import memory_aware_order
+from keras_remat.solvers.orders import reorder
+from keras_remat.solvers.orders.reorder import base_orders, memory_aware_order
 
 # ------------------------------------------------------------------ what it promises
 
@@ -80,6 +82,46 @@ def test_it_often_has_a_lower_peak() -> None:
 def test_the_order_of_nothing_is_empty() -> None:
     problem = Problem(Graph((), (), ()), Profile((), (), 0))
     assert memory_aware_order(problem, ()) == ()
+
+
+def test_the_base_order_is_returned_once_the_time_is_over() -> None:
+    problem = updates_at_the_end(8)
+    base = Schedule.store_all(problem.graph).order
+    assert memory_aware_order(problem, base, Deadline(0.0)) == base
+    assert base_orders(problem, Deadline(0.0)) == (base,)
+    assert len(base_orders(problem, Deadline(60.0))) == 2
+
+
+def test_the_clock_is_read_while_ops_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[None] = []
+
+    class Clock(Deadline):
+        @property
+        def is_over(self) -> bool:
+            reads.append(None)
+            return len(reads) > 3
+
+    monkeypatch.setattr(reorder, "_postponed", lambda *_: pytest.fail("goes on"))
+    problem = updates_at_the_end(100)
+    base = Schedule.store_all(problem.graph).order
+    assert memory_aware_order(problem, base, Clock(60.0)) == base
+    assert len(reads) < 10
+
+
+def test_an_op_is_examined_again_only_where_something_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = with_budget_fraction(training_problem(random.Random(1), 600), 0.5)
+    examined: list[int] = []
+    examine = reorder._Hoist._shrinking_cluster
+
+    def counted(hoist: reorder._Hoist, first: int, longest: int) -> list[int]:
+        examined.append(first)
+        return examine(hoist, first, longest)
+
+    monkeypatch.setattr(reorder._Hoist, "_shrinking_cluster", counted)
+    memory_aware_order(problem, Schedule.store_all(problem.graph).order)
+    assert len(examined) < 12 * len(problem.graph.ops), len(examined) / len(problem.graph.ops)
 
 
 def test_an_op_that_must_follow_another_waits_for_it() -> None:

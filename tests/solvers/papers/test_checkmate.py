@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -118,6 +119,20 @@ def test_stages_over_names_the_stage() -> None:
     program = build(problem, ())
     order = [0, 1, 2, 3, 4]
     assert program.stages_over(order, live_bytes(problem, Schedule(tuple(order))), 7) == {2, 3}
+
+
+def test_the_clock_is_read_while_the_program_is_written() -> None:
+    reads: list[None] = []
+
+    class Clock(Deadline):
+        @property
+        def is_over(self) -> bool:
+            reads.append(None)
+            return len(reads) > 1000
+
+    with pytest.raises(TimeoutError):
+        build(chain_problem(60).with_budget(30), (), deadline=Clock(60.0))
+    assert len(reads) == 1001
 
 
 def test_needs_a_budget() -> None:

@@ -4,12 +4,14 @@ from functools import cache
 
 import pytest
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules
+from keras_remat.errors import ScheduleNotFoundError
 from keras_remat.solvers import solve
 from keras_remat.solvers.orders.linearize import Linearized
 from keras_remat.solvers.papers.griewank import binomial_split, revolve_order
@@ -85,6 +87,22 @@ def test_meets_budgets_segments_cannot() -> None:
     solution = solve(problem, solver="griewank")
     assert solution.usage is not None
     assert solution.usage.time_s <= 6 * 100
+
+
+def test_the_clock_is_read_within_an_order() -> None:
+    reads: list[None] = []
+
+    class Clock(Deadline):
+        @property
+        def is_over(self) -> bool:
+            reads.append(None)
+            return len(reads) > 50
+
+    with pytest.raises(TimeoutError):
+        revolve_order(Linearized(chain_problem(50)), 3, Clock(60.0))
+    assert len(reads) == 51
+    with pytest.raises(ScheduleNotFoundError):
+        solve(chain_problem(50).with_budget(12), solver="griewank", time_limit_s=1e-6)
 
 
 def test_every_number_of_slots_is_legal_on_any_graph() -> None:

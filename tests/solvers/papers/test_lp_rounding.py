@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 
+from keras_remat.core.deadline import Deadline
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import ScheduleNotFoundError
@@ -19,7 +20,7 @@ def test_every_rounding_is_legal() -> None:
     made = 0
     for seed in range(60):
         problem = mixed_problem(seed)
-        program, answer = relaxation(problem, 5.0)
+        program, answer = relaxation(problem, Deadline(5.0))
         if answer.x is None:
             continue
         for rng in (None, np.random.default_rng(seed)):
@@ -31,7 +32,7 @@ def test_every_rounding_is_legal() -> None:
 
 def test_keeping_nothing_and_keeping_everything() -> None:
     problem = chain_problem(6).with_budget(13)
-    program, _ = relaxation(problem, 5.0)
+    program, _ = relaxation(problem, Deadline(5.0))
     everything: dict[int, set[int]] = {}
     for t, v in program.keep:
         everything.setdefault(t, set()).add(v)

@@ -100,7 +100,7 @@ def test_a_proof_raises_with_a_floor_above_the_budget() -> None:
     assert problem.floor_bytes == 4
     with pytest.raises(InfeasibleBudgetError) as caught:
         solve(problem, solver="backward")
-    assert caught.value.floor_bytes == 5
+    assert (caught.value.floor_bytes, caught.value.by_search) == (5, True)
     assert solve(problem.with_budget(5), solver="backward").status == "optimal"
 
 
