@@ -126,7 +126,7 @@ def _phases(
     phases = []
     for part in parts:
         root = part.equations[-1]
-        outputs = program.equations[root].outputs
+        outputs = program.equations[root].outputs or part.reads
         below, feeds = not downstream.isdisjoint(outputs), not feeds_backward.isdisjoint(outputs)
         phases.append(FORWARD if not below else BACKWARD if marked[root] or feeds else UPDATE)
     return phases

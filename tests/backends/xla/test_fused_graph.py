@@ -94,3 +94,19 @@ def test_handles_name_the_equations_of_every_op_and_effects_run_once():
     assert [handles[op.id] for op in graph.ops] == [(0,), (1,)]
     assert [op.recomputable for op in graph.ops] == [True, False]
     assert graph.outputs == (graph.ops[1].outputs[0],)
+
+
+def test_an_effect_alone_is_in_the_phase_of_what_it_reads():
+    program, gradients, updates, state = a_step()
+    program.add("call", gradients[1], outputs=0, scope="backward", effect=True)
+    for number in (program.outputs[0], updates[0]):
+        program.add("call", number, outputs=0, effect=True)
+    graph, _, handles = graph_of(program, state)
+    effects = [op for op in graph.ops if not op.outputs]
+    assert {handles[op.id]: op.phase for op in effects} == {
+        (9,): BACKWARD,
+        (10,): FORWARD,
+        (11,): UPDATE,
+    }
+    assert not any(op.recomputable for op in effects)
+    assert {op.id for op in effects} <= graph.needed
