@@ -1,5 +1,7 @@
 """A whole step as a graph: phases, order, and state that is written over."""
 
+from itertools import pairwise
+
 from flat_program import KINDS, LARGE, FlatProgram
 
 from keras_remat.backends.xla.fused_graph import SMALL_STATE_BYTES, fused_graph
@@ -110,3 +112,18 @@ def test_an_effect_alone_is_in_the_phase_of_what_it_reads():
     }
     assert not any(op.recomputable for op in effects)
     assert {op.id for op in effects} <= graph.needed
+
+
+def test_effects_keep_the_order_in_which_they_were_traced():
+    """Also where the second could run earlier, or writes state that the first one reads."""
+    program, gradients, updates, _ = a_step()
+    for number in (gradients[0], gradients[1]):
+        program.add("call", number, outputs=0, effect=True)
+    new = program.add("call", 0, gradients[1], effect=True)
+    program.returns(*program.outputs[:1], new, updates[1])
+    for written in ([(0, new), (1, updates[1])], []):
+        graph, _, handles = graph_of(program, written)
+        effects = [op for op in graph.ops if program.equations[handles[op.id][-1]].has_effect]
+        assert [handles[op.id] for op in effects] == [(9,), (10,), (11,)]
+        for earlier, later in pairwise(effects):
+            assert earlier.id in later.after
