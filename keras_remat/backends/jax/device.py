@@ -81,7 +81,8 @@ class Device:
 
         Args:
             model: whose state it is.
-            step: consumes the state and returns the new one.
+            step: consumes the state and returns the new one, be it in other containers: a step is
+                compiled for those that Keras makes.
             batch: what it trains.
             used: what it allocates.
             first: whether it has not run before.
@@ -90,6 +91,7 @@ class Device:
         self._put_back = None
         self._first_run |= first
         state = self._current(model)
+        structure = jax.tree.structure(state)
         self._expected_peak_bytes = max(
             self._expected_peak_bytes, self.in_use_bytes() + used.added_bytes
         )
@@ -104,7 +106,7 @@ class Device:
             raise
         if self.step_times.times_s is not None:
             self.step_times.times_s.append(time.perf_counter() - started)
-        self._keep(model, new_state)
+        self._keep(model, jax.tree.unflatten(structure, jax.tree.leaves(new_state)))
         return logs
 
     def snapshot(self, model: Any) -> Callable[[], None]:
