@@ -24,6 +24,7 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.accumulate import accumulated_train_step
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import KINDS
+from keras_remat.backends.jax.measure import check_placed
 from keras_remat.backends.jax.sharding import Layout, count, layouts, mesh_of
 from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
 from keras_remat.errors import UnsupportedModelError
@@ -122,7 +123,7 @@ def trace(
 
     Raises:
         UnsupportedModelError: not compiled, eager, under a ``keras.distribution`` over several
-            processes, or a step that cannot be cut.
+            processes, variables on another device, or a step that cannot be cut.
     """
     check_supported(model)
     if micro_batches > 1 and keras.distribution.distribution() is not None:
@@ -134,6 +135,8 @@ def trace(
     private.build(model, batch_specs)
     state_specs = private.state_specs(model, state)
     pieces_step = None if micro_batches == 1 else accumulated_train_step(model, micro_batches)
+    if keras.distribution.distribution() is None:
+        check_placed(private.state_values(model) if state is None else state)
     train_step = pieces_step or own_step or model.train_step
     closed, out_shape = jax.make_jaxpr(train_step, return_shape=True)(state_specs, batch_specs)
     program = flatten(closed)
