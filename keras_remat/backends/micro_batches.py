@@ -21,6 +21,9 @@ from keras_remat.errors import UnsupportedModelError
 SEPARATION = "next_micro_batch"
 """The scope of operations that only make a micro-batch wait for the one before."""
 
+STEP_METHODS = ("train_step", "compute_loss", "stateless_compute_loss", "compute_loss_and_updates")
+"""What a model may override, and then computes a loss that need be no mean over the batch."""
+
 
 def has_batch_normalization(model: Any) -> bool:
     """Returns whether the model keeps averages of what its layers get."""
@@ -29,14 +32,17 @@ def has_batch_normalization(model: Any) -> bool:
 
 def check_can_be_cut(model: Any) -> None:
     """Raises :class:`UnsupportedModelError` when summed gradients of pieces would not be those of
-    the batch: the model has a ``train_step`` of its own, or a loss that is no mean over the batch."""
+    the batch: the model has a ``train_step`` or ``compute_loss`` of its own, or a loss that is no
+    mean over the batch."""
     import keras
 
-    if type(model).train_step is not keras.Model.train_step or "train_step" in vars(model):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has a train_step of its own, which cannot be cut into "
-            "micro-batches."
-        )
+    for name in STEP_METHODS:
+        keras_own = getattr(keras.Model, name, None)
+        if name in vars(model) or getattr(type(model), name, None) is not keras_own:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has a {name} of its own, which cannot be cut into "
+                "micro-batches."
+            )
     for loss in keras.tree.flatten(model.loss):
         if getattr(loss, "reduction", "sum_over_batch_size") not in ("sum_over_batch_size", "mean"):
             raise UnsupportedModelError(

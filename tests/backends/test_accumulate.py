@@ -88,6 +88,22 @@ def test_own_train_steps_and_sums_are_refused():
     assert_refused(model, samples(8), "reduces by 'sum'")
 
 
+@pytest.mark.parametrize("on_instance", [False, True])
+def test_own_losses_are_refused(on_instance):
+    """Whether they are means over the batch, only their author knows."""
+
+    class Own(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.ops.sum(keras.ops.square(y - y_pred))
+
+    inputs = layers.Input((16,))
+    model = (keras.Model if on_instance else Own)(inputs, layers.Dense(4)(inputs))
+    model.compile("sgd")
+    if on_instance:
+        model.compute_loss = Own.compute_loss.__get__(model)
+    assert_refused(model, samples(8), "compute_loss of its own")
+
+
 def test_losses_that_are_no_means_over_the_batch_are_refused():
     inputs = layers.Input((6,))
     tokens = layers.Embedding(10, 4, mask_zero=True)(inputs)

@@ -112,7 +112,8 @@ class JaxBackend:
             [] if runs else [t for t in self._traced.values() if t.micro_batches == micro_batches]
         )
         like = known[-1] if known else None
-        traced = tracing.trace(model, batch, micro_batches, like, self.device.state)
+        own_step = self.device.own_step(model)
+        traced = tracing.trace(model, batch, micro_batches, like, self.device.state, own_step)
         if runs:
             self._traced[traced.graph.fingerprint] = traced
         return traced
@@ -142,8 +143,10 @@ class JaxBackend:
         self, traced: JaxTracedStep, schedule: Schedule | None, options: Mapping[str, Any]
     ) -> Any:
         """The step that runs a schedule, or Keras's own; the newest are remembered."""
-        # a step takes its arguments in one structure; another batch's ops may be the same
-        key = (traced.graph.fingerprint, traced.in_tree, schedule, *sorted(options.items()))
+        # a step takes its arguments in one structure; another batch's ops may be the same, and so
+        # may those of a model that has changed
+        of_step = (self.device.times_forgotten, traced.graph.fingerprint, traced.in_tree)
+        key = (*of_step, schedule, *sorted(options.items()))
         if key not in self._newest:
             self._newest[key] = (
                 lowering.lower_plain(traced, options)

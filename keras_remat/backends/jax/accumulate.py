@@ -33,9 +33,9 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
     ``count`` micro-batches.
 
     Raises:
-        UnsupportedModelError: the model has a ``train_step`` of its own, or a loss that is no mean
-            over the batch; when traced, also for masked outputs, for losses that turn out to be
-            none, and for arrays that do not have the batch's samples.
+        UnsupportedModelError: the model has a ``train_step`` or ``compute_loss`` of its own, or a
+            loss that is no mean over the batch; when traced, also for masked outputs, for losses
+            that turn out to be none, and for arrays that do not have the batch's samples.
     """
     check_can_be_cut(model)
 

@@ -55,6 +55,8 @@ class Device:
     def __init__(self, processes: Processes | None = None) -> None:
         self.processes = processes or Processes()
         self.state: Any = None
+        self.times_forgotten = 0
+        self._own_step: Any = None
         self.step_times = StepTimes(estimated_profile)
         #: Of Keras's own step that ran, by the shapes of its batch.
         self._plain: dict[Any, StepMemory] = {}
@@ -79,7 +81,8 @@ class Device:
 
         Args:
             model: whose state it is.
-            step: consumes the state and returns the new one.
+            step: consumes the state and returns the new one, be it in other containers: a step is
+                compiled for those that Keras makes.
             batch: what it trains.
             used: what it allocates.
             first: whether it has not run before.
@@ -88,6 +91,7 @@ class Device:
         self._put_back = None
         self._first_run |= first
         state = self._current(model)
+        structure = jax.tree.structure(state)
         self._expected_peak_bytes = max(
             self._expected_peak_bytes, self.in_use_bytes() + used.added_bytes
         )
@@ -102,7 +106,7 @@ class Device:
             raise
         if self.step_times.times_s is not None:
             self.step_times.times_s.append(time.perf_counter() - started)
-        self._keep(model, new_state)
+        self._keep(model, jax.tree.unflatten(structure, jax.tree.leaves(new_state)))
         return logs
 
     def snapshot(self, model: Any) -> Callable[[], None]:
@@ -147,7 +151,7 @@ class Device:
             # JAX compiles a program once: this is the executable that the train function will find
             started = time.perf_counter()
             self._plain[key] = memory(
-                compile_step(model.train_step, private.state_specs(model, self.state), specs)
+                compile_step(self.own_step(model), private.state_specs(model, self.state), specs)
             )
             self._compile_s += time.perf_counter() - started
         return self.run(
@@ -157,6 +161,28 @@ class Device:
             self._plain[key],
             first=first,
         )
+
+    def own_step(self, model: Any) -> Callable[[Any, Any], Any]:
+        """Returns the model's own ``train_step``, inside of a call of the train function always the
+        same object.
+
+        JAX finds what it traced and compiled of a method as long as the first object of it lives,
+        under any that is equal to it. So it is kept while a train function stays, and no longer:
+        the next one, made because the model has changed, would run the step of the one before.
+        """
+        if self.state is None:
+            own: Callable[[Any, Any], Any] = model.train_step
+            return own
+        if self._own_step is None:
+            self._own_step = model.train_step
+        own = self._own_step
+        return own
+
+    def forget(self) -> None:
+        """Forgets the model's own step: its train function was given back, or made anew."""
+        self._own_step = None
+        self._plain.clear()
+        self.times_forgotten += 1
 
     # ---------------------------------------------------------------- memory
 

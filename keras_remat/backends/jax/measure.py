@@ -134,6 +134,18 @@ def first_device() -> Any:
     return chosen
 
 
+def check_placed(state: Any) -> None:
+    """Raises :class:`UnsupportedModelError` where arrays are bound to another device than the one
+    that counts: a step is compiled for that one."""
+    device = first_device()
+    for leaf in jax.tree.leaves(state):
+        if leaf.committed and leaf.sharding.device_set != {device}:
+            raise UnsupportedModelError(
+                f"The model's variables are bound to {leaf.sharding}, and a step is planned for "
+                f"{device}: jax.config.update('jax_default_device', ...) chooses another."
+            )
+
+
 def device_statistic(name: str) -> int | None:
     """Returns one of the first device's allocator statistics (``"bytes_in_use"``,
     ``"peak_bytes_in_use"``, ``"bytes_limit"``), or ``None`` where it keeps none (CPU)."""

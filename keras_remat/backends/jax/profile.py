@@ -68,7 +68,7 @@ def _seconds(traced: JaxTracedStep, op: Op, platform: str) -> float:
     flops = math.fsum(
         _flops(traced.program.equations[at], avals, platform) for at in traced.handles[op.id]
     )
-    flops /= shards[traced.numbers[op.outputs[0]]] if shards else 1
+    flops /= shards[traced.numbers[op.outputs[0]]] if shards and op.outputs else 1
     return op_time_s(traced, op, KINDS, flops, platform)
 
 
@@ -78,7 +78,7 @@ def _flops(equation: Equation, avals: Sequence[Any], platform: str) -> float:
     shape = [
         a.aval.shape if isinstance(a, private.Literal) else avals[a].shape for a in equation.inputs
     ]
-    out = avals[equation.outputs[0]].shape
+    out = avals[equation.outputs[0]].shape if equation.outputs else ()
     if equation.kind == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         return float(2 * math.prod(out) * math.prod(shape[0][d] for d in contracted))
@@ -130,7 +130,7 @@ def _workspace_bytes(traced: JaxTracedStep, op_id: int, platform: str) -> int:
 
 def _cpu_buffer_bytes(equation: Equation, sizes: Sequence[int]) -> int:
     """What XLA:CPU expands one primitive into, beside its operands and result."""
-    result = sizes[equation.outputs[0]]
+    result = sum(sizes[number] for number in equation.outputs[:1])
     if equation.kind == POOLING_GRADIENT:
         pieces = POOLING_PIECES if in_pieces(equation.source) else 1
         return POOLING_BUFFERS * result // pieces

@@ -82,8 +82,8 @@ def layouts(
         for out in equation.outputs:
             found[out] = _legal(_result(equation, inputs, shape(out)), shape(out), mesh)
     for equation in reversed(equations):  # what is drawn or filled in follows its reader
-        out = equation.outputs[0]
         if equation.kind in KINDS.elementwise | KINDS.random:
+            out = equation.outputs[0]
             for atom in equation.reads:
                 if shape(atom) == shape(out) and not any(of(atom)) and atom >= len(given):
                     found[atom] = of(out)

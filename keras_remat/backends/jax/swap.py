@@ -67,6 +67,16 @@ class InstalledTrainFunction(Installed):
         finally:
             device.state = None
 
+    def take_place(self) -> bool:
+        anew = super().take_place()
+        if anew:
+            self._device.forget()
+        return anew
+
+    def restore(self) -> None:
+        super().restore()
+        self._device.forget()
+
     def _read(self, batch: Any) -> Any:
         return jax.tree.map(jnp.asarray, batch)
 

@@ -24,6 +24,7 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.accumulate import accumulated_train_step
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import KINDS
+from keras_remat.backends.jax.measure import check_placed
 from keras_remat.backends.jax.sharding import Layout, count, layouts, mesh_of
 from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
 from keras_remat.errors import UnsupportedModelError
@@ -40,7 +41,7 @@ class JaxTracedStep(FusedStep):
         out_tree: structure of ``(logs, state)``.
         model: whose ``train_step`` it is.
         micro_batches: in how many pieces it trains the batch.
-        train_step: ``(state, batch) → (logs, state)``, what was traced.
+        pieces_step: ``(state, batch) → (logs, state)``, what was traced where there are several.
         mesh: the devices it trains on, where they are several; else ``None``.
         layouts: how every number of the program lies on them.
     """
@@ -52,9 +53,18 @@ class JaxTracedStep(FusedStep):
     out_tree: Any
     model: Any
     micro_batches: int
-    train_step: Callable[[Any, Any], Any]
+    pieces_step: Callable[[Any, Any], Any] | None
     mesh: Any
     layouts: tuple[Layout, ...]
+
+    @property
+    def train_step(self) -> Callable[[Any, Any], Any]:
+        """``(state, batch) → (logs, state)``, what was traced.
+
+        The model's own is not kept: see :meth:`~keras_remat.backends.jax.device.Device.own_step`.
+        """
+        step: Callable[[Any, Any], Any] = self.pieces_step or self.model.train_step
+        return step
 
 
 def as_specs(batch: Any) -> Any:
@@ -98,6 +108,7 @@ def trace(
     micro_batches: int = 1,
     like: JaxTracedStep | None = None,
     state: Any = None,
+    own_step: Callable[[Any, Any], Any] | None = None,
 ) -> JaxTracedStep:
     """Traces ``model.train_step`` for one batch shape, without running or allocating anything.
 
@@ -108,10 +119,11 @@ def trace(
         micro_batches: more than 1 trains the batch in pieces, see :mod:`.accumulate`.
         like: the same step for another batch size, if its ops are wanted.
         state: the trainer's state where ``fit`` has it, which tells how it lies on several devices.
+        own_step: ``model.train_step``, of which JAX knows what it traced for as long as it lives.
 
     Raises:
         UnsupportedModelError: not compiled, eager, under a ``keras.distribution`` over several
-            processes, or a step that cannot be cut.
+            processes, variables on another device, or a step that cannot be cut.
     """
     check_supported(model)
     if micro_batches > 1 and keras.distribution.distribution() is not None:
@@ -122,9 +134,10 @@ def trace(
     batch_specs = as_specs(batch)
     private.build(model, batch_specs)
     state_specs = private.state_specs(model, state)
-    train_step = (
-        model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
-    )
+    pieces_step = None if micro_batches == 1 else accumulated_train_step(model, micro_batches)
+    if keras.distribution.distribution() is None:
+        check_placed(private.state_values(model) if state is None else state)
+    train_step = pieces_step or own_step or model.train_step
     closed, out_shape = jax.make_jaxpr(train_step, return_shape=True)(state_specs, batch_specs)
     program = flatten(closed)
     mesh = mesh_of((state_specs, batch_specs))
@@ -152,7 +165,7 @@ def trace(
         out_tree=jax.tree.structure(out_shape),
         model=model,
         micro_batches=micro_batches,
-        train_step=train_step,
+        pieces_step=pieces_step,
         mesh=mesh,
         layouts=lying,
     )

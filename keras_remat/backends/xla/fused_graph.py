@@ -12,7 +12,8 @@ Three decisions that a reader of the graph should know:
   and the value is counted. So is a small one (a seed, a moving average): a few bytes are not worth
   forbidding every later copy of its readers, dropout among them.
 * *Order.* Weight updates stand right behind their gradient, not at the end of the step as they were
-  traced: gradients need not all live at once, and XLA's scheduler does the same.
+  traced: gradients need not all live at once, and XLA's scheduler does the same. Effects keep the
+  order in which they were traced.
 * *Phases.* Backward is what the framework marks as such; update is what depends on the backward
   phase and is needed by no backward equation; the rest (metrics, seeds, moving averages) is
   forward.
@@ -25,6 +26,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from keras_remat.backends.base import TracedStep
@@ -126,7 +128,7 @@ def _phases(
     phases = []
     for part in parts:
         root = part.equations[-1]
-        outputs = program.equations[root].outputs
+        outputs = program.equations[root].outputs or part.reads
         below, feeds = not downstream.isdisjoint(outputs), not feeds_backward.isdisjoint(outputs)
         phases.append(FORWARD if not below else BACKWARD if marked[root] or feeds else UPDATE)
     return phases
@@ -145,16 +147,21 @@ def _arranged(
     for at, part in enumerate(parts):
         for number in part.reads:
             readers[number].append(at)
+    with_effect = [
+        at for at, part in enumerate(parts) if program.equations[part.equations[-1]].has_effect
+    ]
+    effects = {later: [earlier] for earlier, later in pairwise(with_effect)}
     overwritten = _overwritten(program, parts, makers, readers, state)
     after = {
         makers[new]: [r for r in readers[old] if r != makers[new]]
         for new, old in overwritten.items()
     }
+    after |= {at: [*after.get(at, ()), *earlier] for at, earlier in effects.items()}
     order = _order(parts, makers, phases, after)
     if len(order) == len(parts):
         return order, after, overwritten
     # two states that each depend on the other's new value: neither can be overwritten in place
-    return _order(parts, makers, phases, {}), {}, {}
+    return _order(parts, makers, phases, effects), effects, {}
 
 
 def _overwritten(

@@ -45,7 +45,7 @@ class Equation:
         kind: the framework's name of the operation.
         scope: the scopes it was traced under, outermost first.
         inputs: numbers of values, and literals (anything that is no int).
-        outputs: numbers of the values it computes.
+        outputs: numbers of the values it computes; none where all it has is an effect.
         has_effect: whether it does more than compute its outputs.
     """
 
@@ -139,7 +139,8 @@ class Cluster:
     """Equations that run as one.
 
     Args:
-        equations: indices into the program, ascending; the last one computes ``outputs``.
+        equations: indices into the program, ascending; the last one computes ``outputs``, or has an
+            effect alone.
         reads: numbers of the existing values and program inputs it reads, ascending.
         outputs: numbers of the values it computes.
         may_reuse: those of ``reads`` that the compiler may overwrite with an output of the same
@@ -194,7 +195,7 @@ def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None)
     result: list[Cluster] = []
     for at, equation in enumerate(program.equations):
         chain = _chain_behind(at, equation, kinds, chains)
-        out = equation.outputs[0]
+        out = next(iter(equation.outputs), -1)
         if equation.kind in kinds.views:
             absent = out not in kept
         else:

@@ -191,14 +191,12 @@ class Run:
             results: by number, all that it computed.
         """
         op = self._graph.ops[op_id]
+        if not self._writer.uses_branches or not op.outputs:
+            return
         number = self._numbers[op.outputs[0]]
         equations, sizes = self._program.equations, self._program.sizes
         size = sizes[number]
-        if (
-            not self._writer.uses_branches
-            or size < SMALL_RESULT_BYTES
-            or len(self._graph.readers[op.outputs[0]]) < 2
-        ):
+        if size < SMALL_RESULT_BYTES or len(self._graph.readers[op.outputs[0]]) < 2:
             return
         makers: dict[int, int] = {}
         large = {

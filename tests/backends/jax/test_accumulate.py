@@ -12,6 +12,7 @@ from keras_remat.backends.jax.measure import copy_state, memory
 from keras_remat.backends.jax.private import state_values
 from keras_remat.backends.jax.trace import trace
 from keras_remat.core.schedule import Schedule
+from keras_remat.errors import UnsupportedModelError
 
 
 def dense():
@@ -77,6 +78,16 @@ def test_fit_chooses_pieces_and_recomputation_together():
     for key in ("loss", "mae"):
         assert history[key] == pytest.approx(expected[key], rel=1e-4)
     assert remat.plan.measured.peak_bytes <= limit
+
+
+@pytest.mark.parametrize("name", ["stateless_compute_loss", "compute_loss_and_updates"])
+def test_what_computes_the_loss_without_state_is_not_cut_either(name):
+    own = {name: lambda self, *args, **options: getattr(keras.Model, name)(self, *args, **options)}
+    inputs = layers.Input((16,))
+    model = type("Own", (keras.Model,), own)(inputs, layers.Dense(4)(inputs))
+    model.compile("sgd", "mse")
+    with pytest.raises(UnsupportedModelError, match=f"{name} of its own"):
+        trace(model, samples(8), 2)
 
 
 def test_a_scaled_loss_is_cut_too():

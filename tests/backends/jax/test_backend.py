@@ -4,12 +4,14 @@ memory."""
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import jax_models as models
 import pytest
 
 import keras_remat
-from keras_remat.backends.base import load_backend
+from keras_remat.backends.base import load_backend, preserved_state
 from keras_remat.backends.jax import LoweredStep, lowering
+from keras_remat.backends.jax.private import state_values
 from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.units import MIB
 
@@ -116,3 +118,31 @@ def test_the_same_arrays_in_another_structure_are_trained_by_another_step(step):
         run = backend.lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))
         losses.append(float(run(batch)["loss"]))
     assert len(losses) == 2
+
+
+def test_a_train_function_made_anew_runs_the_step_as_it_is_now():
+    """What has changed is a number in the step, which its graph does not tell."""
+    model = models.small()
+    backend = load_backend()
+    batch = backend.example_batch(model, models.batch(model))
+    model.make_train_function()
+    installed = backend.install(model, SimpleNamespace())
+
+    def loss():
+        traced = backend.trace(model, batch)
+        problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced))
+        run = backend.lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))
+        with preserved_state(backend, model):
+            return float(run(batch)["loss"])
+
+    for factor in (1.0, 3.0):
+        model.layers[-1].activation = lambda x, factor=factor: x * factor
+        model.make_train_function(force=True)
+        installed.take_place()
+        ours = loss()
+        with preserved_state(backend, model):
+            model.reset_metrics()
+            state = jax.tree.map(jnp.copy, state_values(model))
+            logs, _ = jax.jit(lambda *given: model.train_step(*given))(state, batch)
+        assert ours == pytest.approx(float(logs["loss"]), rel=1e-5)
+    installed.restore()

@@ -67,6 +67,13 @@ def test_a_snapshot_guards_one_step_and_can_be_put_back_later():
     np.testing.assert_array_equal(device.state[0][0], [0, 0])
 
 
+def test_a_state_in_other_containers_is_brought_into_those_of_the_old_one():
+    device = Device()
+    device.state = ([jnp.zeros(2)], [])
+    device.run(None, lambda state, batch: (None, [(state[0][0] + batch,), ()]), 1.0, NOTHING)
+    assert jax.tree.structure(device.state) == jax.tree.structure(([0], []))
+
+
 def test_what_a_failed_step_had_not_consumed_stays_where_it_is():
     """Else the device would have to hold the state twice, just when it has no memory left."""
 

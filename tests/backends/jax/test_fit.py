@@ -112,6 +112,37 @@ def test_limit_below_the_floor_is_refused_before_anything_was_trained():
     fit(model, data)
 
 
+# ------------------------------------------------------------------ a step that is traced once
+
+
+def test_after_fit_a_model_compiled_anew_is_trained_with_its_new_loss():
+    """The callback, which knows the step, is still there."""
+    losses = []
+    for remat in ([], [callback()]):
+        model, data = small()
+        fit(model, data, *remat)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True, reduction="sum"))
+        losses.append(fit(model, data)["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_keras_s_own_step_is_traced_once():
+    """JAX compiles once what it traces once."""
+    traces = []
+    for remat in ([], [callback()]):
+        model, data = small()
+        calls = []
+
+        def activation(x, calls=calls):
+            calls.append(x)
+            return x
+
+        model.layers[-1].activation = activation
+        fit(model, data, *remat, epochs=2)
+        traces.append(len(calls))
+    assert traces[0] == traces[1]
+
+
 # ------------------------------------------------------------------ the batch size
 
 

@@ -147,3 +147,29 @@ def test_another_structure_is_refused():
         step_function(traced, Schedule.store_all(traced.graph))(
             state_values(model), (np.zeros((32, 32, 64)),)
         )
+
+
+def test_what_is_printed_is_printed_once_a_step(capfd):
+    """A print computes nothing, and everything before it is computed again."""
+
+    def activation(x):
+        jax.debug.print("printed")
+        jax.debug.print("mean {mean}", mean=x.mean())
+        return jax.nn.relu(x)
+
+    model = models.small()
+    model.layers[1].activation = activation
+    batch = models.batch(model)
+    traced = trace(model, batch)
+    state = state_values(model)
+    schedule = forget(traced.graph)
+    check_rules(Problem(traced.graph, estimated_profile(traced)), schedule)
+    expected, _ = train(lower_plain(traced), state, [batch] * 2)
+    jax.effects_barrier()
+    plain = sorted(capfd.readouterr().out.splitlines())
+    losses, _ = train(lower(traced, schedule), state, [batch] * 2)
+    jax.effects_barrier()
+    assert losses == pytest.approx(expected, rel=1e-5)
+    printed = sorted(capfd.readouterr().out.splitlines())
+    assert [line[:4] for line in printed] == [line[:4] for line in plain]
+    assert len(plain) == 4

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_remat.backends.jax import measure
 from keras_remat.backends.jax.flatten import flatten, nbytes
 from keras_remat.backends.jax.private import state_specs
 from keras_remat.backends.jax.trace import trace
@@ -107,6 +108,17 @@ def test_uncompiled_steps_are_refused(options):
     model.compile("sgd", "mse", **options)
     with pytest.raises(UnsupportedModelError, match="compil"):
         trace(model, models.batch(model))
+
+
+def test_variables_bound_to_another_device_are_refused(monkeypatch):
+    model = models.small()
+    batch = models.batch(model)
+    monkeypatch.setattr(measure, "first_device", lambda: "another")
+    trace(model, batch)  # what is bound to none goes where the step is
+    variable = model.trainable_variables[0]
+    variable._value = jax.device_put(variable.value, jax.devices()[0])
+    with pytest.raises(UnsupportedModelError, match=r"bound to .*another"):
+        trace(model, batch)
 
 
 def test_a_model_without_compile_is_refused():

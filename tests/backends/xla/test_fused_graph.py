@@ -1,5 +1,7 @@
 """A whole step as a graph: phases, order, and state that is written over."""
 
+from itertools import pairwise
+
 from flat_program import KINDS, LARGE, FlatProgram
 
 from keras_remat.backends.xla.fused_graph import SMALL_STATE_BYTES, fused_graph
@@ -94,3 +96,34 @@ def test_handles_name_the_equations_of_every_op_and_effects_run_once():
     assert [handles[op.id] for op in graph.ops] == [(0,), (1,)]
     assert [op.recomputable for op in graph.ops] == [True, False]
     assert graph.outputs == (graph.ops[1].outputs[0],)
+
+
+def test_an_effect_alone_is_in_the_phase_of_what_it_reads():
+    program, gradients, updates, state = a_step()
+    program.add("call", gradients[1], outputs=0, scope="backward", effect=True)
+    for number in (program.outputs[0], updates[0]):
+        program.add("call", number, outputs=0, effect=True)
+    graph, _, handles = graph_of(program, state)
+    effects = [op for op in graph.ops if not op.outputs]
+    assert {handles[op.id]: op.phase for op in effects} == {
+        (9,): BACKWARD,
+        (10,): FORWARD,
+        (11,): UPDATE,
+    }
+    assert not any(op.recomputable for op in effects)
+    assert {op.id for op in effects} <= graph.needed
+
+
+def test_effects_keep_the_order_in_which_they_were_traced():
+    """Also where the second could run earlier, or writes state that the first one reads."""
+    program, gradients, updates, _ = a_step()
+    for number in (gradients[0], gradients[1]):
+        program.add("call", number, outputs=0, effect=True)
+    new = program.add("call", 0, gradients[1], effect=True)
+    program.returns(*program.outputs[:1], new, updates[1])
+    for written in ([(0, new), (1, updates[1])], []):
+        graph, _, handles = graph_of(program, written)
+        effects = [op for op in graph.ops if program.equations[handles[op.id][-1]].has_effect]
+        assert [handles[op.id] for op in effects] == [(9,), (10,), (11,)]
+        for earlier, later in pairwise(effects):
+            assert earlier.id in later.after

@@ -98,6 +98,14 @@ def test_effects_and_several_outputs_exist():
     assert parts(program.returns(b)) == {(a,): (0,), pair: (1,), (b,): (2,)}
 
 
+def test_an_effect_alone_is_a_cluster_with_what_it_reads_in_memory():
+    program = FlatProgram(LARGE)
+    a = program.add("exp", 0)
+    program.add("call", program.add("view", a), outputs=0, effect=True)
+    b = program.add("exp", a)
+    assert parts(program.returns(b)) == {(a,): (0,), (): (1, 2), (b,): (3,)}
+
+
 def test_sizes_of_another_batch_may_decide():
     """At another batch the second value is small, and the sum is copied."""
     program = FlatProgram(LARGE)

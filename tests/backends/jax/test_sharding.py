@@ -1,0 +1,23 @@
+"""How values lie on devices, guessed from how the inputs lie."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from keras_remat.backends.jax.flatten import flatten
+from keras_remat.backends.jax.sharding import layouts
+
+
+def test_what_treats_samples_alike_lies_as_they_do_and_a_print_lies_nowhere():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("batch",))
+    sharding = NamedSharding(mesh, PartitionSpec("batch"))
+    given = jax.ShapeDtypeStruct((8, 4), "float32", sharding=sharding)
+
+    def step(x):
+        jax.debug.print("{x}", x=x)
+        return jax.numpy.exp(x)
+
+    program = flatten(jax.make_jaxpr(step)(given))
+    assert any(not equation.outputs for equation in program.equations)
+    found = layouts(program.equations, program.avals, [given], mesh)
+    assert found == ((("batch",), None), (("batch",), None))
