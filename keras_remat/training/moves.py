@@ -237,7 +237,7 @@ class Moves:
             self._fit.event(
                 EventKind.ENOUGH,
                 f"The plan that is running stays: in {self._fit.most_steps_left} steps at most, a "
-                f"faster one could save {format_seconds(max(0.0, most_s))}.",
+                f"faster one could save less than {format_seconds(_LEAST_SOLVE_S)}.",
             )
             return self._keep_plan(shape, outcome, phase)
         try:
