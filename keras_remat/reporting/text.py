@@ -53,6 +53,7 @@ def _value(value: Value) -> str:
 
 
 def _percent(ratio: float) -> str:
+    ratio = round(ratio, 6) + 0.0  # sums in another order differ by less; -0 is 0
     return f"{ratio * 100:.3g} %" if ratio < 9.995 else f"{ratio * 100:,.0f} %"
 
 

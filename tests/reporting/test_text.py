@@ -162,3 +162,10 @@ def test_solution_text_counts_fetches_apart():
     assert "schedule  7 runs, 1 of them recomputations, 1 fetches" in show.solution_text(
         problem, solution
     )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(2e-16, "0 %"), (-2e-16, "0 %"), (0.1234, "12.3 %"), (12.0, "1,200 %")]
+)
+def test_what_rounding_leaves_of_a_difference_is_none(ratio, text):
+    assert show._percent(ratio) == text
