@@ -118,3 +118,11 @@ def test_another_order_is_measured_whatever_is_predicted_where_the_allocator_dec
     assert planner.nearest(PROBLEM, 64, needed, over_limit) is other
     with pytest.raises(ScheduleNotFoundError):
         planner.nearest(PROBLEM, 64, needed, [*over_limit, other.solution.schedule])
+
+
+def test_a_fit_is_not_planned_for_more_than_the_device_has():
+    backend = FakeBackend()
+    planner = StepPlanner(backend, TunerOptions(2 * backend.memory_bytes))
+    with pytest.warns(UserWarning, match="is taken"):
+        assert planner.limit_bytes == backend.memory_bytes
+    assert planner.limit_bytes == backend.memory_bytes, "and that is said once"

@@ -11,7 +11,7 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
     UnsupportedModelError,
 )
-from keras_remat.planning.make_plan import advising, make_plan, usable_bytes
+from keras_remat.planning.make_plan import advising, limit_on, make_plan, usable_bytes
 
 PROBLEM = chain_problem(64)
 
@@ -178,3 +178,11 @@ def test_advice_that_is_followed_is_smaller_than_what_was_asked_for():
 def test_the_margin_is_a_share_of_the_limit():
     assert usable_bytes(1000, 0.25) == 750
     assert usable_bytes(1000, 0) == 1000
+
+
+def test_a_limit_above_what_the_device_has_is_lowered_to_that():
+    device = types.SimpleNamespace(total_bytes=lambda: 2**20)
+    with pytest.warns(UserWarning, match="the memory limit is 2 MiB, and the device has 1 MiB"):
+        assert limit_on(device, "2MiB") == 2**20
+    assert limit_on(device, "2MiB", runs=False) == 2**21, "a prediction may be for another device"
+    assert limit_on(device, "50%") == 2**19
