@@ -539,8 +539,9 @@ def test_what_xla_compiles_in_a_step_of_its_own_is_seen(grouped):
         assert most > image, "a gradient's patches"
         for op in compiled:
             known, seen = (p.op_workspace_bytes[op] for p in (estimated, profile))
-            # an output that nobody reads is seen as scratch
-            assert known == pytest.approx(seen, rel=0.01, abs=image), "running it alone tells"
+            # an output that nobody reads is seen as scratch, in a chunk that is rounded up
+            same = pytest.approx(seen, rel=0.01, abs=image + 256)
+            assert known == same, "running it alone tells"
 
 
 def test_the_users_profiler_session_is_left_alone(tmp_path):
