@@ -50,10 +50,8 @@ def diagnosis() -> dict[str, Any]:
 
         framework = keras.backend.backend()
     except ImportError as error:  # what KERAS_BACKEND names is not installed
-        framework, problem = (
-            os.environ.get("KERAS_BACKEND", "none"),
-            f"Keras does not load: {error}.",
-        )
+        framework = os.environ.get("KERAS_BACKEND", "none")
+        problem = f"Keras does not load: {error}."
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "versions": versions(),

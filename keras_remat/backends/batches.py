@@ -97,11 +97,11 @@ def repeated_batch(batch: Any, size: int) -> Any:
     return keras.tree.map_structure(repeated, batch)
 
 
-def first_samples(batch: Any, size: int) -> Any:
-    """Returns the first ``size`` samples of a batch of NumPy arrays; ``None`` stays ``None``."""
+def sliced(batch: Any, part: slice) -> Any:
+    """Returns some samples of a batch of arrays; ``None`` stays ``None``."""
     import keras
 
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:size], batch)
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[part], batch)
 
 
 def resized_spec(batch: Any, size: int, spec: Callable[[tuple[int, ...], Any], Any]) -> Any:

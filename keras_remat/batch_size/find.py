@@ -21,8 +21,8 @@ from keras_remat.backends.base import Backend, TracedStep, preserved_state
 from keras_remat.backends.batches import (
     batch_size_of,
     example_batch,
-    first_samples,
     repeated_batch,
+    sliced,
 )
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
@@ -174,7 +174,7 @@ def _first_that_fits(
             size = batch_size_of(batch) // 2
             if not size:
                 raise
-            batch = first_samples(batch, size)
+            batch = sliced(batch, slice(size))
 
 
 def measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchScaling:

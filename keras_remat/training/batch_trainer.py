@@ -177,7 +177,7 @@ class BatchTrainer:
             self._steps.fit.warn(
                 EventKind.SEARCH,
                 f"No larger batch: the first one had {self._loader} samples, and most others do "
-                "not.",
+                "not. Give fit the batch of another size last.",
             )
         if isinstance(self._wanted, int) or self._size is None or not self._epoch_samples:
             return

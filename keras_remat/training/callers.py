@@ -47,14 +47,9 @@ def running_fit(model: Any, callback: Any) -> RunningFit | None:
 
 
 def in_another_fit(model: Any, callback: Any) -> bool:
-    """Returns whether the ``fit`` of ``model`` that is on the stack does not have ``callback``."""
-    fits = list(_fits(model))
-    return bool(fits) and not any(_has(fit, callback) for fit in fits)
-
-
-def is_inner_fit(model: Any, callback: Any) -> bool:
-    """Returns whether another ``fit`` of ``model`` runs inside of the one that has ``callback``."""
-    return not _has(next(_fits(model)), callback) if running_fit(model, callback) else False
+    """Returns whether the innermost ``fit`` of ``model`` on the stack does not have ``callback``."""
+    innermost = next(_fits(model), None)
+    return innermost is not None and not _has(innermost, callback)
 
 
 def _has(fit: RunningFit, callback: Any) -> bool:

@@ -29,7 +29,6 @@ from keras_remat.training.batch_trainer import BatchTrainer
 from keras_remat.training.callers import (
     caller_of,
     in_another_fit,
-    is_inner_fit,
     is_profiled,
     running_fit,
 )
@@ -104,11 +103,12 @@ class FitSession:
     def caller(self, iterator: Any) -> Caller:
         """Returns who calls the train function."""
         announced, self._announced = self._announced, False
+        fit = running_fit(self._model, self._callback)
         if in_another_fit(self._model, self._callback):
+            if fit is not None:
+                return Caller.INNER
             announced = False  # the batch that was announced went down with the fit before
-        elif is_inner_fit(self._model, self._callback):
-            return Caller.INNER
-        return caller_of(iterator, running_fit(self._model, self._callback), announced=announced)
+        return caller_of(iterator, fit, announced=announced)
 
     def is_last_call(self) -> bool:
         """Whether the epoch's last step has begun, where Keras knows how many there are."""

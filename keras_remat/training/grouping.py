@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.batches import batch_size_of, sliced
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -77,8 +77,8 @@ class BatchGrouper:
                 batch = keras.tree.map_structure(_on_host, self._held.pop(0))
                 count = batch_size_of(batch)
                 if count > missing:
-                    self._held.insert(0, _sliced(batch, slice(missing, None)))
-                    batch, count = _sliced(batch, slice(missing)), missing
+                    self._held.insert(0, sliced(batch, slice(missing, None)))
+                    batch, count = sliced(batch, slice(missing)), missing
                 taken.append(batch)
                 missing -= count
             self.samples -= size
@@ -90,10 +90,6 @@ def _on_host(leaf: Any) -> Any:
     iterators give such tensors, unless they are divided among replicas."""
     on_host = keras.backend.backend() == "tensorflow" and keras.ops.is_tensor(leaf)
     return leaf if leaf is None or on_host else np.asarray(leaf)
-
-
-def _sliced(batch: Any, part: slice) -> Any:
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[part], batch)
 
 
 def _joined(*leaves: Any) -> Any:

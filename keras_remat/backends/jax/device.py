@@ -170,12 +170,9 @@ class Device:
         under any that is equal to it. So it is kept while a train function stays, and no longer:
         the next one, made because the model has changed, would run the step of the one before.
         """
-        if self.state is None:
-            own: Callable[[Any, Any], Any] = model.train_step
-            return own
-        if self._own_step is None:
-            self._own_step = model.train_step
-        own = self._own_step
+        own: Callable[[Any, Any], Any] = self._own_step or model.train_step
+        if self.state is not None:
+            self._own_step = own
         return own
 
     def forget(self) -> None:

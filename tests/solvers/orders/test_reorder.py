@@ -19,6 +19,7 @@ from keras_remat.core.topology import predecessors
 from keras_remat.core.validate import check_rules
 from keras_remat.solvers.orders import reorder
 from keras_remat.solvers.orders.reorder import base_orders, memory_aware_order
+from tests.solvers.counted_clock import CountedClock
 
 # ------------------------------------------------------------------ what it promises
 
@@ -93,19 +94,12 @@ def test_the_base_order_is_returned_once_the_time_is_over() -> None:
 
 
 def test_the_clock_is_read_while_ops_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[None] = []
-
-    class Clock(Deadline):
-        @property
-        def is_over(self) -> bool:
-            reads.append(None)
-            return len(reads) > 3
-
+    clock = CountedClock(allowed=3)
     monkeypatch.setattr(reorder, "_postponed", lambda *_: pytest.fail("goes on"))
     problem = updates_at_the_end(100)
     base = Schedule.store_all(problem.graph).order
-    assert memory_aware_order(problem, base, Clock(60.0)) == base
-    assert len(reads) < 10
+    assert memory_aware_order(problem, base, clock) == base
+    assert clock.reads < 10
 
 
 def test_an_op_is_examined_again_only_where_something_has_changed(

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -18,6 +17,7 @@ from keras_remat.solvers.engines.milp import optimize
 from keras_remat.solvers.papers.checkmate import build, last_useful_stages
 from tests.random_problems import chain_problem, mixed_problem, with_budget_fraction
 from tests.solvers.brute_force import fastest
+from tests.solvers.counted_clock import CountedClock
 
 
 def small_problems(count: int) -> Iterator[Problem]:
@@ -122,17 +122,10 @@ def test_stages_over_names_the_stage() -> None:
 
 
 def test_the_clock_is_read_while_the_program_is_written() -> None:
-    reads: list[None] = []
-
-    class Clock(Deadline):
-        @property
-        def is_over(self) -> bool:
-            reads.append(None)
-            return len(reads) > 1000
-
+    clock = CountedClock(allowed=1000)
     with pytest.raises(TimeoutError):
-        build(chain_problem(60).with_budget(30), (), deadline=Clock(60.0))
-    assert len(reads) == 1001
+        build(chain_problem(60).with_budget(30), (), deadline=clock)
+    assert clock.reads == 1001
 
 
 def test_needs_a_budget() -> None:

@@ -4,7 +4,6 @@ from functools import cache
 
 import pytest
 
-from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -16,6 +15,7 @@ from keras_remat.solvers import solve
 from keras_remat.solvers.orders.linearize import Linearized
 from keras_remat.solvers.papers.griewank import binomial_split, revolve_order
 from tests.random_problems import SHAPES, chain_problem, mixed_problem
+from tests.solvers.counted_clock import CountedClock
 
 
 @cache
@@ -90,17 +90,10 @@ def test_meets_budgets_segments_cannot() -> None:
 
 
 def test_the_clock_is_read_within_an_order() -> None:
-    reads: list[None] = []
-
-    class Clock(Deadline):
-        @property
-        def is_over(self) -> bool:
-            reads.append(None)
-            return len(reads) > 50
-
+    clock = CountedClock(allowed=50)
     with pytest.raises(TimeoutError):
-        revolve_order(Linearized(chain_problem(50)), 3, Clock(60.0))
-    assert len(reads) == 51
+        revolve_order(Linearized(chain_problem(50)), 3, clock)
+    assert clock.reads == 51
     with pytest.raises(ScheduleNotFoundError):
         solve(chain_problem(50).with_budget(12), solver="griewank", time_limit_s=1e-6)
 
