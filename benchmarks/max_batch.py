@@ -13,10 +13,10 @@ is the column *searched*; Chen's schedules go through the same search and verifi
 running ``fit`` with ``RematAutotune``: the size is the one it settles on, the measured peak the
 highest of all its steps. Every batch in the table was trained, on data of its own: from the size
 the search said, sizes go down while the measured peak is over the limit, then up by 3 % until it
-is; a size that measures over it is planned again, twice at most. With ``--pool`` the limit is hard: TensorFlow's BFC allocator has one region
-of so many MiB, as a GPU's has, and a size fails by running out of memory. Rows are printed, and
-written to the JSON file, as they come; models that the JSON file has already are not run again, so
-that a run can be stopped and continued.
+is; a size that measures over it is planned again, twice at most. With ``--pool`` the limit is
+hard: TensorFlow's BFC allocator has one region of so many MiB, as a GPU's has, and a size fails by
+running out of memory. Rows are printed, and written to the JSON file, as they come; models that
+the JSON file has already are not run again, so that a run can be stopped and continued.
 """
 
 from __future__ import annotations

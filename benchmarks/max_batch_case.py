@@ -2,8 +2,8 @@
 ``python max_batch_case.py OPTIONS``.
 
 :mod:`max_batch` gives the options as JSON and reads the rows from standard output, one JSON object
-per line, each written as soon as it is known. With the row of plain Keras among the options, it is not
-measured again.
+per line, each written as soon as it is known. With the row of plain Keras among the options, it is
+not measured again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _REPLANS = 2
 _FIRST_REGION_BYTES = 2 * 2**20
 
 
-#: A size that no search reaches: an int asks for the largest that fits, whatever it does to an epoch.
+#: A size that no search reaches: an int asks for the largest that fits, however few updates it
+#: leaves in an epoch.
 _ANY_SIZE = 2**20
 #: Loader batches of an epoch of ``fit``, and the most epochs; it ends when so many kept one size.
 _LOADER_STEPS, _MOST_EPOCHS, _SETTLED_EPOCHS = 40, 20, 2

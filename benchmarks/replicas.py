@@ -43,8 +43,9 @@ _ON_JAX = {
 COLUMNS = {
     "tensorflow": {
         "replicas": "d", "model": "s", "alone_mib": ".1f", "plain_mib": ".1f",
-        "limit_mib": ".1f", "predicted_mib": ".1f", "peak_mib": ".1f", "recomputed": "d", "loss_difference": ".1e",
-        "loss_noise": ".1e", "overhead_predicted": ".3f", "time_ratio": ".2f", "time_noise": ".2f",
+        "limit_mib": ".1f", "predicted_mib": ".1f", "peak_mib": ".1f", "recomputed": "d",
+        "loss_difference": ".1e", "loss_noise": ".1e", "overhead_predicted": ".3f",
+        "time_ratio": ".2f", "time_noise": ".2f",
     },
     "planning": {
         "replicas": "d", "ops_planned": "d", "trace_s": ".1f", "solve_s": ".1f", "write_s": ".1f",
@@ -61,8 +62,8 @@ cores do not peak together, so that this is less than one replica takes alone (`
 bytes alive in its step, or `plain_mib` where that is more; the limit is made of it). The model
 *wide* has many weights: plain steps exchange their gradients in one buffer, ours in packs. What
 Keras keeps of the models of earlier fits is left out. `loss_difference` is the largest relative
-one of all steps to plain Mirrored's, `loss_noise` that of two plain fits; `time_ratio` is the median
-step's over the faster plain fit's, `time_noise` that of the slower plain fit.""",
+one of all steps to plain Mirrored's, `loss_noise` that of two plain fits; `time_ratio` is the
+median step's over the faster plain fit's, `time_noise` that of the slower plain fit.""",
     "planning": """## What planning takes
 
 The transformer of the table above: seconds of processor time to trace all replicas and cut one out,

@@ -89,7 +89,7 @@ def printed_by(
 def row_of(
     script: str, *words: object, timeout_s: float = _NO_LIMIT_S, **more: str
 ) -> dict[str, Any]:
-    """The last object that a script prints; arguments and errors are those of :func:`printed_by`."""
+    """Returns the last object a script prints; arguments and errors as of :func:`printed_by`."""
     rows = list(printed_by(script, *words, timeout_s=timeout_s, **more))
     if not rows:
         raise Failed("nothing was said")

@@ -268,8 +268,8 @@ class PeakExceededError(RematError):
     def __init__(self, peak_bytes: int, budget_bytes: int):
         peak, budget = format_unequal_bytes(peak_bytes, budget_bytes)
         super().__init__(
-            f"The schedule needs {peak}, over the budget of {budget}. Raise the memory limit or use a "
-            "smaller batch."
+            f"The schedule needs {peak}, over the budget of {budget}. Raise the memory limit or "
+            "use a smaller batch."
         )
         self.peak_bytes = peak_bytes
         self.budget_bytes = budget_bytes

@@ -77,8 +77,8 @@ def known_objects():
 
 @pytest.fixture
 def over_any_limit(monkeypatch):
-    """Every batch goes through the rematerialized step: the plain peak, which is 0 bytes of the pool
-    if nothing was trained before, is taken as over any limit; plans are made for the limit."""
+    """Every batch goes through the rematerialized step: the plain peak, which is 0 bytes of the
+    pool if nothing was trained before, is taken as over any limit; plans are made for the limit."""
     monkeypatch.setattr(
         "keras_remat.training.step_trainer.StepTrainer.usable_bytes", property(lambda tuner: -1)
     )

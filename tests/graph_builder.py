@@ -17,7 +17,8 @@ class Builder:
     def add(self, name: str, nbytes: int, inputs: tuple[int, ...] = (), **options: object) -> int:
         at = len(self.values)
         self.values.append(Value(at, name, nbytes, producer=len(self.ops)))
-        self.ops.append(Op(len(self.ops), name, name, inputs, (at,), **options))  # type: ignore[arg-type]
+        op = Op(len(self.ops), name, name, inputs, (at,), **options)  # type: ignore[arg-type]
+        self.ops.append(op)
         return at
 
     def problem(

@@ -1,4 +1,4 @@
-"""Runs Python in a process of its own: devices are chosen, and modules imported, once per process."""
+"""Runs Python in a process of its own: a process chooses devices and imports modules once."""
 
 import json
 import os
@@ -13,7 +13,7 @@ TIMEOUT_S = 300
 
 
 def environment(**variables):
-    """This process's, with the package and the tests' own modules on the path, and ``variables``."""
+    """This process's, with the package and the tests' modules on the path, and ``variables``."""
     path = os.pathsep.join((str(TESTS.parent), str(TESTS)))
     return os.environ | {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"} | variables
 
@@ -34,7 +34,7 @@ def output_of(*words, **options):
 
 
 def came_of(*words, **options):
-    """Returns what ``python WORDS`` prints last, as JSON; options are those of :func:`output_of`."""
+    """Returns what ``python WORDS`` prints last, as JSON; options as of :func:`output_of`."""
     return json.loads(output_of(*words, **options).splitlines()[-1])
 
 

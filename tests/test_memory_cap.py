@@ -28,9 +28,12 @@ model, data = keras_models.mlp(2 * 8192, width=512, blocks=12, dropout=0.0)
 before = mapped()
 if room:
     resource.setrlimit(resource.RLIMIT_AS, (before + room, before + room))
-remat = keras_remat.RematAutotune(batch_size="keep", solver="greedy", solver_time_limit_s=5.0, profile_steps=1, verbose=0)
+remat = keras_remat.RematAutotune(
+    batch_size="keep", solver="greedy", solver_time_limit_s=5.0, profile_steps=1, verbose=0
+)
+callbacks = [remat] if with_callback else []
 history = model.fit(
-    *data, batch_size=8192, epochs=3, shuffle=False, verbose=0, callbacks=[remat] if with_callback else []
+    *data, batch_size=8192, epochs=3, shuffle=False, verbose=0, callbacks=callbacks
 ).history
 plan = remat.plan
 print(json.dumps({

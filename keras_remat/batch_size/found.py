@@ -128,8 +128,8 @@ class BatchSearch:
         if self.none_trained:
             found = f"No batch that ran kept to {limit}; {self.max_batch_size} by prediction"
         return (
-            f"{found} ({format_bytes(usage.peak_bytes)} {peak}, overhead {self.plan.overhead:.1%}); "
-            f"without recomputation {self.plain_batch_size}; "
+            f"{found} ({format_bytes(usage.peak_bytes)} {peak}, "
+            f"overhead {self.plan.overhead:.1%}); without recomputation {self.plain_batch_size}; "
             f"most samples per second predicted at {self.fastest_batch_size}; "
             f"{len(sizes)} sizes tried in {self.search_time_s:.1f} s{ran}; "
             f"{self._op_times()}"

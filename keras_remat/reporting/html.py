@@ -106,7 +106,8 @@ def report_body(report: Reported) -> str:
         parts.append(_layers(report.plan))
     if report.events:
         items = "".join(
-            f"<li><b>step {event.step}</b>{escape(str(event.kind))}: {html.escape(printable(event.message))}</li>"
+            f"<li><b>step {event.step}</b>{escape(str(event.kind))}: "
+            f"{html.escape(printable(event.message))}</li>"
             for event in report.events
         )
         parts.append(f"<h2>What happened</h2><ol>{items}</ol>")

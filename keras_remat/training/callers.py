@@ -47,7 +47,7 @@ def running_fit(model: Any, callback: Any) -> RunningFit | None:
 
 
 def in_another_fit(model: Any, callback: Any) -> bool:
-    """Returns whether the innermost ``fit`` of ``model`` on the stack does not have ``callback``."""
+    """Returns whether the innermost ``fit`` of ``model`` on the stack lacks ``callback``."""
     innermost = next(_fits(model), None)
     return innermost is not None and not _has(innermost, callback)
 

@@ -48,8 +48,8 @@ LITTLE_OVER_SHARE = 0.05
 #: power of how many plans there are for shorter ones, and once before anything was measured. First
 #: predictions were up to 6 % too low on networks of the zoo (benchmarks/zoo.py).
 _ROOM = 1.1
-#: How much more activation bytes than predicted plain steps may take that run their ops in no order.
-#: The highest of 16 takes 0.98 to 1.45 times as much, on four models and two allocators
+#: How much more activation bytes than predicted plain steps may take that run their ops in no
+#: order. The highest of 16 takes 0.98 to 1.45 times as much, on four models and two allocators
 #: (benchmarks/allocators.py): more room would leave fewer steps plain, the fastest ones on a CPU.
 _PLAIN_ROOM = 1.25
 #: Kinds of TensorFlow's ops whose random state is in their kernel: built anew, they begin anew.

@@ -19,8 +19,8 @@ from keras_remat.planning.beside import PlanProcess
 from keras_remat.planning.plan import Plan
 from keras_remat.training.phases import Phase, Recorded, Tries
 
-#: Of every array of a batch its shape, the name of its dtype and the structure that it is a leaf of;
-#: ``None`` stays ``None``.
+#: Of every array of a batch its shape, the name of its dtype and the structure that it is a leaf
+#: of; ``None`` stays ``None``.
 Signature = tuple[tuple[tuple[int, ...], str, str] | None, ...]
 
 

@@ -1,5 +1,5 @@
-"""``RematAutotune`` inside ``fit``, on the framework that Keras runs on: what it leaves alone, data in
-every form, and that it always gives the train function back."""
+"""``RematAutotune`` inside ``fit``, on the framework that Keras runs on: what it leaves alone, data
+in every form, and that it always gives the train function back."""
 
 import csv
 import json

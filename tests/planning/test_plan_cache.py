@@ -28,7 +28,8 @@ def compete(mine):
     while True:
         mine.save(path)
         found = cached_plan(path, problem)
-        if found is not None and found.solution.schedule not in [p.solution.schedule for p in plans]:
+        schedules = [plan.solution.schedule for plan in plans]
+        if found is not None and found.solution.schedule not in schedules:
             os._exit(3)
 
 source = random.Random(0)

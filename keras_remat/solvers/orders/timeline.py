@@ -21,8 +21,8 @@ SPARE_CELLS = 2
 CROWDED = 0.5
 """Share of the cells above which there is little room between runs."""
 TOO_MANY_BYTES = 2**61
-"""Stands for no budget: no problem that is solved has as many. Sums of a few such numbers stay within
-64 bits."""
+"""Stands for no budget: no problem that is solved has as many. Sums of a few such numbers stay
+within 64 bits."""
 SPARE_RUNS = 6
 """Runs of an op beyond the most that any op has in the order."""
 

@@ -182,7 +182,8 @@ def test_options_have_to_be_the_same_in_all(world):
     assert (
         came
         == [
-            "Process 2 of 3 trains with other options than process 0: seed=7 and not 0. Give all the same."
+            "Process 2 of 3 trains with other options than process 0: seed=7 and not 0. "
+            "Give all the same."
         ]
         * COUNT
     )

@@ -29,7 +29,8 @@ LIMIT_S = 60.0
 
 def bound(problem: Problem, **options: object) -> float:
     cuts = longest_chain(problem)
-    return window_bound.lower_bound_s(problem, cuts, limit_s=LIMIT_S, **options)  # type: ignore[arg-type]
+    options["limit_s"] = LIMIT_S
+    return window_bound.lower_bound_s(problem, cuts, **options)  # type: ignore[arg-type]
 
 
 def optimum(problem: Problem) -> float:

@@ -158,8 +158,10 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 @needs_ortools
 def test_ortools_is_not_imported_here() -> None:
     code = (
-        "import sys; sys.path[:0] = ['.', 'tests']; from random_problems import chain_problem; from keras_remat.solvers import SOLVERS; "
-        "SOLVERS['intervals'](chain_problem(6).with_budget(6), time_limit_s=5); sys.exit('ortools' in sys.modules)"
+        "import sys; sys.path[:0] = ['.', 'tests']; "
+        "from random_problems import chain_problem; from keras_remat.solvers import SOLVERS; "
+        "SOLVERS['intervals'](chain_problem(6).with_budget(6), time_limit_s=5); "
+        "sys.exit('ortools' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

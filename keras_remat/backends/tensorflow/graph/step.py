@@ -152,8 +152,8 @@ class TensorFlowStep(TracedStep):
 
 
 def given_leaves(batch: Any) -> list[Any]:
-    """Returns the arrays of a batch in flattening order; Keras's iterators carry ``None`` (no sample
-    weights, say) as an empty ``Optional``."""
+    """Returns the arrays of a batch in flattening order; Keras's iterators carry ``None`` (no
+    sample weights, say) as an empty ``Optional``."""
     leaves = tf.nest.flatten(batch)
     return [x for x in leaves if x is not None and not isinstance(x, tf.experimental.Optional)]
 

@@ -4,8 +4,8 @@ TensorFlow's profiler writes down every allocation with its address, the bytes i
 the fragmentation: the share of the free bytes that is not in the largest free chunk
 (``BFCAllocator::AddTraceMe`` of TensorFlow 2.21). That is enough to know the pool. What a step asks
 for and gives back is free between steps. While the largest chunk stays the same, two events tell
-the bytes of all regions. With those, every event tells the largest chunk, and whoever gets a part of
-it shows where it is.
+the bytes of all regions. With those, every event tells the largest chunk, and whoever gets a part
+of it shows where it is.
 
 Known limit: where free bytes lie that no recorded step has touched is not seen, only how many there
 are, and how large the largest chunk is. They are taken to be that one, and the rest of the largest

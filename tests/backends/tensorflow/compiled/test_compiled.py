@@ -355,7 +355,8 @@ remat = keras_remat.RematAutotune(limit, "keep", compilation="compiled", **t.QUI
 t.fit(model, data, remat, epochs=2)
 print(json.dumps({
     "recomputes": remat.plan.recomputes, "limit": limit, "settled": remat.plan.measured.peak_bytes,
-    "epoch": remat.report.epochs[1].peak_bytes, "kinds": [event.kind for event in remat.report.events],
+    "epoch": remat.report.epochs[1].peak_bytes,
+    "kinds": [event.kind for event in remat.report.events],
     "installed": isinstance(model.train_function, InstalledTrainFunction),
 }))
 """

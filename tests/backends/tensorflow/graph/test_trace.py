@@ -283,8 +283,8 @@ def test_pooling_has_an_index_per_element_that_its_gradient_reads():
 
 
 def test_buffers_that_kernels_take_over():
-    """The loss hands the logits' buffer to their gradient, not the labels'; a sum is formed in place
-    of what is added, with the convolution that oneDNN fuses it with or alone."""
+    """The loss hands the logits' buffer to their gradient, not the labels'; a sum is formed in
+    place of what is added, with the convolution that oneDNN fuses it with or alone."""
     graph = traced_model(pooled)[1].graph
     (loss,) = [op for op in graph.ops if op.kind == "SparseSoftmaxCrossEntropyWithLogits"]
     logits = max(loss.inputs, key=lambda v: graph.values[v].nbytes)

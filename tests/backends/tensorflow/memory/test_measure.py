@@ -131,7 +131,8 @@ from keras_remat.backends.tensorflow.ordered.backend import allocator_memory
 measure.bytes_in_use()
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
 unlimited = measure.TensorFlowDevice().total_bytes()
-resource.setrlimit(resource.RLIMIT_AS, (mapped + 500 * 2**20, resource.getrlimit(resource.RLIMIT_AS)[1]))
+most = resource.getrlimit(resource.RLIMIT_AS)[1]
+resource.setrlimit(resource.RLIMIT_AS, (mapped + 500 * 2**20, most))
 print(unlimited, measure.TensorFlowDevice().total_bytes())
 """
 

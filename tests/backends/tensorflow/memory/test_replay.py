@@ -113,7 +113,7 @@ def pool_of(*free_mib, in_use_mib=(), region_mib=64, seen_mib=None):
 
 
 def test_a_recorded_pool_is_what_an_order_finds(shown):
-    """A chunk of 10 MiB is handed out whole for 6, as is a new region of 8, and one of 16 is cut."""
+    """A chunk of 10 MiB is handed out whole for 6, as is a new region of 8; one of 16 is cut."""
     problem = problem_of([Op(0, "a", "a", (), (0,))], [6], (0,), resident_mib=5)
     memory, order = ReplayedMemory(smallest_bytes=0), Schedule((0,))
     assert memory.peak_bytes(problem, order) == 13 * MIB
