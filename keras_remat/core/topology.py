@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from keras_remat.core.graph import Graph
+from keras_remat.core.problem import Problem
 
 
 def predecessors(graph: Graph, op_id: int) -> set[int]:
@@ -53,6 +54,23 @@ def descendants_of(graph: Graph, op_id: int) -> set[int]:
         if not found.isdisjoint((*graph.producers(op.id), *op.after)):
             found.add(op.id)
     return found - {op_id}
+
+
+def last_runs(problem: Problem, base: Sequence[int]) -> list[int]:
+    """Returns for each of ``problem.ops`` the position in a base order before which it may last run
+    again: that of the first op that must follow it (S4), the end where none must, and -1 where S3
+    forbids it.
+
+    >>> from keras_remat.core.graph import chain_example
+    >>> from keras_remat.core.profile import Profile
+    >>> last_runs(Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0)), (0, 1, 2, 3, 4))
+    [5, 5, 5, 5, 5]
+    """
+    last = [len(base) if op.recomputable else -1 for op in problem.ops]
+    for position, op_id in enumerate(base):
+        for earlier in problem.ops[op_id].after:
+            last[earlier] = min(last[earlier], position)
+    return last
 
 
 def topological_order(

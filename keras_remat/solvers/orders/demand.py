@@ -30,6 +30,7 @@ class Walk:
         alive: ids of the values that later ops may read without recomputing them.
         stuck: values that were missing but could not be recomputed; the order is useless unless
             this is empty.
+        barred: ops that may not run (again), because they or a follower already did.
     """
 
     def __init__(
@@ -43,8 +44,7 @@ class Walk:
         self.order: list[int] = []
         self.alive = {value.id for value in self.graph.values if value.producer is None}
         self.stuck: set[int] = set()
-        # ops that may not run (again), because they or a follower already did
-        self._barred: set[int] = set()
+        self.barred: set[int] = set()
 
     def missing(self, op_id: int) -> list[int]:
         """Ops to run before ``op_id`` so that it finds all its inputs, in the default order."""
@@ -55,7 +55,7 @@ class Walk:
             if value_id in self.alive:
                 continue
             producer = self.graph.maker(value_id)  # step inputs are always alive
-            if producer in self._barred:
+            if producer in self.barred:
                 self.stuck.add(value_id)
                 self.alive.add(value_id)
             elif producer not in found:
@@ -71,13 +71,13 @@ class Walk:
         self.order.append(op_id)
         self.alive.update(op.outputs)
         if not op.recomputable:
-            self._barred.add(op_id)
-        self._barred.update(op.after)
+            self.barred.add(op_id)
+        self.barred.update(op.after)
 
     def demand(self, op_id: int) -> None:
         """Recomputes what ``op_id`` is missing, then runs it; when it may not run again, its
         missing outputs are stuck."""
-        if op_id in self._barred:
+        if op_id in self.barred:
             self.stuck.update(v for v in self.graph.ops[op_id].outputs if v not in self.alive)
             self.alive.update(self.graph.ops[op_id].outputs)
             return

@@ -40,6 +40,7 @@ from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
+from keras_remat.core.topology import last_runs
 from keras_remat.solvers.engines.linear_program import LinearProgram
 
 COST_OF_STORE_ALL = 1000.0  # solvers have absolute tolerances, so costs are scaled to this
@@ -103,12 +104,7 @@ def last_useful_stages(
         which it can be read, ``len(ops) + 1`` for outputs (the end), -1 for values nobody reads.
     """
     graph = problem.graph
-    n, position = len(ops), {op_id: t for t, op_id in enumerate(ops)}
-    deadline = [n] * n
-    for t, op_id in enumerate(ops):
-        for earlier in graph.ops[op_id].after:
-            if earlier in position:
-                deadline[position[earlier]] = min(deadline[position[earlier]], t)
+    n, allowed_until = len(ops), last_runs(problem, ops)
     read_until = [-1] * len(graph.values)
     for v in graph.outputs:
         read_until[v] = n + 1
@@ -116,8 +112,7 @@ def last_useful_stages(
     for t in reversed(range(n)):
         op = graph.ops[ops[t]]
         useful = max((read_until[v] for v in op.outputs), default=t)
-        if op.recomputable:
-            run_until[t] = max(t, min(deadline[t], useful))
+        run_until[t] = max(t, min(allowed_until[ops[t]], useful))
         if problem.fetches:
             fetch_until[t] = max(t, useful)
         for v in op.inputs:

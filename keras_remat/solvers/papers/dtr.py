@@ -22,14 +22,15 @@ until it stays the winner (so a score may be out of date, not below its true val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule
+from keras_remat.core.topology import last_runs
+from keras_remat.solvers.orders.demand import Walk, order_of
 from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers.eviction_scores import SCORES, Neighbourhood
@@ -44,57 +45,43 @@ NOISE, NOISY_TRIALS = 0.3, 40
 MAX_OPS_RUN, OPS_RUN_PER_OP = 150_000, 500
 
 
-class _Abandoned(Exception):
-    """The run takes too long or recomputes too much."""
-
-
 class _Run:
-    """One pass over the default order under ``budget_bytes``."""
+    """One pass over the default order under ``budget_bytes``; says when the values of a walk are
+    dropped."""
 
     def __init__(
-        self,
-        problem: Problem,
-        score: str,
-        seed: int,
-        budget_bytes: int,
-        pinned: set[int],
-        deadline: Deadline,
-        noise: float,
+        self, walk: Walk, problem: Problem, score: str, seed: int, budget_bytes: int, noise: float
     ):
         graph, n = problem.graph, len(problem.graph.values)
-        self.problem, self.graph, self.ops = problem, graph, graph.ops
-        self.budget, self.deadline = budget_bytes, deadline
-        self.default_order = Schedule.store_all(graph).order
+        self.walk, self.problem, self.graph, self.ops = walk, problem, graph, graph.ops
+        self.budget, self.alive = budget_bytes, walk.alive
+        self.default_order = sorted(graph.needed)
         self.nbytes = [value.nbytes for value in graph.values]
         self.time = problem.profile.op_time_s
-        self.order: list[int] = []
-        self.stuck: set[int] = set()
         self.held = problem.profile.resident_bytes
         self.clock = 0.0
         self.tick = (max(self.time, default=0.0) or 1.0) * 1e-6
 
-        self.alive = [value.producer is None for value in graph.values]
         self.evicted = [False] * n
         self.locks = [0] * n
-        self.barred: set[int] = set()
         self.reads_left = [0] * n
         for op_id in self.default_order:
             for v in set(self.ops[op_id].inputs):
                 self.reads_left[v] += 1
         for v in set(graph.outputs):
             self.reads_left[v] += 1
-        self.small, self.allowed = _never_and_ever_evicted(problem, self.default_order, pinned)
+        self.small, self.allowed = _never_and_ever_evicted(problem, self.default_order, walk.pinned)
 
         self.around = Neighbourhood(graph, self.time, self.evicted)
         self.numerator_of = self._numerators(score)
-        self.uses_size = score not in ("lru", "random")
         self.uses_staleness = score in ("dtr", "eq", "local", "lru")
         self.refreshes = score in ("dtr", "eq", "msps")
         self.random = np.random.default_rng(seed)
         self.numerator = np.ones(n)
         self.last_use = np.zeros(n)
-        self.size = np.maximum(np.asarray(self.nbytes, dtype=float), 1.0)
-        self.bias = np.exp(noise * self.random.standard_normal(n)) if noise else np.ones(n)
+        self.weight = np.exp(noise * self.random.standard_normal(n)) if noise else np.ones(n)
+        if score not in ("lru", "random"):
+            self.weight *= np.maximum(np.asarray(self.nbytes, dtype=float), 1.0)
         self.candidate = np.zeros(n, dtype=bool)
 
     def _numerators(self, score: str) -> Callable[[int], float]:
@@ -110,8 +97,8 @@ class _Run:
             "random": lambda v: float(self.random.random()),
         }[score]
 
-    def execute(self) -> list[int]:
-        """Runs everything and returns the order."""
+    def execute(self) -> None:
+        """Runs everything."""
         for op_id in self.default_order:
             self._demand(op_id)
             for v in set(self.ops[op_id].inputs):
@@ -120,13 +107,12 @@ class _Run:
         for v in self.graph.outputs:  # DTR brings back what the caller holds
             self.locks[v] += 1
         for v in self.graph.outputs:
-            if not self.alive[v]:
+            if v not in self.alive:
                 producer = self.graph.maker(v)  # a step input is always alive
-                if producer in self.barred:
-                    self.stuck.add(v)
+                if producer in self.walk.barred:
+                    self.walk.stuck.add(v)
                 else:
                     self._demand(producer)
-        return self.order
 
     def _demand(self, wanted: int) -> None:
         """Runs an op after recomputing, depth first, whatever it is missing; inputs of ops under
@@ -135,7 +121,7 @@ class _Run:
         self._lock(self.ops[wanted].inputs, 1)
         while stack:
             op_id = stack[-1]
-            missing = next((v for v in self.ops[op_id].inputs if not self.alive[v]), None)
+            missing = next((v for v in self.ops[op_id].inputs if v not in self.alive), None)
             if missing is None:
                 self._run(op_id)
                 stack.pop()
@@ -144,8 +130,8 @@ class _Run:
                     self._evict_if_dead(v)
                 continue
             producer = self.graph.maker(missing)  # a step input is always alive
-            if producer in self.barred:
-                self.stuck.add(missing)
+            if producer in self.walk.barred:
+                self.walk.stuck.add(missing)
                 self._revive(missing)
             else:
                 stack.append(producer)
@@ -154,40 +140,37 @@ class _Run:
     def _lock(self, value_ids: Iterable[int], change: int) -> None:
         for v in set(value_ids):
             self.locks[v] += change
-            self.candidate[v] = self.alive[v] and self.allowed[v] and not self.locks[v]
+            self.candidate[v] = v in self.alive and self.allowed[v] and not self.locks[v]
 
     def _run(self, op_id: int) -> None:
-        if len(self.order) % 256 == 0 and self.deadline.is_over:
-            raise _Abandoned
-        if len(self.order) > MAX_RUNS_PER_OP * len(self.default_order):
-            raise _Abandoned
+        if len(self.walk.order) > MAX_RUNS_PER_OP * len(self.default_order):
+            raise TimeoutError("the run recomputes too much")
         op = self.ops[op_id]
         for v in op.outputs:  # the instance before this one is dead weight
-            if self.alive[v]:
+            if v in self.alive:
                 self._forget(v)
         dying = frozenset(v for v in op.may_reuse if self.reads_left[v] == 1 and self.locks[v] == 1)
         extra = sum(self.nbytes[v] for v in op.outputs) - reused_bytes(op, self.graph.values, dying)
         self._make_room(extra + self.problem.profile.op_workspace_bytes[op_id])
-        self.order.append(op_id)
+        self.walk.run(op_id)
         self.clock += self.time[op_id] + self.tick
         self.around.leave(op_id)
         for v in op.outputs:
             self._revive(v)
         for v in op.inputs:
             self.last_use[v] = self.clock
-        if not op.recomputable:
-            self.barred.add(op_id)
-        self.barred.update(op.after)
 
     def _revive(self, v: int) -> None:
-        self.alive[v], self.evicted[v] = True, False
+        self.alive.add(v)
+        self.evicted[v] = False
         self.held += self.nbytes[v]
         self.last_use[v] = self.clock
         self.candidate[v] = self.allowed[v] and not self.locks[v]
         self.numerator[v] = self.numerator_of(v)
 
     def _forget(self, v: int) -> None:
-        self.alive[v], self.evicted[v], self.candidate[v] = False, True, False
+        self.alive.remove(v)
+        self.evicted[v], self.candidate[v] = True, False
         self.held -= self.nbytes[v]
 
     def _evict(self, v: int) -> None:
@@ -195,7 +178,7 @@ class _Run:
         self.around.join(self.graph.maker(v))  # step inputs are never candidates
 
     def _evict_if_dead(self, v: int) -> None:
-        if self.alive[v] and self.reads_left[v] == 0 and not self.locks[v]:
+        if v in self.alive and self.reads_left[v] == 0 and not self.locks[v]:
             if self.allowed[v]:
                 self._evict(v)
             elif self.small[v]:  # stays, and costs next to nothing
@@ -213,7 +196,7 @@ class _Run:
         found = np.flatnonzero(self.candidate)
         if not len(found):
             return None
-        weight = self.bias[found] * self.size[found] if self.uses_size else self.bias[found]
+        weight = self.weight[found]
         if self.uses_staleness:
             weight = weight * (self.clock - self.last_use[found] + self.tick)
         if self.refreshes and len(found) <= EXACT_CANDIDATES:
@@ -234,29 +217,29 @@ class _Run:
 
 
 def _never_and_ever_evicted(
-    problem: Problem, order: Iterable[int], pinned: set[int]
+    problem: Problem, order: Sequence[int], pinned: Collection[int]
 ) -> tuple[list[bool], list[bool]]:
     """Which values are too small to evict, and which may be evicted at all: those recomputable up
     to their last reader."""
     graph = problem.graph
     sizes = [graph.values[v].nbytes for op_id in order for v in graph.ops[op_id].outputs]
     threshold = 0.01 * sum(sizes) / max(1, len(sizes))
-    barred_from: dict[int, int] = {}
-    for op_id in order:
-        for earlier in graph.ops[op_id].after:
-            barred_from.setdefault(earlier, op_id)
+    read_until = [-1] * len(graph.values)
+    for at, op_id in enumerate(order):
+        for v in graph.ops[op_id].inputs:
+            read_until[v] = at
+    for v in graph.outputs:
+        read_until[v] = len(order)
+    run_until = last_runs(problem, order)
     small, allowed = [], []
     for value in graph.values:
         small.append(value.producer is not None and value.nbytes < threshold)
-        last_reader = max((r for r in graph.readers[value.id] if r in graph.needed), default=-1)
-        if value.id in graph.outputs:  # wanted at the end
-            last_reader = len(graph.ops)
         allowed.append(
             value.producer is not None
             and value.nbytes >= threshold
             and value.id not in pinned
             and graph.ops[value.producer].recomputable
-            and last_reader <= barred_from.get(value.producer, len(graph.ops))
+            and read_until[value.id] <= run_until[value.producer]
         )
     return small, allowed
 
@@ -284,16 +267,14 @@ def planned_order(
     """
     if score not in SCORES:
         raise ValueError(f"unknown score {score!r}; there are {', '.join(SCORES)}")
-    pinned: set[int] = set()
-    while True:
-        run = _Run(problem, score, seed, budget_bytes, pinned, deadline, noise)
-        try:
-            order = run.execute()
-        except _Abandoned:
-            return None
-        if not run.stuck:
-            return order
-        pinned |= run.stuck
+
+    def policy(walk: Walk) -> None:
+        _Run(walk, problem, score, seed, budget_bytes, noise).execute()
+
+    try:
+        return order_of(problem, policy, deadline)
+    except TimeoutError:
+        return None
 
 
 def solve(

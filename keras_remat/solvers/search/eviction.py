@@ -28,6 +28,7 @@ import numpy as np
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Op, reused_bytes
 from keras_remat.core.problem import Problem
+from keras_remat.core.topology import last_runs
 
 OPS_PER_STEP = 10
 """Running an op is a step, and so is looking at this many missing ones to see what a value
@@ -87,13 +88,10 @@ class Eviction:
         self.reads: list[list[int]] = [[] for _ in range(count)]
         for value_id in graph.outputs:
             self.reads[value_id].append(end)
-        last_run = [end] * len(self.ops)  # base position before which an op may still run again
         for position in range(end - 1, -1, -1):
             for value_id in self.inputs[base[position]]:
                 self.reads[value_id].append(position)
-            for earlier in self.ops[base[position]].after:
-                last_run[earlier] = position
-        self.last_run = [last_run[op.id] if op.recomputable else -1 for op in self.ops]  # or fetch
+        self.last_run = last_runs(problem, base)
         self.alive = [producer < 0 for producer in self.producer]
         # left for recomputations
         self.spare_s = worse_than_s - sum(problem.profile.op_time_s[i] for i in base)
@@ -149,15 +147,12 @@ class Eviction:
             if missing:
                 if self.steps > limit:
                     raise StuckError("the recomputations exploded")
-                producers = dict.fromkeys(self._way(self.producer[v]) for v in missing)
+                producers = list(dict.fromkeys(self._way(self.producer[v]) for v in missing))
                 if any(self.last_run[producer] < self.now for producer in producers):
                     raise StuckError("a value cannot be computed again")
-                first = (
-                    max(producers, key=self._bytes_to_compute)
-                    if len(producers) > 1
-                    else next(iter(producers))
-                )
-                stack.append((first, set()))
+                if len(producers) > 1:
+                    producers.sort(key=self._bytes_to_compute, reverse=True)
+                stack.append((producers[0], set()))
                 continue
             for value_id in self.inputs[op_id]:
                 if value_id not in locked:
@@ -191,11 +186,8 @@ class Eviction:
     def _bytes_to_compute(self, op_id: int) -> int:
         """Bytes of everything that has to be computed before ``op_id`` can run, and of what it
         computes."""
-        return sum(
-            self.nbytes[v]
-            for missing in self._missing(op_id, 200)
-            for v in self.ops[missing].outputs
-        )
+        missing = self._missing(op_id, 200)
+        return sum(self.nbytes[v] for i in missing for v in self.ops[i].outputs)
 
     def _lock(self, value_id: int) -> None:
         self.locks[value_id] += 1
@@ -214,14 +206,13 @@ class Eviction:
         op = self.ops[op_id]
         self._settle(op_id)
         new = [v for v in op.outputs if not self.alive[v]]
-        for value_id in op.outputs:
-            if self.alive[value_id]:
-                self._lock(value_id)
+        there = [v for v in op.outputs if self.alive[v]]
+        for value_id in there:
+            self._lock(value_id)
         self._make_room(op, new)
         self._settle(op_id)  # an eviction just now may have counted on running it again
-        for value_id in op.outputs:
-            if self.alive[value_id]:
-                self._unlock(value_id)
+        for value_id in there:
+            self._unlock(value_id)
         self.order.append(op_id)
         self.steps += 1
         if self.ran[op_id]:
@@ -236,14 +227,9 @@ class Eviction:
             self.stale[value_id] = None
         for value_id in self.inputs[op_id]:
             self._unlock(value_id)
-        for value_id in (*self.inputs[op_id], *op.outputs):
-            if (
-                self.alive[value_id]
-                and not self.locks[value_id]
-                and not self.kept[value_id]
-                and not self._wanted(value_id)
-            ):
-                self._drop(value_id)
+        for v in (*self.inputs[op_id], *op.outputs):
+            if self.alive[v] and not (self.locks[v] or self.kept[v] or self._wanted(v)):
+                self._drop(v)
 
     def _settle(self, op_id: int) -> None:
         """``op_id`` or its fetch runs now, and it is pending no more."""

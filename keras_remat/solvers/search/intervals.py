@@ -29,6 +29,7 @@ from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes, simulate
+from keras_remat.core.topology import last_runs
 from keras_remat.solvers.engines import cp_sat
 from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Incumbent, seconds_of
@@ -140,10 +141,7 @@ def candidates(problem: Problem, base: Sequence[int], depth: int) -> set[Pair]:
     """
     graph = problem.graph
     place = {op_id: at for at, op_id in enumerate(base)}
-    last = [len(base)] * len(graph.ops)  # slot after which S4 forbids another run
-    for op_id in base:
-        for earlier in graph.ops[op_id].after:
-            last[earlier] = min(last[earlier], place[op_id])
+    last = last_runs(problem, base)  # slot after which S4 forbids another run
     live = live_bytes(problem, Schedule(tuple(base)))
     tight = np.concatenate([[0], np.cumsum(live > TIGHT_SHARE * (problem.budget_bytes or 0))])
     least_gap = max(1, len(base) // 300)
