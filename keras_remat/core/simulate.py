@@ -45,11 +45,19 @@ def last_reads(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
     return born
 
 
-def live_bytes(problem: Problem, schedule: Schedule) -> npt.NDArray[np.int64]:
+def live_bytes(
+    problem: Problem, schedule: Schedule, below_bytes: int | None = None
+) -> npt.NDArray[np.int64]:
     """Bytes alive at every position of the order.
 
+    Args:
+        problem: the graph and its costs.
+        schedule: a legal order.
+        below_bytes: count smaller values alone, and neither resident bytes nor workspace.
+
     Returns:
-        int64 array of shape ``[len(order)]``, resident bytes and workspace included.
+        int64 array of shape ``[len(order)]``; without ``below_bytes``, resident bytes and workspace
+        are included.
 
     >>> from keras_remat.core.graph import chain_example
     >>> from keras_remat.core.profile import Profile
@@ -59,27 +67,29 @@ def live_bytes(problem: Problem, schedule: Schedule) -> npt.NDArray[np.int64]:
     >>> live_bytes(p, Schedule((0, 1, 2, 3, 0, 4))).tolist()
     [4, 5, 7, 7, 5, 7]
     """
-    return np.asarray(_live(problem, schedule), dtype=np.int64)
+    return np.asarray(_live(problem, schedule, below_bytes), dtype=np.int64)
 
 
-def _live(problem: Problem, schedule: Schedule) -> list[int]:
+def _live(problem: Problem, schedule: Schedule, below_bytes: int | None = None) -> list[int]:
     """:func:`live_bytes` as Python integers, which cannot overflow."""
     graph, values = problem.graph, problem.graph.values
+    nbytes = [v.nbytes if below_bytes is None or v.nbytes < below_bytes else 0 for v in values]
     born = last_reads(problem, schedule)
     n = len(schedule.order)
     dying: list[set[int]] = [set() for _ in range(n)]
     kept = set(graph.outputs)
     delta = [0] * (n + 1)
-    delta[0] = problem.profile.resident_bytes
+    delta[0] = problem.profile.resident_bytes if below_bytes is None else 0
     for k, instances in enumerate(born):
         for value_id, end in instances.items():
-            delta[k] += values[value_id].nbytes
-            delta[end + 1] -= values[value_id].nbytes
-            if end > k:
+            delta[k] += nbytes[value_id]
+            delta[end + 1] -= nbytes[value_id]
+            if end > k and nbytes[value_id]:  # what holds nothing has nothing to take over
                 dying[end].add(value_id)
     live = list(accumulate(delta[:n]))
     for k, op_id in enumerate(schedule.order):
-        live[k] += problem.op_workspace_bytes[op_id]
+        if below_bytes is None:
+            live[k] += problem.op_workspace_bytes[op_id]
         op = problem.ops[op_id]
         if op.may_reuse:
             ending = dying[k] if k < n - 1 else dying[k] - kept

@@ -14,16 +14,15 @@ their own. The expanded order is always simulated on the full problem, which has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from keras_remat.core.graph import Graph, Op, Value, reused_bytes
+from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
-from keras_remat.core.simulate import last_reads
+from keras_remat.core.simulate import live_bytes
 
 SMALL_SHARE = 0.005
 """Share of the budget that small values may hold at once."""
@@ -104,7 +103,7 @@ class Coarse:
         for value in graph.values:
             if value.producer is None and value.nbytes >= self.threshold_bytes:
                 values.append(replace(value, id=len(values)))
-        small = small_peaks(self.full, self.base)(self.threshold_bytes)
+        small = small_peak(self.full, self.base, self.threshold_bytes)
         costs = Profile(times, workspace, profile.resident_bytes + small)
         coarse = Graph(tuple(ops), tuple(values), kept)
         return Problem(coarse, costs, self.full.budget_bytes, self.full.name)
@@ -200,37 +199,15 @@ def small_value_threshold(problem: Problem, base: Sequence[int]) -> int:
     budget = problem.budget_bytes
     if budget is None:
         raise ValueError("needs a budget")
-    threshold, peak_bytes = budget >> 6, small_peaks(problem, base)
-    while threshold > 1 and peak_bytes(threshold) > SMALL_SHARE * budget:
-        threshold >>= 1
-    return max(1, threshold)
+    shifts = range(6, budget.bit_length())
+    first = bisect_left(
+        shifts,
+        True,
+        key=lambda shift: small_peak(problem, base, budget >> shift) <= SMALL_SHARE * budget,
+    )
+    return max(1, budget >> (6 + first))
 
 
-def small_peaks(problem: Problem, base: Sequence[int]) -> Callable[[int], int]:
-    """Returns a function that gives the most bytes which values below a threshold hold at once in
-    an order without recomputation."""
-    graph, order, kept = problem.graph, tuple(base), set(problem.graph.outputs)
-    spans: list[tuple[int, int, int, int]] = []  # size of the value, first and last + 1, bytes held
-    dying: list[set[int]] = [set() for _ in order]
-    for first, instances in enumerate(last_reads(problem, Schedule(order))):
-        for value_id, last in instances.items():
-            nbytes = graph.values[value_id].nbytes
-            spans.append((nbytes, first, last + 1, nbytes))
-            if last > first and (last < len(order) - 1 or value_id not in kept):
-                dying[last].add(value_id)
-    for at, op_id in enumerate(order):
-        op = graph.ops[op_id]
-        ending = dying[at].intersection(op.may_reuse)
-        for nbytes in {graph.values[v].nbytes for v in ending}:
-            alike = {v for v in ending if graph.values[v].nbytes == nbytes}
-            spans.append((nbytes, at, at + 1, -reused_bytes(op, graph.values, alike)))
-    size, begin, end, held = np.asarray(spans, dtype=np.int64).reshape(-1, 4).T
-
-    def peak_bytes(threshold_bytes: int) -> int:
-        small = size < threshold_bytes
-        change = np.zeros(len(order) + 1, dtype=np.int64)
-        np.add.at(change, begin[small], held[small])
-        np.subtract.at(change, end[small], held[small])
-        return int(change.cumsum().max())
-
-    return peak_bytes
+def small_peak(problem: Problem, base: Sequence[int], threshold_bytes: int) -> int:
+    """Returns the most bytes which values below a threshold hold at once in an order."""
+    return int(live_bytes(problem, Schedule(tuple(base)), threshold_bytes).max(initial=0))

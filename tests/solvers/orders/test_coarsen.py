@@ -72,7 +72,7 @@ def test_small_values_stay_below_their_share() -> None:
     problem = mixed_problem(5, "training").with_budget(10**6)
     base = Schedule.store_all(problem.graph).order
     threshold = coarsen.small_value_threshold(problem, base)
-    assert coarsen.small_peaks(problem, base)(threshold) <= coarsen.SMALL_SHARE * 10**6
+    assert coarsen.small_peak(problem, base, threshold) <= coarsen.SMALL_SHARE * 10**6
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -80,7 +80,6 @@ def test_small_values_are_counted_as_if_the_others_had_no_bytes(seed: int) -> No
     problem = mixed_problem(seed)
     graph, costs = problem.graph, problem.profile
     base = Schedule.store_all(graph)
-    peak_bytes = coarsen.small_peaks(problem, base.order)
     for threshold in range(1, 11):
         values = tuple(v if v.nbytes < threshold else replace(v, nbytes=0) for v in graph.values)
         small = replace(
@@ -88,7 +87,9 @@ def test_small_values_are_counted_as_if_the_others_had_no_bytes(seed: int) -> No
             graph=replace(graph, values=values),
             profile=replace(costs, op_workspace_bytes=(0,) * len(graph.ops), resident_bytes=0),
         )
-        assert peak_bytes(threshold) == simulate(small, base).peak_bytes
+        assert (
+            coarsen.small_peak(problem, base.order, threshold) == simulate(small, base).peak_bytes
+        )
 
 
 def test_thresholds_are_compared_without_a_new_graph(monkeypatch: pytest.MonkeyPatch) -> None:
