@@ -228,6 +228,27 @@ def gan(batch=8):
     return model, (rng.random((batch, 6), "float32"),)
 
 
+class Trim(layers.Layer):
+    """Drops the steps that no sample has: how long its output is, only the step that runs knows."""
+
+    def call(self, x):
+        steps = tf.reduce_max(tf.reduce_sum(tf.cast(x[:, :, 0] > 0, tf.int32), 1))
+        return x[:, :steps]
+
+
+def trimmed(batch=8, steps=12):
+    """Views whose shapes ops compute when they run."""
+    rng = _seeded()
+    inputs = layers.Input((steps, 4))
+    x = Trim()(inputs)
+    for _ in range(2):
+        x = layers.Dense(8, activation="gelu")(x)
+    model = _compiled(keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x))))
+    x, y = rng.random((batch, steps, 4), "float32"), rng.random((batch, 1), "float32")
+    x[:, steps // 2 :] = 0
+    return model, (x, y)
+
+
 #: Every kind of model, by name.
 MODELS = {
     "mlp": mlp,
@@ -238,6 +259,7 @@ MODELS = {
     "mixed_precision": mixed_precision,
     "vae": vae,
     "gan": gan,
+    "trimmed": trimmed,
 }
 
 

@@ -11,7 +11,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
@@ -42,10 +42,12 @@ class TracedStep:
         graph: what the step computes.
         handles: op id → what the backend needs to run that op; nothing outside the backend looks
             inside.
+        differences: what differs from Keras's own step, in sentences for the user.
     """
 
     graph: Graph
     handles: Mapping[int, Any]
+    differences: tuple[str, ...] = field(default=(), kw_only=True)
 
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
         """Returns what Keras's own step is predicted to need, resident bytes included; a backend

@@ -4,19 +4,27 @@ where.
 The pieces' gradients are weighted by their share of the samples, so for losses that are means over
 the batch (Keras's default reduction) the sum is the gradient of the whole batch, up to the order of
 floating-point additions. What looks at a whole batch does not get to see one: batch normalization
-normalizes over a micro-batch, and its moving averages move once per micro-batch.
+normalizes over a micro-batch, and its moving averages move once per micro-batch. A loss of that
+kind is refused (:func:`check_can_be_cut`, :func:`watched_pieces`); other parts of a model are
+named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
+from math import prod
 from typing import Any
+
+import numpy as np
 
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.keras_private import layers, masks
 from keras_remat.errors import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 SEPARATION = "next_micro_batch"
 """The scope of operations that only make a micro-batch wait for the one before."""
@@ -25,9 +33,8 @@ STEP_METHODS = ("train_step", "compute_loss", "stateless_compute_loss", "compute
 """What a model may override, and then computes a loss that need be no mean over the batch."""
 
 
-def has_batch_normalization(model: Any) -> bool:
-    """Returns whether the model keeps averages of what its layers get."""
-    return any(variable.name == "moving_mean" for variable in model.non_trainable_variables)
+#: Samples of which a loss is computed together and apart, and the most numbers that one may be of.
+_COMPARED_SAMPLES, _MOST_NUMBERS = 4, 2**18
 
 
 def check_can_be_cut(model: Any) -> None:
@@ -44,6 +51,13 @@ def check_can_be_cut(model: Any) -> None:
                 "micro-batches."
             )
     for loss in keras.tree.flatten(model.loss):
+        if isinstance(loss, keras.losses.Loss) and (
+            type(loss).__call__ is not keras.losses.Loss.__call__
+        ):
+            raise UnsupportedModelError(
+                f"The loss {loss.name!r} has a __call__ of its own, which need be no mean over the "
+                "batch and cannot be cut into micro-batches."
+            )
         if getattr(loss, "reduction", "sum_over_batch_size") not in ("sum_over_batch_size", "mean"):
             raise UnsupportedModelError(
                 f"The loss {loss.name!r} reduces by {loss.reduction!r}; only means over the "
@@ -68,39 +82,136 @@ def check_no_masks(predicted: Any) -> None:
 
 
 @contextmanager
-def checked_losses() -> Iterator[None]:
-    """Raises :class:`UnsupportedModelError` inside, where a loss is computed whose mean over the
-    batch is not made of the means over its pieces.
+def watched_pieces(
+    model: Any, count: int, eagerly: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[list[str]]:
+    """Watches a step in ``count`` pieces while it is traced; gives a list of what will differ from
+    a step of the whole batch, complete afterwards: sentences for the user.
 
-    That shows only in what the loss returns before it is reduced: a mask of its own (an ignored
-    class), or fewer numbers than one for every sample (Dice and Tversky, and a function that
-    reduces by itself, of which nobody knows whether by a sum or a mean).
+    A loss that is no mean over the batch shows in what it returns before that is reduced: a mask of
+    its own (an ignored class), fewer numbers than one for every sample (Dice and Tversky, and a
+    function that reduces by itself, of which nobody knows whether by a sum or a mean), or other
+    numbers for a sample where other samples are beside it (contrastive losses).
+
+    Args:
+        eagerly: a context in which what is computed is not traced.
+
+    Raises:
+        UnsupportedModelError: inside, where such a loss is computed.
     """
     import keras
 
-    original = keras.losses.Loss.__call__
+    told: list[str] = []
+    if count == 1:
+        yield told
+        return
+    state = {
+        id(variable): layer.name
+        for layer in layers(model)
+        for variable in layer.non_trainable_weights
+        if layer is not model
+    }
+    names: dict[str, None] = {}  # of layers that move state, and of metrics
+    metrics: dict[str, None] = {}
+    checked: set[int] = set()  # losses
 
-    def call(loss: Any, *args: Any, **options: Any) -> Any:
-        compute, own = loss.call, vars(loss).get("call")
+    def compute_loss(original: Any, loss: Any, *args: Any, **options: Any) -> Any:
+        compute = loss.call
 
-        def checked(y_true: Any, y_pred: Any) -> Any:
+        def call(_: Any, y_true: Any, y_pred: Any) -> Any:
             values = compute(y_true, y_pred)
             _check_values(loss.name, values, y_pred)
+            if id(loss) not in checked:
+                checked.add(id(loss))
+                with eagerly():
+                    _check_samples_are_apart(loss.name, compute, y_true, y_pred)
             return values
 
-        loss.call = checked
-        try:
+        with _wrapped(loss, "call", call):
             return original(loss, *args, **options)
-        finally:
-            del loss.call
-            if own is not None:
-                loss.call = own
 
-    keras.losses.Loss.__call__ = call
+    def update_mean(original: Any, metric: Any, values: Any, *args: Any, **options: Any) -> Any:
+        is_one_number = getattr(values, "shape", ()) == ()
+        if is_one_number and isinstance(metric, keras.metrics.MeanMetricWrapper):
+            metrics[metric.name] = None
+        return original(metric, values, *args, **options)
+
+    def assign(original: Any, variable: Any, *args: Any, **options: Any) -> Any:
+        if id(variable) in state:
+            names[state[id(variable)]] = None
+        return original(variable, *args, **options)
+
+    with ExitStack() as watching:
+        watching.enter_context(_wrapped(keras.losses.Loss, "__call__", compute_loss))
+        watching.enter_context(_wrapped(keras.metrics.Mean, "update_state", update_mean))
+        watching.enter_context(_wrapped(keras.Variable, "assign", assign))
+        yield told
+    if names:
+        told.append(
+            f"Layers that keep state ({_listed(names)}) see one piece of a batch at a time, and "
+            "move their state once for each. Batch normalization takes a piece's statistics."
+        )
+    if metrics:
+        told.append(
+            f"Metrics that are one number for a batch ({_listed(metrics)}) are the means of the "
+            "numbers of its pieces."
+        )
+
+
+@contextmanager
+def _wrapped(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Puts ``replacement`` in the place of a method, which becomes its first argument."""
+    original, own = getattr(owner, name), vars(owner).get(name)
+
+    def method(*args: Any, **options: Any) -> Any:
+        return replacement(original, *args, **options)
+
+    setattr(owner, name, method)
     try:
         yield
     finally:
-        keras.losses.Loss.__call__ = original
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def _listed(names: dict[str, None]) -> str:
+    first, *others = names
+    return first if not others else f"{first} and {len(others)} more"
+
+
+def _check_samples_are_apart(name: str, compute: Any, y_true: Any, y_pred: Any) -> None:
+    """Raises where a loss gives samples other numbers when others are beside them, by made-up
+    predictions; says nothing where it cannot be computed of those."""
+    import keras
+
+    drawn, half = np.random.default_rng(0), _COMPARED_SAMPLES // 2
+
+    def made_up(like: Any) -> Any:
+        kind, shape = keras.backend.standardize_dtype(like.dtype), tuple(like.shape)[1:]
+        if prod(shape) > _MOST_NUMBERS:
+            raise ValueError("a sample is too large")
+        shape = (_COMPARED_SAMPLES, *shape)
+        numbers = drawn.uniform(0.1, 0.9, shape) if "float" in kind else drawn.integers(0, 2, shape)
+        return keras.ops.convert_to_tensor(numbers, dtype=kind)
+
+    try:
+        given = keras.tree.map_structure(made_up, (y_true, y_pred))
+        together, *apart = (
+            keras.ops.convert_to_numpy(
+                compute(*keras.tree.map_structure(lambda leaf, rows=rows: leaf[rows], given))
+            )
+            for rows in (slice(None), slice(half), slice(half, None))
+        )
+    except Exception as error:  # shapes may be unknown, and the loss want other numbers
+        logger.debug("keras_remat: the loss %r is not tried on made-up numbers: %s", name, error)
+        return
+    if not np.allclose(together, np.concatenate(apart), rtol=1e-3, atol=1e-5, equal_nan=True):
+        raise UnsupportedModelError(
+            f"The loss {name!r} compares the samples of a batch with one another, and each piece "
+            "would only see its own."
+        )
 
 
 def _check_values(name: str, values: Any, predicted: Any) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 
 from keras_remat.backends.base import Backend
 from keras_remat.backends.batches import batch_size_of
-from keras_remat.backends.micro_batches import has_batch_normalization
 from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Usage
@@ -257,13 +256,6 @@ class BackendRace:
                 self._chooses_pieces = False
                 return None
             options = replace(options, micro_batches=pieces)
-            if has_batch_normalization(self.fit.model):
-                self.fit.warn(
-                    EventKind.MICRO_BATCHES,
-                    "Batch normalization sees one piece of a batch at a time, where pieces are "
-                    "tried and where they stay: its statistics are a piece's. micro_batches=None "
-                    "leaves batches whole.",
-                )
         return StepTrainer(self.fit, backend, options, plain_may_run=False)
 
     # ---------------------------------------------------------------- for others

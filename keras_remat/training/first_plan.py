@@ -101,6 +101,8 @@ class FirstPlans:
             was_built = model.built
             _build_optimizer(model)
             traced = self._traced(batch, micro_batches)
+            for difference in traced.differences:
+                self._fit.warn(EventKind.MICRO_BATCHES, difference)
             if not was_built:  # slots that tracing made share their zeros until they are written
                 self._backend.snapshot(model)()
         in_use = counted_bytes(self._backend.device)
@@ -323,8 +325,7 @@ class FirstPlans:
             message = (
                 f"No schedule trains {shape.batch_size} samples at once within "
                 f"{format_bytes(self._planner.limit_bytes)}: each step trains them in {count} "
-                "micro-batches and adds up their gradients. Batch normalization sees one "
-                "micro-batch at a time."
+                "micro-batches and adds up their gradients."
             )
             self._fit.warn(EventKind.MICRO_BATCHES, message)
             return plan, costs

@@ -116,6 +116,16 @@ def test_losses_that_are_no_means_over_the_batch_are_refused():
     assert_refused(nested, (np.ones((8, 6)), np.zeros((8, 2))), "regularizer of 'sums'")
 
 
+def contrastive(y_true, y_pred):
+    """One number for every sample, of all samples of the batch."""
+    return -keras.ops.log_softmax(y_pred @ keras.ops.transpose(y_true))[:, 0]
+
+
+class Summed(keras.losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return keras.ops.sum(keras.ops.square(y_true - y_pred))
+
+
 IGNORED = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
 
 
@@ -129,6 +139,8 @@ IGNORED = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_cl
         (keras.losses.Dice(axis=0), r"shape \(3,\)"),
         ("tversky", r"shape \(\)"),
         (lambda y, p: keras.ops.sum(keras.ops.square(y - p)), r"shape \(\)"),
+        (contrastive, "compares the samples"),
+        (Summed(), "__call__ of its own"),
     ],
 )
 def test_losses_that_turn_out_to_be_no_means_are_refused(loss, reason):
@@ -138,6 +150,49 @@ def test_losses_that_turn_out_to_be_no_means_are_refused(loss, reason):
     ranks = 1 if reason == "does not mask" else 2
     assert_refused(model, (np.ones((8, 6), "float32"), np.ones((8, 3)[:ranks], "float32")), reason)
     assert keras.losses.MeanSquaredError()(np.ones((2, 3)), np.zeros((2, 3))) == 1.0
+
+
+def differences(model, batch, count=2):
+    backend = load_backend()
+    return backend.trace(model, backend.example_batch(model, batch), count).differences
+
+
+def test_what_sees_a_whole_batch_is_named():
+    """Nothing is said of layers whose state rests, nor of metrics that are sums over samples."""
+
+    def root_mean(y_true, y_pred):
+        return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_true - y_pred)))
+
+    def compiled(*inner, metrics=("mae", "mse")):
+        model = keras.Sequential([keras.Input((16,)), *inner, layers.Dense(4)])
+        model.compile("sgd", "mse", metrics=list(metrics))
+        return model
+
+    resting = layers.BatchNormalization(trainable=False), layers.Normalization(mean=0, variance=1)
+    assert differences(compiled(*resting, layers.Dropout(0.1)), samples(8)) == ()
+    moving = layers.BatchNormalization(name="first"), layers.BatchNormalization()
+    assert differences(compiled(*moving), samples(8), 1) == ()
+    (said,) = differences(compiled(*moving), samples(8))
+    assert "(first and 1 more) see one piece" in said
+    spectral = layers.SpectralNormalization(layers.Dense(3), name="spectral")
+    state, metric = differences(compiled(spectral, metrics=["mae", root_mean]), samples(8))
+    assert "(spectral) see one piece" in state
+    assert "(root_mean) are the means" in metric
+    assert np.isfinite(compiled(*moving).evaluate(*samples(8)[:2], verbose=0)[0])
+
+
+def test_metrics_of_several_outputs_outlive_a_refusal():
+    """A trace that ends midway leaves variables that it made without values."""
+    inputs = layers.Input((6,))
+    ends = [layers.Dense(3, activation="softmax", name=name)(inputs) for name in "pq"]
+    model = keras.Model(inputs, ends)
+    model.compile("sgd", ["mse", keras.losses.Dice()])
+    x, y = np.ones((8, 6), "float32"), np.full((8, 3), 1 / 3, "float32")
+    remat = keras_remat.RematAutotune("1GiB", "keep", micro_batches=2, verbose=0)
+    with pytest.warns(UserWarning, match="goes on unmodified"):
+        history = model.fit(x, (y, y), batch_size=4, epochs=2, verbose=0, callbacks=[remat]).history
+    assert np.isfinite(history["loss"]).all()
+    assert len(history["loss"]) == 2
 
 
 def test_an_array_that_does_not_have_the_samples_is_not_cut():

@@ -23,7 +23,6 @@ from keras_remat.backends.micro_batches import (
     check_can_be_cut,
     check_no_masks,
     check_samples,
-    checked_losses,
     pieces,
 )
 
@@ -34,8 +33,8 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
 
     Raises:
         UnsupportedModelError: the model has a ``train_step`` or ``compute_loss`` of its own, or a
-            loss that is no mean over the batch; when traced, also for masked outputs, for losses
-            that turn out to be none, and for arrays that do not have the batch's samples.
+            loss that is no mean over the batch; when traced, also for masked outputs and for arrays
+            that do not have the batch's samples.
     """
     check_can_be_cut(model)
 
@@ -58,10 +57,9 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
             def weighted_loss(
                 trainable: Any, others: Any, metrics: Any, share: float, *piece: Any
             ) -> Any:
-                with checked_losses():
-                    loss, updates = model.compute_loss_and_updates(
-                        trainable, others, metrics, *piece, training=True, optimizer_variables=slots
-                    )
+                loss, updates = model.compute_loss_and_updates(
+                    trainable, others, metrics, *piece, training=True, optimizer_variables=slots
+                )
                 check_no_masks(updates[1])
                 return loss * share, updates
 

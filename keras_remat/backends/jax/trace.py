@@ -26,6 +26,7 @@ from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import KINDS
 from keras_remat.backends.jax.measure import check_placed
 from keras_remat.backends.jax.sharding import Layout, count, layouts, mesh_of
+from keras_remat.backends.micro_batches import watched_pieces
 from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
 from keras_remat.errors import UnsupportedModelError
 
@@ -138,7 +139,8 @@ def trace(
     if keras.distribution.distribution() is None:
         check_placed(private.state_values(model) if state is None else state)
     train_step = pieces_step or own_step or model.train_step
-    closed, out_shape = jax.make_jaxpr(train_step, return_shape=True)(state_specs, batch_specs)
+    with watched_pieces(model, micro_batches, jax.ensure_compile_time_eval) as differences:
+        closed, out_shape = jax.make_jaxpr(train_step, return_shape=True)(state_specs, batch_specs)
     program = flatten(closed)
     mesh = mesh_of((state_specs, batch_specs))
     lying: tuple[Layout, ...] = ()
@@ -168,4 +170,5 @@ def trace(
         pieces_step=pieces_step,
         mesh=mesh,
         layouts=lying,
+        differences=tuple(differences),
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_remat.backends.micro_batches import watched_pieces
 from keras_remat.backends.tensorflow.compiled.flatten import Stateless, flatten
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
@@ -48,10 +49,10 @@ def trace(
             and why.
     """
     structure = data_spec(batch)
-    train_step = accumulated_train_step(model, micro_batches, separated=True)
-    concrete = tf.function(train_step, autograph=False, jit_compile=True).get_concrete_function(
-        structure
-    )
+    train_step = accumulated_train_step(model, micro_batches, structure, separated=True)
+    traced = tf.function(train_step, autograph=False, jit_compile=True)
+    with watched_pieces(model, micro_batches, tf.init_scope) as differences:
+        concrete = traced.get_concrete_function(structure)
     stateless = flatten(concrete.graph)
     program = stateless.program
     unknown = sorted(
@@ -81,4 +82,5 @@ def trace(
         stateless=stateless,
         numbers=numbers,
         output_structure=concrete.structured_outputs,
+        differences=tuple(differences),
     )

@@ -20,31 +20,35 @@ from keras_remat.backends.micro_batches import (
     check_can_be_cut,
     check_no_masks,
     check_samples,
-    checked_losses,
     pieces,
 )
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.barrier import never
 
 
-def accumulated_train_step(model: Any, count: int, separated: bool = False) -> Callable[[Any], Any]:
+def accumulated_train_step(
+    model: Any, count: int, batch: Any, separated: bool = False
+) -> Callable[[Any], Any]:
     """A train step for ``model`` that trains a batch in ``count`` micro-batches.
 
     Args:
         model: compiled.
         count: 1 is the model's own step.
+        batch: specs. Metrics and losses are built for them first: a trace that is refused leaves
+            those that it made without values.
         separated: whether a data dependency keeps a micro-batch from starting before the one before
             has ended, for an executor that keeps no order.
 
     Raises:
         UnsupportedModelError: the model has a ``train_step`` of its own, or a loss that is no mean
-            over the batch; when traced, also for masked outputs, for losses that turn out to be
-            none, and for arrays that do not have the batch's samples.
+            over the batch; when traced, also for masked outputs and for arrays that do not have the
+            batch's samples.
     """
     if count == 1:
         own: Callable[[Any], Any] = model.train_step
         return own
     check_can_be_cut(model)
+    private.build_model(model, batch)
 
     def train_step(data: Any) -> Any:
         check_samples(data)
@@ -62,10 +66,9 @@ def accumulated_train_step(model: Any, count: int, separated: bool = False) -> C
             with tf.GradientTape() as tape:
                 predicted = private.call_for_training(model, x)
                 check_no_masks(predicted)
-                with checked_losses():
-                    loss = model.compute_loss(
-                        x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
-                    )
+                loss = model.compute_loss(
+                    x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
+                )
                 private.track_loss(model, loss, stop - start)
                 scaled = model.optimizer.scale_loss(loss * ((stop - start) / total))
             new = tape.gradient(scaled, model.trainable_weights)

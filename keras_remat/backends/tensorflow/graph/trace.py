@@ -32,6 +32,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_remat.backends.micro_batches import watched_pieces
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds, lists
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
@@ -81,11 +82,12 @@ def trace(
             why.
     """
     structure = data_spec(batch)
-    train_step = accumulated_train_step(model, micro_batches)
-    concrete = tf.function(train_step, autograph=False).get_concrete_function(structure)
+    train_step = accumulated_train_step(model, micro_batches, structure)
+    with watched_pieces(model, micro_batches, tf.init_scope) as differences:
+        concrete = tf.function(train_step, autograph=False).get_concrete_function(structure)
     graph = concrete.graph
     captures = {placeholder.op.name: external for external, placeholder in graph.captures}
-    return translated(
+    step = translated(
         RecordedStep(
             operations=graph.get_operations(),
             graph_def=graph.as_graph_def(),
@@ -100,6 +102,7 @@ def trace(
         ),
         smallest_bytes,
     )
+    return replace(step, differences=tuple(differences))
 
 
 @dataclass(frozen=True, kw_only=True)

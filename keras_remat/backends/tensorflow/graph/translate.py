@@ -101,6 +101,17 @@ class Translation:
 
         return reachable(folded(name), folded)
 
+    def _shapes_read(self, *names: str) -> list[str]:
+        """What ops make that only tells the shapes of views (the second input of ``Reshape``): of
+        the views among nodes, and of those that they read from."""
+        views = {*names, *(view for name in names for view in self._folded_behind(name))}
+        told = [i for view in views & self.folded for i in data_inputs(self.nodes[view])[1:]]
+        made = {self.owner(tensor_key(tensor)) for tensor in told}
+        return sorted(
+            (tensor for tensor in made if node_of(tensor) not in self.folded),
+            key=lambda tensor: (self.order.get(node_of(tensor), -1), split_input(tensor)[1]),
+        )
+
     @cached_property
     def effects_behind(self) -> dict[str, frozenset[str]]:
         """Every node → the ops with an effect that have run once it has, the nearest on each path;
@@ -127,7 +138,8 @@ class Translation:
         readers_of_read: dict[str, set[str]] = defaultdict(set)
         for name in ops:
             owners = map(self.owner, map(tensor_key, data_inputs(self.nodes[name])))
-            data[name] = {self.attached.get(n, n) for n in map(node_of, owners)} - self.folded
+            read = map(node_of, (*owners, *self._shapes_read(name)))
+            data[name] = {self.attached.get(n, n) for n in read} - self.folded
             for folded in self._folded_behind(name):
                 if self.nodes[folded].op == "ReadVariableOp":
                     readers_of_read[folded].add(name)
@@ -291,6 +303,7 @@ class Translation:
                         self.order.get(node_of(owner), -1),
                     )
                 )
+            owners += self._shapes_read(name)
             reads = tuple(dict.fromkeys(value(o, ids.get(node_of(o))) for o in owners))
             writes = tuple(
                 value(tensor, ids[name])
@@ -314,9 +327,8 @@ class Translation:
                     tuple(v for v in reusable if values[v].producer is not None),
                 )
             )
-        finals = tuple(
-            dict.fromkeys(value_of[o] for t in outputs if (o := self.owner(t)) in value_of)
-        )
+        returned = (*map(self.owner, outputs), *self._shapes_read(*map(node_of, outputs)))
+        finals = tuple(dict.fromkeys(value_of[o] for o in returned if o in value_of))
         resident = sum(self._resident(name) for name in self.step_inputs if name in self.nodes)
         return TensorFlowStep(
             graph=Graph(tuple(ops), tuple(values), finals),

@@ -21,6 +21,7 @@ from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
 from keras_remat.backends.tensorflow.compiled.profile import estimated_profile
 from keras_remat.backends.tensorflow.compiled.trace import trace
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
+from keras_remat.backends.tensorflow.graph.trace import data_spec
 from keras_remat.backends.tensorflow.profiler.events import allocation_events
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder
 from keras_remat.core.problem import Problem
@@ -451,9 +452,8 @@ def test_a_piece_waits_for_the_one_before():
 
     def stepped(separated):
         model, data = ready(keras_models.convnet(16, 32, 16))
-        step = tf.function(
-            accumulated_train_step(model, 4, separated), autograph=False, jit_compile=True
-        )
+        step = accumulated_train_step(model, 4, data_spec(data), separated)
+        step = tf.function(step, autograph=False, jit_compile=True)
         return temporary_bytes(step, data), [v.numpy() for v in model.trainable_variables]
 
     (waits, mine), (side_by_side, theirs) = stepped(True), stepped(False)
