@@ -3,6 +3,7 @@ the model and its losses."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,18 @@ def batch_size_of(batch: Any) -> int:
         if shape is not None and len(shape) > 0 and shape[0] is not None:
             return int(shape[0])
     raise ValueError("the batch holds no array with a first dimension, so its size is unknown")
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes of the numbers in a batch; those of strings are not known."""
+    import keras
+
+    total = 0
+    for leaf in keras.tree.flatten(batch):
+        if leaf is not None:
+            size: Any = getattr(leaf.dtype, "size", None) or getattr(leaf.dtype, "itemsize", 0)
+            total += int(size) * math.prod(leaf.shape)
+    return total
 
 
 def repeated_batch(batch: Any, size: int) -> Any:

@@ -236,7 +236,8 @@ class Graph:
 
     @cached_property
     def input_bytes(self) -> int:
-        """Bytes of all values without a producer: the batch."""
+        """Bytes of all values without a producer: the batch, and the variables where a backend's
+        step takes them as inputs."""
         return sum(value.nbytes for value in self.values if value.producer is None)
 
     @cached_property

@@ -73,9 +73,10 @@ class Console:
         self._done: dict[str, float] = {}
         self.bar_is_open = False
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Console:
-        """Returns a console of its own: searches over hyperparameters copy callbacks."""
-        return Console(verbose=self._verbose)
+    def __reduce__(self) -> tuple[type[Console], tuple[None, int]]:
+        """Makes a copy a console of its own: searches over hyperparameters copy callbacks, and
+        send them to other processes."""
+        return Console, (None, self._verbose)
 
     # ---------------------------------------------------------------- tasks
 

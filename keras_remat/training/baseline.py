@@ -29,18 +29,15 @@ class Baseline:
     slow the plain step down, too.
 
     Args:
-        least_steps: how many plain steps tell what it takes.
         plain_peak_bytes: asked for the peak of a plain step that was measured.
     """
 
     def __init__(
         self,
         report: AutotuneReport,
-        least_steps: int,
         plain_peak_bytes: Callable[[PlainShape], int],
     ):
-        self._report, self._least_steps = report, least_steps
-        self._plain_peak_bytes = plain_peak_bytes
+        self._report, self._plain_peak_bytes = report, plain_peak_bytes
         self._shape: Signature | None = None  # of the one that the baseline is told from
         self._plan_share, self._peak_bytes = 1.0, 0
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
@@ -57,12 +54,11 @@ class Baseline:
         if before.signature != (self._shape or reference) or not before.steps:
             return
         if isinstance(before, PlainShape) and before.phase is Phase.PLAIN:
-            if len(before.steps) >= self._least_steps or after.phase is not Phase.PLAIN:
-                self._shape = before.signature
-                peak_bytes = self._plain_peak_bytes(before)
-                self._report.baseline = replace(before.measured, peak_bytes=peak_bytes)
-                self._report.baseline_source = "measured"
-                self._report.baseline_batch_size = before.batch_size
+            self._shape = before.signature
+            peak_bytes = self._plain_peak_bytes(before)
+            self._report.baseline = replace(before.measured, peak_bytes=peak_bytes)
+            self._report.baseline_source = "measured"
+            self._report.baseline_batch_size = before.batch_size
         elif before.phase is Phase.FINAL:
             self.step(before.steps[-1].time_s)
         elif isinstance(after, PlannedShape) and after.phase is Phase.FINAL:

@@ -25,7 +25,7 @@ from math import inf
 from statistics import median
 from typing import Any
 
-from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.batches import batch_bytes, batch_size_of
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.found import BatchSearch, overhead_bound
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
@@ -123,7 +123,7 @@ class BatchTrainer:
             self._begin_other_samples(error)
             return self.run(batch)
         self._epoch_samples += samples
-        self._train_full_groups()
+        self._train_full_groups(is_end=samples < self._loader)
         self._train_held()
         return self._logs
 
@@ -131,7 +131,7 @@ class BatchTrainer:
         """Trains what is held back; ``None`` when nothing is."""
         if self._group.samples == 0:
             return None
-        self._train_full_groups()
+        self._train_full_groups(is_end=True)
         if self._size is not None and self._group.samples:
             self._train_rest()
         self._train_held()
@@ -145,8 +145,15 @@ class BatchTrainer:
             with suppress(InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError):
                 self._logs = self._train(self._group.take(rest), Terms(in_order=True))
         while self._group.samples:
-            size = min(self._loader, self._group.samples)
+            size = self._without_splinter(min(self._loader, self._group.samples))
             self._logs = self._train(self._group.take(size))
+
+    def _without_splinter(self, size: int) -> int:
+        """Returns the size of the next step of joined batches: a little less than ``size`` where
+        it would leave fewer samples than there are devices, some of which would then get none."""
+        multiple = self._steps.trainer.backend.batch_multiple
+        leaves_too_few = 0 < self._group.samples - size < multiple < size
+        return size - multiple if leaves_too_few else size
 
     def take_held(self) -> Iterator[Any]:
         """Yields what was not trained, oldest first, and holds it no longer."""
@@ -205,9 +212,14 @@ class BatchTrainer:
         self.has_changed |= self._size is not None or self._steps.trainer.plan is not None
         return logs
 
-    def _train_full_groups(self) -> None:
+    def _train_full_groups(self, *, is_end: bool) -> None:
+        """Trains full batches.
+
+        Args:
+            is_end: whether the newest batch is the epoch's last, as far as its size tells.
+        """
         while self._size is not None and self._group.samples >= self._size:
-            size = self._size
+            size = self._without_splinter(self._size) if is_end else self._size
             try:
                 climbs = self._climb is not None and size > self._climb.trained
                 self._logs = self._train(self._group.take(size), Terms(may_miss=not climbs))
@@ -273,7 +285,7 @@ class BatchTrainer:
         self._report.max_batch_size = search.max_batch_size
         self._climb = SizeClimb(
             steps.trainer.backend,
-            self._usable_bytes,
+            self._usable_bytes(batch),
             search,
             at_most=at_most,
             trained=loader,
@@ -327,7 +339,7 @@ class BatchTrainer:
                 self._scaling,
                 self._loader,
                 steps.limit_bytes,
-                self._usable_bytes,
+                self._usable_bytes(batch),
                 backend,
                 at_most=at_most,
                 time_limit_s=_QUICK_SHARE * self._search_s,
@@ -337,13 +349,12 @@ class BatchTrainer:
                 seed=self._seed,
             )
 
-    @property
-    def _usable_bytes(self) -> int:
+    def _usable_bytes(self, batch: Any) -> int:
         """What a step of joined batches may use. Where the device's memory is the host's, the
         loader's newest batch and what was cut off it are there, too."""
         steps = self._steps.trainer
-        held = 0 if steps.on_gpu or steps.problem is None else 2 * steps.problem.graph.input_bytes
-        return steps.usable_bytes - held
+        held = 0 if steps.on_gpu else 2 * batch_bytes(batch) // steps.backend.batch_multiple
+        return max(1, steps.usable_bytes - held)
 
     @property
     def _search_s(self) -> float:

@@ -103,6 +103,7 @@ class FirstPlans:
             traced = self._traced(batch, micro_batches)
             for difference in traced.differences:
                 self._fit.warn(EventKind.MICRO_BATCHES, difference)
+            self._tell_unknown_sizes(traced.graph)
             if not was_built:  # slots that tracing made share their zeros until they are written
                 self._backend.snapshot(model)()
         in_use = counted_bytes(self._backend.device)
@@ -116,6 +117,18 @@ class FirstPlans:
             )
         problem = Problem(traced.graph, profile, name=self._fit.model.name)
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
+
+    def _tell_unknown_sizes(self, graph: Graph) -> None:
+        unknown = sum(
+            value.shape is None and not value.nbytes and "float" in (value.dtype or "")
+            for value in graph.values
+        )
+        if unknown:
+            self._fit.event(
+                EventKind.REMARK,
+                f"The sizes of {unknown} arrays are known only when the step runs: plans count "
+                "them as nothing, and may need more than is predicted.",
+            )
 
     @made_by_all
     def _traced(self, batch: Any, micro_batches: int) -> TracedStep:

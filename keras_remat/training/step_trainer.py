@@ -81,7 +81,7 @@ class StepTrainer:
         self._first_plans = FirstPlans(fit, backend, self._planner, options.plan)
         self._moves = Moves(fit, backend, self._planner, self._first_plans, self._known)
         self._guard = StepGuard(fit.model, backend)
-        self._baseline = Baseline(fit.report, options.profile_steps, self._plain_peak_bytes)
+        self._baseline = Baseline(fit.report, self._plain_peak_bytes)
         self._shapes: dict[Signature, ShapeState] = {}
         self._reference: Signature | None = None  # of the shape that training is about
         self._family = ShapeFamily(self._shapes)

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_remat.backends.batches import batch_size_of, example_batch
+from keras_remat.backends.batches import batch_bytes, batch_size_of, example_batch
 
 
 def model_with(loss, units=3):
@@ -30,6 +30,12 @@ def test_outputs_without_a_loss_get_no_target():
     x, y = example_batch(model, 4)
     assert set(y) == {"a"}
     model.train_on_batch(x, y)
+
+
+def test_bytes_are_those_of_the_numbers():
+    arrays = np.ones((4, 3), "float32"), {"a": np.ones((4,), "int64"), "b": None}
+    assert batch_bytes(arrays) == 4 * 3 * 4 + 4 * 8
+    assert batch_bytes(keras.tree.map_structure(keras.ops.convert_to_tensor, arrays[0])) == 48
 
 
 def test_specs_become_arrays_and_arrays_stay():

@@ -60,6 +60,42 @@ def test_plain_fits_and_nothing_is_changed():
     assert remat.report.baseline.peak_bytes > 0 or keras.backend.backend() == "tensorflow"
 
 
+def two_outputs():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(8, "tanh")(inputs)
+    model = keras.Model(inputs, [keras.layers.Dense(1, name=name)(hidden) for name in "ab"])
+    model.compile(keras.optimizers.SGD(0.1), ["mse", "mae"], metrics=[["mae"], ["mse"]])
+    x = np.linspace(-1, 1, 6 * 84, dtype="float32").reshape(84, 6)
+    return model, (x, (x[:, :1], x[:, 1:2] ** 2))
+
+
+def assert_history_of_two_outputs_is_the_plain_one(**options):
+    """The last batch is smaller: on TensorFlow an output's loss counts once for each batch."""
+    expected = fit(*two_outputs(), epochs=2)
+    history = fit(*two_outputs(), callback(**options), epochs=2)
+    assert {"loss", "a_loss", "b_loss", "a_mae"} <= expected.keys()
+    for key in expected:
+        assert history[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 3}])
+def test_losses_of_every_output_are_the_plain_ones(options):
+    assert_history_of_two_outputs_is_the_plain_one(**options)
+
+
+def test_losses_of_every_output_are_the_plain_ones_under_a_plan(over_any_limit):
+    assert_history_of_two_outputs_is_the_plain_one()
+
+
+def test_two_steps_tell_what_a_plain_one_takes():
+    model, data = small()
+    remat = callback()
+    fit(model, data, remat, batch_size=SAMPLES // 2)
+    assert remat.report.baseline.time_s > 0
+    assert remat.report.baseline_source == "measured"
+
+
 # ------------------------------------------------------------------ the train function comes back
 
 

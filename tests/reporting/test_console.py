@@ -3,6 +3,7 @@ file, and in a notebook, with Keras's own bar between."""
 
 import copy
 import io
+import pickle
 import re
 from types import SimpleNamespace
 
@@ -306,8 +307,8 @@ def test_a_task_that_names_no_doing_is_planning():
 
 
 def test_a_copy_is_a_console_of_its_own():
-    """A search over hyperparameters copies callbacks deeply."""
+    """A search over hyperparameters copies callbacks deeply, or sends them to other processes."""
     console = Console(io.StringIO(), verbose=2)
-    copied = copy.deepcopy(console)
-    assert copied is not console
-    assert copied._verbose == 2
+    for copied in (copy.deepcopy(console), pickle.loads(pickle.dumps(console))):
+        assert copied is not console
+        assert copied._verbose == 2

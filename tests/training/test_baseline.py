@@ -44,7 +44,7 @@ def test_long_plain_steps_are_measured_more_often_where_larger_ones_will_follow(
     backend = FakeBackend(slowness=slowness)
     trainer, report = trainer_on(backend, TunerOptions(memory_limit=None, profile_steps=2))
     for step in range(12):
-        assert (report.baseline is not None) == (step >= 3)
+        assert (report.baseline is not None) == (step >= 2)
         assert trainer.settled == (step >= steps)
         trainer.run(batch_of(step * SIZE, SIZE), Terms(may_split=grows))
     assert report.baseline.time_s == pytest.approx(16.0 * slowness)
@@ -52,7 +52,7 @@ def test_long_plain_steps_are_measured_more_often_where_larger_ones_will_follow(
 
 def test_the_prediction_follows_the_steps():
     report = AutotuneReport()
-    baseline = Baseline(report, 2, lambda shape: 0)
+    baseline = Baseline(report, lambda shape: 0)
     plan = SimpleNamespace(
         store_all=SimpleNamespace(time_s=3.0, peak_bytes=7),
         predicted=SimpleNamespace(time_s=4.0, peak_bytes=5),

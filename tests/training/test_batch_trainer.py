@@ -16,6 +16,7 @@ from fake_backend import (
     store_all_peak,
 )
 
+from keras_remat.backends.batches import batch_bytes
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.planning.fit_plans import TunerOptions
@@ -248,6 +249,17 @@ def test_a_rest_that_the_devices_do_not_divide_is_trained_in_the_loaders_batches
     assert_all_once(steps.trained, total)
 
 
+@pytest.mark.parametrize(
+    ("found", "batches", "last", "sizes"), [(40, 8, 1, [40, 8, 3]), (12, 6, 7, [12, 12, 10, 3])]
+)
+def test_no_step_of_joined_batches_leaves_a_device_without_samples(found, batches, last, sizes):
+    """Batch normalization over no samples is not a number."""
+    steps = on_devices(2)
+    total = epoch(Fixed(steps, "max", found=found), batches=batches, last=last)
+    assert [len(numbers) for numbers in steps.trained] == [10, 10, *sizes]
+    assert_all_once(steps.trained, total)
+
+
 @pytest.mark.parametrize(("left", "seconds"), [(None, 60), (10_000, 60), (300, 30), (0, 1)])
 def test_a_search_takes_no_longer_than_the_steps_that_are_left_are_worth(
     monkeypatch, left, seconds
@@ -336,9 +348,12 @@ def test_a_rest_for_which_nothing_can_be_planned_is_trained_as_it_would_be_witho
     backend, limit = Stubborn(), store_all_peak(4 * LOADER)
     backend.memory.order_matters = True
     trainer, _, _ = on_tuner(backend, "max", limit)
-    total = epoch(trainer, batches=61, last=3)
-    while len(backend.ran[-1][1]) >= LOADER:
-        total += epoch(trainer, batches=7, last=3)
+    epoch(trainer, batches=61)
+    size = trainer.search.max_batch_size
+    rest = 3 if (size + 3) % LOADER else 4
+    batches, last = divmod(size + rest, LOADER)
+    epoch(trainer, batches=batches + 1, last=last)
+    assert len(backend.ran[-1][1]) == rest
     assert backend.kinds[-1] == "plain"
 
 
@@ -489,7 +504,7 @@ def test_max_finds_more_than_fits_plainly_and_trains_with_it():
     assert backend.samples == list(range(total))
     found = trainer.search.max_batch_size
     assert report.max_batch_size == report.batch_size >= found > 4 * LOADER
-    assert trainer.search.plain_batch_size == 4 * LOADER
+    assert trainer.search.plain_batch_size == 4 * LOADER - 1  # a batch waits beside a step
     assert changes[0] == (LOADER, found)
     assert report.baseline_source == "measured"
     assert {"fits", "search", "batch", "risk"} <= set(event_kinds(report))
@@ -579,7 +594,7 @@ def test_a_search_whose_sizes_are_not_reached_after_all_leaves_the_loaders_batch
     assert report.max_batch_size == LOADER
     told = [event.message for event in report.events if event.kind == "search"]
     assert "No larger batch" in told[-1]
-    assert format_bytes(limit) in told[-1]
+    assert format_bytes(limit - 2 * batch_bytes(batch_of(0, LOADER))) in told[-1]
 
 
 def test_a_plan_that_recomputes_more_than_the_search_allowed_is_an_event(monkeypatch):

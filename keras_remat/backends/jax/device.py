@@ -30,7 +30,13 @@ import numpy as np
 from keras_remat.backends.host import host_memory_bytes
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.lower import compile_step
-from keras_remat.backends.jax.measure import StepMemory, device_statistic, first_device, memory
+from keras_remat.backends.jax.measure import (
+    StepMemory,
+    counted_devices,
+    device_statistic,
+    first_device,
+    memory,
+)
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.sharding import held_bytes
 from keras_remat.backends.jax.trace import as_specs
@@ -43,7 +49,8 @@ Result = TypeVar("Result")
 
 
 class Device:
-    """The first device of this process, and the state of the one model that trains on it.
+    """The devices of this process that train, all of whose numbers are one device's, and the state
+    of the one model that trains on them.
 
     Args:
         processes: those that train it; of what they measure, the most is told.
@@ -185,7 +192,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The device, e.g. ``"gpu:0"``."""
+        """The first device, e.g. ``"gpu:0"``."""
         device = first_device()
         return f"{device.platform}:{device.id}"
 
@@ -224,12 +231,16 @@ class Device:
         counted = device_statistic("bytes_in_use")
         if counted is not None:
             return counted
-        return held_bytes(jax.live_arrays(), first_device())
+        arrays = jax.live_arrays()
+        return max(held_bytes(arrays, device) for device in counted_devices())
 
     def total_bytes(self) -> int:
-        """All the memory this process may use on the device."""
-        limit = device_statistic("bytes_limit")
-        return host_memory_bytes(self.in_use_bytes()) if limit is None else limit
+        """All the memory this process may use on the device; of the host's an equal part, where
+        several devices share it."""
+        limit, sharers = device_statistic("bytes_limit"), len(counted_devices())
+        if limit is not None:
+            return limit
+        return host_memory_bytes(sharers * self.in_use_bytes()) // sharers
 
     def floor_advice(self, op: Op) -> str:
         """Nothing is known that makes an op of XLA need less."""

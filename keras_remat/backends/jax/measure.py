@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.units import format_bytes
@@ -125,13 +126,21 @@ def copy_state(state: Any) -> Any:
     return jax.tree.map(jnp.copy, state)
 
 
-def first_device() -> Any:
-    """Returns the device that counts: the default one that was chosen, itself or by its platform,
-    or this process's first."""
+def counted_devices() -> list[Any]:
+    """Returns the devices of this process that train: those of an active ``keras.distribution``;
+    else the default one that was chosen, itself or by its platform, or the first."""
+    active = keras.distribution.distribution()
+    if active is not None:
+        return list(active.device_mesh.backend_mesh.local_devices)
     chosen = jax.config.jax_default_device
     if chosen is None or isinstance(chosen, str):
-        return jax.local_devices(backend=chosen)[0]
-    return chosen
+        chosen = jax.local_devices(backend=chosen)[0]
+    return [chosen]
+
+
+def first_device() -> Any:
+    """Returns the first of the devices that train."""
+    return counted_devices()[0]
 
 
 def check_placed(state: Any) -> None:
@@ -147,7 +156,10 @@ def check_placed(state: Any) -> None:
 
 
 def device_statistic(name: str) -> int | None:
-    """Returns one of the first device's allocator statistics (``"bytes_in_use"``,
-    ``"peak_bytes_in_use"``, ``"bytes_limit"``), or ``None`` where it keeps none (CPU)."""
-    statistics = first_device().memory_stats()
-    return int(statistics[name]) if statistics and name in statistics else None
+    """Returns one of the allocator's statistics (``"bytes_in_use"``, ``"peak_bytes_in_use"``,
+    ``"bytes_limit"``): of the devices that train the most, and of limits the least; ``None`` where
+    an allocator keeps none (CPU)."""
+    statistics = [device.memory_stats() or {} for device in counted_devices()]
+    if any(name not in one for one in statistics):
+        return None
+    return int((min if name == "bytes_limit" else max)(one[name] for one in statistics))

@@ -123,8 +123,8 @@ def trace(
         own_step: ``model.train_step``, of which JAX knows what it traced for as long as it lives.
 
     Raises:
-        UnsupportedModelError: not compiled, eager, under a ``keras.distribution`` over several
-            processes, variables on another device, or a step that cannot be cut.
+        UnsupportedModelError: not compiled, eager, in pieces under a
+            ``keras.distribution``, variables on another device, or a step that cannot be cut.
     """
     check_supported(model)
     if micro_batches > 1 and keras.distribution.distribution() is not None:

@@ -310,7 +310,7 @@ def can_remove(s: Any, cell: int) -> bool:
         return True
     if s[s[N_RUNS] + op] < 2 or s[s[OP_AT] + s[s[RUNS] + op * s[LIMIT] + 1]] != op:
         return False
-    for k in range(s[s[OUTPUT_AT] + op], s[s[OUTPUT_AT] + op + 1]):  # noqa: SIM110 no generators
+    for k in range(s[s[OUTPUT_AT] + op], s[s[OUTPUT_AT] + op + 1]):
         if last_read(s, s[s[OUTPUTS] + k], 0) != cell:
             return False
     return True

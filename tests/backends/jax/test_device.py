@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import jax_models as models
+import keras
 import numpy as np
 import pytest
 
+from keras_remat.backends.jax import device as jax_device
 from keras_remat.backends.jax import measure
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.diagnosis import diagnosis
@@ -38,6 +40,33 @@ def test_the_device_that_was_chosen_is_the_one_that_is_named_and_measured(monkey
     assert Device().in_use_bytes() == 3
     told = diagnosis()
     assert (told["device"], told["limit_bytes"]) == ("GPU:1", 7)
+
+
+def test_the_devices_of_a_distribution_count(monkeypatch):
+    """Of what they have in use the most, and of their limits the least; on a host they share it."""
+
+    class Having:
+        platform = "gpu"
+
+        def __init__(self, at, **statistics):
+            self.id, self.statistics = at, statistics
+
+        def memory_stats(self):
+            return self.statistics
+
+    def train_on(*devices):
+        mesh = SimpleNamespace(backend_mesh=SimpleNamespace(local_devices=devices))
+        active = SimpleNamespace(device_mesh=mesh)
+        monkeypatch.setattr(keras.distribution, "distribution", lambda: active)
+
+    train_on(Having(2, bytes_in_use=5, bytes_limit=9), Having(3, bytes_in_use=7, bytes_limit=8))
+    device = Device()
+    assert (device.name, device.in_use_bytes(), device.total_bytes()) == ("gpu:2", 7, 8)
+    monkeypatch.setattr(jax_device, "host_memory_bytes", lambda in_use: 100 * MIB + in_use)
+    train_on(jax.local_devices()[0])
+    alone = device.total_bytes()
+    train_on(jax.local_devices()[0], Having(1))
+    assert device.total_bytes() == 50 * MIB + (alone - 100 * MIB)
 
 
 @pytest.mark.parametrize("chosen", [None, "cpu"])

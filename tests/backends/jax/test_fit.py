@@ -15,6 +15,7 @@ from keras_remat.backends.base import load_backend
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.reporting.fit_report import LOG_KEYS
+from keras_remat.units import MIB
 
 BATCH = 32
 
@@ -160,6 +161,18 @@ def test_batches_are_joined_and_every_sample_is_trained(monkeypatch):
     assert remat.report.epochs[-1].steps == 1
     assert rates == pytest.approx([rate] * 3)  # it is scaled while a step runs
     assert float(model.optimizer.learning_rate) == pytest.approx(rate)
+
+
+def test_a_model_s_own_bytes_are_not_taken_for_those_of_the_batch_that_waits():
+    """The weights are inputs of the traced step here, and twenty times a batch."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(256), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    data = np.ones((12 * BATCH, 256), "float32"), np.ones((12 * BATCH, 1), "float32")
+    remat = callback(Device().in_use_bytes() + 2 * MIB, 2 * BATCH)
+    fit(model, data, remat)
+    assert remat.report.batch_size == 2 * BATCH
+    assert remat.report.epochs[0].samples == 12 * BATCH
 
 
 def test_an_int_splits_loader_batches():

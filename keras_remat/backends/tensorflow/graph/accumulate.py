@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.keras_private import losses_counted_as
 from keras_remat.backends.micro_batches import (
     SEPARATION,
     check_can_be_cut,
@@ -44,9 +45,13 @@ def accumulated_train_step(
             over the batch; when traced, also for masked outputs and for arrays that do not have the
             batch's samples.
     """
+
+    def own_step(data: Any) -> Any:
+        with losses_counted_as(model):
+            return model.train_step(data)
+
     if count == 1:
-        own: Callable[[Any], Any] = model.train_step
-        return own
+        return own_step
     check_can_be_cut(model)
     private.build_model(model, batch)
 
@@ -66,9 +71,10 @@ def accumulated_train_step(
             with tf.GradientTape() as tape:
                 predicted = private.call_for_training(model, x)
                 check_no_masks(predicted)
-                loss = model.compute_loss(
-                    x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
-                )
+                with losses_counted_as(model, (stop - start) / total):
+                    loss = model.compute_loss(
+                        x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
+                    )
                 private.track_loss(model, loss, stop - start)
                 scaled = model.optimizer.scale_loss(loss * ((stop - start) / total))
             new = tape.gradient(scaled, model.trainable_weights)

@@ -138,8 +138,8 @@ class Translation:
         readers_of_read: dict[str, set[str]] = defaultdict(set)
         for name in ops:
             owners = map(self.owner, map(tensor_key, data_inputs(self.nodes[name])))
-            read = map(node_of, (*owners, *self._shapes_read(name)))
-            data[name] = {self.attached.get(n, n) for n in read} - self.folded
+            sources = map(node_of, (*owners, *self._shapes_read(name)))
+            data[name] = {self.attached.get(n, n) for n in sources} - self.folded
             for folded in self._folded_behind(name):
                 if self.nodes[folded].op == "ReadVariableOp":
                     readers_of_read[folded].add(name)
