@@ -59,10 +59,18 @@ class Hooks(keras.callbacks.Callback):
             self.model.stop_training = True
         if self.action == "guest":
             numbers = np.full((3, 1), GUEST, "float32")
-            self.model.train_on_batch(numbers, np.ones((3, 1), "float32"))
+            self.model.train_on_batch(numbers, for_every_output(self.model, np.ones((3, 1))))
         if self.action == "evaluate":
             numbers = np.zeros((3, 1), "float32")
-            self.model.evaluate(numbers, numbers, verbose=0)
+            self.model.evaluate(numbers, for_every_output(self.model, numbers), verbose=0)
+
+
+def for_every_output(model, targets):
+    return (targets,) * len(model.outputs) if len(model.outputs) > 1 else targets
+
+
+def cut(parts, start, stop):
+    return keras.tree.map_structure(lambda part: part[start:stop], parts)
 
 
 class Batches(keras.utils.PyDataset):
@@ -74,7 +82,7 @@ class Batches(keras.utils.PyDataset):
         return -(-len(self.parts[0]) // self.size)
 
     def __getitem__(self, at):
-        return tuple(part[at * self.size : (at + 1) * self.size] for part in self.parts)
+        return cut(self.parts, at * self.size, (at + 1) * self.size)
 
 
 class Case:
@@ -104,6 +112,7 @@ class Case:
         self.mode = rng.choice(["keep", "keep", "keep", "max", "fastest", 20, 3])
         self.remat = self.mode == "keep" and rng.random() < 0.4
         self.first = rng.random() < 0.5  # in the list of callbacks
+        self.outputs = 1 if self.weights == "class" else rng.choice([1, 1, 2])
         self.seed = seed
 
     def __repr__(self):
@@ -115,7 +124,8 @@ class Case:
         x = keras.layers.Dense(6, activation="tanh")(Diary(name="diary")(inputs))
         # the seed, too, is advanced once more by Keras's own step that finds no more data
         x = keras.layers.Dropout(0.0 if self.source == "unknown" else 0.2)(x)
-        model = keras.Model(inputs, keras.layers.Dense(1)(x))
+        ends = [keras.layers.Dense(1, name=name)(x) for name in "ab"[: self.outputs]]
+        model = keras.Model(inputs, ends if self.outputs > 1 else ends[0])
         optimizer = {
             "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
             "adam": lambda: keras.optimizers.Adam(0.01),
@@ -125,7 +135,12 @@ class Case:
                 keras.optimizers.schedules.ExponentialDecay(0.05, 10, 0.9)
             ),
         }[self.optimizer]()
-        model.compile(optimizer, "mse", metrics=["mae"], steps_per_execution=self.per_call)
+        model.compile(
+            optimizer,
+            ["mse"] * self.outputs,
+            metrics=[["mae"]] * self.outputs,
+            steps_per_execution=self.per_call,
+        )
         return model
 
     def data(self):
@@ -133,7 +148,7 @@ class Case:
         targets = np.cos(numbers).astype("float32")
         if self.weights == "class":
             targets = (targets > 0).astype("float32")
-        parts = (numbers, targets)
+        parts = (numbers, (targets, targets**2) if self.outputs > 1 else targets)
         if self.weights == "sample":
             parts = (*parts, 1.0 + numbers[:, 0] % 3)
         steps = self.samples // self.size
@@ -152,7 +167,7 @@ class Case:
         if self.validation == "split" and self.source == "arrays":
             options["validation_split"] = 0.2
         elif self.validation is not None:
-            options["validation_data"] = (numbers[:7], targets[:7])
+            options["validation_data"] = cut(parts[:2], 0, 7)
         if self.validation == "every other":
             options["validation_freq"] = 2
         return options
@@ -160,7 +175,7 @@ class Case:
     def _forever(self, parts):
         while True:
             for at in range(self.samples // self.size):
-                yield tuple(part[at * self.size : (at + 1) * self.size] for part in parts)
+                yield cut(parts, at * self.size, (at + 1) * self.size)
 
     def callbacks(self, path):
         made = {
@@ -195,7 +210,8 @@ class Case:
                 interrupted = True
             diary = model.get_layer("diary").entries
             if interrupted:  # what was left behind gives way
-                model.fit(np.zeros((2, 1)), np.zeros((2, 1)), verbose=0)
+                numbers = np.zeros((2, 1))
+                model.fit(numbers, for_every_output(model, numbers), verbose=0)
         return model, history, diary, interrupted
 
 
