@@ -101,12 +101,23 @@ class Translation:
 
         return reachable(folded(name), folded)
 
+    @cached_property
+    def _computed_views(self) -> set[str]:
+        """The views whose shapes are no constants."""
+        return {
+            name
+            for name in self.folded
+            if any(self.nodes[node_of(i)].op != "Const" for i in data_inputs(self.nodes[name])[1:])
+        }
+
     def _shapes_read(self, *names: str) -> list[str]:
         """What ops make that only tells the shapes of views (the second input of ``Reshape``): of
         the views among nodes, and of those that they read from."""
+        if not self._computed_views:
+            return []
         views = {*names, *(view for name in names for view in self._folded_behind(name))}
-        told = [i for view in views & self.folded for i in data_inputs(self.nodes[view])[1:]]
-        made = {self.owner(tensor_key(tensor)) for tensor in told}
+        told = (data_inputs(self.nodes[view])[1:] for view in views & self._computed_views)
+        made = {self.owner(tensor_key(tensor)) for inputs in told for tensor in inputs}
         return sorted(
             (tensor for tensor in made if node_of(tensor) not in self.folded),
             key=lambda tensor: (self.order.get(node_of(tensor), -1), split_input(tensor)[1]),
