@@ -255,6 +255,8 @@ class Measurement:
         keras_remat.validate(problem, schedule)
         predicted = self.backend.memory.peak_bytes(problem, schedule)
         run = self.backend.lower(traced, problem.with_budget(self.limit_bytes), schedule)
+        if self.backend.memory.order_matters:
+            self.backend.snapshot(self.model)()  # the variables, close together as in fit
         return Trained(size, schedule, predicted, *self._measured(run, size, self.options["steps"]))
 
     def trained(self, size: int, schedule: keras_remat.Schedule, name: str) -> Trained:

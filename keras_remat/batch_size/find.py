@@ -256,7 +256,9 @@ class SizeRunner:
             raise ValueError("a plan that was loaded tells no costs: plan anew")
         problem = replace(known, graph=traced.graph, budget_bytes=plan.budget_bytes)
         try:
-            with preserved_state(backend, self._model):
+            with preserved_state(backend, self._model) as put_back:
+                if backend.memory.order_matters:
+                    put_back()  # close together: the step before may have moved variables anywhere
                 batch = repeated_batch(self._batch, size)
                 run = backend.lower(traced, problem, plan.solution.schedule)
                 backend.measure(lambda: run(batch))

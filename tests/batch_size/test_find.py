@@ -17,12 +17,14 @@ from fake_backend import (
 )
 
 from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
-from keras_remat.batch_size.find import find_max_batch_size, verified_search
+from keras_remat.batch_size.find import SizeRunner, find_max_batch_size, verified_search
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import RESOLUTION
+from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, UnsupportedModelError
+from keras_remat.planning.plan_problem import plan_problem
 
 BUDGET = store_all_peak(400)
 
@@ -238,6 +240,32 @@ def test_out_of_memory_while_a_batch_is_made_is_a_size_that_does_not_fit(monkeyp
     assert max(made) > 56
     assert found.plan.measured is not None
     assert found.max_batch_size <= 56
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_variables_lie_close_together_before_a_size_runs_in_order(monkeypatch, in_order):
+    """The step before may have left them anywhere in the pool, where they are in the way."""
+    happened = []
+
+    class Noting(FakeBackend):
+        def snapshot(self, model):
+            return lambda: happened.append("put back")
+
+        def measure(self, run, *, wait=True):
+            happened.append("step")
+            return super().measure(run, wait=wait)
+
+    backend = Noting()
+    backend.memory.order_matters = in_order
+    monkeypatch.setattr("keras_remat.batch_size.find.repeated_batch", lambda batch, size: batch)
+    batch = batch_of(0, 40)
+    traced = backend.trace(None, batch)
+    problem = Problem(traced.graph, backend.estimated_profile(traced))
+    plan = plan_problem(problem, BUDGET, backend, solver="greedy")
+    runner = SizeRunner(backend, None, batch)
+    runner._traced = 40, traced
+    assert runner(40, plan) is not None
+    assert happened == ["put back"] * in_order + ["step", "step", "put back"]
 
 
 @pytest.mark.parametrize("bound", [True, -1, "none", float("nan"), [1]])
