@@ -105,57 +105,78 @@ def watched_pieces(
     if count == 1:
         yield told
         return
-    state = {
-        id(variable): layer.name
-        for layer in layers(model)
-        for variable in layer.non_trainable_weights
-        if layer is not model
-    }
-    names: dict[str, None] = {}  # of layers that move state, and of metrics
-    metrics: dict[str, None] = {}
-    checked: set[int] = set()  # losses
+    watch = _Watch(model, eagerly)
+    with ExitStack() as watched:
+        watched.enter_context(wrapped(keras.losses.Loss, "__call__", watch.compute_loss))
+        watched.enter_context(wrapped(keras.metrics.Mean, "update_state", watch.update_mean))
+        watched.enter_context(wrapped(keras.Variable, "assign", watch.assign))
+        yield told
+    if watch.layers:
+        told.append(
+            f"Layers that keep state ({_listed(watch.layers)}) see one piece of a batch at a "
+            "time, and move their state once for each. Batch normalization takes a piece's "
+            "statistics."
+        )
+    if watch.metrics:
+        told.append(
+            f"Metrics that are one number for a batch ({_listed(watch.metrics)}) are the means "
+            "of the numbers of its pieces."
+        )
 
-    def compute_loss(original: Any, loss: Any, *args: Any, **options: Any) -> Any:
-        compute = loss.call
 
-        def call(_: Any, y_true: Any, y_pred: Any) -> Any:
+class _Watch:
+    """Stands in for methods of Keras while a step in pieces is traced.
+
+    Attributes:
+        layers: names of those that move state of theirs.
+        metrics: names of those that are one number for a batch.
+    """
+
+    def __init__(self, model: Any, eagerly: Callable[[], AbstractContextManager[Any]]):
+        self._eagerly = eagerly
+        self._layer_of = {
+            id(variable): layer.name
+            for layer in layers(model)
+            for variable in layer.non_trainable_weights
+            if layer is not model
+        }
+        self._checked: set[int] = set()  # losses
+        self.layers: dict[str, None] = {}
+        self.metrics: dict[str, None] = {}
+
+    def compute_loss(self, original: Any, loss: Any, *args: Any, **options: Any) -> Any:
+        """Stands in for ``Loss.__call__``."""
+        import keras
+
+        def call(compute: Any, y_true: Any, y_pred: Any) -> Any:
             values = compute(y_true, y_pred)
             _check_values(loss.name, values, y_pred)
-            if id(loss) not in checked:
-                checked.add(id(loss))
-                with eagerly(), keras.StatelessScope():  # nothing is drawn or counted
+            if id(loss) not in self._checked:
+                self._checked.add(id(loss))
+                with self._eagerly(), keras.StatelessScope():  # nothing is drawn or counted
                     _check_samples_are_apart(loss.name, compute, y_true, y_pred)
             return values
 
         with wrapped(loss, "call", call):
             return original(loss, *args, **options)
 
-    def update_mean(original: Any, metric: Any, values: Any, *args: Any, **options: Any) -> Any:
+    def update_mean(
+        self, original: Any, metric: Any, values: Any, *args: Any, **options: Any
+    ) -> Any:
+        """Stands in for ``Mean.update_state``."""
+        import keras
+
         is_one_number = getattr(values, "shape", ()) == ()
         if is_one_number and isinstance(metric, keras.metrics.MeanMetricWrapper):
-            metrics[metric.name] = None
+            self.metrics[metric.name] = None
         return original(metric, values, *args, **options)
 
-    def assign(original: Any, variable: Any, *args: Any, **options: Any) -> Any:
-        if id(variable) in state:
-            names[state[id(variable)]] = None
+    def assign(self, original: Any, variable: Any, *args: Any, **options: Any) -> Any:
+        """Stands in for ``Variable.assign``."""
+        name = self._layer_of.get(id(variable))
+        if name is not None:
+            self.layers[name] = None
         return original(variable, *args, **options)
-
-    with ExitStack() as watching:
-        watching.enter_context(wrapped(keras.losses.Loss, "__call__", compute_loss))
-        watching.enter_context(wrapped(keras.metrics.Mean, "update_state", update_mean))
-        watching.enter_context(wrapped(keras.Variable, "assign", assign))
-        yield told
-    if names:
-        told.append(
-            f"Layers that keep state ({_listed(names)}) see one piece of a batch at a time, and "
-            "move their state once for each. Batch normalization takes a piece's statistics."
-        )
-    if metrics:
-        told.append(
-            f"Metrics that are one number for a batch ({_listed(metrics)}) are the means of the "
-            "numbers of its pieces."
-        )
 
 
 def _listed(names: dict[str, None]) -> str:
