@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -44,34 +44,3 @@ def wrapped(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[
             delattr(owner, name)
         else:
             setattr(owner, name, own)
-
-
-@contextmanager
-def losses_counted_as(model: Any, share: float | None = None) -> Iterator[None]:
-    """Lets what is tracked of every output's loss count once for a step, or as ``share`` of one.
-
-    So it counts in ``fit`` on TensorFlow, where batches have no static size. Where they have one,
-    Keras counts samples, and an epoch's mean would mix both.
-    """
-    import keras
-
-    losses = getattr(model, "_compile_loss", None)
-    if losses is None:
-        yield
-        return
-
-    def update_tracker(original: Any, values: Any, *args: Any, **options: Any) -> Any:
-        return original(values, sample_weight=share)
-
-    def update_mean(original: Any, metric: Any, values: Any, *args: Any, **options: Any) -> Any:
-        if any(metric is tracker for tracker in losses.metrics):
-            return original(metric, values, sample_weight=share)
-        return original(metric, values, *args, **options)
-
-    with ExitStack() as counted:
-        if losses.built:
-            for tracker in losses.metrics:
-                counted.enter_context(wrapped(tracker, "update_state", update_tracker))
-        else:  # they are made while the first step is traced
-            counted.enter_context(wrapped(keras.metrics.Mean, "update_state", update_mean))
-        yield

@@ -56,7 +56,8 @@ def check_can_be_cut(model: Any) -> None:
         ):
             raise UnsupportedModelError(
                 f"The loss {loss.name!r} has a __call__ of its own, which need be no mean over the "
-                "batch and cannot be cut into micro-batches."
+                "batch and cannot be cut into micro-batches. A call of its own instead, which "
+                "returns numbers for every sample, can be."
             )
         if getattr(loss, "reduction", "sum_over_batch_size") not in ("sum_over_batch_size", "mean"):
             raise UnsupportedModelError(
@@ -115,12 +116,13 @@ def watched_pieces(
         told.append(
             f"Layers that keep state ({_listed(watch.layers)}) see one piece of a batch at a "
             "time, and move their state once for each. Batch normalization takes a piece's "
-            "statistics."
+            "statistics. Batches stay whole with micro_batches=None and a limit that they fit."
         )
     if watch.metrics:
         told.append(
             f"Metrics that are one number for a batch ({_listed(watch.metrics)}) are the means "
-            "of the numbers of its pieces."
+            "of the numbers of its pieces. A function that returns numbers for every sample is "
+            "exact."
         )
 
 

@@ -145,10 +145,10 @@ class BatchTrainer:
             with suppress(InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError):
                 self._logs = self._train(self._group.take(rest), Terms(in_order=True))
         while self._group.samples:
-            size = self._without_splinter(min(self._loader, self._group.samples))
+            size = self._without_small_rest(min(self._loader, self._group.samples))
             self._logs = self._train(self._group.take(size))
 
-    def _without_splinter(self, size: int) -> int:
+    def _without_small_rest(self, size: int) -> int:
         """Returns the size of the next step of joined batches: a little less than ``size`` where
         it would leave fewer samples than there are devices, some of which would then get none."""
         multiple = self._steps.trainer.backend.batch_multiple
@@ -219,7 +219,7 @@ class BatchTrainer:
             is_end: whether the newest batch is the epoch's last, as far as its size tells.
         """
         while self._size is not None and self._group.samples >= self._size:
-            size = self._without_splinter(self._size) if is_end else self._size
+            size = self._without_small_rest(self._size) if is_end else self._size
             try:
                 climbs = self._climb is not None and size > self._climb.trained
                 self._logs = self._train(self._group.take(size), Terms(may_miss=not climbs))

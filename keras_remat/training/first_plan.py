@@ -123,12 +123,12 @@ class FirstPlans:
             value.shape is None and not value.nbytes and "float" in (value.dtype or "")
             for value in graph.values
         )
-        if unknown:
-            self._fit.event(
-                EventKind.REMARK,
-                f"The sizes of {unknown} arrays are known only when the step runs: plans count "
-                "them as nothing, and may need more than is predicted.",
-            )
+        message = (
+            f"The sizes of {unknown} arrays are known only when the step runs: plans count them as "
+            "nothing, and may need more than is predicted. A larger margin leaves room for them."
+        )
+        if unknown and not self._fit.is_told(message):
+            self._fit.event(EventKind.REMARK, message)
 
     @made_by_all
     def _traced(self, batch: Any, micro_batches: int) -> TracedStep:

@@ -5,6 +5,7 @@ import gc
 import types
 
 import keras
+import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -166,3 +167,18 @@ def test_a_first_plan_leaves_room_until_something_was_measured(source, roomy):
     plans.roomy(shape, costs, Known(), None)
     assert planner.quickly == [roomy]
     assert planner.in_earnest == [1000]
+
+
+def test_sizes_that_only_the_step_knows_are_told_once():
+    """Two shapes are traced; sizes that a trace tells are not spoken of."""
+
+    def told_of(make):
+        model, batch = make()
+        remat = keras_remat.RematAutotune("8GiB", "keep", solver="greedy", verbose=0)
+        model.fit(*batch, batch_size=5, epochs=2, verbose=0, callbacks=[remat])
+        return [
+            event for event in remat.report.events if "only when the step runs" in event.message
+        ]
+
+    assert len(told_of(keras_models.trimmed)) == 1
+    assert told_of(keras_models.mlp) == []

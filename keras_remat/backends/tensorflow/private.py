@@ -5,7 +5,7 @@ handle, the graph of a function's definition, what XLA says when it refuses to c
 devices have a kernel for an op and where that keeps its outputs, what an allocator may take,
 whether devices exist already and whether oneDNN is on, capturing an eager tensor under a chosen
 name, calling a function with a session configuration of its own, reading the profiler's raw trace,
-building a model from a batch, what Keras's own ``train_step`` does with the loss tracker, which
+building a model from a batch, what Keras's own ``train_step`` does with the losses' trackers, which
 variables and which numbers of collective ops belong together on the devices of a strategy, and in
 what packs its replicas exchange gradients.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -36,6 +36,8 @@ from tensorflow.python.grappler import cluster as grappler_cluster
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.util import _pywrap_util_port
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+from keras_remat.backends.keras_private import wrapped
 
 _TASK = "/job:localhost/replica:0/task:0/device:"
 _CPU, _GPU = f"{_TASK}CPU:0", f"{_TASK}GPU:0"
@@ -330,6 +332,37 @@ def call_for_training(model: Any, x: Any) -> Any:
 def track_loss(model: Any, loss: Any, samples: int) -> None:
     """Adds a batch's loss to what the ``loss`` metric is the mean of."""
     model._loss_tracker.update_state(loss, sample_weight=samples)
+
+
+@contextmanager
+def losses_counted_as(model: Any, share: float | None = None) -> Iterator[None]:
+    """Lets what is tracked of every output's loss count once for a step, or as ``share`` of one.
+
+    So it counts in ``fit`` on TensorFlow, where batches have no static size. Where they have one,
+    Keras counts samples, and an epoch's mean would mix both.
+    """
+    import keras
+
+    losses = getattr(model, "_compile_loss", None)
+    if losses is None:
+        yield
+        return
+
+    def update_tracker(original: Any, values: Any, *args: Any, **options: Any) -> Any:
+        return original(values, sample_weight=share)
+
+    def update_mean(original: Any, metric: Any, values: Any, *args: Any, **options: Any) -> Any:
+        if any(metric is tracker for tracker in losses.metrics):
+            return original(metric, values, sample_weight=share)
+        return original(metric, values, *args, **options)
+
+    with ExitStack() as counted:
+        if losses.built:
+            for tracker in losses.metrics:
+                counted.enter_context(wrapped(tracker, "update_state", update_tracker))
+        else:  # they are made while the first step is traced
+            counted.enter_context(wrapped(keras.metrics.Mean, "update_state", update_mean))
+        yield
 
 
 def is_xla_refusal(error: Any) -> bool:

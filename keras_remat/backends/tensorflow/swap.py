@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.base import Caller, Installed
-from keras_remat.backends.keras_private import losses_counted_as
+from keras_remat.backends.tensorflow import private
 from keras_remat.errors import without_inner_frames
 
 
@@ -54,5 +54,5 @@ class InstalledTrainFunction(Installed):
         )
 
     def run_plain(self, batch: Any) -> Any:
-        with losses_counted_as(self._model):  # it may trace
+        with private.losses_counted_as(self._model):  # it may trace
             return self.original(iter([batch]))

@@ -15,7 +15,6 @@ import keras
 import tensorflow as tf
 
 from keras_remat.backends.batches import batch_size_of
-from keras_remat.backends.keras_private import losses_counted_as
 from keras_remat.backends.micro_batches import (
     SEPARATION,
     check_can_be_cut,
@@ -47,7 +46,7 @@ def accumulated_train_step(
     """
 
     def own_step(data: Any) -> Any:
-        with losses_counted_as(model):
+        with private.losses_counted_as(model):
             return model.train_step(data)
 
     if count == 1:
@@ -71,7 +70,7 @@ def accumulated_train_step(
             with tf.GradientTape() as tape:
                 predicted = private.call_for_training(model, x)
                 check_no_masks(predicted)
-                with losses_counted_as(model, (stop - start) / total):
+                with private.losses_counted_as(model, (stop - start) / total):
                     loss = model.compute_loss(
                         x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
                     )

@@ -31,7 +31,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.keras_private import losses_counted_as
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph.effects import has_effect
 from keras_remat.backends.tensorflow.graph.nodes import copied
@@ -94,7 +93,7 @@ def trace(model: Any, batch: Any, smallest_bytes: int = 0) -> TensorFlowStep:
             for at in range(len(devices))
         ]
 
-    with private.exchanged_in_packs(strategy, PACK_BYTES), losses_counted_as(model):
+    with private.exchanged_in_packs(strategy, PACK_BYTES), private.losses_counted_as(model):
         concrete = tf.function(all_replicas, autograph=False).get_concrete_function(*structures)
     return translated(_Cut(strategy, concrete).first_replica(), smallest_bytes)
 
