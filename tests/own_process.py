@@ -12,9 +12,16 @@ TESTS = Path(__file__).resolve().parent
 TIMEOUT_S = 300
 
 
+def search_path(*first):
+    """Returns ``PYTHONPATH`` with folders in front: packages may lie in one that it names."""
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join((*map(str, first), *filter(None, inherited)))
+
+
 def environment(**variables):
-    """This process's, with the package and the tests' modules on the path, and ``variables``."""
-    path = os.pathsep.join((str(TESTS.parent), str(TESTS)))
+    """Returns this process's, with the package and the tests' modules found first, and
+    ``variables``."""
+    path = search_path(TESTS.parent, TESTS)
     return os.environ | {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"} | variables
 
 

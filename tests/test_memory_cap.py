@@ -4,9 +4,9 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from own_process import TESTS, search_path
 
 resource = pytest.importorskip("resource")  # POSIX
 if not sys.platform.startswith("linux"):
@@ -46,7 +46,6 @@ print(json.dumps({
 
 def run(room, how):
     """The finished process, and what it printed, if it got that far."""
-    tests = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(room), how],
         capture_output=True,
@@ -55,7 +54,7 @@ def run(room, how):
         check=False,
         env={
             "PATH": "",
-            "PYTHONPATH": f"{tests}:{tests.parent}",
+            "PYTHONPATH": search_path(TESTS, TESTS.parent),
             "KERAS_BACKEND": "tensorflow",
             "TF_CPP_MIN_LOG_LEVEL": "2",
         },

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from own_process import output_of
+from own_process import output_of, search_path
 
 import keras_remat
 
@@ -49,7 +49,7 @@ EXPECTED = {
 
 def run(code):
     """Runs ``code`` in a fresh interpreter and returns what it prints."""
-    path = str(PACKAGE.parent.parent)
+    path = search_path(PACKAGE.parent.parent)
     return output_of("-c", code, env={"PYTHONPATH": path, "PATH": ""}).strip()
 
 
