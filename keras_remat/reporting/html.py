@@ -88,7 +88,7 @@ font-variant-numeric:tabular-nums}
 def report_page(report: Reported) -> str:
     """Returns a page about a ``fit``: verdict, pictures, tables, events, versions."""
     name = report.plan.name if report.plan is not None else ""
-    return _page(f"Training {name or 'a model'} within a memory limit", report_body(report))
+    return titled_page(f"Training {name or 'a model'} within a memory limit", report_body(report))
 
 
 def report_body(report: Reported) -> str:
@@ -118,7 +118,7 @@ def report_body(report: Reported) -> str:
 def plan_page(planned: Planned) -> str:
     """Returns a page about a plan."""
     of = f" of {planned.name}" if planned.name else ""
-    return _page(f"Plan of a training step{of}", plan_body(planned))
+    return titled_page(f"Plan of a training step{of}", plan_body(planned))
 
 
 def plan_body(planned: Planned) -> str:
@@ -143,7 +143,7 @@ def problem_page(problem: Problem) -> str:
     limits = {} if problem.budget_bytes is None else {"budget": problem.budget_bytes}
     body = [svg.memory({"plain": curve}, limits), _legend(["plain", *limits], curve)]
     body += [_holders({"plain": curve}), f"<pre>{escape_all(problem_text(problem, top=12))}</pre>"]
-    return _page(problem.name or "Memory of one step", "".join(body))
+    return titled_page(problem.name or "Memory of one step", "".join(body))
 
 
 def fragment(body: str) -> str:
@@ -156,7 +156,8 @@ def escape_all(text: str) -> str:
     return "\n".join(html.escape(printable(line)) for line in text.split("\n"))
 
 
-def _page(title: str, body: str) -> str:
+def titled_page(title: str, body: str) -> str:
+    """Returns a page around a body; the title is escaped."""
     heading = escape(title)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -1,0 +1,83 @@
+"""Where the memory of a plain step goes at its peak, by kind and by layer.
+
+Read off the order without recomputation by the one memory semantics
+(:mod:`keras_remat.core.simulate`), so the parts add up to the simulated peak, to the byte.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from keras_remat.core.graph import FORWARD
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.reporting.curves import Curve
+from keras_remat.reporting.layers import layer_names
+
+#: The parts, in the order in which they are shown.
+WEIGHTS, SLOTS, GRADIENTS, BATCH, ACTIVATIONS, WORKSPACE = PARTS = (
+    "weights", "slots", "gradients", "batch", "activations", "workspace",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resident:
+    """The bytes of a model that lie on the device between two steps.
+
+    Args:
+        weights_bytes: variables of layers, trainable or not, and of metrics.
+        slots_bytes: variables of optimizers.
+    """
+
+    weights_bytes: int
+    slots_bytes: int
+
+
+def parts_at_peak(problem: Problem, resident: Resident) -> dict[str, int]:
+    """Returns part → bytes at the peak of the step without recomputation.
+
+    What is resident beside weights and slots counts as batch: copies of it, and other data.
+
+    Args:
+        problem: a traced step with its costs.
+        resident: what of the resident bytes is what.
+    """
+    curve = Curve(problem, Schedule.store_all(problem.graph))
+    known = {WEIGHTS: resident.weights_bytes, SLOTS: resident.slots_bytes}
+    others = max(0, problem.profile.resident_bytes - sum(known.values()))
+    held, workspace = _held_by_phase(curve)
+    return {
+        WEIGHTS: known[WEIGHTS],
+        SLOTS: known[SLOTS],
+        GRADIENTS: sum(nbytes for phase, nbytes in held.items() if phase != FORWARD),
+        BATCH: others,
+        ACTIVATIONS: held[FORWARD],
+        WORKSPACE: workspace,
+    }
+
+
+def _held_by_phase(curve: Curve) -> tuple[Counter[str], int]:
+    """Returns phase → bytes of the values alive at the peak, and the running op's workspace."""
+    if not curve.live:
+        return Counter(), 0
+    problem, at = curve.problem, curve.peak_position
+    running = curve.schedule.order[at]
+    phases = [op.phase for op in problem.graph.ops]
+    held, workspace = curve.held(at, phases), problem.op_workspace_bytes[running]
+    taken_over = sum(held.values()) + workspace + problem.profile.resident_bytes - curve.live[at]
+    held[phases[problem.source_of(running)]] -= taken_over
+    return held, workspace
+
+
+def activations_by_layer(problem: Problem) -> dict[str, int]:
+    """Returns layer → bytes of its activations at the peak of the step without recomputation, the
+    largest first; layers that hold none are left out."""
+    curve = Curve(problem, Schedule.store_all(problem.graph))
+    if not curve.live:
+        return {}
+    layers = layer_names(problem)
+    ops = problem.graph.ops
+    names = [name if op.phase == FORWARD else "" for op, name in zip(ops, layers, strict=True)]
+    held = curve.held(curve.peak_position, names)
+    return {name: nbytes for name, nbytes in held.most_common() if name and nbytes > 0}
