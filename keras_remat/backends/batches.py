@@ -18,6 +18,9 @@ _SAME_SHAPE = names("""
     categorical_crossentropy binary_crossentropy mean_squared_error mse mean_absolute_error mae
     huber log_cosh kl_divergence poisson
 """)
+#: Attributes that tell arrays of no fixed size: SciPy's and JAX's sparse ones, TensorFlow's sparse
+#: and ragged ones.
+_OF_NO_FIXED_SIZE = ("todense", "dense_shape", "row_splits")
 
 
 def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:
@@ -31,6 +34,7 @@ def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:
         seed: for random data.
 
     Raises:
+        UnsupportedModelError: a sparse or ragged array, spec or input.
         ValueError: an int that is not positive, arrays without samples, a shape that is not fully
             known, or a model whose inputs or targets do not follow.
         TypeError: a bool or another type.
@@ -56,6 +60,19 @@ def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:
     if batch_size_of(arrays) == 0:
         raise ValueError("batch must have samples, got arrays without any")
     return arrays
+
+
+def check_dense(leaf: Any) -> None:
+    """Raises :class:`UnsupportedModelError` for a sparse or ragged array, spec or model input: its
+    shape does not tell its size, which differs from step to step."""
+    of_input = [name for name in ("sparse", "ragged") if getattr(leaf, name, None) is True]
+    array = getattr(leaf, "value_type", None) or type(leaf)  # TensorFlow's specs name the former
+    if of_input or any(hasattr(array, name) for name in _OF_NO_FIXED_SIZE):
+        what = f"{of_input[0]} input" if of_input else array.__name__
+        raise UnsupportedModelError(
+            f"The batch holds a {what}, whose size differs from step to step; rematerialization "
+            "needs dense tensors."
+        )
 
 
 def batch_size_of(batch: Any) -> int:
@@ -150,6 +167,7 @@ def _array(leaf: Any, rng: np.random.Generator) -> Any:
         return leaf
     import keras
 
+    check_dense(leaf)
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     symbolic = isinstance(leaf, keras.KerasTensor) or not hasattr(leaf, "__array__")
     if shape is not None and dtype is not None and symbolic:
@@ -185,6 +203,8 @@ def _from_model(model: Any, size: int, rng: np.random.Generator) -> tuple[Any, A
             "the model's inputs do not follow from it (it is neither functional nor a built "
             "Sequential): give a batch (x, y)"
         )
+    for each in keras.tree.flatten(inputs):
+        check_dense(each)
     x = keras.tree.map_structure(lambda t: _random((size, *t.shape[1:]), t.dtype, rng), inputs)
     loss = getattr(model, "loss", None)
     losses: Any = (

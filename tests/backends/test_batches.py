@@ -3,8 +3,10 @@
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 
 from keras_remat.backends.batches import batch_bytes, batch_size_of, example_batch
+from keras_remat.errors import UnsupportedModelError
 
 
 def model_with(loss, units=3):
@@ -67,6 +69,29 @@ def test_the_same_seed_gives_the_same_batch():
 def test_wrong_batches_are_refused(batch, error):
     with pytest.raises(error, match="batch"):
         example_batch(model_with("mse"), batch)
+
+
+def test_sparse_and_ragged_data_are_refused():
+    """A dense batch of their shape would be planned for, which nobody trains."""
+    inputs = keras.Input((5,), sparse=True, name="a")
+    model = keras.Model({"a": inputs}, keras.layers.Dense(3)(inputs))
+    model.compile("sgd", "mse")
+    matrix, y = scipy.sparse.csr_matrix(np.eye(5, dtype="float32")), np.ones((5, 3), "float32")
+    cases = [4, ({"a": matrix}, y), (matrix.tocoo(), y), (scipy.sparse.csr_array(matrix), y)]
+    cases += [(keras.KerasTensor((5, 5), sparse=True), y)]
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        arrays = [tf.sparse.eye(5), tf.ragged.constant([[1.0], [2.0, 3.0]])]
+        cases += [(x, y) for x in (*arrays, *map(tf.type_spec_from_value, arrays))]
+    else:
+        from jax.experimental.sparse import BCOO
+
+        cases += [(BCOO.fromdense(np.eye(5)), y)]
+    for case in cases:
+        with pytest.raises(UnsupportedModelError, match="needs dense"):
+            example_batch(model, case)
+    assert example_batch(model, ({"a": np.eye(5)}, y))[0]["a"].shape == (5, 5)
 
 
 def test_what_does_not_follow_is_asked_for():

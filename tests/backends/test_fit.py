@@ -8,6 +8,7 @@ import jax_models as models
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 
 import keras_remat
 from keras_remat.backends.base import Installed
@@ -213,6 +214,47 @@ def test_data_in_every_form_trains_as_without_the_callback(
     for key, values in expected.items():
         assert history[key] == pytest.approx(values, rel=1e-4), key
     assert_same_state(model, plain, rtol=1e-3, atol=2e-5)
+
+
+# ------------------------------------------------------------------ sparse data
+
+SPARSE = scipy.sparse.random(84, 16, density=0.2, format="csr", random_state=0, dtype="float32")
+DENSE = np.linspace(-1, 1, 6 * 84, dtype="float32").reshape(84, 6)
+SPARSE_DATA = {
+    "alone": {"x": SPARSE},
+    "among others": {"x": {"sparse": SPARSE, "dense": DENSE}},
+    "with weights": {"x": SPARSE, "sample_weight": np.linspace(0, 1, 84, dtype="float32")},
+}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # JAX's, as Keras makes it
+@pytest.mark.parametrize("batch_size", ["keep", "max"])
+@pytest.mark.parametrize("form", SPARSE_DATA)
+def test_sparse_data_train_as_they_are_and_are_named(form, batch_size, over_any_limit):
+    """How many numbers a batch has differs from batch to batch."""
+
+    def train(*callbacks):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((16,), sparse=True, name="sparse")
+        x = hidden = keras.layers.Dense(8, "tanh")(inputs)
+        if form == "among others":
+            others = keras.Input((6,), name="dense")
+            x = keras.layers.Concatenate()([hidden, others])
+            inputs = {"sparse": inputs, "dense": others}
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dropout(0.2)(x)))
+        model.compile("adam", "mse", metrics=["mae"])
+        options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
+        fitted = model.fit(y=DENSE[:, :1], callbacks=callbacks, **SPARSE_DATA[form], **options)
+        assert_given_back(model)
+        return model, fitted.history
+
+    plain, expected = train()
+    remat = keras_remat.RematAutotune("8GiB", batch_size, solver="greedy", verbose=0)
+    with pytest.warns(UserWarning, match=r"unmodified.*(BCOO|SparseTensor).*dense"):
+        model, history = train(remat)
+    assert [event.kind for event in remat.report.events] == ["unmodified"]
+    assert {key: history[key] for key in expected} == expected
+    assert_same_state(model, plain, rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------ other callbacks

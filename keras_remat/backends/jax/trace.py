@@ -20,6 +20,7 @@ import jax
 import keras
 import numpy as np
 
+from keras_remat.backends.batches import check_dense
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.accumulate import accumulated_train_step
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
@@ -123,10 +124,12 @@ def trace(
         own_step: ``model.train_step``, of which JAX knows what it traced for as long as it lives.
 
     Raises:
-        UnsupportedModelError: not compiled, eager, in pieces under a
+        UnsupportedModelError: not compiled, eager, a sparse batch, in pieces under a
             ``keras.distribution``, variables on another device, or a step that cannot be cut.
     """
     check_supported(model)
+    for leaf in keras.tree.flatten(batch):
+        check_dense(leaf)
     if micro_batches > 1 and keras.distribution.distribution() is not None:
         raise UnsupportedModelError(
             "Under a keras.distribution a batch is not cut: its pieces would have to be laid "

@@ -32,6 +32,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_remat.backends.batches import check_dense
 from keras_remat.backends.micro_batches import watched_pieces
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds, lists
@@ -54,11 +55,7 @@ def data_spec(batch: Any) -> Any:
             return None
         if isinstance(leaf, tf.TensorSpec):
             return leaf
-        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
-            raise UnsupportedModelError(
-                f"The batch holds a {type(leaf).__name__}, whose size differs from step to step; "
-                "rematerialization needs dense tensors."
-            )
+        check_dense(leaf)
         tensor = tf.convert_to_tensor(leaf)
         return tf.TensorSpec(tensor.shape, tensor.dtype)
 
