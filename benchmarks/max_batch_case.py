@@ -36,6 +36,7 @@ from keras_remat.batch_size.found import BatchSearch, overhead_bound
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import shorter_by
+from keras_remat.core.limit import Limit
 from keras_remat.planning.make_plan import traced_model
 from keras_remat.planning.plan_problem import plan_problem
 
@@ -205,14 +206,13 @@ class Measurement:
     def _search(self, name: str) -> BatchSearch:
         """What the product finds, its plan with what was measured; Chen's schedules go the same
         way."""
-        options, limit = self.options, self.limit_bytes
-        budget = int(limit * (1 - options["margin"]))
+        options, limit = self.options, Limit(self.limit_bytes, self.options["margin"])
         start = self.paper.plain_batch
         if name == "auto":
             return keras_remat.find_max_batch_size(
                 self.model,
                 self.batch,
-                limit,
+                limit.total_bytes,
                 margin=options["margin"],
                 time_limit_s=options["search_s"],
                 seed=options["seed"],
@@ -221,7 +221,6 @@ class Measurement:
             self.scaling,
             start,
             limit,
-            budget,
             self.backend,
             solver=name,
             time_limit_s=options["chen_s"],
@@ -230,13 +229,12 @@ class Measurement:
         train = SizeRunner(self.backend, self.model, self.batch)
         climb = SizeClimb(
             self.backend,
-            budget,
             search,
             solver=name,
             solve_s=options["chen_s"] / 4,
             seed=options["seed"],
         )
-        return verified_search(search, self.scaling, climb, train, train.graph)
+        return verified_search(search, self.scaling, climb, limit, train, train.graph)
 
     def train(self, size: int, schedule: keras_remat.Schedule) -> Trained:
         """Really trains ``size`` samples per step by a schedule. The peak is predicted just

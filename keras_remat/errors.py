@@ -215,8 +215,19 @@ def _with_limit(budget: str, budget_bytes: int, limit_bytes: int | None) -> str:
     """The user's own number first, then what is left of it."""
     if limit_bytes is None or limit_bytes <= budget_bytes:
         return budget
-    margin = 100 * (1 - budget_bytes / limit_bytes)
-    return f"your limit of {format_bytes(limit_bytes)} less {margin:.3g} % margin = {budget}"
+    return f"your limit of {less_margin(limit_bytes, budget_bytes, budget)}"
+
+
+def less_margin(limit_bytes: int, usable_bytes: int, usable: str) -> str:
+    """Returns the words for a limit and what its margin leaves of it.
+
+    >>> less_margin(100, 95, "95 B"), less_margin(100, 100, "100 B")
+    ('100 B less 5 % margin = 95 B', '100 B')
+    """
+    if limit_bytes <= usable_bytes:
+        return usable
+    margin = 100 * (1 - usable_bytes / limit_bytes)
+    return f"{format_bytes(limit_bytes)} less {margin:.3g} % margin = {usable}"
 
 
 def rounded_up(nbytes: int) -> str:

@@ -7,6 +7,7 @@ simulated peak, measured peaks above the predicted ones, a profiler that is busy
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +23,7 @@ from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning.beside import PlanProcessError
+from keras_remat.planning.fit_plans import StepPlanner, limit_of
 from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.backend_race import BackendRace
@@ -322,15 +324,25 @@ class FakeBackend:
 
 def trainer_on(backend, options, most_steps=None):
     """A trainer whose plain step is the backend's, and its report."""
-    fit = FitState(MODEL, AutotuneReport(), nullcontext, backend.installed, most_steps)
+    fit = fit_on(backend, options, most_steps=most_steps)
     return StepTrainer(fit, backend, options), fit.report
+
+
+def fit_on(backend, options, model=MODEL, most_steps=None):
+    """What the steps of a fit share."""
+    limit, installed = partial(limit_of, backend, options), backend.installed
+    return FitState(model, AutotuneReport(), limit, nullcontext, installed, most_steps)
+
+
+def planner_on(backend, options):
+    """What makes plans under the limit that the options ask for."""
+    return StepPlanner(backend, options, lambda: limit_of(backend, options))
 
 
 def race_on(*backends, options, model=MODEL, **more):
     """What trains by the best of several ways, and its report."""
-    report, installed = AutotuneReport(), backends[0].installed
-    fit = FitState(model, report, nullcontext, installed)
-    return BackendRace(fit, backends, options, **more), report
+    fit = fit_on(backends[0], options, model)
+    return BackendRace(fit, backends, options, **more), fit.report
 
 
 def quick_plan(problem, budget_bytes, backend=None, **options):

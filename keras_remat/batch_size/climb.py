@@ -17,6 +17,7 @@ from keras_remat.batch_size.found import BatchSearch, MaxOverhead
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import SizeSearch
 from keras_remat.batch_size.sizes import Facts, Move, next_size, shorter_by, worth_running
+from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Schedule
 from keras_remat.planning.plan import Plan
 
@@ -31,7 +32,6 @@ class SizeClimb:
     """What is known of the sizes that ran.
 
     Args:
-        budget_bytes: what the device may have in use.
         search: by prediction.
         at_most: no size above it is chosen; ``None`` where only memory bounds it.
         trained: a size that has trained; 0 for none.
@@ -52,7 +52,6 @@ class SizeClimb:
     def __init__(
         self,
         backend: Backend,
-        budget_bytes: int,
         search: BatchSearch,
         *,
         at_most: int | None = None,
@@ -64,7 +63,7 @@ class SizeClimb:
         multiple: int = 1,
         seed: int = 0,
     ):
-        self.backend, self.budget_bytes, self.max_overhead = backend, budget_bytes, max_overhead
+        self.backend, self.max_overhead = backend, max_overhead
         self.solve_s, self.seed = solve_s, seed
         self._predicted = search.max_batch_size
         self._at_most = self._predicted * 2**10 if at_most is None else at_most
@@ -76,10 +75,11 @@ class SizeClimb:
         self.trained = trained
         self.failed: tuple[int, int] = 0, 0
 
-    def choose(self, scaling: BatchScaling) -> tuple[int, Plan] | None:
+    def choose(self, scaling: BatchScaling, limit: Limit) -> tuple[int, Plan] | None:
         """Returns the next size and its plan; ``None`` when the largest that trained is the answer.
 
         Args:
+            limit: the one in force: it may be lower than when the last size was chosen.
             scaling: the problem at any size as it would run now.
         """
         self._chosen_at_s = time.perf_counter()
@@ -89,7 +89,7 @@ class SizeClimb:
             return None
         search = SizeSearch(
             lambda size: scaling.at(size * self._multiple),
-            self.corrected_budget_bytes(scaling),
+            self.corrected(limit, scaling),
             self.backend,
             self.max_overhead,
             sizes[-1],
@@ -124,7 +124,7 @@ class SizeClimb:
         if fits_here and plan.solution.schedule not in self._orders:
             self._orders.append(plan.solution.schedule)
 
-    def corrected_budget_bytes(self, scaling: BatchScaling) -> int:
+    def corrected(self, limit: Limit, scaling: BatchScaling) -> Limit:
         """Returns what predictions are held against, by what the last size that ran measured.
 
         How far off a prediction is differs from run to run, with the chunks that the one before
@@ -140,8 +140,8 @@ class SizeClimb:
                 predicted = self.backend.memory.peak_bytes(problem, plan.solution.schedule)
             error = peak - predicted if self._failures > 1 else (peak - predicted) // 2
         if self._ran_out:
-            error = max(error, int(shorter_by(self._ran_out) * self.budget_bytes))
-        return max(1, self.budget_bytes - error)
+            error = max(error, int(shorter_by(self._ran_out) * limit.usable_bytes))
+        return limit.reserving(error)
 
     def _facts(self, reached: int, solves: int) -> Facts:
         (failed, failed_peak), multiple = self.failed, self._multiple

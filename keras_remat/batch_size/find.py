@@ -31,6 +31,7 @@ from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, traced_a
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.checks import check_seconds, is_number
 from keras_remat.core.graph import Graph
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
@@ -127,12 +128,11 @@ def find_max_batch_size(
         return min(_RUNNING_SHARE * late_s, traced_s + _LATER * plan.predicted.time_s)
 
     # what cannot be met is one sample
-    with advising(step.problem, step.limit_bytes, 1, backend.device):
+    with advising(step.problem, step.limit, 1, backend.device):
         search = search_batch_size(
             scaling,
             batch_size_of(step.batch),
-            step.limit_bytes,
-            step.budget_bytes,
+            step.limit,
             backend,
             max_overhead=max_overhead,
             time_limit_s=_QUICK_SHARE * left_s,
@@ -146,7 +146,6 @@ def find_max_batch_size(
         return search
     climb = SizeClimb(
         backend,
-        step.budget_bytes,
         search,
         max_overhead=max_overhead,
         solve_s=_SOLVE_SHARE * time_limit_s,
@@ -154,7 +153,7 @@ def find_max_batch_size(
         seed=seed,
     )
     runner = SizeRunner(backend, model, step.batch)
-    return verified_search(search, scaling, climb, runner, runner.graph)
+    return verified_search(search, scaling, climb, step.limit, runner, runner.graph)
 
 
 def _first_that_fits(
@@ -212,9 +211,10 @@ def _profile_at(
     busy, or saw too little."""
     assert step.plan is not None
     problem, order = transfer_costs(step.problem, traced.graph), step.plan.solution.schedule
+    usable = step.limit.usable_bytes
     try:
-        plan = reused_plan(problem, order, step.budget_bytes, backend.memory) or plan_problem(
-            problem, step.budget_bytes, backend, solver="greedy_first", time_limit_s=_SECOND_PLAN_S
+        plan = reused_plan(problem, order, usable, backend.memory) or plan_problem(
+            problem, usable, backend, solver="greedy_first", time_limit_s=_SECOND_PLAN_S
         )
     except (InfeasibleBudgetError, ScheduleNotFoundError):
         return None
@@ -276,14 +276,15 @@ def verified_search(
     search: BatchSearch,
     scaling: BatchScaling,
     climb: SizeClimb,
+    limit: Limit,
     train: Train,
     graph_of: Callable[[int], Graph] | None = None,
 ) -> BatchSearch:
     """Trains what a search found and goes down or up from there.
 
     Args:
-        climb: chooses the sizes. Its budget is the limit less the margin; a measured peak is held
-            against the limit.
+        climb: chooses the sizes.
+        limit: their predictions leave its margin free, and what they measure need not.
         train: runs a size, see :class:`SizeRunner`.
         graph_of: the graph of the train step that really runs at a size; ``None`` where it is the
             scaling's.
@@ -294,7 +295,7 @@ def verified_search(
     """
     started, probes = time.perf_counter(), list(search.probes)
     while True:
-        chosen = climb.choose(scaling)
+        chosen = climb.choose(scaling, limit)
         if chosen is None:
             break
         size, plan = chosen
@@ -313,8 +314,8 @@ def verified_search(
         if usage is None:
             climb.note(size, own, 0, fits=False)
             continue
-        probes.append(Probe(size, replace(own, measured=usage, budget_bytes=climb.budget_bytes)))
-        climb.note(size, own, usage.peak_bytes, fits=usage.peak_bytes <= search.limit_bytes)
+        probes.append(Probe(size, replace(own, measured=usage, budget_bytes=limit.usable_bytes)))
+        climb.note(size, own, usage.peak_bytes, fits=limit.holds(usage.peak_bytes))
     return _with_verified(search, probes, climb, verification_time_s=time.perf_counter() - started)
 
 

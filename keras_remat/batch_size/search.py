@@ -44,6 +44,7 @@ from keras_remat.batch_size.found import (
     overhead_bound,
 )
 from keras_remat.batch_size.scaling import BatchScaling
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
@@ -81,8 +82,7 @@ _REMEMBERED_RATIOS, _HIGH_RATIO = 5, 1.03
 def search_batch_size(
     scaling: BatchScaling,
     start: int,
-    limit_bytes: int,
-    budget_bytes: int,
+    limit: Limit,
     backend: Backend,
     *,
     max_overhead: MaxOverhead = "forward",
@@ -99,7 +99,7 @@ def search_batch_size(
 
     Args:
         start: where the search begins.
-        limit_bytes, budget_bytes: the limit, and what of it may be used.
+        limit: the limit, whose margin is kept free.
         max_overhead: bound on (time − store-all time) / store-all time; ``"forward"`` is one extra
             forward pass; ``None`` is no bound.
         at_most: no size above this is tried.
@@ -119,7 +119,7 @@ def search_batch_size(
     """
     search = SizeSearch(
         lambda size: scaling.at(size * multiple),
-        budget_bytes,
+        limit,
         backend,
         max_overhead,
         (_LARGEST_SIZE if at_most is None else at_most) // multiple,
@@ -135,7 +135,7 @@ def search_batch_size(
         search.bisect_and_improve(
             late_solver, late_time_limit_s + max(0.0, quick_deadline_s - time.perf_counter())
         )
-    return replace(search.result(limit_bytes), fit=scaling.fit).times(multiple)
+    return replace(search.result(), fit=scaling.fit).times(multiple)
 
 
 class SizeSearch:
@@ -150,13 +150,13 @@ class SizeSearch:
     def __init__(
         self,
         problem_at: Callable[[int], Problem],
-        budget_bytes: int,
+        limit: Limit,
         backend: Backend,
         max_overhead: MaxOverhead,
         at_most: int,
         seed: int,
     ):
-        self.budget, self.backend, self.max_overhead = budget_bytes, backend, max_overhead
+        self.limit, self.backend, self.max_overhead = limit, backend, max_overhead
         self._problem_at = lru_cache(_REMEMBERED_PROBLEMS)(problem_at)
         self.at_most, self.seed = at_most, seed
         self.started = time.perf_counter()
@@ -287,7 +287,7 @@ class SizeSearch:
         none."""
 
         def is_possible(size: int) -> bool:
-            return self._problem_at(size).floor_bytes <= self.budget
+            return self.limit.fits(self._problem_at(size).floor_bytes)
 
         fits, fails = self.largest, 2 * self.largest
         while fits < self.at_most and is_possible(min(fails, self.at_most)):
@@ -306,10 +306,10 @@ class SizeSearch:
         if solver == "auto":
             solver = self.backend.auto_solver
         try:
-            check_floor(problem.with_budget(self.budget))
+            check_floor(problem.with_budget(self.limit.usable_bytes))
             order, ratio = new_order(
                 problem,
-                self.budget,
+                self.limit.usable_bytes,
                 self.target_share,
                 self.backend.memory,
                 solver=solver,
@@ -331,7 +331,7 @@ class SizeSearch:
         if self.largest < size:
             reason = self._reason(problem, order)
             self.failure = ScheduleNotFoundError(
-                self.budget, problem.floor_bytes, solver=solver, reason=reason
+                self.limit.usable_bytes, problem.floor_bytes, solver=solver, reason=reason
             )
             self.probes.append(Probe(size, None, reason))
         return self.largest > before
@@ -340,8 +340,8 @@ class SizeSearch:
         """Why an order does not do at a size."""
         usage = simulate(problem, order)
         peak = max(usage.peak_bytes, self.backend.memory.peak_bytes(problem, order))
-        if peak > self.budget:
-            return f"{format_bytes(peak)} is over {format_bytes(self.budget)}"
+        if not self.limit.fits(peak):
+            return f"{format_bytes(peak)} is over {format_bytes(self.limit.usable_bytes)}"
         overhead = usage.time_s / problem.store_all_time_s - 1
         bound = overhead_bound(problem, self.max_overhead)
         return f"overhead {overhead:.1%} is over the bound of {bound:.1%} (max_overhead)"
@@ -376,7 +376,8 @@ class SizeSearch:
             fits, fails = (middle, fails) if self.fits(order, middle) else (fits, middle)
         if not fits:
             return 0
-        plan = reused_plan(self._problem_at(fits), order, self.budget, self.backend.memory)
+        problem, usable = self._problem_at(fits), self.limit.usable_bytes
+        plan = reused_plan(problem, order, usable, self.backend.memory)
         if plan is not None:
             self.probes.append(Probe(fits, plan))
             self.largest = max(self.largest, fits)
@@ -406,13 +407,13 @@ class SizeSearch:
         problem = self._problem_at(size)
         if not is_allowed(problem, simulate(problem, order).time_s, self.max_overhead):
             return False
-        return self.backend.memory.peak_bytes(problem, order) <= self.budget
+        return self.limit.fits(self.backend.memory.peak_bytes(problem, order))
 
-    def result(self, limit_bytes: int) -> BatchSearch:
+    def result(self) -> BatchSearch:
         """What was found."""
         found = [p for p in self.probes if p.plan is not None]
         return BatchSearch(
-            limit_bytes,
+            self.limit.total_bytes,
             self.largest,
             max(found, key=lambda p: p.samples_per_s).batch_size,
             self.plain,

@@ -1,7 +1,7 @@
 """The plans a running ``fit`` asks for: a quick one, the best one, and, where neither keeps to the
 limit, one that comes closer to it.
 
-Without a framework and without state beyond the limit: what runs when is
+Without a framework and without state: the ``fit`` owns the limit, and what runs when is
 :mod:`keras_remat.training.step_trainer`.
 """
 
@@ -11,20 +11,21 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keras_remat.backends.base import Backend
 from keras_remat.backends.processes import decided_once
 from keras_remat.core.graph import Graph
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import InfeasibleBudgetError, InvalidScheduleError, ScheduleNotFoundError
 from keras_remat.planning.beside import PlanProcess, Request
-from keras_remat.planning.make_plan import advising, limit_on, usable_bytes
+from keras_remat.planning.make_plan import advising, limit_on
 from keras_remat.planning.plan import Plan, cache_path, cached_plan
 from keras_remat.planning.plan_problem import closest_plan, plan_problem, reused_plan
 
@@ -49,36 +50,37 @@ class TunerOptions:
     micro_batches: int = 1
 
 
-class StepPlanner:
-    """Makes plans under the memory limit of one ``fit``."""
+def limit_of(backend: Backend, options: TunerOptions) -> Limit:
+    """Returns the limit that was asked for, of what the device has now; of several processes that
+    train one model, the least that one of them has."""
+    device, wanted, margin = backend.device, options.memory_limit, options.margin
+    limit = (
+        Limit(device.total_bytes(), margin) if wanted is None else limit_on(device, wanted, margin)
+    )
+    (least_bytes,) = backend.processes.least(limit.total_bytes)
+    return limit.lowered(least_bytes)
 
-    def __init__(self, backend: Backend, options: TunerOptions):
+
+class StepPlanner:
+    """Makes plans under the memory limit of one ``fit``.
+
+    Args:
+        limit_of_fit: asked for the limit in force, which the ``fit`` owns and may lower.
+    """
+
+    def __init__(self, backend: Backend, options: TunerOptions, limit_of_fit: Callable[[], Limit]):
         self._backend, self._options = backend, options
-        self._limit_bytes: int | None = None
+        self._limit_of_fit = limit_of_fit
 
     @property
-    def limit_bytes(self) -> int:
-        """The limit in force: what was asked for, measured at its first use; lowered when the
-        device turns out to have less."""
-        if self._limit_bytes is None:
-            device, limit = self._backend.device, self._options.memory_limit
-            wanted = device.total_bytes() if limit is None else limit_on(device, limit)
-            (self._limit_bytes,) = self._backend.processes.least(wanted)
-        return self._limit_bytes
-
-    @limit_bytes.setter
-    def limit_bytes(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+    def limit(self) -> Limit:
+        """The limit in force."""
+        return self._limit_of_fit()
 
     @property
     def keeps_plans(self) -> bool:
         """Whether plans are kept for other fits."""
         return self._options.cache_dir is not None
-
-    @property
-    def usable_bytes(self) -> int:
-        """The limit less the margin."""
-        return usable_bytes(self.limit_bytes, self._options.margin)
 
     @decided_once
     def predict(self, problem: Problem, schedule: Schedule) -> Usage:
@@ -101,7 +103,7 @@ class StepPlanner:
         """
         if not self._backend.measures_op_times:  # it is the last one, too
             return self.best(problem, batch_size)
-        limit_s, usable = self._options.solver_time_limit_s, self.usable_bytes
+        limit_s, usable = self._options.solver_time_limit_s, self.limit.usable_bytes
         quick_s = min(_QUICK_SOLVE_S, limit_s)
         tries = [("greedy_first", quick_s, usable), (self._options.solver, limit_s / 2, usable)]
         if roomy_bytes is not None and roomy_bytes < usable:
@@ -214,7 +216,7 @@ class StepPlanner:
         if seen is not None and not self._backend.memory.order_matters:
             return seen
         plans = [] if seen is None else [seen]
-        usable, seed = self.usable_bytes, self._options.seed
+        usable, seed = self.limit.usable_bytes, self._options.seed
         try:
             plans.append(
                 closest_plan(problem, usable, self._backend, time_limit_s=_QUICK_SOLVE_S, seed=seed)
@@ -235,10 +237,11 @@ class StepPlanner:
         known: Schedule | None = None,
         budget_bytes: int | None = None,
     ) -> Plan:
-        with advising(problem, self.limit_bytes, batch_size, self._backend.device):
+        limit = self.limit
+        with advising(problem, limit, batch_size, self._backend.device):
             return plan_problem(
                 problem,
-                self.usable_bytes if budget_bytes is None else budget_bytes,
+                limit.usable_bytes if budget_bytes is None else budget_bytes,
                 self._backend,
                 solver=solver,
                 time_limit_s=time_limit_s,
@@ -250,11 +253,11 @@ class StepPlanner:
         """Returns the error that every schedule that was tried takes too much; ``peak_bytes`` is
         the least that one took."""
         return ScheduleNotFoundError(
-            self.usable_bytes,
+            self.limit.usable_bytes,
             problem.floor_bytes,
             peak_bytes,
             solver=self._options.solver,
-            limit_bytes=self.limit_bytes,
+            limit_bytes=self.limit.total_bytes,
         )
 
     @decided_once
@@ -273,11 +276,11 @@ class StepPlanner:
             check_rules(problem, order)
         except InvalidScheduleError:
             return None
-        reused = reused_plan(problem, order, self.usable_bytes, memory)
+        reused = reused_plan(problem, order, self.limit.usable_bytes, memory)
         if reused is None:
             return None
         told = memory.compiled_peak_bytes(problem, order)
-        return reused if told is None or told <= self.usable_bytes else None
+        return reused if told is None or self.limit.fits(told) else None
 
     @decided_once
     def cached(self, problem: Problem) -> Plan | None:
@@ -305,7 +308,7 @@ class StepPlanner:
             options.solver,
             f"{options.solver_time_limit_s} s, seed {options.seed}",
         )
-        return cache_path(options.cache_dir, graph, self.usable_bytes, setting)
+        return cache_path(options.cache_dir, graph, self.limit.usable_bytes, setting)
 
     @decided_once
     def keep(self, plan: Plan, graph: Graph) -> None:
@@ -315,7 +318,7 @@ class StepPlanner:
             OSError: it cannot be written.
         """
         path = self._cache_path(graph)
-        held = plan.measured is not None and plan.measured.peak_bytes <= self.limit_bytes
+        held = plan.measured is not None and self.limit.holds(plan.measured.peak_bytes)
         if path is not None and held:
             path.parent.mkdir(parents=True, exist_ok=True)
             plan.save(path)

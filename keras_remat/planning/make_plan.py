@@ -23,6 +23,7 @@ from keras_remat.backends.base import (
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.memory import DeviceMemory
 from keras_remat.checks import check_among, check_int, check_name, check_seconds, check_share
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.errors import (
@@ -84,10 +85,10 @@ def make_plan(
     backend, step = traced_as_it_trains(
         model, batch, memory_limit, margin, profile, seed, compilation
     )
-    with advising(step.problem, step.limit_bytes, batch_size_of(step.batch), backend.device):
+    with advising(step.problem, step.limit, batch_size_of(step.batch), backend.device):
         return plan_problem(
             step.problem,
-            step.budget_bytes,
+            step.limit.usable_bytes,
             backend,
             solver=solver,
             time_limit_s=solver_time_limit_s,
@@ -100,15 +101,14 @@ class TracedModel:
     """A model's train step with its costs, outside of ``fit``.
 
     Args:
-        limit_bytes, budget_bytes: the memory limit, and what of it may be used.
+        limit: what it may have in use.
         plan: the quick plan that was run to measure the profile; ``None`` where nothing was run.
     """
 
     batch: Any
     traced: TracedStep
     problem: Problem
-    limit_bytes: int
-    budget_bytes: int
+    limit: Limit
     plan: Plan | None = None
 
 
@@ -169,8 +169,7 @@ def traced_model(
     """
     backend.check(model)
     gc.collect()  # steps that ran before are in reference cycles
-    limit = limit_on(backend.device, memory_limit, runs=profile == "measured")
-    budget = usable_bytes(limit, margin)
+    limit = limit_on(backend.device, memory_limit, margin, runs=profile == "measured")
     arrays = backend.example_batch(model, batch)
     traced = backend.trace(model, arrays)
     profile_now = backend.estimated_profile(traced, counted_bytes(backend.device))
@@ -180,14 +179,14 @@ def traced_model(
         with advising(problem, limit, batch_size_of(arrays), backend.device):
             plan = plan_problem(
                 problem,
-                budget,
+                limit.usable_bytes,
                 backend,
                 solver="greedy_first",
                 time_limit_s=_QUICK_PLAN_S,
                 seed=seed,
             )
         problem = measured_problem(backend, model, traced, problem, plan, arrays)
-    return TracedModel(arrays, traced, problem, limit, budget, plan)
+    return TracedModel(arrays, traced, problem, limit, plan)
 
 
 def measured_problem(
@@ -217,22 +216,24 @@ def measured_problem(
     return problem
 
 
-def limit_on(device: DeviceMemory, memory_limit: int | str, *, runs: bool = True) -> int:
-    """Returns the limit in bytes; with a warning all that the device has, where that is less.
+def limit_on(
+    device: DeviceMemory, memory_limit: int | str, margin: float, *, runs: bool = True
+) -> Limit:
+    """Returns what was asked for; with a warning all that the device has, where that is less.
 
     Args:
         runs: whether steps run on this device; a prediction may be for another.
     """
     total = device.total_bytes()
-    limit = parse_bytes(memory_limit, total_bytes=total, least=LEAST_LIMIT)
-    if not runs or limit <= total:
+    limit = Limit(parse_bytes(memory_limit, total_bytes=total, least=LEAST_LIMIT), margin)
+    if not runs or limit.total_bytes <= total:
         return limit
-    asked, has = format_unequal_bytes(limit, total)
+    asked, has = format_unequal_bytes(limit.total_bytes, total)
     warnings.warn(
         f"keras_remat: the memory limit is {asked}, and the device has {has}: {has} is taken.",
         stacklevel=2,
     )
-    return total
+    return limit.lowered(total)
 
 
 def counted_bytes(device: DeviceMemory) -> int | None:
@@ -240,26 +241,21 @@ def counted_bytes(device: DeviceMemory) -> int | None:
     return device.in_use_bytes() if device.has_statistics else None
 
 
-def usable_bytes(limit_bytes: int, margin: float) -> int:
-    """Returns the limit less the share ``margin`` that is kept free of it."""
-    return max(1, int(limit_bytes * (1 - margin)))
-
-
 @contextmanager
 def advising(
-    problem: Problem, limit_bytes: int, batch_size: int, device: DeviceMemory
+    problem: Problem, limit: Limit, batch_size: int, device: DeviceMemory
 ) -> Iterator[None]:
     """Errors inside speak of the user's limit, and say what limit or batch would do.
 
     Args:
-        limit_bytes: the limit that its budget is a part of.
+        limit: that its budget is a part of.
         device: says what would lower an op's need.
     """
     try:
         yield
     except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-        advice = _advice(error, problem, limit_bytes, batch_size, device)
-        raise error.retold(limit_bytes=limit_bytes, advice=advice) from error.__cause__
+        advice = _advice(error, problem, limit.total_bytes, batch_size, device)
+        raise error.retold(limit_bytes=limit.total_bytes, advice=advice) from error.__cause__
 
 
 def _advice(

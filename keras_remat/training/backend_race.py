@@ -21,6 +21,7 @@ from typing import Any
 from keras_remat.backends.base import Backend
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.core.events import EventKind
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Usage
 from keras_remat.errors import (
@@ -53,8 +54,8 @@ class Trial:
     because devices slow down and speed up from one minute to the next.
     """
 
-    def __init__(self, champion: StepTrainer, rival: StepTrainer, size: int):
-        self.champion, self.rival, self.size = champion, rival, size
+    def __init__(self, fit: FitState, champion: StepTrainer, rival: StepTrainer, size: int):
+        self._fit, self.champion, self.rival, self.size = fit, champion, rival, size
         self._sides = [champion] * _STEPS_A_TURN + [rival] * _STEPS_A_TURN
         self._sides *= _TURNS
         self._usages: list[Usage] = []  # what the steps of the turns took
@@ -63,8 +64,8 @@ class Trial:
         """Returns who trains the next batch, once the rival's step is final; ``None`` when both
         were measured, or one is over the limit."""
         at, both = len(self._usages), (self.champion, self.rival)
-        limit = self.champion.limit_bytes
-        if at == len(self._sides) or any(t.settled_usage.peak_bytes > limit for t in both):
+        peaks = (trainer.settled_usage.peak_bytes for trainer in both)
+        if at == len(self._sides) or not all(map(self._fit.limit.holds, peaks)):
             return None
         return self._sides[at]
 
@@ -131,6 +132,7 @@ class BackendRace:
         """
         if self._trial is not None and batch_size_of(batch) != self._trial.size:
             return self._trial.champion.run(batch)
+        limit = self.fit.limit if self._grown else None
         while True:
             is_last = not self._left and not self._chooses_pieces
             try:
@@ -145,6 +147,8 @@ class BackendRace:
                 )
             except _FAILURES as error:
                 if not self._gives_way(error, batch):
+                    if limit is not None:  # what a larger batch ran into is its own
+                        self.fit.set_limit(limit)
                     raise
                 continue
             if self.trainer.settled:
@@ -201,10 +205,10 @@ class BackendRace:
         if no_way_left or first.plan is None or self._options.plan is not None:
             return
         if not self._is_judged:
-            self._tried.append(_tried(first, first.settled_usage))
+            self._tried.append(_tried(first, first.settled_usage, self.fit.limit))
             self._is_judged = True
         options = self._options
-        if first.settled_usage.peak_bytes <= first.limit_bytes:
+        if self.fit.limit.holds(first.settled_usage.peak_bytes):
             # a trial is worth little time; where the limit is broken the next one has to do it
             solver = "greedy" if options.solver == "auto" else options.solver
             limit_s = min(_TRIAL_SOLVE_S, options.solver_time_limit_s)
@@ -212,7 +216,7 @@ class BackendRace:
         rival = self._following(batch, options)
         if rival is None:
             return
-        self._trial, self.trainer = Trial(first, rival, batch_size_of(batch)), rival
+        self._trial, self.trainer = Trial(self.fit, first, rival, batch_size_of(batch)), rival
         self.fit.event(
             _kind(first, rival), f"The {_way(first)} step is final; {_way(rival)} is tried."
         )
@@ -221,9 +225,9 @@ class BackendRace:
         """Ends a trial: the faster of both steps stays, of those within the limit."""
         champion, rival = trial.champion, trial.rival
         old, new = trial.usage(champion), trial.usage(rival)
-        self._tried = [_tried(champion, old), _tried(rival, new)]
-        limit = champion.limit_bytes
-        within = max(old.peak_bytes, new.peak_bytes) <= limit
+        limit = self.fit.limit
+        self._tried = [_tried(champion, old, limit), _tried(rival, new, limit)]
+        within = limit.holds(max(old.peak_bytes, new.peak_bytes))
         if within and rival.pieces > champion.pieces:
             better = rival if pays(new.time_s, old.time_s) else champion
         else:
@@ -278,10 +282,10 @@ class BackendRace:
         self.trainer.begin_shape(expected, costs)
 
 
-def _tried(trainer: StepTrainer, usage: Usage) -> Tried:
+def _tried(trainer: StepTrainer, usage: Usage, limit: Limit) -> Tried:
     """Returns what a way's final step says about more pieces."""
     plan, time_s = trainer.plan, usage.time_s
-    over = usage.peak_bytes > trainer.limit_bytes
+    over = not limit.holds(usage.peak_bytes)
     share = 1.0
     if plan is not None and plan.predicted.time_s > 0:
         share = plan.store_all.time_s / plan.predicted.time_s
@@ -306,7 +310,7 @@ def _kind(first: StepTrainer, second: StepTrainer) -> EventKind:
     return EventKind.MICRO_BATCHES if same else EventKind.COMPILATION
 
 
-def _rank(usage: Usage, limit_bytes: int) -> tuple[bool, float]:
+def _rank(usage: Usage, limit: Limit) -> tuple[bool, float]:
     """Within the limit the faster one comes first, above it the smaller one."""
-    over = usage.peak_bytes > limit_bytes
+    over = not limit.holds(usage.peak_bytes)
     return over, usage.peak_bytes if over else usage.time_s

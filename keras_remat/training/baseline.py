@@ -18,6 +18,9 @@ from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.phases import Phase
 from keras_remat.training.shape_state import PlainShape, PlannedShape, ShapeState, Signature
 
+#: How a step is trained: how it is compiled, and in how many pieces.
+Way = tuple[str, int]
+
 #: How many of an epoch's newest steps tell what the plan takes.
 _STEPS = 100
 
@@ -26,23 +29,25 @@ class Baseline:
     """The plain step's time and peak in a report.
 
     A predicted one follows the plan's steps from epoch to epoch: a device that slows down would
-    slow the plain step down, too.
-
-    Args:
-        plain_peak_bytes: asked for the peak of a plain step that was measured.
+    slow the plain step down, too. Where a ``fit`` trains in several ways, each has a plan of its
+    own, and all of them tell of the one plain step.
     """
 
-    def __init__(
-        self,
-        report: AutotuneReport,
-        plain_peak_bytes: Callable[[PlainShape], int],
-    ):
-        self._report, self._plain_peak_bytes = report, plain_peak_bytes
+    def __init__(self, report: AutotuneReport):
+        self._report = report
         self._shape: Signature | None = None  # of the one that the baseline is told from
-        self._plan_share, self._peak_bytes = 1.0, 0
-        self._steps_s: deque[float] = deque(maxlen=_STEPS)
+        self._shares: dict[Way, float] = {}  # of the steps of a way's plan, what a plain one takes
+        self._peak_bytes = 0
+        self._plain_s: deque[float] = deque(maxlen=_STEPS)
 
-    def follow(self, before: ShapeState, after: ShapeState, reference: Signature) -> None:
+    def follow(
+        self,
+        before: ShapeState,
+        after: ShapeState,
+        reference: Signature,
+        compilation: str,
+        plain_peak_bytes: Callable[[PlainShape], int],
+    ) -> None:
         """Tells the baseline from a step that was trained.
 
         Args:
@@ -50,52 +55,56 @@ class Baseline:
             after: the shape after the move that followed.
             reference: of the shape that training is about; the first one that tells is the one that
                 the baseline is told from.
+            compilation: how its step is compiled.
+            plain_peak_bytes: asked for the peak of a plain step that was measured.
         """
         if before.signature != (self._shape or reference) or not before.steps:
             return
         if isinstance(before, PlainShape) and before.phase is Phase.PLAIN:
             self._shape = before.signature
-            peak_bytes = self._plain_peak_bytes(before)
-            self._report.baseline = replace(before.measured, peak_bytes=peak_bytes)
+            self._report.baseline = replace(before.measured, peak_bytes=plain_peak_bytes(before))
             self._report.baseline_source = "measured"
             self._report.baseline_batch_size = before.batch_size
         elif before.phase is Phase.FINAL:
-            self.step(before.steps[-1].time_s)
+            self.step(before.steps[-1].time_s, _way(compilation, before))
         elif isinstance(after, PlannedShape) and after.phase is Phase.FINAL:
             self._shape = after.signature
-            cut = after.costs.micro_batches > 1
-            self.predict(after.plan, after.batch_size, after.measured.time_s, cut=cut)
+            way = _way(compilation, after)
+            self.predict(after.plan, after.batch_size, after.measured.time_s, way)
 
-    def predict(self, plan: Plan, batch_size: int, time_s: float, *, cut: bool = False) -> None:
+    def predict(self, plan: Plan, batch_size: int, time_s: float, way: Way) -> None:
         """Notes a plan whose steps were seen to take ``time_s`` seconds; the steps that follow tell
         better. Nothing is predicted where plain steps were measured.
 
-        Args:
-            cut: whether it trains in pieces: a plan for the whole batch tells better what a plain
-                step takes, where there was one.
+        Where the plan trains in pieces, one for the whole batch tells better what a plain step
+        takes, if there was one.
         """
-        known = self._report.baseline
+        known, (_, pieces) = self._report.baseline, way
         if self._report.baseline_source == "measured":
             return
-        self._steps_s.clear()
-        if cut and known is not None and time_s > 0:
-            self._plan_share, self._peak_bytes = known.time_s / time_s, known.peak_bytes
+        self._plain_s.clear()
+        if pieces > 1 and known is not None and time_s > 0:
+            self._shares[way] = known.time_s / time_s
             return
         predicted_s = plan.predicted.time_s
-        self._plan_share = plan.store_all.time_s / predicted_s if predicted_s > 0 else 1.0
+        self._shares[way] = plan.store_all.time_s / predicted_s if predicted_s > 0 else 1.0
         self._peak_bytes = plan.store_all.peak_bytes
         self._report.baseline_batch_size, self._report.baseline_source = batch_size, "predicted"
-        self._set(time_s)
+        self._set(self._shares[way] * time_s)
 
     def epoch_begins(self) -> None:
         """Compares with the steps of this epoch from here on."""
-        self._steps_s.clear()
+        self._plain_s.clear()
 
-    def step(self, time_s: float) -> None:
-        """Notes one more step of the plan that the baseline is predicted from."""
-        if self._report.baseline_source == "predicted":
-            self._steps_s.append(time_s)
-            self._set(median(self._steps_s))
+    def step(self, time_s: float, way: Way) -> None:
+        """Notes one more step of a plan that the baseline is predicted from."""
+        if self._report.baseline_source == "predicted" and way in self._shares:
+            self._plain_s.append(self._shares[way] * time_s)
+            self._set(median(self._plain_s))
 
     def _set(self, time_s: float) -> None:
-        self._report.baseline = Usage(self._plan_share * time_s, self._peak_bytes)
+        self._report.baseline = Usage(time_s, self._peak_bytes)
+
+
+def _way(compilation: str, shape: ShapeState) -> Way:
+    return compilation, shape.costs.micro_batches if isinstance(shape, PlannedShape) else 1

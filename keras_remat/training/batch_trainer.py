@@ -32,6 +32,7 @@ from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import faster_size, largest_wanted
 from keras_remat.core.events import EventKind
+from keras_remat.core.limit import Limit
 from keras_remat.errors import (
     InfeasibleBudgetError,
     RematError,
@@ -94,6 +95,7 @@ class BatchTrainer:
         self._searching, self._has_warned = batch_size != "keep", False
         self._climb: SizeClimb | None = None
         self._scaling: BatchScaling | None = None
+        self._held_bytes = 0  # beside a step of joined batches
         self._logs: Any = None
         self.search: BatchSearch | None = None
         self.has_changed = False
@@ -275,6 +277,7 @@ class BatchTrainer:
         if at_most is not None and at_most <= loader:
             self._refuse_larger("an epoch keeps ten updates; an int as batch_size lifts that.")
             return
+        self._held_bytes = self._bytes_held_beside(batch)
         try:
             self.search = self._predicted(batch, at_most)
         except (UnsupportedModelError, InfeasibleBudgetError, ScheduleNotFoundError) as error:
@@ -285,7 +288,6 @@ class BatchTrainer:
         self._report.max_batch_size = search.max_batch_size
         self._climb = SizeClimb(
             steps.trainer.backend,
-            self._usable_bytes(batch),
             search,
             at_most=at_most,
             trained=loader,
@@ -338,8 +340,7 @@ class BatchTrainer:
             return search_batch_size(
                 self._scaling,
                 self._loader,
-                steps.limit_bytes,
-                self._usable_bytes(batch),
+                self._limit,
                 backend,
                 at_most=at_most,
                 time_limit_s=_QUICK_SHARE * self._search_s,
@@ -349,12 +350,16 @@ class BatchTrainer:
                 seed=self._seed,
             )
 
-    def _usable_bytes(self, batch: Any) -> int:
-        """What a step of joined batches may use. Where the device's memory is the host's, the
-        loader's newest batch and what was cut off it are there, too."""
+    @property
+    def _limit(self) -> Limit:
+        """What a step of joined batches may use."""
+        return self._steps.fit.limit.reserving(self._held_bytes)
+
+    def _bytes_held_beside(self, batch: Any) -> int:
+        """Returns what lies in the device's memory beside a step of joined batches: where that is
+        the host's, the loader's newest batch and what was cut off it."""
         steps = self._steps.trainer
-        held = 0 if steps.on_gpu else 2 * batch_bytes(batch) // steps.backend.batch_multiple
-        return max(1, steps.usable_bytes - held)
+        return 0 if steps.on_gpu else 2 * batch_bytes(batch) // steps.backend.batch_multiple
 
     @property
     def _search_s(self) -> float:
@@ -370,7 +375,7 @@ class BatchTrainer:
         if self._climb is None or not self._steps.settled or size == self._climb.failed[0]:
             return
         plan, peak = self._steps.trainer.plan, self._steps.trainer.settled_peak_bytes
-        if peak is not None and peak > self._steps.trainer.limit_bytes:
+        if peak is not None and not self._steps.fit.limit.holds(peak):
             self._climb.note(size, plan, peak, fits=False)
             self._go_on(
                 f"The {format_bytes(peak)} that a batch of {size} measured are over the limit."
@@ -405,13 +410,13 @@ class BatchTrainer:
             scaling.learn(size, problem)
         if self._wanted != "fastest":
             with self._steps.fit.long_task("looking for the largest batch"):
-                chosen = climb.choose(scaling)
+                chosen = climb.choose(scaling, self._limit)
         new, plan = (climb.trained, None) if chosen is None else chosen
         if chosen is None and climb.trained == size == self._loader:
+            usable = format_bytes(self._limit.usable_bytes)
             self._refuse_larger(
-                f"{self._report.max_batch_size} samples were predicted to keep to "
-                f"{format_bytes(climb.budget_bytes)}. By the costs that were measured since, no "
-                f"more than {size} do. A higher limit would do."
+                f"{self._report.max_batch_size} samples were predicted to keep to {usable}. By the "
+                f"costs that were measured since, no more than {size} do. A higher limit would do."
             )
             return
         if chosen is None:

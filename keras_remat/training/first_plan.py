@@ -83,8 +83,6 @@ class FirstPlans:
 
     def __init__(self, fit: FitState, backend: Backend, planner: StepPlanner, given: Plan | None):
         self._fit, self._backend, self._planner, self._given = fit, backend, planner, given
-        # of the largest plain step that was measured: bytes as predicted, and how far it was off
-        self._plain_seen = (0, 1.0)
 
     # ---------------------------------------------------------------- costs
 
@@ -171,6 +169,10 @@ class FirstPlans:
         surplus, seen = self._plain_bytes(costs) - resident, self._plain_seen[1]
         return resident + round(surplus * seen * room)
 
+    @property
+    def _plain_seen(self) -> tuple[int, float]:
+        return self._fit.facts.plain_seen.get(self._backend.compilation, (0, 1.0))
+
     def _plain_bytes(self, costs: Costs) -> int:
         return costs.traced.plain_peak_bytes(costs.problem, self._backend.memory)
 
@@ -180,7 +182,8 @@ class FirstPlans:
         resident = costs.problem.profile.resident_bytes
         predicted, measured = self._plain_bytes(costs) - resident, measured_bytes - resident
         if predicted > 0 and predicted >= self._plain_seen[0]:
-            self._plain_seen = predicted, max(1.0, measured / predicted)
+            seen = predicted, max(1.0, measured / predicted)
+            self._fit.facts.plain_seen[self._backend.compilation] = seen
 
     # ---------------------------------------------------------------- plans
 
@@ -301,7 +304,7 @@ class FirstPlans:
             for plan, _, phase in known.plans
             if known.is_family and (phase is Phase.VERIFY or not is_final)
         }
-        resident, usable = problem.profile.resident_bytes, self._planner.usable_bytes
+        resident, usable = problem.profile.resident_bytes, self._planner.limit.usable_bytes
         is_unmeasured = not is_final and problem.profile.source == "estimated"
         roomy = resident + int((usable - resident) / _ROOM ** max(len(orders), is_unmeasured))
         return (usable,) if roomy == usable else (roomy, usable)
@@ -337,7 +340,7 @@ class FirstPlans:
                 continue
             message = (
                 f"No schedule trains {shape.batch_size} samples at once within "
-                f"{format_bytes(self._planner.limit_bytes)}: each step trains them in {count} "
+                f"{format_bytes(self._fit.limit.total_bytes)}: each step trains them in {count} "
                 "micro-batches and adds up their gradients."
             )
             self._fit.warn(EventKind.MICRO_BATCHES, message)
@@ -347,20 +350,20 @@ class FirstPlans:
     def _a_little_over(self, shape: ShapeState, costs: Costs, error: ScheduleNotFoundError) -> Plan:
         """Returns a plan that misses the limit by a little, where ``error`` says that none was
         found which does not; else raises it."""
-        limit = self._planner.limit_bytes
+        limit = self._fit.limit
         try:
             with self._fit.progress("plan that comes close to the limit"):
                 plan = self._planner.closest(costs.problem, error)
         except NOT_FOUND:
             raise error from None
-        if plan.predicted.peak_bytes <= limit:
+        if limit.holds(plan.predicted.peak_bytes):
             return plan  # it takes some of the margin, or the quick solver found it after all
-        if plan.predicted.peak_bytes > (1 + LITTLE_OVER_SHARE) * limit:
+        if not limit.holds(int(plan.predicted.peak_bytes / (1 + LITTLE_OVER_SHARE))):
             raise error
         message = (
-            f"No schedule was found under {format_bytes(self._planner.usable_bytes)}; training "
+            f"No schedule was found under {format_bytes(limit.usable_bytes)}; training "
             f"goes on with one that is predicted to need {format_bytes(plan.predicted.peak_bytes)} "
-            f"(the limit is {format_bytes(limit)})."
+            f"(the limit is {format_bytes(limit.total_bytes)})."
         )
         self._fit.warn(EventKind.OVER_LIMIT, message)
         return plan

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from keras_remat.backends.base import Backend, Caller
@@ -21,6 +22,7 @@ from keras_remat.backends.batches import batch_size_of
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
+from keras_remat.planning.fit_plans import limit_of
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.reporting.records import EpochUsage, Event
 from keras_remat.training.arguments import FitOptions
@@ -60,11 +62,20 @@ class FitSession:
         epochs: int | None = None,
     ):
         self._callback, self._model, self._backends = callback, model, backends
-        self._options, self._report, self._progress = options, report, progress
+        self._options, self._report = options, report
         self._steps_per_epoch, self._epochs, self._epoch = steps_per_epoch, epochs, 0
         if model.train_function is None:  # a loop of the user's own has made none so far
             model.make_train_function()
         self._installed = backends[0].install(model, self)
+        self._fit = FitState(
+            model,
+            report,
+            partial(limit_of, backends[0], options),
+            progress,
+            self._installed,
+            self._most_steps(self._epoch),
+            lambda: is_profiled(running_fit(model, callback)),
+        )
         self.steps = self._new_steps()
         rate = LearningRateScaling(model, options.learning_rate_scaling, self._installed.variables)
         self._trainer = BatchTrainer(
@@ -82,16 +93,8 @@ class FitSession:
         self._rest_logs: dict[str, Any] = {}
 
     def _new_steps(self) -> BackendRace:
-        fit = FitState(
-            self._model,
-            self._report,
-            self._progress,
-            self._installed,
-            self._most_steps(self._epoch),
-            lambda: is_profiled(running_fit(self._model, self._callback)),
-        )
         chooses = self._options.chooses_pieces
-        return BackendRace(fit, self._backends, self._options, chooses_pieces=chooses)
+        return BackendRace(self._fit, self._backends, self._options, chooses_pieces=chooses)
 
     def _most_steps(self, epoch: int) -> int | None:
         """Returns how many steps there can be from an epoch on; ``None`` where nobody knows."""
@@ -131,7 +134,7 @@ class FitSession:
     def _go_on_unmodified(self, error: UnsupportedModelError, *batches: Any) -> Any:
         """Trains by Keras's own step from here on: what is held back, and ``batches``."""
         self._is_unmodified = True
-        warn_unmodified(self._report, error, self.steps.fit.steps_run)
+        warn_unmodified(self._report, error, self._fit.steps_run)
         left = [*self._trainer.take_held(), *batches]
         return [self._installed.run_plain(one) for one in left][-1]
 
@@ -148,7 +151,7 @@ class FitSession:
             try:
                 return self.steps.run(batch)
             except UnsupportedModelError as error:
-                self.steps.fit.warn(EventKind.REMARK, f"Keras's own step trains it. {error}")
+                self._fit.warn(EventKind.REMARK, f"Keras's own step trains it. {error}")
                 return self._installed.run_plain(batch)
 
     def finish(self) -> Any:
@@ -174,10 +177,10 @@ class FitSession:
     def epoch_begins(self, epoch: int) -> None:
         """Begins to count an epoch; a ``fit`` need not begin with the first."""
         self._epoch, most_steps = epoch, self._most_steps(epoch)
-        self.steps.fit.begin_epoch(most_steps)
+        self._fit.begin_epoch(most_steps)
         self._training_s, self._rest_logs = 0.0, {}
-        self.steps.fit.take_counter()
-        with self._training(), self.steps.fit.long_task("looking at the device's memory"):
+        self._fit.take_counter()
+        with self._training(), self._fit.long_task("looking at the device's memory"):
             self.steps.trainer.epoch_begins()
         self._trainer.epoch_begins()
 
@@ -188,10 +191,9 @@ class FitSession:
         is_last = steps is not None and batch + self._model.steps_per_execution >= steps
         self._last_call = is_last or (fit is not None and fit.has_no_more_data)
         if self._installed.take_place():  # another train function: the model may be another one
-            counter = self.steps.fit.take_counter()
             self.steps.close()
+            self._fit.begin_epoch(self._most_steps(self._epoch))
             self.steps, self._is_unmodified = self._new_steps(), False
-            self.steps.fit.counter = counter
             self._trainer.begin_anew(self.steps)
 
     def validation_begins(self) -> None:
@@ -209,7 +211,7 @@ class FitSession:
         """Ends the count of an epoch, and returns what is new in its logs."""
         self._train_rest()
         self._trainer.epoch_ends()
-        counter = self.steps.fit.take_counter()
+        counter = self._fit.take_counter()
         usage = EpochUsage(
             epoch,
             counter.samples,

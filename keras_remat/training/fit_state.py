@@ -13,9 +13,12 @@ from typing import Any
 from keras_remat.backends.base import Installed
 from keras_remat.backends.memory import DeviceMemory
 from keras_remat.core.events import EventKind
+from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Usage
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.reporting.records import Event
+from keras_remat.training.baseline import Baseline
+from keras_remat.training.device_facts import DeviceFacts
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +35,18 @@ class StepCounter:
 
 
 class FitState:
-    """The report, the counters and the train function of one ``fit``.
+    """The report, the counters and the train function of one ``fit``, and what is known of its
+    device: the limit in force above all.
 
     Args:
+        read_limit: asked once for the limit, when it is first needed.
         progress: ``progress(text)`` as a context manager around everything that takes long.
         most_steps: that the ``fit`` can have; ``None`` where that is not known.
         is_profiled: whether another callback records, or is going to.
 
     Attributes:
+        facts: what steps have shown of the device.
+        baseline: tells what Keras's own step takes.
         steps_run: how many steps this ``fit`` has trained.
         counter: what was counted since :meth:`take_counter`.
     """
@@ -48,6 +55,7 @@ class FitState:
         self,
         model: Any,
         report: AutotuneReport,
+        read_limit: Callable[[], Limit],
         progress: Callable[[str], Any],
         installed: Installed,
         most_steps: int | None = None,
@@ -55,10 +63,28 @@ class FitState:
     ):
         self.model, self.report = model, report
         self.progress, self.installed, self.is_profiled = progress, installed, is_profiled
+        self.facts, self.baseline = DeviceFacts(), Baseline(report)
         self.steps_run = 0
         self._most_steps = most_steps
         self.counter = StepCounter()
         self._is_planning = False
+        self._read_limit = read_limit
+        self._limit: Limit | None = None
+
+    @property
+    def limit(self) -> Limit:
+        """The limit in force: what was asked for, or less where the device turned out to have less.
+
+        It is read after the first trace: on the host, tracing takes from the same memory.
+        """
+        if self._limit is None:
+            return self.set_limit(self._read_limit())
+        return self._limit
+
+    def set_limit(self, limit: Limit) -> Limit:
+        """Puts a limit in force for all steps of the ``fit`` and for its report; returns it."""
+        self._limit, self.report.limit_bytes = limit, limit.total_bytes
+        return limit
 
     @property
     def most_steps_left(self) -> int | None:

@@ -78,10 +78,6 @@ class Moves:
         """
         return self._by_move[move](shape, outcome, phase)
 
-    def set_limit(self, limit_bytes: int) -> None:
-        """Makes the limit known to whoever plans and reads the report."""
-        self._planner.limit_bytes = self._fit.report.limit_bytes = limit_bytes
-
     def costs_of(self, shape: ShapeState, batch: Any) -> Costs:
         """Returns the costs of a shape's step, which is traced where it was not."""
         if isinstance(shape, TracedShape):
@@ -102,7 +98,7 @@ class Moves:
             EventKind.EXCEEDED,
             f"The plain step of {shape.batch_size} samples takes {format_bytes(shape.peak_bytes)} "
             f"measured ({format_bytes(self._first_plans.plain_peak_bytes(costs))} predicted), over "
-            f"{format_bytes(self._planner.limit_bytes)}: planning.",
+            f"{format_bytes(self._fit.limit.total_bytes)}: planning.",
         )
         is_final = costs.problem.profile.source == "measured"
         with self._fit.progress("planning"):
@@ -181,7 +177,7 @@ class Moves:
             reason = (
                 "By what was measured the plain step needs "
                 f"{format_bytes(self._first_plans.plain_peak_bytes(shape.costs))}, within "
-                f"{format_bytes(self._planner.usable_bytes)}: it comes back."
+                f"{format_bytes(self._fit.limit.usable_bytes)}: it comes back."
             )
         self._fit.event(EventKind.PLAIN, reason)
         return shape.plainly(self._fit.installed.run_plain, shape.costs, phase)
@@ -222,7 +218,7 @@ class Moves:
             raise self._planner.not_found(problem)
         # steps were measured meanwhile
         plan = replace(plan, predicted=self._planner.predict(problem, plan.solution.schedule))
-        return plan if plan.predicted.peak_bytes <= self._planner.usable_bytes else None
+        return plan if self._fit.limit.fits(plan.predicted.peak_bytes) else None
 
     def _replan(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Plans again from the measured profile, or keeps the plan where it is as good.
@@ -231,7 +227,7 @@ class Moves:
         """
         costs, known = shape.costs, self._known(shape)
         now = self._planner.predict(costs.problem, shape.schedule)
-        fits = now.peak_bytes <= self._planner.usable_bytes
+        fits = self._fit.limit.fits(now.peak_bytes)
         most_s = self._most_saved_s(costs, now)
         if most_s < _LEAST_SOLVE_S:
             self._fit.event(
@@ -259,20 +255,19 @@ class Moves:
         """Returns the seconds that a faster plan can save: solving for it may take as long. There
         is no bound where the one that runs does not fit, the steps that are left are not known, or
         a plan is kept for other fits."""
-        steps, fits = self._fit.most_steps_left, now.peak_bytes <= self._planner.usable_bytes
+        steps, fits = self._fit.most_steps_left, self._fit.limit.fits(now.peak_bytes)
         if steps is None or self._planner.keeps_plans or not fits:
             return math.inf
         return steps * (now.time_s - costs.problem.store_all_time_s)
 
     def _tighten(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Plans again for what the measured peak was too much."""
-        peak = shape.peak_bytes
-        over = peak - self._planner.usable_bytes
+        peak, limit = shape.peak_bytes, self._fit.limit
+        over = peak - limit.usable_bytes
         self._fit.event(
             EventKind.TIGHTEN,
             f"Measured peak {format_bytes(peak)} is over the limit of "
-            f"{format_bytes(self._planner.limit_bytes)} "
-            f"({format_bytes(shape.plan.predicted.peak_bytes)} "
+            f"{format_bytes(limit.total_bytes)} ({format_bytes(shape.plan.predicted.peak_bytes)} "
             f"predicted): planning again for {format_bytes(over)} less.",
         )
         costs = shape.costs
@@ -284,7 +279,7 @@ class Moves:
             plan = self._first_plans.reused(
                 costs.problem, known, Phase.VERIFY, orders
             ) or self._planner.nearest(costs.problem, shape.batch_size, needed, orders)
-        misses = plan.predicted.peak_bytes > self._planner.limit_bytes
+        misses = not limit.holds(plan.predicted.peak_bytes)
         if plan.solution.schedule in orders or (misses and not shape.terms.may_miss):
             raise self._planner.not_found(costs.problem, peak)
         self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")
@@ -307,7 +302,7 @@ class Moves:
         kept = min((*shape.over_limit_plans, shape), key=lambda other: other.peak_bytes)
         message = (
             f"The step of {shape.batch_size} samples takes {format_bytes(kept.peak_bytes)} "
-            f"measured, over the limit of {format_bytes(self._planner.limit_bytes)}; no schedule "
+            f"measured, over the limit of {format_bytes(self._fit.limit.total_bytes)}; no schedule "
             "that takes less was found."
         )
         if shape.terms.may_miss:
@@ -321,30 +316,30 @@ class Moves:
 
     def _finish(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
         """Goes on with what was measured."""
-        usage = shape.measured
+        usage, limit = shape.measured, self._fit.limit
         if isinstance(shape, PlannedShape):
             return self._finish_plan(shape, usage, phase)
-        if usage.peak_bytes <= self._planner.limit_bytes:
+        if limit.holds(usage.peak_bytes):
             takes = "is predicted to keep"
             if self._backend.device.has_statistics:
                 takes = f"takes {format_bytes(usage.peak_bytes)} measured,"
             self._fit.event(
                 EventKind.FITS,
                 f"The plain step of {shape.batch_size} samples {takes} within "
-                f"{format_bytes(self._planner.limit_bytes)}: nothing is changed.",
+                f"{format_bytes(limit.total_bytes)}: nothing is changed.",
             )
         return replace(shape, phase=phase, steps=(usage,))
 
     def _finish_plan(self, shape: PlannedShape, usage: Usage, phase: Phase) -> ShapeState:
         """Goes on with a plan; what it measured is the plan's, where peaks can be measured."""
-        plan = shape.plan
+        plan, limit = shape.plan, self._fit.limit
         peak = f"{format_bytes(plan.predicted.peak_bytes)} predicted"
         if self._backend.device.has_statistics:
             plan = replace(plan, measured=usage)
-            where = "within" if usage.peak_bytes <= self._planner.limit_bytes else "STILL OVER"
+            where = "within" if limit.holds(usage.peak_bytes) else "STILL OVER"
             peak = (
                 f"{format_bytes(usage.peak_bytes)} measured ({peak}), {where} the limit of "
-                f"{format_bytes(self._planner.limit_bytes)}"
+                f"{format_bytes(limit.total_bytes)}"
             )
         try:
             self._planner.keep(plan, shape.costs.problem.graph)
@@ -359,7 +354,7 @@ class Moves:
     def _lower_limit(self, shape: ShapeState, outcome: OutOfMemory, phase: Phase) -> ShapeState:
         """Plans for what the device had when the step failed."""
         costs = self.costs_of(shape, outcome.batch)
-        problem, before = costs.problem, self._planner.limit_bytes
+        problem, before = costs.problem, self._fit.limit
         schedule = shape.schedule if isinstance(shape, PlannedShape) else costs.store_all
         predicted = self._planner.predict(problem, schedule).peak_bytes
         self._fit.event(
@@ -368,15 +363,15 @@ class Moves:
             f"of memory with {format_bytes(outcome.peak_bytes)} in use; what it had changed was "
             "put back, and its batch is trained again under a tighter plan.",
         )
-        self.set_limit(max(1, min(before, predicted - 1, outcome.peak_bytes)))
+        self._fit.set_limit(before.lowered(min(predicted - 1, outcome.peak_bytes)))
         with self._fit.progress("solving for the schedule"):
             plan = self._planner.nearest(problem, shape.batch_size, predicted)
-        if plan.predicted.peak_bytes > self._planner.usable_bytes:
+        if not self._fit.limit.fits(plan.predicted.peak_bytes):
             # out of reach; all that is known for certain is what was too much
-            self.set_limit(min(before, predicted - 1))
+            self._fit.set_limit(before.lowered(predicted - 1))
         self._fit.event(
             EventKind.SWAP,
-            f"The limit is {format_bytes(self._planner.limit_bytes)} from here on. {plan}",
+            f"The limit is {format_bytes(self._fit.limit.total_bytes)} from here on. {plan}",
         )
         return self._first_plans.lowered(shape, costs, plan, phase)
 

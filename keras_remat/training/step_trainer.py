@@ -27,7 +27,6 @@ from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.errors import UnsupportedBatchError, UnsupportedModelError
 from keras_remat.planning.fit_plans import StepPlanner, TunerOptions
 from keras_remat.planning.plan import Plan
-from keras_remat.training.baseline import Baseline
 from keras_remat.training.first_plan import NOT_FOUND, FirstPlans, Known
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.moves import Moves
@@ -77,16 +76,14 @@ class StepTrainer:
         self.backend, self._plain_may_run = backend, plain_may_run
         self.pieces = options.micro_batches
         self._fit, self._options = fit, options
-        self._planner = StepPlanner(backend, options)
+        self._planner = StepPlanner(backend, options, lambda: fit.limit)
         self._first_plans = FirstPlans(fit, backend, self._planner, options.plan)
         self._moves = Moves(fit, backend, self._planner, self._first_plans, self._known)
-        self._guard = StepGuard(fit.model, backend)
-        self._baseline = Baseline(fit.report, self._plain_peak_bytes)
+        self._guard = StepGuard(fit.model, backend, fit.facts)
         self._shapes: dict[Signature, ShapeState] = {}
         self._reference: Signature | None = None  # of the shape that training is about
         self._family = ShapeFamily(self._shapes)
         self._expected = Known()
-        self._is_scattered = True  # the variables, since Keras's own step ran
         self.plan: Plan | None = None
         self.traced_ops = 0
 
@@ -122,7 +119,13 @@ class StepTrainer:
             outcome = self._attempt(self._shapes[key], batch, timed)
             before = self._shapes[key]
             self._set(self._follow(before, outcome))
-            self._baseline.follow(before, self._shapes[key], self._reference)
+            self._fit.baseline.follow(
+                before,
+                self._shapes[key],
+                self._reference,
+                self.backend.compilation,
+                self._plain_peak_bytes,
+            )
             if isinstance(before, PlainShape) and before.phase is Phase.PLAIN and before.peak_bytes:
                 self._first_plans.observe_plain(before.costs, before.peak_bytes)
             if isinstance(outcome, Trained):
@@ -142,7 +145,7 @@ class StepTrainer:
         outcome = self._guard.attempt(
             shape.run, batch, guarded=guarded, gathered=self._is_gathered(shape), timed=timed
         )
-        self._is_scattered = not isinstance(shape, PlannedShape)
+        self._fit.facts.is_scattered = not isinstance(shape, PlannedShape)
         if isinstance(outcome, OutOfMemory):
             self.close()
             return outcome
@@ -153,7 +156,7 @@ class StepTrainer:
         enough = is_over or len(shape.steps) >= self._options.profile_steps
         if isinstance(shape, Recording) and enough:
             if is_over:
-                peak, limit = format_unequal_bytes(shape.peak_bytes, self.limit_bytes)
+                peak, limit = format_unequal_bytes(shape.peak_bytes, self._fit.limit.total_bytes)
                 self._fit.event(
                     EventKind.EXCEEDED,
                     f"A step of {shape.batch_size} samples measured {peak} while it was recorded, "
@@ -165,7 +168,7 @@ class StepTrainer:
 
     def _is_over(self, shape: ShapeState) -> bool:
         """Returns whether a step of this phase measured over the limit."""
-        return self.backend.device.has_statistics and shape.peak_bytes > self.limit_bytes
+        return self.backend.device.has_statistics and not self._fit.limit.holds(shape.peak_bytes)
 
     def _is_guarded(self, shape: ShapeState) -> bool:
         """Returns whether the next step has to be undone if it runs out of memory, whatever the
@@ -180,7 +183,7 @@ class StepTrainer:
         twice their size (of VGG19's 180 MiB made 237), and a step in order leaves them where they
         are."""
         in_order = isinstance(shape, PlannedShape) and self.backend.memory.order_matters
-        return in_order and self._is_scattered and not self.on_gpu
+        return in_order and self._fit.facts.is_scattered and not self.on_gpu
 
     def _is_timed(self, shape: ShapeState) -> bool:
         """Returns whether the next step is waited for. On a GPU that leaves gaps between kernels,
@@ -203,12 +206,11 @@ class StepTrainer:
             InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError: the batch ran out
                 of memory and cannot be trained.
         """
-        facts, failure, limit = self._facts(shape, outcome), None, self.limit_bytes
+        facts, failure = self._facts(shape, outcome), None
         while True:
             move, phase = decide(facts)
             shape = replace(shape, tries=shape.tries.after(move))
             if move is Move.REFUSE:
-                self._moves.set_limit(limit)
                 raise self._moves.refusal(shape, outcome, failure)
             try:
                 with self._fit.planning():
@@ -248,7 +250,7 @@ class StepTrainer:
         if not isinstance(shape, Recording) or shape.recorded is not Recorded.MEASURED:
             return False
         peak_bytes = self._first_plans.plain_bound_bytes(shape.costs)
-        return shape.costs.micro_batches == 1 and peak_bytes <= self.usable_bytes
+        return shape.costs.micro_batches == 1 and self.plain_fits(peak_bytes)
 
     def _wanted_steps(self, shape: ShapeState) -> int:
         """Returns how many steps of a phase are measured: more plain ones where larger ones will
@@ -290,20 +292,17 @@ class StepTrainer:
             return replace(shape, tries=Tries(plain_ruled_out=True))  # nothing can be planned
         self.traced_ops = len(costs.problem.graph.ops)
         self._family.learn(shape.signature, costs)
-        # the limit is what is left now: on the host, tracing has taken from the same memory
-        self._moves.set_limit(self.limit_bytes)
         given = self._first_plans.given(costs)
         if given is not None:
             return self._first_plans.lowered(shape, costs, given, Phase.VERIFY)
         peak = self._first_plans.plain_bound_bytes(costs)
-        if may_run_plain and peak <= self.usable_bytes:
+        if may_run_plain and self.plain_fits(peak):
             return shape.plainly(self._fit.installed.run_plain, costs, Phase.PLAIN)
         if may_run_plain:
             self._fit.event(
                 EventKind.RISK,
-                f"The plain step of {size} samples may need up to {format_bytes(peak)}, over "
-                f"{format_bytes(self.usable_bytes)} (limit {format_bytes(self.limit_bytes)} less "
-                f"{self._options.margin:.0%} margin): it will not be run.",
+                f"The plain step of {size} samples may need up to {format_bytes(peak)}, over the "
+                f"limit of {self._fit.limit}: it will not be run.",
             )
         plan, costs, phase = self._first_plans.find(shape, costs, batch, known)
         return self._first_plans.lowered(shape, costs, plan, phase)
@@ -317,7 +316,7 @@ class StepTrainer:
         costs = self._family.costs_at(signature)
         if costs is None:
             return False
-        return self._first_plans.plain_bound_bytes(costs, is_traced=False) <= self.usable_bytes
+        return self.plain_fits(self._first_plans.plain_bound_bytes(costs, is_traced=False))
 
     def _known(self, shape: ShapeState) -> Known:
         """Returns what is known of a shape that is not traced yet."""
@@ -336,15 +335,9 @@ class StepTrainer:
 
     # ---------------------------------------------------------------- for others
 
-    @property
-    def limit_bytes(self) -> int:
-        """The memory limit in force."""
-        return self._planner.limit_bytes
-
-    @property
-    def usable_bytes(self) -> int:
-        """The limit less the margin."""
-        return self._planner.usable_bytes
+    def plain_fits(self, predicted_bytes: int) -> bool:
+        """Returns whether Keras's own step may run, which is predicted to need so many bytes."""
+        return self._fit.limit.fits(predicted_bytes)
 
     def begin_shape(self, expected: Plan | None = None, costs: Problem | None = None) -> None:
         """Makes the next batch's shape the reference shape.
@@ -439,7 +432,7 @@ class StepTrainer:
 
     def epoch_begins(self) -> None:
         """Tells the baseline that an epoch begins."""
-        self._baseline.epoch_begins()
+        self._fit.baseline.epoch_begins()
 
     def close(self) -> None:
         """Stops recordings and solvers that are under way."""

@@ -22,6 +22,7 @@ from typing import Any
 from keras_remat.backends.base import Backend, RunStep
 from keras_remat.backends.host import address_space_for_threads
 from keras_remat.core.schedule import Usage
+from keras_remat.training.device_facts import DeviceFacts
 
 #: A copy is taken before every step while it takes less than this share of the step's time.
 CHEAP_SHARE = 0.02
@@ -56,13 +57,16 @@ class OutOfMemory(Outcome):
 
 
 class StepGuard:
-    """Measures steps of a model and undoes those that run out of memory."""
+    """Measures steps of a model and undoes those that run out of memory.
 
-    def __init__(self, model: Any, backend: Backend):
+    Args:
+        facts: what steps have shown of the device, those of other guards, too; ``None`` where
+            nothing was.
+    """
+
+    def __init__(self, model: Any, backend: Backend, facts: DeviceFacts | None = None):
         self._model, self._backend = model, backend
-        self._copy_s: float | None = None
-        self._step_s = 0.0
-        self._pending: Any = None  # the result of a step that was not waited for
+        self._facts = DeviceFacts() if facts is None else facts
 
     def attempt(
         self,
@@ -82,8 +86,9 @@ class StepGuard:
             timed: whether the step is waited for; else it is said to have taken what the last one
                 did that was.
         """
-        if timed and self._pending is not None:
-            self._backend.measure(lambda: self._pending)  # what is queued is not this step's time
+        facts = self._facts
+        if timed and facts.pending is not None:
+            self._backend.measure(lambda: facts.pending)  # what is queued is not this step's time
         # of several processes one alone cannot train a batch again
         is_alone = self._backend.processes.count == 1
         put_back = self._snapshot() if is_alone and (guarded or self._is_cheap()) else None
@@ -99,18 +104,19 @@ class StepGuard:
             _forget_locals(error)
             put_back()
             return OutOfMemory(batch, peak, error)
-        self._pending = None if timed else result
-        self._step_s = usage.time_s if timed else self._step_s
-        usage = replace(usage, time_s=self._step_s)
+        facts.pending = None if timed else result
+        facts.step_s = usage.time_s if timed else facts.step_s
+        usage = replace(usage, time_s=facts.step_s)
         return Trained(batch, result, usage)
 
     def _is_cheap(self) -> bool:
-        return self._copy_s is not None and self._copy_s <= CHEAP_SHARE * self._step_s
+        copy_s = self._facts.copy_s
+        return copy_s is not None and copy_s <= CHEAP_SHARE * self._facts.step_s
 
     def _snapshot(self) -> Callable[[], None]:
         started = time.perf_counter()
         put_back = self._backend.snapshot(self._model)
-        self._copy_s = time.perf_counter() - started
+        self._facts.copy_s = time.perf_counter() - started
         return put_back
 
 

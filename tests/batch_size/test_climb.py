@@ -8,6 +8,7 @@ from fake_backend import FakeBackend, chain_problem, store_all_peak
 
 from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
 from keras_remat.batch_size.sizes import RESOLUTION
+from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.planning.plan_problem import plan_problem
@@ -33,13 +34,18 @@ def climb(predicted, **options):
         "solver": "greedy",
         "solve_s": 1.0,
     } | options
-    return SizeClimb(FakeBackend(), LIMIT, search, **arguments)
+    return SizeClimb(FakeBackend(), search, **arguments)
+
+
+def corrected_bytes(climbing):
+    """What predictions are held against."""
+    return climbing.corrected(Limit(LIMIT), Scaling()).usable_bytes
 
 
 def sizes_until(largest, predicted, **options):
     """The sizes that are chosen where those up to ``largest`` train."""
     climbing, ran = climb(predicted, **options), []
-    while (chosen := climbing.choose(Scaling())) is not None:
+    while (chosen := climbing.choose(Scaling(), Limit(LIMIT))) is not None:
         size, plan = chosen
         ran.append(size)
         peak = plan.predicted.peak_bytes if size <= largest else LIMIT + 1
@@ -76,24 +82,24 @@ def test_no_size_above_the_most_is_chosen():
 
 def test_what_ran_above_its_prediction_is_taken_off_the_budget():
     climbing = climb(100)
-    size, plan = climbing.choose(Scaling())
-    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT
+    size, plan = climbing.choose(Scaling(), Limit(LIMIT))
+    assert corrected_bytes(climbing) == LIMIT
     climbing.note(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
-    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - 500
+    assert corrected_bytes(climbing) == LIMIT - 500
     climbing.note(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
-    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - 1000
+    assert corrected_bytes(climbing) == LIMIT - 1000
 
 
 def test_out_of_memory_has_no_peak():
     climbing = climb(100)
-    size, plan = climbing.choose(Scaling())
+    size, plan = climbing.choose(Scaling(), Limit(LIMIT))
     climbing.note(size, plan, 0, fits=False)
     assert climbing.failed == (100, 0)
-    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - int(RESOLUTION * LIMIT)
+    assert corrected_bytes(climbing) == LIMIT - int(RESOLUTION * LIMIT)
     climbing.note(size, None, 0, fits=False)  # it could not be planned, which tells no bytes
-    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT - int(RESOLUTION * LIMIT)
+    assert corrected_bytes(climbing) == LIMIT - int(RESOLUTION * LIMIT)
     climbing.note(size, plan, plan.predicted.peak_bytes, fits=True)
-    assert climbing.corrected_budget_bytes(Scaling()) == LIMIT
+    assert corrected_bytes(climbing) == LIMIT
 
 
 @pytest.mark.parametrize("largest", [1, 37, 99])
@@ -104,18 +110,18 @@ def test_it_ends(largest):
 
 def test_after_the_deadline_nothing_larger_is_tried():
     climbing = climb(60, deadline_s=0.0)
-    size, plan = climbing.choose(Scaling())
+    size, plan = climbing.choose(Scaling(), Limit(LIMIT))
     climbing.note(size, plan, plan.predicted.peak_bytes, fits=True)
-    assert climbing.choose(Scaling()) is None
+    assert climbing.choose(Scaling(), Limit(LIMIT)) is None
 
 
 def test_the_order_that_ran_last_is_known_even_where_it_was_made_anew():
     """There is time to run a size, and none to solve for one."""
     climbing = climb(100, max_overhead=None, solve_s=1000.0, deadline_s=time.perf_counter() + 100.0)
-    size, _ = climbing.choose(Scaling())
+    size, _ = climbing.choose(Scaling(), Limit(LIMIT))
     made_anew = plan_problem(chain_problem(size), LIMIT // 2, FakeBackend(), solver="greedy")
     climbing.note(size, made_anew, made_anew.predicted.peak_bytes, fits=True)
-    larger, plan = climbing.choose(Scaling())
+    larger, plan = climbing.choose(Scaling(), Limit(LIMIT))
     assert larger >= 1.5 * size
     assert plan.solution.schedule == made_anew.solution.schedule
 
@@ -128,7 +134,7 @@ def test_after_out_of_memory_an_order_is_not_taken_that_fills_the_same_bytes():
         for size in range(100, 151, 2)
     ]
     climbing = climb(150, orders=orders, max_overhead=None)
-    while (chosen := climbing.choose(Scaling())) is not None:
+    while (chosen := climbing.choose(Scaling(), Limit(LIMIT))) is not None:
         size, plan = chosen
         peak = plan.predicted.peak_bytes
         climbing.note(size, plan, peak if peak <= has_bytes else 0, fits=peak <= has_bytes)

@@ -20,6 +20,7 @@ from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
 from keras_remat.batch_size.find import SizeRunner, find_max_batch_size, verified_search
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import RESOLUTION
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Usage
 from keras_remat.core.simulate import simulate
@@ -33,11 +34,12 @@ def verified(surplus, *, max_overhead="forward", budget=BUDGET, limit=BUDGET, **
     """The verified search where a step of ``size`` samples takes ``surplus(size)`` bytes more than
     its schedule (``None``: out of memory)."""
     backend, scaling, trained = FakeBackend(), scaling_of(), []
+    total = limit or store_all_peak(40)
+    limit = Limit(total).reserving(total - budget)
     search = search_batch_size(
         scaling,
         40,
-        limit or store_all_peak(40),
-        budget,
+        limit,
         backend,
         time_limit_s=20.0,
         max_overhead=max_overhead,
@@ -54,9 +56,9 @@ def verified(surplus, *, max_overhead="forward", budget=BUDGET, limit=BUDGET, **
         return None if peak is None else Usage(1.0, peak)
 
     climb = SizeClimb(
-        backend, budget, search, solver="greedy", solve_s=2.0, max_overhead=max_overhead, **options
+        backend, search, solver="greedy", solve_s=2.0, max_overhead=max_overhead, **options
     )
-    found = verified_search(search, scaling, climb, train)
+    found = verified_search(search, scaling, climb, limit, train)
     return search, found, trained
 
 
@@ -134,10 +136,10 @@ def test_sizes_that_the_model_does_not_take_are_passed_by():
             raise UnsupportedModelError(f"no batch of {size}")
         return chain_graph(size)
 
-    search = search_batch_size(scaling_of(), 40, BUDGET, BUDGET, FakeBackend(), time_limit_s=20.0)
-    climb = SizeClimb(FakeBackend(), BUDGET, search, solver="greedy", solve_s=2.0)
+    search = search_batch_size(scaling_of(), 40, Limit(BUDGET), FakeBackend(), time_limit_s=20.0)
+    climb = SizeClimb(FakeBackend(), search, solver="greedy", solve_s=2.0)
     found = verified_search(
-        search, scaling_of(), climb, lambda size, plan: plan.predicted, graph_of
+        search, scaling_of(), climb, Limit(BUDGET), lambda size, plan: plan.predicted, graph_of
     )
     assert found.max_batch_size % 4 == 0
     assert found.plan.measured is not None
@@ -150,7 +152,7 @@ def test_size_whose_graph_has_other_ops_is_planned_anew():
         return chain_graph(size, 7 if size % 2 == 0 else 8)
 
     backend, budget, trained = FakeBackend(), BUDGET, []
-    search = search_batch_size(scaling_of(), 40, budget, budget, backend, time_limit_s=20.0)
+    search = search_batch_size(scaling_of(), 40, Limit(budget), backend, time_limit_s=20.0)
 
     def train(size, plan):
         assert plan.problem.graph == graph_of(size)
@@ -158,8 +160,8 @@ def test_size_whose_graph_has_other_ops_is_planned_anew():
         trained.append(size)
         return usage
 
-    climb = SizeClimb(backend, budget, search, solver="greedy", solve_s=2.0)
-    found = verified_search(search, scaling_of(), climb, train, graph_of)
+    climb = SizeClimb(backend, search, solver="greedy", solve_s=2.0)
+    found = verified_search(search, scaling_of(), climb, Limit(budget), train, graph_of)
     assert any(size % 2 == 0 for size in trained)
     assert found.max_batch_size in trained
     assert found.plan.measured.peak_bytes <= budget
@@ -169,10 +171,10 @@ def test_size_whose_own_graph_fits_under_no_schedule_says_so():
     def graph_of(size):
         return chain_graph(size, 8) if size <= 300 else chain_graph(20 * size, 7)
 
-    search = search_batch_size(scaling_of(), 40, BUDGET, BUDGET, FakeBackend(), time_limit_s=20.0)
-    climb = SizeClimb(FakeBackend(), BUDGET, search, solver="greedy", solve_s=2.0)
+    search = search_batch_size(scaling_of(), 40, Limit(BUDGET), FakeBackend(), time_limit_s=20.0)
+    climb = SizeClimb(FakeBackend(), search, solver="greedy", solve_s=2.0)
     found = verified_search(
-        search, scaling_of(), climb, lambda size, plan: plan.predicted, graph_of
+        search, scaling_of(), climb, Limit(BUDGET), lambda size, plan: plan.predicted, graph_of
     )
     assert found.max_batch_size <= 300 < found.failed_batch_size
     assert any("14 ops at this size, 16 at others" in probe.reason for probe in found.probes)

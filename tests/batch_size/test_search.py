@@ -16,6 +16,7 @@ from tight_limit import with_margin
 from keras_remat.batch_size.find import find_max_batch_size
 from keras_remat.batch_size.found import overhead_bound
 from keras_remat.batch_size.search import search_batch_size
+from keras_remat.core.limit import Limit
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 from keras_remat.planning.plan_problem import plan_problem
@@ -28,8 +29,7 @@ def search(budget, *, start=4, backend=None, **options):
     return search_batch_size(
         scaling_of(),
         start,
-        budget,
-        budget,
+        Limit(budget),
         backend or FakeBackend(),
         **{"time_limit_s": 30.0, **options},
     )

@@ -1,12 +1,12 @@
 """The plans a running ``fit`` asks for: limits that are missed by a little."""
 
 import pytest
-from fake_backend import FakeBackend, chain_problem, store_all_peak
+from fake_backend import FakeBackend, chain_problem, planner_on, store_all_peak
 
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning import fit_plans
-from keras_remat.planning.fit_plans import StepPlanner, TunerOptions
+from keras_remat.planning.fit_plans import TunerOptions, limit_of
 
 PROBLEM = chain_problem(64)
 
@@ -27,7 +27,7 @@ class NeedsALittleMore(FakeBackend):
 def best(share_of_what_it_needs):
     limit = int(share_of_what_it_needs * 0.7 * store_all_peak(64))
     backend = NeedsALittleMore()
-    planner = StepPlanner(
+    planner = planner_on(
         backend, TunerOptions(limit, solver_time_limit_s=2.0, margin=0.0, profile_steps=1)
     )
     return planner.best(PROBLEM, 64)
@@ -45,7 +45,7 @@ def test_the_closest_plan_is_the_best_of_what_the_search_saw_and_a_quick_one(mon
     failure = ScheduleNotFoundError(1, 0, closest=tight)
     backend = FakeBackend()
     backend.memory.order_matters = True
-    planner = StepPlanner(backend, TunerOptions(int(0.7 * store_all_peak(64))))
+    planner = planner_on(backend, TunerOptions(int(0.7 * store_all_peak(64))))
     for other in (loose, tight):
         monkeypatch.setattr(fit_plans, "closest_plan", lambda *_, other=other, **__: other)
         assert planner.closest(PROBLEM, failure) is tight
@@ -63,7 +63,7 @@ def test_the_closest_plan_is_the_best_of_what_the_search_saw_and_a_quick_one(mon
 
 def test_the_floor_says_what_would_lower_it():
     limit = PROBLEM.floor_bytes // 2
-    planner = StepPlanner(FakeBackend(), TunerOptions(limit, solver_time_limit_s=2.0))
+    planner = planner_on(FakeBackend(), TunerOptions(limit, solver_time_limit_s=2.0))
     with pytest.raises(InfeasibleBudgetError) as caught:
         planner.best(PROBLEM, 64)
     name = PROBLEM.graph.ops[PROBLEM.floor_op].name
@@ -75,7 +75,7 @@ def quick(share, roomy_share=None):
     plain = store_all_peak(64)
     options = TunerOptions(int(share * plain), solver_time_limit_s=2.0, margin=0.0)
     roomy = roomy_share and int(roomy_share * plain)
-    return StepPlanner(FakeBackend(), options).quick(PROBLEM, 64, roomy)
+    return planner_on(FakeBackend(), options).quick(PROBLEM, 64, roomy)
 
 
 def test_a_quick_plan_leaves_the_room_it_is_asked_for():
@@ -100,7 +100,7 @@ def test_another_order_is_measured_whatever_is_predicted_where_the_allocator_dec
     ran, other = (quick(share) for share in (0.6, 1.0))
     backend = FakeBackend()
     backend.memory.order_matters = order_matters
-    planner = StepPlanner(backend, TunerOptions(int(0.7 * store_all_peak(64))))
+    planner = planner_on(backend, TunerOptions(int(0.7 * store_all_peak(64))))
 
     def none(*arguments, **options):
         raise ScheduleNotFoundError(1, 0, closest=ran if order_matters else other)
@@ -122,7 +122,7 @@ def test_another_order_is_measured_whatever_is_predicted_where_the_allocator_dec
 
 def test_a_fit_is_not_planned_for_more_than_the_device_has():
     backend = FakeBackend()
-    planner = StepPlanner(backend, TunerOptions(2 * backend.memory_bytes))
     with pytest.warns(UserWarning, match="is taken"):
-        assert planner.limit_bytes == backend.memory_bytes
-    assert planner.limit_bytes == backend.memory_bytes, "and that is said once"
+        limit = limit_of(backend, TunerOptions(2 * backend.memory_bytes))
+    assert limit.total_bytes == backend.memory_bytes
+    assert limit_of(backend, TunerOptions()) == limit

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 from fake_backend import chain_problem
 
+from keras_remat.core.limit import Limit
 from keras_remat.errors import (
     InfeasibleBudgetError,
     ScheduleNotFoundError,
     UnsupportedModelError,
 )
-from keras_remat.planning.make_plan import advising, limit_on, make_plan, usable_bytes
+from keras_remat.planning.make_plan import advising, limit_on, make_plan
 
 PROBLEM = chain_problem(64)
 
@@ -142,8 +143,8 @@ def test_models_that_cannot_be_planned_say_why(models):
 def told(error, batch_size=8, resident_bytes=100):
     """What is said of an error under a limit of 200."""
     problem = replace(PROBLEM, profile=replace(PROBLEM.profile, resident_bytes=resident_bytes))
-    device = types.SimpleNamespace(floor_advice=lambda op: "")
-    with pytest.raises(type(error)) as caught, advising(problem, 200, batch_size, device):
+    device, limit = types.SimpleNamespace(floor_advice=lambda op: ""), Limit(200, 0.05)
+    with pytest.raises(type(error)) as caught, advising(problem, limit, batch_size, device):
         raise error
     assert "your limit of 200 B less 5 % margin = 190 B" in str(caught.value)
     return str(caught.value)
@@ -175,14 +176,10 @@ def test_advice_that_is_followed_is_smaller_than_what_was_asked_for():
     assert "batch" not in told(error, batch_size=1)
 
 
-def test_the_margin_is_a_share_of_the_limit():
-    assert usable_bytes(1000, 0.25) == 750
-    assert usable_bytes(1000, 0) == 1000
-
-
 def test_a_limit_above_what_the_device_has_is_lowered_to_that():
     device = types.SimpleNamespace(total_bytes=lambda: 2**20)
     with pytest.warns(UserWarning, match="the memory limit is 2 MiB, and the device has 1 MiB"):
-        assert limit_on(device, "2MiB") == 2**20
-    assert limit_on(device, "2MiB", runs=False) == 2**21, "a prediction may be for another device"
-    assert limit_on(device, "50%") == 2**19
+        assert limit_on(device, "2MiB", 0.25) == Limit(2**20, 0.25)
+    another = limit_on(device, "2MiB", 0.0, runs=False)
+    assert another == Limit(2**21), "a prediction may be for another device"
+    assert limit_on(device, "50%", 0.0) == Limit(2**19)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from fake_backend import (
     RESIDENT_BYTES,
+    SAMPLE_BYTES,
     FakeBackend,
     batch_of,
     chain_problem,
@@ -16,6 +17,7 @@ from fake_backend import (
     trainer_on,
 )
 
+from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedModelError
 from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.plan_problem import plan_problem
@@ -319,3 +321,65 @@ def test_the_plain_step_s_time_is_told_by_the_whole_batch():
     train(whole, 30)
     assert report.baseline.time_s == pytest.approx(told.baseline.time_s, rel=0.01)
     assert report.baseline.peak_bytes == told.baseline.peak_bytes
+
+
+# ------------------------------------------------------------------ a device that has less
+
+
+class Small:
+    """A device that has less bytes than was asked for."""
+
+    def __init__(self, has, **more):
+        super().__init__(**more)
+        self.has_bytes = has
+
+
+class SmallCompiled(Small, Compiled):
+    pass
+
+
+class SmallOrdered(Small, FakeBackend):
+    pass
+
+
+class SmallCut(Small, Cut):
+    pass
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["compiles", "does not compile"])
+def test_two_ways_run_out_of_memory_once(compiles):
+    """What the first way learnt of the device holds for the second one, whether the first one can
+    train under it or not."""
+    more = {} if compiles else {"allocator_bytes": needs_more_than_there_is}
+    compiled, ordered = SmallCompiled(TIGHT, **more), SmallOrdered(TIGHT)
+    race, report = race_of(compiled, ordered, limit=int(0.9 * PLAIN))
+    train(race, 40)
+    assert race.settled
+    assert event_kinds(report).count("out-of-memory") == 1
+    assert report.limit_bytes == race.fit.limit.total_bytes <= TIGHT
+    assert ordered.lowered, "the second way was tried"
+    assert race.trainer.settled_usage.peak_bytes <= TIGHT
+    assert trained(compiled, ordered) == list(range(40 * SIZE)), "every sample once"
+
+
+def needs_more_than_there_is(problem, schedule):
+    """As where a compiler finds nothing under a tight limit."""
+    return int(0.75 * PLAIN) - simulate(problem, schedule).peak_bytes
+
+
+@pytest.mark.parametrize("whole_fits", [True, False], ids=["whole fits", "whole does not fit"])
+def test_whole_and_in_pieces_run_out_of_memory_once(whole_fits):
+    def needs_more(problem, schedule):
+        is_whole = problem.graph.values[0].nbytes >= SIZE * SAMPLE_BYTES
+        return needs_more_than_there_is(problem, schedule) if is_whole else 0
+
+    more = {} if whole_fits else {"allocator_bytes": needs_more}
+    backend = SmallCut(TIGHT, cost=0.3, **more)
+    race, report = auto_race(backend, limit=int(0.9 * PLAIN))
+    train(race, 60)
+    assert race.settled
+    assert event_kinds(report).count("out-of-memory") == 1
+    assert report.limit_bytes == race.fit.limit.total_bytes <= TIGHT
+    assert (SIZE, 2) in backend.traced, "pieces were tried"
+    assert race.trainer.settled_usage.peak_bytes <= TIGHT
+    assert trained(backend) == list(range(60 * SIZE))

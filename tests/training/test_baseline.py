@@ -50,23 +50,39 @@ def test_long_plain_steps_are_measured_more_often_where_larger_ones_will_follow(
     assert report.baseline.time_s == pytest.approx(16.0 * slowness)
 
 
+def plan_of(store_all_s, predicted_s):
+    return SimpleNamespace(
+        store_all=SimpleNamespace(time_s=store_all_s, peak_bytes=7),
+        predicted=SimpleNamespace(time_s=predicted_s, peak_bytes=5),
+    )
+
+
 def test_the_prediction_follows_the_steps():
     report = AutotuneReport()
-    baseline = Baseline(report, lambda shape: 0)
-    plan = SimpleNamespace(
-        store_all=SimpleNamespace(time_s=3.0, peak_bytes=7),
-        predicted=SimpleNamespace(time_s=4.0, peak_bytes=5),
-    )
-    baseline.predict(plan, 10, 1.0)
+    baseline = Baseline(report)
+    plan, way = plan_of(3.0, 4.0), ("ordered", 1)
+    baseline.predict(plan, 10, 1.0, way)
     assert (report.baseline.time_s, report.baseline.peak_bytes) == (0.75, 7)
     assert (report.baseline_batch_size, report.baseline_source) == (10, "predicted")
     for seconds in (2.0, 4.0, 100.0):
-        baseline.step(seconds)
+        baseline.step(seconds, way)
     assert report.baseline.time_s == 3.0
     baseline.epoch_begins()
     assert report.baseline.time_s == 3.0
-    baseline.step(8.0)
+    baseline.step(8.0, way)
     assert report.baseline.time_s == 6.0
-    baseline.predict(plan, 20, 1.0)
+    baseline.predict(plan, 20, 1.0, way)
     assert report.baseline.time_s == 0.75
     assert report.baseline_batch_size == 20
+
+
+def test_every_way_tells_of_the_one_plain_step_by_its_own_plan():
+    report = AutotuneReport()
+    baseline, ways = Baseline(report), (("compiled", 1), ("ordered", 1), ("ordered", 2))
+    baseline.predict(plan_of(3.0, 4.0), 10, 4.0, ways[0])
+    baseline.predict(plan_of(3.0, 6.0), 10, 6.0, ways[1])
+    baseline.predict(plan_of(5.0, 5.0), 10, 5.0, ways[2])  # pieces: the whole batch tells better
+    for way, seconds in zip(ways, (4.0, 6.0, 5.0), strict=True):
+        baseline.epoch_begins()
+        baseline.step(seconds, way)
+        assert report.baseline.time_s == 3.0

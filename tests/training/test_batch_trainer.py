@@ -18,6 +18,7 @@ from fake_backend import (
 
 from keras_remat.backends.batches import batch_bytes
 from keras_remat.batch_size.climb import SizeClimb
+from keras_remat.core.limit import Limit
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.training import batch_trainer
@@ -36,7 +37,7 @@ class FakeSteps:
         peak_bytes: batch size → measured peak of a settled step, or ``None`` for a plain one.
     """
 
-    limit_bytes, usable_bytes = 1000, 900
+    limit = Limit(1000, 0.1)
 
     def __init__(self, fits=10**9, settle_after=2, peak_bytes=lambda size: None):
         self.fits, self.settle_after, self.peak_bytes = fits, settle_after, peak_bytes
@@ -59,7 +60,7 @@ class FakeSteps:
     def run(self, batch, terms=None):
         size = len(batch[0])
         if size > self.fits:
-            raise ScheduleNotFoundError(self.limit_bytes, 1)
+            raise ScheduleNotFoundError(self.limit.total_bytes, 1)
         self.trained.append([int(number) for number in batch[0]])
         self._of_shape += 1
         return len(self.trained)
@@ -151,7 +152,7 @@ class FakeClimb:
         else:
             self.failed = size, peak_bytes
 
-    def choose(self, scaling):
+    def choose(self, scaling, limit):
         smaller = self.failed[0] - 10
         return (smaller, None) if self.failed[0] and smaller > self.trained else None
 
@@ -586,7 +587,7 @@ def test_measured_peak_that_leaves_room_is_stepped_up_to():
 
 
 def test_a_search_whose_sizes_are_not_reached_after_all_leaves_the_loaders_batch(monkeypatch):
-    monkeypatch.setattr(SizeClimb, "choose", lambda self, scaling: None)
+    monkeypatch.setattr(SizeClimb, "choose", lambda *_: None)
     limit = store_all_peak(4 * LOADER)
     trainer, report, changes = on_tuner(FakeBackend(), "max", limit)
     epoch(trainer, batches=40)

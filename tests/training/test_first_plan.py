@@ -14,6 +14,7 @@ from fake_backend import FakeBackend, chain_problem
 import keras_remat
 import keras_remat.backends.tensorflow as tensorflow_backend
 from keras_remat.backends.tensorflow.graph import trace as tracing
+from keras_remat.core.limit import Limit
 from keras_remat.training.first_plan import FirstPlans, Known
 
 WIDTH = 512
@@ -120,7 +121,7 @@ class Seen(keras.callbacks.Callback):
 
 def test_random_numbers_do_not_repeat_where_a_swap_would_lose_their_state(monkeypatch):
     monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTrainer.usable_bytes", property(lambda trainer: -1)
+        "keras_remat.training.step_trainer.StepTrainer.plain_fits", lambda *_: False
     )
 
     def noise(*callbacks):
@@ -144,7 +145,7 @@ def test_random_numbers_do_not_repeat_where_a_swap_would_lose_their_state(monkey
 class AsksOfThePlanner:
     """Notes the budgets that plans are asked for."""
 
-    usable_bytes = 1000
+    limit = Limit(1000)
 
     def __init__(self):
         self.quickly, self.in_earnest = [], []

@@ -1,0 +1,35 @@
+"""Holds what the steps of one ``fit`` have shown of its device, whichever way they ran.
+
+A ``fit`` may train in several ways, one after the other or in turn
+(:mod:`keras_remat.training.backend_race`). They share the device, so that what one of them has seen
+is true for all. Each of these facts has its one place here, as the limit has in
+:class:`~keras_remat.training.fit_state.FitState`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class DeviceFacts:
+    """Holds what was seen so far.
+
+    Attributes:
+        copy_s: seconds that copying the model's state to the host took; ``None`` before the first
+            copy.
+        step_s: seconds of the newest step that was waited for.
+        pending: the result of a step that was not waited for, and may be running still.
+        is_scattered: whether the variables lie anywhere in the allocator's pool, since Keras's own
+            step ran.
+        plain_seen: by how steps are compiled, since predictions differ: of the largest plain step
+            that was measured, its activation bytes as predicted, and how many times as many it
+            took.
+    """
+
+    copy_s: float | None = None
+    step_s: float = 0.0
+    pending: Any = None
+    is_scattered: bool = True
+    plain_seen: dict[str, tuple[int, float]] = field(default_factory=dict)
