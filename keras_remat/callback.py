@@ -152,6 +152,13 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         first batch."""
         return self._last[1] if self._session is None else self._session.steps.trainer.problem
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has: the arguments and what the last ``fit`` came to; tuners and
+        launchers copy callbacks. A copy belongs to no ``fit`` and no model."""
+        of_no_fit = {"_session": None, "_model": None, "_undo_bars": _nothing}
+        told = {"_last": (self.plan, self.problem), "_console": Console(verbose=0)}
+        return vars(self) | of_no_fit | told
+
     # ---------------------------------------------------------------- Keras's life cycle
 
     @without_inner_frames

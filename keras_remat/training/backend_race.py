@@ -130,6 +130,8 @@ class BackendRace:
                 was not trained.
             UnsupportedModelError: no backend can carry the step; this batch was not trained.
         """
+        if batch_size_of(batch) == 0:  # there is nothing to plan
+            return self.fit.installed.run_plain(batch)
         if self._trial is not None and batch_size_of(batch) != self._trial.size:
             return self._trial.champion.run(batch)
         limit = self.fit.limit if self._grown else None

@@ -106,6 +106,8 @@ class BatchTrainer:
         """Takes one loader batch; returns the newest logs, or the metrics so far when nothing was
         trained yet."""
         samples = batch_size_of(batch)
+        if samples == 0:
+            return self._run_empty(batch)
         self._loader = self._loader or samples
         if self._size is None:
             self._train_held()
@@ -127,6 +129,13 @@ class BatchTrainer:
         self._epoch_samples += samples
         self._train_full_groups(is_end=samples < self._loader)
         self._train_held()
+        return self._logs
+
+    def _run_empty(self, batch: Any) -> Any:
+        """Trains a batch without samples as it came; joined with others it adds nothing."""
+        if self._size is None:
+            self._train_held()
+            self._logs = self._steps.run(batch)
         return self._logs
 
     def finish(self) -> Any:

@@ -1,8 +1,10 @@
 """``RematAutotune`` inside ``fit``, on the framework that Keras runs on: what it leaves alone, data
 in every form, and that it always gives the train function back."""
 
+import copy
 import csv
 import json
+import pickle
 
 import jax_models as models
 import keras
@@ -271,3 +273,96 @@ def test_csv_logger_keeps_its_columns(tmp_path, over_any_limit):
     document = json.loads((tmp_path / "report.json").read_text())
     assert len(document["epochs"]) == 2
     assert document["format"] == "keras_remat.report"
+
+
+# ------------------------------------------------------------------ copies of the callback
+
+COPIES = (copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)))
+
+
+class CopiesAnother(keras.callbacks.Callback):
+    """Copies another callback in the middle of a fit, as tuners may."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.other, self.copies = other, []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.copies = [make(self.other) for make in COPIES]
+
+
+def test_a_callback_is_copied_before_in_and_after_a_fit_and_used_again(over_any_limit):
+    """A copy knows the arguments and what the last fit came to, and belongs to no fit."""
+    remat = callback()
+    before, in_fit = [make(remat) for make in COPIES], CopiesAnother(remat)
+    model, data = small()
+    expected = fit(model, data, remat, in_fit, epochs=2)
+    assert remat.plan is not None
+    given = callback(plan=remat.plan)
+    for copies in (before, in_fit.copies, [make(remat) for make in COPIES]):
+        for one in copies[1:]:
+            assert one.report is not remat.report
+        assert all(one._session is None and one._model is None for one in copies)
+    order = remat.plan.solution.schedule
+    for one in (*(make(remat) for make in COPIES), *in_fit.copies):
+        assert one.plan.solution.schedule == order
+        assert one.problem.graph == remat.problem.graph
+    after = pickle.loads(pickle.dumps(remat))
+    assert [str(event) for event in after.report.events] == list(map(str, remat.report.events))
+    for one in (before[1], in_fit.copies[2], after, copy.copy(given), copy.deepcopy(given)):
+        model, data = small()
+        history = fit(model, data, one, epochs=2)
+        assert history["loss"] == expected["loss"]
+        assert one.plan.solution.schedule == order
+        assert_given_back(model)
+
+
+# ------------------------------------------------------------------ batches without samples
+
+
+class InBatchesOf(keras.utils.PyDataset):
+    """Numbered samples in batches of given sizes."""
+
+    def __init__(self, data, sizes):
+        super().__init__()
+        self.data, self.sizes = data, sizes
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __getitem__(self, at):
+        first = sum(self.sizes[:at])
+        return tuple(array[first : first + self.sizes[at]] for array in self.data)
+
+
+def summed_squares(y_true, y_pred):
+    """A loss that is a number without samples, too."""
+    return keras.ops.sum(keras.ops.square(y_true - y_pred))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "sizes"),
+    [
+        ("keep", (0, 32, 32, 32)), ("keep", (32, 0, 0, 32)), ("keep", (32, 32, 32, 0)),
+        ("max", (32, 0, 32, 32)), (64, (0, 32, 32, 0)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_batch_without_samples_is_trained_as_keras_trains_it(batch_size, sizes):
+    def trained(*callbacks):
+        keras.utils.set_random_seed(0)
+        x = np.linspace(-1, 1, 6 * SAMPLES, dtype="float32").reshape(SAMPLES, 6)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.001, momentum=0.9), summed_squares)
+        data = InBatchesOf((x, x[:, :1]), sizes)
+        history = model.fit(data, epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks))
+        return history.history["loss"], model
+
+    expected, plain = trained()
+    remat = keras_remat.RematAutotune("8GiB", batch_size, solver="greedy", verbose=0)
+    loss, model = trained(remat)
+    assert not [event for event in remat.report.events if event.kind == "unmodified"]
+    assert sum(epoch.samples for epoch in remat.report.epochs) == 2 * sum(sizes)
+    if batch_size == "keep":
+        np.testing.assert_equal(loss, expected)
+        assert_same_state(model, plain, rtol=0, atol=0)
