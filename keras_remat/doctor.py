@@ -17,6 +17,7 @@ from typing import Any
 
 from keras_remat.backends.base import BACKENDS
 from keras_remat.backends.statistics import enable_cpu_memory_stats
+from keras_remat.backends.versions import too_old
 from keras_remat.reporting.text import versions
 from keras_remat.units import format_bytes
 
@@ -44,32 +45,34 @@ def _run(options: argparse.Namespace) -> int:
 
 def diagnosis() -> dict[str, Any]:
     """Returns what this machine can measure, by name; bytes are integers."""
-    problem = ""
+    others = f"Set KERAS_BACKEND to {' or '.join(BACKENDS)}."
     try:
         import keras
 
         framework = keras.backend.backend()
+        problem = (
+            too_old(framework)
+            if framework in BACKENDS
+            else f"Keras runs on {framework!r}. {others}"
+        )
     except ImportError as error:  # what KERAS_BACKEND names is not installed
         framework = os.environ.get("KERAS_BACKEND", "none")
-        problem = f"Keras does not load: {error}."
+        problem = f"Keras does not load: {error}. {others}"
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "versions": versions(),
         "framework": framework,
-        "supported": framework in BACKENDS and not problem,
+        "supported": not problem,
         "missing": [
             {"package": name, "extra": extra, "purpose": purpose}
             for name, extra, purpose in _OPTIONAL
             if importlib.util.find_spec(name) is None
         ],
-        "advice": [],
+        "advice": [problem] if problem else [],
     }
-    if facts["supported"]:
+    if not problem:
         enable_cpu_memory_stats()
         facts |= import_module(f"keras_remat.backends.{framework}.diagnosis").diagnosis()
-    else:
-        problem = problem or f"Keras runs on {framework!r}."
-        facts["advice"] = [f"{problem} Set KERAS_BACKEND to {' or '.join(BACKENDS)}."]
     return facts
 
 

@@ -107,7 +107,7 @@ def faults(module, imported):
                 yield f"{module} imports {name}: {apart}"
             elif backend and re.match(
                 r"keras_remat\.backends\.(?!"
-                r"(base|batches|host|keras_private|memory|micro_batches|processes|tables)$"
+                r"(base|batches|host|keras_private|memory|micro_batches|processes|tables|versions)$"
                 rf"|xla(\.|$)|{backend[1]}(\.|$))",
                 name,
             ):

@@ -1,12 +1,14 @@
 """What an installation brings: the exact solvers by default, CUDA by its extras."""
 
 import ast
+import re
 from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
 
 import keras_remat
+from keras_remat.backends.versions import OLDEST, OLDEST_FOR_REPLICAS
 
 ROOT = Path(keras_remat.__file__).parent.parent
 pytestmark = pytest.mark.skipif(
@@ -44,8 +46,28 @@ def test_default_installation_has_the_exact_solvers_and_no_framework(setup):
     ],
 )
 def test_extras_bring_their_framework(setup, extra, requirement):
-    (line,) = lines(setup["options.extras_require"][extra])
+    line, *others = lines(setup["options.extras_require"][extra])
     assert line.split(">=")[0] == requirement
+    assert all(other.startswith("keras>=") for other in others)
+
+
+def test_what_is_required_is_the_oldest_that_works(setup):
+    """What the backends refuse, ``.ci/versions.py`` tries, and README says."""
+    (keras,) = (
+        line for line in lines(setup["options"]["install_requires"]) if line.startswith("keras")
+    )
+    for extra in ("tensorflow", "tensorflow-cpu", "jax", "jax-cuda12", "jax-cuda13"):
+        framework = extra.partition("-")[0]
+        required = {"keras": keras.partition(">=")[2]}
+        for line in lines(setup["options.extras_require"][extra]):
+            name, _, oldest = line.partition(">=")
+            required[re.split(r"[-\[]", name)[0]] = oldest
+        assert required == OLDEST[framework], extra
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    tensorflow, jax = OLDEST["tensorflow"], OLDEST["jax"]
+    assert f"TensorFlow {tensorflow['tensorflow']} with Keras {tensorflow['keras']}" in readme
+    assert f"({OLDEST_FOR_REPLICAS['keras']} for several devices)" in readme
+    assert f"JAX {jax['jax']} with Keras {jax['keras']}" in readme
 
 
 def test_every_extra_that_an_error_names_exists(setup):

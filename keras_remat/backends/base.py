@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from keras_remat.backends.memory import DeviceMemory, MemoryModel
 from keras_remat.backends.processes import Processes
+from keras_remat.backends.versions import check_versions
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -318,7 +319,7 @@ def load_backend() -> Backend:
     """The backend of the framework Keras runs on.
 
     Raises:
-        UnsupportedModelError: Keras runs on a framework without one.
+        UnsupportedModelError: Keras runs on a framework without one, or a version is too old.
     """
     loaded: Backend = _framework().backend()
     return loaded
@@ -333,7 +334,7 @@ def load_backends(model: Any, compilation: str = "auto") -> list[Backend]:
 
     Raises:
         UnsupportedModelError: Keras runs on a framework without one, or one that cannot do what is
-            asked for.
+            asked for, or a version is too old.
     """
     loaded: list[Backend] = _framework().backends(model, compilation)
     return loaded
@@ -348,4 +349,5 @@ def _framework() -> Any:
             f"Keras runs on {name!r}; inside fit, rematerialization works on "
             f"{' and '.join(BACKENDS)}."
         )
+    check_versions(name)
     return importlib.import_module(f"keras_remat.backends.{name}")

@@ -16,6 +16,7 @@ from keras_remat.backends.tensorflow.ordered.profile import blindness
 from keras_remat.backends.tensorflow.profiler import events
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder, Recording
+from keras_remat.backends.versions import OLDEST_FOR_REPLICAS, sentence_for
 
 _SIDE = 64
 _ONEDNN_ADVICE = (
@@ -32,6 +33,7 @@ def diagnosis() -> dict[str, Any]:
     advice = [
         device.missing_statistics_advice(),
         WORKSPACE_ADVICE if on_gpu() else "" if private.onednn_is_on() else _ONEDNN_ADVICE,
+        sentence_for("MirroredStrategy", OLDEST_FOR_REPLICAS),
     ]
     return {
         "device": device.name,

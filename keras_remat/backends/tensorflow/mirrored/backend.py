@@ -18,6 +18,7 @@ from keras_remat.backends.tensorflow.ordered.backend import (
     smallest_counted_bytes,
 )
 from keras_remat.backends.tensorflow.profiler.device import on_gpu
+from keras_remat.backends.versions import OLDEST_FOR_REPLICAS, sentence_for
 from keras_remat.errors import UnsupportedModelError
 
 #: Why a strategy is refused, by its class.
@@ -66,6 +67,9 @@ class MirroredBackend(TensorFlowBackend):
         if not isinstance(strategy, tf.distribute.MirroredStrategy):
             why = _REASONS.get(kind, "only tf.distribute.MirroredStrategy is supported")
             raise UnsupportedModelError(f"The model trains under {kind}: {why}.")
+        reason = sentence_for("MirroredStrategy", OLDEST_FOR_REPLICAS)
+        if reason:
+            raise UnsupportedModelError(reason)
         if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not strategy:
             raise UnsupportedModelError(
                 "fit is called in the scope of another strategy than the model was made in."

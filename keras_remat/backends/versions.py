@@ -1,0 +1,64 @@
+"""The oldest versions that each backend runs on, and the sentence for older ones.
+
+What is missing in older ones is not always missing at once: on JAX some names are first used in
+mid-``fit``. So versions are compared, before a backend is imported. ``.ci/versions`` installs those
+of :data:`OLDEST` and runs the backends' tests on them.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+
+from keras_remat.errors import UnsupportedModelError
+
+#: Framework → module → its oldest version that works.
+OLDEST = {
+    "tensorflow": {"tensorflow": "2.18", "keras": "3.9"},
+    "jax": {"jax": "0.10.0", "keras": "3.12"},
+}
+#: As above, where a model trains on several devices: Keras's metrics under a strategy.
+OLDEST_FOR_REPLICAS = {"keras": "3.10"}
+_NAMES = {"tensorflow": "TensorFlow", "jax": "JAX", "keras": "Keras"}
+
+
+def check_versions(framework: str) -> None:
+    """Raises :class:`UnsupportedModelError` where a version is too old for a framework's backend.
+
+    Args:
+        framework: a key of :data:`OLDEST`; Keras runs on it.
+    """
+    reason = too_old(framework)
+    if reason:
+        raise UnsupportedModelError(reason)
+
+
+def too_old(framework: str) -> str:
+    """Returns which versions are too old for a framework's backend and what to install, or ``""``.
+
+    Args:
+        framework: a key of :data:`OLDEST`; Keras runs on it.
+    """
+    return sentence_for(f"Keras on {_NAMES[framework]}", OLDEST[framework])
+
+
+def sentence_for(what: str, oldest: dict[str, str]) -> str:
+    """Returns which installed versions are older than those that something needs, or ``""``.
+
+    Args:
+        what: is said to need them.
+        oldest: module → its oldest version.
+    """
+    installed = {name: str(import_module(name).__version__) for name in oldest}
+    old = [name for name in oldest if _release(installed[name]) < _release(oldest[name])]
+    if not old:
+        return ""
+    needs = " and ".join(f"{_NAMES[name]} {oldest[name]}" for name in old)
+    has = " and ".join(installed[name] for name in old)
+    command = " ".join(f"'{name}>={oldest[name]}'" for name in old)
+    return f"{what} needs {needs} or newer; installed: {has}. Run: pip install -U {command}"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Returns the numbers of a release: (2, 18, 0) of ``2.18.0rc1``, (2, 18) of ``2.18``."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
