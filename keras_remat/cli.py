@@ -22,7 +22,6 @@ from keras_remat.checks import check_name
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 
 DONE, WRONG_USE, INFEASIBLE, NOT_FOUND = 0, 2, 3, 4
-_MODEL_HELP = "a compiled model saved by model.save, or package.module:function that returns one"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -210,13 +209,28 @@ def _budget_bytes(given: str | None, in_file: int | None, store_all_peak_bytes: 
 
 
 def _model_arguments(command: Any) -> None:
-    command.add_argument("model", metavar="MODEL.keras|MODULE:FUNCTION", help=_MODEL_HELP)
+    command.add_argument(
+        "model",
+        metavar="MODEL.keras|MODULE:FUNCTION",
+        help="a compiled model that model.save wrote, or package.module:function: model, or "
+        "(model, batch)",
+    )
     command.add_argument(
         "--batch-size",
         type=int,
-        default=32,
         metavar="N",
-        help="samples of the batch that is traced (default: 32)",
+        help="samples of the batch that is traced (default: those of the model's inputs, or 32)",
+    )
+    command.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="[INPUT=]DIM,DIM",
+        help="shape of an input without the batch, where the model leaves it open",
+    )
+    dtype_help = "dtype of an input, where the model is not built"
+    command.add_argument(
+        "--dtype", action="append", default=[], metavar="[INPUT=]DTYPE", help=dtype_help
     )
     command.add_argument(
         "--memory-limit",
@@ -240,31 +254,10 @@ def _checked_limit(text: str) -> int | str:
     return limit
 
 
-def _loaded_model(name: str) -> Any:
-    """The model in a file, or the one that a function returns."""
-    import keras
+def _model_and_batch(options: argparse.Namespace) -> tuple[Any, Any]:
+    from keras_remat.planning.model_argument import model_and_batch
 
-    from keras_remat.backends.statistics import enable_cpu_memory_stats
-
-    enable_cpu_memory_stats()
-    module, _, function = name.partition(":")
-    if function and not Path(name).exists():
-        from importlib import import_module
-
-        sys.path.insert(0, "")  # as python -m does: functions beside the reader
-        try:
-            model = getattr(import_module(module), function)()
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"no model from {name!r}: {error}") from error
-        finally:
-            sys.path.remove("")
-    elif not Path(name).exists():
-        raise FileNotFoundError(f"no file {name!r}; a model is {_MODEL_HELP}")
-    else:
-        model = keras.saving.load_model(name)
-    if not isinstance(model, keras.Model) or not model.compiled:
-        raise ValueError(f"{name!r} gave {type(model).__name__}; needed: {_MODEL_HELP}")
-    return model
+    return model_and_batch(options.model, options.batch_size, options.shape, options.dtype)
 
 
 def _add_plan(commands: Any) -> None:
@@ -274,6 +267,7 @@ def _add_plan(commands: Any) -> None:
         "plan a model's train step for a memory limit",
         "model.keras --batch-size 64 --memory-limit 8GiB --output plan.json",
         "my_project.models:build --memory-limit 80% --profile estimated",
+        "model.keras --shape tokens=128 --shape mask=128 --memory-limit 8GiB",
     )
     _model_arguments(plan)
     plan.add_argument("--output", metavar="PLAN.json", help="where to write the plan")
@@ -290,11 +284,11 @@ def _run_plan(options: argparse.Namespace) -> int:
     _check_folder(options.output)
     limit, console = _checked_limit(options.memory_limit), Console(sys.stderr)
     with console.task("loading the model"):
-        model = _loaded_model(options.model)
+        model, batch = _model_and_batch(options)
     with console.task("planning"):
         plan = make_plan(
             model,
-            options.batch_size,
+            batch,
             limit,
             solver=options.solver,
             solver_time_limit_s=options.time_limit,
@@ -332,11 +326,11 @@ def _run_max_batch(options: argparse.Namespace) -> int:
 
     limit, console = _checked_limit(options.memory_limit), Console(sys.stderr)
     with console.task("loading the model"):
-        model = _loaded_model(options.model)
+        model, batch = _model_and_batch(options)
     with console.task("searching the largest batch that fits"):
         search = find_max_batch_size(
             model,
-            options.batch_size,
+            batch,
             limit,
             max_overhead="forward" if options.max_overhead is None else options.max_overhead,
             profile=options.profile,

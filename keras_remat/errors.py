@@ -295,6 +295,20 @@ class UnsupportedBatchError(UnsupportedModelError):
     """The model's train step cannot be carried for batches of one shape; for others it can."""
 
 
+class UnknownBatchError(ValueError):
+    """A batch was asked for by its size, and its arrays do not follow from the model.
+
+    Args:
+        reason: what does not follow, and why.
+        advice: what to give instead.
+        lacks_shapes: whether the shapes of the model's inputs are what is missing.
+    """
+
+    def __init__(self, reason: str, advice: str, *, lacks_shapes: bool = False):
+        super().__init__(f"{reason}: {advice}")
+        self.reason, self.lacks_shapes = reason, lacks_shapes
+
+
 class MissingPackageError(RematError, ImportError):
     """An optional package is needed for what was asked.
 

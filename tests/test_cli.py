@@ -310,6 +310,27 @@ def test_no_model_from_a_wrong_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'did you mean "8GiB"?' in capsys.readouterr().err
 
 
+def test_a_model_with_open_shapes_is_planned_from_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorflow")
+    (tmp_path / "open_models.py").write_text(
+        "import keras\n"
+        "def build():\n"
+        "    inputs = keras.Input((None, 4), name='rows')\n"
+        "    model = keras.Model(inputs, keras.layers.Dense(3)(inputs))\n"
+        "    model.compile('sgd', 'mse', jit_compile=False)\n"
+        "    return model\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    command = ["open_models:build", "--memory-limit", "1GiB", "--profile", "estimated", "--json"]
+    assert main(["plan", *command]) == 2
+    assert "give --shape" in capsys.readouterr().err
+    command += ["--batch-size", "8", "--shape", "rows=16,4"]
+    assert main(["plan", *command]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted"]["peak_bytes"] > 0
+
+
 @pytest.mark.slow
 def test_models_from_a_file_and_from_a_function(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -5,25 +5,33 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 from keras_remat.backends.tables import names
-from keras_remat.errors import UnsupportedModelError
+from keras_remat.errors import UnknownBatchError, UnsupportedModelError, unknown_name
 
 #: Losses whose target has the output's shape; that of the sparse one drops its last dimension.
 _SAME_SHAPE = names("""
     categorical_crossentropy binary_crossentropy mean_squared_error mse mean_absolute_error mae
     huber log_cosh kl_divergence poisson
 """)
+_GIVE_A_BATCH = "give a batch (x, y)"
 #: Attributes that tell arrays of no fixed size: SciPy's and JAX's sparse ones, TensorFlow's sparse
 #: and ragged ones.
 _OF_NO_FIXED_SIZE = ("todense", "dense_shape", "row_splits")
 
 
-def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:
+def example_batch(
+    model: Any,
+    batch: Any,
+    *,
+    seed: int = 0,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+) -> Any:
     """Returns ``batch`` as NumPy arrays, whatever form it came in.
 
     Args:
@@ -32,11 +40,15 @@ def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:
             (specs become random data), or an int: that many samples of what the model's inputs and
             losses ask for.
         seed: for random data.
+        shapes: input's name → its shape without the batch, where ``batch`` is an int; ``""`` is the
+            name of an only input.
+        dtypes: likewise, its dtype.
 
     Raises:
         UnsupportedModelError: a sparse or ragged array, spec or input.
-        ValueError: an int that is not positive, arrays without samples, a shape that is not fully
-            known, or a model whose inputs or targets do not follow.
+        UnknownBatchError: an int, and inputs or targets that do not follow from the model.
+        ValueError: an int that is not positive or not the model's fixed batch size, arrays without
+            samples, or a shape that is not fully known.
         TypeError: a bool or another type.
     """
     import keras
@@ -50,7 +62,7 @@ def example_batch(model: Any, batch: Any, *, seed: int = 0) -> Any:
         size = operator.index(batch)
         if size <= 0:
             raise ValueError(f"batch must be positive, got {size}")
-        return _from_model(model, size, rng)
+        return _from_model(model, size, rng, dict(shapes or {}), dict(dtypes or {}))
     if not isinstance(batch, (tuple, list, dict)) and not hasattr(batch, "shape"):
         raise TypeError(
             "batch must be (x, y[, sample_weight]) as arrays or specs, or an int; got "
@@ -186,27 +198,129 @@ def _random(
     if "int" in dtype:
         return rng.integers(0, high, known).astype(dtype)
     if dtype == "string":
-        raise ValueError("strings do not follow from the model: give a batch (x, y)")
+        raise UnknownBatchError("strings do not follow from the model", _GIVE_A_BATCH)
     if dtype == "bool":
         return rng.integers(0, 2, known).astype(bool)
     return rng.random(known).astype("float32" if dtype == "bfloat16" else dtype)
 
 
-def _from_model(model: Any, size: int, rng: np.random.Generator) -> tuple[Any, Any]:
+def fixed_batch(model: Any) -> tuple[str, tuple[int | None, ...]] | None:
+    """Returns name and shape of a model's input whose batch size is fixed; ``None`` without one."""
     import keras
 
-    inputs, outputs = getattr(model, "input", None), getattr(model, "output", None)
+    for tensor in keras.tree.flatten(_symbolic(model)[0]):
+        if tensor is not None and tensor.shape and tensor.shape[0] is not None:
+            return tensor.name, tuple(tensor.shape)
+    return None
+
+
+def _symbolic(model: Any) -> tuple[Any, Any]:
+    """Returns the symbolic inputs and outputs of a functional or built Sequential model; ``None``
+    for each of another one."""
+    import keras
+
     if isinstance(model, keras.Sequential) and getattr(model, "inputs", None) and model.outputs:
-        inputs, outputs = model.inputs[0], model.outputs[0]  # it has one of each
-    if inputs is None or outputs is None:
-        raise ValueError(
+        return model.inputs[0], model.outputs[0]  # it has one of each
+    return getattr(model, "input", None), getattr(model, "output", None)
+
+
+def _inputs(
+    model: Any, size: int, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]
+) -> Any:
+    """Returns specs of ``size`` samples for a model's inputs: its own, and what is given of them.
+
+    Raises:
+        UnknownBatchError: a shape follows neither from the model nor from ``shapes``.
+        UnsupportedModelError: a sparse or ragged input.
+        ValueError: a name that no input has, a shape that is not the input's.
+    """
+    import keras
+
+    inputs, _ = _symbolic(model)
+    if inputs is None and shapes:
+        made = {
+            name: keras.KerasTensor((size, *shape), dtypes.pop(name, "float32"), name=name or "x")
+            for name, shape in shapes.items()
+        }
+        _check_names(dtypes, list(made))
+        return made[""] if list(made) == [""] else made
+    if inputs is None:
+        raise UnknownBatchError(
             "the model's inputs do not follow from it (it is neither functional nor a built "
-            "Sequential): give a batch (x, y)"
+            "Sequential)",
+            _GIVE_A_BATCH,
+            lacks_shapes=True,
         )
-    for each in keras.tree.flatten(inputs):
-        check_dense(each)
-    x = keras.tree.map_structure(lambda t: _random((size, *t.shape[1:]), t.dtype, rng), inputs)
+    fixed = fixed_batch(model)
+    if fixed is not None and fixed[1][0] != size:
+        raise ValueError(
+            f"the batch is {size}, and the model's input {fixed[0]!r} has the fixed shape "
+            f"{fixed[1]}: give {fixed[1][0]}"
+        )
+    flat = keras.tree.flatten(inputs)
+    names = [tensor.name for tensor in flat]
+    if isinstance(inputs, dict) and len(inputs) == len(flat):  # what fit calls them by
+        names = sorted(inputs)
+    if len(names) == 1:  # it need not be named
+        shapes = {name or names[0]: shape for name, shape in shapes.items()}
+        dtypes = {name or names[0]: dtype for name, dtype in dtypes.items()}
+    _check_names({**shapes, **dtypes}, names)
+    specs = [
+        _input(tensor, name, size, shapes.get(name), dtypes.get(name))
+        for name, tensor in zip(names, flat, strict=True)
+    ]
+    return keras.tree.pack_sequence_as(inputs, specs)
+
+
+def _check_names(given: Collection[str], names: list[str]) -> None:
+    for name in given:
+        if name not in names:
+            raise ValueError(unknown_name("input", name, names))
+
+
+def _input(
+    tensor: Any, name: str, size: int, shape: tuple[int, ...] | None, dtype: str | None
+) -> Any:
+    """Returns the spec of one input, its shape without the batch and its dtype as given."""
+    import keras
+
+    check_dense(tensor)
+    own = tuple(tensor.shape[1:])
+    if shape is None and None in own:
+        raise UnknownBatchError(
+            f"the shape {(size, *own)} of input {name!r} is not fully known",
+            "give arrays or specs with every dimension",
+            lacks_shapes=True,
+        )
+    if shape is not None and (
+        len(shape) != len(own)
+        or any(a is not None and a != b for a, b in zip(own, shape, strict=True))
+    ):
+        raise ValueError(f"input {name!r} has the shape {own} without the batch, got {shape}")
+    return keras.KerasTensor((size, *(shape or own)), dtype or tensor.dtype, name=tensor.name)
+
+
+def _from_model(
+    model: Any,
+    size: int,
+    rng: np.random.Generator,
+    shapes: dict[str, tuple[int, ...]],
+    dtypes: dict[str, str],
+) -> tuple[Any, Any]:
+    import keras
+
+    specs = _inputs(model, size, shapes, dtypes)
+    x = keras.tree.map_structure(lambda t: _random(tuple(t.shape), t.dtype, rng), specs)
+    _, outputs = _symbolic(model)
+    if outputs is None or shapes:
+        try:
+            outputs = model.compute_output_spec(specs)
+        except Exception as error:  # whatever the layers of a user's model raise
+            told = keras.tree.map_structure(lambda t: tuple(t.shape), specs)
+            raise ValueError(f"the model takes no inputs of shape {told}: {error}") from error
     loss = getattr(model, "loss", None)
+    if loss is None and not _computes_its_loss(model):
+        return x, None  # what its layers add is the loss
     losses: Any = (
         loss
         if isinstance(loss, (list, tuple, dict))
@@ -229,6 +343,13 @@ def _from_model(model: Any, size: int, rng: np.random.Generator) -> tuple[Any, A
     return x, keras.tree.pack_sequence_as(outputs, targets)
 
 
+def _computes_its_loss(model: Any) -> bool:
+    """Returns whether a model has a ``train_step`` or ``compute_loss`` of its own, whose targets
+    nobody knows."""
+    methods = (getattr(type(model), name) for name in ("train_step", "compute_loss"))
+    return any(not method.__module__.startswith("keras.") for method in methods)
+
+
 def _target(output: Any, loss: Any, size: int, rng: np.random.Generator) -> np.ndarray:
     name = (
         loss
@@ -239,7 +360,8 @@ def _target(output: Any, loss: Any, size: int, rng: np.random.Generator) -> np.n
     if name == "sparse_categorical_crossentropy":
         return _random(shape[:-1], "int32", rng, high=int(shape[-1] or 2))
     if name not in _SAME_SHAPE:
-        raise ValueError(
-            f"the target of loss {name!r} does not follow from the model: give a batch (x, y)"
-        )
+        reason = f"the target of loss {name!r} does not follow from the model"
+        if loss is None:
+            reason = "no targets follow from a model without a loss, or with one of its own"
+        raise UnknownBatchError(reason, _GIVE_A_BATCH)
     return _random(shape, "float32", rng)

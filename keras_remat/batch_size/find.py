@@ -37,6 +37,7 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
 from keras_remat.errors import (
     InfeasibleBudgetError,
+    RematError,
     ScheduleNotFoundError,
     UnsupportedModelError,
     without_inner_frames,
@@ -165,15 +166,21 @@ def _first_that_fits(
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
     """
+    too_large: RematError | None = None
     while True:
         try:
             return traced(batch)
-        except (InfeasibleBudgetError, ScheduleNotFoundError):
+        except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+            too_large = error
             batch = example_batch(model, batch)
             size = batch_size_of(batch) // 2
             if not size:
                 raise
             batch = sliced(batch, slice(size))
+        except Exception:  # whatever the layers of a user's model raise
+            if too_large is None:
+                raise
+            raise too_large from None  # the model takes no batch as small as that
 
 
 def measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchScaling:

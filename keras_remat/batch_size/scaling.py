@@ -22,7 +22,7 @@ from fractions import Fraction
 from typing import Any
 
 from keras_remat.backends.base import Backend, TracedStep
-from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.batches import batch_size_of, fixed_batch
 from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
 from keras_remat.core.graph import Graph, Value
 from keras_remat.core.problem import Problem
@@ -289,6 +289,12 @@ def traced_at(backend: Backend, model: Any, batch: Any, size: int) -> TracedStep
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever the layers of a user's model raise
+        fixed = fixed_batch(model)
+        if fixed is not None:
+            raise UnsupportedModelError(
+                f"The model takes batches of {fixed[1][0]} samples only: its input {fixed[0]!r} "
+                f"has the fixed shape {fixed[1]}. make_plan says what it needs."
+            ) from error
         raise UnsupportedModelError(
             f"The model takes no batch of {size} samples: {type(error).__name__}: {error}"
         ) from error

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from keras_remat.backends.batches import batch_bytes, batch_size_of, example_batch
-from keras_remat.errors import UnsupportedModelError
+from keras_remat.backends.batches import batch_bytes, batch_size_of, example_batch, fixed_batch
+from keras_remat.errors import UnknownBatchError, UnsupportedModelError
 
 
 def model_with(loss, units=3):
@@ -109,3 +109,93 @@ def test_batch_size_is_the_first_dimension():
     assert batch_size_of(({"a": np.ones((6, 2))}, np.ones(6))) == 6
     with pytest.raises(ValueError, match="unknown"):
         batch_size_of((np.float32(1.0),))
+
+
+# ------------------------------------------------------------------ what does not follow is given
+
+
+def sequence_model():
+    """A free dimension in an input of integers and in the output, and a fixed one beside it."""
+    tokens = keras.Input((None,), dtype="int32", name="tokens")
+    others = keras.Input((None, 4), name="others")
+    x = keras.layers.Embedding(2, 4)(tokens) + others
+    model = keras.Model({"tokens": tokens, "others": others}, keras.layers.Dense(3)(x))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+def test_shapes_that_are_given_fill_free_dimensions_of_inputs_and_targets():
+    model = sequence_model()
+    x, y = example_batch(model, 2, shapes={"tokens": (7,), "others": (7, 4)})
+    assert {name: (a.shape, a.dtype.name) for name, a in x.items()} == {
+        "tokens": ((2, 7), "int32"),
+        "others": ((2, 7, 4), "float32"),
+    }
+    assert (y.shape, y.dtype) == ((2, 7), np.int32)
+    model.train_on_batch(x, y)
+
+
+def test_an_unbuilt_model_needs_shapes_only():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, inputs):
+            return self.dense(inputs["a"]) if isinstance(inputs, dict) else self.dense(inputs)
+
+    for shapes, of in (({"": (5,)}, lambda x: x), ({"a": (5,)}, lambda x: x["a"])):
+        model = Own()
+        model.compile("sgd", "mse")
+        name = next(iter(shapes))
+        x, y = example_batch(model, 2, shapes=shapes, dtypes={name: "float16"})
+        assert (of(x).shape, of(x).dtype, y.shape) == ((2, 5), np.float16, (2, 3))
+        model.train_on_batch(x, y)
+    with pytest.raises(UnknownBatchError, match="inputs do not follow") as caught:
+        example_batch(Own(), 2)
+    assert caught.value.lacks_shapes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        ({"tokens": (7,)}, r"shape \(2, None, 4\) of input 'others' is not fully known"),
+        ({"tokens": (7,), "others": (7, 5)}, r"'others' has the shape \(None, 4\).* got \(7, 5\)"),
+        ({"token": (7,), "others": (7, 4)}, "unknown input 'token'; did you mean 'tokens'"),
+        ({"tokens": (7,), "others": (8, 4)}, "takes no inputs of shape"),
+    ],
+)
+def test_shapes_that_do_not_do_are_named(shapes, said):
+    with pytest.raises(ValueError, match=said):
+        example_batch(sequence_model(), 2, shapes=shapes)
+
+
+def test_a_fixed_batch_is_the_only_one():
+    inputs = keras.Input(batch_shape=(8, 5), name="rows")
+    model = keras.Model(inputs, keras.layers.Dense(3)(inputs))
+    model.compile("sgd", "mse")
+    assert example_batch(model, 8)[0].shape == (8, 5)
+    with pytest.raises(ValueError, match=r"batch is 32.* 'rows' has the fixed shape \(8, 5\)"):
+        example_batch(model, 32)
+    assert fixed_batch(model) == ("rows", (8, 5))
+    assert fixed_batch(model_with("mse")) is None
+
+
+def test_a_model_without_a_loss_has_no_targets():
+    """What its layers add is one; a model that computes its own is asked for them."""
+    inputs = keras.Input((5,))
+    outputs = keras.layers.Dense(3, activity_regularizer="l2")(inputs)
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd")
+    x, y = example_batch(model, 4)
+    assert (x.shape, y) == ((4, 5), None)
+    model.train_on_batch(x, y)
+
+    class Own(keras.Model):
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            return keras.ops.mean(y_pred - y)
+
+    own = Own(inputs, keras.layers.Dense(3)(inputs))
+    own.compile("sgd")
+    with pytest.raises(UnknownBatchError, match=r"no targets follow.*give a batch"):
+        example_batch(own, 4)

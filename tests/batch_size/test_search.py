@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from fake_backend import (
     SAMPLE_BYTES,
@@ -18,7 +19,12 @@ from keras_remat.batch_size.found import overhead_bound
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.core.limit import Limit
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    RematError,
+    ScheduleNotFoundError,
+    UnsupportedModelError,
+)
 from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.units import MIB
 
@@ -285,3 +291,19 @@ def test_wrong_arguments_say_what_is_accepted(models, arguments, error, says):
         find_max_batch_size(
             model, **{"batch": batch, "memory_limit": "8GiB", "profile": "estimated", **arguments}
         )
+
+
+def test_a_fixed_batch_is_named_instead_of_a_size_that_nobody_asked_for(models):
+    inputs = models.keras.Input(batch_shape=(8, 5, 4), name="rows")
+    outputs = models.keras.layers.GRU(2, stateful=True)(inputs)
+    model = models.keras.Model(inputs, outputs)
+    model.compile("sgd", "mse", jit_compile=False)
+    x, y = np.ones((8, 5, 4), "float32"), np.ones((8, 2), "float32")
+    fixed = r"batches of 8 samples only: its input 'rows' has the fixed shape \(8, 5, 4\)"
+    for batch in (8, (x, y)):
+        with pytest.raises(UnsupportedModelError, match=fixed):
+            find_max_batch_size(model, batch, "8GiB", profile="estimated")
+    with pytest.raises(ValueError, match=r"batch is 32.*fixed shape \(8, 5, 4\): give 8"):
+        find_max_batch_size(model, 32, "8GiB", profile="estimated")
+    with pytest.raises(RematError, match="Raise the limit"):  # no half of the batch can be tried
+        find_max_batch_size(model, (x, y), "1KiB")

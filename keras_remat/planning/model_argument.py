@@ -1,0 +1,150 @@
+"""A model and a batch of it, as a command line names them.
+
+A model is a file that ``model.save`` wrote, or a function that returns one, alone or with a batch.
+Where it comes alone, the batch is made up: of the shapes and dtypes that the model's inputs have,
+or that are given by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from keras_remat.backends.batches import example_batch, fixed_batch
+from keras_remat.backends.statistics import enable_cpu_memory_stats
+from keras_remat.errors import UnknownBatchError
+
+_A_MODEL = "a model is a file that model.save wrote, or package.module:function"
+DEFAULT_BATCH_SIZE = 32
+_FUNCTION = "MODULE:FUNCTION that returns (model, (x, y))"
+
+
+def model_and_batch(
+    name: str,
+    batch_size: int | None = None,
+    shapes: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+) -> tuple[Any, Any]:
+    """Returns a compiled model, and a batch of it: the function's own, or one that is made up.
+
+    Args:
+        name: a file, or ``package.module:function``.
+        batch_size: of a batch that is made up; ``None`` is the one that the model's inputs have, or
+            :data:`DEFAULT_BATCH_SIZE`.
+        shapes: ``"[INPUT=]DIM,DIM"`` each, without the batch.
+        dtypes: ``"[INPUT=]DTYPE"`` each.
+
+    Raises:
+        FileNotFoundError: no such file.
+        UnsupportedModelError: the batch would be sparse or ragged.
+        ValueError: no compiled model, no batch that follows from it, or one given twice.
+    """
+    model, batch = _loaded(name)
+    given = [
+        option
+        for option, value in (
+            ("--batch-size", batch_size),
+            ("--shape", shapes),
+            ("--dtype", dtypes),
+        )
+        if value not in (None, [], ())
+    ]
+    if batch is not None:
+        if given:
+            raise ValueError(f"{name!r} gave a batch of its own: leave out {' and '.join(given)}")
+        return model, batch
+    if batch_size is None:
+        fixed = fixed_batch(model)
+        batch_size = DEFAULT_BATCH_SIZE if fixed is None else fixed[1][0]
+    try:
+        made = example_batch(
+            model,
+            batch_size,
+            shapes={key: _dimensions(text) for key, text in _by_name(shapes, "--shape").items()},
+            dtypes={key: _dtype(text) for key, text in _by_name(dtypes, "--dtype").items()},
+        )
+    except UnknownBatchError as error:
+        advice = f"--shape INPUT=DIM,DIM (and --dtype), or {_FUNCTION}"
+        raise ValueError(
+            f"{error.reason}: give {advice if error.lacks_shapes else _FUNCTION}"
+        ) from error
+    return model, made
+
+
+def _loaded(name: str) -> tuple[Any, Any]:
+    """Returns the model in a file, or what a function returns: a model and its batch, ``None``
+    where it gives none."""
+    import keras
+
+    enable_cpu_memory_stats()
+    module, _, function = name.partition(":")
+    batch: Any = None
+    if function and not Path(name).exists():
+        sys.path.insert(0, "")  # as python -m does: functions beside the reader
+        try:
+            model = getattr(import_module(module), function)()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"no model from {name!r}: {error}") from error
+        finally:
+            sys.path.remove("")
+        if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], keras.Model):
+            model, batch = model
+    elif not Path(name).exists():
+        raise FileNotFoundError(f"no file {name!r}; {_A_MODEL}")
+    else:
+        model = keras.saving.load_model(name)
+    if not isinstance(model, keras.Model):
+        raise ValueError(f"{name!r} gave {type(model).__name__}; {_A_MODEL}")
+    if not model.compiled:
+        raise ValueError(
+            f"{name!r} gave a model that is not compiled: call model.compile(optimizer, loss) "
+            "before model.save, or in the function"
+        )
+    return model, batch
+
+
+def _by_name(texts: Sequence[str], option: str) -> dict[str, str]:
+    """Returns name of an input → what an option says of it; ``""`` is the name that was left out.
+
+    Raises:
+        ValueError: an input is named twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, said = text.rpartition("=")
+        if name in found:
+            raise ValueError(f"{option} is given twice for {name or 'the only input'}: {text!r}")
+        found[name] = said
+    return found
+
+
+def _dimensions(text: str) -> tuple[int, ...]:
+    """Returns ``(224, 224, 3)`` of ``"224,224,3"``; an empty text is the shape of a number.
+
+    Raises:
+        ValueError: a dimension is no positive integer.
+    """
+    dimensions = text.split(",") if text.strip() else []
+    if not all(dimension.strip().isdecimal() and int(dimension) for dimension in dimensions):
+        raise ValueError(
+            f"--shape takes the dimensions without the batch, such as tokens=128 or 224,224,3; "
+            f"got {text!r}"
+        )
+    return tuple(int(dimension) for dimension in dimensions)
+
+
+def _dtype(text: str) -> str:
+    """Returns the name of a dtype of Keras's.
+
+    Raises:
+        ValueError: it knows none of that name.
+    """
+    import keras
+
+    try:
+        return str(keras.backend.standardize_dtype(text))
+    except ValueError as error:
+        raise ValueError(f"--dtype takes a name such as int32; got {text!r}") from error
