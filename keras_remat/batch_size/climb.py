@@ -162,7 +162,7 @@ class SizeClimb:
         )
 
     def note(self, size: int, plan: Plan | None, peak_bytes: int, *, fits: bool) -> None:
-        """Notes what came of a size.
+        """Notes how the trial of a size ended.
 
         Args:
             size: that ran, or could not.

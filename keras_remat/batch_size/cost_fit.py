@@ -57,12 +57,12 @@ class CostFit:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The measured batch sizes, ascending."""
+        """Returns the measured batch sizes, ascending."""
         return tuple(sorted(self.profiles))
 
     @cached_property
     def _measured_s(self) -> _Floats:
-        """Seconds, sizes × ops."""
+        """Returns the measured seconds, sizes × ops."""
         return np.array([self.profiles[size].op_time_s for size in self.sizes])
 
     @cached_property
@@ -84,21 +84,21 @@ class CostFit:
         return tuple(map(float, fixed + per_sample * size))
 
     def op_workspace_bytes(self, size: int) -> tuple[int, ...]:
-        """Workspace per op at a batch size."""
+        """Returns the workspace of each op at a batch size."""
         fixed, per_sample = self._workspaces
         return tuple(int(nbytes) for nbytes in np.ceil(fixed + per_sample * size - 1e-6))
 
     @cached_property
     def residual(self) -> float:
-        """The share of the measured seconds that the fit misses: Σ |fitted − measured| over all ops
-        and sizes / Σ measured, a ratio."""
+        """Returns the share of the measured seconds that the fit misses: Σ |fitted − measured| over
+        all ops and sizes / Σ measured, a ratio."""
         total = self._measured_s.sum()
         fitted_s = np.array([self.op_time_s(size) for size in self.sizes])
         return float(np.abs(fitted_s - self._measured_s).sum() / total) if total > 0 else 0.0
 
 
 def _affine(sizes: tuple[int, ...], measured: _Floats) -> tuple[_Floats, _Floats]:
-    """The non-negative a and c of every column of ``measured`` (sizes × ops)."""
+    """Returns the non-negative a and c of every column of ``measured`` (sizes × ops)."""
     totals = measured.sum(axis=1)
     weight = np.divide(1.0, totals**2, out=np.ones_like(totals), where=totals > 0)[:, None]
     weight = weight / weight.sum()
@@ -117,8 +117,8 @@ def _affine(sizes: tuple[int, ...], measured: _Floats) -> tuple[_Floats, _Floats
 
 
 def transfer_costs(problem: Problem, graph: Graph) -> Problem:
-    """The costs of one trace on another trace of the same step, at any batch size: in proportion to
-    the bytes an op reads and writes.
+    """Returns the costs of one trace on another trace of the same step, at any batch size: in
+    proportion to the bytes an op reads and writes.
 
     Args:
         problem: the graph and profile to begin with.

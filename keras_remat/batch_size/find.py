@@ -53,11 +53,14 @@ from keras_remat.planning.plan_problem import plan_problem, reused_plan
 
 #: Seconds for a plan to measure a second size under.
 _SECOND_PLAN_S = 1.0
-#: Of the time that is left after tracing, what the search with the quick solver may take, the
-#: thorough one has the rest; of that, what is kept for a size to run, at most; and of the time
-#: limit, what one solve afterwards may take.
-_QUICK_SHARE, _RUNNING_SHARE, _SOLVE_SHARE = 0.25, 0.9, 0.1
-#: Measured seconds of the first step of a size, with what it brings along, over the predicted ones.
+#: Share of the time left after tracing that the search with the quick solver gets. The search with
+#: the thorough solver gets the rest.
+_QUICK_SHARE = 0.25
+#: Most of the thorough search's time that is kept for running a size.
+_RUNNING_SHARE = 0.9
+#: Share of the whole time limit that one solve afterwards gets.
+_SOLVE_SHARE = 0.1
+#: A first step, with its compilation, takes about so many times the predicted seconds.
 _LATER = 2.5
 #: The least of the time limit that the search gets, however long tracing took.
 _LEAST_SHARE = 0.3
@@ -124,8 +127,7 @@ def find_max_batch_size(
     late_s = (1 - _QUICK_SHARE) * left_s
 
     def running_s(plan: Plan) -> float:
-        """What a size takes that runs: to be chosen and traced about as long as the size given
-        took, and a longer step."""
+        """Estimates how long a trial of one batch size takes: trace, solve, first step."""
         return min(_RUNNING_SHARE * late_s, traced_s + _LATER * plan.predicted.time_s)
 
     # what cannot be met is one sample
@@ -184,11 +186,10 @@ def _first_that_fits(
 
 
 def measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchScaling:
-    """The step at any size; where it was measured, it is measured at a second size too, so that
-    costs can be fitted.
+    """Returns the step's costs at any size, fitted to two sizes where it was measured.
 
-    That is half the size, which fits where the whole does and takes half the time; or, where the
-    half has other ops, twice the size, where that fits. Without either, one size has to do.
+    The second size is half the first: it fits where the whole does, and takes half the time. Where
+    the half has other ops, it is twice the first, if that fits. Else one size has to do.
 
     Raises:
         UnsupportedModelError: no two of the sizes tried have the same ops.
@@ -204,7 +205,7 @@ def measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchSc
 
 
 def _traced_or_none(backend: Backend, model: Any, batch: Any, size: int) -> TracedStep | None:
-    """The step at another size; ``None`` where the model takes no batch of that size."""
+    """Returns the step at another size; ``None`` where the model takes no batch of that size."""
     try:
         return traced_at(backend, model, batch, size) if size else None
     except UnsupportedModelError:
@@ -214,8 +215,8 @@ def _traced_or_none(backend: Backend, model: Any, batch: Any, size: int) -> Trac
 def _profile_at(
     size: int, traced: TracedStep, backend: Backend, model: Any, step: TracedModel
 ) -> Profile | None:
-    """The profile measured at another size; ``None`` where nothing fits there, the profiler is
-    busy, or saw too little."""
+    """Returns the profile measured at another size; ``None`` where nothing fits there, the profiler
+    is busy, or saw too little."""
     assert step.plan is not None
     problem, order = transfer_costs(step.problem, traced.graph), step.plan.solution.schedule
     usable = step.limit.usable_bytes
@@ -247,7 +248,7 @@ class SizeRunner:
         return self._traced[1]
 
     def graph(self, size: int) -> Graph:
-        """The train step's graph at a size.
+        """Returns the train step's graph at a size.
 
         Raises:
             UnsupportedModelError: the model cannot take a batch of that size.
@@ -354,7 +355,7 @@ def _for_its_graph(
 def _with_verified(
     search: BatchSearch, probes: list[Probe], climb: SizeClimb, *, verification_time_s: float
 ) -> BatchSearch:
-    """Returns the search with what the sizes that ran have told."""
+    """Returns the search with the results of the sizes that ran."""
     failed, failed_peak = climb.failed
     search = replace(
         search,

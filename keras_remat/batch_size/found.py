@@ -37,7 +37,7 @@ class Probe:
 
     @property
     def samples_per_s(self) -> float:
-        """As predicted; 0 without a plan."""
+        """Returns the predicted samples per second; 0 without a plan."""
         if self.plan is None or self.plan.predicted.time_s <= 0:
             return 0.0
         return self.batch_size / self.plan.predicted.time_s
@@ -78,11 +78,11 @@ class BatchSearch:
 
     @property
     def none_trained(self) -> bool:
-        """Whether sizes ran and none of them kept to the limit: what is said is a prediction."""
+        """Returns whether sizes ran and none kept to the limit: the answer is then a prediction."""
         return self.failed_batch_size is not None and self.failed_batch_size <= self.max_batch_size
 
     def times(self, multiple: int) -> BatchSearch:
-        """The same of batches that so many devices divide, each of which gets these sizes."""
+        """Returns the search for ``multiple`` devices, each of which gets these sizes."""
         return replace(
             self,
             max_batch_size=self.max_batch_size * multiple,
@@ -93,7 +93,7 @@ class BatchSearch:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of ``max_batch_size``: the one that ran last, where one did, else the
+        """Returns the plan of ``max_batch_size``: the one that ran last, where one did, else the
         fastest."""
         plans = [plan for size, plan in self._plans if size == self.max_batch_size]
         ran = [plan for plan in plans if plan.measured is not None]
@@ -101,7 +101,7 @@ class BatchSearch:
 
     @property
     def orders(self) -> list[Schedule]:
-        """The order of every size with a plan; those that reach furthest last."""
+        """Returns the order of every size with a plan; those that reach furthest last."""
         return [plan.solution.schedule for _, plan in self._plans]
 
     @property
@@ -110,8 +110,8 @@ class BatchSearch:
 
     @property
     def step_time_errors(self) -> dict[int, float]:
-        """Every size that ran → (predicted − measured) / measured seconds of its step, a ratio.
-        None of these sizes was fitted to."""
+        """Returns, for every size that ran, the error of its predicted step time, a ratio:
+        (predicted − measured) / measured seconds."""
         return {
             size: plan.predicted.time_s / plan.measured.time_s - 1
             for size, plan in self._plans
@@ -153,7 +153,8 @@ class BatchSearch:
 
     @property
     def _points(self) -> list[tuple[int, int, float, float]]:
-        """Batch size, peak bytes, samples per second and overhead of every size with a plan."""
+        """Returns batch size, peak bytes, samples per second and overhead of every size with a
+        plan."""
         newest = {
             p.batch_size: (p.plan, p.samples_per_s) for p in self.probes if p.plan is not None
         }
@@ -163,7 +164,7 @@ class BatchSearch:
         ]
 
     def _op_times(self) -> str:
-        """Where op times at other sizes come from, and how far off they are."""
+        """Says where op times at other sizes come from, and how far off they are."""
         if self.fit is None:
             return "op times in proportion to bytes, from one size"
         sizes = " and ".join(map(str, self.fit.sizes))

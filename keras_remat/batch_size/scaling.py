@@ -123,8 +123,8 @@ class _Axis:
 
     Args:
         indices: which of the sizes it is; some are always the same.
-        size, graph: the one.
-        other_size, other: the other.
+        size, graph: the first trace.
+        other_size, other: the second trace.
     """
 
     indices: frozenset[int]
@@ -211,7 +211,7 @@ class BatchScaling:
         return graph
 
     def at(self, size: int) -> Problem:
-        """The problem at batch size ``size``: exact bytes, times and workspace fitted or in
+        """Returns the problem at batch size ``size``: exact bytes, times and workspace fitted or in
         proportion."""
         problem = transfer_costs(self._problem, self._graph(size))
         if self.fit is None:
@@ -233,8 +233,8 @@ def _element_bytes(value: Value) -> int | None:
 
 
 def _granule_bytes(values: tuple[Value, ...]) -> int:
-    """What a backend rounds bytes up to; 1 when they are the elements' own. Where it rounds, every
-    size is a multiple of it, and a scalar's size is it."""
+    """Returns the bytes that a backend rounds sizes up to; 1 when they are the elements' own. Where
+    it rounds, every size is a multiple of it, and a scalar's size is it."""
     for value in values:
         one = _element_bytes(value)
         if (

@@ -263,7 +263,7 @@ class SizeSearch:
                 step, failures = step / 2 if step > _RESOLUTION else _FIRST_STEP_SHARE, failures + 1
 
     def bisect_and_improve(self, solver: str, time_limit_s: float) -> None:
-        """Both, in a time together: new orders first, then steps from the best of them."""
+        """Tries new orders first, then improves the best of them, in one time limit."""
         deadline_s = time.perf_counter() + time_limit_s
         left_s = self._left_s(deadline_s)
         self.bisect(
@@ -283,8 +283,8 @@ class SizeSearch:
 
     @cached_property
     def _ceiling(self) -> int:
-        """The least size found whose floor is over the budget; above ``at_most`` where that is
-        none."""
+        """Returns the least size found whose floor is over the budget; above ``at_most`` where that
+        is none."""
 
         def is_possible(size: int) -> bool:
             return self.limit.fits(self._problem_at(size).floor_bytes)
@@ -337,7 +337,7 @@ class SizeSearch:
         return self.largest > before
 
     def _reason(self, problem: Problem, order: Schedule) -> str:
-        """Why an order does not do at a size."""
+        """Says why an order does not do at a size."""
         usage = simulate(problem, order)
         peak = max(usage.peak_bytes, self.backend.memory.peak_bytes(problem, order))
         if not self.limit.fits(peak):
@@ -347,8 +347,8 @@ class SizeSearch:
         return f"overhead {overhead:.1%} is over the bound of {bound:.1%} (max_overhead)"
 
     def largest_fitting(self, order: Schedule, size: int, least: int = 1) -> int:
-        """The largest size found at which an order fits: by steps up or down from ``size``, then
-        bisection; 0 where that is below ``least``.
+        """Returns the largest size found at which an order fits: by steps up or down from ``size``,
+        then bisection; 0 where that is below ``least``.
 
         Its plan there is among the probes afterwards.
         """
@@ -398,19 +398,20 @@ class SizeSearch:
 
     @property
     def fastest(self) -> Plan:
-        """The fastest plan for the largest size reached."""
+        """Returns the fastest plan for the largest size reached."""
         plans = [p.plan for p in self.probes if p.plan is not None and p.batch_size == self.largest]
         return min(plans, key=lambda plan: plan.predicted.time_s)
 
     def fits(self, order: Schedule, size: int) -> bool:
-        """Whether a known order keeps to the budget and to the bound of the overhead at a size."""
+        """Returns whether a known order keeps to the budget and to the bound of the overhead at a
+        size."""
         problem = self._problem_at(size)
         if not is_allowed(problem, simulate(problem, order).time_s, self.max_overhead):
             return False
         return self.limit.fits(self.backend.memory.peak_bytes(problem, order))
 
     def result(self) -> BatchSearch:
-        """What was found."""
+        """Returns what was found."""
         found = [p for p in self.probes if p.plan is not None]
         return BatchSearch(
             self.limit.total_bytes,
@@ -423,7 +424,7 @@ class SizeSearch:
 
 
 def _round(low: int, high: int) -> int:
-    """The number from ``low`` to ``high`` that is a multiple of the highest power of two:
+    """Returns the number from ``low`` to ``high`` that is a multiple of the highest power of two:
     allocators and kernels like round sizes."""
     power = 1
     while high // (2 * power) * 2 * power >= low:

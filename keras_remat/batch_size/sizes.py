@@ -24,7 +24,7 @@ NOISE = 0.03
 
 
 class Move(Enum):
-    """Names what is done next."""
+    """Names the next action."""
 
     RUN = auto()
     """A size is run by the order that reaches it."""
@@ -90,7 +90,7 @@ def shorter_by(failures: int) -> float:
 
 
 def next_size(facts: Facts) -> tuple[Move, int]:
-    """Returns what is done next, and at which size (0 for :attr:`Move.STOP`).
+    """Returns the next action, and its size (0 for :attr:`Move.STOP`).
 
     A first size is run, and smaller ones, however late it is; larger ones only in time.
 

@@ -33,7 +33,7 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether its seconds are spent."""
+        """Returns whether its seconds are spent."""
         return self.spent_s() >= self.seconds
 
     def share(self, share: float) -> Deadline:

@@ -34,12 +34,12 @@ PHASES = (FORWARD, BACKWARD, UPDATE)
 
 
 def is_int(number: object) -> TypeGuard[int]:
-    """Whether something is an int, and not a bool, which Python takes for one."""
+    """Returns whether something is an int; a bool, which Python takes for one, is none."""
     return isinstance(number, int) and not isinstance(number, bool)
 
 
 def check_bytes(nbytes: object, field: str) -> None:
-    """Raises :class:`InvalidProblemError`, which names the field, for what is no size."""
+    """Raises :class:`InvalidProblemError`, which names the field, for a wrong size."""
     if not is_int(nbytes) or nbytes < 0:
         raise InvalidProblemError(
             f"bytes must be an int of at least 0, got {nbytes!r}", field=field, value=nbytes
@@ -210,8 +210,8 @@ class Graph:
             raise wrong("may_reuse", op.may_reuse, message)
 
     def has_ops_of(self, other: Graph) -> bool:
-        """Whether both graphs have the same ops on the same values, whatever the values' sizes: an
-        order of one is one of the other."""
+        """Returns whether both graphs have the same ops on the same values, whatever the values'
+        sizes: an order of one is one of the other."""
         return len(self.ops) == len(other.ops) and all(
             (a.kind, a.inputs, a.outputs, a.after, a.recomputable)
             == (b.kind, b.inputs, b.outputs, b.after, b.recomputable)
@@ -242,7 +242,7 @@ class Graph:
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """For every value the ids of the ops that read it, ascending, each once."""
+        """Returns for every value the ids of the ops that read it, ascending, each once."""
         readers: list[list[int]] = [[] for _ in self.values]
         for op in self.ops:
             for value_id in dict.fromkeys(op.inputs):
@@ -265,7 +265,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over kinds, shapes, dtypes, bytes and edges; names do not count."""
+        """Returns the sha256 over kinds, shapes, dtypes, bytes and edges; names do not count."""
         digest = hashlib.sha256()
         for value in self.values:
             digest.update(repr((value.nbytes, value.shape, value.dtype, value.producer)).encode())
@@ -297,7 +297,8 @@ def reused_bytes(op: Op, values: tuple[Value, ...], available: set[int] | frozen
 
 
 def chain_example() -> Graph:
-    """The running example: ``a → b → c → d``, and ``e`` reads ``a`` and ``d``; bytes 4 1 6 1 2."""
+    """Returns the running example: ``a → b → c → d``, and ``e`` reads ``a`` and ``d``; bytes 4 1 6
+    1 2."""
     names, nbytes = "abcde", (4, 1, 6, 1, 2)
     inputs: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2,), (0, 3))
     return Graph(

@@ -36,7 +36,7 @@ class Limit:
 
     @property
     def usable_bytes(self) -> int:
-        """The most that a step may be predicted to need."""
+        """Returns the most that a step may be predicted to need."""
         return max(1, int(self.total_bytes * (1 - self.margin)) - self.reserved_bytes)
 
     def fits(self, predicted_bytes: int) -> bool:

@@ -53,13 +53,13 @@ class Problem:
 
     @property
     def fetches(self) -> bool:
-        """Whether anything can be fetched."""
+        """Returns whether anything can be fetched."""
         return self.offload is not None and self.offload.bytes_per_s > 0
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
-        """The ops that a schedule may contain: the graph's, and after them the fetch of each, if
-        anything can be fetched (:mod:`keras_remat.core.offload`)."""
+        """Returns the ops that a schedule may contain: the graph's, and after them the fetch of
+        each, if anything can be fetched (:mod:`keras_remat.core.offload`)."""
         ops = self.graph.ops
         if not self.fetches:
             return ops
@@ -82,12 +82,12 @@ class Problem:
 
     @cached_property
     def op_workspace_bytes(self) -> tuple[int, ...]:
-        """Workspace of each of ``ops``."""
+        """Returns the workspace of each of ``ops``."""
         workspace = self.profile.op_workspace_bytes
         return workspace + (0,) * (len(self.ops) - len(workspace))
 
     def source_of(self, op_id: int) -> int:
-        """The id of the op whose outputs an op or a fetch brings."""
+        """Returns the id of the op whose outputs an op or a fetch brings."""
         return op_id % len(self.graph.ops)
 
     def op_floor_bytes(self, op_id: int) -> int:
@@ -122,14 +122,14 @@ class Problem:
 
     @cached_property
     def floor_op(self) -> int | None:
-        """Id of the op that sets the floor; ``None`` where the end of the step sets it."""
+        """Returns the id of the op that sets the floor; ``None`` where the step's end does."""
         op_id = max(sorted(self.graph.needed), key=self.op_floor_bytes, default=None)
         return None if op_id is None or self.op_floor_bytes(op_id) < self._end_bytes else op_id
 
     @property
     def floor_bytes(self) -> int:
-        """A bound no schedule beats: resident bytes plus the most that any single needed op holds
-        while it runs, or that the outputs hold at the end."""
+        """Returns a bound no schedule beats: resident bytes plus the most that any single needed op
+        holds while it runs, or that the outputs hold at the end."""
         return self._end_bytes if self.floor_op is None else self.op_floor_bytes(self.floor_op)
 
     @cached_property

@@ -70,7 +70,7 @@ class Schedule:
 
     @classmethod
     def store_all(cls, graph: Graph) -> Schedule:
-        """The default order of the needed ops, each once."""
+        """Returns the default order of the needed ops, each once."""
         return cls(tuple(sorted(graph.needed)))
 
     @property
@@ -110,7 +110,7 @@ class Solution:
 
     @property
     def gap(self) -> float | None:
-        """(time − lower bound) / time, a ratio; ``None`` without a bound."""
+        """Returns (time − lower bound) / time, a ratio; ``None`` without a bound."""
         if self.lower_bound_s is None or self.usage is None:
             return None
         if self.usage.time_s <= 0:

@@ -89,7 +89,7 @@ def read_json(
 
 
 def problem_to_dict(problem: Problem) -> dict[str, Any]:
-    """The problem as the JSON object of a problem file."""
+    """Returns the problem as the JSON object of a problem file."""
     graph, profile = problem.graph, problem.profile
     values = [
         _known(name=value.name, bytes=value.nbytes, shape=value.shape, dtype=value.dtype)
@@ -116,13 +116,13 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
 
 
 def _known(**fields: Any) -> dict[str, Any]:
-    """A JSON object of the fields that are not ``None``, with lists for tuples."""
+    """Returns a JSON object of the fields that are not ``None``, with lists for tuples."""
     known = {key: field for key, field in fields.items() if field is not None}
     return {key: list(f) if isinstance(f, tuple) else f for key, f in known.items()}
 
 
 def _offload_to_dict(offload: Offload) -> dict[str, float | None]:
-    """The object of an offload; an infinite bandwidth, which JSON cannot say, is null."""
+    """Returns the object of an offload; an infinite bandwidth, which JSON cannot say, is null."""
     rate = offload.bytes_per_s
     return {
         "bytes_per_s": None if math.isinf(rate) else rate,
@@ -132,7 +132,7 @@ def _offload_to_dict(offload: Offload) -> dict[str, float | None]:
 
 
 def _offload_of(top: Fields) -> Offload | None:
-    """The second memory of a problem file, if it has one."""
+    """Returns the second memory of a problem file, if it has one."""
     raw = top.get("offload", (dict, type(None)), None)
     if raw is None:
         return None
@@ -160,11 +160,11 @@ class Fields:
         self.document, self.source, self.prefix = document, source, prefix
 
     def path(self, key: str) -> str:
-        """The name of a field, with the objects it is in."""
+        """Returns the name of a field, with the objects it is in."""
         return f"{self.prefix}.{key}" if self.prefix else key
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
-        """The value of a field; ``default`` where it is missing and need not be there."""
+        """Returns the value of a field; ``default`` where it is missing and need not be there."""
         field = self.path(key)
         if key not in self.document:
             if default is _REQUIRED:
@@ -180,14 +180,14 @@ class Fields:
         return value
 
     def positive(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The value of a field that is a positive int, or ``default``."""
+        """Returns the value of a field that is a positive int, or ``default``."""
         value = self.get(key, int if default is _REQUIRED else (int, type(default)), default)
         if value is not None and value <= 0:
             raise self.wrong(self.path(key), f"must be positive, got {value}", value)
         return value
 
     def ids(self, key: str, default: Any = _REQUIRED) -> tuple[int, ...]:
-        """The value of a field that is a list of ids."""
+        """Returns the value of a field that is a list of ids."""
         value = self.get(key, list, default)
         for at, item in enumerate(value):
             if not is_int(item):
@@ -200,7 +200,7 @@ class Fields:
 
 
 def problem_from_dict(document: object, *, source: str | None = None) -> Problem:
-    """The problem a JSON object describes.
+    """Returns the problem a JSON object describes.
 
     Args:
         document: as :func:`problem_to_dict` returns it.

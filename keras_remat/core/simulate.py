@@ -23,8 +23,8 @@ from keras_remat.core.schedule import Schedule, Usage
 
 
 def last_reads(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
-    """For every position the values computed there, with the last position at which that instance
-    is alive.
+    """Returns for every position the values computed there, with the last position at which that
+    instance is alive.
 
     An instance of a graph output that is not computed again lives to ``len(order) - 1``.
     """
@@ -71,7 +71,7 @@ def live_bytes(
 
 
 def _live(problem: Problem, schedule: Schedule, below_bytes: int | None = None) -> list[int]:
-    """:func:`live_bytes` as Python integers, which cannot overflow."""
+    """Returns :func:`live_bytes` as Python integers, which cannot overflow."""
     graph, values = problem.graph, problem.graph.values
     nbytes = [v.nbytes if below_bytes is None or v.nbytes < below_bytes else 0 for v in values]
     born = last_reads(problem, schedule)
@@ -98,7 +98,7 @@ def _live(problem: Problem, schedule: Schedule, below_bytes: int | None = None) 
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Usage:
-    """Time and peak of a legal schedule.
+    """Returns time and peak of a legal schedule.
 
     Args:
         problem: the graph and its costs; the budget plays no part.

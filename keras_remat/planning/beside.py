@@ -95,7 +95,7 @@ class PlanProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Returns whether there is nothing to wait for."""
         return self._process.poll() is not None
 
     def plan(self) -> Plan | None:

@@ -91,7 +91,7 @@ def _shown_report(report: AutotuneReport) -> Shown:
 
 
 def _shown_solution(solution: Solution, usage: Usage) -> Shown:
-    """A solution without the problem it solves."""
+    """Returns a solution without the problem it solves."""
     order = solution.schedule
     numbers = {
         "peak_bytes": usage.peak_bytes, "time_s": usage.time_s,
@@ -136,7 +136,7 @@ def shown_file(path: str | os.PathLike[str], problem_path: str | None) -> Shown:
 
 
 def _solution(path: str | os.PathLike[str]) -> tuple[Solution, Usage] | None:
-    """The solution in a file that looks like one, and its time and peak."""
+    """Returns the solution in a file that looks like one, and its time and peak."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -154,7 +154,7 @@ def _solution(path: str | os.PathLike[str]) -> tuple[Solution, Usage] | None:
 
 
 def _plan_of(problem: Problem, solution: Solution) -> Plan:
-    """A solution with its problem, as a plan for the peak it has."""
+    """Returns a solution with its problem, as a plan for the peak it has."""
     check_rules(problem, solution.schedule)
     usage = simulate(problem, solution.schedule)
     store_all = simulate(problem, Schedule.store_all(problem.graph))

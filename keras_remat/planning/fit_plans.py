@@ -74,17 +74,17 @@ class StepPlanner:
 
     @property
     def limit(self) -> Limit:
-        """The limit in force."""
+        """Returns the limit in force."""
         return self._limit_of_fit()
 
     @property
     def keeps_plans(self) -> bool:
-        """Whether plans are kept for other fits."""
+        """Returns whether plans are kept for other fits."""
         return self._options.cache_dir is not None
 
     @decided_once
     def predict(self, problem: Problem, schedule: Schedule) -> Usage:
-        """Time by the problem's op times and the allocator's peak."""
+        """Returns the time by the problem's op times, and the allocator's peak."""
         return Usage(
             simulate(problem, schedule).time_s,
             self._backend.memory.peak_bytes(problem, schedule),
@@ -92,8 +92,8 @@ class StepPlanner:
 
     @decided_once
     def quick(self, problem: Problem, batch_size: int, roomy_bytes: int | None = None) -> Plan:
-        """A plan to train under while profiling: a quick one, or, where none is found quickly, one
-        by the chosen solver in half of its time or all.
+        """Returns a plan to train under while profiling: a quick one, or, where none is found
+        quickly, one by the chosen solver in half of its time or all.
 
         Args:
             roomy_bytes: what a plan should need at most, where one that does is found quickly.
@@ -262,8 +262,8 @@ class StepPlanner:
 
     @decided_once
     def reused(self, problem: Problem, plan: Plan, graph: Graph) -> Plan | None:
-        """The order of ``plan``, made for ``graph``, at another shape of the same step; ``None``
-        where that does not fit or is not legal.
+        """Returns the order of ``plan``, made for ``graph``, at another shape of the same step;
+        ``None`` where that does not fit or is not legal.
 
         Constants that are equal at one shape alone are one there, so the ops have to be the same,
         and not what they read.
@@ -284,7 +284,8 @@ class StepPlanner:
 
     @decided_once
     def cached(self, problem: Problem) -> Plan | None:
-        """The plan that an earlier ``fit`` measured for this graph and limit, if plans are kept.
+        """Returns the plan that an earlier ``fit`` measured for this graph and limit, if plans are
+        kept.
 
         Raises:
             InvalidProblemError: the kept file is no plan for this graph.

@@ -80,13 +80,13 @@ class Plan:
 
     @property
     def overhead(self) -> float:
-        """(predicted time − store-all time) / store-all time, a ratio."""
+        """Returns (predicted time − store-all time) / store-all time, a ratio."""
         base_s = self.store_all.time_s
         return (self.predicted.time_s - base_s) / base_s if base_s > 0 else 0.0
 
     @property
     def recomputes(self) -> bool:
-        """Whether any op runs more than once."""
+        """Returns whether any op runs more than once."""
         return bool(self.solution.schedule.recomputed)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -94,7 +94,7 @@ class Plan:
         write_json(self.to_dict(), path)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as the JSON object of a plan file."""
+        """Returns the plan as the JSON object of a plan file."""
         solution, usage = self.solution, self.solution.usage
         return {
             "format": FORMAT,
@@ -236,7 +236,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def plan_from_dict(document: object, source: str | None = None) -> Plan:
-    """The plan that a JSON object describes.
+    """Returns the plan that a JSON object describes.
 
     Args:
         source: the file it came from, for error messages.

@@ -34,7 +34,7 @@ class PlanningBackend(Protocol):
 
     @property
     def auto_solver(self) -> str:
-        """The solver that ``"auto"`` stands for."""
+        """Returns the solver that ``"auto"`` stands for."""
 
 
 def plan_problem(

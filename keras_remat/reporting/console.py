@@ -166,7 +166,7 @@ class Console:
                 self._line(self._cut(line))
 
     def _say(self, text: str) -> None:
-        """Lines that begin with the package's name; what is too long is wrapped."""
+        """Prints lines that begin with the package's name, and wraps those that are too long."""
         if not self._verbose:
             return
         indent = " " * len(_NAME)

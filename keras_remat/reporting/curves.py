@@ -61,17 +61,17 @@ class Curve:
 
     @property
     def peak_position(self) -> int:
-        """The first position at which most bytes are alive; 0 in an empty order."""
+        """Returns the first position at which most bytes are alive; 0 in an empty order."""
         return self.live.index(max(self.live)) if self.live else 0
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive."""
+        """Returns the most bytes alive."""
         return max(self.live, default=self.problem.profile.resident_bytes)
 
     @cached_property
     def _first_runs(self) -> list[int]:
-        """The positions at which an op runs for the first time."""
+        """Returns the positions at which an op runs for the first time."""
         seen: set[int] = set()
         firsts = []
         for k, op in enumerate(map(self.problem.source_of, self.schedule.order)):
@@ -82,7 +82,7 @@ class Curve:
 
     @cached_property
     def bands(self) -> list[tuple[str, int, int]]:
-        """Phase, first position and end of the bands that the step falls into.
+        """Returns phase, first position and end of the bands that the step falls into.
 
         An order mixes phases: updates follow their gradients, scalars of the optimizer come first.
         A border lies where it leaves least time on its wrong side.
@@ -100,7 +100,7 @@ class Curve:
         ]
 
     def _border(self, before: set[str], after: set[str]) -> int:
-        """The position with least time of ``before`` behind it and of ``after`` before."""
+        """Returns the position with least time of ``before`` behind it and of ``after`` before."""
         wrong = best = 0.0
         border = 0
         for k in self._first_runs:
@@ -114,7 +114,7 @@ class Curve:
 
     @property
     def backward_begins(self) -> int:
-        """The position at which the backward phase begins; that of the peak without one."""
+        """Returns the position at which the backward phase begins; that of the peak without one."""
         return next((a for phase, a, _ in self.bands if phase == BACKWARD), self.peak_position)
 
     def held(self, position: int, names: list[str]) -> Counter[str]:
@@ -135,7 +135,7 @@ class Curve:
 
     @cached_property
     def _layers(self) -> list[str]:
-        """The layer of every op."""
+        """Returns the layer of every op."""
         return group_names(self.problem, "layer")
 
     @cached_property
@@ -143,7 +143,7 @@ class Curve:
         return last_reads(self.problem, self.schedule)
 
     def holders(self, position: int) -> dict[str, int]:
-        """Layer → bytes it holds at a position, most first; with :data:`RESIDENT` and
+        """Returns layer → bytes it holds at a position, most first; with :data:`RESIDENT` and
         :data:`WORKSPACE`, they add up to the bytes alive."""
         if not self.live:
             return {RESIDENT: self.problem.profile.resident_bytes}
@@ -188,7 +188,7 @@ class Group:
 
     @property
     def saved_bytes(self) -> int:
-        """What the plan does not hold."""
+        """Returns the bytes that the plan does not hold."""
         return self.plain_bytes - self.kept_bytes
 
 

@@ -72,11 +72,11 @@ class AutotuneReport:
 
     @property
     def speedups(self) -> list[float]:
-        """:meth:`speedup` of every epoch."""
+        """Returns the :meth:`speedup` of every epoch."""
         return [self.speedup(epoch) for epoch in self.epochs]
 
     def epoch_logs(self, epoch: EpochUsage) -> dict[str, float]:
-        """The log entries of an epoch, under :data:`LOG_KEYS`."""
+        """Returns the log entries of an epoch, under :data:`LOG_KEYS`."""
         numbers = (
             self.speedup(epoch),
             float(epoch.batch_size),
@@ -87,7 +87,8 @@ class AutotuneReport:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak of the step that ran in the end, from ``peaks_source``; ``None`` while unknown.
+        """Returns the peak of the step that ran in the end, from ``peaks_source``; ``None`` while
+        unknown.
 
         Peaks of an epoch in which plans were made are not all of the last plan.
         """
@@ -102,14 +103,15 @@ class AutotuneReport:
 
     @property
     def peaks_source(self) -> Literal["measured", "predicted"]:
-        """Whether peaks were measured, or predicted as the device's allocator keeps no
+        """Returns whether peaks were measured, or predicted as the device's allocator keeps no
         statistics."""
         is_predicted = any(event.kind == "predicted" for event in self.events)
         return "predicted" if is_predicted else "measured"
 
     @property
     def baseline_peak_source(self) -> Literal["measured", "predicted"]:
-        """Whether the plain step's peak was measured; its time can be where the peak is not."""
+        """Returns whether the plain step's peak was measured; its time can be where the peak is
+        not."""
         return "predicted" if self.baseline_source == "predicted" else self.peaks_source
 
     @property
@@ -119,7 +121,7 @@ class AutotuneReport:
 
     @property
     def limit_kept(self) -> bool | None:
-        """Whether the step that ran in the end kept to the limit; ``None`` while unknown."""
+        """Returns whether the last step that ran kept to the limit; ``None`` while unknown."""
         if self.limit_bytes is None or self.peak_bytes is None:
             return None
         return self.peak_bytes <= self.limit_bytes
@@ -132,7 +134,7 @@ class AutotuneReport:
             write_json(self.to_dict(), path)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as the JSON object of a report file, with the plan as of a plan file."""
+        """Returns the JSON object of a report file; its plan is that of a plan file."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -208,7 +210,7 @@ class AutotuneReport:
         ).rstrip()
 
     def _why_not_kept(self) -> list[str]:
-        """By how much the limit was exceeded, and the last event that says why."""
+        """Says by how much the limit was exceeded, and the last event that says why."""
         if self.peak_bytes is None or self.limit_bytes is None:
             return []
         over = self.peak_bytes - self.limit_bytes
@@ -284,7 +286,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _read(record: type[Any], document: object, source: str, prefix: str) -> Any:
-    """A record from a JSON object with its fields."""
+    """Returns a record from a JSON object with its fields."""
     raw = Fields(document, source, prefix)
     return record(**{f.name: raw.get(f.name, _KINDS[str(f.type)]) for f in fields(record)})
 

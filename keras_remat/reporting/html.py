@@ -173,7 +173,7 @@ def titled_page(title: str, body: str) -> str:
 
 
 def _tiles(tiles: Iterable[tuple[str, str, str]]) -> str:
-    """Headline numbers: what, how much, and ``"good"``, ``"bad"`` or ``""``."""
+    """Returns headline numbers: what, how much, and ``"good"``, ``"bad"`` or ``""``."""
     cells = (
         f'<div class="tile {kind}"><b>{escape(amount)}</b><span>{escape(what)}</span></div>'
         for what, amount, kind in tiles
@@ -221,7 +221,8 @@ def _plan_tiles(planned: Planned) -> list[tuple[str, str, str]]:
 
 
 def _pictures(planned: Planned, limit_bytes: int | None) -> str:
-    """Memory over time, holders of the peak, and stays; nothing without a problem."""
+    """Returns pictures of memory over time, holders of the peak, and stays; nothing without a
+    problem."""
     problem = planned.problem
     if problem is None:
         return ""
@@ -244,7 +245,7 @@ def _pictures(planned: Planned, limit_bytes: int | None) -> str:
 
 
 def _holders(curves: dict[str, Curve]) -> str:
-    """Who holds the peak: a bar per curve, and the bytes as a table."""
+    """Shows who holds the peak: a bar per curve, and the bytes as a table."""
     rows = dict(zip(curves, top_holders(list(curves.values()), _LAYERS), strict=True))
     names = [n for n in next(iter(rows.values())) if any(row[n] for row in rows.values())]
     color = colors.layer_colors(names)
@@ -258,7 +259,7 @@ def _holders(curves: dict[str, Curve]) -> str:
 
 
 def _layers(planned: Planned) -> str:
-    """What is kept and recomputed, by layer."""
+    """Shows what is kept and recomputed, by layer."""
     if planned.problem is None:
         return f"<pre>{escape_all(plan_text(planned))}</pre>"
     problem, schedule = planned.problem, planned.solution.schedule

@@ -94,13 +94,13 @@ def group_names(problem: Problem, by: By) -> list[str]:
 
 
 def _scopes(name: str) -> list[str]:
-    """The scopes an op's name stands in, outermost first."""
+    """Returns the scopes an op's name stands in, outermost first."""
     parts = [_WRAPPED.sub(r"\1", part) for part in name.split("/")[:-1]]
     return [p for p in parts if p and p != "gradient_tape" and "(" not in p]
 
 
 def _optimizer_scopes(graph: Graph, scopes: list[list[str]]) -> set[str]:
-    """First scopes that have ops of the update phase and none of the backward phase."""
+    """Returns the first scopes that have ops of the update phase and none of the backward phase."""
     seen: dict[str, set[str]] = {}
     for op, parts in zip(graph.ops, scopes, strict=True):
         if parts:
@@ -114,13 +114,13 @@ def _optimizer_scopes(graph: Graph, scopes: list[list[str]]) -> set[str]:
 
 
 def _neighbour(op: Op, graph: Graph, names: list[str]) -> str:
-    """The layer that an op without a scope reads from."""
+    """Returns the layer that an op without a scope reads from."""
     producers = (graph.values[v].producer for v in op.inputs)
     return next((names[p] for p in producers if p is not None), OTHER)
 
 
 def _path(parts: list[str], model: str, numbered: bool) -> str:
-    """The layer's path; inside of a layer, names of functions end it."""
+    """Returns the layer's path; inside of a layer, names of functions end it."""
     known = _plain(parts[0]) == model if numbered else parts[0] == model
     layers: list[str] = []
     for part in parts[known:]:

@@ -95,7 +95,7 @@ def _memory(planned: Planned, curves: dict[str, Curve], limit: tuple[str, int]) 
 
 
 def _holders(planned: Planned, curves: dict[str, Curve], limit: tuple[str, int]) -> Any:
-    """Who holds the peak, by layer: plain beside the plan."""
+    """Draws who holds the peak, by layer: plain beside the plan."""
     figure, axes = _figure(8, 4.4)
     rows = top_holders(list(curves.values()), _LAYERS)
     color = colors.layer_colors(list(rows[0]))
@@ -113,7 +113,7 @@ def _holders(planned: Planned, curves: dict[str, Curve], limit: tuple[str, int])
 
 
 def _stages(planned: Planned, curve: Curve) -> Any:
-    """The R and S matrices of the Checkmate paper (its figure 3), read off the order."""
+    """Draws the R and S matrices of the Checkmate paper (its figure 3), read off the order."""
     figure, axes = _figure(6.4, 5.4)
     ops = curve.problem.graph.ops
     order = [curve.problem.source_of(op) for op in curve.schedule.order]
@@ -174,7 +174,7 @@ def _stays(planned: Planned, curve: Curve) -> Any:
 
 
 def overhead(planned: Planned, points: Sequence[tuple[int, float]]) -> Any:
-    """Overhead (a ratio) against the budget in bytes, with the plan's own point."""
+    """Draws the overhead (a ratio) against the budget in bytes, with the plan's own point."""
     figure, axes = _figure(7, 4)
     name, unit = byte_unit(max([planned.budget_bytes, *(budget for budget, _ in points)]))
     axes.plot(
@@ -216,7 +216,7 @@ def batch_sizes(points: Sequence[tuple[int, int, float, float]], limit_bytes: in
 
 
 def _speed(told: Reported) -> Any:
-    """Speed and peak of every epoch, against the plain step and the limit."""
+    """Draws speed and peak of every epoch, against the plain step and the limit."""
     if not told.epochs:
         raise ValueError("no epoch has ended yet, so there is nothing to draw")
     figure, (above, below) = _figure(8, 4.6, rows=2)
@@ -246,7 +246,7 @@ def _matplotlib(module: str) -> Any:
 
 @lru_cache
 def _picture() -> type[Any]:
-    """A figure that a notebook shows without pyplot and its backends."""
+    """Returns a figure that a notebook shows without pyplot and its backends."""
 
     def png(figure: Any) -> bytes:
         written = io.BytesIO()

@@ -140,22 +140,22 @@ class _Frame:
         self.width, self.height = width or 1.0, height or 1.0
 
     def x(self, amount: float) -> float:
-        """Where seconds (or things) are, from the left."""
+        """Returns where seconds (or things) are, from the left."""
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * amount / self.width
 
     def y(self, amount: float) -> float:
-        """Where bytes (or things) are, from the top."""
+        """Returns where bytes (or things) are, from the top."""
         return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * amount / self.height
 
     def bands(self, curve: Curve) -> list[str]:
-        """The phases as coloured ground."""
+        """Draws the phases as coloured ground."""
         return [
             self._column(f'class="band {phase}"', curve, begin, end, phase)
             for phase, begin, end in curve.bands
         ]
 
     def _column(self, look: str, curve: Curve, begin: int, end: int, title: str) -> str:
-        """A column over the positions from ``begin`` to ``end``."""
+        """Draws a column over the positions from ``begin`` to ``end``."""
         left, right = self.x(curve.starts_s[begin]), self.x(curve.starts_s[end])
         return _rect(look, left, _TOP, right - left, _HEIGHT - _TOP - _BOTTOM, title)
 
@@ -166,7 +166,7 @@ class _Frame:
         return [part for rule in rules for part in rule] + self.seconds()
 
     def rule(self, amount: float, label: str) -> list[str]:
-        """A thin line with its number on the left."""
+        """Draws a thin line with its number on the left."""
         y = self.y(amount)
         return [
             f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
@@ -174,12 +174,12 @@ class _Frame:
         ]
 
     def seconds(self) -> list[str]:
-        """Round numbers of seconds below the axis."""
+        """Draws round numbers of seconds below the axis."""
         ticks = _ticks(0.93 * self.width, 5)
         return [_text(self.x(k), _HEIGHT - 10, "middle", format_seconds(k)) for k in ticks]
 
     def line(self, kind: str, amount: float, label: str, *, below: bool = False) -> str:
-        """A line across with its name at the right end."""
+        """Draws a line across with its name at the right end."""
         y = self.y(amount)
         return (
             f'<line class="{kind}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
@@ -188,7 +188,7 @@ class _Frame:
         )
 
     def path(self, curve: Curve) -> str:
-        """A step curve."""
+        """Draws a step curve."""
         edges, heights = curve.thinned(MAX_POINTS)
         before = f"{self.y(heights[0]):.1f}"
         parts = [f"M{self.x(0):.1f} {before}"]
@@ -200,7 +200,7 @@ class _Frame:
         return "".join(parts)
 
     def hover(self, curve: Curve) -> list[str]:
-        """Invisible columns that tell the layers at their highest position."""
+        """Draws invisible columns that tell the layers at their highest position."""
         parts, at, n = [], 0, len(curve.live)
         total_s = curve.starts_s[-1]
         while at < n:
@@ -217,7 +217,7 @@ class _Frame:
 
 
 def _rect(look: str, x: float, y: float, width: float, height: float, title: str) -> str:
-    """A rectangle that says ``title`` on hover; ``look`` is its class or its colour."""
+    """Draws a rectangle that says ``title`` on hover; ``look`` is its class or its colour."""
     return (
         f'<rect {look} x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}">'
         f"<title>{title}</title></rect>"
@@ -233,7 +233,7 @@ def _open(label: str, height: int = _HEIGHT) -> str:
 
 
 def _ticks(highest: float, most: int) -> list[float]:
-    """Round numbers from 0 to ``highest``, in at most ``most`` steps."""
+    """Returns round numbers from 0 to ``highest``, in at most ``most`` steps."""
     if highest <= 0:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(highest / most))

@@ -97,7 +97,7 @@ def summary_text(problem: Problem, schedule: Schedule, by: By = "layer") -> str:
 
 
 def summary_cells(row: Group) -> tuple[str, str, str, str, str]:
-    """The cells of one group in a table: name, kept, recomputed, saved, added."""
+    """Returns the cells of one group in a table: name, kept, recomputed, saved, added."""
     again = f"{row.recomputed} of {counted(row.ops, 'op')}"
     if row.runs > row.recomputed:
         again += f", {row.runs} runs"

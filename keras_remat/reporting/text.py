@@ -58,7 +58,7 @@ def _percent(ratio: float) -> str:
 
 
 def problem_text(problem: Problem, *, top: int = 5) -> str:
-    """Summary of a problem for a terminal.
+    """Returns the summary of a problem for a terminal.
 
     Args:
         problem: with or without a budget.
@@ -100,7 +100,7 @@ def problem_text(problem: Problem, *, top: int = 5) -> str:
 
 
 def _problem_rows(problem: Problem) -> list[tuple[str, str]]:
-    """Costs, peak, floor and budget of a problem."""
+    """Returns costs, peak, floor and budget of a problem."""
     graph, profile = problem.graph, problem.profile
     store_all = Schedule.store_all(graph)
     usage, live = simulate(problem, store_all), live_bytes(problem, store_all)
@@ -148,7 +148,7 @@ def _recomputed(problem: Problem, schedule: Schedule) -> dict[int, int]:
 def _recomputed_by(
     problem: Problem, schedule: Schedule, key: Callable[[Op], str]
 ) -> list[tuple[str, int, float]]:
-    """(group, extra runs, seconds they take), most seconds first."""
+    """Returns (group, extra runs, seconds they take), most seconds first."""
     runs: Counter[str] = Counter()
     seconds: dict[str, float] = {}
     for op_id, extra in _recomputed(problem, schedule).items():
@@ -216,7 +216,7 @@ def status_text(solution: Solution) -> str:
 
 
 def solution_text(problem: Problem, solution: Solution) -> str:
-    """Summary of what a solver found for a terminal.
+    """Returns the summary of what a solver found, for a terminal.
 
     Raises:
         ValueError: no budget, or a solution that was not simulated.
@@ -244,7 +244,7 @@ def solution_text(problem: Problem, solution: Solution) -> str:
 
 
 def percent_over(problem: Problem, seconds: float | None) -> str:
-    """How far ``seconds`` are over the time without recomputation."""
+    """Returns how far ``seconds`` are over the time without recomputation."""
     base_s = problem.store_all_time_s
     if seconds is None:
         return "unknown"
@@ -252,7 +252,7 @@ def percent_over(problem: Problem, seconds: float | None) -> str:
 
 
 def plan_text(plan: Planned, *, top: int = 5) -> str:
-    """Summary of a plan for a terminal.
+    """Returns the summary of a plan for a terminal.
 
     Args:
         plan: with its problem, when what is recomputed shall be listed by kind and op.

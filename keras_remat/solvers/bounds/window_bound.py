@@ -36,7 +36,7 @@ SAFETY = 1e-6
 
 
 def longest_chain(problem: Problem) -> list[int]:
-    """Needed ops each of which depends on the one before, as many as possible."""
+    """Returns needed ops each of which depends on the one before, as many as possible."""
     graph = problem.graph
     length: dict[int, int] = {}
     previous: dict[int, int] = {}
@@ -86,7 +86,7 @@ def lower_bound_s(
 
 
 def _program(problem: Problem, cuts: Sequence[int], unit_s: float) -> LinearProgram:
-    """The program of the module docstring, with times in units."""
+    """Returns the program of the module docstring, with times in units."""
     program, graph, profile = LinearProgram(), problem.graph, problem.profile
     last, needed, outputs = len(cuts), sorted(graph.needed), set(graph.outputs)
     position = {op_id: w + 1 for w, op_id in enumerate(cuts)}
@@ -101,7 +101,7 @@ def _program(problem: Problem, cuts: Sequence[int], unit_s: float) -> LinearProg
     alive: dict[tuple[int, int], int] = {}
 
     def minus(producer: int, value_id: int, window: int) -> list[Term]:
-        """−(S[v, w] + X[k, w]), without what is no variable."""
+        """Returns −(S[v, w] + X[k, w]), without what is no variable."""
         columns = (alive.get((value_id, window)), runs.get((producer, window)))
         return [(column, -1.0) for column in columns if column is not None]
 

@@ -38,7 +38,7 @@ class _Stream(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
 
 
 def build(program: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """The CP-SAT model of a program and its variables."""
+    """Returns the CP-SAT model of a program and its variables."""
     model = cp_model.CpModel()
     variables = [model.new_bool_var("") for _ in range(program["variables"])]
     for at, left, right in program["clauses"]:

@@ -79,7 +79,7 @@ class Incumbent:
 
 
 def available() -> bool:
-    """Whether OR-Tools is installed; does not import it."""
+    """Returns whether OR-Tools is installed; does not import it."""
     return importlib.util.find_spec("ortools") is not None
 
 

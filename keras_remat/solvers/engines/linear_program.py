@@ -76,12 +76,12 @@ class LinearProgram:
 
     @property
     def entry_count(self) -> int:
-        """How many coefficients there are."""
+        """Returns how many coefficients there are."""
         return len(self._entries)
 
     @property
     def matrix(self) -> scipy.sparse.csc_array:
-        """The coefficients, rows by variables; what a row names twice is added."""
+        """Returns the coefficients, rows by variables; what a row names twice is added."""
         return scipy.sparse.csc_array(
             (self._entries, (self._rows, self._columns)), shape=(len(self.low), len(self.cost))
         )

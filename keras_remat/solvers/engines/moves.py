@@ -99,7 +99,7 @@ def add_bytes(live: Any, first: int, last: int, size: int, budget: int) -> int:
 
 
 def add_bytes_in_numpy(live: Any, first: int, last: int, size: int, budget: int) -> int:
-    """Is :func:`add_bytes` where nothing is compiled."""
+    """Does what :func:`add_bytes` does, where nothing is compiled."""
     if first >= last:
         return 0
     old = live[first:last] - budget
@@ -116,7 +116,7 @@ def shift(s: Any, live: Any, first: int, last: int, size: int) -> None:
 
 @jit
 def runs_before(s: Any, op: int, cell: int) -> Any:
-    """The number of runs of an op before a cell."""
+    """Returns the number of runs of an op before a cell."""
     first = op * s[LIMIT]
     at = s[s[N_RUNS] + op]
     while at and s[s[RUNS] + first + at - 1] >= cell:
@@ -126,7 +126,7 @@ def runs_before(s: Any, op: int, cell: int) -> Any:
 
 @jit
 def last_read(s: Any, value: int, which: int) -> Any:
-    """The last cell in which the instance of run number ``which`` is alive."""
+    """Returns the last cell in which the instance of run number ``which`` is alive."""
     op = s[s[PRODUCER] + value]
     first = op * s[LIMIT]
     begin = s[s[RUNS] + first + which]
@@ -146,7 +146,7 @@ def last_read(s: Any, value: int, which: int) -> Any:
 
 @jit
 def dies_at(s: Any, value: int, cell: int) -> bool:
-    """Whether the last read of the instance that is alive at a cell is there."""
+    """Returns whether the last read of the instance that is alive at a cell is there."""
     at = runs_before(s, s[s[PRODUCER] + value], cell)
     return bool(at > 0 and last_read(s, value, at - 1) == cell)
 
@@ -180,13 +180,13 @@ def update_reuse(s: Any, live: Any, count: int) -> None:
 
 @jit
 def source_of(s: Any, id: int) -> int:
-    """The op of an id."""
+    """Returns the op of an id."""
     return id if id < s[N_OPS] else id - s[N_OPS]
 
 
 @jit
 def can_insert(s: Any, id: int, cell: int) -> bool:
-    """Whether the cell is empty and one more run there breaks none of S1, S3, S4 and S5."""
+    """Returns whether the cell is empty and one more run there breaks none of S1, S3, S4 and S5."""
     limit = s[LIMIT]
     op = source_of(s, id)
     if s[s[OP_AT] + cell] >= 0 or s[s[N_RUNS] + op] >= limit:
@@ -302,8 +302,8 @@ def insert(s: Any, live: Any, f: Any, id: int, cell: int) -> bool:
 
 @jit
 def can_remove(s: Any, cell: int) -> bool:
-    """Whether everything that reads what the run in a cell writes could read an earlier run, and no
-    fetch becomes the first run."""
+    """Returns whether everything that reads what the run in a cell writes could read an earlier
+    run, and no fetch becomes the first run."""
     op = source_of(s, s[s[OP_AT] + cell])
     at = runs_before(s, op, cell)
     if at:
@@ -397,7 +397,7 @@ def undo(s: Any, live: Any, f: Any) -> None:
 
 @jit
 def empty_before(s: Any, cell: int, after: int) -> int:
-    """The last empty cell before one and after another, or -1 where none is near."""
+    """Returns the last empty cell before one and after another, or -1 where none is near."""
     for at in range(cell - 1, max(after, cell - 60), -1):
         if s[s[OP_AT] + at] < 0:
             return at
@@ -406,7 +406,7 @@ def empty_before(s: Any, cell: int, after: int) -> int:
 
 @jit
 def empty_near(s: Any, cell: int, low: int, high: int) -> int:
-    """An empty cell close to one, from ``low`` to ``high``, or -1."""
+    """Returns an empty cell close to one, from ``low`` to ``high``, or -1."""
     for distance in range(12):
         if cell + distance <= high and s[s[OP_AT] + cell + distance] < 0:
             return cell + distance
@@ -417,7 +417,7 @@ def empty_near(s: Any, cell: int, low: int, high: int) -> int:
 
 @jit
 def full_cell(s: Any, live: Any, draw: float) -> int:
-    """The fullest of three random cells."""
+    """Returns the fullest of three random cells."""
     end = s[END]
     best = int(draw * end)
     for _ in range(2):
@@ -430,7 +430,8 @@ def full_cell(s: Any, live: Any, draw: float) -> int:
 
 @jit
 def way_back(s: Any, op: int, draw: float) -> int:
-    """The id of one more run of an op: the op or its fetch, by chance; -1 where there is none."""
+    """Returns the id of one more run of an op: the op or its fetch, by chance; -1 where there is
+    none."""
     if s[FETCHES] and (draw * 8837.0 % 1.0 < 0.5 or not s[s[RECOMPUTABLE] + op]):
         return int(op + s[N_OPS])
     return op if s[s[RECOMPUTABLE] + op] else -1

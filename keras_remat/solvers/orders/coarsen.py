@@ -109,8 +109,8 @@ class Coarse:
         return Problem(coarse, costs, self.full.budget_bytes, self.full.name)
 
     def _paths(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Per coarse op the coarse ops it depends on through small values, and those it must follow
-        (``after``)."""
+        """Returns per coarse op the coarse ops it depends on through small values, and those it
+        must follow (``after``)."""
         graph = self.full.graph
         small_sources: dict[int, set[int]] = {}  # dropped op → coarse ops it depends on by values
         followed: dict[int, set[int]] = {}  # dropped op → coarse ops that must run before by after
@@ -194,8 +194,8 @@ class Coarse:
 
 
 def small_value_threshold(problem: Problem, base: Sequence[int]) -> int:
-    """The largest size, of some powers of two below the budget, whose smaller values never hold
-    ``SMALL_SHARE`` of the budget at once."""
+    """Returns the largest size, of some powers of two below the budget, whose smaller values never
+    hold ``SMALL_SHARE`` of the budget at once."""
     budget = problem.budget_bytes
     if budget is None:
         raise ValueError("needs a budget")

@@ -95,7 +95,7 @@ class Walk:
 def order_of(
     problem: Problem, policy: Callable[[Walk], None], deadline: Deadline = NO_DEADLINE
 ) -> list[int]:
-    """The order a policy leads to.
+    """Returns the order that a policy leads to.
 
     Args:
         problem: the graph; the budget plays no part.

@@ -10,6 +10,6 @@ from __future__ import annotations
 
 
 def effort_s(time_limit_s: float) -> float:
-    """The seconds that work limits are computed from: whole ones, so that limits that differ by an
-    instant mean the same work."""
+    """Returns the seconds that work limits are computed from: whole ones, so that limits that
+    differ by an instant mean the same work."""
     return float(round(time_limit_s)) if time_limit_s >= 1 else time_limit_s

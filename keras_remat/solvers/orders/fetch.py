@@ -47,7 +47,7 @@ def with_fetches(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
             reads[newest[producer]] += 1
 
     def exclusive(at: int) -> list[int]:
-        """Repeated runs that nothing needs once the one at a position reads nothing."""
+        """Returns the repeated runs that nothing needs once the one at a position reads nothing."""
         found, left, stack = [at], dict[int, int](), [at]
         while stack:
             for instance in made_by[stack.pop()]:

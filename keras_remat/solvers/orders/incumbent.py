@@ -65,7 +65,7 @@ class Incumbent:
 
     @property
     def proved(self) -> bool:
-        """Whether nothing is faster than the best order."""
+        """Returns whether nothing is faster than the best order."""
         return self.optimal or self.best_s <= self.bound_s * (1 + self.tolerance)
 
     def offer(self, order: Sequence[int]) -> bool:
@@ -96,7 +96,7 @@ class Incumbent:
             self.progress(self.solution())
 
     def solution(self) -> Solution:
-        """The best schedule seen, with the solver's claims.
+        """Returns the best schedule seen, with the solver's claims.
 
         Raises:
             ScheduleNotFoundError: no offered order fits the budget.

@@ -57,13 +57,13 @@ class Linearized:
 
     @cached_property
     def position(self) -> dict[int, int]:
-        """Forward op id → position."""
+        """Returns forward op id → position."""
         return {op_id: at for at, op_id in enumerate(self.forward)}
 
     @cached_property
     def last_forward_read(self) -> dict[int, int]:
-        """Value computed in the forward phase → position of its last forward reader; its own
-        position when there is none."""
+        """Returns value → position of its last forward reader, for values of the forward phase;
+        its own position when there is none."""
         graph = self.problem.graph
         last: dict[int, int] = {}
         for at, op_id in enumerate(self.forward):
@@ -75,8 +75,8 @@ class Linearized:
 
     @cached_property
     def crossing_counts(self) -> list[int]:
-        """For every forward position the number of values that cross the cut after it, without
-        those negligibly small."""
+        """Returns for every forward position the number of values that cross the cut after it,
+        without those negligibly small."""
         values = self.problem.graph.values
         largest = max((values[v].nbytes for v in self.last_forward_read), default=0)
         delta = [0] * (len(self.forward) + 1)
@@ -89,17 +89,17 @@ class Linearized:
 
     @cached_property
     def comes_first(self) -> bool:
-        """Whether the whole forward phase may run before every other op: nothing in it needs or
-        must follow one of the others."""
+        """Returns whether the whole forward phase may run before every other op: nothing in it
+        needs or must follow one of the others."""
         others = {i for i in self.default_order if i not in self.position}
         return all(others.isdisjoint(predecessors(self.problem.graph, i)) for i in self.forward)
 
     @cached_property
     def all_cuts(self) -> tuple[int, ...]:
-        """Every forward position but the last."""
+        """Returns every forward position but the last."""
         return tuple(range(len(self.forward) - 1))
 
     @cached_property
     def articulation_cuts(self) -> tuple[int, ...]:
-        """Forward positions with at most one value crossing the cut after them."""
+        """Returns the forward positions with at most one value crossing the cut after them."""
         return tuple(at for at in self.all_cuts if self.crossing_counts[at] <= 1)

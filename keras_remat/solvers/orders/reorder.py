@@ -87,8 +87,8 @@ def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[float, int]:
 
 
 def _postponed(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
-    """The ops of a legal order without recomputation, those that take more than they free as late
-    as they can.
+    """Returns the ops of a legal order without recomputation, those that take more than they free
+    as late as they can.
 
     Walks the order from its end: an op whose followers have all been placed comes right before them
     unless what it reads, and nobody reads later, holds more bytes than what it computes.
@@ -150,7 +150,7 @@ class _Fresh:
         heapq.heappush(self.heaps[kind], (self.place[op_id], op_id))
 
     def pop(self, kind: int) -> int | None:
-        """The first op to examine in one way; ``None`` when there is none."""
+        """Returns the first op to examine in one way; ``None`` when there is none."""
         heap = self.heaps[kind]
         if not heap:
             return None
@@ -216,8 +216,8 @@ class _Hoist:
         return self.order
 
     def _next_run(self, following: int) -> list[int]:
-        """What is moved ahead next: an op that makes little of much, else one that shrinks memory
-        by itself, else a run of ops that does; empty when there is none."""
+        """Chooses what is moved ahead next: an op that makes little of much, else one that shrinks
+        memory by itself, else a run of ops that does; empty when there is none."""
         for longest in (0, 1, CLUSTER_OPS):
             while (candidate := self.fresh.pop(longest)) is not None:
                 if self.done[candidate]:
@@ -256,7 +256,7 @@ class _Hoist:
                 self.fresh.push(follower)
 
     def _reduces(self, op_id: int) -> bool:
-        """Whether an op that is ready makes little of much."""
+        """Returns whether an op that is ready makes little of much."""
         op = self.ops[op_id]
         most = max((self.nbytes[v] for v in op.inputs if self.producer[v] is not None), default=0)
         return (
@@ -303,8 +303,8 @@ class _Hoist:
         return delta
 
     def _shrinking_cluster(self, first: int, longest: int) -> list[int]:
-        """The shortest run of ready ops from ``first`` downwards after which less (or, without
-        outputs, no more) is alive."""
+        """Returns the shortest run of ready ops from ``first`` downwards after which less (or,
+        without outputs, no more) is alive."""
         unread: dict[int, int] = {}
         waiting: dict[int, int] = {}
         run: dict[int, None] = {}
@@ -337,8 +337,8 @@ class _Hoist:
         return []
 
     def _with_pulled(self, run: Collection[int], read: set[int]) -> list[int]:
-        """A descendant of ``run`` that waits for few other ops, after those; empty when there is
-        none."""
+        """Returns a descendant of ``run`` that waits for few other ops, after those; empty when
+        there is none."""
         for op_id in run:
             for follower in self.followers[op_id]:
                 if follower not in run and self.waiting[follower] <= PULLED_OPS:

@@ -73,7 +73,7 @@ class Timeline:
 
     @property
     def op_at(self) -> Sequence[int]:
-        """The op in every cell, -1 in empty ones."""
+        """Returns the op in every cell, -1 in empty ones."""
         begin = self.state[0][self.kernel.OP_AT]
         cells: Sequence[int] = self.state[0][begin : begin + self.end]
         return cells
@@ -84,12 +84,12 @@ class Timeline:
         return int(self.state[0][self.kernel.EXCESS])
 
     def order(self) -> tuple[int, ...]:
-        """The ops in the order of their cells."""
+        """Returns the ops in the order of their cells."""
         return order_of(self.op_at)
 
 
 def order_of(op_at: Iterable[int]) -> tuple[int, ...]:
-    """The ops and fetches in cells, without the empty ones."""
+    """Returns the ops and fetches in cells, without the empty ones."""
     return tuple(int(op_id) for op_id in op_at if op_id >= 0)
 
 

@@ -25,7 +25,7 @@ MAX_PASSES = 10
 
 
 def trimmed(problem: Problem, order: Sequence[int], budget_bytes: int) -> tuple[int, ...]:
-    """The order without the repeated runs that ``budget_bytes`` allows to do without.
+    """Returns the order without the repeated runs that ``budget_bytes`` allows to do without.
 
     Args:
         problem: the graph and its costs; its own budget plays no part.

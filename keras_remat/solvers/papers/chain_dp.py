@@ -52,14 +52,14 @@ class Stages:
 
     @cached_property
     def forward(self) -> list[list[int]]:
-        """Forward ops per block."""
+        """Returns the forward ops of each block."""
         ends = [*self.cuts, len(self.linear.forward) - 1]
         starts = [0, *(cut + 1 for cut in self.cuts)]
         return [list(self.linear.forward[a : b + 1]) for a, b in zip(starts, ends, strict=True)]
 
     @cached_property
     def block_of(self) -> dict[int, int]:
-        """Value computed in the forward phase → block."""
+        """Returns value computed in the forward phase → block."""
         graph = self.linear.problem.graph
         return {
             v: s for s, ops in enumerate(self.forward) for i in ops for v in graph.ops[i].outputs
@@ -67,7 +67,8 @@ class Stages:
 
     @cached_property
     def backward(self) -> list[list[int]]:
-        """Other ops per block, in default order from the last block's to the first's."""
+        """Returns the other ops of each block, in default order from the last block's to the
+        first's."""
         graph = self.linear.problem.graph
         blocks: list[list[int]] = [[] for _ in self.forward]
         current = len(self.forward) - 1
@@ -83,7 +84,7 @@ class Stages:
 
     @cached_property
     def output(self) -> list[set[int]]:
-        """a: values of each block that cross the cut after it."""
+        """Returns a: the values of each block that cross the cut after it."""
         output: list[set[int]] = [set() for _ in self.forward]
         for v, s in self.block_of.items():
             if self.linear.last_forward_read[v] > self.linear.position[self.forward[s][-1]]:
@@ -97,7 +98,7 @@ class Stages:
 
     @cached_property
     def saved(self) -> list[set[int]]:
-        """ā: values of each block that its backward stage or a later block reads."""
+        """Returns ā: the values of each block that its backward stage or a later block reads."""
         graph, readers = self.linear.problem.graph, self.linear.problem.graph.readers
         saved: list[set[int]] = [set() for _ in self.forward]
         for v, s in self.block_of.items():
@@ -143,7 +144,8 @@ class Stages:
 
     @cached_property
     def gradients(self) -> list[set[int]]:
-        """δ: values of the backward phase alive when each block's backward stage begins."""
+        """Returns δ: the values of the backward phase alive when each block's backward stage
+        begins."""
         graph, readers = self.linear.problem.graph, self.linear.problem.graph.readers
         stage_of = {i: s for s, ops in enumerate(self.backward) for i in ops}
         alive: list[set[int]] = [set() for _ in self.backward]
@@ -237,8 +239,8 @@ class Table:
                 )
 
     def actions(self, units: int) -> list[tuple[str, int]]:
-        """The schedule for an amount of memory: ``("all" | "input" | "none" | "backward", block)``
-        in turn.
+        """Returns the schedule for an amount of memory: ``("all" | "input" | "none" | "backward",
+        block)`` in turn.
 
         ``"input"`` runs a block forward and keeps its input, ``"none"`` drops the input as well.
         """
@@ -264,8 +266,8 @@ class Table:
 
 
 def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
-    """The order a list of actions stands for. First runs happen in any case, and what is still
-    missing is recomputed on demand.
+    """Returns the order a list of actions stands for. First runs happen in any case, and what is
+    still missing is recomputed on demand.
 
     As the program assumes, the input of a block is dropped after its backward stage unless the
     block before saved it.
@@ -298,8 +300,8 @@ def action_order(stages: Stages, actions: list[tuple[str, int]]) -> list[int]:
 
 
 def solve(incumbent: Incumbent, seed: int) -> None:
-    """The best persistent schedule of the chain, or of the chain of blocks between articulation
-    points."""
+    """Returns the best persistent schedule of the chain, or of the chain of blocks between
+    articulation points."""
     problem = incumbent.problem
     if incumbent.offer_store_all() or problem.budget_bytes is None:
         return

@@ -72,7 +72,7 @@ class Program(LinearProgram):
         return store_all_s + max(0.0, cost) * (store_all_s or 1.0) / COST_OF_STORE_ALL
 
     def order(self, x: np.ndarray) -> list[int]:
-        """The order a solution stands for: per stage what it runs, ascending."""
+        """Returns the order that a solution stands for: per stage what it runs, ascending."""
         stages = [*([(t, op_id)] for t, op_id in enumerate(self.ops)), list[tuple[int, int]]()]
         for first, variables in ((0, self.run), (len(self.problem.graph.ops), self.fetch)):
             for (t, i), column in variables.items():
@@ -96,7 +96,7 @@ class Program(LinearProgram):
 def last_useful_stages(
     problem: Problem, ops: tuple[int, ...]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Until which stage a run or a fetch of each op, and keeping each value, can help anything.
+    """Returns until which stage running or fetching each op, and keeping each value, can help.
 
     Returns:
         Per position of the default order the last stage in which a run is allowed and useful (its
@@ -127,7 +127,7 @@ def build(
     budget_bytes: int | None = None,
     deadline: Deadline = NO_DEADLINE,
 ) -> Program:
-    """The program of a problem.
+    """Returns the program of a problem.
 
     Args:
         problem: must have a budget unless ``budget_bytes`` is given.
@@ -178,22 +178,22 @@ def build(
     run, fetch, keep = program.run, program.fetch, program.keep
 
     def running(t: int, i: int) -> tuple[list[tuple[int, float]], float]:
-        """R[t, i] as (terms, constant)."""
+        """Returns R[t, i] as (terms, constant)."""
         if i == t:
             return [], 1.0
         return ([(run[t, i], 1.0)], 0.0) if (t, i) in run else ([], 0.0)
 
     def made(t: int, i: int) -> tuple[list[tuple[int, float]], float]:
-        """R[t, i] + G[t, i] as (terms, constant)."""
+        """Returns R[t, i] + G[t, i] as (terms, constant)."""
         terms, constant = running(t, i)
         return terms + ([(fetch[t, i], 1.0)] if (t, i) in fetch else []), constant
 
     def kept(t: int, v: int) -> list[tuple[int, float]]:
-        """S[t, v] as terms."""
+        """Returns S[t, v] as terms."""
         return [(keep[t, v], 1.0)] if (t, v) in keep else []
 
     def stage_ops(t: int) -> list[int]:
-        """What may run in stage t, ascending; the last stage has no op of its own."""
+        """Returns the ops that may run in stage t, ascending; the last has none of its own."""
         return [i for i in range(min(t + 1, n)) if i == t or (t, i) in run or (t, i) in fetch]
 
     for t in range(n + 1):  # eq. 1b: an op runs only if its inputs are there

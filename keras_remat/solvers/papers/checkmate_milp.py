@@ -37,7 +37,7 @@ TOLERANCE = 1e-5  # relative to the cost of recomputation: what solvers may be o
 
 
 def safe_bound_s(problem: Problem, seconds: float) -> float:
-    """A bound with the solvers' tolerances taken off, never below the store-all time."""
+    """Returns a bound with the solvers' tolerances taken off, never below the store-all time."""
     extra = seconds - problem.store_all_time_s
     return problem.store_all_time_s + max(
         0.0, extra - TOLERANCE * (extra + 1e-3 * problem.store_all_time_s)
@@ -104,6 +104,6 @@ def solve(incumbent: Incumbent, seed: int, *, backend: Backend = "highs") -> Non
 
 
 def meets(time_s: float, bound_s: float, problem: Problem) -> bool:
-    """Whether a time equals a bound up to the tolerances of :func:`safe_bound_s`."""
+    """Returns whether a time equals a bound up to the tolerances of :func:`safe_bound_s`."""
     extra = time_s - problem.store_all_time_s
     return time_s - bound_s <= 2 * TOLERANCE * (max(0.0, extra) + 1e-3 * problem.store_all_time_s)

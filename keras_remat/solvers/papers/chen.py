@@ -26,8 +26,8 @@ MAX_TRIALS = 200
 
 
 def segmented_order(linear: Linearized, cuts: Sequence[int]) -> list[int]:
-    """The order that keeps the values crossing ``cuts`` and recomputes the others segment by
-    segment.
+    """Returns the order that keeps the values crossing ``cuts`` and recomputes the others segment
+    by segment.
 
     Args:
         linear: the problem's forward phase.
@@ -50,7 +50,7 @@ def segmented_order(linear: Linearized, cuts: Sequence[int]) -> list[int]:
 
 
 def sqrt_n_cuts(candidates: Sequence[int]) -> Iterator[list[int]]:
-    """Every k-th candidate for every k, beginning with the k closest to the root of their
+    """Returns every k-th candidate for every k, beginning with the k closest to the root of their
     number."""
     n = len(candidates)
     root = max(1, round(n**0.5))
@@ -59,8 +59,8 @@ def sqrt_n_cuts(candidates: Sequence[int]) -> Iterator[list[int]]:
 
 
 def greedy_cuts(linear: Linearized, candidates: Sequence[int]) -> Iterator[list[int]]:
-    """Algorithm 3 for byte limits from the largest op's to all, beginning in the middle (on a
-    logarithmic scale)."""
+    """Yields the cuts of Algorithm 3 for byte limits from the largest op's to all, beginning in the
+    middle (on a logarithmic scale)."""
     graph = linear.problem.graph
     made = [
         sum(graph.values[v].nbytes for v in graph.ops[op_id].outputs) for op_id in linear.forward
@@ -82,7 +82,7 @@ def greedy_cuts(linear: Linearized, candidates: Sequence[int]) -> Iterator[list[
 
 
 def spread(items: Sequence[int], center: int) -> list[int]:
-    """At most ``MAX_TRIALS`` items, evenly chosen, the ones closest to the index ``center``
+    """Returns at most ``MAX_TRIALS`` items, evenly chosen, the ones closest to the index ``center``
     first."""
     stride = max(1, -(-len(items) // MAX_TRIALS))
     return [

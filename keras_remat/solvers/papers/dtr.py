@@ -219,8 +219,8 @@ class _Run:
 def _never_and_ever_evicted(
     problem: Problem, order: Sequence[int], pinned: Collection[int]
 ) -> tuple[list[bool], list[bool]]:
-    """Which values are too small to evict, and which may be evicted at all: those recomputable up
-    to their last reader."""
+    """Returns which values are too small to evict, and which may be evicted at all: those
+    recomputable up to their last reader."""
     graph = problem.graph
     sizes = [graph.values[v].nbytes for op_id in order for v in graph.ops[op_id].outputs]
     threshold = 0.01 * sum(sizes) / max(1, len(sizes))
@@ -253,7 +253,8 @@ def planned_order(
     *,
     noise: float = 0.0,
 ) -> list[int] | None:
-    """The order DTR runs under a budget, or ``None`` when it thrashes or the deadline passes.
+    """Returns the order DTR runs under a budget, or ``None`` when it thrashes or the deadline
+    passes.
 
     Args:
         problem: the graph and its costs.

@@ -26,7 +26,7 @@ SCORES = ("dtr", "eq", "local", "msps", "lru", "size", "random")
 
 
 class Neighbourhood:
-    """Costs of what is evicted around a value.
+    """Holds the costs of the values that are evicted around one.
 
     Args:
         graph: the graph.
@@ -78,12 +78,13 @@ class Neighbourhood:
         return total
 
     def exact(self, value_id: int) -> float:
-        """c(e*) in seconds."""
+        """Returns c(e*) in seconds."""
         seen = {self._producer[value_id]}
         return self.ancestors(value_id, seen) + self.descendants(value_id, seen)
 
     def neighbours(self, op_id: int) -> set[int]:
-        """Evicted ops next to an op: producers of its inputs and readers of its outputs."""
+        """Returns the evicted ops next to an op: producers of its inputs and readers of its
+        outputs."""
         found = {self._producer[v] for v in self._inputs[op_id] if self._evicted[v]}
         found.update(
             r for v in self._outputs[op_id] for r in self._readers[v] if self._member[r] >= 0
@@ -91,7 +92,7 @@ class Neighbourhood:
         return found
 
     def equivalence(self, value_id: int) -> float:
-        """c(e*) in seconds, approximated by the components of the union-find."""
+        """Returns c(e*) in seconds, approximated by the components of the union-find."""
         roots = {
             self._find(self._member[i])
             for i in self.neighbours(self._producer[value_id])

@@ -33,7 +33,7 @@ MAX_RUNS = 30  # of any forward op: fewer slots would need more, and an order of
 
 
 def binomial_split(length: int, slots: int) -> int:
-    """How many ops to advance from a checkpoint before taking the next one.
+    """Returns how many ops to advance from a checkpoint before taking the next one.
 
     Args:
         length: number of forward ops to reverse, at least 2.
@@ -55,8 +55,8 @@ def binomial_split(length: int, slots: int) -> int:
 
 
 def revolve_order(linear: Linearized, slots: int, deadline: Deadline = NO_DEADLINE) -> list[int]:
-    """The order that reverses the forward phase with at most ``slots`` checkpoints beside its
-    start.
+    """Returns the order that reverses the forward phase with at most ``slots`` checkpoints beside
+    its start.
 
     Args:
         linear: the problem's forward phase.
@@ -73,7 +73,7 @@ def revolve_order(linear: Linearized, slots: int, deadline: Deadline = NO_DEADLI
         checkpoints: list[int] = []  # forward positions of the cuts kept, ascending
 
         def kept(value_id: int) -> bool:
-            """Whether a value crosses one of the checkpoints."""
+            """Returns whether a value crosses one of the checkpoints."""
             producer = graph.values[value_id].producer
             if producer is None:
                 return True
@@ -135,7 +135,7 @@ def revolve_order(linear: Linearized, slots: int, deadline: Deadline = NO_DEADLI
 
 
 def solve(incumbent: Incumbent, seed: int) -> None:
-    """Revolve with the best number of slots."""
+    """Runs Revolve with the best number of slots."""
     if incumbent.offer_store_all():
         return
     linear = Linearized(incumbent.problem)

@@ -58,7 +58,7 @@ def relaxation(
 
 
 def repaired_order(program: Program, kept: dict[int, set[int]], *, recompute: bool) -> list[int]:
-    """The cheapest order for a rounded S.
+    """Returns the cheapest order for a rounded S.
 
     Args:
         program: the program, for its ops.

@@ -65,7 +65,7 @@ class Cooling:
     spread_chunks: int = 1
 
     def at(self, share: float) -> tuple[float, float]:
-        """Temperature and λ after a share of the round."""
+        """Returns temperature and λ after a share of the round."""
         heat, penalty = (
             first * (last / first) ** share for first, last in (self.heats, self.penalties)
         )

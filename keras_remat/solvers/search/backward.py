@@ -196,11 +196,11 @@ class _Game:
                 self.effects |= 1 << op_id
 
     def start(self) -> tuple[int, int]:
-        """The ops with effects, and the values alive at the end."""
+        """Returns the ops with effects, and the values alive at the end."""
         return self.effects, _bits(v for v in self.graph.outputs if self.producer[v] >= 0)
 
     def closure(self, alive: int, effects: int) -> int:
-        """The ops that must run before ``alive`` is there and ``effects`` have happened."""
+        """Returns the ops that must run before ``alive`` is there and ``effects`` have happened."""
         left = 0
         for op_id in [*(self.producer[v] for v in _members(alive)), *_members(effects)]:
             left |= self.ancestors[op_id]
@@ -210,7 +210,7 @@ class _Game:
         return sum(self.nbytes[v] for v in _members(values))
 
     def steps(self, alive: int, left: int, held: int) -> Iterator[_Step]:
-        """Every run that may have been the last one."""
+        """Returns every run that may have been the last one."""
         candidates = dict.fromkeys(self.producer[v] for v in _members(alive))
         candidates.update(dict.fromkeys(_members(left & self.effects)))
         self.looked += len(candidates)

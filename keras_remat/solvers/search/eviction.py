@@ -167,14 +167,14 @@ class Eviction:
                         kept.add(value_id)
 
     def _way(self, op_id: int) -> int:
-        """The op itself, or its fetch where that is possible and faster."""
+        """Returns the op itself, or its fetch where that is possible and faster."""
         if not self.problem.fetches or not self.ran[op_id]:
             return op_id
         return self._faster(op_id, self._missing(op_id, 200))
 
     def _faster(self, op_id: int, closure: Collection[int]) -> int:
-        """The fetch of an op where the ops of ``closure`` take longer or may not run again, else
-        the op."""
+        """Returns the fetch of an op where the ops of ``closure`` take longer or may not run again,
+        else the op."""
         fetch = op_id + len(self.graph.ops)
         if self.problem.fetches and (
             self.op_time_s[fetch] <= sum(self.op_time_s[i] for i in closure)
@@ -232,7 +232,7 @@ class Eviction:
                 self._drop(v)
 
     def _settle(self, op_id: int) -> None:
-        """``op_id`` or its fetch runs now, and it is pending no more."""
+        """Notes that ``op_id`` or its fetch runs now, and is pending no more."""
         op_id = self.problem.source_of(op_id)
         if self.pending[op_id]:
             self.pending[op_id] = False
@@ -247,8 +247,8 @@ class Eviction:
         self._mark_children(value_id)
 
     def _mark_children(self, value_id: int) -> None:
-        """The recomputation cost of values that are reached from ``value_id`` through missing ones
-        has changed."""
+        """Returns the recomputation cost of values that are reached from ``value_id`` through
+        missing ones has changed."""
         stack, seen = [value_id], {value_id}
         while stack and len(seen) < 500:
             for reader in self.graph.readers[stack.pop()]:
@@ -268,11 +268,11 @@ class Eviction:
         return needed
 
     def _takes_over(self, op: Op, new: list[int]) -> bool:
-        """Whether buffers can be taken over: not by outputs that are there already."""
+        """Returns whether buffers can be taken over: not by outputs that are there already."""
         return bool(op.may_reuse) and not any(self.nbytes[v] for v in op.outputs if v not in new)
 
     def _dying(self, op: Op) -> set[int]:
-        """The inputs whose buffers ``op`` takes over where they are of the right size."""
+        """Returns the inputs whose buffers ``op`` takes over where they are of the right size."""
         return {
             v
             for v in op.may_reuse
@@ -336,7 +336,7 @@ class Eviction:
         self.stale.clear()
 
     def _appraise(self, value_id: int) -> None:
-        """What the eviction of a value would cost, and when it will be needed again."""
+        """Returns what the eviction of a value would cost, and when it will be needed again."""
         producer = self.producer[value_id]
         missing = self._missing(producer, 200)
         way = self._faster(producer, missing)
@@ -346,8 +346,8 @@ class Eviction:
         self.need[value_id] = min([*self.reads[value_id][-1:], *pending], default=len(self.base))
 
     def _missing(self, op_id: int, limit: int) -> list[int]:
-        """``op_id`` and the ops that would have to run before it could run now, at most ``limit``
-        of them."""
+        """Returns ``op_id`` and the ops that must run before it could run now, at most ``limit`` of
+        them."""
         found, stack = {op_id: None}, [op_id]
         while stack and len(found) < limit:
             for value_id in self.inputs[stack.pop()]:
@@ -386,8 +386,8 @@ class Eviction:
 
 
 def _small_values(problem: Problem) -> list[bool]:
-    """Which values are kept for good: the smallest ones, as many as hold :data:`KEPT_SHARE` of the
-    budget together."""
+    """Returns which values are kept for good: the smallest ones, as many as hold :data:`KEPT_SHARE`
+    of the budget together."""
     values = problem.graph.values
     kept = [False] * len(values)
     left = 0 if problem.fetches else int(KEPT_SHARE * (problem.budget_bytes or 0))

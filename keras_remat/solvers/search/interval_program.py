@@ -58,7 +58,7 @@ class Cell:
 
 
 def recomputations(order: Sequence[int], base: Sequence[int]) -> Iterator[Pair]:
-    """Every run after the first, its slot being the base position of the next first run."""
+    """Returns every run after the first, its slot being the base position of the next first run."""
     place = {op_id: at for at, op_id in enumerate(base)}
     seen: set[int] = set()
     waiting: list[int] = []
@@ -144,11 +144,11 @@ class Model:
             self.program.hint = self._hint(hint)
 
     def chosen(self, ones: frozenset[int]) -> set[Pair]:
-        """The candidates that run in an assignment."""
+        """Returns the candidates that run in an assignment."""
         return {(cell.slot, cell.op_id) for cell in self.cells if cell.variable in ones}
 
     def order(self, ones: frozenset[int]) -> tuple[int, ...]:
-        """The order an assignment stands for."""
+        """Returns the order an assignment stands for."""
         return tuple(
             cell.op_id for cell in self.cells if cell.variable < 0 or cell.variable in ones
         )
@@ -245,8 +245,8 @@ class Model:
         return terms, constant
 
     def _new_buffer(self, cell: Cell, donors: list[int], rank: int) -> int:
-        """The variable that is 1 when an output of ``cell`` needs a buffer of its own, being the
-        ``rank``-th of its size.
+        """Returns the variable that is 1 when an output of ``cell`` needs a buffer of its own,
+        being the ``rank``-th of its size.
 
         It does when fewer than ``rank`` donors, whose segments after the cell these are, are given
         up.
@@ -269,7 +269,7 @@ class Model:
         return new
 
     def _hint(self, order: Sequence[int]) -> list[int]:
-        """The variables that are 1 when the cells of ``order``'s recomputations run."""
+        """Returns the variables that are 1 when the cells of ``order``'s recomputations run."""
         wanted = set(recomputations(order, self.base))
         runs = []
         for cell in self.cells:

@@ -131,7 +131,7 @@ def improve(
 
 
 def candidates(problem: Problem, base: Sequence[int], depth: int) -> set[Pair]:
-    """Every op with the slots in which running it again may pay.
+    """Returns every op with the slots in which running it again may pay.
 
     A slot is one where an output of the op is read after a gap in which the base order comes close
     to the budget; or where a reader of an output is a candidate itself, up to ``depth`` readers

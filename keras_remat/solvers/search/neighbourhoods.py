@@ -116,8 +116,8 @@ def improve(
 
 
 def order_of(base: Sequence[int], chosen: Collection[Pair]) -> tuple[int, ...]:
-    """The order of ``base`` with recomputations put in: those of a slot before its op, in base
-    order."""
+    """Returns the order of ``base`` with recomputations put in: those of a slot before its op, in
+    base order."""
     place = {op_id: at for at, op_id in enumerate(base)}
     again: dict[int, list[int]] = {}
     for slot, at in sorted((slot, place[op_id]) for slot, op_id in chosen):
@@ -130,8 +130,8 @@ def order_of(base: Sequence[int], chosen: Collection[Pair]) -> tuple[int, ...]:
 
 
 def neighbourhood(pairs: Sequence[Pair], size: int, rng: random.Random) -> set[Pair]:
-    """``size`` of the candidates: a stretch of slots, two shorter ones, or a stretch of ops, each a
-    third of the time."""
+    """Returns ``size`` of the candidates: a stretch of slots, two shorter ones, or a stretch of
+    ops, each a third of the time."""
     kind = rng.randrange(3)
     if kind == 2:
         pairs = sorted(pairs, key=lambda pair: (pair[1], pair[0]))
