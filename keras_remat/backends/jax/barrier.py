@@ -7,7 +7,7 @@ value equal to ``x`` that depends on a *trigger*: values that exist only when th
 should start.
 
     bits = one element of each trigger value, as an unsigned integer, joined by bitwise or
-    x'   = select((bits | 1) == 0, 0, x)
+    x'   = select((bits | 1) == 0, fill, x)
 
 The condition is never true, whatever the bits, so ``x'`` has the bits of ``x``: a NaN or an
 infinity in the trigger changes nothing (an arithmetic guard such as ``x + where(t == t, 0, nan)``
@@ -15,6 +15,11 @@ would spread it), and integers, booleans and keys pass. XLA's simplifier keeps n
 bits, so the select survives until buffers are assigned; the code generator below may then drop it
 from the inner loop. An elementwise reader takes the select into its kernel; a product or
 convolution has its smallest operand copied.
+
+What is guarded may be a constant, such as the 0 of a ReLU, and a select between two equal constants
+is folded at once. So the fill is a number that programs do not write
+(:data:`~keras_remat.backends.xla.protect.FLOAT_FILL`). A boolean has no third value:
+``x' = x xor condition``.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from keras_remat.backends.xla.protect import FLOAT_FILL, INTEGER_FILL
 
 
 def is_key(x: Any) -> bool:
@@ -75,4 +82,10 @@ def guard(x: Any, condition: jax.Array) -> Any:
         return jax.random.wrap_key_data(
             guard(jax.random.key_data(x), condition), impl=jax.random.key_impl(x)
         )
-    return lax.select_n(condition, x, lax.full_like(x, 0))
+    if x.dtype == bool:
+        return lax.bitwise_xor(x, lax.broadcast(condition, x.shape))
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        fill: float = FLOAT_FILL
+    else:
+        fill = min(INTEGER_FILL, int(jnp.iinfo(x.dtype).max))
+    return lax.select_n(condition, x, lax.full_like(x, fill))

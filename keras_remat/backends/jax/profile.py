@@ -125,7 +125,8 @@ def _workspace_bytes(traced: JaxTracedStep, op_id: int, platform: str) -> int:
     bodies = [body for e in equations for body in private.inner_jaxprs(e.source.params)]
     sizes = traced.program.sizes
     expanded = [_cpu_buffer_bytes(e, sizes) for e in equations] if platform == "cpu" else ()
-    return max(0, *map(_body_bytes, bodies), *expanded)
+    buffers: list[int] = [0, *map(_body_bytes, bodies), *expanded]
+    return max(buffers)
 
 
 def _cpu_buffer_bytes(equation: Equation, sizes: Sequence[int]) -> int:

@@ -4,8 +4,9 @@
     condition = (bits | 1) == 0, where bits are those of one element of each tensor, joined by
     bitwise or
 
-Never true, whatever the bits, so ``select(condition, 0, x)`` is ``x`` bit for bit and a NaN spreads
-nowhere; and XLA's simplifier, which keeps no track of known bits, cannot fold it.
+Never true, whatever the bits, so ``select(condition, fill, x)`` is ``x`` bit for bit and a NaN
+spreads nowhere; and XLA's simplifier, which keeps no track of known bits, cannot fold it. The fill
+is a number that programs do not write: a select between two equal constants is folded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+
+from keras_remat.backends.xla.protect import FLOAT_FILL, INTEGER_FILL
 
 _UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
 """By the bytes of an element."""
@@ -62,3 +65,12 @@ def never(tensors: Sequence[Any], in_branch: bool = False) -> Any:
     else:
         bits = _joined_bits(tensors)
     return tf.equal(bits, tf.constant(0, tf.uint32))
+
+
+def guard(x: Any, condition: Any) -> Any:
+    """Returns ``x``, bit for bit, depending on ``condition`` from :func:`never`."""
+    if x.dtype.is_bool:  # exclusive or: a boolean has no third value to be filled with
+        return tf.not_equal(x, condition)
+    inexact = x.dtype.is_floating or x.dtype.is_complex
+    fill = FLOAT_FILL if inexact else min(INTEGER_FILL, x.dtype.max)
+    return tf.raw_ops.SelectV2(condition=condition, t=tf.constant(fill, x.dtype), e=x)

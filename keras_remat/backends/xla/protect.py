@@ -58,6 +58,13 @@ STALE_OPS = 8
 """A spread bias makes do with a trigger that is this many ops old."""
 
 
+FLOAT_FILL, INTEGER_FILL = 0.8203125, 105
+"""What a guard selects where its condition holds, which is never. What is guarded may be a
+constant, and a select between equal constants is folded before any pass of XLA sees it. So these
+are numbers that programs do not write, and that every type of at least 8 bits can hold (but for
+8-bit floats, which round the first)."""
+
+
 class Writer(Protocol):
     """A framework that writes equations down. Values are its own objects; each is told from the
     others by identity."""

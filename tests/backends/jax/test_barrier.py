@@ -15,6 +15,16 @@ def test_bits_are_unchanged_whatever_the_trigger_holds(dtype, bad):
     np.testing.assert_array_equal(np.asarray(kept), np.asarray(x))
 
 
+@pytest.mark.parametrize("literal", [0, 1, -1, 0.5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "int4", "bool"])
+def test_a_guarded_constant_is_not_folded(dtype, literal):
+    """A select between two equal constants would be, and the guard with it."""
+    x = jnp.asarray(literal).astype(dtype)
+    compiled = jax.jit(lambda t: guard(x, never([t]))).lower(jnp.ones(3)).compile()
+    assert " compare(" in compiled.as_text() or " and(" in compiled.as_text(), compiled.as_text()
+    assert compiled(jnp.ones(3)) == x
+
+
 def test_nan_and_infinity_pass_through():
     x = jnp.asarray([np.nan, np.inf, -np.inf, -0.0])
     kept = jax.jit(lambda x, t: guard(x, never([t])))(x, jnp.ones(()))

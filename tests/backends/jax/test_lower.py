@@ -1,9 +1,12 @@
 from functools import partial
 
+import hlo_text
 import jax
 import jax_models as models
+import keras
 import numpy as np
 import pytest
+from keras import layers
 from random_schedules import forget
 
 from keras_remat.backends.jax.lower import lower, lower_plain, step_function
@@ -70,6 +73,24 @@ def test_memory_is_saved_and_needs_the_guards(monkeypatch):
     assert memory(lower(traced, schedule)).temp_bytes <= 0.65 * plain
     monkeypatch.setattr("keras_remat.backends.jax.lower.guard", lambda x, condition: x)
     assert memory(lower(traced, schedule)).temp_bytes > 0.9 * plain
+
+
+def test_what_is_written_again_is_left_by_the_compiler():
+    """A ReLU's cheapest input is the literal 0: its guard must not be folded."""
+    inputs = x = layers.Input((128,))
+    for _ in range(3):
+        x = layers.Dense(128, activation="relu", use_bias=False)(x)
+    model = models.compiled(keras.Model(inputs, layers.Dense(10)(x)))
+    traced = trace(model, models.batch(model, 64))
+    again = {op.id for op in traced.graph.ops if op.phase == "forward" and op.kind == "max"}
+    schedule = forget(traced.graph, keep={op.id for op in traced.graph.ops} - again)
+    assert len(schedule.recomputed) >= 2
+    step = jax.jit(step_function(traced, schedule), donate_argnums=0)
+    lowered = step.lower(traced.state_specs, traced.batch_specs)
+    text = lowered.compile().as_text()
+    for name, shape in (("maximum", (64, 128)), ("dot_general", None)):
+        stands = hlo_text.written(lowered.as_text(), name, shape)
+        assert hlo_text.left(text, name, shape) == stands > 0, name
 
 
 def test_the_gradient_of_pooling_is_lowered_in_pieces_of_the_batch():

@@ -2,6 +2,7 @@ import jax_models as models
 import pytest
 from random_schedules import forget
 
+from keras_remat.backends.jax import measure
 from keras_remat.backends.jax.lower import lower
 from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.profile import estimated_profile
@@ -34,6 +35,14 @@ def test_resident_bytes_are_never_less_than_the_inputs(setting):
     own = estimated_profile(setting).resident_bytes
     assert estimated_profile(setting, 1).resident_bytes == own
     assert estimated_profile(setting, own + 7).resident_bytes == own + 7
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_every_op_has_its_costs_on_every_platform(setting, monkeypatch, platform):
+    monkeypatch.setattr(measure, "platform", lambda: platform)
+    profile = estimated_profile(setting)
+    assert min(profile.op_time_s) > 0
+    assert min(profile.op_workspace_bytes) == 0
 
 
 def test_products_dominate(setting):

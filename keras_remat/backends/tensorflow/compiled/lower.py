@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
-from keras_remat.backends.tensorflow.barrier import never
+from keras_remat.backends.tensorflow.barrier import guard, never
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.compiled.nodes import run_node
@@ -64,7 +64,7 @@ class _Writer:
         return never(triggers, in_branch)
 
     def guard(self, value: Any, condition: Any) -> Any:
-        return tf.raw_ops.SelectV2(condition=condition, t=tf.zeros([], value.dtype), e=value)
+        return guard(value, condition)
 
     def draw(
         self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any
