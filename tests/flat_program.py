@@ -67,8 +67,9 @@ class TextWriter:
         guarded: what was guarded, in order.
     """
 
-    def __init__(self, program, *, uses_branches=False):
+    def __init__(self, program, *, uses_branches=False, uses_barriers=False):
         self._program, self.uses_branches = program, uses_branches
+        self.uses_barriers = uses_barriers
         self.written, self.guarded, self.drawn = [], [], []
         self._fresh = itertools.count(1000)
 
@@ -106,6 +107,9 @@ class TextWriter:
     def guard(self, value, condition):
         self.guarded.append(value.text)
         return Written(f"guard({value.text} | {condition.text})", value.number)
+
+    def hold(self, value):
+        return Written(f"hold({value.text})", value.number)
 
     def draw(self, equations, given, wanted, condition):
         env = dict(given)

@@ -3,8 +3,13 @@ recomputation that was merged with what it repeats is written, and gone."""
 
 import re
 
-#: What HLO calls an operation, by its name in StableHLO.
-OPTIMIZED = {"dot_general": "dot", "maximum": "maximum", "convolution": "convolution"}
+#: Patterns in optimized HLO of an operation, by its name in StableHLO; on a GPU libraries run some.
+OPTIMIZED = {
+    "dot_general": r"\S* dot\(|.* custom_call_target=\"__cublas\S*",
+    "convolution": r"\S* convolution\(|.* custom_call_target=\"__cudnn\$conv\S*",
+    "maximum": r"\S* maximum\(",
+}
+PRODUCTS = ("dot_general", "convolution")
 
 
 def written(text, name, shape=None):
@@ -24,5 +29,10 @@ def written(text, name, shape=None):
 
 def left(text, name, shape=None):
     """How many of them stand in the optimized HLO, ``Compiled.as_text()``."""
-    of_shape = r"\S*" if shape is None else rf"\w+\[{','.join(map(str, shape))}\]\S*"
-    return len(re.findall(rf" = {of_shape} {OPTIMIZED[name]}\(", text))
+    of_shape = "" if shape is None else rf"\w+\[{','.join(map(str, shape))}\]"
+    return len(re.findall(rf" = {of_shape}(?:{OPTIMIZED[name]})", text))
+
+
+def drawn(text):
+    """How many rounds of random numbers stand in optimized HLO: exclusive ors of large arrays."""
+    return len(re.findall(r" = u32\[\d[\d,]{3,}\]\S* xor\(", text))

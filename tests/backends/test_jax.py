@@ -24,7 +24,8 @@ def run(keras_backend, *words):
 
 def test_folder():
     files = [FOLDER, *(FOLDER.parent / name for name in OF_ALL)]
-    run("jax", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
+    marked = "not slow and not card"  # .ci/run has a line of its own for the cards
+    run("jax", "-m", "pytest", "-q", "-m", marked, "-p", "no:cacheprovider", *files)
 
 
 def test_no_tensorflow_and_no_solver_is_imported():

@@ -22,11 +22,11 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax import trace as tracing
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.measure import (
-    PROBE_OPTIONS,
     check_device,
     is_out_of_memory,
+    live_target,
     memory,
-    platform,
+    probe_options,
 )
 from keras_remat.backends.jax.processes import JaxProcesses
 from keras_remat.backends.jax.profile import estimated_profile
@@ -38,6 +38,7 @@ from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
 Result = TypeVar("Result")
@@ -59,7 +60,12 @@ class LoweredStep:
 
 class JaxBackend:
     """The verbs of :class:`keras_remat.backends.base.Backend`, for one model: an instance remembers
-    what was compiled."""
+    what was compiled.
+
+    Args:
+        target: where steps will run; the live device, if not given. For a card that is not there
+            steps are traced, planned and compiled, and none runs.
+    """
 
     name, compilation = "jax", "compiled"
     measures_op_times = False
@@ -67,12 +73,18 @@ class JaxBackend:
         "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
     )
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target | None = None) -> None:
+        self._card = target
         self.processes = JaxProcesses() if jax.process_count() > 1 else Processes()
         self.device = Device(self.processes)
         self.memory = CompiledMemory(self._compile_bytes)
         self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint
         self._newest: dict[Any, Any] = {}  # what was compiled how → the step; the newest last
+
+    @property
+    def target(self) -> Target:
+        """Where steps will run."""
+        return self._card or live_target()
 
     @property
     def batch_multiple(self) -> int:
@@ -81,7 +93,7 @@ class JaxBackend:
 
     def check(self, model: Any) -> str | None:
         tracing.check_supported(model)
-        return check_device()
+        return check_device(self.target)
 
     is_out_of_memory = staticmethod(is_out_of_memory)
 
@@ -113,7 +125,8 @@ class JaxBackend:
         )
         like = known[-1] if known else None
         own_step = self.device.own_step(model)
-        traced = tracing.trace(model, batch, micro_batches, like, self.device.state, own_step)
+        state, target = self.device.state, self.target
+        traced = tracing.trace(model, batch, micro_batches, like, state, own_step, target)
         if runs:
             self._traced[traced.graph.fingerprint] = traced
         return traced
@@ -164,11 +177,11 @@ class JaxBackend:
         if traced is None:
             return None
         try:
-            compiled = self._compiled(traced, schedule, PROBE_OPTIONS.get(platform(), {}))
+            compiled = self._compiled(traced, schedule, probe_options(traced.target))
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            return self.device.total_bytes()
+            return traced.target.total_bytes or self.device.total_bytes()
         return memory(compiled).added_bytes
 
     # ---------------------------------------------------------------- the device

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from keras_remat.backends.host import host_memory_bytes
-from keras_remat.backends.jax.measure import first_device
+from keras_remat.backends.jax.measure import first_device, live_target
 
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
@@ -15,7 +15,7 @@ def diagnosis() -> dict[str, Any]:
     """Returns the facts by name: about the device, its memory, its kernels and XLA."""
     device = first_device()
     stats = device.memory_stats() or {}
-    on_cpu = device.platform == "cpu"
+    on_cpu = not live_target().on_gpu
     limit = int(stats.get("bytes_limit", 0)) or (host_memory_bytes(0) if on_cpu else 0)
     source = "the least of machine, container and address space"
     if not on_cpu:

@@ -1,10 +1,12 @@
 """What JAX calls the operations that the model of XLA's fusion
 (:mod:`keras_remat.backends.xla.fusion`) knows; tables, no logic."""
 
+from dataclasses import replace
 from typing import Any
 
 from keras_remat.backends.tables import names
 from keras_remat.backends.xla.fusion import Kinds
+from keras_remat.core.target import Target
 
 CONVOLUTION = "conv_general_dilated"
 KERNEL_GRADIENT = "conv_kernel_gradient"
@@ -40,6 +42,32 @@ and a scatter, which on a CPU all exist."""
 POOLING_PIECES = 8
 """In how many pieces of the batch it is lowered there; its samples have nothing to do with each
 other, so the numbers stay the same to the bit."""
+
+
+GPU_KINDS = replace(
+    KINDS,
+    reductions=KINDS.reductions
+    | names("concatenate reduce_window_max reduce_window_min reduce_window_sum")
+    | {POOLING_GRADIENT},
+    transposing=frozenset(),
+    in_tuples=frozenset({CONVOLUTION, KERNEL_GRADIENT}),
+    pooling_gradients=frozenset({POOLING_GRADIENT}),
+)
+"""On a GPU: pooling and concatenation take what they read into their own loops; cuDNN reads an
+image as it lies and returns a tuple; and the gradient of pooling becomes a search for the largest
+elements of the forward image, which needs no gradient and could start at any time."""
+
+TRITON_CAPABILITY = (8, 0)
+"""From here on XLA:GPU writes matrix products itself; cuBLAS returns a tuple, too."""
+
+
+def kinds_of(target: Target) -> Kinds:
+    """Returns the names with what XLA does to them on a target."""
+    if not target.on_gpu:
+        return KINDS
+    if target.capability is not None and target.capability < TRITON_CAPABILITY:
+        return replace(GPU_KINDS, in_tuples=GPU_KINDS.in_tuples | names("dot_general"))
+    return GPU_KINDS
 
 
 def in_pieces(eqn: Any) -> bool:

@@ -5,7 +5,7 @@ arguments (state and batch) + outputs − outputs that live in donated arguments
 On a GPU ``memory_stats()`` adds what the allocator saw, other users of the device included.
 
 XLA:GPU chooses its kernels by running them, which takes time and memory of its own. A compilation
-that is made only to know its bytes leaves that out (:data:`PROBE_OPTIONS`).
+that is made only to know its bytes leaves that out (:func:`probe_options`).
 
 Known limit: on a CPU, scratch memory that a library behind one operation allocates for itself
 (convolutions) is not in the analysis.
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from keras_remat.core.target import Target, live
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.units import format_bytes
 
@@ -52,10 +53,14 @@ class StepMemory:
         return self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
-PROBE_OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0}}
-"""Compiler options, by platform, of a step that is compiled to know what it takes and never runs.
-Kernels that are not chosen by trying may want other scratch, so the step that runs is read
-again."""
+def probe_options(target: Target) -> dict[str, int]:
+    """Returns the compiler options of a step that is compiled to know what it takes and never runs.
+
+    Kernels that are not chosen by trying may want other scratch, so the step that runs is read
+    again.
+    """
+    return {"xla_gpu_autotune_level": 0} if target.on_gpu else {}
+
 
 OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED",
@@ -76,18 +81,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def platform() -> str:
-    """Returns ``"gpu"`` or ``"cpu"``, for tables of what XLA does there."""
-    return "gpu" if jax.default_backend() in ("gpu", "cuda", "rocm") else "cpu"
+def live_target() -> Target:
+    """Returns the target of the device that trains."""
+    device = first_device()
+    on_gpu = device.platform in ("gpu", "cuda", "rocm")
+    name = f"{device.platform}:{device.id} {device.device_kind}"
+    return live("gpu" if on_gpu else "cpu", name)
 
 
-def check_device() -> str | None:
+def check_device(target: Target) -> str | None:
     """Returns a remark about how much of a GPU JAX may use, or ``None``.
 
     Raises:
         UnsupportedModelError: it is not known how much.
     """
-    if platform() == "cpu":
+    if not (target.on_gpu and target.is_live):
         return None
     limit = device_statistic("bytes_limit")
     if limit is None:
@@ -112,7 +120,7 @@ def memory(compiled: Any) -> StepMemory:
     """
     stats = compiled.memory_analysis()
     if stats is None:
-        raise RuntimeError(f"no memory analysis on {jax.default_backend()}")
+        raise RuntimeError("this platform's compiler has no memory analysis")
     return StepMemory(
         int(stats.argument_size_in_bytes),
         int(stats.output_size_in_bytes),

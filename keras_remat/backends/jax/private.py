@@ -3,8 +3,9 @@
 Everything here was read in, and is tested with, the versions in ``TESTED``. From JAX: the fields of
 an equation (``primitive``, ``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``;
 from Keras: ``_symbolic_build``, ``_purge_model_variables``, ``_update_metrics_variables``,
-``_jax_state``, and the four lists of variables the JAX
-trainer carries as state, in its order. Of ``jax.distributed`` the client of its key-value store.
+``_jax_state``, and the four lists of variables the JAX trainer carries as state, in its order. Of
+``jax.distributed`` the client of its key-value store; of ``jax.lax`` the gradient of pooling with a
+start value of its own.
 When a new version moves one of these, this is the file to mend.
 """
 
@@ -15,7 +16,9 @@ from typing import Any
 
 import jax
 import keras
+from jax import lax
 from jax._src import distributed
+from jax._src.lax import windowed_reductions
 from jax.extend import core
 
 from keras_remat.backends.tables import names
@@ -68,6 +71,22 @@ def bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
         results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def select_and_scatter_add(params: dict[str, Any], image: Any, source: Any, start: Any) -> Any:
+    """Returns the gradient of max or min pooling, as ``select_and_scatter_add`` with these
+    parameters computes it, added to ``start``, a scalar that is zero."""
+    select = {"ge": lax.ge, "le": lax.le}[params["select_prim"].name]
+    return windowed_reductions._select_and_scatter(
+        image,
+        select,
+        params["window_dimensions"],
+        params["window_strides"],
+        params["padding"],
+        source,
+        start,
+        lax.add,
+    )
 
 
 def state_variables(model: Any) -> State:

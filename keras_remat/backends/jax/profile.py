@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from keras_remat.backends.jax import measure, private
+from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import nbytes
 from keras_remat.backends.jax.kinds import (
     CONVOLUTION,
@@ -26,14 +26,10 @@ from keras_remat.backends.jax.kinds import (
 )
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
-from keras_remat.backends.xla.kernel_costs import (
-    EXPENSIVE_FLOPS,
-    GROUPED_FACTOR,
-    RANDOM_FLOPS,
-    op_time_s,
-)
+from keras_remat.backends.xla.kernel_costs import op_time_s
 from keras_remat.core.graph import Op
 from keras_remat.core.profile import Profile
+from keras_remat.core.target import Rates, Target
 
 CPU_BUFFERS = {"random_bits": 4, "threefry2x32": 2, "erfc": 3}
 """Primitives XLA:CPU expands into loops or pieces that need buffers of the result's size, and how
@@ -44,6 +40,10 @@ POOLING_BUFFERS, DENSE_GRADIENTS = 7, 2
 and for the kernel's gradient of a grouped convolution, in sizes of an ungrouped kernel."""
 
 
+INDEX_BYTES = 4
+"""XLA:GPU looks for the largest elements of pooling's windows with one index per dimension."""
+
+
 def estimated_profile(traced: JaxTracedStep, resident_bytes: int | None = None) -> Profile:
     """Returns the costs of a traced step from its shapes.
 
@@ -52,54 +52,57 @@ def estimated_profile(traced: JaxTracedStep, resident_bytes: int | None = None) 
         resident_bytes: bytes in use on the device between steps, if known; never less than what the
             step's inputs need.
     """
-    platform, device = measure.platform(), measure.first_device()
+    target = traced.target
     return Profile(
-        tuple(_seconds(traced, op, platform) for op in traced.graph.ops),
-        tuple(_workspace_bytes(traced, op.id, platform) for op in traced.graph.ops),
+        tuple(_seconds(traced, op, target.rates) for op in traced.graph.ops),
+        tuple(_workspace_bytes(traced, op.id, target) for op in traced.graph.ops),
         max(resident_bytes or 0, sum(v.nbytes for v in traced.graph.values if v.producer is None)),
         source="estimated",
-        device=f"{device.platform}:{device.id} {device.device_kind}",
+        device=target.device,
         backend="jax",
     )
 
 
-def _seconds(traced: JaxTracedStep, op: Op, platform: str) -> float:
+def _seconds(traced: JaxTracedStep, op: Op, rates: Rates) -> float:
     avals, shards = traced.program.avals, traced.program.shards
     flops = math.fsum(
-        _flops(traced.program.equations[at], avals, platform) for at in traced.handles[op.id]
+        _flops(traced.program.equations[at], avals, rates) for at in traced.handles[op.id]
     )
     flops /= shards[traced.numbers[op.outputs[0]]] if shards and op.outputs else 1
-    return op_time_s(traced, op, KINDS, flops, platform)
+    return op_time_s(traced, op, KINDS, flops, rates)
 
 
-def _flops(equation: Equation, avals: Sequence[Any], platform: str) -> float:
-    """Arithmetic of one equation, multiplications and additions counted apart."""
+def _flops(equation: Equation, avals: Sequence[Any], rates: Rates) -> float:
+    """Arithmetic of one equation in flops of a 32-bit product, multiplications and additions
+    counted apart."""
     params = equation.source.params
     shape = [
         a.aval.shape if isinstance(a, private.Literal) else avals[a].shape for a in equation.inputs
     ]
     out = avals[equation.outputs[0]].shape if equation.outputs else ()
+    of_two_bytes = any(avals[a].dtype.itemsize == 2 for a in equation.reads)
+    each = rates.half_flop if of_two_bytes else 1.0
     if equation.kind == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return float(2 * math.prod(out) * math.prod(shape[0][d] for d in contracted))
+        return float(2 * each * math.prod(out) * math.prod(shape[0][d] for d in contracted))
     if equation.kind in (CONVOLUTION, KERNEL_GRADIENT):
         taps = math.prod(shape[1][d] for d in params["dimension_numbers"].rhs_spec[1:])
         # a dilated input (the gradient of a strided convolution) is mostly zeros that are not
         # multiplied
         grouped = max(params["feature_group_count"], params["batch_group_count"]) > 1
-        slow = GROUPED_FACTOR[platform] if grouped else 1
-        return float(2 * slow * math.prod(out) * taps / math.prod(params["lhs_dilation"]))
+        each *= rates.grouped_factor if grouped else 1
+        return float(2 * each * math.prod(out) * taps / math.prod(params["lhs_dilation"]))
     bodies = private.inner_jaxprs(params)
     if bodies:
         together = max if equation.kind == "cond" else math.fsum
         return float(params.get("length", 1)) * together(map(_body_flops, bodies))
     elements = max([math.prod(out), *map(math.prod, shape)])
-    each = 1
+    each = 1.0
     if equation.kind in KINDS.random:
-        each = RANDOM_FLOPS[platform]
+        each = rates.random_flops
     elif equation.kind in KINDS.expensive:
-        each = EXPENSIVE_FLOPS[platform]
-    return float(elements) * each
+        each = rates.expensive_flops
+    return elements * each
 
 
 def _body_flops(jaxpr: Any) -> float:
@@ -118,13 +121,16 @@ def _body_flops(jaxpr: Any) -> float:
     return total
 
 
-def _workspace_bytes(traced: JaxTracedStep, op_id: int, platform: str) -> int:
+def _workspace_bytes(traced: JaxTracedStep, op_id: int, target: Target) -> int:
     """Memory alive only inside one op: the body of a loop or branch with everything in it alive at
-    once, and on a CPU the buffers of an expanded primitive."""
+    once, and the buffers of an expanded primitive."""
     equations = [traced.program.equations[at] for at in traced.handles[op_id]]
     bodies = [body for e in equations for body in private.inner_jaxprs(e.source.params)]
     sizes = traced.program.sizes
-    expanded = [_cpu_buffer_bytes(e, sizes) for e in equations] if platform == "cpu" else ()
+    if target.on_gpu:
+        expanded = [_gpu_buffer_bytes(e, traced) for e in equations]
+    else:
+        expanded = [_cpu_buffer_bytes(e, sizes) for e in equations]
     buffers: list[int] = [0, *map(_body_bytes, bodies), *expanded]
     return max(buffers)
 
@@ -140,6 +146,36 @@ def _cpu_buffer_bytes(equation: Equation, sizes: Sequence[int]) -> int:
         groups = int(equation.source.params["batch_group_count"])
         return DENSE_GRADIENTS * groups * result if groups > 1 else 0
     return CPU_BUFFERS.get(equation.kind, 0) * result
+
+
+def _gpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
+    """What XLA:GPU needs for one primitive, beside its operands and result: copies of kernels in
+    cuDNN's layout, indices of pooled elements, a gradient that is padded in memory."""
+    program, reads = traced.program, equation.reads
+    if equation.kind == KERNEL_GRADIENT:
+        return int(program.sizes[equation.outputs[0]])
+    if equation.kind == CONVOLUTION:
+        params = equation.source.params
+        strided = max(params["lhs_dilation"], default=1) > 1
+        padded = _padded_bytes(params, program.avals[reads[0]])
+        grouped = params["feature_group_count"] > 1
+        return int(program.sizes[reads[-1]]) + (padded if strided and grouped else 0)
+    if equation.kind == POOLING_GRADIENT:
+        pooled = program.avals[reads[0]]
+        shards = program.shards[reads[0]] if program.shards else 1
+        return INDEX_BYTES * len(pooled.shape) * int(math.prod(pooled.shape)) // shards
+    return 0
+
+
+def _padded_bytes(params: dict[str, Any], image: Any) -> int:
+    """Bytes of the image of a convolution, dilated and padded."""
+    spatial = params["dimension_numbers"].lhs_spec[2:]
+    shape = list(image.shape)
+    for d, dilation, padding in zip(
+        spatial, params["lhs_dilation"], params["padding"], strict=True
+    ):
+        shape[d] = max(0, (shape[d] - 1) * dilation + 1 + sum(padding))
+    return int(math.prod(shape)) * int(image.dtype.itemsize)
 
 
 def _body_bytes(jaxpr: Any) -> int:

@@ -24,11 +24,12 @@ from keras_remat.backends.batches import check_dense
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.accumulate import accumulated_train_step
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
-from keras_remat.backends.jax.kinds import KINDS
-from keras_remat.backends.jax.measure import check_placed
+from keras_remat.backends.jax.kinds import kinds_of
+from keras_remat.backends.jax.measure import check_placed, live_target
 from keras_remat.backends.jax.sharding import Layout, count, layouts, mesh_of
 from keras_remat.backends.micro_batches import watched_pieces
 from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
+from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -46,6 +47,7 @@ class JaxTracedStep(FusedStep):
         pieces_step: ``(state, batch) → (logs, state)``, what was traced where there are several.
         mesh: the devices it trains on, where they are several; else ``None``.
         layouts: how every number of the program lies on them.
+        target: where it will run.
     """
 
     program: FlatProgram
@@ -58,6 +60,7 @@ class JaxTracedStep(FusedStep):
     pieces_step: Callable[[Any, Any], Any] | None
     mesh: Any
     layouts: tuple[Layout, ...]
+    target: Target
 
     @property
     def train_step(self) -> Callable[[Any, Any], Any]:
@@ -111,6 +114,7 @@ def trace(
     like: JaxTracedStep | None = None,
     state: Any = None,
     own_step: Callable[[Any, Any], Any] | None = None,
+    target: Target | None = None,
 ) -> JaxTracedStep:
     """Traces ``model.train_step`` for one batch shape, without running or allocating anything.
 
@@ -122,14 +126,20 @@ def trace(
         like: the same step for another batch size, if its ops are wanted.
         state: the trainer's state where ``fit`` has it, which tells how it lies on several devices.
         own_step: ``model.train_step``, of which JAX knows what it traced for as long as it lives.
+        target: where the step will run; on the live device, if not given.
 
     Raises:
-        UnsupportedModelError: not compiled, eager, a sparse batch, in pieces under a
+        UnsupportedModelError: not compiled, eager, a sparse batch, in pieces or for a card under a
             ``keras.distribution``, variables on another device, or a step that cannot be cut.
     """
     check_supported(model)
     for leaf in keras.tree.flatten(batch):
         check_dense(leaf)
+    target = target or live_target()
+    if not target.is_live and keras.distribution.distribution() is not None:
+        raise UnsupportedModelError(
+            f"A step of several devices is planned on them, and not for one {target.card}."
+        )
     if micro_batches > 1 and keras.distribution.distribution() is not None:
         raise UnsupportedModelError(
             "Under a keras.distribution a batch is not cut: its pieces would have to be laid "
@@ -154,7 +164,7 @@ def trace(
     n_logs = len(jax.tree.leaves(out_shape[0]))
     graph, numbers, handles = fused_graph(
         program,
-        KINDS,
+        kinds_of(target),
         list(enumerate(program.outputs[n_logs:])),  # the new state, in the old one's order
         lambda e: "transpose(" in e.scope,
         None if like is None else like.program,
@@ -173,5 +183,6 @@ def trace(
         pieces_step=pieces_step,
         mesh=mesh,
         layouts=lying,
+        target=target,
         differences=tuple(differences),
     )

@@ -21,6 +21,9 @@ Why a rule and not the compiled module: a plan changes what is fused, so the mod
 step does not tell; and reading it would cost one more compilation. What the rule gets wrong, the
 compiled peak corrects (:mod:`keras_remat.backends.xla.compiled_memory`).
 
+XLA:GPU takes more readers into one kernel than XLA:CPU (pooling and concatenation), and its
+libraries return tuples; what differs stands in the framework's :class:`Kinds` for a GPU.
+
 Known limits: XLA:GPU also copies some expensive chains, and emits several outputs from one kernel;
 neither is modelled.
 """
@@ -107,6 +110,10 @@ class Kinds:
             same size.
         reshapes: those of ``views`` that move nothing.
         transposing: XLA:CPU makes a transposed copy of their first input.
+        in_tuples: their result comes in a tuple with scratch memory, as that of a library's kernel
+            on a GPU: no reader takes over its buffer.
+        pooling_gradients: what XLA:GPU computes of their second input, the image, alone can be
+            larger than the gradient, and start long before it.
     """
 
     views: frozenset[str]
@@ -117,6 +124,8 @@ class Kinds:
     moving: frozenset[str]
     reshapes: frozenset[str]
     transposing: frozenset[str] = frozenset()
+    in_tuples: frozenset[str] = frozenset()
+    pooling_gradients: frozenset[str] = frozenset()
 
     @cached_property
     def fusible(self) -> frozenset[str]:
@@ -218,10 +227,24 @@ def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None)
                     tuple(sorted(chain.equations)),
                     tuple(sorted(chain.leaves)),
                     equation.outputs,
-                    tuple(sorted(n for n in reusable if n in producer and size[n] == size[out])),
+                    tuple(
+                        sorted(
+                            n
+                            for n in reusable
+                            if n in producer
+                            and size[n] == size[out]
+                            and not _in_a_tuple(program.equations[producer[n]], kinds)
+                        )
+                    ),
                 )
             )
     return result
+
+
+def _in_a_tuple(equation: Equation, kinds: Kinds) -> bool:
+    """Whether an output is read out of a tuple; the heap simulator lets a buffer be taken over only
+    where the defining instruction itself is read (``xla/service/heap_simulator``)."""
+    return equation.kind in kinds.in_tuples or (bool(kinds.in_tuples) and len(equation.outputs) > 1)
 
 
 def _read_from_memory(program: Program, kinds: Kinds, kept: set[int]) -> set[int]:

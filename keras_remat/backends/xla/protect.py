@@ -27,7 +27,7 @@ every reader where all of them can take it into their loops, however many values
 (``ComputeGloballyUnfusible`` in ``xla/service/instruction_fusion.cc``), and all of those then live
 until the last reader: a sum of residual branches that is recomputed, or read by the backward phase
 only, would exist nowhere, and what it was made of everywhere. A branch takes nothing into its loop,
-so what it reads exists.
+so what it reads exists. On a GPU an optimization barrier does the same.
 
 On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says
 why).
@@ -41,7 +41,7 @@ XLA decides the order inside these bounds. What it makes of the plan is measured
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from keras_remat.backends.xla.fused_graph import FusedStep
@@ -53,6 +53,9 @@ SMALL_RESULT_BYTES = 16384
 
 MAX_TRIGGERS = 6
 """Most values a trigger is made of; the newest are taken."""
+
+HELD_BYTES = 65536
+"""A smaller sum is not held: it costs no more than this to keep what it is made of."""
 
 STALE_OPS = 8
 """A spread bias makes do with a trigger that is this many ops old."""
@@ -72,6 +75,10 @@ class Writer(Protocol):
     uses_branches: bool
     """Whether the branch of a condition costs next to nothing, as on a CPU; on a GPU the host would
     wait for the condition."""
+
+    uses_barriers: bool
+    """Whether a value behind :meth:`hold` exists, as on a GPU; XLA:CPU drops the barrier before it
+    fuses."""
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         """Writes equation number ``at`` on ``inputs`` and returns its outputs."""
@@ -106,6 +113,9 @@ class Writer(Protocol):
 
     def guard(self, value: Any, condition: Any) -> Any:
         """The same bits, depending on a condition from :meth:`never`."""
+
+    def hold(self, value: Any) -> Any:
+        """The same value, which no reader can compute again in its own loop."""
 
     def draw(
         self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any
@@ -176,7 +186,10 @@ class Run:
             results = self._random(op_id)
         else:
             results = self._chain(op_id, again)
-            self._pin(op_id, results)
+            if self._writer.uses_barriers:
+                self._hold(op_id, results)
+            else:
+                self._pin(op_id, results)
         for value_id in op.outputs:
             number = self._numbers[value_id]
             self._env[number] = results[number]
@@ -223,6 +236,27 @@ class Run:
             if len(operands) != 1:
                 return
             (number,) = operands
+
+    def _hold(self, op_id: int, results: dict[int, _Value]) -> None:
+        """Replaces the sum of two large values that several ops read by one that exists.
+
+        Args:
+            op_id: an op that has just run.
+            results: by number, all that it computed.
+        """
+        op, sizes = self._graph.ops[op_id], self._program.sizes
+        if not op.outputs or len(self._graph.readers[op.outputs[0]]) < 2:
+            return
+        number = self._numbers[op.outputs[0]]
+        kinds = {
+            self._program.equations[at].kind
+            for at in self._handles[op_id]
+            if number in self._program.equations[at].outputs
+        }
+        large = [v for v in op.inputs if sizes[self._numbers[v]] * 8 >= sizes[number]]
+        if sizes[number] >= HELD_BYTES and len(large) > 1 and kinds <= self._kinds.elementwise:
+            held = results[number]
+            results[number] = replace(held, written=self._writer.hold(held.written))
 
     def _chain(self, op_id: int, again: bool) -> dict[int, _Value]:
         """Runs the equations of one op, protected where they run for the second time."""
@@ -299,10 +333,13 @@ class Run:
         One that reads forward values only is guarded. Of another, the small values it spreads over
         its result are: a bias or scale is spread in the forward phase too, and merged, the
         full-size copy would live from the one phase to the other. So would the transposed copy of
-        an image that XLA:CPU makes for the gradient of a convolution's kernel.
+        an image that XLA:CPU makes for the gradient of a convolution's kernel, and on a GPU the
+        indices of the largest elements that the gradient of pooling looks for.
         """
         if equation.kind in self._kinds.transposing and not inputs[0].late:
             self._guard_input(equation, inputs, 0, stale_ops=STALE_OPS)
+        elif equation.kind in self._kinds.pooling_gradients and not inputs[1].late:
+            self._guard_input(equation, inputs, 1)
         elif not any(x.late for x in inputs):
             self._guard_cheapest(equation, inputs)
         elif equation.kind in self._kinds.elementwise:

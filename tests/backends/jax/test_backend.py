@@ -12,6 +12,7 @@ import keras_remat
 from keras_remat.backends.base import load_backend, preserved_state
 from keras_remat.backends.jax import LoweredStep, lowering
 from keras_remat.backends.jax.private import state_values
+from keras_remat.core.target import live
 from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.units import MIB
 
@@ -68,7 +69,7 @@ def planned(step, budget_bytes=None):
 
 def test_before_the_first_step_three_programs_are_compiled_on_a_gpu(step, compiler, monkeypatch):
     """Two without choosing kernels, to know their bytes, and the one that runs."""
-    monkeypatch.setattr("keras_remat.backends.jax.platform", lambda: "gpu")
+    monkeypatch.setattr("keras_remat.backends.jax.live_target", lambda: live("gpu", "a GPU"))
     backend, traced, problem, plan = planned(step)
     backend.lower(traced, problem, plan.solution.schedule)
     quickly = {"xla_gpu_autotune_level": 0}

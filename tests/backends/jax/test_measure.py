@@ -4,9 +4,12 @@ import jax
 import pytest
 
 from keras_remat.backends.jax import measure
+from keras_remat.cards.table import card
+from keras_remat.core.target import live
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.units import GIB
 
+GPU = live("gpu", "a GPU")
 OUT_OF_MEMORY = [
     "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.",
     "INTERNAL: Failed to allocate: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
@@ -28,7 +31,6 @@ def test_other_errors_are_not_out_of_memory():
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    monkeypatch.setattr(measure, "platform", lambda: "gpu")
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     return monkeypatch
@@ -37,17 +39,18 @@ def on_gpu(monkeypatch):
 def test_a_gpu_whose_allocator_keeps_no_statistics_is_refused(on_gpu):
     on_gpu.setattr(measure, "device_statistic", lambda name: None)
     with pytest.raises(UnsupportedModelError, match="ALLOCATOR=platform"):
-        measure.check_device()
+        measure.check_device(GPU)
 
 
 def test_three_quarters_of_a_gpu_are_told_once_nobody_has_chosen(on_gpu):
     on_gpu.setattr(measure, "device_statistic", lambda name: 60 * GIB)
-    remark = measure.check_device()
+    remark = measure.check_device(GPU)
     assert "60 GiB" in remark
     assert "three quarters" in remark
     on_gpu.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    assert measure.check_device() is None
+    assert measure.check_device(GPU) is None
 
 
 def test_a_cpu_is_taken_as_it_is():
-    assert measure.check_device() is None
+    assert measure.check_device(measure.live_target()) is None
+    assert measure.check_device(card("T4")) is None, "its memory is known"

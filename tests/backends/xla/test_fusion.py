@@ -1,5 +1,7 @@
 """Which values exist, rule by rule."""
 
+from dataclasses import replace
+
 import pytest
 from flat_program import KINDS, LARGE, FlatProgram, Written
 
@@ -141,3 +143,13 @@ def test_a_literal_is_no_read_and_a_separation_is_known():
     assert equation.reads == (0,)
     assert equation.separates
     assert not Equation(None, "add", "a/b", (0,), (1,)).separates
+
+
+def test_the_buffer_of_what_comes_in_a_tuple_is_not_taken_over():
+    program = FlatProgram(LARGE)
+    one = program.add("library", 0)
+    other = program.add("dot", 0)
+    program.returns(program.add("add", one, other))
+    on_gpu = replace(KINDS, in_tuples=frozenset({"library"}))
+    assert clusters(program, KINDS)[-1].may_reuse == (one, other)
+    assert clusters(program, on_gpu)[-1].may_reuse == (other,)

@@ -1,6 +1,7 @@
 """A schedule as data dependencies: what is guarded, what is not, and that numbers stay the same."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from flat_program import KINDS, LARGE, FlatProgram, TextWriter, Written
@@ -11,13 +12,13 @@ from keras_remat.backends.xla.protect import SMALL_RESULT_BYTES, Run
 SMALL = SMALL_RESULT_BYTES - 1
 
 
-def ran(program, order=None, *, uses_branches=False, early=()):
+def ran(program, order=None, *, uses_branches=False, uses_barriers=False, early=(), kinds=KINDS):
     """Runs an order of ops; returns the outputs, and the writer."""
     backward = lambda equation: equation.scope == "backward"  # noqa: E731
-    graph, numbers, handles = fused_graph(program, KINDS, (), backward)
-    writer = TextWriter(program, uses_branches=uses_branches)
+    graph, numbers, handles = fused_graph(program, kinds, (), backward)
+    writer = TextWriter(program, uses_branches=uses_branches, uses_barriers=uses_barriers)
     given = [Written(f"x{n}", n) for n in range(program.n_given)]
-    run = Run(FusedStep(graph, handles, program, numbers), KINDS, writer, given, early)
+    run = Run(FusedStep(graph, handles, program, numbers), kinds, writer, given, early)
     for op_id in range(len(graph.ops)) if order is None else order:
         run.op(op_id)
     return [run.output(atom) for atom in program.outputs], writer
@@ -143,6 +144,44 @@ def test_a_sum_that_two_ops_read_is_read_by_a_branch_and_so_exists():
     program.returns(program.add("call", total, b, c))
     (out,), _ = ran(program, [0, 1, 2, 3, 4, 0, 3, 5], uses_branches=True)
     assert "never(add(dot(x0), dot(x0)))" in out.text
+
+
+def test_a_sum_that_two_ops_read_is_behind_a_barrier_where_barriers_last():
+    program = FlatProgram(LARGE)
+    one, other = program.add("dot", 0), program.add("dot", 0)
+    total = program.add("add", one, other)
+    b, c = program.add("dot", total), program.add("dot", total)
+    program.returns(program.add("call", b, c))
+    (out,), _ = ran(program, uses_barriers=True)
+    held = "dot(hold(add(dot(x0), dot(x0))))"
+    assert out.text == f"call({held}, {held})"
+
+
+def test_the_image_of_a_kernel_gradient_is_guarded_only_where_it_is_transposed():
+    program = FlatProgram(LARGE)
+    image = program.add("dot", 0)
+    gradient = program.add("dot", image, scope="backward")
+    kernel = program.add("kernel_gradient", image, gradient, scope="backward")
+    program.returns(kernel)
+    _, writer = ran(program)
+    assert "dot(x0)" in writer.guarded
+    on_gpu = replace(KINDS, transposing=frozenset())
+    _, writer = ran(program, kinds=on_gpu)
+    assert writer.guarded == ["dot(x0)"], "the gradient's own, once"
+
+
+def test_the_image_of_a_pooling_gradient_is_guarded():
+    program = FlatProgram(LARGE, LARGE)
+    image = program.add("dot", 0)
+    gradient = program.add("dot", 1, scope="backward")
+    pooled = program.add("pooling_gradient", gradient, image, scope="backward")
+    program.returns(pooled)
+    _, writer = ran(
+        program, kinds=replace(KINDS, pooling_gradients=frozenset({"pooling_gradient"}))
+    )
+    assert writer.guarded == ["x1", "dot(x0)"]
+    _, writer = ran(program)
+    assert writer.guarded == ["x1"]
 
 
 def random_program(rng):

@@ -5,8 +5,11 @@ TensorFlow's elementwise operations spread a smaller operand by themselves, and 
 ``Mean``) are several of XLA's. A type is listed by what XLA makes of it.
 """
 
+from dataclasses import replace
+
 from keras_remat.backends.tables import names
 from keras_remat.backends.xla.fusion import Kinds
+from keras_remat.core.target import Target
 
 _VIEWS = names("EnsureShape ExpandDims Identity Reshape Squeeze Transpose")
 _MOVING = names("""
@@ -47,6 +50,15 @@ KINDS = Kinds(
         Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter
     """),
 )
+
+GPU_KINDS = replace(KINDS, transposing=frozenset())
+"""On a GPU cuDNN reads an image as it lies."""
+
+
+def kinds_of(target: Target) -> Kinds:
+    """Returns the names with what XLA does to them on a target."""
+    return GPU_KINDS if target.on_gpu else KINDS
+
 
 ALIASES = names("""
     CheckNumerics CheckNumericsV2 Identity IdentityN PlaceholderWithDefault PreventGradient

@@ -15,12 +15,12 @@ import tensorflow as tf
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.barrier import guard, never
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram
-from keras_remat.backends.tensorflow.compiled.kinds import KINDS
+from keras_remat.backends.tensorflow.compiled.kinds import KINDS, kinds_of
 from keras_remat.backends.tensorflow.compiled.nodes import run_node
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
 from keras_remat.backends.tensorflow.graph.step import given_leaves, packed
 from keras_remat.backends.tensorflow.memory import exhausted, measure
-from keras_remat.backends.tensorflow.profiler.device import on_gpu
+from keras_remat.backends.tensorflow.profiler.device import live_target
 from keras_remat.backends.xla.protect import Run
 from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.schedule import Schedule
@@ -31,8 +31,9 @@ class _Writer:
     """TensorFlow as :class:`keras_remat.backends.xla.protect.Writer`: values are tensors of the
     function that is traced."""
 
-    def __init__(self, program: FlatProgram, uses_branches: bool):
+    def __init__(self, program: FlatProgram, uses_branches: bool, uses_barriers: bool = False):
         self._program, self.uses_branches = program, uses_branches
+        self.uses_barriers = uses_barriers
         self._literals: dict[str, Any] = {}
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
@@ -65,6 +66,10 @@ class _Writer:
 
     def guard(self, value: Any, condition: Any) -> Any:
         return guard(value, condition)
+
+    def hold(self, value: Any) -> Any:
+        (held,) = tf.raw_ops.XlaOptimizationBarrier(input=[value])
+        return held
 
     def draw(
         self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any
@@ -99,6 +104,7 @@ class LoweredStep:
 
     def __init__(self, traced: CompiledStep, schedule: Schedule, times: StepTimes | None = None):
         self.traced, self.schedule, self._times = traced, schedule, times
+        target = live_target()
         stateless, program, batch = traced.stateless, traced.program, traced.stateless.batch
 
         def remat_step(*leaves: Any) -> Any:
@@ -108,8 +114,8 @@ class LoweredStep:
             ]
             run = Run(
                 traced,
-                KINDS,
-                _Writer(program, uses_branches=not on_gpu()),
+                kinds_of(target),
+                _Writer(program, uses_branches=not target.on_gpu, uses_barriers=target.on_gpu),
                 [*leaves, *variables, *map(private.capture, stateless.captured)],
                 range(batch, program.n_given),
             )

@@ -32,6 +32,7 @@ from keras_remat.backends.tensorflow.profiler.recorder import Recording
 from keras_remat.backends.xla.kernel_costs import kernel_time_s, scaled
 from keras_remat.core.graph import Op
 from keras_remat.core.profile import Profile
+from keras_remat.core.target import GPU_RATES
 
 #: By how much an output's request may be off its bytes, and by what share of them.
 _ALIGNMENT_BYTES, _PADDING = 256, 0.01
@@ -69,7 +70,7 @@ def _estimated_time_s(traced: TensorFlowStep, op: Op, on_gpu: bool) -> float:
     moved = sum(traced.graph.values[v].nbytes for v in (*op.inputs, *op.outputs))
     flops = _flops(traced, op) if op.kind in kinds.CONVOLUTIONS | kinds.MATMULS else 0.0
     if on_gpu:
-        return kernel_time_s(flops, moved, "gpu")
+        return kernel_time_s(flops, moved, GPU_RATES)
     return max(_LAUNCH_S, flops / _FLOPS_PER_S, moved / _BYTES_PER_S)
 
 

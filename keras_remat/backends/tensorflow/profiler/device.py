@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from keras_remat.core.target import Target, live
+
 
 def device_name() -> str:
     """Returns the first visible GPU's name, else the CPU's."""
@@ -13,6 +15,11 @@ def device_name() -> str:
 def on_gpu() -> bool:
     """Whether the device whose memory counts is a GPU."""
     return device_name().startswith("GPU")
+
+
+def live_target() -> Target:
+    """Returns the target of the device whose memory counts."""
+    return live("gpu" if on_gpu() else "cpu", device_name())
 
 
 def allocator_name() -> str:

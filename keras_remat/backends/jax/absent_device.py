@@ -1,0 +1,102 @@
+"""A GPU that is not there, as JAX's compiler sees it.
+
+JAX's CUDA plugin compiles without a driver, for a device of which it is told the units
+(:class:`keras_remat.core.target.Chip`). Arguments that lie on such a device are lowered and
+compiled for it, and ``memory_analysis()`` is the buffer assignment of XLA:GPU. Neither cuDNN nor a
+GPU is asked, so the scratch memory of a library's kernels is not in the bytes.
+
+Reference: ``jax.experimental.topologies``; the fields are those of XLA's ``GpuDeviceInfoProto``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from keras_remat.core.target import Target
+from keras_remat.errors import MissingPackageError, UnsupportedModelError
+
+PLUGIN, COMPILER, ASSEMBLER = "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"
+PURPOSE = "Compiling for a card that is not there"
+
+_CONFIGURATION = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {chip.shared_bytes_per_core}
+  shared_memory_per_block_optin: {chip.shared_bytes_per_block}
+  threads_per_core_limit: {chip.threads_per_core}
+  core_count: {chip.cores}
+  fpus_per_core: {chip.fpus_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {chip.bytes_per_s}
+  l2_cache_size: {chip.l2_bytes}
+  clock_rate_ghz: {chip.clock_ghz}
+  device_memory_size: {memory}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 7 }}
+runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{chip.name}"
+"""
+
+
+def check_installed() -> None:
+    """Raises where the packages that compile for a card are missing, or are not JAX's own version.
+
+    Raises:
+        MissingPackageError: a package is not installed.
+        UnsupportedModelError: JAX and its plugin have different versions.
+    """
+    for package in (PLUGIN, COMPILER, ASSEMBLER):
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            raise MissingPackageError(package, PURPOSE, "cards") from None
+        if package != ASSEMBLER and version != jax.__version__:
+            raise UnsupportedModelError(
+                f"{PURPOSE} needs {package} of JAX's own version: it is {version}, and JAX is "
+                f"{jax.__version__}. pip install {package}=={jax.__version__}"
+            )
+
+
+@cache
+def sharding(target: Target) -> Any:
+    """Returns the sharding of arrays that lie on a card that is not there.
+
+    Raises:
+        MissingPackageError, UnsupportedModelError: see :func:`check_installed`; or JAX does not
+            take its plugin, or its compiler does not take the card.
+    """
+    check_installed()
+    major, minor = target.capability or (0, 0)
+    text = _CONFIGURATION.format(
+        chip=target.chip, memory=target.total_bytes, major=major, minor=minor
+    )
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=text, topology="1x1x1"
+        )
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            "JAX did not take its CUDA plugin, because it found no driver. Set JAX_PLATFORMS=cpu "
+            "before JAX is imported, and it takes the plugin as a compiler only."
+        ) from error
+    mesh = topologies.make_mesh(topology, (1,), ("card",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def lying_on(specs: Any, target: Target) -> Any:
+    """Returns shapes and dtypes as those of arrays that lie on a card that is not there."""
+    lies = sharding(target)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), specs)

@@ -1,0 +1,215 @@
+"""JAX as :class:`keras_remat.backends.xla.protect.Writer`: on a CPU, on a GPU, and on several
+devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import layout
+from jax.sharding import PartitionSpec
+
+from keras_remat.backends.jax import private
+from keras_remat.backends.jax.barrier import guard, never
+from keras_remat.backends.jax.flatten import FlatProgram, nbytes
+from keras_remat.backends.jax.kinds import (
+    CONVOLUTION,
+    KERNEL_GRADIENT,
+    POOLING_GRADIENT,
+    POOLING_PIECES,
+    in_pieces,
+)
+from keras_remat.backends.jax.sharding import Layout
+from keras_remat.backends.jax.trace import JaxTracedStep
+
+IMAGE_RANK = 4
+"""Rank of images and of their convolutions' kernels, the values with more than one usual layout."""
+
+
+class JaxWriter:
+    """Writes a program as it is: values are tracers or arrays.
+
+    Args:
+        program: what is written.
+        uses_branches: as in :class:`keras_remat.backends.xla.protect.Writer`.
+    """
+
+    uses_barriers = False
+
+    def __init__(self, program: FlatProgram, uses_branches: bool):
+        self._program, self.uses_branches = program, uses_branches
+
+    def given(self, values: Sequence[Any]) -> None:
+        """Takes the step's inputs and constants, by number."""
+
+    def may_trigger(self, number: int) -> bool:
+        return True
+
+    def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
+        equation = self._program.equations[at]
+        with jax.named_scope(equation.scope):
+            if self.uses_branches and in_pieces(equation.source):
+                return _bind_in_pieces(equation.source, inputs)
+            return private.bind(equation.source, inputs)
+
+    def literal(self, atom: Any) -> Any:
+        return atom.val
+
+    def array(self, atom: Any) -> Any:
+        return jnp.asarray(atom.val, atom.aval.dtype)
+
+    def literal_bytes(self, atom: Any) -> int:
+        return nbytes(atom.aval)
+
+    def is_inexact(self, value: Any) -> bool:
+        return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+
+    def may_guard(self, equation: Any, value: Any) -> bool:
+        return True
+
+    def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
+        return never(triggers, in_branch)
+
+    def guard(self, value: Any, condition: Any) -> Any:
+        return guard(value, condition)
+
+    def hold(self, value: Any) -> Any:
+        return lax.optimization_barrier(value)
+
+    def draw(
+        self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any
+    ) -> list[Any]:
+        def draw(*operands: Any) -> list[Any]:
+            inner: dict[int, Any] = dict(zip(given, operands, strict=True))
+            for at in equations:
+                equation = self._program.equations[at]
+                inputs = [inner[a] if isinstance(a, int) else a.val for a in equation.inputs]
+                inner.update(
+                    zip(equation.outputs, private.bind(equation.source, inputs), strict=True)
+                )
+            return [inner[number] for number in wanted]
+
+        def nothing(*operands: Any) -> list[Any]:
+            return [lax.full_like(x, 0) for x in jax.eval_shape(draw, *operands)]
+
+        return list(lax.cond(condition, nothing, draw, *given.values()))
+
+
+class GpuWriter(JaxWriter):
+    """The same for one GPU, where cuDNN's layouts decide what is copied, and when.
+
+    cuDNN wants kernels output channels first; Keras keeps them last. XLA puts one transposed copy
+    behind the parameter, shared by all that reads or updates it, so it lives from the first
+    convolution to the update, and the new weights and moments wait for a copy of their own. Pinned
+    to row-major order, a guarded kernel and a kernel's gradient leave each convolution with a copy
+    that lives as long as it runs. Those copies need parameters only and would all be made before
+    the first convolution, so a kernel waits for its image.
+    """
+
+    uses_barriers = True
+
+    def __init__(self, program: FlatProgram):
+        super().__init__(program, uses_branches=False)
+
+    def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
+        equation = self._program.equations[at]
+        if equation.kind == POOLING_GRADIENT:
+            with jax.named_scope(equation.scope):
+                return [_with_late_zero(equation.source.params, *inputs)]
+        if equation.kind == CONVOLUTION and self._is_given(equation.inputs[1]):
+            image, kernel = inputs
+            inputs = [image, self.guard(kernel, self.never([image]))]
+        results = super().write(at, inputs)
+        return [*map(_row_major, results)] if equation.kind == KERNEL_GRADIENT else results
+
+    def _is_given(self, atom: Any) -> bool:
+        return isinstance(atom, int) and atom < self._program.n_inputs
+
+    def guard(self, value: Any, condition: Any) -> Any:
+        guarded = super().guard(value, condition)
+        return _row_major(guarded) if value.ndim == IMAGE_RANK else guarded
+
+
+class ShardedWriter(JaxWriter):
+    """The same on several devices: each reads its own part of a trigger and guards its own part of
+    a value, so that none waits for another.
+
+    A guard's condition is an array with one element per device. Nothing is written in branches,
+    because a branch would have to be taken on all devices at once.
+    """
+
+    def __init__(self, traced: JaxTracedStep):
+        super().__init__(traced.program, uses_branches=False)
+        self._mesh, self._layouts = traced.mesh, traced.layouts
+        self._everywhere = PartitionSpec(tuple(traced.mesh.axis_names))
+        self._known: dict[int, tuple[Any, Layout]] = {}  # by the value's id, which stays alive
+
+    def may_trigger(self, number: int) -> bool:
+        """What every device has a part of. To wait for what they add up together would keep XLA
+        from adding all of it up at once."""
+        return any(self._layouts[number])
+
+    def given(self, values: Sequence[Any]) -> None:
+        self._known.update((id(v), (v, self._layouts[at])) for at, v in enumerate(values))
+
+    def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
+        results = super().write(at, inputs)
+        for number, value in zip(self._program.equations[at].outputs, results, strict=True):
+            self._known[id(value)] = value, self._layouts[number]
+        return results
+
+    def _partition(self, value: Any) -> PartitionSpec:
+        known = self._known.get(id(value))
+        return PartitionSpec() if known is None else PartitionSpec(*known[1])
+
+    def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
+        parts = tuple(map(self._partition, triggers))
+        return self._on_each(lambda *local: never(local)[None], parts, self._everywhere)(*triggers)
+
+    def guard(self, value: Any, condition: Any) -> Any:
+        part = self._partition(value)
+        guarded = self._on_each(
+            lambda local, own: guard(local, own[0]), (part, self._everywhere), part
+        )(value, condition)
+        self._known[id(guarded)] = guarded, self._known.get(id(value), (None, tuple(part)))[1]
+        return guarded
+
+    def _on_each(self, run: Callable[..., Any], parts: Any, result: Any) -> Callable[..., Any]:
+        mapped: Callable[..., Any] = jax.shard_map(
+            run, mesh=self._mesh, in_specs=parts, out_specs=result, check_vma=False
+        )
+        return mapped
+
+
+def _bind_in_pieces(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Runs an equation that treats samples alike on a part of them after the other."""
+    parts = [x.reshape(POOLING_PIECES, -1, *x.shape[1:]) for x in inputs]
+    results = lax.map(lambda part: private.bind(eqn, part), parts)
+    return [x.reshape(-1, *x.shape[2:]) for x in results]
+
+
+def _row_major(x: Any) -> Any:
+    """The same value, laid in memory with its last dimension innermost."""
+    return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
+
+
+def _with_late_zero(params: Any, gradient: Any, image: Any) -> Any:
+    """The gradient of max pooling, added up from a zero that exists only when ``gradient`` does.
+
+    XLA:GPU scatters into an array of zeros, which it would share with every ReLU of its shape and
+    keep from the first of them on.
+    """
+    zero = lax.convert_element_type(never([gradient]), gradient.dtype)
+    return private.select_and_scatter_add(params, image, gradient, zero)
+
+
+def writer_of(traced: JaxTracedStep) -> JaxWriter:
+    """Returns what writes a traced step down for where it will run."""
+    if traced.mesh is not None:
+        return ShardedWriter(traced)
+    if traced.target.on_gpu:
+        return GpuWriter(traced.program)
+    return JaxWriter(traced.program, uses_branches=True)

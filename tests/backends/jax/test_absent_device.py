@@ -1,0 +1,152 @@
+"""Steps compiled for a GPU that is not there.
+
+Needs the packages of the extra ``cards``; a machine without them skips what compiles, and says why.
+"""
+
+import hlo_text
+import jax
+import jax_models as models
+import keras
+import pytest
+from keras import layers
+
+from keras_remat.backends.jax import absent_device, lowering
+from keras_remat.backends.jax.measure import memory, probe_options
+from keras_remat.backends.jax.profile import estimated_profile
+from keras_remat.backends.jax.trace import trace
+from keras_remat.cards.table import CARDS, card
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.errors import MissingPackageError, RematError, UnsupportedModelError
+from keras_remat.solvers import solve
+
+
+def mlp():
+    """Dense layers and dropout, on a batch much larger than they are."""
+    inputs = x = layers.Input((128,))
+    for _ in range(5):
+        x = layers.Dropout(0.1)(layers.Dense(128, activation="gelu")(x))
+    return inputs, layers.Dense(10)(x), 8192
+
+
+def transformer():
+    """Two blocks of attention and dense layers, with dropout."""
+    inputs = x = layers.Input((64, 64))
+    for _ in range(2):
+        h = layers.LayerNormalization()(x)
+        x = x + layers.MultiHeadAttention(2, 32)(h, h)
+        h = layers.Dense(256, activation="gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dropout(0.1)(layers.Dense(64)(h))
+    return inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)), 128
+
+
+def cnn():
+    """Convolutions with batch normalization, ReLU, and max pooling."""
+    inputs = x = layers.Input((32, 32, 16))
+    for _ in range(2):
+        for _ in range(2):
+            x = layers.Conv2D(32, 3, padding="same", use_bias=False)(x)
+            x = layers.ReLU()(layers.BatchNormalization()(x))
+        x = layers.MaxPooling2D()(x)
+    return inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)), 64
+
+
+CASES = [
+    (mlp, "float32", "H100"),
+    (transformer, "mixed_bfloat16", "H100"),
+    (cnn, "float32", "T4"),
+    (cnn, "mixed_bfloat16", "H100"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    """Skips where no card can be compiled for."""
+    try:
+        absent_device.check_installed()
+    except RematError as error:
+        pytest.skip(str(error))
+
+
+def built(build, policy):
+    """The compiled model, and a batch."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        inputs, outputs, size = build()
+        model = models.compiled(keras.Model(inputs, outputs))
+    finally:
+        keras.config.set_dtype_policy(before)
+    return model, models.batch(model, size)
+
+
+class Step:
+    """A step as it is written for a card, and what the compiler left of it."""
+
+    def __init__(self, traced, schedule):
+        function = (
+            traced.train_step if schedule is None else lowering.step_function(traced, schedule)
+        )
+        specs = absent_device.lying_on((traced.state_specs, traced.batch_specs), traced.target)
+        lowered = jax.jit(function, donate_argnums=0).lower(*specs)
+        compiled = lowered.compile(compiler_options=probe_options(traced.target))
+        self.text, self.optimized = lowered.as_text(), compiled.as_text()
+        self.added_bytes = memory(compiled).added_bytes
+
+
+@pytest.mark.card
+@pytest.mark.parametrize(("build", "policy", "name"), CASES)
+def test_a_step_for_a_card(compiler, build, policy, name):
+    """It compiles, plain and lowered; what is computed again is left; a limit is worth bytes."""
+    model, batch = built(build, policy)
+    traced = trace(model, batch, target=card(name))
+    problem = Problem(traced.graph, estimated_profile(traced))
+    store_all = Schedule.store_all(traced.graph)
+    resident = problem.profile.resident_bytes
+    most = simulate(problem, store_all).peak_bytes - resident
+    tight = solve(
+        problem.with_budget(resident + int(0.75 * most)), solver="greedy", time_limit_s=10.0
+    ).schedule
+    assert tight.recomputed
+    plain, kept, again = (Step(traced, schedule) for schedule in (None, store_all, tight))
+    assert again.added_bytes < 0.9 * min(plain.added_bytes, kept.added_bytes)
+    draws = [hlo_text.drawn(step.optimized) for step in (plain, kept)]
+    assert draws[1] >= draws[0]
+    assert (draws[0] > 0) == (build is not cnn)
+    for kind in hlo_text.PRODUCTS:
+        more = hlo_text.written(again.text, kind) - hlo_text.written(kept.text, kind)
+        left = hlo_text.left(again.optimized, kind) - hlo_text.left(kept.optimized, kind)
+        assert left == more, kind
+
+
+def test_every_card_has_a_name_and_what_a_compiler_asks():
+    for name, target in CARDS.items():
+        assert card(name.lower()) is target
+        assert target.on_gpu
+        assert not target.is_live
+        assert target.usable_bytes < target.total_bytes
+
+
+def test_an_unknown_card_is_refused_with_those_near():
+    with pytest.raises(ValueError, match="did you mean H100"):
+        card("H10")
+    with pytest.raises(ValueError, match="known are T4"):
+        card("toaster")
+
+
+def test_packages_that_are_missing_or_of_another_version_are_named(monkeypatch):
+    def version(package):
+        if package == missing:
+            raise absent_device.metadata.PackageNotFoundError(package)
+        return versions.get(package, jax.__version__)
+
+    monkeypatch.setattr(absent_device.metadata, "version", version)
+    missing, versions = absent_device.ASSEMBLER, {}
+    with pytest.raises(MissingPackageError, match=r"keras-remat\[cards\]"):
+        absent_device.check_installed()
+    missing, versions = None, {absent_device.PLUGIN: "0.0.1"}
+    with pytest.raises(UnsupportedModelError, match=r"0\.0\.1, and JAX is"):
+        absent_device.check_installed()
+    versions = {}
+    absent_device.check_installed()

@@ -1,0 +1,78 @@
+"""What XLA does to JAX's operations, by target: rules read in buffer assignments of XLA:GPU."""
+
+import jax_models as models
+import keras
+import pytest
+from keras import layers
+
+from keras_remat.backends.jax.kinds import kinds_of
+from keras_remat.backends.jax.profile import estimated_profile
+from keras_remat.backends.jax.trace import trace
+from keras_remat.cards.table import card
+from keras_remat.core.target import live
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """One step, traced for a CPU and for a card."""
+    inputs = layers.Input((16, 16, 8))
+    x = layers.Conv2D(16, 3, padding="same", use_bias=False)(inputs)
+    x = layers.ReLU()(layers.BatchNormalization()(x))
+    pooled = layers.UpSampling2D()(layers.MaxPooling2D()(x))
+    x = layers.Concatenate()([x, pooled])
+    x = layers.DepthwiseConv2D(3, strides=2, padding="same")(x)
+    model = models.compiled(keras.Model(inputs, layers.Dense(10)(layers.Flatten()(x))))
+    batch = models.batch(model, 8)
+    return [trace(model, batch, target=t) for t in (live("cpu", "a CPU"), card("H100"))]
+
+
+def ops(traced, kind, phase=None):
+    found = [op for op in traced.graph.ops if op.kind == kind and phase in (None, op.phase)]
+    assert found, kind
+    return found
+
+
+def test_a_relu_that_pooling_and_concatenation_read_exists_on_a_cpu_only(steps):
+    """XLA:GPU takes it into their loops."""
+    on_cpu, on_gpu = (
+        {v.shape for op in traced.graph.ops if op.kind == "max" for v in outputs(traced, op)}
+        for traced in steps
+    )
+    assert (8, 16, 16, 16) in on_cpu
+    assert (8, 16, 16, 16) not in on_gpu
+
+
+def outputs(traced, op):
+    return [traced.graph.values[v] for v in op.outputs]
+
+
+def test_nothing_takes_over_what_a_library_returns_in_a_tuple(steps):
+    taken = [
+        {traced.graph.values[v].producer for op in traced.graph.ops for v in op.may_reuse}
+        for traced in steps
+    ]
+    convolutions = [{op.id for op in ops(t, "conv_general_dilated")} for t in steps]
+    assert taken[0] & convolutions[0]
+    assert not taken[1] & convolutions[1]
+
+
+def test_matrix_products_are_a_library_s_before_triton():
+    assert "dot_general" in kinds_of(card("T4")).in_tuples
+    assert "dot_general" not in kinds_of(card("A100-40")).in_tuples
+    assert not kinds_of(live("cpu", "a CPU")).in_tuples
+
+
+def test_workspaces_on_a_gpu(steps):
+    """A kernel is copied for its convolution, a kernel's gradient once more, pooling's gradient
+    has an index per dimension, and a strided depthwise gradient is dilated and padded."""
+    traced = steps[1]
+    workspace = estimated_profile(traced).op_workspace_bytes
+    first, *_ = ops(traced, "conv_general_dilated", "forward")
+    assert workspace[first.id] == 3 * 3 * 8 * 16 * 4
+    for op in ops(traced, "conv_kernel_gradient"):
+        bound = max(traced.graph.values[v].nbytes for v in op.outputs)
+        assert workspace[op.id] >= bound
+    (pooling,) = ops(traced, "select_and_scatter_add")
+    assert workspace[pooling.id] == 4 * 4 * (8 * 8 * 8 * 16)
+    strided = ops(traced, "conv_general_dilated", "backward")
+    assert max(workspace[op.id] for op in strided) >= 8 * 17 * 17 * 32 * 4
