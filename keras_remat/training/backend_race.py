@@ -204,7 +204,9 @@ class BackendRace:
         """Lets the next way show what it can do, where the first one's step is under a plan."""
         first = self.trainer
         no_way_left = not self._left and not self._chooses_pieces
-        if no_way_left or first.plan is None or self._options.plan is not None:
+        if no_way_left or self._options.plan is not None:
+            return
+        if first.plan is None and self.fit.limit.holds(first.settled_usage.peak_bytes):
             return
         if not self._is_judged:
             self._tried.append(_tried(first, first.settled_usage, self.fit.limit))
@@ -303,7 +305,7 @@ def _over_bytes(error: Exception) -> int:
 
 def _way(trainer: StepTrainer) -> str:
     """Returns the words for how a trainer's steps run."""
-    name = trainer.backend.compilation
+    name = "plain" if trainer.plan is None and trainer.settled else trainer.backend.compilation
     return name if trainer.pieces == 1 else f"{name} in {trainer.pieces} pieces"
 
 

@@ -60,7 +60,7 @@ class Baseline:
         """
         if before.signature != (self._shape or reference) or not before.steps:
             return
-        if isinstance(before, PlainShape) and before.phase is Phase.PLAIN:
+        if isinstance(before, PlainShape) and before.phase in (Phase.PLAIN, Phase.VERIFY):
             self._shape = before.signature
             self._report.baseline = replace(before.measured, peak_bytes=plain_peak_bytes(before))
             self._report.baseline_source = "measured"

@@ -65,6 +65,7 @@ class Moves:
             Move.REPLAN: self._replan,
             Move.TIGHTEN: self._tighten,
             Move.SPLIT: self._split,
+            Move.TRY_PLAIN: self._try_plain,
             Move.KEEP_SMALLEST: self._keep_smallest,
             Move.LOWER_LIMIT: self._lower_limit,
         }
@@ -105,6 +106,8 @@ class Moves:
             plan = self._first_plans.roomy(
                 shape, costs, self._known(shape), None, is_final=is_final
             )
+        shape = shape.traced(costs) if not isinstance(shape, TracedShape) else shape
+        shape = shape.with_over_limit()
         return self._first_plans.lowered(shape, costs, plan, phase)
 
     def _profile(self, shape: PlainShape, outcome: Outcome, phase: Phase) -> ShapeState:
@@ -273,8 +276,8 @@ class Moves:
         costs = shape.costs
         self._observe(shape)
         needed = self._planner.predict(costs.problem, shape.schedule).peak_bytes
-        tried = shape.over_limit()
-        orders, known = {other.schedule for other in tried}, self._known(shape)
+        shape, known = shape.with_over_limit(), self._known(shape)
+        orders = {other.schedule for other in shape.over_limit if isinstance(other, PlannedShape)}
         with self._fit.progress("solving for the schedule"):
             plan = self._first_plans.reused(
                 costs.problem, known, Phase.VERIFY, orders
@@ -283,7 +286,6 @@ class Moves:
         if plan.solution.schedule in orders or (misses and not shape.terms.may_miss):
             raise self._planner.not_found(costs.problem, peak)
         self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")
-        shape = replace(shape, over_limit_plans=tried)
         return self._first_plans.lowered(shape, costs, plan, phase)
 
     def _split(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
@@ -292,16 +294,28 @@ class Moves:
         too_large = self._planner.not_found(costs.problem, shape.peak_bytes or None)
         plan, split = self._first_plans.split(shape, costs.micro_batches, outcome.batch, too_large)
         if isinstance(shape, PlannedShape) and shape.steps:
-            shape = replace(shape, over_limit_plans=shape.over_limit())
+            shape = shape.with_over_limit()
         if shape.recorded is not Recorded.BLIND:
             shape = replace(shape, recorded=Recorded.NONE)
         return self._first_plans.lowered(shape, split, plan, phase)
 
+    def _try_plain(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+        """Measures Keras's own step where no plan keeps to the limit."""
+        self._fit.event(
+            EventKind.PLAIN,
+            f"No schedule was found that keeps to {format_bytes(self._fit.limit.total_bytes)}: the "
+            "plain step is measured, which may take less.",
+        )
+        run = self._fit.installed.run_plain
+        return shape.with_over_limit().plainly(run, shape.costs, phase)
+
     def _keep_smallest(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
         """Goes on with the step that measured least of those over the limit."""
-        kept = min((*shape.over_limit_plans, shape), key=lambda other: other.peak_bytes)
+        measured = [other for other in (*shape.over_limit, shape) if other.steps]
+        kept = min(measured, key=lambda other: other.peak_bytes)
+        step = "step" if isinstance(kept, PlannedShape) else "plain step"
         message = (
-            f"The step of {shape.batch_size} samples takes {format_bytes(kept.peak_bytes)} "
+            f"The {step} of {shape.batch_size} samples takes {format_bytes(kept.peak_bytes)} "
             f"measured, over the limit of {format_bytes(self._fit.limit.total_bytes)}; no schedule "
             "that takes less was found."
         )

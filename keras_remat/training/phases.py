@@ -83,8 +83,10 @@ class Move(Enum):
     """The plan is made again, for what its measured peak was too much."""
     SPLIT = auto()
     """The batch is trained in micro-batches, or in more of them."""
+    TRY_PLAIN = auto()
+    """No plan keeps to the limit: Keras's own step is measured, too, as it may take less."""
     KEEP_SMALLEST = auto()
-    """Of the steps that measured over the limit, the smallest is final."""
+    """Of the steps that measured over the limit, Keras's own among them, the smallest is final."""
     LOWER_LIMIT = auto()
     """The device has less than was thought: a plan is made for what it has."""
     REFUSE = auto()
@@ -107,6 +109,8 @@ class Facts:
         plain_fits: whether Keras's own step was measured within the limit, or is predicted to fit
             with room to spare.
         plain_ruled_out: whether Keras's own step is known not to fit, whatever is predicted.
+        plain_may_be_smaller: whether Keras's own step was not measured, and may take less than the
+            plans that measured over the limit.
         wants_profile: whether its ops are to be measured where Keras's own step fits.
         recorded: what came of recording.
         solves_beside: whether a process of its own may solve while training goes on.
@@ -124,6 +128,7 @@ class Facts:
     runs_a_plan: bool = True
     plain_fits: bool = False
     plain_ruled_out: bool = False
+    plain_may_be_smaller: bool = False
     wants_profile: bool = False
     recorded: Recorded = Recorded.NONE
     solves_beside: bool = False
@@ -161,11 +166,14 @@ _OVER, _OOM, _MEASURED = (
     {"over_limit": True}, {"out_of_memory": True}, {"recorded": Recorded.MEASURED},
 )  # fmt: skip
 _MISSES = {**_OVER, "may_miss": False}
+_OVER_WITH_PLAN = {**_OVER, "runs_a_plan": True}
 _PLAIN_FITS = {"runs_a_plan": True, "plain_fits": True, "plain_ruled_out": False}
 
 TABLE: tuple[Row, ...] = (
     # whatever the phase, a step that ran out of memory comes first
     Row(None, {**_OOM, **_PLAIN_FITS}, Move.RUN_PLAIN, Phase.PLAIN),
+    # a plain step that was only compared with plans that have trained
+    Row(Phase.VERIFY, {**_OOM, "runs_a_plan": False}, Move.KEEP_SMALLEST, Phase.FINAL),
     Row(None, {**_OOM, "attempts_left": True}, Move.LOWER_LIMIT, None),
     Row(None, {**_OOM, "may_split": True}, Move.SPLIT, None),
     Row(None, _OOM, Move.REFUSE, Phase.FINAL),
@@ -191,14 +199,18 @@ TABLE: tuple[Row, ...] = (
     Row(Phase.SOLVE, {}, Move.REPLAN, Phase.VERIFY),
     Row(Phase.SOLVE, _MISSES, Move.KEEP_SMALLEST, Phase.FINAL),
     Row(Phase.SOLVE, {}, Move.KEEP_PLAN, Phase.VERIFY),
-    Row(Phase.VERIFY, {**_OVER, "attempts_left": True}, Move.TIGHTEN, Phase.VERIFY),
-    Row(Phase.VERIFY, {**_OVER, "may_split": True}, Move.SPLIT, None),
+    Row(Phase.VERIFY, {**_OVER_WITH_PLAN, "attempts_left": True}, Move.TIGHTEN, Phase.VERIFY),
+    Row(Phase.VERIFY, {**_OVER_WITH_PLAN, "may_split": True}, Move.SPLIT, None),
+    Row(
+        Phase.VERIFY, {**_OVER_WITH_PLAN, "may_miss": True, "plain_may_be_smaller": True},
+        Move.TRY_PLAIN, Phase.VERIFY,
+    ),
     Row(Phase.VERIFY, _OVER, Move.KEEP_SMALLEST, Phase.FINAL),
     Row(Phase.VERIFY, {"enough_steps": True}, Move.FINISH, Phase.FINAL),
     Row(Phase.VERIFY, {}, Move.STAY, Phase.VERIFY),
     # what shares the allocator with a final step changes as training goes on
     Row(
-        Phase.FINAL, {**_OVER, "runs_a_plan": True, "attempts_left": True},
+        Phase.FINAL, {**_OVER_WITH_PLAN, "attempts_left": True},
         Move.TIGHTEN, Phase.VERIFY,
     ),
     Row(Phase.FINAL, {**_OVER, "runs_a_plan": False, "plain_ruled_out": False}, Move.PLAN, None),
@@ -239,6 +251,7 @@ class Tries:
         splits: how many numbers of micro-batches were tried.
         profiled: whether a step that runs plainly was recorded for its ops' costs.
         plain_ruled_out: whether Keras's own step is known not to fit.
+        plain_tried: whether it was measured because no plan kept to the limit.
     """
 
     tightenings: int = 0
@@ -246,6 +259,7 @@ class Tries:
     splits: int = 0
     profiled: bool = False
     plain_ruled_out: bool = False
+    plain_tried: bool = False
 
     def attempts_left(self, *, out_of_memory: bool) -> bool:
         """Returns whether a plan may be made once more for what was too much."""
@@ -273,6 +287,8 @@ class Tries:
             return replace(self, profiled=True)
         if move is Move.SPLIT:
             return replace(self, splits=self.splits + 1, tightenings=0, plain_ruled_out=True)
+        if move is Move.TRY_PLAIN:
+            return replace(self, plain_tried=True)
         if move is Move.KEEP_SMALLEST:
             return replace(self, tightenings=MAX_TIGHTENINGS, plain_ruled_out=True)
         return replace(self, plain_ruled_out=True) if move is Move.PLAN else self

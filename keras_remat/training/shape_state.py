@@ -103,7 +103,7 @@ class ShapeState:
         steps: what the later calls in this phase measured; where the phase may be long, the last
             one.
         resident_bytes: the most in use between two of its steps.
-        over_limit_plans: the records of steps that measured over the limit.
+        over_limit: the records of steps that measured over the limit.
     """
 
     signature: Signature
@@ -116,7 +116,7 @@ class ShapeState:
     called: bool = False
     steps: tuple[Usage, ...] = ()
     resident_bytes: int = 0
-    over_limit_plans: tuple[PlannedShape, ...] = ()
+    over_limit: tuple[TracedShape, ...] = ()
 
     @property
     def measured(self) -> Usage:
@@ -161,6 +161,10 @@ class TracedShape(ShapeState):
 
     costs: Costs
 
+    def with_over_limit(self) -> Self:
+        """Returns the record with this step as the last of those that measured over the limit."""
+        return replace(self, over_limit=(*self.over_limit, replace(self, over_limit=())))
+
 
 class PlainShape(TracedShape):
     """How batches of one shape are trained: by Keras's own step, whose costs are known."""
@@ -176,10 +180,6 @@ class PlannedShape(TracedShape):
     def schedule(self) -> Schedule:
         """What runs."""
         return self.plan.solution.schedule
-
-    def over_limit(self) -> tuple[PlannedShape, ...]:
-        """Returns the records of all steps that measured over the limit, this one the last."""
-        return (*self.over_limit_plans, replace(self, over_limit_plans=()))
 
     def recording(self, recorder: ProfileRecorder, phase: Phase) -> Recording:
         """Returns the record of steps that are recorded from the next one on."""
@@ -221,7 +221,7 @@ class Solving(PlannedShape):
 
 
 _CARRIED = (
-    "signature", "batch_size", "terms", "tries", "recorded", "resident_bytes", "over_limit_plans",
+    "signature", "batch_size", "terms", "tries", "recorded", "resident_bytes", "over_limit",
 )  # fmt: skip
 
 

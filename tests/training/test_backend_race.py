@@ -323,6 +323,25 @@ def test_the_plain_step_s_time_is_told_by_the_whole_batch():
     assert report.baseline.peak_bytes == told.baseline.peak_bytes
 
 
+def test_a_plain_step_that_no_way_undercuts_stays():
+    """The first way measures it, the others are tried against it."""
+
+    def more(what, size):
+        return 0 if what == "plain" else 2 * PLAIN
+
+    compiled, ordered = Compiled(surplus_bytes=more), FakeBackend(surplus_bytes=more)
+    race, report = race_of(compiled, ordered)
+    with pytest.warns(UserWarning, match="The plain step of 100 samples"):
+        train(race, 60)
+    assert race.settled
+    assert ordered.lowered, "the other way was tried"
+    assert race.trainer.plan is None
+    assert compiled.kinds[-1] == "plain"
+    assert race.trainer.backend is compiled
+    assert report.events[-1].message.endswith("Training goes on plain.")
+    assert trained(compiled, ordered) == list(range(60 * SIZE))
+
+
 # ------------------------------------------------------------------ a device that has less
 
 

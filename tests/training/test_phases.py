@@ -27,7 +27,7 @@ FALLIBLE = frozenset(
 NEEDS_PLAN = frozenset(
     {
         Move.START_RECORDER, Move.START_SOLVER, Move.KEEP_PLAN, Move.RUN_PLAIN, Move.REPLAN,
-        Move.TIGHTEN,
+        Move.TIGHTEN, Move.TRY_PLAIN,
     }
 )  # fmt: skip
 #: What may have failed before: profiling alone, since nothing else is tried for the same reason.
@@ -39,13 +39,23 @@ FAILURES = [
         for moves in combinations(FALLIBLE - {Move.PROFILE}, n)
     ),
 ]
-VALUES = {"phase": Phase, "recorded": Recorded, "failed": FAILURES}
+VALUES = {"recorded": Recorded, "failed": FAILURES}
+
+
+#: By phase the names of the facts that its rows ask for: the others change nothing.
+ASKED = {
+    phase: {name for row in TABLE if row.before in (None, phase) for name in row.facts}
+    for phase in Phase
+}
 
 
 def all_facts():
-    names = [field.name for field in fields(Facts)]
-    for values in product(*(VALUES.get(name, (False, True)) for name in names)):
-        yield Facts(**dict(zip(names, values, strict=True)))
+    """Every combination of what is asked for in a phase."""
+    for phase in Phase:
+        asked = ASKED[phase] | {"recorded", "failed"}
+        names = [field.name for field in fields(Facts) if field.name in asked]
+        for values in product(*(VALUES.get(name, (False, True)) for name in names)):
+            yield Facts(phase=phase, **dict(zip(names, values, strict=True)))
 
 
 def test_every_combination_of_facts_has_a_row_and_every_row_is_needed():
@@ -78,9 +88,13 @@ def successors(phase, tries, recorded, runs_a_plan):
     tells = (
         (Recorded.BUSY, Recorded.BLIND, Recorded.MEASURED) if phase is Phase.RECORD else (recorded,)
     )
-    either = (False, True)
-    for out_of_memory, over, fits, profile, beside, solved, miss, told in product(
-        *[either] * 7, tells
+    free = (
+        "out_of_memory", "over_limit", "plain_fits", "plain_may_be_smaller", "wants_profile",
+        "solves_beside", "solved", "may_miss",
+    )  # fmt: skip
+    values = [(False, True) if name in ASKED[phase] else (False,) for name in free]
+    for out_of_memory, over, fits, smaller, profile, beside, solved, miss, told in product(
+        *values, tells
     ):
         facts = Facts(
             phase=phase,
@@ -92,6 +106,7 @@ def successors(phase, tries, recorded, runs_a_plan):
             runs_a_plan=runs_a_plan,
             plain_fits=fits,
             plain_ruled_out=tries.plain_ruled_out,
+            plain_may_be_smaller=smaller and not tries.plain_tried,
             wants_profile=profile and told is Recorded.NONE and not tries.profiled,
             recorded=told,
             solves_beside=beside,
@@ -104,11 +119,16 @@ def successors(phase, tries, recorded, runs_a_plan):
             counted = counted.after(move)
             if move is Move.REFUSE:
                 break
-            plans = move not in (Move.RUN_PLAIN, Move.STAY, Move.FINISH, Move.KEEP_SMALLEST)
+            plans = move not in (Move.STAY, Move.FINISH, Move.KEEP_SMALLEST)
+            plain = move in (Move.RUN_PLAIN, Move.TRY_PLAIN)
             known = Recorded.NONE if move is Move.SPLIT and told is not Recorded.BLIND else told
-            state = following, counted, known, (runs_a_plan or plans) and move is not Move.RUN_PLAIN
-            if state != (phase, tries, recorded, runs_a_plan):
-                yield state
+            planned = {(runs_a_plan or plans) and not plain}
+            if move is Move.KEEP_SMALLEST:
+                planned = {True, False}  # either may be the smallest
+            for runs in planned:
+                state = following, counted, known, runs
+                if state != (phase, tries, recorded, runs_a_plan):
+                    yield state
             if move not in FALLIBLE:
                 break
             facts = replace(facts, failed=facts.failed | {move})
@@ -208,6 +228,26 @@ def test_every_path_ends():
         ),
         (
             {"phase": Phase.VERIFY, "over_limit": True, "attempts_left": False},
+            Move.KEEP_SMALLEST,
+            Phase.FINAL,
+        ),
+        (
+            {
+                "phase": Phase.VERIFY,
+                "over_limit": True,
+                "attempts_left": False,
+                "plain_may_be_smaller": True,
+            },
+            Move.TRY_PLAIN,
+            Phase.VERIFY,
+        ),
+        (
+            {"phase": Phase.VERIFY, "over_limit": True, "runs_a_plan": False},
+            Move.KEEP_SMALLEST,
+            Phase.FINAL,
+        ),
+        (
+            {"phase": Phase.VERIFY, "out_of_memory": True, "runs_a_plan": False},
             Move.KEEP_SMALLEST,
             Phase.FINAL,
         ),

@@ -480,6 +480,70 @@ def test_other_errors_pass_through():
     assert "out-of-memory" not in event_kinds(report)
 
 
+# ------------------------------------------------------------------ plans that need more than plain
+
+
+def over_whatever_runs(plain_surplus, plan_surplus):
+    """A backend whose steps take more than predicted, by how they run."""
+    return FakeBackend(
+        surplus_bytes=lambda what, size: plain_surplus if what == "plain" else plan_surplus
+    )
+
+
+@pytest.mark.parametrize(
+    ("plain_surplus", "runs_first"), [(-PLAIN // 5, "remat"), (0, "remat"), (TIGHT, "plain")]
+)
+def test_the_plain_step_comes_back_where_no_plan_takes_less(plain_surplus, runs_first):
+    """Whether it was never run, as it was predicted over the limit, or was measured over it."""
+    backend = over_whatever_runs(plain_surplus, 2 * PLAIN)
+    limit = TIGHT if runs_first == "remat" else PLAIN
+    trainer, report = trainer_on(backend, options(limit=limit))
+    with pytest.warns(UserWarning, match="The plain step of 100 samples takes .* over the limit"):
+        train(trainer, 40)
+    assert backend.kinds[0] == runs_first
+    assert backend.kinds[-20:] == ["plain"] * 20
+    assert trainer.settled
+    assert trainer.plan is None
+    assert trainer.settled_usage.peak_bytes == PLAIN + plain_surplus
+    assert backend.samples == list(range(40 * SIZE))
+    assert report.baseline_source == "measured"
+    assert report.baseline.peak_bytes == PLAIN + plain_surplus
+
+
+def test_a_plan_that_is_smaller_than_the_plain_step_stays(monkeypatch):
+    monkeypatch.setattr("keras_remat.training.step_trainer._PLAIN_OFF", 10.0)
+    backend = over_whatever_runs(PLAIN, PLAIN // 2)
+    trainer, _ = trainer_on(backend, options())
+    with pytest.warns(UserWarning, match="The step of 100 samples takes"):
+        train(trainer, 40)
+    assert "plain" in backend.kinds, "it was measured"
+    assert backend.kinds[-20:] == ["remat"] * 20
+    assert trainer.settled
+    assert trainer.settled_usage.peak_bytes < 2 * PLAIN
+    assert backend.samples == list(range(40 * SIZE))
+
+
+def test_a_plain_step_that_keeps_to_the_limit_after_all_stays():
+    backend = over_whatever_runs(TIGHT - PLAIN, 2 * PLAIN)
+    trainer, report = trainer_on(backend, options())
+    train(trainer, 40)
+    assert backend.kinds[-20:] == ["plain"] * 20
+    assert event_kinds(report)[-2:] == ["plain", "fits"]
+
+
+def test_a_plain_step_that_is_tried_and_runs_out_of_memory_is_undone():
+    backend = over_whatever_runs(0, PLAIN)
+    plain = backend.run_plain
+    backend.run_plain = lambda batch: (backend.fails_at.add(backend.calls + 1), plain(batch))[1]
+    trainer, report = trainer_on(backend, options())
+    with pytest.warns(UserWarning, match="The step of 100 samples takes"):
+        train(trainer, 40)
+    assert set(backend.kinds) == {"remat"}
+    assert report.limit_bytes == TIGHT, "plans have trained in more"
+    assert trainer.settled
+    assert backend.samples == list(range(40 * SIZE))
+
+
 # ------------------------------------------------------------------ micro-batches
 
 
