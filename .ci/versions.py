@@ -30,7 +30,7 @@ EXAMPLES = {"tensorflow": "examples/quickstart.py", "jax": "examples/jax_fit.py"
 OF_ALL = ("test_accumulate.py", "test_batches.py", "test_fit.py", "test_versions.py")
 SHORT = {
     "tensorflow": ("test_versions.py", "tensorflow/test_private.py", "tensorflow/test_swap.py"),
-    "jax": ("test_versions.py", "jax/test_private.py", "jax/test_swap.py"),
+    "jax": ("test_versions.py", "jax/test_private.py", "jax/test_swap.py", "jax/test_trace.py"),
 }
 #: The first Python without wheels of the oldest versions.
 TOO_NEW_FOR_OLDEST = (3, 13)
@@ -80,9 +80,8 @@ def installed(environment: Path, framework: str, options: argparse.Namespace) ->
         for name, oldest in OLDEST[framework].items()
     ]
     package = ["-e", f"{ROOT}[{EXTRAS[framework]},plot]"]
-    subprocess.run(
-        [python, "-m", "pip", "install", "-q", "-U", *package, *wanted, *TEST_TOOLS], check=True
-    )
+    pip = [python, "-m", "pip", "install", "-q", "-U", "--no-compile"]  # compiled where imported
+    subprocess.run([*pip, *package, *wanted, *TEST_TOOLS], check=True)
     code = "from keras_remat.reporting import text; print(text.versions())"
     subprocess.run([python, "-c", code], check=True)
     return python

@@ -1,6 +1,7 @@
 """What an installation brings: the exact solvers by default, CUDA by its extras."""
 
 import ast
+import importlib.util
 import re
 from configparser import ConfigParser
 from pathlib import Path
@@ -78,3 +79,15 @@ def test_every_extra_that_an_error_names_exists(setup):
                 named |= {arg.value for arg in node.args[2:] if isinstance(arg, ast.Constant)}
     assert named
     assert named <= set(setup["options.extras_require"])
+
+
+def test_the_command_that_tries_versions_names_what_there_is():
+    spec = importlib.util.spec_from_file_location("versions_command", ROOT / ".ci" / "versions.py")
+    command = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(command)
+    for framework in OLDEST:
+        for short in (True, False):
+            (example,), tests = command.commands(framework, short=short)
+            paths = [example, *(word for word in tests if word.startswith("tests/"))]
+            assert len(paths) > 3
+            assert [path for path in paths if not (ROOT / path).exists()] == []
