@@ -1,3 +1,5 @@
+from collections import namedtuple
+
 import jax
 import jax_models as models
 import keras
@@ -113,7 +115,8 @@ def test_uncompiled_steps_are_refused(options):
 def test_variables_bound_to_another_device_are_refused(monkeypatch):
     model = models.small()
     batch = models.batch(model)
-    monkeypatch.setattr(measure, "first_device", lambda: "another")
+    another = namedtuple("Device", "platform id device_kind")("another", 1, "cpu")
+    monkeypatch.setattr(measure, "first_device", lambda: another)
     trace(model, batch)  # what is bound to none goes where the step is
     variable = model.trainable_variables[0]
     variable._value = jax.device_put(variable.value, jax.devices()[0])
