@@ -97,6 +97,10 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         ``model.fit(x, y, callbacks=[RematAutotune(memory_limit="2GiB", batch_size="keep")])``
     """
 
+    #: Keras may call ``on_train_batch_end`` from another thread, and does not wait for a step's
+    #: logs because of this callback.
+    async_safe = True
+
     def __init__(
         self,
         memory_limit: int | str | None = None,
@@ -212,10 +216,13 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._session is not None:
             self._session.batch_begins(batch)
+            self._console.bar_is_open = batch > 0 and self._has_bar
+            self._tell_news()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._console.bar_is_open = (self.params or {}).get("verbose", 0) in (1, "auto")
-        self._tell_news()
+        session = self._session
+        if session is not None:
+            session.batch_ended(batch)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._session is not None:
@@ -228,6 +235,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._session is not None:
             news = self._session.epoch_ends(epoch)
+            self._console.bar_is_open = self._has_bar
+            self._tell_news()
         else:
             self.report.epochs.append(EpochUsage(epoch, 0, 0, 0.0, 0.0, 0, 0))
             news = self.report.epoch_logs(self.report.epochs[-1])
@@ -265,6 +274,10 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         if self._verbose == "auto":  # a bar or a line an epoch: both show what takes long
             return 1 if (self.params or {}).get("verbose", 0) else 0
         return int(self._verbose)
+
+    @property
+    def _has_bar(self) -> bool:
+        return (self.params or {}).get("verbose", 0) in (1, "auto")
 
     def _tell_news(self) -> None:
         """Shows the events since the last time, and a plan that was swapped in."""

@@ -156,6 +156,20 @@ class Installed(ABC):
         counts for the next step."""
         return nullcontext()
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether the original is in place, and called without this one."""
+        return self._model.train_function is self.original
+
+    def stand_aside(self) -> None:
+        """Puts the original in place until :meth:`take_place` is called."""
+        if self._model.train_function is self:
+            self._model.train_function = self.original
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Waits for the steps that the original was called for."""
+
     def take_place(self) -> bool:
         """Replaces the train function that was put back, or made anew, meanwhile.
 

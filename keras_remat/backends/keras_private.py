@@ -28,6 +28,39 @@ def records_steps(callback: Any) -> bool:
     return is_later or getattr(callback, "_is_tracing", False)
 
 
+def batches_may_grow(epoch_iterator: Any) -> bool:
+    """Returns whether a later batch of an epoch's data may be larger than the first one.
+
+    Arrays give batches of one size, and a smaller last one. So does a ``tf.data`` pipeline whose
+    samples have one shape, unless it joins pipelines of several batch sizes.
+    """
+    import keras
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+    from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+    adapter = getattr(epoch_iterator, "data_adapter", None)
+    if isinstance(adapter, ArrayDataAdapter):
+        return False
+    if not isinstance(adapter, TFDatasetAdapter):
+        return True
+    specs = keras.tree.flatten(adapter.get_tf_dataset().element_spec)
+    return not all(map(_has_samples_of_one_shape, specs))
+
+
+def _has_samples_of_one_shape(spec: Any) -> bool:
+    is_dense = type(spec).__name__ == "TensorSpec" and spec.shape.rank is not None
+    return is_dense and None not in list(spec.shape)[1:]
+
+
+def samples_counted(model: Any) -> int | None:
+    """Returns how many samples the loss was taken of since the metrics were reset; ``None`` where
+    the model's step does not count them, or while its variables have no values."""
+    count = getattr(getattr(model, "_loss_tracker", None), "count", None)
+    if count is None or getattr(count, "_value", None) is None:
+        return None
+    return int(count.numpy())
+
+
 @contextmanager
 def wrapped(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Puts ``replacement`` in the place of a method, which becomes its first argument."""

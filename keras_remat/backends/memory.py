@@ -43,6 +43,12 @@ class DeviceMemory(Protocol):
     def peak_bytes(self) -> int:
         """Returns the most bytes in use since a measurement began; 0 without statistics."""
 
+    def begin_watch(self) -> None:
+        """Begins to watch steps that are not measured one by one."""
+
+    def watched_peak_bytes(self) -> int:
+        """Returns the most bytes in use since the watch began; 0 without statistics."""
+
     def total_bytes(self) -> int:
         """Returns all the memory that this process may use on the device."""
 

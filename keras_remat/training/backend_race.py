@@ -273,6 +273,10 @@ class BackendRace:
         """Whether the reference shape's step is final, and no other is on trial."""
         return self._trial is None and self.trainer.settled
 
+    def runs_plain(self, *, may_grow: bool) -> bool:
+        """Returns whether nothing is to be done; see :meth:`StepTrainer.runs_plain`."""
+        return self._trial is None and self.trainer.runs_plain(may_grow=may_grow)
+
     def close(self) -> None:
         """Stops recordings and solvers that are under way."""
         trial = self._trial

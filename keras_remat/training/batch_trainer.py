@@ -179,6 +179,18 @@ class BatchTrainer:
         self._samples_per_s.clear()
 
     @property
+    def trains_as_given(self) -> bool:
+        """Whether the loader's batches are trained as they come, and no other size is looked
+        for."""
+        is_looking = self._searching or self._climb is not None
+        return self._size is None and not is_looking and not self._group.samples
+
+    @property
+    def loader_size(self) -> int:
+        """The samples of the loader's first batch; 0 before it."""
+        return self._loader
+
+    @property
     def has_begun(self) -> bool:
         """Whether a batch of the loader has been trained."""
         return self._loader > 0

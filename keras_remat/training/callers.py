@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_remat.backends.base import Caller
-from keras_remat.backends.keras_private import records_steps
+from keras_remat.backends.keras_private import batches_may_grow, records_steps
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class RunningFit:
         known: int | None = getattr(self.epoch_iterator, "_num_batches", None)
         begun: int = getattr(self.epoch_iterator, "_steps_seen", 0)
         return known is not None and 0 < known <= begun
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether batches may come that are larger than the first one, as far as is known."""
+        return batches_may_grow(self.epoch_iterator)
 
 
 def is_profiled(fit: RunningFit | None) -> bool:

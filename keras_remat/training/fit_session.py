@@ -26,9 +26,11 @@ from keras_remat.planning.fit_plans import limit_of
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.reporting.records import EpochUsage, Event
 from keras_remat.training.arguments import FitOptions
+from keras_remat.training.aside import Aside
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.batch_trainer import BatchTrainer
 from keras_remat.training.callers import (
+    RunningFit,
     caller_of,
     in_another_fit,
     is_profiled,
@@ -36,6 +38,10 @@ from keras_remat.training.callers import (
 )
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.learning_rate import LearningRateScaling
+
+#: How often the callback may stand aside in one fit: each time but the first, a step came near the
+#: limit before.
+_MOST_ASIDES = 3
 
 
 class FitSession:
@@ -88,6 +94,8 @@ class FitSession:
             options.seed,
         )
         self._announced = self._last_call = False
+        self._aside: Aside | None = None  # while nothing is to be done
+        self._asides_left = _MOST_ASIDES
         self._is_unmodified = False  # whether Keras's own step runs to the end
         self._training_s = 0.0  # of this epoch, planning included
         self._rest_logs: dict[str, Any] = {}
@@ -183,9 +191,19 @@ class FitSession:
         with self._training(), self._fit.long_task("looking at the device's memory"):
             self.steps.trainer.epoch_begins()
         self._trainer.epoch_begins()
+        if self._aside is not None:
+            self._aside.epoch_begins()
 
     def batch_begins(self, batch: int) -> None:
         """Notes that Keras, or a loop of the user's own, announces a batch."""
+        if self._installed.is_aside:
+            if self._is_unmodified:
+                return
+            if self._aside is not None:
+                self._aside.batch_begins(batch)
+                if self._aside.stays:
+                    return
+        self._aside = None
         self._announced, steps = True, self._steps_per_epoch
         fit = running_fit(self._model, self._callback)
         is_last = steps is not None and batch + self._model.steps_per_execution >= steps
@@ -195,11 +213,38 @@ class FitSession:
             self._fit.begin_epoch(self._most_steps(self._epoch))
             self.steps, self._is_unmodified = self._new_steps(), False
             self._trainer.begin_anew(self.steps)
+        if self._is_unmodified:
+            self._installed.stand_aside()
+        elif self._is_idle(fit):
+            self._asides_left -= 1
+            may_grow = fit is None or fit.may_grow
+            self._aside = Aside(self._installed, self.steps, self._trainer.loader_size, may_grow)
+            self._aside.batch_begins(batch)
+
+    def _is_idle(self, fit: RunningFit | None) -> bool:
+        """Returns whether nothing is to be done but to watch.
+
+        Of several processes one that fails has to tell the others: their steps are always ours.
+        """
+        return (
+            self._asides_left > 0
+            and self._backends[0].processes.count == 1
+            and self._trainer.trains_as_given
+            and self.steps.runs_plain(may_grow=False)
+            and self.steps.runs_plain(may_grow=fit is None or fit.may_grow)
+        )
+
+    def batch_ended(self, batch: int) -> None:
+        """Notes that a batch was trained; Keras may say so from another thread."""
+        if self._aside is not None:
+            self._aside.batch_ended(batch)
 
     def validation_begins(self) -> None:
         """Trains what Keras has ended the epoch without, where the ``fit`` is this one."""
         if running_fit(self._model, self._callback) is not None:
             self._train_rest()
+            if self._aside is not None:
+                self._aside.pauses()
 
     def _train_rest(self) -> None:
         logs = self.finish()
@@ -210,6 +255,8 @@ class FitSession:
     def epoch_ends(self, epoch: int) -> dict[str, Any]:
         """Ends the count of an epoch, and returns what is new in its logs."""
         self._train_rest()
+        if self._aside is not None:
+            self._aside.epoch_ends()
         self._trainer.epoch_ends()
         counter = self._fit.take_counter()
         usage = EpochUsage(

@@ -103,6 +103,15 @@ class FitState:
         self.counter.step_time_s += usage.time_s
         self.counter.peak_bytes = max(self.counter.peak_bytes, usage.peak_bytes)
 
+    def count_watched(self, steps: int, samples: int, usage: Usage) -> None:
+        """Counts steps that Keras's own train function has trained; of fewer than none, takes back
+        what was counted too many."""
+        self.steps_run += steps
+        self.counter.samples += samples
+        self.counter.steps += steps
+        self.counter.step_time_s += usage.time_s * max(0, steps)
+        self.counter.peak_bytes = max(self.counter.peak_bytes, usage.peak_bytes)
+
     def take_counter(self) -> StepCounter:
         """Returns what was counted since the last call and starts again from zero."""
         counter, self.counter = self.counter, StepCounter()

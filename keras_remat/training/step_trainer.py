@@ -122,22 +122,26 @@ class StepTrainer:
             outcome = self._attempt(self._shapes[key], batch, timed)
             before = self._shapes[key]
             self._set(self._follow(before, outcome))
-            self._fit.baseline.follow(
-                before,
-                self._shapes[key],
-                self._reference,
-                self.backend.compilation,
-                self._plain_peak_bytes,
-            )
-            if isinstance(before, PlainShape) and before.phase is Phase.PLAIN and before.peak_bytes:
-                self._first_plans.observe_plain(before.costs, before.peak_bytes)
+            self._learn(before, self._shapes[key])
             if isinstance(outcome, Trained):
                 return outcome.result
+
+    def _learn(self, before: ShapeState, after: ShapeState) -> None:
+        """Tells those who predict what a step took, before and after the move that followed."""
+        reference = self._reference or before.signature
+        self._fit.baseline.follow(
+            before, after, reference, self.backend.compilation, self._plain_peak_bytes
+        )
+        if isinstance(before, PlainShape) and before.phase is Phase.PLAIN and before.peak_bytes:
+            self._first_plans.observe_plain(before.costs, before.peak_bytes)
 
     def _attempt(self, shape: ShapeState, batch: Any, timed: bool) -> Trained | OutOfMemory:
         """Runs the shape's step on the batch and notes what it took."""
         if isinstance(shape, Recording) and shape.recorded is not Recorded.NONE:
             shape = self._follow(shape, Outcome(batch))  # a step of another shape has ended it
+        is_plain = not isinstance(shape, PlannedShape) and not shape.tries.plain_ruled_out
+        if is_plain and self._is_over(shape):  # it was seen from outside
+            shape = self._follow(shape, Outcome(batch))
         if isinstance(shape, Recording) and not shape.started:
             self._set(replace(shape, started=True))  # an interrupt may come right after it
             started = not self._fit.is_profiled() and shape.recorder.start()
@@ -376,6 +380,11 @@ class StepTrainer:
         return None if self._reference is None else self._shapes[self._reference]
 
     @property
+    def measured_steps(self) -> int:
+        """How many plain steps are measured at the beginning."""
+        return self._options.profile_steps
+
+    @property
     def settled(self) -> bool:
         """Whether the reference shape's step is final."""
         return self._reference_shape is not None and self._reference_shape.phase is Phase.FINAL
@@ -448,6 +457,40 @@ class StepTrainer:
             op_time_s = tuple(time_s * ratio for time_s in problem.profile.op_time_s)
             problem = replace(problem, profile=replace(problem.profile, op_time_s=op_time_s))
         return problem, self._family.profiles_by_size(shape.signature, problem.graph)
+
+    def runs_plain(self, *, may_grow: bool) -> bool:
+        """Returns whether Keras's own step trains all shapes, with room to spare: nothing is to be
+        done.
+
+        Args:
+            may_grow: whether batches may come that are larger than those that came. Then there has
+                to be as much room again as the step takes.
+        """
+        shape, shapes = self._reference_shape, self._shapes.values()
+        if shape is None or not shape.called or shape.phase not in (Phase.PLAIN, Phase.FINAL):
+            return False
+        if any(isinstance(one, PlannedShape) or one.tries.plain_ruled_out for one in shapes):
+            return False
+        if may_grow and shape.phase is not Phase.FINAL:
+            return False
+        peak_bytes = shape.peak_bytes
+        if not peak_bytes and isinstance(shape, TracedShape):
+            peak_bytes = self._first_plans.plain_bound_bytes(shape.costs)
+        return self._fit.limit.fits((1 + may_grow) * peak_bytes)
+
+    def watched(self, usage: Usage) -> None:
+        """Takes in what steps of the reference shape took that were watched from outside; where
+        that is over the limit, its next batch is planned for."""
+        shape = self._reference_shape
+        if not isinstance(shape, PlainShape):
+            return
+        seen = (*shape.steps, usage) if shape.phase is Phase.PLAIN else (usage,)
+        before = replace(shape, steps=seen)
+        after: ShapeState = before
+        if not self._is_over(before):
+            after = self._follow(before, Trained(None, None, usage))
+        self._set(after)
+        self._learn(before, after)
 
     def epoch_begins(self) -> None:
         """Tells the baseline that an epoch begins."""

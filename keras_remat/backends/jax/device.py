@@ -19,6 +19,7 @@ between, or where a program ran for the first time: what kernels are chosen by i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -65,8 +66,9 @@ class Device:
         self.times_forgotten = 0
         self._own_step: Any = None
         self.step_times = StepTimes(estimated_profile)
-        #: Of Keras's own step that ran, by the shapes of its batch.
-        self._plain: dict[Any, StepMemory] = {}
+        #: Of Keras's own step that ran, by the shapes of its batch, and the batch's bytes.
+        self._plain: dict[Any, tuple[StepMemory, int]] = {}
+        self._peak_before: int | None = None
         self._kept: Any = None  # a copy of the state on the host, for the next step
         self._put_back: Any = None  # the copy that the state is equal to, after a step that failed
         self._expected_peak_bytes, self._compile_s = 0, 0.0
@@ -157,15 +159,19 @@ class Device:
         if first:
             # JAX compiles a program once: this is the executable that the train function will find
             started = time.perf_counter()
-            self._plain[key] = memory(
+            used = memory(
                 compile_step(self.own_step(model), private.state_specs(model, self.state), specs)
             )
+            batch_bytes = sum(
+                math.prod(spec.shape) * spec.dtype.itemsize for spec in jax.tree.leaves(specs)
+            )
+            self._plain[key] = used, batch_bytes // len(counted_devices())
             self._compile_s += time.perf_counter() - started
         return self.run(
             model,
             lambda state, data: train_function(state, iter([data])),
             batch,
-            self._plain[key],
+            self._plain[key][0],
             first=first,
         )
 
@@ -187,6 +193,21 @@ class Device:
         self._own_step = None
         self._plain.clear()
         self.times_forgotten += 1
+
+    # ---------------------------------------------------------------- steps of others
+
+    def begin_watch(self) -> None:
+        """Notes the allocator's peak, where it has one: it cannot be reset."""
+        self._peak_before = device_statistic("peak_bytes_in_use")
+
+    def watched_peak_bytes(self) -> int:
+        """Returns the most that Keras's own steps can have taken since then: the allocator's peak
+        where it rose, else what is in use and what the largest of them adds to that."""
+        added = max((used.added_bytes + batch for used, batch in self._plain.values()), default=0)
+        expected, peak = self.in_use_bytes() + added, device_statistic("peak_bytes_in_use")
+        if peak is None:
+            return expected
+        return peak if peak != self._peak_before else min(peak, expected)
 
     # ---------------------------------------------------------------- memory
 

@@ -140,6 +140,13 @@ def publish_state(model: Any, state: State) -> None:
     model._jax_state_synced = False
 
 
+def wait_for_state(model: Any) -> None:
+    """Waits until the newest state of a running ``fit`` is computed."""
+    newest = getattr(model, "_jax_state", None) or {}  # Keras wraps dictionaries and lists
+    leaves = (leaf for group in newest.values() for leaf in group)
+    jax.block_until_ready([leaf for leaf in leaves if not leaf.is_deleted()])
+
+
 def build(model: Any, batch: Any) -> None:
     """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does
     before its first step."""

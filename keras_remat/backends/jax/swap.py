@@ -67,6 +67,9 @@ class InstalledTrainFunction(Installed):
         finally:
             device.state = None
 
+    def synchronize(self) -> None:
+        private.wait_for_state(self._model)
+
     def take_place(self) -> bool:
         anew = super().take_place()
         if anew:

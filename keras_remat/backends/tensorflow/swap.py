@@ -7,7 +7,7 @@ batches a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -18,7 +18,14 @@ from keras_remat.errors import without_inner_frames
 
 
 class InstalledTrainFunction(Installed):
-    """The train function of one ``fit``; asks ``runner`` for every batch."""
+    """The train function of one ``fit``; asks ``runner`` for every batch.
+
+    Keras's function traces the step for what its iterator promises of batches, whatever their size
+    is. It is given an iterator of the same kind for a single batch, too: so one trace, and what
+    the model's attributes were at that time, holds for all plain steps, as in a plain ``fit``.
+    """
+
+    _promised: Any = None  # what the iterator of ``fit`` promises of its batches
 
     @without_inner_frames
     def __call__(self, iterator: Any) -> Any:
@@ -35,6 +42,8 @@ class InstalledTrainFunction(Installed):
 
     def _of_fit(self, iterator: Any) -> Any:
         """Trains a call's batches of ``fit``."""
+        if isinstance(iterator, tf.data.Iterator):
+            self._promised = iterator.element_spec
         return self._restored_after(lambda: self._steps(iter(iterator)))
 
     def _restored_after(self, train: Callable[[], Any]) -> Any:
@@ -53,6 +62,32 @@ class InstalledTrainFunction(Installed):
             lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
         )
 
+    def synchronize(self) -> None:
+        updates = getattr(getattr(self._model, "optimizer", None), "iterations", None)
+        if updates is not None:
+            updates.numpy()  # a GPU has done what was asked of it before
+
     def run_plain(self, batch: Any) -> Any:
         with private.losses_counted_as(self._model):  # it may trace
-            return self.original(iter([batch]))
+            return self.original(_iterator_of(batch, self._promised))
+
+
+def _iterator_of(batch: Any, promised: Any) -> Iterator[Any]:
+    """Returns an iterator of one batch: where ``promised`` says what an iterator of ``tf.data``
+    would give, and the batch is such a one, an iterator of that kind."""
+    if promised is None:
+        return iter([batch])
+    optional = tf.nest.map_structure(
+        lambda leaf: tf.experimental.Optional.empty(None) if leaf is None else leaf, batch
+    )
+    try:
+        tf.nest.assert_same_structure(optional, promised)
+    except (TypeError, ValueError):
+        return iter([batch])
+    leaves, specs = tf.nest.flatten(optional), tf.nest.flatten(promised)
+    if not all(spec.is_compatible_with(leaf) for leaf, spec in zip(leaves, specs, strict=True)):
+        return iter([batch])  # a joined batch, of data whose batches have a static size
+    exact = tf.data.Dataset.from_tensors(optional)
+    variant = tf.data.experimental.to_variant(exact)
+    only: Iterator[Any] = iter(tf.data.experimental.from_variant(variant, promised))
+    return only

@@ -115,6 +115,15 @@ class TensorFlowDevice:
         """Returns the most bytes in use since :func:`measure` began; 0 without statistics."""
         return self._most("peak")
 
+    def begin_watch(self) -> None:
+        """Resets the allocator's peak."""
+        for name in self.allocators:
+            _reset_peak(name)
+
+    def watched_peak_bytes(self) -> int:
+        """Returns the most bytes in use since then; 0 without statistics."""
+        return self.peak_bytes()
+
     def _most(self, statistic: str) -> int:
         """Returns the largest number of a statistic, of one replica's part of an allocator."""
         return -(-max(_memory_info(name)[statistic] for name in self.allocators) // self._sharers)
@@ -206,8 +215,7 @@ def measure(
         device: whose peak it is; ``None`` for the one that training runs on.
     """
     device = device or TensorFlowDevice()
-    for name in device.allocators:
-        _reset_peak(name)
+    device.begin_watch()
     started = time.perf_counter()
     with tf.profiler.experimental.Trace(MEASURED_STEP):
         result = step()

@@ -1,0 +1,96 @@
+"""Stands aside while nothing is to be done: the batches stay as they are given, and the plain step
+fits with room to spare.
+
+The train function is then Keras's own again, called by ``fit`` with the user's own iterator. What
+its steps take is watched from the callback's hooks. Where a step comes near the limit, the
+installed train function takes its place again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from keras_remat.backends.base import Installed
+from keras_remat.backends.keras_private import samples_counted
+from keras_remat.core.schedule import Usage
+from keras_remat.training.backend_race import BackendRace
+from keras_remat.training.watch import Watch, Watched
+
+#: Keras tells the ends of steps from several threads, in no order: of so many the newest is known.
+_UNORDERED = 64
+
+
+class Aside:
+    """Watches the steps that Keras's own train function trains, and counts them.
+
+    Args:
+        installed: stands aside from now on.
+        steps: would train them.
+        loader_size: the samples of a batch.
+        may_grow: whether larger batches may come.
+
+    Attributes:
+        stays: whether there is nothing to be done still.
+    """
+
+    def __init__(self, installed: Installed, steps: BackendRace, loader_size: int, may_grow: bool):
+        installed.stand_aside()
+        self.stays = True
+        self._installed, self._steps, self._may_grow = installed, steps, may_grow
+        self._a_call = steps.fit.model.steps_per_execution  # batches
+        self._loader_size = loader_size
+        trainer = steps.trainer
+        self._watch = Watch(installed, trainer.backend.device, trainer.measured_steps)
+        self._newest_begun = -1
+        self._ended: deque[int] = deque(maxlen=_UNORDERED)
+        self._counted: int | None = None
+
+    def epoch_begins(self) -> None:
+        """Begins to count an epoch's samples."""
+        self._newest_begun, self._counted = -1, None
+        self._ended.clear()
+
+    def batch_begins(self, batch: int) -> None:
+        """Notes that Keras announces a batch, and looks at those before it where that is due."""
+        self._newest_begun = batch
+        watched = self._watch.step_begins()
+        if watched is not None:
+            self._take(watched)
+
+    def batch_ended(self, batch: int) -> None:
+        """Notes that Keras has trained the batches up to this one."""
+        self._ended.append(batch)
+
+    def pauses(self) -> None:
+        """Looks at the steps before something that is no training."""
+        if self._watch.steps:
+            self._counted = samples_counted(self._steps.fit.model)
+            self._take(self._watch.look())
+
+    def epoch_ends(self) -> None:
+        """Corrects the count: the last call may have got fewer samples than others, or none."""
+        self.pauses()
+        fit, size = self._steps.fit, self._loader_size
+        samples, steps = fit.counter.samples, fit.counter.steps
+        is_empty = not any(batch >= self._newest_begun for batch in self._ended)
+        if is_empty and self._newest_begun >= 0:
+            samples, steps = samples - size * self._a_call, steps - self._a_call
+        counted = self._counted
+        if counted is not None and (self._may_grow or 0 <= samples - counted < size * self._a_call):
+            too_many = 0 if self._may_grow else (samples - counted) // size
+            samples, steps = counted, steps - too_many
+        usage = Usage(0.0, 0)
+        fit.count_watched(steps - fit.counter.steps, samples - fit.counter.samples, usage)
+
+    def _take(self, watched: Watched) -> None:
+        """Takes in what was seen, and takes the place again where that is near the limit."""
+        steps = self._a_call * watched.steps
+        usage = Usage(watched.usage.time_s / self._a_call, watched.usage.peak_bytes)
+        self._steps.fit.count_watched(steps, self._loader_size * steps, usage)
+        trainer = self._steps.trainer
+        is_near = not self._steps.fit.limit.fits(usage.peak_bytes)
+        if not (is_near and self._may_grow):  # one of another shape may have taken it
+            trainer.watched(usage)
+        self.stays = not is_near and self._steps.runs_plain(may_grow=self._may_grow)
+        if not self.stays:
+            self._installed.take_place()

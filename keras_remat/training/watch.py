@@ -1,0 +1,86 @@
+"""Watches steps from Keras's hooks, while Keras's own train function is in place.
+
+A look waits for the steps before it, and asks the device for the most that was in use. The first
+looks come after every step. Later ones come as seldom as is needed for all of them together to take
+a small share of the time: nothing is lost by that, because a peak stays until it is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from keras_remat.backends.base import Installed
+from keras_remat.backends.memory import DeviceMemory
+from keras_remat.core.schedule import Usage
+
+#: Looks take at most this share of the time.
+_SHARE = 1 / 250
+
+
+class Pace:
+    """Says when a look is due.
+
+    Args:
+        first_looks: how many come as often as they are asked for.
+    """
+
+    def __init__(self, first_looks: int):
+        self._first_left, self._not_before_s = first_looks, 0.0
+
+    def is_due(self) -> bool:
+        """Returns whether a look may come now."""
+        return self._first_left > 0 or time.perf_counter() >= self._not_before_s
+
+    def looked(self, began_s: float) -> None:
+        """Notes that a look, which began at ``began_s`` by the clock, has ended."""
+        now = time.perf_counter()
+        self._first_left -= 1
+        self._not_before_s = now + (now - began_s) / _SHARE
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Says what steps took that were not measured one by one.
+
+    Args:
+        steps: how many there were.
+        usage: the mean time of one, and the largest peak.
+    """
+
+    steps: int
+    usage: Usage
+
+
+class Watch:
+    """Watches the steps between two looks.
+
+    Args:
+        installed: stands aside.
+        first_looks: as in :class:`Pace`.
+    """
+
+    def __init__(self, installed: Installed, device: DeviceMemory, first_looks: int):
+        self._installed, self._device, self._pace = installed, device, Pace(first_looks)
+        self.steps = 0
+        self._began_s = 0.0
+
+    def step_begins(self) -> Watched | None:
+        """Notes that a step begins; returns what those before it took, where a look was due."""
+        watched = self.look() if self.steps and self._pace.is_due() else None
+        if not self.steps:
+            self._device.begin_watch()
+            self._began_s = time.perf_counter()
+        self.steps += 1
+        return watched
+
+    def look(self) -> Watched:
+        """Returns what the steps since the last look took, of which there must be one, and begins
+        anew."""
+        began_s = time.perf_counter()
+        self._installed.synchronize()
+        time_s = (time.perf_counter() - self._began_s) / self.steps
+        watched = Watched(self.steps, Usage(time_s, self._device.watched_peak_bytes()))
+        self.steps = 0
+        self._pace.looked(began_s)
+        return watched
