@@ -214,15 +214,15 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
                 )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._session is not None:
+        if self._session is not None and not self._session.passes(batch):
             self._session.batch_begins(batch)
             self._console.bar_is_open = batch > 0 and self._has_bar
             self._tell_news()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        session = self._session
+        session = self._session  # another thread may end it
         if session is not None:
-            session.batch_ended(batch)
+            session.ended.append(batch)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._session is not None:

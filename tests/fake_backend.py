@@ -115,6 +115,12 @@ class FakeDevice:
     def peak_bytes(self):
         return self._backend.peak_at_failure if self.has_statistics else 0
 
+    def begin_watch(self):
+        self._backend.watched_bytes = RESIDENT_BYTES
+
+    def watched_peak_bytes(self):
+        return self._backend.watched_bytes if self.has_statistics else 0
+
     def total_bytes(self):
         return self._backend.memory_bytes
 
@@ -192,7 +198,7 @@ class FakeBackend:
         self.more = {"fixed_bytes": fixed_bytes, "kind": kind}
         self.first_call_bytes, self.called, self.lowered = first_call_bytes, set(), []
         self.snapshots = self.waits = 0
-        self.recording = False
+        self.recording, self.watched_bytes = False, RESIDENT_BYTES
         self.calls, self.peak_at_failure, self.slowness = 0, 0, slowness
         self.fails_at, self.has_bytes, self.can_be_cut = set(), 2**60, True
         self.plain_surplus_bytes = self.plain_least_bytes = 0
@@ -277,6 +283,8 @@ class FakeBackend:
         peak = self.predicted(
             replace(problem, profile=profile_of(problem.graph, "estimated")), schedule
         )
+        surplus = self.surplus_bytes(what, np.size(batch[0]))
+        self.watched_bytes = max(self.watched_bytes, peak + surplus)
         if self.calls in self.fails_at or peak > self.has_bytes:
             self.peak_at_failure = min(peak, self.has_bytes)
             raise FakeOutOfMemoryError

@@ -35,6 +35,9 @@ class FakeInstalled(Installed):
     def _read(self, batch):
         return batch
 
+    def synchronize(self):
+        """Nothing is queued."""
+
     def run_plain(self, batch):
         return self._backend.run_plain(batch)
 

@@ -78,6 +78,10 @@ class StepRunner(Protocol):
         """Trains a batch and returns logs. What it raises passes through, after the original train
         function is back."""
 
+    def run_settled(self, batch: Any) -> Any:
+        """Trains a batch and returns logs, where its step is settled: at little more than the cost
+        of a call of it. Returns ``None``, and has done nothing, where it is not."""
+
     def run_alone(self, batch: Any, caller: Caller) -> Any:
         """Trains a batch of ``train_on_batch`` at once, and returns its logs."""
 
@@ -124,6 +128,10 @@ class Installed(ABC):
     def _read(self, batch: Any) -> Any:
         """Returns a batch of Keras's iterator as the runner gets it."""
 
+    def _prepared(self, batch: Any) -> Any:
+        """Returns what was read as arrays of the framework, where a settled step needs none."""
+        return batch
+
     def _steps(self, iterator: Iterator[Any]) -> Any:
         """Trains a call's batches of ``fit``, up to ``steps_per_execution``, and returns logs."""
         logs = None
@@ -136,7 +144,10 @@ class Installed(ABC):
                 if at == 0 and not (self.returns_state and rest is not None):
                     raise
                 return logs if rest is None else rest
-            logs = self._runner.run(self._read(batch))
+            batch = self._read(batch)
+            logs = self._runner.run_settled(batch)
+            if logs is None:
+                logs = self._runner.run(self._prepared(batch))
         if self._runner.is_last_call():
             rest = self._runner.finish()
             return logs if rest is None else rest

@@ -16,9 +16,6 @@ from keras_remat.core.schedule import Usage
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.watch import Watch, Watched
 
-#: Keras tells the ends of steps from several threads, in no order: of so many the newest is known.
-_UNORDERED = 64
-
 
 class Aside:
     """Watches the steps that Keras's own train function trains, and counts them.
@@ -27,13 +24,21 @@ class Aside:
         installed: stands aside from now on.
         steps: would train them.
         loader_size: the samples of a batch.
+        ended: gets the numbers of the batches that Keras has trained, the newest ones at least.
         may_grow: whether larger batches may come.
 
     Attributes:
         stays: whether there is nothing to be done still.
     """
 
-    def __init__(self, installed: Installed, steps: BackendRace, loader_size: int, may_grow: bool):
+    def __init__(
+        self,
+        installed: Installed,
+        steps: BackendRace,
+        loader_size: int,
+        ended: deque[int],
+        may_grow: bool,
+    ):
         installed.stand_aside()
         self.stays = True
         self._installed, self._steps, self._may_grow = installed, steps, may_grow
@@ -42,7 +47,7 @@ class Aside:
         trainer = steps.trainer
         self._watch = Watch(installed, trainer.backend.device, trainer.measured_steps)
         self._newest_begun = -1
-        self._ended: deque[int] = deque(maxlen=_UNORDERED)
+        self._ended = ended
         self._counted: int | None = None
 
     def epoch_begins(self) -> None:
@@ -50,16 +55,19 @@ class Aside:
         self._newest_begun, self._counted = -1, None
         self._ended.clear()
 
+    def passes(self, batch: int) -> bool:
+        """Notes a batch, where there is nothing to look at; returns whether that is so."""
+        if not self._installed.is_aside or not self._watch.passes():
+            return False
+        self._newest_begun = batch
+        return True
+
     def batch_begins(self, batch: int) -> None:
         """Notes that Keras announces a batch, and looks at those before it where that is due."""
         self._newest_begun = batch
         watched = self._watch.step_begins()
         if watched is not None:
             self._take(watched)
-
-    def batch_ended(self, batch: int) -> None:
-        """Notes that Keras has trained the batches up to this one."""
-        self._ended.append(batch)
 
     def pauses(self) -> None:
         """Looks at the steps before something that is no training."""

@@ -118,10 +118,11 @@ class BackendRace:
 
     # ---------------------------------------------------------------- one batch
 
-    def run(self, batch: Any, terms: Terms = USUAL_TERMS) -> Any:
+    def run(self, batch: Any, terms: Terms = USUAL_TERMS, *, timed: bool = False) -> Any:
         """Trains one batch and returns its logs.
 
         Args:
+            timed: whether the step is waited for, whatever that costs.
             terms: a batch is split after the last way has failed, and no way misses the limit where
                 pieces may be tried.
 
@@ -145,7 +146,7 @@ class BackendRace:
                         may_split=terms.may_split and is_last,
                         may_miss=terms.may_miss and not self._chooses_pieces,
                     ),
-                    timed=self._trial is not None,
+                    timed=timed or self._trial is not None,
                 )
             except _FAILURES as error:
                 if not self._gives_way(error, batch):
@@ -156,6 +157,11 @@ class BackendRace:
             if self.trainer.settled:
                 self._follow(batch)
             return result
+
+    def run_settled(self, batch: Any) -> Any:
+        """Trains one batch and returns its logs, where its step is settled; ``None`` where not."""
+        may_try = (self._left or self._chooses_pieces) and self._options.plan is None
+        return None if may_try or self._trial is not None else self.trainer.run_settled(batch)
 
     def _follow(self, batch: Any) -> None:
         """Goes on after a batch that a final step trained."""

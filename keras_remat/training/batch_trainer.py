@@ -138,6 +138,14 @@ class BatchTrainer:
             self._logs = self._steps.run(batch)
         return self._logs
 
+    def run_settled(self, batch: Any) -> Any:
+        """Trains one loader batch and returns its logs, where batches are trained as they come and
+        its step is settled; ``None`` where not."""
+        logs = self._steps.run_settled(batch) if self.trains_as_given else None
+        if logs is not None:
+            self._logs, self.has_changed = logs, True
+        return logs
+
     def finish(self) -> Any:
         """Trains what is held back; ``None`` when nothing is."""
         if self._group.samples == 0:
@@ -177,6 +185,11 @@ class BatchTrainer:
         self._climb = self._scaling = self.search = None
         self._step_s.clear()
         self._samples_per_s.clear()
+
+    @property
+    def _is_comparing(self) -> bool:
+        """Whether the times of steps decide which size trains."""
+        return self._wanted == "fastest" and (self._searching or self._climb is not None)
 
     @property
     def trains_as_given(self) -> bool:
@@ -225,7 +238,8 @@ class BatchTrainer:
         started = time.perf_counter()
         with self._learning_rate.during(factor):
             try:
-                logs = self._steps.run(self._steps.fit.installed.as_given(batch), terms)
+                given = self._steps.fit.installed.as_given(batch)
+                logs = self._steps.run(given, terms, timed=self._is_comparing)
             except RematError:
                 self._group.put_back(batch)  # it was not trained
                 raise

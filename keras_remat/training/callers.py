@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from keras_remat.backends.base import Caller
@@ -57,6 +58,22 @@ def in_another_fit(model: Any, callback: Any) -> bool:
     return innermost is not None and not _has(innermost, callback)
 
 
+def innermost_fit() -> FrameType | None:
+    """Returns the frame of the innermost call of a function of the name ``fit``.
+
+    To look into a frame's variables takes long, and keeps the state of that moment.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "fit":
+        frame = frame.f_back
+    return frame
+
+
+def trains_alone(iterator: Any) -> bool:
+    """Returns whether a train function was called by ``train_on_batch``."""
+    return "train_on_batch." in getattr(iterator, "__qualname__", "")
+
+
 def _has(fit: RunningFit, callback: Any) -> bool:
     return any(one is callback for one in fit.callbacks)
 
@@ -80,7 +97,7 @@ def caller_of(iterator: Any, fit: RunningFit | None, *, announced: bool) -> Call
         announced: whether Keras, or a loop of the user's own, has announced a batch since the last
             call.
     """
-    alone = "train_on_batch." in getattr(iterator, "__qualname__", "")
+    alone = trains_alone(iterator)
     if fit is None:
         return Caller.NOBODY if not announced else Caller.LOOP if alone else Caller.FIT
     return Caller.GUEST if alone else Caller.FIT

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from keras_remat.backends.base import Backend, Caller
@@ -33,8 +35,10 @@ from keras_remat.training.callers import (
     RunningFit,
     caller_of,
     in_another_fit,
+    innermost_fit,
     is_profiled,
     running_fit,
+    trains_alone,
 )
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.learning_rate import LearningRateScaling
@@ -94,6 +98,11 @@ class FitSession:
             options.seed,
         )
         self._announced = self._last_call = False
+        self._known_fit: RunningFit | None
+        self._begun_fit: FrameType | None = None  # between the announcement of a batch and its step
+        self._known_frame, self._known_fit = 0, None  # of this epoch
+        #: The newest batches that Keras has trained; it says so from several threads, in no order.
+        self.ended: deque[int] = deque(maxlen=64)
         self._aside: Aside | None = None  # while nothing is to be done
         self._asides_left = _MOST_ASIDES
         self._is_unmodified = False  # whether Keras's own step runs to the end
@@ -114,6 +123,9 @@ class FitSession:
     def caller(self, iterator: Any) -> Caller:
         """Returns who calls the train function."""
         announced, self._announced = self._announced, False
+        begun, self._begun_fit = self._begun_fit, None
+        if begun is not None and begun is innermost_fit() and not trains_alone(iterator):
+            return Caller.FIT
         fit = running_fit(self._model, self._callback)
         if in_another_fit(self._model, self._callback):
             if fit is not None:
@@ -138,6 +150,17 @@ class FitSession:
                 return self._trainer.run(batch)
         except UnsupportedModelError as error:
             return self._go_on_unmodified(error)
+
+    def run_settled(self, batch: Any) -> Any:
+        """Trains one loader batch, where its step is settled; see
+        :class:`~keras_remat.backends.base.StepRunner`."""
+        if self._is_unmodified:
+            return None
+        started = time.perf_counter()
+        logs = self._trainer.run_settled(batch)
+        if logs is not None:
+            self._training_s += time.perf_counter() - started
+        return logs
 
     def _go_on_unmodified(self, error: UnsupportedModelError, *batches: Any) -> Any:
         """Trains by Keras's own step from here on: what is held back, and ``batches``."""
@@ -187,6 +210,7 @@ class FitSession:
         self._epoch, most_steps = epoch, self._most_steps(epoch)
         self._fit.begin_epoch(most_steps)
         self._training_s, self._rest_logs = 0.0, {}
+        self._known_frame = 0
         self._fit.take_counter()
         with self._training(), self._fit.long_task("looking at the device's memory"):
             self.steps.trainer.epoch_begins()
@@ -195,7 +219,10 @@ class FitSession:
             self._aside.epoch_begins()
 
     def batch_begins(self, batch: int) -> None:
-        """Notes that Keras, or a loop of the user's own, announces a batch."""
+        """Notes that Keras, or a loop of the user's own, announces a batch.
+
+        Where nothing is to be done, this is all that a step costs: :meth:`passes`.
+        """
         if self._installed.is_aside:
             if self._is_unmodified:
                 return
@@ -205,7 +232,7 @@ class FitSession:
                     return
         self._aside = None
         self._announced, steps = True, self._steps_per_epoch
-        fit = running_fit(self._model, self._callback)
+        fit = self._announcing_fit()
         is_last = steps is not None and batch + self._model.steps_per_execution >= steps
         self._last_call = is_last or (fit is not None and fit.has_no_more_data)
         if self._installed.take_place():  # another train function: the model may be another one
@@ -218,8 +245,19 @@ class FitSession:
         elif self._is_idle(fit):
             self._asides_left -= 1
             may_grow = fit is None or fit.may_grow
-            self._aside = Aside(self._installed, self.steps, self._trainer.loader_size, may_grow)
+            self._aside = Aside(
+                self._installed, self.steps, self._trainer.loader_size, self.ended, may_grow
+            )
             self._aside.batch_begins(batch)
+
+    def _announcing_fit(self) -> RunningFit | None:
+        """Returns the ``fit`` that announces a batch."""
+        frame = innermost_fit()
+        if id(frame) != self._known_frame:  # an epoch's first batch
+            self._known_frame = id(frame)
+            self._known_fit = running_fit(self._model, self._callback)
+        self._begun_fit = None if self._known_fit is None else frame
+        return self._known_fit
 
     def _is_idle(self, fit: RunningFit | None) -> bool:
         """Returns whether nothing is to be done but to watch.
@@ -234,10 +272,10 @@ class FitSession:
             and self.steps.runs_plain(may_grow=fit is None or fit.may_grow)
         )
 
-    def batch_ended(self, batch: int) -> None:
-        """Notes that a batch was trained; Keras may say so from another thread."""
-        if self._aside is not None:
-            self._aside.batch_ended(batch)
+    def passes(self, batch: int) -> bool:
+        """Notes that a batch is announced that is none of ours, where nothing is to be done and
+        nothing to be looked at; returns whether that is so."""
+        return self._aside is not None and self._aside.passes(batch)
 
     def validation_begins(self) -> None:
         """Trains what Keras has ended the epoch without, where the ``fit`` is this one."""
@@ -291,6 +329,7 @@ class FitSession:
 
     def close(self) -> None:
         """Gives the train function back; a second time, it does nothing."""
+        self._begun_fit = self._known_fit = None
         self._installed.give_back()
         self._backends[0].processes.end()
 

@@ -15,6 +15,7 @@ One file, though long: every method reads or sets the shapes of one ``fit``.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -39,13 +40,14 @@ from keras_remat.training.shape_state import (
     Recording,
     ShapeState,
     Signature,
+    Signatures,
     Solving,
     Terms,
     TracedShape,
     is_within,
-    signature_of,
 )
 from keras_remat.training.undo import Outcome, OutOfMemory, StepGuard, Trained
+from keras_remat.training.watch import Pace
 from keras_remat.units import format_bytes, format_unequal_bytes
 
 logger = logging.getLogger(__name__)
@@ -56,8 +58,10 @@ _LONG_STEP_S, _COMPARED_STEPS = 0.1, 8
 #: How much more than it takes a plain step may be predicted to need: one of ConvLSTM layers is
 #: predicted at 92 MiB and takes 88, and ours may be as far off.
 _PLAIN_OFF = 1.25
-#: One of so many final steps on a GPU, or in several processes, is waited for and timed.
+#: One of so many steps that go on for long on a GPU, or in several processes, is waited for.
 _TIMED_EVERY = 20
+#: What it costs to wait for a step on a GPU, as a share of the step.
+_GAP_SHARE = 0.08
 
 
 class StepTrainer:
@@ -84,6 +88,8 @@ class StepTrainer:
         self._moves = Moves(fit, backend, self._planner, self._first_plans, self._known)
         self._guard = StepGuard(fit.model, backend, fit.facts)
         self._shapes: dict[Signature, ShapeState] = {}
+        self._signatures = Signatures()
+        self._pace = Pace(options.profile_steps)  # of looks at final steps
         self._reference: Signature | None = None  # of the shape that training is about
         self._family = ShapeFamily(self._shapes)
         self._expected = Known()
@@ -104,7 +110,10 @@ class StepTrainer:
             InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit; this batch
                 was not trained.
         """
-        key = signature_of(batch)
+        key = self._signatures.of(batch)
+        settled = None if timed else self._settled(key, terms.may_miss)
+        if settled is not None:
+            return self._run_settled(settled, batch)
         if key not in self._shapes:
             with self._fit.planning():
                 self._set(self._prepare(batch, terms))
@@ -125,6 +134,43 @@ class StepTrainer:
             self._learn(before, self._shapes[key])
             if isinstance(outcome, Trained):
                 return outcome.result
+
+    def run_settled(self, batch: Any) -> Any:
+        """Trains one batch on the usual terms and returns its logs, where its step is settled;
+        ``None`` where not."""
+        shape = self._settled(self._signatures.of(batch), USUAL_TERMS.may_miss)
+        return None if shape is None else self._run_settled(shape, batch)
+
+    def _settled(self, key: Signature, may_miss: bool) -> PlannedShape | None:
+        """Returns a batch's shape where its step is final under a plan, and no look at it is due;
+        ``None`` where something is to be found out or to be done."""
+        shape = self._shapes.get(key)
+        is_settled = (
+            self._reference is not None
+            and isinstance(shape, PlannedShape)
+            and shape.called
+            and shape.terms.may_miss == may_miss
+            and all(one.phase is Phase.FINAL for one in self._shapes.values())
+            and not self._is_look_due()
+        )
+        return shape if is_settled and isinstance(shape, PlannedShape) else None
+
+    def _is_look_due(self) -> bool:
+        """Returns whether the next final step is waited for and timed. What one of several
+        processes measures is told to the others, which have to ask at the same step."""
+        if self.backend.processes.count > 1:
+            return self._fit.steps_run % _TIMED_EVERY == 0
+        return self._pace.is_due()
+
+    def _run_settled(self, shape: PlannedShape, batch: Any) -> Any:
+        """Runs a final step and returns its logs, at the cost of little more than a call of it."""
+        outcome = self._guard.run_settled(shape.run, batch)
+        self._fit.facts.is_scattered = False
+        self._fit.count(shape.batch_size, outcome.usage)
+        has_statistics, limit = self.backend.device.has_statistics, self._fit.limit
+        if has_statistics and not limit.holds(outcome.usage.peak_bytes):
+            self._set(self._follow(replace(shape, steps=(outcome.usage,)), outcome))
+        return outcome.result
 
     def _learn(self, before: ShapeState, after: ShapeState) -> None:
         """Tells those who predict what a step took, before and after the move that followed."""
@@ -149,6 +195,7 @@ class StepTrainer:
             shape = replace(shape, started=started, recorded=recorded)
         self._set(shape)
         guarded, timed = self._is_guarded(shape), timed or self._is_timed(shape)
+        began_s = time.perf_counter()
         outcome = self._guard.attempt(
             shape.run, batch, guarded=guarded, gathered=self._is_gathered(shape), timed=timed
         )
@@ -158,6 +205,8 @@ class StepTrainer:
             return outcome
         self._fit.count(shape.batch_size, outcome.usage)
         shape = shape.after_step(outcome.usage, self.backend.device.in_use_bytes())
+        if timed and isinstance(shape, PlannedShape) and shape.phase is Phase.FINAL:
+            self._looked(began_s, outcome.usage.time_s)
         # no step more than needed runs over the limit
         is_over = self._is_over(shape)
         enough = is_over or len(shape.steps) >= self._options.profile_steps
@@ -172,6 +221,11 @@ class StepTrainer:
             shape = self._moves.end_recording(shape)
         self._set(shape)
         return outcome
+
+    def _looked(self, began_s: float, step_s: float) -> None:
+        """Notes what it costs to wait for a final step: on a GPU, gaps between kernels, too."""
+        cost_s = time.perf_counter() - began_s - step_s
+        self._pace.looked(max(cost_s, _GAP_SHARE * step_s if self.on_gpu else 0.0))
 
     def _is_over(self, shape: ShapeState) -> bool:
         """Returns whether a step of this phase measured over the limit."""
@@ -196,6 +250,8 @@ class StepTrainer:
         """Returns whether the next step is waited for. On a GPU that leaves gaps between kernels,
         and a final step's peak is known when its call returns. Several processes tell each other
         what such a step took, which takes time."""
+        if isinstance(shape, PlannedShape) and shape.phase is Phase.FINAL:
+            return self.backend.processes.count == 1 or self._is_look_due()
         costs_time = self.on_gpu or self.backend.processes.count > 1
         asynchronous = costs_time and shape.phase in (Phase.SOLVE, Phase.FINAL) and shape.called
         return not asynchronous or self._fit.steps_run % _TIMED_EVERY == 0
@@ -297,7 +353,7 @@ class StepTrainer:
         self._fit.report.batch_size = self._fit.report.batch_size or size
         self._fit.tell_statistics(self.backend.device)
         shape = ShapeState(
-            signature=signature_of(batch),
+            signature=self._signatures.of(batch),
             batch_size=size,
             run=self._fit.installed.run_plain,
             phase=Phase.FINAL,
@@ -427,7 +483,7 @@ class StepTrainer:
 
     def is_reference(self, batch: Any) -> bool:
         """Returns whether a batch has the reference shape."""
-        return signature_of(batch) == self._reference
+        return self._signatures.of(batch) == self._reference
 
     def reference_costs(self, batch: Any) -> tuple[Problem, dict[int, Profile]]:
         """Returns the costs of the reference shape's step, and the profiles of its ops that were

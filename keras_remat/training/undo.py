@@ -109,6 +109,13 @@ class StepGuard:
         usage = replace(usage, time_s=facts.step_s)
         return Trained(batch, result, usage)
 
+    def run_settled(self, step: RunStep, batch: Any) -> Trained:
+        """Runs a step that is neither guarded nor waited for; it is said to have taken what the
+        last one did that was."""
+        result, usage = self._backend.measure(lambda: step(batch), wait=False)
+        self._facts.pending = result
+        return Trained(batch, result, Usage(self._facts.step_s, usage.peak_bytes))
+
     def _is_cheap(self) -> bool:
         copy_s = self._facts.copy_s
         return copy_s is not None and copy_s <= CHEAP_SHARE * self._facts.step_s

@@ -32,11 +32,10 @@ class Pace:
         """Returns whether a look may come now."""
         return self._first_left > 0 or time.perf_counter() >= self._not_before_s
 
-    def looked(self, began_s: float) -> None:
-        """Notes that a look, which began at ``began_s`` by the clock, has ended."""
-        now = time.perf_counter()
+    def looked(self, cost_s: float) -> None:
+        """Notes that a look has ended, which took ``cost_s`` seconds more than the steps."""
         self._first_left -= 1
-        self._not_before_s = now + (now - began_s) / _SHARE
+        self._not_before_s = time.perf_counter() + cost_s / _SHARE
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,13 @@ class Watch:
         self.steps = 0
         self._began_s = 0.0
 
+    def passes(self) -> bool:
+        """Notes that a step begins before which no look is due; returns whether that is so."""
+        if not self.steps or self._pace.is_due():
+            return False
+        self.steps += 1
+        return True
+
     def step_begins(self) -> Watched | None:
         """Notes that a step begins; returns what those before it took, where a look was due."""
         watched = self.look() if self.steps and self._pace.is_due() else None
@@ -82,5 +88,5 @@ class Watch:
         time_s = (time.perf_counter() - self._began_s) / self.steps
         watched = Watched(self.steps, Usage(time_s, self._device.watched_peak_bytes()))
         self.steps = 0
-        self._pace.looked(began_s)
+        self._pace.looked(time.perf_counter() - began_s)
         return watched

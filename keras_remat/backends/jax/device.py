@@ -73,6 +73,7 @@ class Device:
         self._put_back: Any = None  # the copy that the state is equal to, after a step that failed
         self._expected_peak_bytes, self._compile_s = 0, 0.0
         self._told_peak_bytes = 0  # what all processes know of the newest step that was waited for
+        self._is_measuring = True  # whether what a step takes is asked for
         self._first_run = False  # whether a program ran for the first time since measuring began
 
     # ---------------------------------------------------------------- steps
@@ -90,8 +91,7 @@ class Device:
 
         Args:
             model: whose state it is.
-            step: consumes the state and returns the new one, be it in other containers: a step is
-                compiled for those that Keras makes.
+            step: consumes the state and returns the new one, in the same containers.
             batch: what it trains.
             used: what it allocates.
             first: whether it has not run before.
@@ -100,10 +100,10 @@ class Device:
         self._put_back = None
         self._first_run |= first
         state = self._current(model)
-        structure = jax.tree.structure(state)
-        self._expected_peak_bytes = max(
-            self._expected_peak_bytes, self.in_use_bytes() + used.added_bytes
-        )
+        if self._is_measuring:
+            self._expected_peak_bytes = max(
+                self._expected_peak_bytes, self.in_use_bytes() + used.added_bytes
+            )
         started = time.perf_counter()
         try:
             logs, new_state = step(state, batch)
@@ -115,7 +115,7 @@ class Device:
             raise
         if self.step_times.times_s is not None:
             self.step_times.times_s.append(time.perf_counter() - started)
-        self._keep(model, jax.tree.unflatten(structure, jax.tree.leaves(new_state)))
+        self._keep(model, new_state)
         return logs
 
     def snapshot(self, model: Any) -> Callable[[], None]:
@@ -169,7 +169,7 @@ class Device:
             self._compile_s += time.perf_counter() - started
         return self.run(
             model,
-            lambda state, data: train_function(state, iter([data])),
+            lambda state, data: _as_before(state, *train_function(state, iter([data]))),
             batch,
             self._plain[key][0],
             first=first,
@@ -218,15 +218,20 @@ class Device:
         return f"{device.platform}:{device.id}"
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
-        """Runs once, waits for it or not, and returns its result with its time (compiling left out)
-        and the peak."""
+        """Runs once, waits for it, and returns its result with its time (compiling left out) and
+        the peak; where it is not waited for, the peak is that of the last one that was."""
+        if not wait:  # it costs no more than the step
+            self._is_measuring = False
+            try:
+                return run(), Usage(0.0, self._told_peak_bytes)
+            finally:
+                self._is_measuring = True
         self._expected_peak_bytes, self._compile_s = self.in_use_bytes(), 0.0
         self._first_run = False
         before = device_statistic("peak_bytes_in_use")
         started = time.perf_counter()
         result = run()
-        if wait:
-            jax.block_until_ready((result, self.state))
+        jax.block_until_ready((result, self.state))
         elapsed_s = time.perf_counter() - started
         after = device_statistic("peak_bytes_in_use")
         peak = self._expected_peak_bytes
@@ -234,12 +239,8 @@ class Device:
             rose = after != before and not self._first_run
             peak = after if rose else min(after, peak)
         step_s = elapsed_s - self._compile_s
-        if wait:
-            step_ns, peak = self.processes.most(int(1e9 * step_s), peak)
-            step_s, self._told_peak_bytes = step_ns / 1e9, peak
-        elif self.processes.count > 1:  # what the others do not know decides nothing
-            peak = self._told_peak_bytes
-        return result, Usage(step_s, peak)
+        step_ns, self._told_peak_bytes = self.processes.most(int(1e9 * step_s), peak)
+        return result, Usage(step_ns / 1e9, self._told_peak_bytes)
 
     def peak_bytes(self) -> int:
         """What the steps since :meth:`measure` began need, also when they failed, but no more than
@@ -266,6 +267,12 @@ class Device:
     def floor_advice(self, op: Op) -> str:
         """Nothing is known that makes an op of XLA need less."""
         return ""
+
+
+def _as_before(state: Any, logs: Any, new_state: Any) -> tuple[Any, Any]:
+    """Returns logs, and a new state in the containers of the old one: a step is compiled for those
+    that Keras makes."""
+    return logs, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(new_state))
 
 
 def _uploaded(value: Any, sharding: Any) -> jax.Array:

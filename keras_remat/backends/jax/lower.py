@@ -36,7 +36,10 @@ def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, A
         run = Run(traced, kinds_of(traced.target), writer, given, early)
         for op_id in schedule.order:
             run.op(op_id)
-        return jax.tree.unflatten(traced.out_tree, [run.output(a) for a in program.outputs])
+        logs, new_state = jax.tree.unflatten(
+            traced.out_tree, [run.output(a) for a in program.outputs]
+        )
+        return logs, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(new_state))
 
     return remat_step
 

@@ -191,7 +191,9 @@ def laid_out(batch: Any) -> Any:
     """Returns a batch of arrays as JAX's own: laid over the devices by the active distribution."""
     active = keras.distribution.distribution()
     if active is None:
-        return jax.tree.map(jnp.asarray, batch)
+        return jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), batch
+        )
     return jax.tree.map(
         lambda leaf: keras.distribution.distribute_tensor(leaf, active.get_data_layout(leaf.shape)),
         batch,

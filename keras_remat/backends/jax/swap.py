@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from keras_remat.backends.base import Caller, Installed, StepRunner
 from keras_remat.backends.jax import private
@@ -54,7 +53,7 @@ class InstalledTrainFunction(Installed):
         device.state = state
         try:
             if caller is not Caller.FIT:
-                return self._runner.run_alone(self._read(next(iterator)), caller), device.state
+                return self._runner.run_alone(self._prepared(next(iterator)), caller), device.state
             logs = self._steps(iter(iterator))
             return logs, device.state
         except StopIteration:  # before anything of this call was trained
@@ -81,7 +80,12 @@ class InstalledTrainFunction(Installed):
         self._device.forget()
 
     def _read(self, batch: Any) -> Any:
-        return jax.tree.map(jnp.asarray, batch)
+        return batch
+
+    def _prepared(self, batch: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), batch
+        )
 
     def as_given(self, batch: Any) -> Any:
         """Makes JAX's arrays of a batch, over the devices of the active ``keras.distribution``."""

@@ -1,0 +1,106 @@
+"""What a step costs with the callback: where nothing is to be done, and under a plan.
+
+    python benchmarks/overhead.py --output table.md --check
+
+Small steps of models with many variables: what the callback adds to every step shows in them.
+*Idle* compares ``fit`` with the callback, whose limit the plain step keeps, with plain ``fit``.
+*Planned* compares ``fit`` under a plan with ``fit`` whose train function is the lowered step
+itself, on JAX the compiled one. The fits of a pair follow each other, in turn, in one process; a
+number is the median of the pairs, and a fit's is the median of its later epochs, Keras's loop
+included.
+
+The machine has to be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rows import (
+    Failed,
+    Report,
+    add_names,
+    add_outcome,
+    cells_of,
+    command_line,
+    failed,
+    failure_line,
+    head,
+    keep,
+    line_of,
+    machine,
+    row_of,
+)
+
+BACKENDS = ("jax", "tensorflow")
+VARIABLES = ("2", "250", "1000")
+#: The bounds: a step with nothing to do over the plain one, and seconds more under a plan.
+MOST_IDLE_RATIO, MOST_ADDED_S = 1.02, 1e-4
+
+_COLUMNS = (
+    "backend", "variables", "plain (ms)", "idle (ms)", "idle / plain", "lowered step (ms)",
+    "planned (ms)", "planned / lowered", "added (ms)",
+)  # fmt: skip
+_CELLS = (
+    ("backend", ""), ("variables", "d"), ("plain_ms", ".3f"), ("idle_ms", ".3f"),
+    ("idle_ratio", ".3f"), ("bare_ms", ".3f"), ("planned_ms", ".3f"), ("planned_ratio", ".3f"),
+    ("added_ms", ".3f"),
+)  # fmt: skip
+
+
+def failures_of(row: dict[str, Any]) -> list[str]:
+    """Returns what of a row is over a bound."""
+    where, failures = f"{row['backend']}, {row['variables']} variables", []
+    if row["idle_ratio"] > MOST_IDLE_RATIO:
+        failures.append(
+            f"{where}: with nothing to do a step takes {row['idle_ratio']:.3f} of the plain one, "
+            f"over {MOST_IDLE_RATIO}."
+        )
+    if row["added_s"] > MOST_ADDED_S:
+        failures.append(
+            f"{where}: under a plan a step takes {1e3 * row['added_s']:.3f} ms more than the "
+            f"lowered step, over {1e3 * MOST_ADDED_S:.1f}."
+        )
+    return failures
+
+
+def steps_of(variables: int, options: argparse.Namespace) -> int:
+    """Returns how many steps an epoch has: fewer where they are longer."""
+    return max(20, min(options.steps, options.steps * 50 // variables))
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    add_names(parser, "--backends", BACKENDS)
+    add_names(parser, "--variables", VARIABLES)
+    parser.add_argument("--steps", type=int, default=400, help="of an epoch (default 400)")
+    parser.add_argument("--pairs", type=int, default=7, help="of fits (default 7)")
+    add_outcome(parser, limited="row", tables="table is", numbers="")
+    options = parser.parse_args()
+    report, failures = Report(), []
+    report.add(machine(), "", head(_COLUMNS, left=1))
+    for backend in options.backends:
+        more = {"KERAS_BACKEND": backend}
+        if backend == "jax":
+            more["JAX_PLATFORMS"] = "cpu"
+        for count in map(int, options.variables):
+            try:
+                row = row_of(
+                    "overhead_case.py", count, steps_of(count, options), options.pairs,
+                    timeout_s=options.timeout, **more,
+                )  # fmt: skip
+            except Failed as error:
+                report.add(failure_line(_COLUMNS, backend, str(count), str(error)))
+                failures.append(f"{backend}, {count} variables: {error}")
+                continue
+            keep(row, options.json)
+            failures += failures_of(row)
+            told = {key[:-2] + "_ms": 1e3 * s for key, s in row.items() if key.endswith("_s")}
+            report.add(line_of(cells_of(row | told, _CELLS)))
+    report.write(options.output)
+    return failed(failures, options.check)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

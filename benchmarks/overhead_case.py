@@ -1,0 +1,133 @@
+"""Measures for :mod:`overhead` what a step costs with the callback and without it, in one process,
+on the framework that ``KERAS_BACKEND`` names; prints one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import keras
+import numpy as np
+
+import keras_remat
+from keras_remat.backends.base import load_backend
+
+BATCH, WIDTH = 8, 8
+#: Epochs of a fit that are not timed: the callback traces, measures and settles in them.
+_UNTIMED = 2
+
+
+class Epochs(keras.callbacks.Callback):
+    """Takes the time of every epoch. It has no hook of a batch: Keras would wait for each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times_s: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._began_s = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.times_s.append(time.perf_counter() - self._began_s)
+
+
+def model_of(variables: int) -> keras.Model:
+    """Returns a chain of dense layers, with two variables each."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(WIDTH, "tanh") for _ in range(variables // 2)]
+    model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    return model
+
+
+class Case:
+    """Trains one model with and without the callback.
+
+    Args:
+        variables: of the model.
+        steps: of an epoch.
+    """
+
+    def __init__(self, variables: int, steps: int):
+        self.model, self.steps = model_of(variables), steps
+        shape = (steps * BATCH, WIDTH)
+        self.data = np.ones(shape, "float32"), np.zeros(shape, "float32")
+
+    def step_s(self, callback: keras.callbacks.Callback | None = None) -> float:
+        """Returns what a step of a fit takes, the median of its timed epochs."""
+        epochs = Epochs()
+        callbacks = [epochs] if callback is None else [callback, epochs]
+        self.model.fit(
+            *self.data, batch_size=BATCH, epochs=_UNTIMED + 3, verbose=0, shuffle=False,
+            callbacks=callbacks,
+        )  # fmt: skip
+        return median(epochs.times_s[_UNTIMED:]) / self.steps
+
+    def idle(self) -> tuple[float, float]:
+        """Returns what a step takes in a plain fit, and in one with nothing to do."""
+        return self.step_s(), self.step_s(keras_remat.RematAutotune(None, "keep", verbose=0))
+
+    @contextmanager
+    def _bare(self, plan: keras_remat.Plan) -> Any:
+        """Puts the lowered step itself in the place of the train function."""
+        backend = load_backend()
+        batch = backend.example_batch(self.model, tuple(part[:BATCH] for part in self.data))
+        traced = backend.trace(self.model, batch)
+        problem = keras_remat.Problem(traced.graph, backend.estimated_profile(traced))
+        step: Any = backend.lower(traced, problem, plan.solution.schedule)
+        functions: dict[str, Callable[..., Any]] = {
+            "jax": lambda state, iterator: step.compiled(state, next(iterator)),
+            "tensorflow": lambda iterator: step(next(iterator)),
+        }
+        own, self.model.train_function = self.model.train_function, functions[backend.name]
+        try:
+            yield
+        finally:
+            self.model.train_function = own
+
+    def planned(self, plan: keras_remat.Plan) -> tuple[float, float]:
+        """Returns what a call of the lowered step takes in fit's loop, and a step of a fit under
+        the same plan."""
+        with self._bare(plan):
+            bare_s = self.step_s()
+        remat = keras_remat.RematAutotune(None, "keep", plan=plan, verbose=0)
+        return bare_s, self.step_s(remat)
+
+    def plan(self) -> keras_remat.Plan:
+        """Returns a plan for the model's step."""
+        batch = tuple(part[:BATCH] for part in self.data)
+        return keras_remat.make_plan(self.model, batch, "80%", solver="greedy")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("variables", type=int)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("pairs", type=int)
+    options = parser.parse_args()
+    case = Case(options.variables, options.steps)
+    case.step_s()  # traces and compiles
+    idle = [case.idle() for _ in range(options.pairs)]
+    plan = case.plan()
+    planned = [case.planned(plan) for _ in range(options.pairs)]
+    row = {
+        "backend": keras.backend.backend(),
+        "variables": options.variables,
+        "plain_s": median(plain for plain, _ in idle),
+        "idle_s": median(ours for _, ours in idle),
+        "idle_ratio": median(ours / plain for plain, ours in idle),
+        "bare_s": median(bare for bare, _ in planned),
+        "planned_s": median(ours for _, ours in planned),
+        "planned_ratio": median(ours / bare for bare, ours in planned),
+        "added_s": median(ours - bare for bare, ours in planned),
+    }
+    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
