@@ -247,7 +247,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         self.report.plan = self.plan
         if self._session is not None:
             self._tell_news()
-            self._console.verdict(self.report)
+            if self.report.epochs:
+                self._console.verdict(self.report)
         self._end()
         if self._report_path is not None:
             self._save_report(Path(self._report_path))

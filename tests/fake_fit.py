@@ -35,6 +35,9 @@ class FakeInstalled(Installed):
     def _read(self, batch):
         return batch
 
+    def _runs_eagerly(self):
+        return False
+
     def synchronize(self):
         """Nothing is queued."""
 

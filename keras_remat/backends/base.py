@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
+from keras_remat.backends import keras_private
 from keras_remat.backends.memory import DeviceMemory, MemoryModel
 from keras_remat.backends.processes import Processes
 from keras_remat.backends.versions import check_versions
@@ -116,12 +117,13 @@ class Installed(ABC):
     """Whether a call's result has to be Keras's, also where the call trained only what was held
     back: the state is in it."""
 
+    counts_no_empty_step = False
+    """Whether the original counts an update where it finds no batch any more, and this one does
+    not."""
+
     def __init__(self, model: Any, runner: StepRunner):
         self._model, self._runner = model, runner
-        current: Any = model.train_function
-        while isinstance(current, Installed):  # of a fit that ended without notice
-            current = current.original
-        self.original: Any = current
+        self.original: Any = original_of(model.train_function)
         model.train_function = self
 
     @abstractmethod
@@ -177,6 +179,18 @@ class Installed(ABC):
         if self._model.train_function is self:
             self._model.train_function = self.original
 
+    def check_runs_as_graph(self) -> None:
+        """Raises :class:`UnsupportedModelError` where the framework was asked in mid-fit to run
+        functions eagerly."""
+        if self._runs_eagerly():
+            raise UnsupportedModelError(
+                "Functions run eagerly from here on: there is no graph to schedule."
+            )
+
+    @abstractmethod
+    def _runs_eagerly(self) -> bool:
+        """Returns whether the framework was asked to run functions eagerly."""
+
     @abstractmethod
     def synchronize(self) -> None:
         """Waits for the steps that the original was called for."""
@@ -208,6 +222,26 @@ class Installed(ABC):
         nothing the second time."""
         if self._model.train_function is self:
             self._model.train_function = self.original
+
+
+def original_of(function: Any) -> Any:
+    """Returns a train function, or the one in whose place it is: of a ``fit`` that ended without
+    notice it may be there still."""
+    while isinstance(function, Installed):
+        function = function.original
+    return function
+
+
+def check_train_function(model: Any, function: Any) -> None:
+    """Raises :class:`UnsupportedModelError` where a model is not trained by Keras's own train
+    function: what another one does with its batches is not known."""
+    name = keras_private.replaced_machinery(model, function)
+    if name is not None:
+        raise UnsupportedModelError(
+            f"The model is trained by {name}, which stands in the place of Keras's own: only "
+            "Keras's train function calls train_step once for every batch, as is planned for. "
+            "Override train_step instead."
+        )
 
 
 class ProfileRecorder(Protocol):
@@ -361,6 +395,7 @@ def load_backends(model: Any, compilation: str = "auto") -> list[Backend]:
         UnsupportedModelError: Keras runs on a framework without one, or one that cannot do what is
             asked for, or a version is too old.
     """
+    check_train_function(model, original_of(model.train_function))
     loaded: list[Backend] = _framework().backends(model, compilation)
     return loaded
 

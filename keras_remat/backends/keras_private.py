@@ -28,6 +28,25 @@ def records_steps(callback: Any) -> bool:
     return is_later or getattr(callback, "_is_tracing", False)
 
 
+def replaced_machinery(model: Any, function: Any) -> str | None:
+    """Returns the name of what a model has in the place of Keras's way from a batch to
+    ``train_step``; ``None`` where it is Keras's.
+
+    Args:
+        function: the model's train function; ``None`` where it was not made yet.
+    """
+    for name in ("make_train_function", "_make_function"):
+        owner = next((kind for kind in type(model).__mro__ if name in vars(kind)), None)
+        if name in vars(model):
+            return name
+        if owner is not None and not owner.__module__.startswith("keras."):
+            return f"{owner.__name__}.{name}"
+    function = getattr(function, "python_function", function)  # of a tf.function
+    module = getattr(function, "__module__", None) or ""
+    is_kerass = function is None or module.startswith("keras.src.")
+    return None if is_kerass else "a train_function that was set by hand"
+
+
 def batches_may_grow(epoch_iterator: Any) -> bool:
     """Returns whether a later batch of an epoch's data may be larger than the first one.
 

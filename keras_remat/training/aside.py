@@ -57,7 +57,7 @@ class Aside:
 
     def passes(self, batch: int) -> bool:
         """Notes a batch, where there is nothing to look at; returns whether that is so."""
-        if not self._installed.is_aside or not self._watch.passes():
+        if not (self.stays and self._installed.is_aside and self._watch.passes()):
             return False
         self._newest_begun = batch
         return True
@@ -91,7 +91,7 @@ class Aside:
         fit.count_watched(steps - fit.counter.steps, samples - fit.counter.samples, usage)
 
     def _take(self, watched: Watched) -> None:
-        """Takes in what was seen, and takes the place again where that is near the limit."""
+        """Takes in what was seen, which may be near the limit."""
         steps = self._a_call * watched.steps
         usage = Usage(watched.usage.time_s / self._a_call, watched.usage.peak_bytes)
         self._steps.fit.count_watched(steps, self._loader_size * steps, usage)
@@ -100,5 +100,3 @@ class Aside:
         if not (is_near and self._may_grow):  # one of another shape may have taken it
             trainer.watched(usage)
         self.stays = not is_near and self._steps.runs_plain(may_grow=self._may_grow)
-        if not self.stays:
-            self._installed.take_place()

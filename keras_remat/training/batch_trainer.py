@@ -199,6 +199,11 @@ class BatchTrainer:
         return self._size is None and not is_looking and not self._group.samples
 
     @property
+    def holds_samples(self) -> bool:
+        """Whether samples are held back for a later step."""
+        return self._group.samples > 0
+
+    @property
     def loader_size(self) -> int:
         """The samples of the loader's first batch; 0 before it."""
         return self._loader

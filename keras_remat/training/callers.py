@@ -37,6 +37,12 @@ class RunningFit:
         return known is not None and 0 < known <= begun
 
     @property
+    def is_endless(self) -> bool:
+        """Whether nobody knows how many batches an epoch has."""
+        iterator = self.epoch_iterator
+        return iterator is not None and getattr(iterator, "num_batches", 0) is None
+
+    @property
     def may_grow(self) -> bool:
         """Whether batches may come that are larger than the first one, as far as is known."""
         return batches_may_grow(self.epoch_iterator)

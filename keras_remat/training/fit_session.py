@@ -19,7 +19,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from keras_remat.backends.base import Backend, Caller
+from keras_remat.backends.base import Backend, Caller, check_train_function
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Schedule
@@ -103,6 +103,7 @@ class FitSession:
         self._known_frame, self._known_fit = 0, None  # of this epoch
         #: The newest batches that Keras has trained; it says so from several threads, in no order.
         self.ended: deque[int] = deque(maxlen=64)
+        self._is_endless = False  # whether nobody knows how long an epoch is
         self._aside: Aside | None = None  # while nothing is to be done
         self._asides_left = _MOST_ASIDES
         self._is_unmodified = False  # whether Keras's own step runs to the end
@@ -140,7 +141,7 @@ class FitSession:
     def run(self, batch: Any) -> Any:
         """Trains one loader batch; see :class:`~keras_remat.backends.base.StepRunner`."""
         if self._is_unmodified:
-            return self._installed.run_plain(batch)
+            return self._run_unmodified(batch)
         try:
             batch_size_of(batch)
         except ValueError as error:
@@ -166,6 +167,10 @@ class FitSession:
         """Trains by Keras's own step from here on: what is held back, and ``batches``."""
         self._is_unmodified = True
         warn_unmodified(self._report, error, self._fit.steps_run)
+        return self._run_unmodified(*batches)
+
+    def _run_unmodified(self, *batches: Any) -> Any:
+        """Trains what is held back, and ``batches``, by Keras's own step."""
         left = [*self._trainer.take_held(), *batches]
         return [self._installed.run_plain(one) for one in left][-1]
 
@@ -226,10 +231,12 @@ class FitSession:
         if self._installed.is_aside:
             if self._is_unmodified:
                 return
-            if self._aside is not None:
+            if self._aside is not None and self._aside.stays:
                 self._aside.batch_begins(batch)
                 if self._aside.stays:
                     return
+        elif self._aside is not None:
+            self._aside.pauses()
         self._aside = None
         self._announced, steps = True, self._steps_per_epoch
         fit = self._announcing_fit()
@@ -240,7 +247,10 @@ class FitSession:
             self._fit.begin_epoch(self._most_steps(self._epoch))
             self.steps, self._is_unmodified = self._new_steps(), False
             self._trainer.begin_anew(self.steps)
-        if self._is_unmodified:
+            self._check(lambda: check_train_function(self._model, self._installed.original))
+            self._check(lambda: self._backends[0].check(self._model))
+        self._check(self._installed.check_runs_as_graph)
+        if self._is_unmodified and not self._trainer.holds_samples:
             self._installed.stand_aside()
         elif self._is_idle(fit):
             self._asides_left -= 1
@@ -250,12 +260,23 @@ class FitSession:
             )
             self._aside.batch_begins(batch)
 
+    def _check(self, check: Callable[[], object]) -> None:
+        """Goes on unmodified from the next batch on, where a check refuses what has changed."""
+        if self._is_unmodified:
+            return
+        try:
+            check()
+        except UnsupportedModelError as error:
+            self._is_unmodified = True
+            warn_unmodified(self._report, error, self._fit.steps_run)
+
     def _announcing_fit(self) -> RunningFit | None:
         """Returns the ``fit`` that announces a batch."""
         frame = innermost_fit()
         if id(frame) != self._known_frame:  # an epoch's first batch
             self._known_frame = id(frame)
             self._known_fit = running_fit(self._model, self._callback)
+            self._is_endless |= self._known_fit is not None and self._known_fit.is_endless
         self._begun_fit = None if self._known_fit is None else frame
         return self._known_fit
 
@@ -295,6 +316,8 @@ class FitSession:
         self._train_rest()
         if self._aside is not None:
             self._aside.epoch_ends()
+        elif self._is_endless and self._installed.counts_no_empty_step:
+            self._tell_updates()
         self._trainer.epoch_ends()
         counter = self._fit.take_counter()
         usage = EpochUsage(
@@ -312,6 +335,16 @@ class FitSession:
         self._report.epochs.append(usage)
         rest = {name: _as_number(value) for name, value in self._rest_logs.items()}
         return rest | self._report.epoch_logs(usage)
+
+    def _tell_updates(self) -> None:
+        """Says where the optimizer's count of updates is another one than plain ``fit``'s."""
+        message = (
+            "Nobody knows the length of the data: plain fit on TensorFlow counts an update more in "
+            "every epoch than it trains. Here it is not counted, so an optimizer that reads the "
+            "count (Adam) moves the weights otherwise from the second epoch on."
+        )
+        if not self._fit.is_told(message):
+            self._fit.event(EventKind.REMARK, message)
 
     def _predicted_peak_bytes(self) -> int:
         """Returns what stands for a measured peak where the allocator keeps no statistics."""

@@ -366,3 +366,145 @@ def test_a_batch_without_samples_is_trained_as_keras_trains_it(batch_size, sizes
     if batch_size == "keep":
         np.testing.assert_equal(loss, expected)
         assert_same_state(model, plain, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------ nothing to do
+
+
+class OwnIsBack(keras.callbacks.Callback):
+    """Notes, after the callback before it, whether the train function is one of Keras's."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.own.append(not isinstance(self.model.train_function, Installed))
+
+
+def test_with_nothing_to_do_the_own_train_function_is_back_from_the_second_step_on():
+    model, data = small()
+    remat, watch = callback(), OwnIsBack()
+    fit(model, data, remat, watch, epochs=2)
+    assert watch.own == [False] + [True] * 5
+    assert [(epoch.samples, epoch.steps) for epoch in remat.report.epochs] == [(96, 3)] * 2
+
+
+def unknown_length():
+    """A model with Adam, and data whose length nobody knows; the last batch is smaller."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh")])
+    model.add(keras.layers.Dense(1))
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+    x = np.linspace(-1, 1, 3 * 40, dtype="float32").reshape(40, 3)
+
+    def batches():
+        for _ in range(3):  # Keras takes a generator for one epoch
+            for at in range(0, 40, 16):
+                yield x[at : at + 16], x[at : at + 16, :1] ** 2
+
+    return model, batches
+
+
+def test_data_of_unknown_length_trains_as_plain_fit_does_and_counts_as_it_does():
+    plain, batches = unknown_length()
+    expected = plain.fit(batches(), verbose=0).history
+    model, batches = unknown_length()
+    remat = callback()
+    history = model.fit(batches(), verbose=0, callbacks=[remat]).history
+    assert {key: history[key] for key in expected} == expected
+    assert_same_state(model, plain, rtol=0, atol=0)  # the optimizer's count of updates, too
+    assert [(epoch.samples, epoch.steps) for epoch in remat.report.epochs] == [(120, 9)]
+
+
+def test_callback_does_not_make_keras_wait_for_every_step():
+    """Another callback's hook at the end of a batch would; ours may run in a thread."""
+    assert callback().async_safe
+    with_ours, without = keras.callbacks.CallbackList([callback()]), keras.callbacks.CallbackList()
+    assert with_ours._async_train == without._async_train
+
+
+def test_no_epoch_is_no_table(capsys):
+    model, data = small()
+    remat = keras_remat.RematAutotune("8GiB", "keep", verbose=1)
+    fit(model, data, remat, epochs=0)
+    assert capsys.readouterr().out == ""
+
+
+# ------------------------------------------------------------------ own train functions
+
+
+class TwoForOne(keras.Model):
+    """Trains every batch twice, by a train function of its own."""
+
+    def make_train_function(self, force=False):
+        super().make_train_function(force)
+        own = self.train_function
+
+        def twice_on_jax(state, iterator):
+            batch = next(iterator)
+            _, state = own(state, iter([batch]))
+            return own(state, iter([batch]))
+
+        def twice(iterator):
+            batch = next(iterator)
+            own(iter([batch]))
+            return own(iter([batch]))
+
+        self.train_function = twice_on_jax if keras.backend.backend() == "jax" else twice
+
+
+def of_its_own(how):
+    """A model whose train function is its own, and data."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,))
+    outputs = keras.layers.Dense(1)(keras.layers.Dense(4, "tanh")(inputs))
+    model = (TwoForOne if how == "overridden" else keras.Model)(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    if how == "by hand":
+        model.make_train_function()
+        kerass = model.train_function
+        model.train_function = lambda *given: kerass(*given)
+    x = np.linspace(-1, 1, 3 * SAMPLES, dtype="float32").reshape(SAMPLES, 3)
+    return model, (x, x[:, :1] ** 2)
+
+
+@pytest.mark.parametrize("limit", ["8GiB", 100_000])
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [("overridden", "TwoForOne.make_train_function"), ("by hand", "set by hand")],
+)
+def test_an_own_train_function_runs_as_it_is_and_is_named(how, named, limit):
+    plain, data = of_its_own(how)
+    expected = fit(plain, data, epochs=2)
+    model, data = of_its_own(how)
+    remat, own = keras_remat.RematAutotune(limit, "keep", verbose=0), model.train_function
+    with pytest.warns(UserWarning, match=named):
+        history = fit(model, data, remat, epochs=2)
+    assert {key: history[key] for key in expected} == expected
+    assert_same_state(model, plain, rtol=0, atol=0)
+    assert own is None or model.train_function is own
+    assert [event.kind for event in remat.report.events] == ["unmodified"]
+
+
+def test_a_train_function_that_is_set_by_hand_in_mid_fit_runs_as_it_is():
+    class Sets(keras.callbacks.Callback):
+        calls = 0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                self.model.make_train_function(force=True)
+                kerass = self.model.train_function
+
+                def own(*given):
+                    Sets.calls += 1
+                    return kerass(*given)
+
+                self.model.train_function = self.own = own
+
+    model, data = small()
+    sets = Sets()
+    with pytest.warns(UserWarning, match="set by hand"):
+        fit(model, data, callback(), sets, epochs=3)
+    assert Sets.calls == 6
+    assert model.train_function is sets.own

@@ -30,6 +30,7 @@ from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.plan import load_plan
 from keras_remat.planning.plan_problem import closest_plan, plan_problem
 from keras_remat.training.shape_state import Terms
+from keras_remat.training.watch import Pace
 
 SIZE = 100
 PLAIN = store_all_peak(SIZE)
@@ -246,6 +247,25 @@ def test_a_settled_step_asks_for_no_prediction(limit, monkeypatch):
     monkeypatch.setattr(backend.memory, "peak_bytes", lambda *of: asked.append(of))
     train(trainer, 5)
     assert not asked
+
+
+def test_a_settled_step_is_neither_copied_nor_waited_for_until_a_look_is_due(monkeypatch):
+    backend = FakeBackend()
+    trainer, _ = trainer_on(backend, options())
+    train(trainer, 10)
+    assert trainer.settled
+    assert trainer.plan is not None
+    before = backend.snapshots, backend.waits
+    monkeypatch.setattr(Pace, "is_due", lambda self: False)
+    asked = []
+    monkeypatch.setattr(backend.device, "in_use_bytes", lambda: asked.append(1) or 0)
+    train(trainer, 5)
+    assert (backend.snapshots, backend.waits) == before
+    assert not asked
+    monkeypatch.setattr(Pace, "is_due", lambda self: True)
+    train(trainer, 1)
+    assert backend.waits == before[1] + 2  # for what was queued, and for the step
+    assert backend.kinds[-6:] == ["remat"] * 6
 
 
 def test_counter_has_every_sample_and_starts_again():

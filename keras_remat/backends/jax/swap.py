@@ -66,6 +66,9 @@ class InstalledTrainFunction(Installed):
         finally:
             device.state = None
 
+    def _runs_eagerly(self) -> bool:
+        return bool(jax.config.jax_disable_jit)
+
     def synchronize(self) -> None:
         private.wait_for_state(self._model)
 

@@ -25,6 +25,7 @@ class InstalledTrainFunction(Installed):
     the model's attributes were at that time, holds for all plain steps, as in a plain ``fit``.
     """
 
+    counts_no_empty_step = True
     _promised: Any = None  # what the iterator of ``fit`` promises of its batches
 
     @without_inner_frames
@@ -61,6 +62,9 @@ class InstalledTrainFunction(Installed):
         return tf.nest.map_structure(
             lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
         )
+
+    def _runs_eagerly(self) -> bool:
+        return bool(tf.config.functions_run_eagerly())
 
     def synchronize(self) -> None:
         updates = getattr(getattr(self._model, "optimizer", None), "iterations", None)

@@ -15,6 +15,7 @@ from keras_remat.backends.base import load_backend
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.reporting.fit_report import LOG_KEYS
+from keras_remat.training.watch import Pace
 from keras_remat.units import MIB
 
 BATCH = 32
@@ -99,6 +100,35 @@ def test_recomputes_keeps_to_the_limit_and_says_how_it_knows(tight_run):
     assert [epoch.samples for epoch in remat.report.epochs] == [3 * BATCH] * 2
     assert all(len(history[key]) == 2 for key in LOG_KEYS)
     assert_given_back(model)
+
+
+def test_a_settled_step_walks_over_no_state_and_waits_for_nothing(tight_run, monkeypatch):
+    """JAX's steps are enqueued ahead, as in plain fit."""
+    _, _, settled, limit, _, _ = tight_run
+    asked, ready = [], jax.block_until_ready
+    in_use = Device.in_use_bytes
+
+    class Settled(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                monkeypatch.setattr(Pace, "is_due", lambda pace: False)
+                monkeypatch.setattr(
+                    Device, "in_use_bytes", lambda device: asked.append("bytes") or in_use(device)
+                )
+                monkeypatch.setattr(
+                    jax, "block_until_ready", lambda given: asked.append("wait") or ready(given)
+                )
+
+    plain, data = large()
+    expected = fit(plain, data, epochs=4)
+    model, data = large()
+    remat = callback(limit, plan=settled.plan)
+    history = fit(model, data, remat, Settled(), epochs=4)
+    assert asked == []
+    assert remat.plan is not None
+    for key, values in expected.items():
+        assert history[key] == pytest.approx(values, rel=1e-5), key
+    assert [epoch.samples for epoch in remat.report.epochs] == [3 * BATCH] * 4
 
 
 def test_limit_below_the_floor_is_refused_before_anything_was_trained():

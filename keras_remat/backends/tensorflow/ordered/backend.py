@@ -91,9 +91,10 @@ class TensorFlowBackend:
         return allocator_memory(self.device)
 
     def check(self, model: Any) -> str | None:
-        if model.run_eagerly:
+        if model.run_eagerly or tf.config.functions_run_eagerly():
+            how = "run_eagerly=True" if model.run_eagerly else "tf.config.run_functions_eagerly"
             raise UnsupportedModelError(
-                "The model runs eagerly (run_eagerly=True): there is no graph to schedule."
+                f"The model runs eagerly ({how}): there is no graph to schedule."
             )
         ordered = "jit_compile=True: the rematerialized step runs without XLA, op by op in order."
         remarks = (ordered if model.jit_compile else None, self.device.remark())
