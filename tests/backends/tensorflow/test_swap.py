@@ -23,6 +23,9 @@ class Runner:
         self.ran.append(batch)
         return f"logs {batch}"
 
+    def run_settled(self, batch):
+        return None  # nothing is settled
+
     def finish(self):
         self.finished += 1
         return self.rest

@@ -23,6 +23,9 @@ class Runner:
         self.ran.append(batch)
         return "ours"
 
+    def run_settled(self, batch):
+        return None  # nothing is settled
+
     def stop(self):
         self.stopped = True
 
