@@ -207,7 +207,10 @@ class FakeBackend:
     def installed(self):
         """The train function, as far as trainers ask for it."""
         return SimpleNamespace(
-            run_plain=self.run_plain, restore=lambda: None, as_given=lambda batch: batch
+            run_plain=self.run_plain,
+            restore=lambda: None,
+            as_given=lambda batch: batch,
+            changed_layers=list,
         )
 
     def check(self, model):

@@ -328,3 +328,62 @@ def test_putting_batches_together_counts_as_training(monkeypatch):
     last = remat.report.epochs[-1]
     assert last.step_time_s >= 0.2 * last.steps
     assert last.samples_per_s <= last.samples / (0.2 * last.steps)
+
+
+class Freezes(keras.callbacks.Callback):
+    """Freezes a layer in mid-fit, without ``compile``."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 2:
+            self.model.layers[1].trainable = False
+
+
+@pytest.mark.parametrize("in_fit", ["first", "second"])
+def test_a_layer_frozen_without_compile_is_told_where_a_step_is_traced_after_it(in_fit):
+    """The last batch is smaller, and so is traced later than the first."""
+    model, data = model_and_data(2 * BATCH + 500)
+    limit = tight_limit(model, data)
+    if in_fit == "first":
+        with pytest.warns(UserWarning, match=f"trainable of {model.layers[1].path} has changed"):
+            fit(model, data, callback(limit), Freezes(), batch_size=BATCH)
+        return
+    fit(model, data, callback(limit), batch_size=BATCH)
+    model.layers[1].trainable = False
+    with pytest.warns(UserWarning, match="Call compile"):
+        fit(model, data, callback(limit), batch_size=BATCH)
+
+
+def test_eager_execution_asked_for_in_mid_fit_is_obeyed_and_told():
+    class RunsEagerly(keras.callbacks.Callback):
+        calls = 0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                tf.config.run_functions_eagerly(True)
+
+    model, data = model_and_data()
+    limit = tight_limit(model, data)
+    own, eager = model.call, []
+
+    def call(*args, **options):
+        eager.append(tf.executing_eagerly())
+        return own(*args, **options)
+
+    model.call = call
+    try:
+        with pytest.warns(UserWarning, match="run eagerly from here on"):
+            fit(model, data, callback(limit), RunsEagerly(), epochs=2, batch_size=BATCH)
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert eager[-4:] == [True] * 4
+    assert_given_back(model)
+
+
+def test_unknown_length_under_a_plan_is_told():
+    model, data = model_and_data()
+    limit = tight_limit(model, data)
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(BATCH).filter(lambda x, y: True)
+    remat = callback(limit)
+    model.fit(batches, epochs=2, verbose=0, callbacks=[remat])
+    told = [event.message for event in remat.report.events]
+    assert sum("Nobody knows the length of the data" in message for message in told) == 1

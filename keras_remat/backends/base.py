@@ -179,6 +179,19 @@ class Installed(ABC):
         if self._model.train_function is self:
             self._model.train_function = self.original
 
+    keeps_first_trace = False
+    """Whether the original trains, as long as there is one of it, what the model was when it was
+    traced."""
+
+    def changed_layers(self) -> list[str]:
+        """Returns the layers whose ``trainable`` is another one than when the original was first
+        traced, as far as a ``fit`` with the callback has seen that; only where it matters."""
+        if not self.keeps_first_trace:
+            return []
+        now = keras_private.trainable_flags(self._model)
+        before = vars(self.original).setdefault("_keras_remat_trainable", now)
+        return sorted(path for path in now if now[path] != before.get(path, now[path]))
+
     def check_runs_as_graph(self) -> None:
         """Raises :class:`UnsupportedModelError` where the framework was asked in mid-fit to run
         functions eagerly."""

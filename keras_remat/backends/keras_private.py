@@ -47,6 +47,11 @@ def replaced_machinery(model: Any, function: Any) -> str | None:
     return None if is_kerass else "a train_function that was set by hand"
 
 
+def trainable_flags(model: Any) -> dict[str, bool]:
+    """Returns of every layer of a model, by its path, whether it is trainable."""
+    return {layer.path: bool(layer.trainable) for layer in layers(model)}
+
+
 def batches_may_grow(epoch_iterator: Any) -> bool:
     """Returns whether a later batch of an epoch's data may be larger than the first one.
 

@@ -102,6 +102,7 @@ class FirstPlans:
             for difference in traced.differences:
                 self._fit.warn(EventKind.MICRO_BATCHES, difference)
             self._tell_unknown_sizes(traced.graph)
+            self._tell_changed_layers()
             if not was_built:  # slots that tracing made share their zeros until they are written
                 self._backend.snapshot(model)()
         in_use = counted_bytes(self._backend.device)
@@ -115,6 +116,17 @@ class FirstPlans:
             )
         problem = Problem(traced.graph, profile, name=self._fit.model.name)
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
+
+    def _tell_changed_layers(self) -> None:
+        changed = self._fit.installed.changed_layers()
+        if changed:
+            self._fit.warn(
+                EventKind.REMARK,
+                f"trainable of {', '.join(changed[:3])}{' and others' * (len(changed) > 3)} has "
+                "changed since the train function was first traced. Plain fit goes on with what it "
+                "was then; a step that is traced now takes what it is now. Call compile() after "
+                "such a change.",
+            )
 
     def _tell_unknown_sizes(self, graph: Graph) -> None:
         unknown = sum(

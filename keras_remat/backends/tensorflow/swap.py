@@ -25,7 +25,7 @@ class InstalledTrainFunction(Installed):
     the model's attributes were at that time, holds for all plain steps, as in a plain ``fit``.
     """
 
-    counts_no_empty_step = True
+    counts_no_empty_step = keeps_first_trace = True
     _promised: Any = None  # what the iterator of ``fit`` promises of its batches
 
     @without_inner_frames
