@@ -5,6 +5,8 @@ With other batch sizes, the samples and their order have to be. In all, the mode
 plain fit leaves it.
 """
 
+import copy
+import pickle
 import random
 import warnings
 
@@ -42,6 +44,58 @@ class Diary(keras.layers.Layer):
         return self.numbers.numpy()[: int(self.count.numpy())].astype(int).tolist()
 
 
+#: How a model holds its layers and variables.
+CONTAINERS = {"list": list, "dict": lambda things: {str(at): one for at, one in enumerate(things)}}
+#: What may be done to a callback before it is used.
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
+}
+
+
+class Held(keras.Model):
+    """Holds its layers and variables in containers; built by its first call."""
+
+    def __init__(self, container, dropout):
+        super().__init__()
+        self.diary, make = Diary(name="diary"), CONTAINERS[container]
+        hidden = keras.layers.Dense(6, activation="tanh")
+        self.blocks = make([hidden, keras.layers.Dropout(dropout), keras.layers.Dense(1)])
+        self.scales = make([self.add_weight(initializer="ones", name=name) for name in "ab"])
+
+    def call(self, numbers, training=False):
+        x = self.diary(numbers, training=training)
+        for block in _things_in(self.blocks):
+            x = block(x)
+        for scale in _things_in(self.scales):
+            x = scale * x
+        return x
+
+
+class UpdatesAPart(Held):
+    """Has a train step of its own, which leaves some trainable variables alone."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.mean_loss = keras.metrics.Mean(name="mean_loss")
+
+    def train_step(self, data):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weight)
+        chosen = self.trainable_variables[1:]
+        self.optimizer.apply(tape.gradient(loss, chosen), chosen)
+        self.mean_loss.update_state(loss, sample_weight=tf.shape(x)[0])
+        metrics = self.compute_metrics(x, y, y_pred, sample_weight=weight)
+        return metrics | {"loss": self.mean_loss.result()}
+
+
+def _things_in(container):
+    return container.values() if isinstance(container, dict) else container
+
+
 class Hooks(keras.callbacks.Callback):
     """Does something once, at a batch of the first epoch."""
 
@@ -66,7 +120,8 @@ class Hooks(keras.callbacks.Callback):
 
 
 def for_every_output(model, targets):
-    return (targets,) * len(model.outputs) if len(model.outputs) > 1 else targets
+    outputs = 1 if isinstance(model, Held) else len(model.outputs)
+    return (targets,) * outputs if outputs > 1 else targets
 
 
 def cut(parts, start, stop):
@@ -115,6 +170,12 @@ class Case:
         # Keras has no class weights for two outputs, and counts their losses once more at that end
         single = self.weights == "class" or self.source == "unknown"
         self.outputs = 1 if single else rng.choice([1, 1, 2])
+        # a model with its layers in a container, whose own step may update a part, built or not
+        kinds = [None, *CONTAINERS] if self.outputs == 1 else [None]
+        self.container = rng.choice(kinds)
+        self.updates_a_part = self.container is not None and rng.random() < 0.3
+        self.is_built = self.container is None or (not self.updates_a_part and rng.random() < 0.5)
+        self.copied = rng.choice([None, None, *COPIES])
         self.seed = seed
 
     def __repr__(self):
@@ -122,12 +183,7 @@ class Case:
 
     def model(self):
         keras.utils.set_random_seed(self.seed)
-        inputs = keras.layers.Input((1,))
-        x = keras.layers.Dense(6, activation="tanh")(Diary(name="diary")(inputs))
-        # the seed, too, is advanced once more by Keras's own step that finds no more data
-        x = keras.layers.Dropout(0.0 if self.source == "unknown" else 0.2)(x)
-        ends = [keras.layers.Dense(1, name=name)(x) for name in "ab"[: self.outputs]]
-        model = keras.Model(inputs, ends if self.outputs > 1 else ends[0])
+        model = self._functional() if self.container is None else self._held()
         optimizer = {
             "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
             "adam": lambda: keras.optimizers.Adam(0.01),
@@ -143,6 +199,25 @@ class Case:
             metrics=[["mae"]] * self.outputs,
             steps_per_execution=self.per_call,
         )
+        return model
+
+    @property
+    def _dropout(self):
+        """The seed, too, is advanced once more by Keras's own step that finds no more data."""
+        return 0.0 if self.source == "unknown" else 0.2
+
+    def _functional(self):
+        inputs = keras.layers.Input((1,))
+        x = keras.layers.Dense(6, activation="tanh")(Diary(name="diary")(inputs))
+        x = keras.layers.Dropout(self._dropout)(x)
+        ends = [keras.layers.Dense(1, name=name)(x) for name in "ab"[: self.outputs]]
+        return keras.Model(inputs, ends if self.outputs > 1 else ends[0])
+
+    def _held(self):
+        kind = UpdatesAPart if self.updates_a_part else Held
+        model = kind(self.container, self._dropout)
+        if self.is_built:
+            model(np.zeros((1, 1), "float32"))
         return model
 
     def data(self):
@@ -228,6 +303,7 @@ def check(seed, path, monkeypatch):
         memory_limit="1GiB", batch_size=case.mode, solver="greedy", solver_time_limit_s=1.0,
         profile_steps=1, verbose=0, report_path=path / "report.json",
     )  # fmt: skip
+    remat = COPIES.get(case.copied, lambda one: one)(remat)
     ours, our_history, our_diary, _ = case.run(path, remat)
     same_batches = case.mode == "keep"
     trained, expected = _of_fit(our_diary), _of_fit(diary)
@@ -246,6 +322,8 @@ def check(seed, path, monkeypatch):
             assert our_history[key] == pytest.approx(values, rel=2e-3, abs=1e-5), (key, case)
         for a, b in zip(ours.get_weights(), plain.get_weights(), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4, err_msg=repr(case))
+        slots, plain_slots = (len(model.optimizer.variables) for model in (ours, plain))
+        assert slots == plain_slots, case
     assert type(ours.train_function) is type(plain.train_function), case
     assert set(vars(ours)) == set(vars(plain)), case
     if case.optimizer != "schedule" and (same_batches or "plateau" not in case.others):
