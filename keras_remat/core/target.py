@@ -125,15 +125,16 @@ class Target:
         return self.platform == "gpu"
 
 
-def live(platform: str, device: str) -> Target:
+def live(platform: str, device: str, capability: tuple[int, int] | None = None) -> Target:
     """Returns the target of a device that is there.
 
     Args:
         platform: ``"cpu"`` or ``"gpu"``.
         device: for people.
+        capability: CUDA's compute capability, where it is known.
     """
     rates = CPU_RATES if platform == "cpu" else GPU_RATES
-    return Target(platform=platform, device=device, rates=rates)
+    return Target(platform=platform, device=device, rates=rates, capability=capability)
 
 
 def gpu_rates(flops_per_s: float, half_flops_per_s: float, bytes_per_s: float) -> Rates:

@@ -86,7 +86,11 @@ def live_target() -> Target:
     device = first_device()
     on_gpu = device.platform in ("gpu", "cuda", "rocm")
     name = f"{device.platform}:{device.id} {device.device_kind}"
-    return live("gpu" if on_gpu else "cpu", name)
+    # such as "9.0"; AMD's are no numbers
+    words = str(getattr(device, "compute_capability", "")).split(".")
+    numbers = [int(word) for word in words if word.isdigit()]
+    capability = (numbers[0], numbers[1]) if len(numbers) == 2 else None
+    return live("gpu" if on_gpu else "cpu", name, capability)
 
 
 def check_device(target: Target) -> str | None:

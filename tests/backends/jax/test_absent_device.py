@@ -44,11 +44,10 @@ def transformer():
 def cnn():
     """Convolutions with batch normalization, ReLU, and max pooling."""
     inputs = x = layers.Input((32, 32, 16))
-    for _ in range(2):
-        for _ in range(2):
-            x = layers.Conv2D(32, 3, padding="same", use_bias=False)(x)
-            x = layers.ReLU()(layers.BatchNormalization()(x))
-        x = layers.MaxPooling2D()(x)
+    for _ in range(4):
+        x = layers.Conv2D(32, 3, padding="same", use_bias=False)(x)
+        x = layers.ReLU()(layers.BatchNormalization()(x))
+    x = layers.Conv2D(32, 3)(layers.MaxPooling2D()(x))
     return inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)), 64
 
 
@@ -103,14 +102,14 @@ def test_a_step_for_a_card(compiler, build, policy, name):
     traced = trace(model, batch, target=card(name))
     problem = Problem(traced.graph, estimated_profile(traced))
     store_all = Schedule.store_all(traced.graph)
+    plain, kept = Step(traced, None), Step(traced, store_all)
     resident = problem.profile.resident_bytes
     most = simulate(problem, store_all).peak_bytes - resident
-    tight = solve(
-        problem.with_budget(resident + int(0.75 * most)), solver="greedy", time_limit_s=10.0
-    ).schedule
+    limit = resident + int(0.6 * min(most, plain.added_bytes))
+    tight = solve(problem.with_budget(limit), solver="greedy", time_limit_s=10.0).schedule
     assert tight.recomputed
-    plain, kept, again = (Step(traced, schedule) for schedule in (None, store_all, tight))
-    assert again.added_bytes < 0.9 * min(plain.added_bytes, kept.added_bytes)
+    again = Step(traced, tight)
+    assert again.added_bytes < 0.85 * min(plain.added_bytes, kept.added_bytes)
     draws = [hlo_text.drawn(step.optimized) for step in (plain, kept)]
     assert draws[1] >= draws[0]
     assert (draws[0] > 0) == (build is not cnn)

@@ -1,5 +1,7 @@
 """What a device tells about itself, on fakes of one."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
@@ -49,6 +51,26 @@ def test_three_quarters_of_a_gpu_are_told_once_nobody_has_chosen(on_gpu):
     assert "three quarters" in remark
     on_gpu.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert measure.check_device(GPU) is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "on_gpu", "capability"),
+    [
+        ("cuda", "7.5", True, (7, 5)),
+        ("gpu", "9.0", True, (9, 0)),
+        ("rocm", "gfx942", True, None),
+        ("cpu", None, False, None),
+    ],
+)
+def test_the_live_device_is_a_target(monkeypatch, platform, version, on_gpu, capability):
+    device = SimpleNamespace(platform=platform, id=1, device_kind="a kind")
+    if version is not None:
+        device.compute_capability = version
+    monkeypatch.setattr(measure, "first_device", lambda: device)
+    target = measure.live_target()
+    assert (target.on_gpu, target.capability) == (on_gpu, capability)
+    assert target.is_live
+    assert target.device == f"{platform}:1 a kind"
 
 
 def test_a_cpu_is_taken_as_it_is():
