@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -47,20 +47,30 @@ _GPU_KERNELS = ("GPU", "DEFAULT")
 _FREQUENCY_MHZ = 1500
 
 
-def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[str, Any]) -> Any:
+def optimize_graph(
+    graph_def: Any,
+    fetches: Sequence[str],
+    variables: Mapping[str, Any],
+    captures: Container[str] = (),
+) -> Any:
     """Returns the GraphDef after TensorFlow's default graph optimizations.
 
     Grappler fuses and changes layouts only where it knows the device, and adds up and folds only
     where it knows the shapes; a traced graph says neither the device of a node nor, for certain,
     the shape of a placeholder. For the time of the call nodes without a device get the one that the
-    placer would give them, and placeholders become function arguments. Devices that the user wrote
-    stay. Where Grappler fuses into an op that has no such type (a convolution in bfloat16, which
-    oneDNN would replace at run time), nothing is fused: a graph with it could not be imported.
+    placer would give them, and placeholders become function arguments. So do small tensors that the
+    function captured: TensorFlow shows them as constants while it traces, and hands them in when
+    the function runs. Folded, they would be computed otherwise than in plain ``fit`` (``x /
+    constant`` becomes a product). After Grappler they are constants again. Devices that the user
+    wrote stay. Where Grappler fuses into an op that has no such type (a convolution in bfloat16,
+    which oneDNN would replace at run time), nothing is fused: a graph with it could not be
+    imported.
 
     Args:
         graph_def: inlined or not; function calls are inlined here.
         fetches: names of nodes or tensors that must survive.
         variables: placeholder name → the ``tf.Variable`` it stands for.
+        captures: names of the nodes that stand for what the function captured.
     """
     meta_graph = meta_graph_pb2.MetaGraphDef()
     meta_graph.graph_def.CopyFrom(graph_def)
@@ -69,8 +79,10 @@ def optimize_graph(graph_def: Any, fetches: Sequence[str], variables: Mapping[st
     written = {node.name: node.device for node in meta_graph.graph_def.node if node.device}
     for node in list(meta_graph.graph_def.node):
         node.device = node.device or (_GPU if on_gpu and _has_gpu_kernel(node.op) else _CPU)
-        if node.op == "Placeholder":
+        if node.op == "Placeholder" or (node.op == "Const" and node.name in captures):
             placeholders[node.name] = tf.compat.v1.NodeDef.FromString(node.SerializeToString())
+            if node.op == "Const":
+                _become_placeholder(node)
             if node.name in variables:
                 _become_handle(node, variables[node.name])
             else:
@@ -156,6 +168,17 @@ def compute_capability() -> tuple[int, int]:
     details = tf.config.experimental.get_device_details(gpu)
     capability: tuple[int, int] = details.get("compute_capability", (7, 0))
     return capability
+
+
+def _become_placeholder(node: Any) -> None:
+    """Turns a constant into a placeholder of its shape."""
+    shape, dtype = node.attr["value"].tensor.tensor_shape, node.attr["dtype"].type
+    node.op = "Placeholder"
+    node.attr["shape"].shape.SetInParent()  # a scalar's has no dimensions to copy
+    node.attr["shape"].shape.CopyFrom(shape)
+    for name in [name for name in node.attr if name not in ("dtype", "shape")]:
+        del node.attr[name]
+    node.attr["dtype"].type = dtype
 
 
 def _become_handle(node: Any, variable: Any) -> None:

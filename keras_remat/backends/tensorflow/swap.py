@@ -28,6 +28,14 @@ class InstalledTrainFunction(Installed):
     counts_no_empty_step = keeps_first_trace = True
     _promised: Any = None  # what the iterator of ``fit`` promises of its batches
 
+    @property
+    def any_size(self) -> bool:
+        """Whether the data set's batches have no fixed size, and Keras's own step is traced for
+        any."""
+        specs = tf.nest.flatten(self._promised)
+        shapes = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
+        return any(shape.rank and shape[0] is None for shape in shapes)
+
     @without_inner_frames
     def __call__(self, iterator: Any) -> Any:
         caller = self._runner.caller(iterator)

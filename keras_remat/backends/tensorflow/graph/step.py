@@ -58,6 +58,8 @@ class TensorFlowStep(TracedStep):
         tensor_shapes: tensor name → static shape, or ``None`` when unknown.
         attached: node name → the node whose op it is part of, see :func:`.rewrite.attached_nodes`.
         effects_behind: node name → the ops with an effect that have run once it has.
+        divisions: op name → a constant, and the division by it that takes the op's place where
+            plain ``fit`` does not know the batch's size (:mod:`.counts`).
         replicas: all that run the step on their part of a batch, the traced one first.
     """
 
@@ -72,6 +74,7 @@ class TensorFlowStep(TracedStep):
     tensor_shapes: Mapping[str, tuple[int, ...] | None]
     attached: Mapping[str, str]
     effects_behind: Mapping[str, frozenset[str]]
+    divisions: Mapping[str, tuple[Any, Any]]
     replicas: tuple[Replica, ...]
 
     @cached_property

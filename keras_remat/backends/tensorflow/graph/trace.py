@@ -37,6 +37,7 @@ from keras_remat.backends.micro_batches import watched_pieces
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds, lists
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
+from keras_remat.backends.tensorflow.graph.counts import batch_counts, divisions
 from keras_remat.backends.tensorflow.graph.effects import calls_without_effect, has_effect
 from keras_remat.backends.tensorflow.graph.nodes import node_of, tensor_key
 from keras_remat.backends.tensorflow.graph.rewrite import rewrite_for_memory
@@ -148,7 +149,7 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
     order = {op.name: at for at, op in enumerate(recorded.operations)}
     captures, inputs = recorded.replicas[0].captures, recorded.inputs
     fetches = [*dict.fromkeys(recorded.outputs), *recorded.effects]
-    graph_def = private.optimize_graph(recorded.graph_def, fetches, recorded.variables)
+    graph_def = private.optimize_graph(recorded.graph_def, fetches, recorded.variables, captures)
     nodes = {node.name: node for node in graph_def.node}
     _name_stateless(nodes, graph_def.library)
     outputs = tuple(tensor_key(name) for name in recorded.outputs)
@@ -167,6 +168,7 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
             f"The train step contains ops that cannot be scheduled: {', '.join(unsupported)}."
         )
     shapes = static_shapes(nodes, graph_def, captures, inputs)
+    sizes = {shape[0] for _, _, shape in inputs if shape.rank}
     in_lists = lists.held_bytes(nodes, graph_def.library, shapes, smallest_bytes)
     translation = Translation(nodes, captures, inputs, shapes, order, in_lists)
     return translation.step(
@@ -176,6 +178,9 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
         inputs=inputs,
         output_tensors=outputs,
         output_structure=recorded.output_structure,
+        divisions=divisions(
+            nodes, batch_counts(recorded.graph_def, {n for n, *_ in inputs}, sizes)
+        ),
         replicas=tuple(
             replace(one, captures={name: of for name, of in one.captures.items() if name in nodes})
             for one in recorded.replicas

@@ -125,4 +125,5 @@ class MirroredBackend(TensorFlowBackend):
         return replicas.trace(model, batch, smallest_counted_bytes(self.device))
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
-        return MirroredTrainFunction(model, runner)
+        self._installed = MirroredTrainFunction(model, runner)
+        return self._installed

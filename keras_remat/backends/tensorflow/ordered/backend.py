@@ -74,6 +74,8 @@ class TensorFlowBackend:
     measures_op_times = True
     auto_solver = "auto"
     processes = Processes()
+    #: The train function of the running ``fit``.
+    _installed: InstalledTrainFunction | None = None
 
     @property
     def batch_multiple(self) -> int:
@@ -124,7 +126,8 @@ class TensorFlowBackend:
         return _Recorder(memory if isinstance(memory, ReplayedMemory) else None)
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
-        return LoweredStep(traced, problem, schedule, ordering.SMALL_BYTES)
+        any_size = self._installed is not None and self._installed.any_size
+        return LoweredStep(traced, problem, schedule, ordering.SMALL_BYTES, any_size=any_size)
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
         return measure.measure(run, wait=wait, device=self.device)
@@ -150,7 +153,8 @@ class TensorFlowBackend:
         return variables.snapshot(list({**rest, **updated}.values()), updated.keys())
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
-        return InstalledTrainFunction(model, runner)
+        self._installed = InstalledTrainFunction(model, runner)
+        return self._installed
 
 
 def smallest_counted_bytes(device: measure.TensorFlowDevice) -> int:

@@ -55,17 +55,25 @@ class LoweredStep:
             nothing is no order at all.
         schedule: a legal order.
         smallest_bytes: what the pool serves at least; 0 orders all that holds data.
+        any_size: whether plain ``fit`` does not know the batch's size (:mod:`..graph.counts`).
     """
 
     def __init__(
-        self, traced: TensorFlowStep, problem: Problem, schedule: Schedule, smallest_bytes: int = 0
+        self,
+        traced: TensorFlowStep,
+        problem: Problem,
+        schedule: Schedule,
+        smallest_bytes: int = 0,
+        *,
+        any_size: bool = False,
     ):
         self.traced, self.problem, self.schedule = traced, problem, schedule
         self._handed_in = {
             name: tf.constant(tf.make_ndarray(traced.nodes[name].attr["value"].tensor))
             for name in sorted(_unfolded(traced, smallest_bytes))
         }
-        writer = _Writer(traced, schedule, self._handed_in.keys())
+        divisions = traced.divisions if any_size else {}
+        writer = _Writer(traced, schedule, self._handed_in.keys(), divisions)
         on_host = {
             op_id
             for op_id, node in traced.handles.items()
@@ -93,8 +101,15 @@ class LoweredStep:
 class _Writer:
     """Writes the nodes of one schedule."""
 
-    def __init__(self, traced: TensorFlowStep, schedule: Schedule, unfolded: Set[str]):
+    def __init__(
+        self,
+        traced: TensorFlowStep,
+        schedule: Schedule,
+        unfolded: Set[str],
+        divisions: Mapping[str, tuple[Any, Any]],
+    ):
         self.traced, self.schedule, self.unfolded = traced, schedule, unfolded
+        self.divisions = divisions
         self.names: list[tuple[str, ...]] = []  # names of the nodes at every position
         self._nodes: list[Any] = []
         self._copies: dict[str, list[str]] = {}  # op name → names of all its copies so far
@@ -135,7 +150,13 @@ class _Writer:
         node = self.traced.nodes[op_name]
         copies = self._copies.setdefault(op_name, [])
         name = op_name if not copies else f"{op_name}/remat_{len(copies)}"
-        inputs = [self._tensor(tensor_key(i)) for i in data_inputs(node)]
+        if op_name in self.divisions:
+            divisor, node = self.divisions[op_name]
+            if not copies:
+                self._append(divisor, divisor.name, (), ())
+            inputs = [self._tensor(tensor_key(node.input[0])), divisor.name]
+        else:
+            inputs = [self._tensor(tensor_key(i)) for i in data_inputs(node)]
         self._append(node, name, inputs, [*self._controls(node), *before])
         copies.append(name)
         return name

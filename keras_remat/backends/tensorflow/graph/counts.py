@@ -1,0 +1,108 @@
+"""Divides by the batch's size where plain ``fit`` only knows it when it runs.
+
+A mean, and the gradient of one, divides by how many numbers it is taken over. Our trace knows the
+batch's size, so such a count is a constant, and Grappler turns the division into a product with the
+reciprocal, whose last bit may be another. Keras's own step is traced for whatever its data set
+gives. Where that has batches of any size (a last one that is smaller), the count is computed from
+the batch, and the division stays one. A step that is lowered for such a fit divides, too. The graph
+that is planned on is the same in both cases.
+
+Counts are told by how they are written: by TensorFlow's gradient of ``Mean``, or as the product of
+a shape that begins with the batch's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from math import frexp, isfinite
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow.graph.nodes import control_inputs, data_inputs, node_of
+
+_DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
+#: What lies between a shape and the count that is divided by.
+_PASSED = frozenset({"Cast", "Identity", "Prod"})
+_TAPE = "gradient_tape/"
+#: How Grappler names a reciprocal that it has folded; equal ones are one node.
+_RECIPROCAL = "_recip"
+
+
+def batch_counts(
+    graph_def: Any, inputs: Collection[str], sizes: Collection[int | None]
+) -> dict[str, float]:
+    """Returns the divisions whose divisor depends on the batch's size: name → divisor.
+
+    Powers of two are left out, because their reciprocals are exact.
+
+    Args:
+        graph_def: as traced, in the traced order.
+        inputs: names of the placeholders of the batch.
+        sizes: of the batch, along the first dimensions of its tensors.
+    """
+    nodes = {node.name: node for node in graph_def.node}
+    of_batch = set(inputs)
+    found: dict[str, float] = {}
+    for node in graph_def.node:
+        sources = [node_of(tensor) for tensor in data_inputs(node)]
+        if of_batch.isdisjoint(sources):
+            continue
+        of_batch.add(node.name)
+        if node.op in _DIVISIONS and sources[0] in of_batch:
+            count = _count(nodes, node, sizes)
+            if count and isfinite(count) and frexp(count)[0] != 0.5:
+                found[node.name] = count
+    return found
+
+
+def _count(nodes: Mapping[str, Any], division: Any, sizes: Collection[int | None]) -> float | None:
+    """Returns the divisor of a division if it is a count of the batch."""
+    divisor = nodes[node_of(data_inputs(division)[1])]
+    passed = False
+    while divisor.op in _PASSED:
+        passed = True
+        divisor = nodes[node_of(data_inputs(divisor)[0])]
+    if divisor.op != "Const":
+        return None
+    shape = tf.make_ndarray(divisor.attr["value"].tensor)
+    if passed and np.issubdtype(shape.dtype, np.integer):
+        is_count = bool(shape.size) and int(shape.flat[0]) in sizes
+    else:
+        is_count = _TAPE in division.name and _scope(division) == _scope(divisor)
+    return float(np.prod(shape, dtype=np.float64)) if is_count else None
+
+
+def _scope(node: Any) -> str:
+    return str(node.name).rpartition("/")[0]
+
+
+def divisions(nodes: Mapping[str, Any], counts: Mapping[str, float]) -> dict[str, tuple[Any, Any]]:
+    """Returns, for every product that Grappler made of a division by a count, the constant and the
+    division that take its place, by its name.
+
+    Args:
+        nodes: of the optimized graph.
+        counts: what :func:`batch_counts` returned.
+    """
+    result: dict[str, tuple[Any, Any]] = {}
+    for name, count in counts.items():
+        node = nodes.get(name)
+        if node is None or node.op != "Mul":
+            continue
+        inputs = data_inputs(node)
+        others = [tensor for tensor in inputs if not node_of(tensor).endswith(_RECIPROCAL)]
+        if len(inputs) != 2 or len(others) != 1:
+            continue
+        dtype = tf.as_dtype(node.attr["T"].type)
+        divisor = tf.compat.v1.NodeDef(name=f"{name}/count", op="Const", device=node.device)
+        divisor.attr["dtype"].type = dtype.as_datatype_enum
+        value = tf.make_tensor_proto(np.asarray(count).astype(dtype.as_numpy_dtype))
+        divisor.attr["value"].tensor.CopyFrom(value)
+        division = tf.compat.v1.NodeDef(name=name, op="RealDiv", device=node.device)
+        division.attr["T"].type = dtype.as_datatype_enum
+        controls = [f"^{before}" for before in control_inputs(node)]
+        division.input.extend([others[0], divisor.name, *controls])
+        result[name] = divisor, division
+    return result

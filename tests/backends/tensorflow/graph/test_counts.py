@@ -1,0 +1,103 @@
+"""What Keras's own step divides by when it runs is divided by here, too, and not multiplied with a
+reciprocal: the bits are the same for batches of a fixed size, and of any size."""
+
+import keras
+import keras_models
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_remat.backends.tensorflow import backend
+from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
+from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+
+BACKEND = backend()
+BATCH, ROWS, WIDTH = 6, 7, 12  # no power of two among the counts
+
+
+def make():
+    """A model whose layers divide by counts of the batch and by captured constants."""
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    inputs = keras.Input((ROWS, WIDTH))
+    x = layers.Normalization(mean=[0.4] * WIDTH, variance=[0.07] * WIDTH)(inputs)
+    for _ in range(2):
+        x = layers.Dense(WIDTH, activation="tanh")(x)
+        x = layers.BatchNormalization()(x)
+        x = layers.LayerNormalization()(x)
+    x = layers.Dense(3, activation="softmax")(layers.GlobalAveragePooling1D()(x))
+    model = keras.Model(inputs, x)
+    model.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy")
+    generator = np.random.default_rng(0)
+    x = generator.random((BATCH, ROWS, WIDTH), dtype=np.float32)
+    return model, (x, generator.integers(0, 3, BATCH).astype(np.int32))
+
+
+@pytest.fixture(scope="module")
+def case():
+    model, batch = make()
+    data = BACKEND.example_batch(model, batch)
+    traced = BACKEND.trace(model, data)
+    return model, data, traced, keras_models.state_of(model)
+
+
+def trained(case, run, steps=3):
+    """The state after some steps from the first one."""
+    model, data, _, first = case
+    for variable, value in zip(keras_models.variables_of(model), first, strict=True):
+        variable.assign(value)
+    for _ in range(steps):
+        run(data)
+    return keras_models.state_of(model)
+
+
+@pytest.mark.parametrize("size", [BATCH, None])
+def test_a_step_has_the_bits_of_keras_own_for_fixed_and_for_any_batch_size(case, size):
+    model, data, traced, _ = case
+    specs = tf.nest.map_structure(lambda t: tf.TensorSpec((size, *t.shape[1:]), t.dtype), data)
+    plain = tf.function(model.train_step).get_concrete_function(specs)
+    problem = Problem(traced.graph, BACKEND.estimated_profile(traced))
+    store_all = Schedule.store_all(traced.graph)
+    ours = LoweredStep(traced, problem, store_all, any_size=size is None)
+    expected = trained(case, plain)
+    np.testing.assert_equal(trained(case, plain), expected)
+    np.testing.assert_equal(trained(case, ours), expected)
+
+
+def test_products_with_reciprocals_of_counts_have_a_division_in_reserve(case):
+    """Those of gradients of means over the batch, and none of the captured constant."""
+    divided = case[2].divisions
+    assert divided
+    assert all("gradient_tape/" in name or "loss" in name for name in divided)
+    for divisor, division in divided.values():
+        count = float(tf.make_ndarray(divisor.attr["value"].tensor))
+        assert count in (BATCH, BATCH * ROWS, ROWS, WIDTH)
+        assert division.op == "RealDiv"
+        assert division.input[1] == divisor.name
+
+
+def test_a_division_is_computed_again_as_a_division(case):
+    """A copy reads the same constant."""
+    _, _, traced, _ = case
+    problem = Problem(traced.graph, BACKEND.estimated_profile(traced))
+    name = next(iter(traced.divisions))
+    again = traced.op_id[name]
+    order = Schedule.store_all(traced.graph).order
+    at = order.index(again) + 1
+    twice = Schedule((*order[:at], again, *order[at:]))
+    nodes = LoweredStep(traced, problem, twice, any_size=True)._function.graph.as_graph_def().node
+    copies = [node for node in nodes if node.name in (name, f"{name}/remat_1")]
+    assert [node.op for node in copies] == ["RealDiv"] * 2
+    assert len({node.input[1] for node in copies}) == 1
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_the_data_set_says_whether_the_batch_has_a_fixed_size(last):
+    installed = InstalledTrainFunction.__new__(InstalledTrainFunction)
+    installed._steps = lambda iterator: None
+    installed.give_back = lambda: None
+    data = tf.data.Dataset.range(3 * BATCH + last).batch(BATCH, drop_remainder=not last)
+    installed._of_fit(iter(data))
+    assert installed.any_size == bool(last)
