@@ -28,9 +28,8 @@ from keras_remat.solvers.search import nearby
 _CORRECTIONS = 10
 #: Of the time that is left, what one solve may take.
 _SOLVE_SHARE = 0.7
-#: Seconds that a solve gets at least, however late it is. With nothing found, and patience, the
-#: search goes on for this many times its time limit.
-_LEAST_SOLVE_S, _PATIENCE = 0.5, 4
+#: Seconds that a solve gets at least, however late it is.
+_LEAST_SOLVE_S = 0.5
 #: How many schedules are compiled whatever it takes, and how many before the deadline.
 _SURE_COMPILATIONS, _MOST_COMPILATIONS = 3, 6
 #: The least a correction takes off, as a share of what is above the floor.
@@ -92,7 +91,8 @@ class BudgetSearch:
         Args:
             start: the first target, in bytes.
             deadline_s: by ``time.perf_counter``; a late solve gets half a second all the same.
-            patient: whether it goes on after the deadline while nothing was found.
+            patient: whether all corrections are made while nothing was found, however late it is:
+                the clock ends improvement, and not the first answer.
             approach: whether targets over the budget are tried where no lower one is reached, so
                 that :attr:`closest` says how near one comes.
 
@@ -103,10 +103,9 @@ class BudgetSearch:
         store_all = Schedule.store_all(self.problem.graph)
         most = simulate(self.problem, store_all).peak_bytes if approach else start
         target, reached, unreachable = start, max(start, most), floor
-        late_s = _PATIENCE * (deadline_s - time.perf_counter()) if patient else 0.0
         for turn in range(_CORRECTIONS):
             left_s = deadline_s - time.perf_counter()
-            is_late = left_s < (_LEAST_SOLVE_S if self._chosen else -late_s)
+            is_late = left_s < _LEAST_SOLVE_S if self._chosen else left_s < 0 and not patient
             if target < floor or (turn and is_late):
                 break
             if self._tried and not self._may_compile(deadline_s):

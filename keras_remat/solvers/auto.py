@@ -3,9 +3,10 @@ its work is done.
 
 1. No budget, or an order without recomputation that fits (the default one or the memory-aware one):
    optimal, done.
-2. :mod:`keras_remat.solvers.search.greedy` gives a first schedule; where the graph is not large,
-   :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores, and so does
-   :mod:`keras_remat.solvers.search.backward`, or it proves that there is none; where it is small,
+2. :mod:`keras_remat.solvers.search.greedy` gives a first schedule, whatever the clock says; where
+   the graph is not large, :mod:`keras_remat.solvers.papers.dtr` gives others, by several scores,
+   and so does :mod:`keras_remat.solvers.search.backward`, or it proves that there is none; where it
+   is small,
    :mod:`keras_remat.solvers.papers.checkmate_milp`, too.
 3. :mod:`keras_remat.solvers.bounds.cut_bound`, and :mod:`keras_remat.solvers.bounds.window_bound`
    with a few cuts, may prove the best schedule optimal.
@@ -131,7 +132,7 @@ class _Search:
         self.deadline, self.limit_s = incumbent.deadline, incumbent.deadline.seconds
         incumbent.tolerance = PROOF_TOLERANCE
         self.last = self.deadline.share(LAST_SHARE)
-        self.view = self.whole = _View(self.problem, tuple, tuple, self.deadline)
+        self.view = self.whole = _View(self.problem, tuple, tuple)
         self.coarse_best: Order | None = None
         self.has_cp_sat = False
 
@@ -241,7 +242,7 @@ class _Search:
         coarse = coarsen.Coarse(
             self.problem, base, coarsen.small_value_threshold(self.problem, base)
         )
-        self.view = _View(coarse.problem, coarse.expand, coarse.project, self.deadline)
+        self.view = _View(coarse.problem, coarse.expand, coarse.project)
         budget = limit = self.problem.budget_bytes or 0
         bases = [tuple(range(len(coarse.ops)))]
         for _ in range(TIGHTENINGS):
@@ -293,7 +294,11 @@ class _Search:
         problem are offered."""
         steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s)
         candidates = greedy.candidates(
-            view.problem, deadline=self.last, max_steps=steps, orders=bases
+            view.problem,
+            deadline=self.deadline,
+            max_steps=steps,
+            orders=bases,
+            anyway=self.incumbent.order is None,
         )
         found = list(islice(candidates, most))
         for order in found:
@@ -385,9 +390,8 @@ class _View:
     problem: Problem
     expand: Callable[[Sequence[int]], Order]
     project: Callable[[Sequence[int]], Order]
-    deadline: Deadline
 
     @cached_property
     def bases(self) -> tuple[Order, ...]:
         """Orders of the problem without recomputation, the memory-aware one first."""
-        return base_orders(self.problem, self.deadline)
+        return base_orders(self.problem)

@@ -155,10 +155,12 @@ def test_a_plan_is_looked_for_however_little_time_there_is(solver):
     assert plan.predicted.peak_bytes <= PLAIN
 
 
-@pytest.mark.parametrize(("patient", "solves"), [(True, 2), (False, 1)])
-def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, solves):
+@pytest.mark.parametrize(
+    ("patient", "deadline_s", "solves"), [(True, 2.5, 2), (True, -1e6, 2), (False, 2.5, 1)]
+)
+def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, deadline_s, solves):
     """With nothing found that the allocator agrees to, the target is corrected once more, unless
-    something runs already."""
+    something runs already; also where the time was over before anything began."""
     asked, late_s = [], 5.0
     clock = {"s": 0.0}
     monkeypatch.setattr("keras_remat.planning.to_budget.time.perf_counter", lambda: clock["s"])
@@ -175,8 +177,8 @@ def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, solves)
     )
     way = to_budget.BudgetSearch(PROBLEM, BUDGET, backend.memory, "greedy", 0)
     if patient:
-        assert way.run(BUDGET, late_s / 2)[0].peak_bytes <= BUDGET
+        assert way.run(BUDGET, deadline_s)[0].peak_bytes <= BUDGET
     else:
         with pytest.raises(ScheduleNotFoundError):
-            way.run(BUDGET, late_s / 2, patient=False)
+            way.run(BUDGET, deadline_s, patient=False)
     assert len(asked) == solves

@@ -84,17 +84,49 @@ def test_the_memory_aware_order_is_made_once_per_problem(
     made: list[Problem] = []
     make = reorder.memory_aware_order
 
-    def counted(
-        problem: Problem, base: Sequence[int], deadline: Deadline = NO_DEADLINE
-    ) -> tuple[int, ...]:
+    def counted(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
         made.append(problem)
-        return make(problem, base, deadline)
+        return make(problem, base)
 
     monkeypatch.setattr(reorder, "memory_aware_order", counted)
     problem = with_budget_fraction(training_problem(random.Random(1), 12), 0.6)
     with suppress(ScheduleNotFoundError):
         solve(problem, solver=solver, time_limit_s=3)
     assert made == [problem]
+
+
+@pytest.fixture
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is over whenever somebody asks, as on a machine that is slow beyond measure."""
+    monkeypatch.setattr(Deadline, "spent_s", lambda _: 1e9)
+
+
+LARGE = training_problem(random.Random(3), 400)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
+@pytest.mark.parametrize("plain", [LARGE, training_problem(random.Random(3), 40)])
+def test_the_first_schedule_needs_no_clock(plain: Problem, share: float, no_time: None) -> None:
+    """What greedy finds by steps alone is there, in graphs that are coarsened, too."""
+    problem = with_budget_fraction(plain, share)
+    bases = reorder.base_orders(problem)
+    first = next(greedy.candidates(problem, deadline=NO_DEADLINE, orders=bases), Schedule(()).order)
+    assert first
+    for solver in ("greedy", "greedy_first", "auto"):
+        found = solve(problem, solver=solver, time_limit_s=0.001)
+        assert found.usage is not None
+        assert found.usage.time_s <= simulate(problem, Schedule(first)).time_s
+
+
+def test_the_large_problem_is_one_that_is_coarsened() -> None:
+    assert len(LARGE.graph.needed) > auto.LARGE_OPS
+
+
+def test_what_comes_after_the_first_schedule_ends_by_the_clock(no_time: None) -> None:
+    problem = with_budget_fraction(LARGE, 0.7)
+    found = list(greedy.candidates(problem, deadline=Deadline(1.0)))
+    assert len(found) == 1
+    assert not list(greedy.candidates(problem, deadline=Deadline(1.0), anyway=False))
 
 
 def test_an_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,6 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from keras_remat.core.deadline import NO_DEADLINE, Deadline
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes
@@ -46,15 +45,13 @@ SMALL_SHARE = 1 / 8
 op reads."""
 
 
-def base_orders(problem: Problem, deadline: Deadline) -> tuple[tuple[int, ...], ...]:
+def base_orders(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """Returns the memory-aware order of the needed ops, and the default one if that is another."""
     default = tuple(sorted(problem.graph.needed))
-    return tuple(dict.fromkeys((memory_aware_order(problem, default, deadline), default)))
+    return tuple(dict.fromkeys((memory_aware_order(problem, default), default)))
 
 
-def memory_aware_order(
-    problem: Problem, base: Sequence[int], deadline: Deadline = NO_DEADLINE
-) -> tuple[int, ...]:
+def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]:
     """Returns a legal order of the ops of ``base`` that is no further over the budget than
     ``base``.
 
@@ -63,11 +60,8 @@ def memory_aware_order(
     Args:
         problem: the graph, its sizes, and the budget to stay within.
         base: a legal order without recomputation.
-        deadline: ``base`` is returned where it is over too soon.
     """
-    hoisted = tuple(_Hoist(problem, base, deadline).run())
-    if deadline.is_over:
-        return tuple(base)
+    hoisted = tuple(_Hoist(problem, base).run())
     postponed = _postponed(problem, hoisted)
     return min((tuple(base), postponed, hoisted), key=lambda order: _over_budget(problem, order))
 
@@ -172,9 +166,9 @@ class _Fresh:
 
 
 class _Hoist:
-    def __init__(self, problem: Problem, base: Sequence[int], deadline: Deadline):
+    def __init__(self, problem: Problem, base: Sequence[int]):
         graph = problem.graph
-        self.ops, self.base, self.deadline = graph.ops, base, deadline
+        self.ops, self.base = graph.ops, base
         self.nbytes = [value.nbytes for value in graph.values]
         self.readers = graph.readers
         self.producer = [value.producer for value in graph.values]
@@ -201,7 +195,7 @@ class _Hoist:
         self.fresh = _Fresh()
 
     def run(self) -> list[int]:
-        """Returns the order, cut short where the time is over."""
+        """Returns the order."""
         for at, op_id in enumerate(self.base):
             if self.done[op_id]:
                 continue
@@ -209,8 +203,6 @@ class _Hoist:
             self.fresh = _Fresh()
             self._commit(op_id)
             while run := self._next_run(following):
-                if self.deadline.is_over:
-                    return self.order
                 for member in run:
                     self._commit(member)
         return self.order

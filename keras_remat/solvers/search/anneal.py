@@ -93,7 +93,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
     native.begin()
     problem, deadline = incumbent.problem, incumbent.deadline
     steps = greedy.steps_limit(deadline.seconds / 6)
-    bases = base_orders(problem, deadline)
+    bases = base_orders(problem)
     for order in greedy.candidates(problem, deadline=deadline, max_steps=steps, orders=bases):
         incumbent.offer(order)
     compiled = native.is_compiled(WAIT_SHARE * deadline.seconds)
@@ -151,7 +151,7 @@ def improve(
     if problem.budget_bytes is None:
         return
     rng = np.random.default_rng(seed)
-    best = tuple(start if start is not None else base or base_orders(problem, deadline)[0])
+    best = tuple(start if start is not None else base or base_orders(problem)[0])
     usage = simulate(problem, Schedule(best))
     best_s = usage.time_s if usage.peak_bytes <= problem.budget_bytes else float("inf")
     if start is None and best_s < float("inf"):

@@ -35,7 +35,7 @@ def solve(incumbent: Incumbent, seed: int, recompute: Callable[..., None]) -> No
     """
     problem, limit_s = incumbent.problem, incumbent.deadline.seconds
     budget = problem.budget_bytes
-    bases = base_orders(problem, incumbent.deadline)
+    bases = base_orders(problem)
     if any(map(incumbent.offer, reversed(bases))) or budget is None:
         return
     with suppress(ScheduleNotFoundError):  # another part may find one

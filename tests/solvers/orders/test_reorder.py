@@ -9,7 +9,6 @@ import pytest
 from graph_builder import Builder
 from random_problems import mixed_problem, training_problem, with_budget_fraction
 
-from keras_remat.core.deadline import Deadline
 from keras_remat.core.graph import Graph, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -19,7 +18,6 @@ from keras_remat.core.topology import predecessors
 from keras_remat.core.validate import check_rules
 from keras_remat.solvers.orders import reorder
 from keras_remat.solvers.orders.reorder import base_orders, memory_aware_order
-from tests.solvers.counted_clock import CountedClock
 
 # ------------------------------------------------------------------ what it promises
 
@@ -85,21 +83,10 @@ def test_the_order_of_nothing_is_empty() -> None:
     assert memory_aware_order(problem, ()) == ()
 
 
-def test_the_base_order_is_returned_once_the_time_is_over() -> None:
+def test_the_base_orders_are_the_memory_aware_one_and_the_default_one() -> None:
     problem = updates_at_the_end(8)
     base = Schedule.store_all(problem.graph).order
-    assert memory_aware_order(problem, base, Deadline(0.0)) == base
-    assert base_orders(problem, Deadline(0.0)) == (base,)
-    assert len(base_orders(problem, Deadline(60.0))) == 2
-
-
-def test_the_clock_is_read_while_ops_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = CountedClock(allowed=3)
-    monkeypatch.setattr(reorder, "_postponed", lambda *_: pytest.fail("goes on"))
-    problem = updates_at_the_end(100)
-    base = Schedule.store_all(problem.graph).order
-    assert memory_aware_order(problem, base, clock) == base
-    assert clock.reads < 10
+    assert base_orders(problem) == (memory_aware_order(problem, base), base)
 
 
 def test_an_op_is_examined_again_only_where_something_has_changed(
