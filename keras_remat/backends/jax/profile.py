@@ -122,16 +122,15 @@ def _body_flops(jaxpr: Any) -> float:
 
 
 def _workspace_bytes(traced: JaxTracedStep, op_id: int, target: Target) -> int:
-    """Memory alive only inside one op: the body of a loop or branch with everything in it alive at
-    once, and the buffers of an expanded primitive."""
+    """Memory alive only inside one op: what the body of a loop or of the larger branch holds on its
+    way, and the buffers of an expanded primitive."""
     equations = [traced.program.equations[at] for at in traced.handles[op_id]]
-    bodies = [body for e in equations for body in private.inner_jaxprs(e.source.params)]
     sizes = traced.program.sizes
     if target.on_gpu:
         expanded = [_gpu_buffer_bytes(e, traced) for e in equations]
     else:
         expanded = [_cpu_buffer_bytes(e, sizes) for e in equations]
-    buffers: list[int] = [0, *map(_body_bytes, bodies), *expanded]
+    buffers: list[int] = [0, *(_bodies_bytes(e.source, e.kind) for e in equations), *expanded]
     return max(buffers)
 
 
@@ -178,9 +177,36 @@ def _padded_bytes(params: dict[str, Any], image: Any) -> int:
     return int(math.prod(shape)) * int(image.dtype.itemsize)
 
 
-def _body_bytes(jaxpr: Any) -> int:
-    own = sum(nbytes(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars)
-    return own + max(
-        (_body_bytes(body) for eqn in jaxpr.eqns for body in private.inner_jaxprs(eqn.params)),
-        default=0,
-    )
+def _bodies_bytes(equation: Any, kind: str) -> int:
+    """The most that one body of a loop, a branch or a call needs, beside what the equation reads
+    and writes; of branches only one runs.
+
+    Args:
+        equation: has the bodies in its parameters.
+        kind: its primitive's name. A loop's body writes into buffers of its own, which the next
+            round reads; any other body writes what the equation does.
+    """
+    loop = kind in ("scan", "while")
+    bodies = private.inner_jaxprs(equation.params)
+    return max((_body_bytes(body, with_outputs=loop) for body in bodies), default=0)
+
+
+def _body_bytes(jaxpr: Any, *, with_outputs: bool) -> int:
+    """Returns the most bytes alive while a body runs in its order, without its inputs."""
+    last = {v: at for at, eqn in enumerate(jaxpr.eqns) for v in _variables(eqn.invars)}
+    returned = set(_variables(jaxpr.outvars))
+    alive: dict[Any, int] = {}
+    most = held = 0
+    for at, eqn in enumerate(jaxpr.eqns):
+        for v in eqn.outvars:
+            alive[v] = nbytes(v.aval) if with_outputs or v not in returned else 0
+            held += alive[v]
+        most = max(most, held + _bodies_bytes(eqn, eqn.primitive.name))
+        for v in dict.fromkeys((*_variables(eqn.invars), *eqn.outvars)):
+            if v in alive and v not in returned and last.get(v, at) <= at:
+                held -= alive.pop(v)
+    return most
+
+
+def _variables(atoms: Any) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, private.Literal)]

@@ -1,15 +1,19 @@
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import jax_models as models
+import keras
 import pytest
 from random_schedules import forget
 
-from keras_remat.backends.jax.lower import lower
+from keras_remat.backends.jax.lower import lower, lower_plain
 from keras_remat.backends.jax.measure import memory
-from keras_remat.backends.jax.profile import estimated_profile
+from keras_remat.backends.jax.profile import _bodies_bytes, estimated_profile
 from keras_remat.backends.jax.trace import trace
 from keras_remat.backends.xla.kernel_costs import scaled
 from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.core.target import live
 
@@ -77,3 +81,68 @@ def test_a_loop_has_workspace():
     traced = trace(model, models.batch(model))
     workspaces = estimated_profile(traced).op_workspace_bytes
     assert any(workspaces[op.id] > 0 for op in traced.graph.ops if op.kind in ("scan", "while"))
+
+
+def long_branch(x):
+    for _ in range(4):
+        x = jnp.tanh(x) * 2
+    return x
+
+
+SIZE = 1024
+BYTES = 4 * SIZE
+
+
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        # a product and the tanh that it reads, whatever ran before them
+        (lambda x: jax.lax.cond(x[0] > 0, long_branch, lambda x: x, x), 2 * BYTES),
+        # the larger branch, not both
+        (lambda x: jax.lax.cond(x[0] > 0, long_branch, long_branch, x), 2 * BYTES),
+        # what a branch returns is the op's output
+        (lambda x: jax.lax.cond(x[0] > 0, jnp.tanh, lambda x: x, x), 0),
+        # what a round of a loop writes is not what it reads; and the counter
+        (lambda x: jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x), x), BYTES + 4),
+    ],
+    ids=["cond", "both branches", "one op", "loop"],
+)
+def test_a_body_needs_what_is_alive_in_it_at_once(body, most):
+    closed = jax.make_jaxpr(body)(jnp.zeros(SIZE))
+    (equation,) = [e for e in closed.jaxpr.eqns if e.primitive.name in ("cond", "scan", "while")]
+    assert _bodies_bytes(equation, equation.primitive.name) == most
+
+
+class Gate(keras.layers.Layer):
+    """One of two chains of layers, by what it is given."""
+
+    def build(self, shape):
+        self.left, self.right = (
+            self.add_weight(shape=(shape[-1], shape[-1])) for _ in ("left", "right")
+        )
+
+    def call(self, x):
+        def chain(kernel, x):
+            for _ in range(4):
+                x = jnp.tanh(x @ kernel)
+            return x
+
+        return jax.lax.cond(
+            jnp.mean(x) > 0,
+            lambda x: chain(self.left.value, x),
+            lambda x: chain(self.right.value, x),
+            x,
+        )
+
+
+def test_a_step_with_branches_is_predicted_with_what_the_plain_one_takes():
+    """Each branch's residuals are outputs; what else is in a branch counts once, and in turn."""
+    inputs = keras.Input((64,))
+    x = Gate()(keras.layers.Dense(64, activation="gelu")(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    traced = trace(model, models.batch(model, 512))
+    problem = Problem(traced.graph, estimated_profile(traced))
+    peak = simulate(problem, Schedule.store_all(traced.graph)).peak_bytes
+    predicted = peak - problem.profile.resident_bytes
+    assert 0.8 < predicted / memory(lower_plain(traced)).temp_bytes < 1.2
