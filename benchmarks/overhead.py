@@ -67,14 +67,14 @@ def failures_of(row: dict[str, Any]) -> list[str]:
 
 def steps_of(variables: int, options: argparse.Namespace) -> int:
     """Returns how many steps an epoch has: fewer where they are longer."""
-    return max(20, min(options.steps, options.steps * 50 // variables))
+    return max(40, min(options.steps, options.steps * 10 // variables))
 
 
 def main() -> int:
     parser = command_line(__doc__)
     add_names(parser, "--backends", BACKENDS)
     add_names(parser, "--variables", VARIABLES)
-    parser.add_argument("--steps", type=int, default=400, help="of an epoch (default 400)")
+    parser.add_argument("--steps", type=int, default=2000, help="of an epoch (default 2000)")
     parser.add_argument("--pairs", type=int, default=7, help="of fits (default 7)")
     add_outcome(parser, limited="row", tables="table is", numbers="")
     options = parser.parse_args()
