@@ -112,7 +112,7 @@ class Measurement:
         else:
             self.limit_bytes, self.plain_batch = plain["limit_bytes"], plain["batch"]
             self.plain_s_per_sample = plain["seconds"] / plain["batch"]
-            self.backend.example_batch(self.model, self.batch)  # builds the model
+            self.backend.trace(self.model, self.batch)  # builds the model
         if set(self.options["solvers"]) - {"fit"}:
             self._profile()
         for name in self.options["solvers"]:
@@ -154,7 +154,7 @@ class Measurement:
     def _plain(self) -> None:
         """The largest batch of plain Keras: found by training, one sample more at a time."""
         size = self.paper.plain_batch
-        self.backend.example_batch(self.model, self.batch)  # builds the model
+        self.backend.trace(self.model, self.batch)  # builds the model
         peak, seconds = self._train_plain(size)
         self.limit_bytes = self.limit_bytes or peak
         while peak > self.limit_bytes and size > 1:

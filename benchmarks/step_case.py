@@ -241,7 +241,7 @@ class Measurement:
         options, model, backend = self.options, self.model, self.backend
         self.data = data = keras.tree.map_structure(keras.ops.convert_to_tensor, self.case.steps(4))
         batch = models.batches(data, self.case.batch_size)[0]
-        backend.example_batch(model, batch)  # builds the model
+        backend.trace(model, batch)  # builds the model
         self.state = State(model)
         initial = self.state.take()
         self._begin_anew = backend.snapshot(model)  # variables lie where they lie in a first fit

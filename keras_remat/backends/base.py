@@ -311,8 +311,7 @@ class Backend(Protocol):
         a remark for the log or ``None``."""
 
     def example_batch(self, model: Any, batch: Any) -> Any:
-        """``batch`` (arrays, specs or a batch size) as what ``train_step`` gets; builds the model
-        if it is not built."""
+        """``batch`` (arrays, specs or a batch size) as what ``train_step`` gets."""
 
     def resized_spec(self, batch: Any, size: int) -> Any:
         """What :meth:`trace` needs to know of a batch like ``batch`` with ``size`` samples; nothing
@@ -324,7 +323,8 @@ class Backend(Protocol):
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TracedStep:
         """The model's train step for batches of this shape, or one that trains the batch in pieces
-        and adds up their gradients; pure.
+        and adds up their gradients; pure, but for variables that the step makes when it is first
+        traced (layers that are not built, an optimizer's slots).
 
         Raises:
             UnsupportedModelError: the step cannot be carried, or not be cut.
@@ -365,8 +365,8 @@ class Backend(Protocol):
         """Whether the framework raised ``error`` because the device had no memory left."""
 
     def snapshot(self, model: Any) -> Callable[[], None]:
-        """Copies the model's, the optimizers' and the metrics' variables to the host; what it
-        returns puts them back.
+        """Copies the model's, the optimizer's and the metrics' variables to the host, and all that
+        the steps traced so far touch; what it returns puts them back.
 
         Where the allocator fragments, they lie close together in its memory afterwards. After a
         step that ran out of memory they are put back while its error is handled.
@@ -378,8 +378,8 @@ class Backend(Protocol):
 
 @contextmanager
 def preserved_state(backend: Backend, model: Any) -> Iterator[Callable[[], None]]:
-    """Afterwards the model's, the optimizers' and the metrics' variables are what they were
-    before; what it gives puts them back at once."""
+    """Afterwards the model, and all that its traced step touches, is what it was before; what it
+    gives puts that back at once."""
     put_back = backend.snapshot(model)
     try:
         yield put_back

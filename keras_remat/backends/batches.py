@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_remat.backends.keras_private import as_fit_converts
 from keras_remat.backends.tables import names
 from keras_remat.errors import UnknownBatchError, UnsupportedModelError, unknown_name
 
@@ -32,13 +33,14 @@ def example_batch(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     dtypes: Mapping[str, str] | None = None,
 ) -> Any:
-    """Returns ``batch`` as NumPy arrays, whatever form it came in.
+    """Returns ``batch`` as the NumPy arrays that ``fit`` would hand to a step, whatever form it
+    came in.
 
     Args:
         model: a Keras model; needed when ``batch`` is an int.
         batch: ``(x, y[, sample_weight])`` as arrays or as anything with ``shape`` and ``dtype``
-            (specs become random data), or an int: that many samples of what the model's inputs and
-            losses ask for.
+            (specs become random data of just that type), or an int: that many samples of what the
+            model's inputs and losses ask for.
         seed: for random data.
         shapes: input's name → its shape without the batch, where ``batch`` is an int; ``""`` is the
             name of an only input.
@@ -49,7 +51,7 @@ def example_batch(
         UnknownBatchError: an int, and inputs or targets that do not follow from the model.
         ValueError: an int that is not positive or not the model's fixed batch size, arrays without
             samples, or a shape that is not fully known.
-        TypeError: a bool or another type.
+        TypeError: a bool, another type, or numbers and lists in the place of arrays.
     """
     import keras
 
@@ -68,6 +70,7 @@ def example_batch(
             "batch must be (x, y[, sample_weight]) as arrays or specs, or an int; got "
             f"{type(batch).__name__}"
         )
+    batch = _weights_per_target(batch)
     arrays = keras.tree.map_structure(lambda leaf: _array(leaf, rng), batch)
     if batch_size_of(arrays) == 0:
         raise ValueError("batch must have samples, got arrays without any")
@@ -175,8 +178,8 @@ def resized_spec(batch: Any, size: int, spec: Callable[[tuple[int, ...], Any], A
 
 
 def _array(leaf: Any, rng: np.random.Generator) -> Any:
-    if leaf is None or isinstance(leaf, np.ndarray):
-        return leaf
+    if leaf is None:
+        return None
     import keras
 
     check_dense(leaf)
@@ -184,7 +187,26 @@ def _array(leaf: Any, rng: np.random.Generator) -> Any:
     symbolic = isinstance(leaf, keras.KerasTensor) or not hasattr(leaf, "__array__")
     if shape is not None and dtype is not None and symbolic:
         return _random(tuple(shape), getattr(dtype, "name", str(dtype)), rng)
-    return np.asarray(leaf)
+    array = as_fit_converts(leaf)
+    if array is None:
+        raise TypeError(
+            f"batch must hold arrays, got {leaf!r} ({type(leaf).__name__}): fit takes no lists of "
+            "numbers either. numpy.asarray makes an array of one."
+        )
+    return array
+
+
+def _weights_per_target(batch: Any) -> Any:
+    """Returns the batch with the samples' weights for each of several targets, as ``fit`` hands
+    them to a step."""
+    import keras
+
+    if not isinstance(batch, (tuple, list)) or len(batch) != 3:
+        return batch
+    x, y, weights = batch
+    if not isinstance(y, (tuple, list, dict)) or not isinstance(weights, np.ndarray):
+        return batch
+    return x, y, keras.tree.map_structure(lambda _: weights, y)
 
 
 def _random(

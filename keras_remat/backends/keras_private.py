@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 
 def layers(model: Any) -> list[Any]:
     """Returns the layers of a model, nested ones too."""
@@ -18,6 +20,27 @@ def masks(arrays: Any) -> list[Any]:
     from keras.src.backend import get_keras_mask
 
     return [get_keras_mask(leaf) for leaf in keras.tree.flatten(arrays)]
+
+
+def as_fit_converts(array: Any) -> np.ndarray | None:
+    """Returns an array as ``fit`` hands it to a step: floats in Keras's own type, a Series as a
+    column; ``None`` for what ``fit`` takes for no array (a number, a list). A tensor of TensorFlow
+    keeps its type, as the elements of a ``tf.data.Dataset`` do."""
+    from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+
+    if not array_slicing.can_slice_array(array):
+        return None
+    of_data_set = data_adapter_utils.is_tensorflow_tensor(array)
+    if of_data_set or not array.shape or _is_text(array):
+        return np.asarray(array)
+    sliceable = array_slicing.convert_to_sliceable(array)
+    if isinstance(array, np.ndarray):
+        return np.asarray(sliceable.array)
+    return np.asarray(sliceable.convert_to_numpy(sliceable[slice(0, array.shape[0])]))
+
+
+def _is_text(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.dtype.kind in "OSU"
 
 
 def records_steps(callback: Any) -> bool:

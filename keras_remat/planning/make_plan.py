@@ -63,7 +63,8 @@ def make_plan(
     Args:
         model: a compiled Keras model.
         batch: ``(x, y[, sample_weight])`` as arrays or specs, or an int batch size where inputs and
-            targets follow from the model.
+            targets follow from the model. Arrays get the types that ``fit`` gives them (float64
+            becomes float32); specs and TensorFlow's tensors keep theirs, as a data set's do.
         memory_limit: every byte the device's allocator may have in use: ``8 * 2**30``, ``"8GiB"``
             or ``"80%"`` of the device.
         solver: a name in ``SOLVERS``.

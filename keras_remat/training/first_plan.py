@@ -95,16 +95,11 @@ class FirstPlans:
         with self._fit.progress("tracing the train step"):
             if not known.is_family:
                 gc.collect()  # what an earlier fit left in reference cycles is not resident
-            model = self._fit.model
-            was_built = model.built
-            _build_optimizer(model)
             traced = self._traced(batch, micro_batches)
             for difference in traced.differences:
                 self._fit.warn(EventKind.MICRO_BATCHES, difference)
             self._tell_unknown_sizes(traced.graph)
             self._tell_changed_layers()
-            if not was_built:  # slots that tracing made share their zeros until they are written
-                self._backend.snapshot(model)()
         in_use = counted_bytes(self._backend.device)
         if in_use is not None:
             (in_use,) = self._backend.processes.most(in_use)
@@ -403,10 +398,3 @@ class FirstPlans:
         with self._fit.progress("building the rematerialized step"):
             problem = costs.problem.with_budget(plan.budget_bytes)
             return self._backend.lower(costs.traced, problem, plan.solution.schedule)
-
-
-def _build_optimizer(model: Any) -> None:
-    """Makes the optimizer's slots, which Keras would do inside the first step on TensorFlow."""
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built and model.built:
-        optimizer.build(model.trainable_variables)

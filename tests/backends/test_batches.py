@@ -47,6 +47,42 @@ def test_specs_become_arrays_and_arrays_stay():
     assert y is array
 
 
+@pytest.mark.parametrize(
+    ("given", "dtype", "shape"),
+    [
+        (np.ones((2, 3)), "float32", (2, 3)),
+        (np.ones((2, 3), "float16"), "float32", (2, 3)),
+        (np.ones((2, 3), "int64"), "int64", (2, 3)),
+        (np.ones((2,), bool), "bool", (2,)),
+        (np.array(["a", "b"]), "<U1", (2,)),
+    ],
+)
+def test_arrays_have_the_types_that_fit_gives_them(given, dtype, shape):
+    array = example_batch(None, (given,))[0]
+    assert (array.dtype, array.shape) == (np.dtype(dtype), shape)
+
+
+def test_tables_are_arrays_as_in_fit():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"a": [1.0, 2.0], "b": [3, 4]})
+    x, y = example_batch(None, (table, table["b"]))
+    assert (x.dtype, x.shape) == (np.float32, (2, 2))
+    assert (y.dtype, y.shape) == (np.int64, (2, 1))
+
+
+def test_specs_are_taken_at_their_word():
+    (array,) = example_batch(None, (keras.KerasTensor((2, 5), "float64"),))
+    assert array.dtype == np.float64
+
+
+def test_one_weight_for_each_sample_is_one_for_each_target():
+    x = np.ones((2, 3), "float32")
+    *_, weights = example_batch(None, (x, {"a": x, "b": x}, np.ones(2)))
+    assert {name: array.shape for name, array in weights.items()} == {"a": (2,), "b": (2,)}
+    assert example_batch(None, (x, [x, x], None))[2] is None
+    assert len(example_batch(None, (x, [x, x], [np.ones(2), np.ones(2)]))[2]) == 2
+
+
 def test_the_same_seed_gives_the_same_batch():
     model = model_with("mse")
     np.testing.assert_array_equal(
@@ -63,6 +99,7 @@ def test_the_same_seed_gives_the_same_batch():
         ("8", TypeError),
         (2.5, TypeError),
         (None, TypeError),
+        (([[1.0, 2.0]], [1.0]), TypeError),
         ((np.ones((0, 5)), np.ones((0, 3))), ValueError),
     ],
 )

@@ -253,7 +253,7 @@ def test_search_leaves_the_model_as_it_was_and_keeps_to_the_budget(models, profi
     from keras_remat.backends.tensorflow import backend as tensorflow_backend
 
     model, batch = models.mlp(256, width=256, blocks=2)
-    tensorflow_backend().example_batch(model, batch)  # builds the optimizer
+    tensorflow_backend().trace(model, batch)  # builds the optimizer and the metrics
     before = models.state_of(model)
     limit = with_margin(tensorflow_backend().device.in_use_bytes() + 24 * MIB)
     found = find_max_batch_size(model, batch, limit, profile=profile, time_limit_s=5.0)

@@ -3,6 +3,7 @@
 import types
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fake_backend import chain_problem
 
@@ -54,6 +55,123 @@ def test_unbuilt_optimizer_is_built_and_at_its_start(models):
         for v in model.optimizer.variables
         if "momentum" in v.path or "velocity" in v.path
     )
+
+
+def moving():
+    """A model whose step moves what no layer, optimizer or metric holds: Keras's own generator of
+    seeds, a variable of the loss, and one of the whole program."""
+    import keras
+    import tensorflow as tf
+
+    of_program = tf.Variable(0.0)
+
+    class Noise(keras.layers.Layer):
+        def call(self, x):
+            of_program.assign_add(1.0)
+            return x + 0.1 * keras.random.normal(keras.ops.shape(x))
+
+    class Counted(keras.losses.Loss):
+        def __init__(self):
+            super().__init__()
+            self.calls = keras.Variable(0.0)
+
+        def call(self, y, predicted):
+            self.calls.assign_add(1.0)
+            return keras.ops.mean((y - predicted) ** 2, -1)
+
+    keras.utils.set_random_seed(0)
+    loss = Counted()
+    inputs, hidden, out = keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)
+    model = keras.Sequential([inputs, hidden, Noise(), out])
+    model.compile("adam", loss)
+    return model, lambda: (float(of_program), float(loss.calls))
+
+
+def regression(samples=8):
+    x = np.linspace(-1, 1, 4 * samples, dtype="float32").reshape(samples, 4)
+    return x, x[:, :1]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_planning_moves_nothing_that_the_model_does_not_hold(models, jit_compile):
+    from keras_remat.backends.base import load_backend
+    from keras_remat.batch_size.find import find_max_batch_size
+
+    batch = regression()
+    model, _ = moving()
+    expected = model.fit(*batch, epochs=2, verbose=0, shuffle=False).history
+    model, moved = moving()
+    model.jit_compile = jit_compile
+    make_plan(model, batch, **ROOMY)
+    assert moved() == (0.0, 0.0)
+    if not jit_compile:
+        limit = load_backend().device.in_use_bytes() + 2**20
+        find_max_batch_size(model, batch, limit, time_limit_s=2.0)
+        assert moved() == (0.0, 0.0)
+    model.jit_compile = False
+    assert model.fit(*batch, epochs=2, verbose=0, shuffle=False).history == expected
+    assert moved() == (2.0, 2.0)
+
+
+def without_call():
+    """Two networks with a ``train_step`` and no ``call``, not built, as keras.io writes them."""
+    import keras
+    import tensorflow as tf
+
+    class Autoencoder(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = keras.layers.Dense(3), keras.layers.Dense(4)
+            self.tracker = keras.metrics.Mean(name="loss")
+
+        @property
+        def metrics(self):
+            return [self.tracker]
+
+        def train_step(self, x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((x - self.decoder(self.encoder(x))) ** 2)
+            weights = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            self.tracker.update_state(loss)
+            return {"loss": self.tracker.result()}
+
+    keras.utils.set_random_seed(0)
+    model = Autoencoder()
+    model.compile("adam")
+    return model
+
+
+@pytest.mark.parametrize("profile", ["measured", "estimated"])
+def test_a_model_without_call_is_planned_and_trains_by_its_plan(models, profile):
+    import keras_remat
+
+    x, _ = regression()
+    plain = without_call()
+    expected = plain.fit(x, batch_size=8, epochs=2, verbose=0).history
+    model = without_call()
+    plan = make_plan(model, x, profile=profile, **ROOMY)
+    assert len(model.weights) == len(plain.weights)
+    assert len(model.optimizer.variables) == len(plain.optimizer.variables)
+    remat = keras_remat.RematAutotune("8GiB", "keep", plan=plan, verbose=0)
+    history = model.fit(x, batch_size=8, epochs=2, verbose=0, callbacks=[remat]).history
+    assert history["loss"] == expected["loss"]
+    models.assert_same_bits(models.state_of(model), models.state_of(plain))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int64"])
+def test_a_plan_fits_the_arrays_it_was_made_of(models, dtype):
+    import keras
+
+    import keras_remat
+
+    x = np.arange(32).reshape(8, 4).astype(dtype)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    plan = make_plan(model, (x, x[:, :1]), profile="estimated", **ROOMY)
+    remat = keras_remat.RematAutotune("8GiB", "keep", plan=plan, verbose=0)
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[remat])
+    assert remat.plan is not None
 
 
 def test_int_specs_and_arrays_give_the_same_graph(models):

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from keras_remat.backends import batches
 from keras_remat.backends.base import Installed, RunStep, StepRunner
 from keras_remat.backends.jax import lower as lowering
-from keras_remat.backends.jax import private
 from keras_remat.backends.jax import trace as tracing
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.measure import (
@@ -102,9 +101,7 @@ class JaxBackend:
             raise UnsupportedModelError(
                 "In several processes plans are made inside of fit: give fit the callback."
             )
-        arrays = jax.tree.map(jnp.asarray, batches.example_batch(model, batch))
-        private.build(model, tracing.as_specs(arrays))
-        return arrays
+        return jax.tree.map(jnp.asarray, batches.example_batch(model, batch))
 
     def resized_spec(self, batch: Any, size: int) -> Any:
         if self.processes.count > 1:
@@ -127,6 +124,7 @@ class JaxBackend:
         own_step = self.device.own_step(model)
         state, target = self.device.state, self.target
         traced = tracing.trace(model, batch, micro_batches, like, state, own_step, target)
+        self.device.note_refs(traced)
         if runs:
             self._traced[traced.graph.fingerprint] = traced
         return traced

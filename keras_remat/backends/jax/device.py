@@ -8,6 +8,9 @@ train function, else the one in the model's variables.
 :meth:`Device.snapshot` gives the copy back as the state, whatever it failed of, and is waited for,
 because JAX reports out of memory asynchronously. What it had not consumed stays where it is, and
 what is put back takes the place of what is let go first: the device never holds the state twice.
+Outside of ``fit``, where the model must come back as it was, arrays that somebody else holds (a
+value that was kept, a teacher that got the student's by ``assign``) are copied before each step and
+come back themselves.
 XLA allocates all that a step needs when it starts, so one that ran once will run again.
 
 *Peak.* On a CPU, where JAX keeps no statistics: bytes of all live arrays, plus what buffer
@@ -22,6 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -40,13 +44,28 @@ from keras_remat.backends.jax.measure import (
 )
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.sharding import held_bytes
-from keras_remat.backends.jax.trace import as_specs
+from keras_remat.backends.jax.trace import JaxTracedStep, as_specs
 from keras_remat.backends.processes import Processes
 from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.graph import Op
 from keras_remat.core.schedule import Usage
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """What a step may move, from before it.
+
+    Args:
+        state: copies on the host.
+        spared: by position in the state, arrays that no step consumes: somebody else holds them.
+        refs: what the step refers to outside of the state, with copies of the values.
+    """
+
+    state: Any
+    spared: dict[int, jax.Array]
+    refs: list[tuple[Any, Any]]
 
 
 class Device:
@@ -69,8 +88,10 @@ class Device:
         #: Of Keras's own step that ran, by the shapes of its batch, and the batch's bytes.
         self._plain: dict[Any, tuple[StepMemory, int]] = {}
         self._peak_before: int | None = None
-        self._kept: Any = None  # a copy of the state on the host, for the next step
-        self._put_back: Any = None  # the copy that the state is equal to, after a step that failed
+        self._kept: _Kept | None = None  # of the state before the next step
+        self._put_back: _Kept | None = None  # what the state is equal to, after a step that failed
+        self._spared: dict[int, jax.Array] = {}  # by position in the state: held by others, too
+        self._refs: dict[int, Any] = {}  # by id: what the traced steps refer to
         self._expected_peak_bytes, self._compile_s = 0, 0.0
         self._told_peak_bytes = 0  # what all processes know of the newest step that was waited for
         self._is_measuring = True  # whether what a step takes is asked for
@@ -99,7 +120,7 @@ class Device:
         kept, self._kept = self._kept, None
         self._put_back = None
         self._first_run |= first
-        state = self._current(model)
+        state = self._consumable(self._current(model))
         if self._is_measuring:
             self._expected_peak_bytes = max(
                 self._expected_peak_bytes, self.in_use_bytes() + used.added_bytes
@@ -119,28 +140,50 @@ class Device:
         return logs
 
     def snapshot(self, model: Any) -> Callable[[], None]:
-        """Copies the state to the host; what it returns puts it back."""
-        kept = self._kept = jax.tree.map(lambda x: np.array(x, copy=True), self._current(model))
+        """Copies the state, and what the traced steps refer to, to the host; what it returns puts
+        them back. Outside of ``fit`` arrays that somebody else holds are not consumed meanwhile."""
+        spared = private.arrays_held_elsewhere(model) if self.state is None else {}
+        state = jax.tree.map(lambda x: np.array(x, copy=True), self._current(model))
+        kept = self._kept = _Kept(
+            state, spared, [(ref, jax.device_get(ref[...])) for ref in self._refs.values()]
+        )
+        self._spared = spared
 
         def put_back() -> None:
-            self._kept = None
+            self._kept, self._spared = None, spared
             if self._put_back is not kept:
                 for leaf in jax.tree.leaves(self._current(model)):
-                    if not leaf.is_deleted():
+                    if not leaf.is_deleted() and not any(leaf is own for own in spared.values()):
                         leaf.delete()
                 self._restore(model, kept)
 
         return put_back
 
-    def _restore(self, model: Any, kept: Any) -> None:
-        """Gives every array of the state that was consumed its kept value."""
-        state = jax.tree.map(
-            lambda old, copy: _uploaded(copy, old.sharding) if old.is_deleted() else old,
-            self._current(model),
-            kept,
-        )
-        self._keep(model, state)
+    def note_refs(self, traced: JaxTracedStep) -> None:
+        """Takes down what a step refers to: it is no part of the state, and moves with a step."""
+        self._refs.update({id(c): c for c in traced.program.constants if private.is_ref(c)})
+
+    def _restore(self, model: Any, kept: _Kept) -> None:
+        """Gives every array of the state that was consumed its kept value, and those that were
+        spared back."""
+        leaves, structure = jax.tree.flatten(self._current(model))
+        copies = jax.tree.leaves(kept.state)
+        state = [
+            kept.spared.get(at, _uploaded(copy, old.sharding) if old.is_deleted() else old)
+            for at, (old, copy) in enumerate(zip(leaves, copies, strict=True))
+        ]
+        self._keep(model, jax.tree.unflatten(structure, state))
+        for ref, value in kept.refs:
+            ref[...] = value
         self._put_back = kept
+
+    def _consumable(self, state: Any) -> Any:
+        """A state without the arrays that are spared; their copies live as long as the step."""
+        if not self._spared:
+            return state
+        leaves, structure = jax.tree.flatten(state)
+        copied = [jnp.copy(x) if x is self._spared.get(at) else x for at, x in enumerate(leaves)]
+        return jax.tree.unflatten(structure, copied)
 
     def _current(self, model: Any) -> Any:
         return private.state_values(model) if self.state is None else self.state

@@ -11,7 +11,10 @@ When a new version moves one of these, this is the file to mend.
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -120,6 +123,31 @@ def state_values(model: Any) -> State:
     return tuple([v.value for v in group] for group in state_variables(model))
 
 
+def arrays_held_elsewhere(model: Any) -> dict[int, jax.Array]:
+    """Returns the arrays of the trainer's state that something else than their variable holds, or
+    has the memory of, by position in the flattened state."""
+    owner = SimpleNamespace(_value=object())
+    alone = sys.getrefcount(owner._value)  # by an attribute, and by what counts
+    variables = [variable for group in state_variables(model) for variable in group]
+    held = [at for at, v in enumerate(variables) if sys.getrefcount(v._value) > alone]
+    arrays = [variable.value for variable in variables]
+    addresses = Counter(map(_address, jax.live_arrays()))
+    shared = [at for at, array in enumerate(arrays) if addresses[_address(array)] > 1]
+    return {at: arrays[at] for at in {*held, *shared}}
+
+
+def _address(array: jax.Array) -> Any:
+    """Where an array's numbers are; where they are on several devices, something of its own."""
+    if array.is_deleted() or len(array.sharding.device_set) > 1:
+        return object()
+    return array.sharding, array.unsafe_buffer_pointer()
+
+
+def is_ref(constant: Any) -> bool:
+    """Returns whether what a step closes over is a mutable array."""
+    return isinstance(constant, jax.Ref)
+
+
 def assign_state(model: Any, state: State) -> None:
     """Gives the model's variables the arrays of a state."""
     for variables, values in zip(state_variables(model), state, strict=True):
@@ -149,8 +177,14 @@ def wait_for_state(model: Any) -> None:
 
 def build(model: Any, batch: Any) -> None:
     """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does
-    before its first step."""
-    model._symbolic_build(data_batch=batch)
+    before its first step. Where Keras cannot build the model (it has no ``call``), it would take it
+    for built the next time: it stays what it was."""
+    was_built = model.built
+    try:
+        model._symbolic_build(data_batch=batch)
+    except Exception:
+        model.built = was_built
+        raise
 
 
 def update_metrics(

@@ -1,13 +1,13 @@
 """The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
 
 No public way leads to these: running Grappler on a graph by hand, a variable's shape from its
-handle, the graph of a function's definition, what XLA says when it refuses to compile, which
-devices have a kernel for an op and where that keeps its outputs, what an allocator may take,
-whether devices exist already and whether oneDNN is on, capturing an eager tensor under a chosen
-name, calling a function with a session configuration of its own, reading the profiler's raw trace,
-building a model from a batch, what Keras's own ``train_step`` does with the losses' trackers, which
-variables and which numbers of collective ops belong together on the devices of a strategy, and in
-what packs its replicas exchange gradients.
+handle and an object for it, the graph of a function's definition, what XLA says when it refuses to
+compile, which devices have a kernel for an op and where that keeps its outputs, what an allocator
+may take, whether devices exist already and whether oneDNN is on, capturing an eager tensor under a
+chosen name, calling a function with a session configuration of its own, reading the profiler's raw
+trace, building a model from a batch, what Keras's own ``train_step`` does with the losses'
+trackers, which variables and which numbers of collective ops belong together on the devices of a
+strategy, and in what packs its replicas exchange gradients.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import function_def_to_graph, kernels, op_def_registry
 from tensorflow.python.grappler import cluster as grappler_cluster
 from tensorflow.python.grappler import tf_optimizer
+from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.util import _pywrap_util_port
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
@@ -338,13 +339,23 @@ def capture(external: Any) -> Any:
 
 
 def build_model(model: Any, batch: Any) -> None:
-    """Builds layers, optimizer, metrics and losses from one batch, as ``fit`` does at first."""
-    if not getattr(model, "compiled", False):
-        raise ValueError("The model is not compiled: call model.compile(...) first.")
+    """Builds layers, optimizer, metrics and losses from one batch, as Keras does under a strategy.
+
+    The optimizer gets slots for all trainable variables, which a ``train_step`` of the user's own
+    need not ask for.
+    """
     model._symbolic_build(data_batch=batch)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built:
-        optimizer.build(model.trainable_variables)
+
+
+def variable_of(handle: Any) -> Any:
+    """Returns a ``tf.Variable`` for the variable behind an eager handle; ``None`` where that is no
+    variable (a table, an iterator)."""
+    spec = variable_spec(handle)
+    if spec is None:
+        return None
+    return resource_variable_ops.BaseResourceVariable(
+        handle=handle, shape=spec.shape, dtype=spec.dtype, trainable=False
+    )
 
 
 def call_for_training(model: Any, x: Any) -> Any:

@@ -52,7 +52,7 @@ class CompiledBackend(TensorFlowBackend):
         super().check(model)
         return self.device.remark()
 
-    def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> Any:
+    def _traced(self, model: Any, batch: Any, micro_batches: int) -> Any:
         like = self._newest_trace if micro_batches == 1 else None
         try:
             traced = tracing.trace(model, batch, micro_batches, like)

@@ -16,7 +16,8 @@ from keras_remat.backends.micro_batches import watched_pieces
 from keras_remat.backends.tensorflow.compiled.flatten import Stateless, flatten
 from keras_remat.backends.tensorflow.compiled.kinds import KINDS
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
-from keras_remat.backends.tensorflow.graph.trace import data_spec
+from keras_remat.backends.tensorflow.graph.step import TouchedVariables
+from keras_remat.backends.tensorflow.graph.trace import data_spec, touched_variables
 from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
 from keras_remat.errors import UnsupportedModelError
 
@@ -28,10 +29,12 @@ class CompiledStep(FusedStep):
     Args:
         stateless: the step as a pure function, which ``program`` computes.
         output_structure: what ``train_step`` returned, with symbolic tensors.
+        variables: what it touches.
     """
 
     stateless: Stateless
     output_structure: Any
+    variables: TouchedVariables
 
 
 def trace(
@@ -82,5 +85,6 @@ def trace(
         stateless=stateless,
         numbers=numbers,
         output_structure=concrete.structured_outputs,
+        variables=touched_variables(concrete.graph),
         differences=tuple(differences),
     )

@@ -39,6 +39,7 @@ from keras_remat.backends.tensorflow.graph.step import Replica, TensorFlowStep
 from keras_remat.backends.tensorflow.graph.trace import (
     RecordedStep,
     data_spec,
+    touched_variables,
     translated,
     variables_of,
 )
@@ -302,6 +303,7 @@ class _Cut:
             replicas=tuple(
                 self._replica(device, parts, at) for device, at in self._devices.items()
             ),
+            touched=touched_variables(self._graph),
         )
 
     def _without_others(self, names: set[str]) -> Any:

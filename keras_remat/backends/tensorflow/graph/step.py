@@ -39,6 +39,19 @@ class Replica:
     keys: tuple[Callable[[], Any], ...] = ()
 
 
+@dataclass(frozen=True)
+class TouchedVariables:
+    """The variables of all devices that a traced step reads or writes, whoever holds them.
+
+    Args:
+        all: distinct ``tf.Variable`` objects, in the order in which they were first used.
+        written: those of them that the step may write.
+    """
+
+    all: tuple[Any, ...]
+    written: tuple[Any, ...]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TensorFlowStep(TracedStep):
     """A traced train step with what is needed to run it.
@@ -61,6 +74,7 @@ class TensorFlowStep(TracedStep):
         divisions: op name → a constant, and the division by it that takes the op's place where
             plain ``fit`` does not know the batch's size (:mod:`.counts`).
         replicas: all that run the step on their part of a batch, the traced one first.
+        variables: what it touches.
     """
 
     resident_bytes: int
@@ -76,6 +90,7 @@ class TensorFlowStep(TracedStep):
     effects_behind: Mapping[str, frozenset[str]]
     divisions: Mapping[str, tuple[Any, Any]]
     replicas: tuple[Replica, ...]
+    variables: TouchedVariables
 
     @cached_property
     def plain_surplus_bytes(self) -> int:

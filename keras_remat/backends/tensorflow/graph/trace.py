@@ -42,7 +42,11 @@ from keras_remat.backends.tensorflow.graph.effects import calls_without_effect, 
 from keras_remat.backends.tensorflow.graph.nodes import node_of, tensor_key
 from keras_remat.backends.tensorflow.graph.rewrite import rewrite_for_memory
 from keras_remat.backends.tensorflow.graph.shapes import static_shapes
-from keras_remat.backends.tensorflow.graph.step import Replica, TensorFlowStep
+from keras_remat.backends.tensorflow.graph.step import (
+    Replica,
+    TensorFlowStep,
+    TouchedVariables,
+)
 from keras_remat.backends.tensorflow.graph.translate import Translation
 from keras_remat.errors import UnsupportedModelError
 
@@ -97,6 +101,7 @@ def trace(
             ),
             variables=variables_of(graph),
             replicas=(Replica(captures),),
+            touched=touched_variables(graph),
         ),
         smallest_bytes,
     )
@@ -114,6 +119,7 @@ class RecordedStep:
         outputs: names of the tensors that the step returns.
         output_structure, inputs, replicas: as in :class:`.step.TensorFlowStep`.
         variables: placeholder name → the variable whose handle it stands for.
+        touched: the variables of all devices.
     """
 
     operations: Sequence[Any]
@@ -124,6 +130,7 @@ class RecordedStep:
     inputs: tuple[tuple[str, Any, Any], ...]
     variables: Mapping[str, Any]
     replicas: tuple[Replica, ...]
+    touched: TouchedVariables
 
 
 def variables_of(graph: Any) -> dict[str, Any]:
@@ -134,6 +141,23 @@ def variables_of(graph: Any) -> dict[str, Any]:
         for external, placeholder in graph.captures
         if id(external) in of_handle
     }
+
+
+def touched_variables(graph: Any) -> TouchedVariables:
+    """Returns the variables that a traced function captures: those that hold what it changes are
+    among them, be they a model's, an optimizer's, Keras's own or a global one."""
+    known, touched, written = variables_of(graph), [], []
+    for external, placeholder in graph.captures:
+        if external.dtype != tf.resource:
+            continue
+        variable = known.get(placeholder.op.name)
+        if variable is None:  # it is used by its handle alone, as a random generator's state is
+            variable = private.variable_of(external)
+        if variable is not None:
+            touched.append(variable)
+            if any(has_effect(reader.type) for reader in placeholder.consumers()):
+                written.append(variable)
+    return TouchedVariables(tuple(touched), tuple(written))
 
 
 def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowStep:
@@ -185,6 +209,7 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
             replace(one, captures={name: of for name, of in one.captures.items() if name in nodes})
             for one in recorded.replicas
         ),
+        variables=recorded.touched,
     )
 
 

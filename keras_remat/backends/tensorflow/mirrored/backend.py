@@ -10,7 +10,6 @@ import tensorflow as tf
 from keras_remat.backends.base import Installed, StepRunner
 from keras_remat.backends.tensorflow.graph import replicas
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
-from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.backends.tensorflow.memory import measure
 from keras_remat.backends.tensorflow.mirrored.swap import MirroredTrainFunction
 from keras_remat.backends.tensorflow.ordered.backend import (
@@ -48,6 +47,7 @@ class MirroredBackend(TensorFlowBackend):
     """
 
     def __init__(self, model: Any):
+        super().__init__()
         self._strategy = model.distribute_strategy
         self._is_first = True
 
@@ -112,7 +112,7 @@ class MirroredBackend(TensorFlowBackend):
             lambda spec: None if spec is None else ShardedArray(None, (spec,) * count), part
         )
 
-    def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
+    def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> Any:
         if micro_batches > 1:
             raise UnsupportedModelError(
                 "Under MirroredStrategy a batch is divided among the replicas, and not into "
@@ -122,6 +122,9 @@ class MirroredBackend(TensorFlowBackend):
             # logical CPUs share a variable's bytes until it is written: written, they are resident
             self.snapshot(model)()
         self._is_first = False
+        return super().trace(model, batch)
+
+    def _traced(self, model: Any, batch: Any, micro_batches: int) -> Any:
         return replicas.trace(model, batch, smallest_counted_bytes(self.device))
 
     def install(self, model: Any, runner: StepRunner) -> Installed:

@@ -3,7 +3,7 @@ CPU too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -12,12 +12,9 @@ import tensorflow as tf
 
 from keras_remat.backends import batches
 from keras_remat.backends.base import Installed, ProfileRecorder, RunStep, StepRunner
-from keras_remat.backends.keras_private import layers
 from keras_remat.backends.memory import MemoryModel, SimulatedMemory
 from keras_remat.backends.processes import Processes
-from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import trace as tracing
-from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.backends.tensorflow.memory import (
     best_fit,
     exhausted,
@@ -77,6 +74,11 @@ class TensorFlowBackend:
     #: The train function of the running ``fit``.
     _installed: InstalledTrainFunction | None = None
 
+    def __init__(self) -> None:
+        # what the traced steps touch, by the id of its handle, and the ids of what they may write
+        self._touched: dict[int, Any] = {}
+        self._written: set[int] = set()
+
     @property
     def batch_multiple(self) -> int:
         """One device trains whole batches."""
@@ -104,18 +106,33 @@ class TensorFlowBackend:
 
     def example_batch(self, model: Any, batch: Any) -> Any:
         arrays = batches.example_batch(model, batch)
-        tensors = tf.nest.map_structure(
+        return tf.nest.map_structure(
             lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), arrays
         )
-        private.build_model(model, tensors)
-        return tensors
 
     def resized_spec(self, batch: Any, size: int) -> Any:
         return batches.resized_spec(
             batch, size, lambda shape, leaf: tf.TensorSpec(shape, leaf.dtype)
         )
 
-    def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TensorFlowStep:
+    def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> Any:
+        _build_optimizer(model)
+        made: list[Any] = []
+
+        def noted(make: Callable[..., Any], **options: Any) -> Any:
+            made.append(make(**options))
+            return made[-1]
+
+        with tf.variable_creator_scope(noted):
+            traced = self._traced(model, batch, micro_batches)
+        self._touched.update({id(v.handle): v for v in traced.variables.all})
+        self._written.update(id(v.handle) for v in traced.variables.written)
+        # what tracing makes shares its zeros until it is written
+        parts = model.distribute_strategy.experimental_local_results
+        variables.snapshot([part for variable in made for part in parts(variable)])()
+        return traced
+
+    def _traced(self, model: Any, batch: Any, micro_batches: int) -> Any:
         return tracing.trace(model, batch, micro_batches, smallest_counted_bytes(self.device))
 
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
@@ -137,20 +154,12 @@ class TensorFlowBackend:
 
     def snapshot(self, model: Any) -> Callable[[], None]:
         parts = model.distribute_strategy.experimental_local_results  # of a variable, by device
-
-        def distinct(of: Iterable[Any]) -> dict[int, Any]:
-            values = (v if isinstance(v, tf.Variable) else v.value for v in of)
-            return {id(part): part for value in values for part in parts(value)}
-
-        optimizers = _held(model, (keras.optimizers.Optimizer,))  # a GAN has two
-        of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]
-        updated = distinct([*model.trainable_variables, *of_optimizers])
-        # some are none of a layer's weights: the state of a stateful recurrent layer, and what was
-        # not made by Keras
-        kinds = (tf.Variable, keras.Variable)
-        of_layers = [v for layer in layers(model) for v in _held(layer, kinds)]
-        rest = distinct([*model.variables, *model.metrics_variables, *of_layers])
-        return variables.snapshot(list({**rest, **updated}.values()), updated.keys())
+        of_optimizer = getattr(model.optimizer, "variables", ())
+        known = (*model.variables, *model.metrics_variables, *of_optimizer)
+        of_model = [part for variable in known for part in parts(variable.value)]
+        by_handle = {id(v.handle): v for v in of_model} | self._touched
+        updated = {id(v) for handle, v in by_handle.items() if handle in self._written}
+        return variables.snapshot(list(by_handle.values()), updated)
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         self._installed = InstalledTrainFunction(model, runner)
@@ -171,20 +180,13 @@ def allocator_memory(device: measure.TensorFlowDevice) -> MemoryModel:
     )
 
 
-def _held(owner: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
-    """What an object holds of some types as attributes, or in lists, dictionaries, modules or
-    generators of random numbers among them."""
-    stack, seen = list(vars(owner).values()), set()
-    while stack:
-        held = stack.pop()
-        if id(held) in seen:
-            continue
-        seen.add(id(held))
-        if isinstance(held, kinds):
-            yield held
-        elif isinstance(held, (list, tuple)):
-            stack += held
-        elif isinstance(held, dict):
-            stack += held.values()
-        elif isinstance(held, (tf.Module, tf.random.Generator)):
-            stack += vars(held).values()
+def _build_optimizer(model: Any) -> None:
+    """Makes the slots that Keras's own step would make while it is traced, which spares a trace.
+
+    A ``train_step`` of the user's own may update a part of the variables: it makes its slots
+    itself.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    is_own = "train_step" in vars(model) or type(model).train_step is not keras.Model.train_step
+    if optimizer is not None and not optimizer.built and model.built and not is_own:
+        optimizer.build(model.trainable_variables)
