@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from keras_remat.batch_size.find import find_max_batch_size
     from keras_remat.batch_size.found import BatchSearch
     from keras_remat.callback import RematAutotune
+    from keras_remat.cards.report import CardReport, CardRow
+    from keras_remat.cards.will_it_fit import will_it_fit
     from keras_remat.core.graph import Graph, Op, Value
     from keras_remat.core.problem import Problem
     from keras_remat.core.profile import Profile
@@ -43,6 +45,8 @@ __all__ = [
     "SOLVERS",
     "AutotuneReport",
     "BatchSearch",
+    "CardReport",
+    "CardRow",
     "Graph",
     "InfeasibleBudgetError",
     "InvalidProblemError",
@@ -72,6 +76,7 @@ __all__ = [
     "simulate",
     "solve",
     "validate",
+    "will_it_fit",
 ]
 
 _NAMES_BY_MODULE = {
@@ -79,6 +84,8 @@ _NAMES_BY_MODULE = {
     "batch_size.found": ("BatchSearch",),
     "batch_size.find": ("find_max_batch_size",),
     "callback": ("RematAutotune",),
+    "cards.report": ("CardReport", "CardRow"),
+    "cards.will_it_fit": ("will_it_fit",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
     "core.graph": ("Graph", "Op", "Value"),
     "planning.plan": ("Plan", "load_plan"),

@@ -3,7 +3,7 @@
 Every subcommand is a pair of small functions: one declares its arguments, the other, which imports
 what it needs, does the work, so that ``keras-remat solve`` loads no framework. Results go to
 stdout, progress and errors to stderr. Exit status: 0 done, 2 wrong use or unreadable file, 3 proved
-infeasible, 4 none found within the time.
+infeasible, 4 none found within the time, 5 fits with a plan only (``will-it-fit``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from keras_remat import doctor
+from keras_remat.cards import command as will_it_fit
 from keras_remat.checks import check_name
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
+from keras_remat.planning import model_argument
 
 DONE, WRONG_USE, INFEASIBLE, NOT_FOUND = 0, 2, 3, 4
 
@@ -69,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in (_add_solve, _add_plan, _add_max_batch, _add_show, _add_compare):
         add(commands)
+    will_it_fit.add_arguments(commands)
     doctor.add_arguments(commands)
     return parser
 
@@ -208,56 +211,37 @@ def _budget_bytes(given: str | None, in_file: int | None, store_all_peak_bytes: 
 # -------------------------------------------------------------------------------- plan, max-batch
 
 
-def _model_arguments(command: Any) -> None:
-    command.add_argument(
-        "model",
-        metavar="MODEL.keras|MODULE:FUNCTION",
-        help="a compiled model that model.save wrote, or package.module:function: model, or "
-        "(model, batch)",
-    )
-    command.add_argument(
-        "--batch-size",
-        type=int,
-        metavar="N",
-        help="samples of the batch that is traced (default: those of the model's inputs, or 32)",
-    )
-    command.add_argument(
-        "--shape",
-        action="append",
-        default=[],
-        metavar="[INPUT=]DIM,DIM",
-        help="shape of an input without the batch, where the model leaves it open",
-    )
-    dtype_help = "dtype of an input, where the model is not built"
-    command.add_argument(
-        "--dtype", action="append", default=[], metavar="[INPUT=]DTYPE", help=dtype_help
-    )
+def _planning_arguments(command: Any) -> None:
+    model_argument.add_arguments(command)
     command.add_argument(
         "--memory-limit",
-        required=True,
         metavar="LIMIT",
-        help='"8GiB", a number of bytes, or "80%%" of the device',
+        help='"8GiB", a number of bytes, or "80%%" of the device (default: all it has, and of a '
+        "card what a framework uses)",
+    )
+    command.add_argument(
+        "--card", metavar="NAME", help="for a card that need not be here, such as T4 or H100"
     )
     command.add_argument(
         "--profile",
         choices=("measured", "estimated"),
-        default="measured",
-        help="measured runs a few steps (default)",
+        help="measured runs a few steps (default, but for a card)",
     )
 
 
-def _checked_limit(text: str) -> int | str:
+def _checked_limit(text: str | None) -> int | str | None:
     from keras_remat.units import check_memory_limit
 
+    if text is None:
+        return None
     limit = _limit(text)
     check_memory_limit(limit)
     return limit
 
 
 def _model_and_batch(options: argparse.Namespace) -> tuple[Any, Any]:
-    from keras_remat.planning.model_argument import model_and_batch
-
-    return model_and_batch(options.model, options.batch_size, options.shape, options.dtype)
+    given = options.batch_size, options.shape, options.dtype
+    return model_argument.model_and_batch(options.model, *given)
 
 
 def _add_plan(commands: Any) -> None:
@@ -269,7 +253,7 @@ def _add_plan(commands: Any) -> None:
         "my_project.models:build --memory-limit 80% --profile estimated",
         "model.keras --shape tokens=128 --shape mask=128 --memory-limit 8GiB",
     )
-    _model_arguments(plan)
+    _planning_arguments(plan)
     plan.add_argument("--output", metavar="PLAN.json", help="where to write the plan")
     _common(plan)
     plan.set_defaults(run=_run_plan)
@@ -290,6 +274,7 @@ def _run_plan(options: argparse.Namespace) -> int:
             model,
             batch,
             limit,
+            card=options.card,
             solver=options.solver,
             solver_time_limit_s=options.time_limit,
             profile=options.profile,
@@ -309,7 +294,7 @@ def _add_max_batch(commands: Any) -> None:
         "model.keras --memory-limit 8GiB",
         "model.keras --batch-size 8 --memory-limit 8GiB --max-overhead 0.2",
     )
-    _model_arguments(search)
+    _planning_arguments(search)
     search.add_argument(
         "--max-overhead",
         type=float,
@@ -332,6 +317,7 @@ def _run_max_batch(options: argparse.Namespace) -> int:
             model,
             batch,
             limit,
+            card=options.card,
             max_overhead="forward" if options.max_overhead is None else options.max_overhead,
             profile=options.profile,
             seed=options.seed,

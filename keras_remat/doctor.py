@@ -17,7 +17,9 @@ from typing import Any
 
 from keras_remat.backends.base import BACKENDS
 from keras_remat.backends.statistics import enable_cpu_memory_stats
-from keras_remat.backends.versions import too_old
+from keras_remat.backends.versions import check_card_compiler, too_old
+from keras_remat.cards.table import CARDS
+from keras_remat.errors import RematError
 from keras_remat.reporting.text import versions
 from keras_remat.units import format_bytes
 
@@ -70,6 +72,11 @@ def diagnosis() -> dict[str, Any]:
         ],
         "advice": [problem] if problem else [],
     }
+    try:
+        check_card_compiler()
+        facts["cards"], facts["cards_detail"] = [*CARDS], "will-it-fit, and card= on JAX"
+    except RematError as error:
+        facts["cards"], facts["cards_detail"] = [], str(error)
     if not problem:
         enable_cpu_memory_stats()
         facts |= import_module(f"keras_remat.backends.{framework}.diagnosis").diagnosis()
@@ -84,6 +91,9 @@ def as_text(facts: dict[str, Any]) -> str:
         rows += _device_rows(facts)
     else:
         rows.append(("framework", f"{facts['framework']}, not supported"))
+    taken = ", ".join(facts["cards"])
+    told = f"yes: {taken} ({facts['cards_detail']})" if taken else f"NO: {facts['cards_detail']}"
+    rows.append(("cards", told))
     missing = [
         f"{entry['package']}: pip install 'keras-remat[{entry['extra']}]' ({entry['purpose']})"
         for entry in facts["missing"]

@@ -10,6 +10,7 @@ from own_process import environment, output_of
 from keras_remat import cli, doctor
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.profiler.device import device_name, on_gpu
+from keras_remat.errors import MissingPackageError
 from keras_remat.units import GIB
 
 
@@ -58,6 +59,21 @@ def test_what_is_missing_is_named_with_its_extra(monkeypatch):
     facts = doctor.diagnosis()
     assert [entry["package"] for entry in facts["missing"]][:1] == ["cylp"]
     assert "pip install 'keras-remat[solvers]'" in doctor.as_text(facts)
+
+
+def test_cards_that_can_be_compiled_for_are_named(monkeypatch):
+    monkeypatch.setattr(doctor, "check_card_compiler", lambda: None)
+    assert "cards       yes: T4, V100," in doctor.as_text(doctor.diagnosis())
+
+    def missing():
+        raise MissingPackageError("jax-cuda12-plugin", "Compiling for a card", "cards")
+
+    monkeypatch.setattr(doctor, "check_card_compiler", missing)
+    facts = doctor.diagnosis()
+    assert facts["cards"] == []
+    text = " ".join(doctor.as_text(facts).split())
+    assert "cards NO: " in text
+    assert "pip install 'keras-remat[cards]'" in text
 
 
 def test_a_framework_that_is_not_installed_is_named():

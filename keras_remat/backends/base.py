@@ -23,6 +23,7 @@ from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
 Result = TypeVar("Result")
@@ -397,19 +398,23 @@ def load_backend() -> Backend:
     return loaded
 
 
-def load_backends(model: Any, compilation: str = "auto") -> list[Backend]:
+def load_backends(
+    model: Any, compilation: str = "auto", target: Target | None = None
+) -> list[Backend]:
     """The backends that can train a model, the one to begin with first.
 
     Args:
         model: compiled.
         compilation: one of :data:`COMPILATIONS`; ``"auto"`` follows the model.
+        target: where steps would run; ``None`` is the live device. For another target steps are
+            planned, and none runs.
 
     Raises:
         UnsupportedModelError: Keras runs on a framework without one, or one that cannot do what is
             asked for, or a version is too old.
     """
     check_train_function(model, original_of(model.train_function))
-    loaded: list[Backend] = _framework().backends(model, compilation)
+    loaded: list[Backend] = _framework().backends(model, compilation, target)
     return loaded
 
 

@@ -29,7 +29,7 @@ def example_batch(
     model: Any,
     batch: Any,
     *,
-    seed: int = 0,
+    seed: int | None = 0,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     dtypes: Mapping[str, str] | None = None,
 ) -> Any:
@@ -41,7 +41,7 @@ def example_batch(
         batch: ``(x, y[, sample_weight])`` as arrays or as anything with ``shape`` and ``dtype``
             (specs become random data of just that type), or an int: that many samples of what the
             model's inputs and losses ask for.
-        seed: for random data.
+        seed: for random data; with ``None`` they are zeros that take no memory.
         shapes: input's name → its shape without the batch, where ``batch`` is an int; ``""`` is the
             name of an only input.
         dtypes: likewise, its dtype.
@@ -55,7 +55,7 @@ def example_batch(
     """
     import keras
 
-    rng = np.random.default_rng(seed)
+    rng = None if seed is None else np.random.default_rng(seed)
     if isinstance(batch, bool):
         raise TypeError("batch must be (x, y[, sample_weight]) or an int, got a bool")
     if (
@@ -177,7 +177,7 @@ def resized_spec(batch: Any, size: int, spec: Callable[[tuple[int, ...], Any], A
     return keras.tree.map_structure(resized, batch)
 
 
-def _array(leaf: Any, rng: np.random.Generator) -> Any:
+def _array(leaf: Any, rng: np.random.Generator | None) -> Any:
     if leaf is None:
         return None
     import keras
@@ -210,17 +210,23 @@ def _weights_per_target(batch: Any) -> Any:
 
 
 def _random(
-    shape: tuple[int | None, ...], dtype: str, rng: np.random.Generator, *, high: int = 2
+    shape: tuple[int | None, ...],
+    dtype: str,
+    rng: np.random.Generator | None,
+    *,
+    high: int = 2,
 ) -> np.ndarray:
     if any(dim is None for dim in shape):
         raise ValueError(
             f"the shape {shape} is not fully known; give arrays or specs with every dimension"
         )
     known = tuple(int(dim) for dim in shape if dim is not None)
-    if "int" in dtype:
-        return rng.integers(0, high, known).astype(dtype)
     if dtype == "string":
         raise UnknownBatchError("strings do not follow from the model", _GIVE_A_BATCH)
+    if rng is None:
+        return np.broadcast_to(np.zeros((), "float32" if dtype == "bfloat16" else dtype), known)
+    if "int" in dtype:
+        return rng.integers(0, high, known).astype(dtype)
     if dtype == "bool":
         return rng.integers(0, 2, known).astype(bool)
     return rng.random(known).astype("float32" if dtype == "bfloat16" else dtype)
@@ -325,7 +331,7 @@ def _input(
 def _from_model(
     model: Any,
     size: int,
-    rng: np.random.Generator,
+    rng: np.random.Generator | None,
     shapes: dict[str, tuple[int, ...]],
     dtypes: dict[str, str],
 ) -> tuple[Any, Any]:
@@ -372,7 +378,7 @@ def _computes_its_loss(model: Any) -> bool:
     return any(not method.__module__.startswith("keras.") for method in methods)
 
 
-def _target(output: Any, loss: Any, size: int, rng: np.random.Generator) -> np.ndarray:
+def _target(output: Any, loss: Any, size: int, rng: np.random.Generator | None) -> np.ndarray:
     name = (
         loss
         if isinstance(loss, str)

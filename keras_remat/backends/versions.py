@@ -8,9 +8,9 @@ of :data:`OLDEST` and runs the backends' tests on them.
 from __future__ import annotations
 
 import re
-from importlib import import_module
+from importlib import import_module, metadata
 
-from keras_remat.errors import UnsupportedModelError
+from keras_remat.errors import MissingPackageError, UnsupportedModelError
 
 #: Framework → module → its oldest version that works.
 OLDEST = {
@@ -19,6 +19,9 @@ OLDEST = {
 }
 #: As above, where a model trains on several devices: Keras's metrics under a strategy.
 OLDEST_FOR_REPLICAS = {"keras": "3.10"}
+#: What compiles for a card that is not there; the first two are of JAX's own version.
+PLUGIN, COMPILER, ASSEMBLER = "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"
+_PURPOSE = "Compiling for a card that is not there"
 _NAMES = {"tensorflow": "TensorFlow", "jax": "JAX", "keras": "Keras"}
 
 
@@ -57,6 +60,28 @@ def sentence_for(what: str, oldest: dict[str, str]) -> str:
     has = " and ".join(installed[name] for name in old)
     command = " ".join(f"'{name}>={oldest[name]}'" for name in old)
     return f"{what} needs {needs} or newer; installed: {has}. Run: pip install -U {command}"
+
+
+def check_card_compiler() -> None:
+    """Raises where the packages that compile for a card that is not there are missing, or are not
+    of JAX's own version. Nothing is imported.
+
+    Raises:
+        MissingPackageError: a package is not installed.
+        UnsupportedModelError: JAX and its plugin have different versions.
+    """
+    installed = {}
+    for package in ("jax", PLUGIN, COMPILER, ASSEMBLER):
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            raise MissingPackageError(package, _PURPOSE, "cards") from None
+    for package in (PLUGIN, COMPILER):
+        if installed[package] != installed["jax"]:
+            raise UnsupportedModelError(
+                f"{_PURPOSE} needs {package} of JAX's own version: it is {installed[package]}, and "
+                f"JAX is {installed['jax']}. Run: pip install {package}=={installed['jax']}"
+            )
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
+from keras_remat.core.target import Target
 from keras_remat.errors import (
     InfeasibleBudgetError,
     RematError,
@@ -46,6 +47,7 @@ from keras_remat.planning.make_plan import (
     TracedModel,
     advising,
     measured_problem,
+    target_of,
     traced_as_it_trains,
 )
 from keras_remat.planning.plan import Plan
@@ -73,10 +75,11 @@ Train = Callable[[int, Plan], Usage | None]
 def find_max_batch_size(
     model: Any,
     batch: Any,
-    memory_limit: int | str,
+    memory_limit: int | str | None = None,
     *,
+    card: str | Target | None = None,
     max_overhead: float | Literal["forward"] | None = "forward",
-    profile: Literal["measured", "estimated"] = "measured",
+    profile: Literal["measured", "estimated"] | None = None,
     margin: float = 0.05,
     time_limit_s: float = 60.0,
     seed: int = 0,
@@ -89,13 +92,16 @@ def find_max_batch_size(
         batch: a batch to begin with: ``(x, y[, sample_weight])``, or an int where inputs and
             targets follow from the model. Where it does not fit, its first half is tried, and so
             on.
-        memory_limit: every byte the device's allocator may have in use.
+        memory_limit: every byte the device's allocator may have in use; ``None`` is all that the
+            device has, and of a card what a framework uses of it by default.
+        card: as in :func:`~keras_remat.planning.make_plan.make_plan`; the answer is a prediction.
         max_overhead: bound on the slowdown per sample, (time − store-all time) / store-all time;
             ``"forward"``, the default, is one extra forward pass, the rule of the Checkmate paper;
             ``None`` lifts it.
-        profile: ``"measured"`` runs a few steps at the given batch, and up to
+        profile: ``"measured"``, the default, runs a few steps at the given batch, and up to
             :data:`~keras_remat.batch_size.climb.MOST_SIZES` of the sizes found, so that the answer
-            is a size that trained; ``"estimated"`` runs nothing, and the answer is a prediction.
+            is a size that trained; ``"estimated"``, the only one for a card, runs nothing, and the
+            answer is a prediction.
         margin: share of the limit that predictions keep free; a measured peak may take it.
         time_limit_s: for everything: tracing, measuring, the search, and the sizes that run. The
             first size runs however late it is, and so do smaller ones until one has trained; after
@@ -115,11 +121,15 @@ def find_max_batch_size(
             f'max_overhead must be at least 0, None or "forward", got {max_overhead!r}'
         )
     check_seconds("time_limit_s", time_limit_s)
+    target = target_of(card)
     started = time.perf_counter()
 
     def traced(batch: Any) -> tuple[Backend, TracedModel]:
-        return traced_as_it_trains(model, batch, memory_limit, margin, profile, seed, compilation)
+        return traced_as_it_trains(
+            model, batch, memory_limit, margin, profile, seed, compilation, target
+        )
 
+    runs = target is None and profile != "estimated"
     backend, step = _first_that_fits(model, batch, traced)
     traced_s = time.perf_counter() - started
     scaling = measured_scaling(backend, model, step)
@@ -141,12 +151,12 @@ def find_max_batch_size(
             time_limit_s=_QUICK_SHARE * left_s,
             late_solver="auto",
             late_time_limit_s=late_s,
-            afterwards_s=running_s if profile == "measured" else None,
+            afterwards_s=running_s if runs else None,
             seed=seed,
         )
     search = replace(search, search_time_s=time.perf_counter() - started)
-    if profile == "estimated":
-        return search
+    if not runs:
+        return search.on_card(step.card)
     climb = SizeClimb(
         backend,
         search,

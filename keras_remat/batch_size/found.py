@@ -91,6 +91,12 @@ class BatchSearch:
             probes=tuple(replace(p, batch_size=p.batch_size * multiple) for p in self.probes),
         )
 
+    def on_card(self, card: str | None) -> BatchSearch:
+        """Returns the search with plans that name the card that they were made for."""
+        plans = [p.plan and replace(p.plan, card=card) for p in self.probes]
+        probes = (replace(p, plan=plan) for p, plan in zip(self.probes, plans, strict=True))
+        return replace(self, probes=tuple(probes))
+
     @cached_property
     def plan(self) -> Plan:
         """Returns the plan of ``max_batch_size``: the one that ran last, where one did, else the

@@ -22,10 +22,12 @@ from keras_remat.backends.base import (
 )
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.memory import DeviceMemory
+from keras_remat.cards import table as cards
 from keras_remat.checks import check_among, check_int, check_name, check_seconds, check_share
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
+from keras_remat.core.target import Target
 from keras_remat.errors import (
     InfeasibleBudgetError,
     ScheduleNotFoundError,
@@ -49,11 +51,12 @@ _QUICK_PLAN_S = 10.0
 def make_plan(
     model: Any,
     batch: Any,
-    memory_limit: int | str,
+    memory_limit: int | str | None = None,
     *,
+    card: str | Target | None = None,
     solver: str = "auto",
     solver_time_limit_s: float = 30.0,
-    profile: Literal["measured", "estimated"] = "measured",
+    profile: Literal["measured", "estimated"] | None = None,
     margin: float = 0.05,
     seed: int = 0,
     compilation: str = "auto",
@@ -66,11 +69,16 @@ def make_plan(
             targets follow from the model. Arrays get the types that ``fit`` gives them (float64
             becomes float32); specs and TensorFlow's tensors keep theirs, as a data set's do.
         memory_limit: every byte the device's allocator may have in use: ``8 * 2**30``, ``"8GiB"``
-            or ``"80%"`` of the device.
+            or ``"80%"`` of the device; ``None`` is all that it has, and of a card what a framework
+            uses of it by default.
+        card: plans for a card that need not be there, by its name in
+            :data:`keras_remat.cards.table.CARDS`, such as ``"H100"``, or a target of one's own.
+            Nothing runs. It needs Keras on JAX and the extra ``cards``.
         solver: a name in ``SOLVERS``.
         solver_time_limit_s: seconds for the solver.
-        profile: ``"measured"`` runs a few steps (under an estimated plan) on the device and puts
-            every variable back; ``"estimated"`` runs nothing.
+        profile: ``"measured"``, the default, runs a few steps (under an estimated plan) on the
+            device and puts every variable back; ``"estimated"``, the only one for a card, runs
+            nothing.
         margin: share of the limit that is kept free.
         seed: the same model and seed give the same plan, up to measured times.
         compilation: as in ``RematAutotune``; ``"auto"`` plans for the way the model trains.
@@ -78,16 +86,17 @@ def make_plan(
     Raises:
         InfeasibleBudgetError: the limit is below what one op alone needs.
         ScheduleNotFoundError: no schedule was found under it.
-        UnsupportedModelError: the model cannot be rematerialized.
+        UnsupportedModelError: the model cannot be rematerialized, or not be compiled for the card.
+        MissingPackageError: what compiles for a card is not installed.
         ValueError, TypeError: wrong arguments.
     """
     check_name("solver", solver, SOLVERS)
     check_seconds("solver_time_limit_s", solver_time_limit_s)
     backend, step = traced_as_it_trains(
-        model, batch, memory_limit, margin, profile, seed, compilation
+        model, batch, memory_limit, margin, profile, seed, compilation, target_of(card)
     )
     with advising(step.problem, step.limit, batch_size_of(step.batch), backend.device):
-        return plan_problem(
+        plan = plan_problem(
             step.problem,
             step.limit.usable_bytes,
             backend,
@@ -95,6 +104,21 @@ def make_plan(
             time_limit_s=solver_time_limit_s,
             seed=seed,
         )
+    return replace(plan, card=step.card)
+
+
+def target_of(card: str | Target | None) -> Target | None:
+    """Returns the target that an argument ``card=`` names; ``None`` for the live device.
+
+    Raises:
+        ValueError: the table knows no such card.
+        TypeError: neither a name nor a target.
+    """
+    if card is None or isinstance(card, Target):
+        return card
+    if not isinstance(card, str):
+        raise TypeError(f'card must be a name such as "H100", got {type(card).__name__}')
+    return cards.card(card)
 
 
 @dataclass(frozen=True)
@@ -104,6 +128,7 @@ class TracedModel:
     Args:
         limit: what it may have in use.
         plan: the quick plan that was run to measure the profile; ``None`` where nothing was run.
+        card: that it is planned for; ``None`` for the live device.
     """
 
     batch: Any
@@ -111,20 +136,26 @@ class TracedModel:
     problem: Problem
     limit: Limit
     plan: Plan | None = None
+    card: str | None = None
 
 
 def traced_as_it_trains(
     model: Any,
     batch: Any,
-    memory_limit: int | str,
+    memory_limit: int | str | None,
     margin: float,
-    profile: str,
+    profile: str | None,
     seed: int,
     compilation: str,
+    target: Target | None = None,
 ) -> tuple[Backend, TracedModel]:
     """Returns a model's step as it will run, compiled or in order, and the backend that runs it.
 
     Where a model may train either way, the first that can carry the step is taken, as in ``fit``.
+
+    Args:
+        profile: ``None`` is measured on the live device, and estimated for a target.
+        target: where the step would run; ``None`` is the live device.
 
     Raises:
         UnsupportedModelError: no backend can carry the step.
@@ -132,7 +163,14 @@ def traced_as_it_trains(
         ValueError, TypeError: wrong arguments.
     """
     check_name("compilation", compilation, COMPILATIONS)
+    if profile is None:
+        profile = "measured" if target is None else "estimated"
     check_among("profile", profile, ("measured", "estimated"))
+    if target is not None and profile == "measured":
+        raise ValueError(
+            'profile="measured" runs steps, and nothing runs where a card is given: leave profile '
+            "out, or leave card out on a machine that has the card"
+        )
     check_share("margin", margin)
     check_int("seed", seed, least=0)
     if isinstance(model, (str, os.PathLike)):
@@ -142,23 +180,26 @@ def traced_as_it_trains(
         )
     if not getattr(model, "compiled", False):
         raise ValueError("the model is not compiled: call model.compile(optimizer, loss) first")
-    *others, last = load_backends(model, compilation)
+    *others, last = load_backends(model, compilation, target)
     for backend in others:
         try:
-            return backend, traced_model(backend, model, batch, memory_limit, margin, profile, seed)
+            return backend, traced_model(
+                backend, model, batch, memory_limit, margin, profile, seed, target
+            )
         except UnsupportedModelError as error:
             logger.info("keras_remat: no %s step: %s", backend.compilation, error)
-    return last, traced_model(last, model, batch, memory_limit, margin, profile, seed)
+    return last, traced_model(last, model, batch, memory_limit, margin, profile, seed, target)
 
 
 def traced_model(
     backend: Backend,
     model: Any,
     batch: Any,
-    memory_limit: int | str,
+    memory_limit: int | str | None,
     margin: float,
     profile: str,
     seed: int,
+    target: Target | None = None,
 ) -> TracedModel:
     """Traces a model and gives it a profile; with ``"measured"`` steps run under a quick plan, and
     every variable is put back.
@@ -170,7 +211,10 @@ def traced_model(
     """
     backend.check(model)
     gc.collect()  # steps that ran before are in reference cycles
-    limit = limit_on(backend.device, memory_limit, margin, runs=profile == "measured")
+    if memory_limit is None and target is not None:
+        memory_limit = target.usable_bytes
+    runs = profile == "measured" or (target is not None and not target.is_live)
+    limit = limit_on(backend.device, memory_limit, margin, runs=runs)
     arrays = backend.example_batch(model, batch)
     traced = backend.trace(model, arrays)
     profile_now = backend.estimated_profile(traced, counted_bytes(backend.device))
@@ -187,7 +231,8 @@ def traced_model(
                 seed=seed,
             )
         problem = measured_problem(backend, model, traced, problem, plan, arrays)
-    return TracedModel(arrays, traced, problem, limit, plan)
+    card = None if target is None else target.card
+    return TracedModel(arrays, traced, problem, limit, plan, card)
 
 
 def measured_problem(
@@ -218,14 +263,17 @@ def measured_problem(
 
 
 def limit_on(
-    device: DeviceMemory, memory_limit: int | str, margin: float, *, runs: bool = True
+    device: DeviceMemory, memory_limit: int | str | None, margin: float, *, runs: bool = True
 ) -> Limit:
     """Returns what was asked for; with a warning all that the device has, where that is less.
 
     Args:
+        memory_limit: ``None`` is all that the device has.
         runs: whether steps run on this device; a prediction may be for another.
     """
     total = device.total_bytes()
+    if memory_limit is None:
+        return Limit(total, margin)
     limit = Limit(parse_bytes(memory_limit, total_bytes=total, least=LEAST_LIMIT), margin)
     if not runs or limit.total_bytes <= total:
         return limit

@@ -22,6 +22,34 @@ DEFAULT_BATCH_SIZE = 32
 _FUNCTION = "MODULE:FUNCTION that returns (model, (x, y))"
 
 
+def add_arguments(command: Any) -> None:
+    """Declares what names a model and its batch: ``model`` and the options ``batch_size``,
+    ``shape`` and ``dtype``."""
+    command.add_argument(
+        "model",
+        metavar="MODEL.keras|MODULE:FUNCTION",
+        help="a compiled model that model.save wrote, or package.module:function: model, or "
+        "(model, batch)",
+    )
+    command.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="samples of the batch that is traced (default: those of the model's inputs, or 32)",
+    )
+    command.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="[INPUT=]DIM,DIM",
+        help="shape of an input without the batch, where the model leaves it open",
+    )
+    dtype_help = "dtype of an input, where the model is not built"
+    command.add_argument(
+        "--dtype", action="append", default=[], metavar="[INPUT=]DTYPE", help=dtype_help
+    )
+
+
 def model_and_batch(
     name: str,
     batch_size: int | None = None,

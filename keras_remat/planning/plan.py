@@ -55,13 +55,17 @@ class Plan:
         budget_bytes: what the device may have in use at the peak.
         solution: the schedule and how it was found.
         store_all: time and peak predicted without recomputation.
-        predicted: time and peak predicted for the schedule, allocator overhead included.
+        predicted: time and peak predicted for the schedule, allocator overhead included; the peak
+            that compiling told, where it did.
         measured: time and peak of the swapped step on the device; ``None`` until it has run.
         profile_source: ``"measured"`` or ``"estimated"``: where the op times came from.
         device: e.g. ``"CPU:0"``.
         name: for people.
         problem: the graph with the costs the plan was made from, so that a saved plan can be shown;
             ``None`` when left out.
+        compiled: predicted time, and the peak by the compiler's buffer assignment; ``None`` where
+            no compiler was asked.
+        card: that it was made for, by its name in the table of cards; ``None`` for the live device.
     """
 
     fingerprint: str
@@ -74,6 +78,8 @@ class Plan:
     device: str = ""
     name: str = ""
     problem: Problem | None = field(default=None, repr=False)
+    compiled: Usage | None = None
+    card: str | None = None
 
     def __post_init__(self) -> None:
         check_among("profile_source", self.profile_source, ("measured", "estimated"))
@@ -104,8 +110,10 @@ class Plan:
             "budget_bytes": self.budget_bytes,
             "profile_source": self.profile_source,
             "device": self.device,
+            "card": self.card,
             "store_all": asdict(self.store_all),
             "predicted": asdict(self.predicted),
+            "compiled": None if self.compiled is None else asdict(self.compiled),
             "measured": None if self.measured is None else asdict(self.measured),
             "solution": {
                 "solver": solution.solver,
@@ -129,7 +137,12 @@ class Plan:
         if self.fingerprint != problem.graph.fingerprint:
             known = None if self.problem is None else self.problem.graph
             difference = "" if known is None else _input_difference(known, problem.graph)
-            raise PlanMismatchError(self.fingerprint, problem.graph.fingerprint, difference)
+            if self.card is not None:
+                difference += (
+                    f" It was made for the card {self.card}, and this step runs on "
+                    f"{problem.profile.device or 'another device'}."
+                )
+            raise PlanMismatchError(self.fingerprint, problem.graph.fingerprint, difference.strip())
         check_rules(problem, self.solution.schedule)
 
     def __str__(self) -> str:
@@ -142,7 +155,7 @@ class Plan:
             f"(store-all {format_bytes(self.store_all.peak_bytes)}); overhead {self.overhead:.1%} "
             f"by {self.profile_source} op times; "
             f"{len(self.solution.schedule.recomputed)} ops recomputed; "
-            f"{status_text(self.solution)}"
+            f"{status_text(self.solution)}" + ("" if self.card is None else f"; card {self.card}")
         )
 
     def __repr__(self) -> str:
@@ -263,6 +276,8 @@ def plan_from_dict(document: object, source: str | None = None) -> Plan:
             top.get("device", str),
             top.get("name", str),
             None if problem is None else problem_from_dict(problem, source=source),
+            _optional_usage(top, "compiled"),
+            top.get("card", (str, type(None)), None),
         )
         if plan.problem is not None:
             check_rules(plan.problem, plan.solution.schedule)

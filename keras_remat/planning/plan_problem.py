@@ -148,12 +148,14 @@ def plan_of(problem: Problem, budget_bytes: int, memory: MemoryModel, found: Fou
     """Returns a schedule that was found as a plan."""
     store_all = Schedule.store_all(problem.graph)
     plain_bytes = memory.peak_bytes(problem, store_all)
+    usage = Usage(found.time_s, found.peak_bytes)
     return Plan(
         problem.graph.fingerprint,
         budget_bytes,
         found.solution,
         Usage(simulate(problem, store_all).time_s, plain_bytes),
-        Usage(found.time_s, found.peak_bytes),
+        usage,
+        compiled=usage if found.is_exact else None,
         profile_source=problem.profile.source,
         device=problem.profile.device,
         name=problem.name,

@@ -258,13 +258,14 @@ def plan_text(plan: Planned, *, top: int = 5) -> str:
         plan: with its problem, when what is recomputed shall be listed by kind and op.
         top: how many kinds and ops to list.
     """
-    lines = table(
-        [
-            ("solver", status_text(plan.solution)),
-            ("budget", format_bytes(plan.budget_bytes)),
-            ("op times", _source_text(plan.profile_source, plan.device)),
-        ]
-    )
+    heads = [
+        ("solver", status_text(plan.solution)),
+        ("budget", format_bytes(plan.budget_bytes)),
+        ("op times", _source_text(plan.profile_source, plan.device)),
+    ]
+    if plan.card is not None:
+        heads.insert(0, ("card", plan.card))
+    lines = table(heads)
     lines += table(usage_rows(plan))
     if plan.measured is None:
         lines.append("not measured yet")
@@ -282,12 +283,13 @@ def plan_text(plan: Planned, *, top: int = 5) -> str:
 
 
 def usage_rows(plan: Planned) -> list[tuple[str, str, str, str, str]]:
-    """Returns the rows of a table, the head first: store-all, predicted, and measured where the
-    plan ran."""
+    """Returns the rows of a table, the head first: store-all, predicted, compiled where a
+    compiler was asked, and measured where the plan ran."""
     rows = [("", "peak", "of budget", "time", "overhead")]
     for name, usage in (
         ("store-all", plan.store_all),
         ("predicted", plan.predicted),
+        ("compiled", plan.compiled),
         ("measured", plan.measured),
     ):
         if usage is None:

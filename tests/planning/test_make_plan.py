@@ -212,7 +212,7 @@ def test_limit_below_the_floor_is_proved_infeasible(models):
         ({"memory_limit": 0}, ValueError, "positive"),
         ({"memory_limit": 8}, ValueError, 'did you mean "8GiB"'),
         ({"model": "model.keras"}, TypeError, "keras.saving.load_model"),
-        ({"memory_limit": None}, TypeError, "memory_limit"),
+        ({"memory_limit": 1.5}, TypeError, "memory_limit"),
         ({"profile": "guessed"}, ValueError, "estimated"),
         ({"solver": "magic"}, ValueError, "greedy"),
         ({"solver_time_limit_s": 0}, ValueError, "time_limit_s"),
@@ -256,6 +256,12 @@ def test_models_that_cannot_be_planned_say_why(models):
     uncompiled = keras.Sequential([keras.layers.Input((16,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="compile"):
         make_plan(uncompiled, batch, "8GiB")
+
+
+def test_a_card_is_for_jax(models):
+    model, batch = models.mlp(4, width=4, blocks=1)
+    with pytest.raises(UnsupportedModelError, match=r"KERAS_BACKEND=jax.*the backend"):
+        make_plan(model, batch, card="T4")
 
 
 def told(error, batch_size=8, resident_bytes=100):

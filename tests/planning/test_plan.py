@@ -15,7 +15,7 @@ from keras_remat.errors import (
     InvalidScheduleError,
     PlanMismatchError,
 )
-from keras_remat.planning.plan import Plan, cache_path, cached_plan, load_plan
+from keras_remat.planning.plan import Plan, cache_path, cached_plan, load_plan, plan_from_dict
 
 SIZE = 64
 PROBLEM = chain_problem(SIZE)
@@ -41,6 +41,9 @@ PLANS = {
         "GPU:0",
         "a model",
     ),
+    "for a card": replace(
+        quick_plan(PROBLEM, BUDGET), card="H100", compiled=Usage(1 / 3, 2**53 + 1)
+    ),
     "no usage, empty": Plan(
         "", 1, Solution(Schedule(()), "x", "feasible", 0.0), Usage(0.0, 0), Usage(0.0, 0)
     ),
@@ -55,6 +58,11 @@ def test_saved_plan_comes_back_as_it_was(name, tmp_path):
     assert loaded == plan
     assert loaded.problem == plan.problem
     assert loaded.to_dict() == plan.to_dict()
+
+
+def test_a_file_of_before_there_were_cards_loads():
+    plan = plan_from_dict(edited(card=..., compiled=...))
+    assert (plan.card, plan.compiled) == (None, None)
 
 
 def edited(**changes):

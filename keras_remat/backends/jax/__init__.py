@@ -10,6 +10,7 @@ breaks is never installed. And single ops cannot be timed, so op times stay esti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -19,7 +20,8 @@ from keras_remat.backends import batches
 from keras_remat.backends.base import Installed, RunStep, StepRunner
 from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax import trace as tracing
-from keras_remat.backends.jax.device import Device
+from keras_remat.backends.jax.device import AbsentDevice, Device
+from keras_remat.backends.jax.kinds import kinds_of
 from keras_remat.backends.jax.measure import (
     check_device,
     is_out_of_memory,
@@ -76,8 +78,11 @@ class JaxBackend:
         self._card = target
         self.processes = JaxProcesses() if jax.process_count() > 1 else Processes()
         self.device = Device(self.processes)
+        if target is not None and not target.is_live:
+            self.device = AbsentDevice(target)
         self.memory = CompiledMemory(self._compile_bytes)
         self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint
+        self._asked: Any = None  # the batch, where no array of it lies anywhere
         self._newest: dict[Any, Any] = {}  # what was compiled how → the step; the newest last
 
     @property
@@ -101,7 +106,10 @@ class JaxBackend:
             raise UnsupportedModelError(
                 "In several processes plans are made inside of fit: give fit the callback."
             )
-        return jax.tree.map(jnp.asarray, batches.example_batch(model, batch))
+        if self.target.is_live:
+            return jax.tree.map(jnp.asarray, batches.example_batch(model, batch))
+        self._asked = tracing.as_specs(batches.example_batch(model, batch, seed=None))
+        return self._asked
 
     def resized_spec(self, batch: Any, size: int) -> Any:
         if self.processes.count > 1:
@@ -116,7 +124,8 @@ class JaxBackend:
         return batches.resized_spec(batch, size, spec)
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> JaxTracedStep:
-        runs = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch))
+        arrays = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch))
+        runs = arrays or batch is self._asked
         known = (
             [] if runs else [t for t in self._traced.values() if t.micro_batches == micro_batches]
         )
@@ -127,6 +136,15 @@ class JaxBackend:
         self.device.note_refs(traced)
         if runs:
             self._traced[traced.graph.fingerprint] = traced
+        return traced
+
+    def taken_over(self, traced: JaxTracedStep) -> JaxTracedStep | None:
+        """Returns a step that was traced for another card as one for this; ``None`` where XLA does
+        other things to its ops here."""
+        if kinds_of(traced.target) != kinds_of(self.target):
+            return None
+        traced = replace(traced, target=self.target)
+        self._traced[traced.graph.fingerprint] = traced
         return traced
 
     estimated_profile = staticmethod(estimated_profile)
@@ -199,8 +217,8 @@ def backend() -> JaxBackend:
     return JaxBackend()
 
 
-def backends(model: Any, compilation: str) -> list[JaxBackend]:
-    """The backends that can train a model on JAX.
+def backends(model: Any, compilation: str, target: Target | None = None) -> list[JaxBackend]:
+    """The backends that can train a model on JAX, or plan for a card that is not there.
 
     Raises:
         UnsupportedModelError: an order was asked for, which a compiled step does not keep.
@@ -210,4 +228,4 @@ def backends(model: Any, compilation: str) -> list[JaxBackend]:
             'compilation="ordered" needs an executor that keeps an order; on JAX every step is '
             "compiled."
         )
-    return [JaxBackend()]
+    return [JaxBackend(target)]

@@ -11,17 +11,14 @@ Reference: ``jax.experimental.topologies``; the fields are those of XLA's ``GpuD
 from __future__ import annotations
 
 from functools import cache
-from importlib import metadata
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
+from keras_remat.backends.versions import check_card_compiler
 from keras_remat.core.target import Target
-from keras_remat.errors import MissingPackageError, UnsupportedModelError
-
-PLUGIN, COMPILER, ASSEMBLER = "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"
-PURPOSE = "Compiling for a card that is not there"
+from keras_remat.errors import UnsupportedModelError
 
 _CONFIGURATION = """
 gpu_device_info {{
@@ -51,34 +48,16 @@ device_description_str: "{chip.name}"
 """
 
 
-def check_installed() -> None:
-    """Raises where the packages that compile for a card are missing, or are not JAX's own version.
-
-    Raises:
-        MissingPackageError: a package is not installed.
-        UnsupportedModelError: JAX and its plugin have different versions.
-    """
-    for package in (PLUGIN, COMPILER, ASSEMBLER):
-        try:
-            version = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            raise MissingPackageError(package, PURPOSE, "cards") from None
-        if package != ASSEMBLER and version != jax.__version__:
-            raise UnsupportedModelError(
-                f"{PURPOSE} needs {package} of JAX's own version: it is {version}, and JAX is "
-                f"{jax.__version__}. pip install {package}=={jax.__version__}"
-            )
-
-
 @cache
 def sharding(target: Target) -> Any:
     """Returns the sharding of arrays that lie on a card that is not there.
 
     Raises:
-        MissingPackageError, UnsupportedModelError: see :func:`check_installed`; or JAX does not
-            take its plugin, or its compiler does not take the card.
+        MissingPackageError, UnsupportedModelError: see
+            :func:`~keras_remat.backends.versions.check_card_compiler`; or JAX does not take its
+            plugin, or its compiler does not take the card.
     """
-    check_installed()
+    check_card_compiler()
     major, minor = target.capability or (0, 0)
     text = _CONFIGURATION.format(
         chip=target.chip, memory=target.total_bytes, major=major, minor=minor

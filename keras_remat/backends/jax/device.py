@@ -49,6 +49,7 @@ from keras_remat.backends.processes import Processes
 from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.graph import Op
 from keras_remat.core.schedule import Usage
+from keras_remat.core.target import Target
 
 Result = TypeVar("Result")
 
@@ -316,6 +317,35 @@ def _as_before(state: Any, logs: Any, new_state: Any) -> tuple[Any, Any]:
     """Returns logs, and a new state in the containers of the old one: a step is compiled for those
     that Keras makes."""
     return logs, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(new_state))
+
+
+class AbsentDevice(Device):
+    """A card that is not there: no step runs, and nothing of it is measured.
+
+    Args:
+        target: the card.
+    """
+
+    has_statistics = False
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self._target = target
+
+    @property
+    def name(self) -> str:
+        """What the driver calls it."""
+        return self._target.device
+
+    def in_use_bytes(self) -> int:
+        """Nothing is in use."""
+        return 0
+
+    def total_bytes(self) -> int:
+        """All the memory of the card, which is more than a framework uses of it by default."""
+        if self._target.total_bytes is None:
+            raise ValueError(f"the target {self._target.device!r} has no total_bytes: give some")
+        return self._target.total_bytes
 
 
 def _uploaded(value: Any, sharding: Any) -> jax.Array:

@@ -14,11 +14,12 @@ from keras_remat.backends.jax import absent_device, lowering
 from keras_remat.backends.jax.measure import memory, probe_options
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
+from keras_remat.backends.versions import check_card_compiler
 from keras_remat.cards.table import CARDS, card
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import MissingPackageError, RematError, UnsupportedModelError
+from keras_remat.errors import RematError
 from keras_remat.solvers import solve
 
 
@@ -63,7 +64,7 @@ CASES = [
 def compiler():
     """Skips where no card can be compiled for."""
     try:
-        absent_device.check_installed()
+        check_card_compiler()
     except RematError as error:
         pytest.skip(str(error))
 
@@ -132,20 +133,3 @@ def test_an_unknown_card_is_refused_with_those_near():
         card("H10")
     with pytest.raises(ValueError, match="known are T4"):
         card("toaster")
-
-
-def test_packages_that_are_missing_or_of_another_version_are_named(monkeypatch):
-    def version(package):
-        if package == missing:
-            raise absent_device.metadata.PackageNotFoundError(package)
-        return versions.get(package, jax.__version__)
-
-    monkeypatch.setattr(absent_device.metadata, "version", version)
-    missing, versions = absent_device.ASSEMBLER, {}
-    with pytest.raises(MissingPackageError, match=r"keras-remat\[cards\]"):
-        absent_device.check_installed()
-    missing, versions = None, {absent_device.PLUGIN: "0.0.1"}
-    with pytest.raises(UnsupportedModelError, match=r"0\.0\.1, and JAX is"):
-        absent_device.check_installed()
-    versions = {}
-    absent_device.check_installed()

@@ -1,0 +1,191 @@
+"""One model's train step, asked about cards: a row for each.
+
+This is what the process of :mod:`keras_remat.cards.process` does, with Keras on JAX. The step is
+traced once for all cards on which XLA sees the same ops, and compiled without recomputation for
+each. Whatever the compiler says of that decides the verdict; a plan is made, and compiled, only
+where the plain step does not fit. The largest batches are predicted from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+from keras_remat.backends.base import Backend
+from keras_remat.backends.batches import batch_size_of, fixed_batch
+from keras_remat.backends.jax import JaxBackend
+from keras_remat.backends.jax.trace import JaxTracedStep
+from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
+from keras_remat.batch_size.search import search_batch_size
+from keras_remat.cards.breakdown import Resident, activations_by_layer, parts_at_peak
+from keras_remat.cards.report import DOES_NOT_FIT, FITS, WITH_A_PLAN, CardRow
+from keras_remat.core.graph import Graph
+from keras_remat.core.limit import Limit
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.target import Target
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
+from keras_remat.planning.plan_problem import closest_plan, plan_problem
+
+NOT_FOUND = (InfeasibleBudgetError, ScheduleNotFoundError)
+#: Of the seconds for one card, what solving for a plan may take, finding the smallest peak where
+#: there is none, and searching for the largest batch.
+_PLAN_SHARE, _SMALLEST_SHARE, _SEARCH_SHARE = 0.5, 0.25, 0.25
+#: Seconds that finding the smallest peak has at least.
+_LEAST_SMALLEST_S = 5.0
+
+
+class AskedStep:
+    """A train step that cards are asked about.
+
+    Args:
+        model: compiled, with Keras on JAX.
+        batch: arrays, specs or a batch size.
+        margin: share of a card's usable memory that is kept free.
+        time_limit_s: seconds of solving for each card, compiling not counted.
+        seed: for the solver.
+
+    Attributes:
+        layers: layer → bytes of its activations at the plain peak; empty before the first card.
+    """
+
+    def __init__(self, model: Any, batch: Any, *, margin: float, time_limit_s: float, seed: int):
+        self._model, self._batch = model, batch
+        self._margin, self._time_limit_s, self._seed = margin, time_limit_s, seed
+        self._traced: list[JaxTracedStep] = []  # one for all cards on which XLA sees the same ops
+        self._doubled: dict[str, Graph] = {}  # by fingerprint: the same step, of twice the batch
+        self.layers: dict[str, int] = {}
+
+    def row(self, target: Target, tell: Callable[[CardRow], None]) -> CardRow:
+        """Returns a card's row.
+
+        Args:
+            target: the card.
+            tell: is called with the row as soon as its verdict is known.
+
+        Raises:
+            UnsupportedModelError: the step cannot be traced.
+        """
+        usable = target.usable_bytes or target.total_bytes
+        if usable is None:
+            raise ValueError(f"the target {target.device!r} has no usable_bytes: give some")
+        row = CardRow(
+            card=target.card or target.device, usable_bytes=usable, plain_bytes=None, verdict=None
+        )
+        backend, problem = self._on(target)
+        limit = Limit(usable, self._margin)
+        try:
+            row = self._judged(row, backend, problem, limit)
+        except RuntimeError as error:  # whatever a compiler raises
+            told = str(error).strip().splitlines() or [type(error).__name__]
+            return replace(row, remark=f"The compiler does not take it: {told[0][:200]}")
+        if not self.layers:
+            self.layers = activations_by_layer(problem)
+        tell(row)
+        return self._with_batches(row, backend, problem, limit)
+
+    def _on(self, target: Target) -> tuple[Backend, Problem]:
+        """Returns the step on a card with its costs there, and the backend that compiles it."""
+        backend = JaxBackend(target)
+        taken = (backend.taken_over(traced) for traced in self._traced)
+        traced = next((step for step in taken if step is not None), None)
+        if traced is None:
+            backend.check(self._model)
+            self._batch = backend.example_batch(self._model, self._batch)
+            traced = backend.trace(self._model, self._batch)
+            self._traced.append(traced)
+        problem = Problem(traced.graph, backend.estimated_profile(traced), name=self._model.name)
+        return cast("Backend", backend), problem
+
+    def _judged(self, row: CardRow, backend: Backend, problem: Problem, limit: Limit) -> CardRow:
+        """Returns the row with its verdict, and with what that rests on."""
+        store_all = Schedule.store_all(problem.graph)
+        plain_bytes = backend.memory.peak_bytes(problem, store_all)
+        plain_s = problem.store_all_time_s
+        samples = batch_size_of(self._batch)
+
+        def rate(seconds: float) -> float | None:
+            return samples / seconds if seconds > 0 else None
+
+        row = replace(
+            row,
+            plain_bytes=plain_bytes,
+            samples_per_s_plain=rate(plain_s),
+            parts=parts_at_peak(problem, self._resident()),
+        )
+        if limit.fits(plain_bytes):
+            return replace(row, verdict=FITS, overhead=0.0, samples_per_s_planned=rate(plain_s))
+        try:
+            plan = plan_problem(
+                problem, limit.usable_bytes, backend,
+                time_limit_s=_PLAN_SHARE * self._time_limit_s, seed=self._seed,
+            )  # fmt: skip
+        except NOT_FOUND as error:
+            smallest = self._smallest_bytes(error, backend, problem, limit)
+            return replace(row, verdict=DOES_NOT_FIT, smallest_bytes=smallest)
+        return replace(
+            row,
+            verdict=WITH_A_PLAN,
+            overhead=plan.overhead,
+            smallest_bytes=plan.predicted.peak_bytes,
+            samples_per_s_planned=rate(plan.predicted.time_s),
+        )
+
+    def _resident(self) -> Resident:
+        model = self._model
+        weights = (
+            *model.trainable_variables, *model.non_trainable_variables, *model.metrics_variables,
+        )  # fmt: skip
+        return Resident(
+            sum(int(v.value.nbytes) for v in weights),
+            sum(int(v.value.nbytes) for v in model.optimizer.variables),
+        )
+
+    def _smallest_bytes(
+        self, failure: Exception, backend: Backend, problem: Problem, limit: Limit
+    ) -> int | None:
+        """Returns the least peak of a schedule that was found; ``None`` without one."""
+        plan = getattr(failure, "closest", None)
+        if plan is None:
+            try:
+                plan = closest_plan(
+                    problem, limit.usable_bytes, backend,
+                    time_limit_s=max(_LEAST_SMALLEST_S, _SMALLEST_SHARE * self._time_limit_s),
+                    seed=self._seed,
+                )  # fmt: skip
+            except NOT_FOUND:
+                return None
+        return int(plan.predicted.peak_bytes)
+
+    def _with_batches(
+        self, row: CardRow, backend: Backend, problem: Problem, limit: Limit
+    ) -> CardRow:
+        """Returns the row with the largest batches, by prediction."""
+        fixed = fixed_batch(self._model)
+        if fixed is not None:
+            return replace(row, remark=f"The model takes batches of {fixed[1][0]} samples only.")
+        try:
+            scaling = self._scaling(backend, problem)
+        except UnsupportedModelError as error:
+            return replace(row, remark=f"Other batches are not known: {error}")
+        try:
+            search = search_batch_size(
+                scaling, batch_size_of(self._batch), limit, backend,
+                time_limit_s=_SEARCH_SHARE * self._time_limit_s, seed=self._seed,
+            )  # fmt: skip
+        except NOT_FOUND:
+            return replace(row, max_batch_plain=0, max_batch_planned=0)
+        return replace(
+            row, max_batch_plain=search.plain_batch_size, max_batch_planned=search.max_batch_size
+        )
+
+    def _scaling(self, backend: Backend, problem: Problem) -> BatchScaling:
+        size, fingerprint = batch_size_of(self._batch), problem.graph.fingerprint
+        if fingerprint not in self._doubled:
+            double = graph_at(backend, self._model, self._batch, 2 * size)
+            self._doubled[fingerprint] = double
+        double = self._doubled[fingerprint]
+        if problem.graph.has_ops_of(double):
+            return BatchScaling(problem, size, double, 2 * size)
+        return batch_scaling(backend, self._model, problem, self._batch)  # tries other sizes
