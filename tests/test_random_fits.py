@@ -173,7 +173,9 @@ class Case:
         # a model with its layers in a container, whose own step may update a part, built or not
         kinds = [None, *CONTAINERS] if self.outputs == 1 else [None]
         self.container = rng.choice(kinds)
-        self.updates_a_part = self.container is not None and rng.random() < 0.3
+        # Keras averages all variables, whichever its optimizer was built for
+        may_leave_some = self.container is not None and self.optimizer != "ema"
+        self.updates_a_part = rng.random() < 0.3 and may_leave_some
         self.is_built = self.container is None or (not self.updates_a_part and rng.random() < 0.5)
         self.copied = rng.choice([None, None, *COPIES])
         self.seed = seed
@@ -331,9 +333,12 @@ def check(seed, path, monkeypatch):
         assert rate == plain_rate, case
     if not interrupted:
         assert (path / "report.json").exists()
-        assert sum(epoch.samples for epoch in remat.report.epochs) == len(our_diary) - (
-            3 * (case.action == "guest" and not remat.report.epochs)
-        ), case
+        counted = sum(epoch.samples for epoch in remat.report.epochs)
+        # a guest's batch is Keras's own business where nothing is to be done, and what resets
+        # Keras's metrics in mid-epoch takes the count of batches whose sizes nobody knows before
+        guests = {our_diary.count(GUEST), 0} if case.action == "guest" else {0}
+        is_told = case.source == "arrays" or case.action not in ("guest", "evaluate")
+        assert not is_told or len(our_diary) - counted in guests, case
 
 
 def _of_fit(diary):

@@ -99,6 +99,19 @@ def _has_samples_of_one_shape(spec: Any) -> bool:
     return is_dense and None not in list(spec.shape)[1:]
 
 
+def samples_of_batches(epoch_iterator: Any, batches: int) -> tuple[int, int] | None:
+    """Returns how many samples an epoch's first batches have, and how many batches those are where
+    there are fewer; ``None`` where the data are no arrays, whose batches nobody can tell before."""
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    adapter = getattr(epoch_iterator, "data_adapter", None)
+    if not isinstance(adapter, ArrayDataAdapter):
+        return None
+    batches, last = min(batches, adapter.num_batches), adapter.partial_batch_size
+    lacking = adapter.batch_size - last if last and batches == adapter.num_batches else 0
+    return batches * adapter.batch_size - lacking, batches
+
+
 def samples_counted(model: Any) -> int | None:
     """Returns how many samples the loss was taken of since the metrics were reset; ``None`` where
     the model's step does not count them, or while its variables have no values."""

@@ -9,9 +9,10 @@ installed train function takes its place again.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from keras_remat.backends.base import Installed
-from keras_remat.backends.keras_private import samples_counted
+from keras_remat.backends.keras_private import samples_counted, samples_of_batches
 from keras_remat.core.schedule import Usage
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.watch import Watch, Watched
@@ -75,20 +76,39 @@ class Aside:
             self._counted = samples_counted(self._steps.fit.model)
             self._take(self._watch.look())
 
-    def epoch_ends(self) -> None:
-        """Corrects the count: the last call may have got fewer samples than others, or none."""
+    def epoch_ends(self, epoch_iterator: Any) -> None:
+        """Corrects the count: the last call may have got fewer samples than others, or none.
+
+        Args:
+            epoch_iterator: Keras's, of the epoch; ``None`` where it is not known.
+        """
         self.pauses()
+        if self._newest_begun < 0:
+            return
+        begun = self._newest_begun + self._a_call
+        known = samples_of_batches(epoch_iterator, begun)
+        if known is None:
+            missing = self._missing_of_the_last_call()
+        else:
+            samples, batches = known
+            missing = begun * self._loader_size - samples, begun - batches
+        self._steps.fit.count_watched(-missing[1], -missing[0], Usage(0.0, 0))
+
+    def _missing_of_the_last_call(self) -> tuple[int, int]:
+        """Returns how many samples and steps fewer the last call got than others, by what Keras has
+        counted. What resets Keras's metrics in mid-epoch, such as another callback's
+        ``evaluate``, leaves that unknown: the call then counts as any other."""
         fit, size = self._steps.fit, self._loader_size
-        samples, steps = fit.counter.samples, fit.counter.steps
         is_empty = not any(batch >= self._newest_begun for batch in self._ended)
-        if is_empty and self._newest_begun >= 0:
-            samples, steps = samples - size * self._a_call, steps - self._a_call
-        counted = self._counted
-        if counted is not None and (self._may_grow or 0 <= samples - counted < size * self._a_call):
-            too_many = 0 if self._may_grow else (samples - counted) // size
-            samples, steps = counted, steps - too_many
-        usage = Usage(0.0, 0)
-        fit.count_watched(steps - fit.counter.steps, samples - fit.counter.samples, usage)
+        samples, steps = (size * self._a_call, self._a_call) if is_empty else (0, 0)
+        if self._counted is None:
+            return samples, steps
+        less = fit.counter.samples - samples - self._counted
+        if self._may_grow:
+            return samples + less, steps
+        return (samples + less, steps + less // size) if 0 <= less < size * self._a_call else (
+            samples, steps
+        )  # fmt: skip
 
     def _take(self, watched: Watched) -> None:
         """Takes in what was seen, which may be near the limit."""

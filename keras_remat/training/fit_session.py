@@ -315,7 +315,8 @@ class FitSession:
         """Ends the count of an epoch, and returns what is new in its logs."""
         self._train_rest()
         if self._aside is not None:
-            self._aside.epoch_ends()
+            fit = running_fit(self._model, self._callback)
+            self._aside.epoch_ends(None if fit is None else fit.epoch_iterator)
         elif self._is_endless and self._installed.counts_no_empty_step:
             self._tell_updates()
         self._trainer.epoch_ends()
