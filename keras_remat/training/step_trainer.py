@@ -477,9 +477,14 @@ class StepTrainer:
 
     @property
     def settled_peak_bytes(self) -> int | None:
-        """The measured peak of the reference shape's plan, once it is final."""
-        measured = self.plan.measured if self.settled and self.plan is not None else None
-        return None if measured is None else measured.peak_bytes
+        """The measured peak of the reference shape's final step, where it has a plan, or stays
+        though it is over the limit; ``None`` for a plain step that keeps it."""
+        shape = self._reference_shape
+        if shape is None or not self.settled:
+            return None
+        if self.plan is None:
+            return shape.peak_bytes if self._is_over(shape) else None
+        return None if self.plan.measured is None else self.plan.measured.peak_bytes
 
     def is_reference(self, batch: Any) -> bool:
         """Returns whether a batch has the reference shape."""

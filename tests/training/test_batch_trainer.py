@@ -57,7 +57,7 @@ class FakeSteps:
     def reference_costs(self, batch):
         return None, {}
 
-    def run(self, batch, terms=None):
+    def run(self, batch, terms=None, *, timed=False):
         size = len(batch[0])
         if size > self.fits:
             raise ScheduleNotFoundError(self.limit.total_bytes, 1)
@@ -433,7 +433,7 @@ class Timed(FakeSteps):
         super().__init__()
         self.clock, self.seconds = clock, seconds
 
-    def run(self, batch, terms=None):
+    def run(self, batch, terms=None, *, timed=False):
         self.clock[0] += self.seconds(len(batch[0]))
         return super().run(batch, terms)
 
