@@ -184,9 +184,7 @@ def test_size_whose_own_graph_fits_under_no_schedule_says_so():
 
 
 def found_on(backend, monkeypatch, *, batch=8, limit=None, **options):
-    monkeypatch.setattr(
-        "keras_remat.planning.make_plan.load_backends", lambda model, compilation: [backend]
-    )
+    monkeypatch.setattr("keras_remat.planning.make_plan.load_backends", lambda *given: [backend])
     return find_max_batch_size(
         SimpleNamespace(name="fake", compiled=True),
         batch_of(0, batch),

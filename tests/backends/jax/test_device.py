@@ -29,7 +29,7 @@ def failing(state, batch):
 
 def test_the_device_that_was_chosen_is_the_one_that_is_named_and_measured(monkeypatch):
     class Second:
-        platform, id = "gpu", 1
+        platform, id, device_kind = "gpu", 1, "Second"
 
         def memory_stats(self):
             return {"bytes_limit": 7, "bytes_in_use": 3}
@@ -97,10 +97,13 @@ def test_a_snapshot_guards_one_step_and_can_be_put_back_later():
 
 
 def test_a_state_in_other_containers_is_brought_into_those_of_the_old_one():
-    device = Device()
-    device.state = ([jnp.zeros(2)], [])
-    device.run(None, lambda state, batch: (None, [(state[0][0] + batch,), ()]), 1.0, NOTHING)
-    assert jax.tree.structure(device.state) == jax.tree.structure(([0], []))
+    """A user's ``train_step`` may return it in a tuple, and the steps that follow are compiled for
+    what Keras makes."""
+    before = ([jnp.zeros(2)], [])
+    logs, after = jax_device._as_before(before, {"loss": 1.0}, [(jnp.ones(2),), ()])
+    assert logs == {"loss": 1.0}
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    np.testing.assert_array_equal(after[0][0], [1, 1])
 
 
 def test_what_a_failed_step_had_not_consumed_stays_where_it_is():
