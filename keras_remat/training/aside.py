@@ -96,8 +96,8 @@ class Aside:
 
     def _missing_of_the_last_call(self) -> tuple[int, int]:
         """Returns how many samples and steps fewer the last call got than others, by what Keras has
-        counted. What resets Keras's metrics in mid-epoch, such as another callback's
-        ``evaluate``, leaves that unknown: the call then counts as any other."""
+        counted. Another callback that resets Keras's metrics in mid-epoch makes that too low: where
+        batches have one size, the call then counts as any other."""
         fit, size = self._steps.fit, self._loader_size
         is_empty = not any(batch >= self._newest_begun for batch in self._ended)
         samples, steps = (size * self._a_call, self._a_call) if is_empty else (0, 0)
