@@ -6,7 +6,7 @@ Small steps of models with many variables: what the callback adds to every step 
 *Idle* compares ``fit`` with the callback, whose limit the plain step keeps, with plain ``fit``.
 *Planned* compares ``fit`` under a plan with ``fit`` whose train function is the lowered step
 itself, on JAX the compiled one. The fits of a pair follow each other, in turn, in one process; a
-number is the median of the pairs, and a fit's is the median of its later epochs, Keras's loop
+number is the median of the pairs, and a fit's is the quickest of its later epochs, Keras's loop
 included.
 
 The machine has to be idle.
@@ -74,7 +74,7 @@ def main() -> int:
     parser = command_line(__doc__)
     add_names(parser, "--backends", BACKENDS)
     add_names(parser, "--variables", VARIABLES)
-    parser.add_argument("--steps", type=int, default=2000, help="of an epoch (default 2000)")
+    parser.add_argument("--steps", type=int, default=1000, help="of an epoch (default 1000)")
     parser.add_argument("--pairs", type=int, default=7, help="of fits (default 7)")
     add_outcome(parser, limited="row", tables="table is", numbers="")
     options = parser.parse_args()

@@ -450,9 +450,13 @@ def build_function(build: Callable[..., Sequence[Any]], signature: Sequence[Any]
     return tf.compat.v1.wrap_function(build, list(signature))
 
 
-def _verbatim_options() -> Any:
-    """The process's own options, soft placement among them, without what changes a graph."""
-    given = context.context().function_call_options.config_proto_serialized
+@cache
+def _verbatim_options(given: bytes) -> Any:
+    """Returns the process's own options, soft placement among them, without what changes a graph.
+
+    Args:
+        given: the process's own, serialized.
+    """
     config = config_pb2.ConfigProto.FromString(given)
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     options = config.graph_options.optimizer_options
@@ -471,7 +475,7 @@ def call_verbatim(function: Any, args: Sequence[Any]) -> list[Any]:
     """
     eager = context.context()
     options = eager.function_call_options
-    eager.function_call_options = _verbatim_options()
+    eager.function_call_options = _verbatim_options(options.config_proto_serialized)
     try:
         outputs = function(*args)
     finally:

@@ -67,6 +67,9 @@ class InstalledTrainFunction(Installed):
 
     def _read(self, batch: Any) -> Any:
         """Keras's iterators carry ``None`` (no sample weights, say) as an empty ``Optional``."""
+        leaves = tf.nest.flatten(batch)  # to map takes a hundred times as long
+        if not any(isinstance(leaf, tf.experimental.Optional) for leaf in leaves):
+            return batch
         return tf.nest.map_structure(
             lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
         )

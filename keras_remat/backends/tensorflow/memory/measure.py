@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import tensorflow as tf
@@ -232,19 +232,27 @@ def synchronize(result: Any) -> None:
             leaf.numpy()
 
 
-def _memory_info(name: str) -> dict[str, int]:
+@cache
+def _counts(name: str) -> bool:
+    """Returns whether a device's allocator keeps statistics. It is asked once: a refusal takes ten
+    times as long as an answer, and every step asks."""
     try:
-        info: dict[str, int] = tf.config.experimental.get_memory_info(name)
-    except ValueError:  # this allocator keeps none
+        tf.config.experimental.get_memory_info(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _memory_info(name: str) -> dict[str, int]:
+    if not _counts(name):
         return {"current": 0, "peak": 0}
+    info: dict[str, int] = tf.config.experimental.get_memory_info(name)
     return info
 
 
 def _reset_peak(name: str) -> None:
-    try:
+    if _counts(name):
         tf.config.experimental.reset_memory_stats(name)
-    except ValueError:  # this allocator keeps none
-        return
 
 
 def _is_async() -> bool:
