@@ -21,13 +21,15 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import UnsupportedModelError
-from keras_remat.planning.beside import PlanProcessError
-from keras_remat.planning.fit_plans import StepPlanner, limit_of
+from keras_remat.errors import ScheduleNotFoundError, UnsupportedModelError
+from keras_remat.planning.background import PlanProcessError
 from keras_remat.planning.plan_problem import plan_problem
+from keras_remat.planning.request import plan_for
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.backend_race import BackendRace
-from keras_remat.training.fit_state import FitState
+from keras_remat.training.costs import StepCosts
+from keras_remat.training.first_plan import FirstPlans
+from keras_remat.training.fit_state import FitState, limit_of
 from keras_remat.training.step_trainer import StepTrainer
 
 #: Bytes of one sample in every value of the chain.
@@ -345,15 +347,16 @@ def fit_on(backend, options, model=MODEL, most_steps=None):
     return FitState(model, AutotuneReport(), limit, nullcontext, installed, most_steps)
 
 
-def planner_on(backend, options):
-    """What makes plans under the limit that the options ask for."""
-    return StepPlanner(backend, options, lambda: limit_of(backend, options))
+def requests_on(backend, options):
+    """What asks for plans under the limit that the options ask for."""
+    fit = fit_on(backend, options)
+    return FirstPlans(fit, backend, options, StepCosts(fit, backend))
 
 
 def race_on(*backends, options, model=MODEL, **more):
     """What trains by the best of several ways, and its report."""
-    fit = fit_on(backends[0], options, model)
-    return BackendRace(fit, backends, options, **more), fit.report
+    fit, options = fit_on(backends[0], options, model), replace(options, **more)
+    return BackendRace(fit, backends, options), fit.report
 
 
 def quick_plan(problem, budget_bytes, backend=None, **options):
@@ -369,12 +372,12 @@ def note_solves(monkeypatch, note):
         note(*given, **options)
         return plan_problem(*given, **options)
 
-    monkeypatch.setattr("keras_remat.planning.fit_plans.plan_problem", noted)
+    monkeypatch.setattr("keras_remat.planning.request.plan_problem", noted)
 
 
 class FakePlanProcess:
     """Solves in this process, once it is asked for; stands in for
-    :class:`keras_remat.planning.beside.PlanProcess`.
+    :class:`keras_remat.planning.background.PlanProcess`.
 
     Attributes:
         steps: for how many of them it says that it has not ended.
@@ -394,10 +397,12 @@ class FakePlanProcess:
         self.asked += 1
         return self.asked > self.steps
 
-    def plan(self):
+    def answer(self):
         if self.fails_with is not None:
             raise PlanProcessError(self.fails_with)
-        return self.request.plan() if self.finds else None
+        if not self.finds:
+            raise ScheduleNotFoundError(0, 0)
+        return plan_for(self.request)
 
     def end(self):
         self.ended = True
@@ -406,7 +411,7 @@ class FakePlanProcess:
 def plan_in_fake_processes(monkeypatch, **attributes):
     """Returns the list that the processes beside training will be in."""
     kind = type("FakePlanProcess", (FakePlanProcess,), {"all": [], **attributes})
-    monkeypatch.setattr("keras_remat.planning.fit_plans.PlanProcess", kind)
+    monkeypatch.setattr("keras_remat.training.moves.PlanProcess", kind)
     return kind.all
 
 

@@ -1,13 +1,13 @@
 """Limits for a process in which other tests hold bytes, too."""
 
 import keras_remat
-from keras_remat.planning.fit_plans import TunerOptions
+from keras_remat.training.arguments import FitOptions
 
 
 def with_margin(usable_bytes):
     """The limit that leaves ``usable_bytes`` after the margin, which is a share of *all* bytes:
     what other tests hold would take from the room that a test means."""
-    return int(usable_bytes / (1 - TunerOptions.margin)) + 1
+    return int(usable_bytes / (1 - FitOptions.margin)) + 1
 
 
 def tight_bytes(backend, model, data, batch_size, share):

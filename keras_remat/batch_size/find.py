@@ -45,13 +45,13 @@ from keras_remat.errors import (
 )
 from keras_remat.planning.make_plan import (
     TracedModel,
-    advising,
     measured_problem,
     target_of,
     traced_as_it_trains,
 )
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.plan_problem import plan_problem, reused_plan
+from keras_remat.planning.plan_problem import reused_plan
+from keras_remat.planning.request import PlanRequest, advising, plan_for
 
 #: Seconds for a plan to measure a second size under.
 _SECOND_PLAN_S = 1.0
@@ -229,11 +229,17 @@ def _profile_at(
     is busy, or saw too little."""
     assert step.plan is not None
     problem, order = transfer_costs(step.problem, traced.graph), step.plan.solution.schedule
+    request = PlanRequest.on(
+        backend,
+        problem=problem,
+        batch_size=size,
+        limit=step.limit,
+        solver="greedy_first",
+        seconds=_SECOND_PLAN_S,
+    )
     usable = step.limit.usable_bytes
     try:
-        plan = reused_plan(problem, order, usable, backend.memory) or plan_problem(
-            problem, usable, backend, solver="greedy_first", time_limit_s=_SECOND_PLAN_S
-        )
+        plan = reused_plan(problem, order, usable, backend.memory) or plan_for(request)
     except (InfeasibleBudgetError, ScheduleNotFoundError):
         return None
     measured = measured_problem(
@@ -347,13 +353,16 @@ def _for_its_graph(
     problem, others = transfer_costs(planned, graph), len(planned.graph.ops)
     differs = f"the train step has {len(graph.ops)} ops at this size, {others} at others"
     try:
-        plan = plan_problem(
-            problem,
-            plan.budget_bytes,
-            climb.backend,
-            solver="greedy",
-            time_limit_s=climb.solve_s,
-            seed=climb.seed,
+        plan = plan_for(
+            PlanRequest.on(
+                climb.backend,
+                problem=problem,
+                batch_size=size,
+                limit=Limit(plan.budget_bytes),
+                solver="greedy",
+                seconds=climb.solve_s,
+                seed=climb.seed,
+            )
         )
     except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
         return Probe(size, None, f"{differs}: {error}")

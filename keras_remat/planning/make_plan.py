@@ -8,8 +8,6 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,18 +26,11 @@ from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.target import Target
-from keras_remat.errors import (
-    InfeasibleBudgetError,
-    ScheduleNotFoundError,
-    UnsupportedModelError,
-    limit_for,
-    rounded_up,
-    without_inner_frames,
-)
+from keras_remat.errors import UnsupportedModelError, without_inner_frames
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.plan_problem import plan_problem
+from keras_remat.planning.request import PlanRequest, plan_for
 from keras_remat.solvers import SOLVERS
-from keras_remat.units import LEAST_LIMIT, format_bytes, format_unequal_bytes, parse_bytes
+from keras_remat.units import LEAST_LIMIT, format_unequal_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -95,16 +86,16 @@ def make_plan(
     backend, step = traced_as_it_trains(
         model, batch, memory_limit, margin, profile, seed, compilation, target_of(card)
     )
-    with advising(step.problem, step.limit, batch_size_of(step.batch), backend.device):
-        plan = plan_problem(
-            step.problem,
-            step.limit.usable_bytes,
-            backend,
-            solver=solver,
-            time_limit_s=solver_time_limit_s,
-            seed=seed,
-        )
-    return replace(plan, card=step.card)
+    request = PlanRequest.on(
+        backend,
+        problem=step.problem,
+        batch_size=batch_size_of(step.batch),
+        limit=step.limit,
+        solver=solver,
+        seconds=solver_time_limit_s,
+        seed=seed,
+    )
+    return replace(plan_for(request), card=step.card)
 
 
 def target_of(card: str | Target | None) -> Target | None:
@@ -219,20 +210,21 @@ def traced_model(
     traced = backend.trace(model, arrays)
     profile_now = backend.estimated_profile(traced, counted_bytes(backend.device))
     problem = Problem(traced.graph, profile_now, name=model.name)
-    plan: Plan | None = None
+    quick: Plan | None = None
     if profile == "measured":
-        with advising(problem, limit, batch_size_of(arrays), backend.device):
-            plan = plan_problem(
-                problem,
-                limit.usable_bytes,
-                backend,
-                solver="greedy_first",
-                time_limit_s=_QUICK_PLAN_S,
-                seed=seed,
-            )
-        problem = measured_problem(backend, model, traced, problem, plan, arrays)
+        request = PlanRequest.on(
+            backend,
+            problem=problem,
+            batch_size=batch_size_of(arrays),
+            limit=limit,
+            solver="greedy_first",
+            seconds=_QUICK_PLAN_S,
+            seed=seed,
+        )
+        quick = plan_for(request)
+        problem = measured_problem(backend, model, traced, problem, quick, arrays)
     card = None if target is None else target.card
-    return TracedModel(arrays, traced, problem, limit, plan, card)
+    return TracedModel(arrays, traced, problem, limit, quick, card)
 
 
 def measured_problem(
@@ -288,57 +280,3 @@ def limit_on(
 def counted_bytes(device: DeviceMemory) -> int | None:
     """Returns the bytes in use now; ``None`` where the allocator keeps no statistics."""
     return device.in_use_bytes() if device.has_statistics else None
-
-
-@contextmanager
-def advising(
-    problem: Problem, limit: Limit, batch_size: int, device: DeviceMemory
-) -> Iterator[None]:
-    """Errors inside speak of the user's limit, and say what limit or batch would do.
-
-    Args:
-        limit: that its budget is a part of.
-        device: says what would lower an op's need.
-    """
-    try:
-        yield
-    except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-        advice = _advice(error, problem, limit.total_bytes, batch_size, device)
-        raise error.retold(limit_bytes=limit.total_bytes, advice=advice) from error.__cause__
-
-
-def _advice(
-    error: InfeasibleBudgetError | ScheduleNotFoundError,
-    problem: Problem,
-    limit_bytes: int,
-    batch_size: int,
-    device: DeviceMemory,
-) -> str:
-    """What limit or batch would do, or is needed; empty where nothing is known.
-
-    Bytes above the resident ones grow with the batch; the margin stays the share that it is.
-    """
-    if isinstance(error, InfeasibleBudgetError) and error.by_search:
-        return ""
-    resident_bytes = problem.profile.resident_bytes
-    if isinstance(error, InfeasibleBudgetError):
-        need: int | None = error.floor_bytes
-        floor_op = None if problem.floor_op is None else problem.graph.ops[problem.floor_op]
-        more = "" if floor_op is None else device.floor_advice(floor_op)
-    else:
-        need, more = error.best_peak_bytes, "More solver time may do, too."
-    if need is None:
-        return ""
-    room, demand = error.budget_bytes - resident_bytes, need - resident_bytes
-    least = rounded_up(limit_for(need, error.budget_bytes, limit_bytes))
-    if room <= 0 or demand <= 0:
-        advice = (
-            f"The weights, slots and data alone take {format_bytes(resident_bytes)} of "
-            f"{format_bytes(limit_bytes)}. Raise the limit to more than {least}."
-        )
-    else:
-        batch = min(batch_size - 1, int(batch_size * room / demand))
-        smaller = f", or a batch of about {batch} instead of {batch_size}" if batch >= 1 else ""
-        does = "is needed" if isinstance(error, InfeasibleBudgetError) else "would do"
-        advice = f"A limit of about {least}{smaller} {does}."
-    return f"{advice} {more}".rstrip()

@@ -111,9 +111,11 @@ def _solved(
         found, target = search.run(start, deadline_s, patient=patient)
     except ScheduleNotFoundError as error:
         if search.closest is not None:
-            error.closest = _plan_of(search, search.closest)
+            error.closest = plan_of(
+                search.problem, search.budget_bytes, search.memory, search.closest
+            )
         raise
-    return _plan_of(search, found), target
+    return plan_of(search.problem, search.budget_bytes, search.memory, found), target
 
 
 def closest_plan(
@@ -137,11 +139,7 @@ def closest_plan(
         if search.closest is None:
             raise
         found = search.closest
-    return _plan_of(search, found)
-
-
-def _plan_of(search: BudgetSearch, found: Found) -> Plan:
-    return plan_of(search.problem, search.budget_bytes, search.memory, found)
+    return plan_of(problem, budget_bytes, backend.memory, found)
 
 
 def plan_of(problem: Problem, budget_bytes: int, memory: MemoryModel, found: Found) -> Plan:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from keras_remat.backends.base import COMPILATIONS
 from keras_remat.checks import check_among, check_int, check_name, check_seconds, check_share
-from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.plan import Plan, load_plan
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.solvers import SOLVERS
@@ -18,14 +17,24 @@ from keras_remat.units import check_memory_limit
 BATCH_SIZES = ("max", "fastest", "keep")
 
 
-@dataclass(frozen=True, kw_only=True)
-class FitOptions(TunerOptions):
+@dataclass(frozen=True)
+class FitOptions:
     """The arguments of ``RematAutotune`` that decide how a ``fit`` trains; see there."""
 
-    batch_size: int | str
-    learning_rate_scaling: str | None
-    compilation: str
-    chooses_pieces: bool
+    memory_limit: int | str | None = None
+    _: KW_ONLY
+    batch_size: int | str = "max"
+    solver: str = "auto"
+    solver_time_limit_s: float = 30.0
+    profile_steps: int = 3
+    margin: float = 0.05
+    seed: int = 0
+    plan: Plan | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    micro_batches: int = 1
+    learning_rate_scaling: str | None = None
+    compilation: str = "auto"
+    chooses_pieces: bool = False
 
     @property
     def shared(self) -> dict[str, str]:

@@ -30,8 +30,8 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
     UnsupportedModelError,
 )
-from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.plan import Plan
+from keras_remat.training.arguments import FitOptions
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.pieces import MOST_OPS, Tried, next_pieces, pays
 from keras_remat.training.shape_state import USUAL_TERMS, Terms
@@ -93,23 +93,15 @@ class BackendRace:
     Args:
         fit: what the steps of all ways share: events, counters, the train function.
         backends: the one to begin with, and those it may give way to.
-        chooses_pieces: whether a batch may be trained in pieces where that is faster.
 
     Attributes:
         trainer: the way's that is in force, or on trial.
     """
 
-    def __init__(
-        self,
-        fit: FitState,
-        backends: Sequence[Backend],
-        options: TunerOptions,
-        *,
-        chooses_pieces: bool = False,
-    ):
+    def __init__(self, fit: FitState, backends: Sequence[Backend], options: FitOptions):
         self.fit = fit
         self._options, self._left = options, list(backends[1:])
-        self._chooses_pieces = chooses_pieces
+        self._chooses_pieces = options.chooses_pieces
         self._tried: list[Tried] = []  # the best so far, and the newest
         self._is_judged = False  # whether the step in force is among them
         self.trainer = StepTrainer(self.fit, backends[0], options)
@@ -255,7 +247,7 @@ class BackendRace:
         (trial.rival if better is trial.champion else trial.champion).close()
         self._trial, self.trainer = None, better
 
-    def _following(self, batch: Any, options: TunerOptions) -> StepTrainer | None:
+    def _following(self, batch: Any, options: FitOptions) -> StepTrainer | None:
         """Returns the next way's trainer, which never runs the plain step: what was tried first has
         told that it does not fit; ``None`` where no way is left."""
         backend = self.trainer.backend

@@ -1,4 +1,4 @@
-"""Traces batch shapes, and finds the plan that the first step of one runs under.
+"""Asks for the plans that steps of one ``fit`` run under, and builds those steps.
 
 The first plan is the first of a list that there is: one that was given, one that was cached, the
 one of the search for a larger batch, the order of another shape, one that is solved for, one that
@@ -7,51 +7,41 @@ trains the batch in micro-batches, and, last, one that misses the limit by a lit
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
+import sys
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from keras_remat.backends.base import Backend, RunStep, TracedStep
-from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.base import Backend, RunStep
 from keras_remat.backends.processes import decided_once, made_by_all
-from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.events import EventKind
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
+from keras_remat.core.validate import check_rules
 from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
+    InvalidScheduleError,
     ScheduleNotFoundError,
     UnsupportedModelError,
 )
-from keras_remat.planning.beside import PlanProcess
-from keras_remat.planning.fit_plans import StepPlanner
-from keras_remat.planning.make_plan import counted_bytes
-from keras_remat.planning.plan import Plan
+from keras_remat.planning.plan import Plan, cache_path, cached_plan
+from keras_remat.planning.plan_problem import reused_plan
+from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.training.arguments import FitOptions
+from keras_remat.training.costs import ROOM, StepCosts
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.phases import MICRO_BATCHES, Phase
-from keras_remat.training.shape_state import Costs, PlannedShape, ShapeState
+from keras_remat.training.shape_state import Costs, Known, PlannedShape, ShapeState
 from keras_remat.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-#: What is raised where no plan is found.
-NOT_FOUND = (InfeasibleBudgetError, ScheduleNotFoundError)
-
 #: A limit that is missed by up to this share of it is no reason to end training.
 LITTLE_OVER_SHARE = 0.05
-#: How much larger than a batch is what its plan is made for, as a ratio of activation bytes: to the
-#: power of how many plans there are for shorter ones, and once before anything was measured. First
-#: predictions were up to 6 % too low on networks of the zoo (benchmarks/zoo.py).
-_ROOM = 1.1
-#: How much more activation bytes than predicted plain steps may take that run their ops in no
-#: order. The highest of 16 takes 0.98 to 1.45 times as much, on four models and two allocators
-#: (benchmarks/allocators.py): more room would leave fewer steps plain, the fastest ones on a CPU.
-_PLAIN_ROOM = 1.25
 #: Kinds of TensorFlow's ops whose random state is in their kernel: built anew, they begin anew.
 _STATEFUL_RANDOM = frozenset(
     {
@@ -62,135 +52,78 @@ _STATEFUL_RANDOM = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """What is known before a shape is planned.
-
-    Args:
-        plans: plans for other shapes of the same step; each with the graph it was made for and the
-            phase that it begins in.
-        costs: the step's costs at some shape; empty where nothing is known.
-        is_family: whether the plans are of shapes that came before, and more may come.
-    """
-
-    plans: tuple[tuple[Plan, Graph, Phase], ...] = ()
-    costs: tuple[Problem, ...] = ()
-    is_family: bool = False
-
-
 class FirstPlans:
-    """Traces steps and finds first plans for the batch shapes of one ``fit``."""
+    """Finds plans for the batch shapes of one ``fit`` and backend."""
 
-    def __init__(self, fit: FitState, backend: Backend, planner: StepPlanner, given: Plan | None):
-        self._fit, self._backend, self._planner, self._given = fit, backend, planner, given
+    def __init__(self, fit: FitState, backend: Backend, options: FitOptions, costs: StepCosts):
+        self._fit, self._backend, self._options, self._costs = fit, backend, options, costs
+        self._given = options.plan
 
-    # ---------------------------------------------------------------- costs
+    # ---------------------------------------------------------------- requests
 
-    def trace(self, batch: Any, known: Known, micro_batches: int = 1) -> Costs:
-        """Traces the step of a batch; its op times are estimated, or known from elsewhere.
-
-        Raises:
-            UnsupportedModelError: the step cannot be carried, or not be split.
-        """
-        with self._fit.progress("tracing the train step"):
-            if not known.is_family:
-                gc.collect()  # what an earlier fit left in reference cycles is not resident
-            traced = self._traced(batch, micro_batches)
-            for difference in traced.differences:
-                self._fit.warn(EventKind.MICRO_BATCHES, difference)
-            self._tell_unknown_sizes(traced.graph)
-            self._tell_changed_layers()
-        in_use = counted_bytes(self._backend.device)
-        if in_use is not None:
-            (in_use,) = self._backend.processes.most(in_use)
-        profile = self._backend.estimated_profile(traced, in_use)
-        for costs in known.costs[:1] if micro_batches == 1 else ():
-            seen = transfer_costs(costs, traced.graph).profile
-            profile = replace(
-                profile, op_time_s=seen.op_time_s, op_workspace_bytes=seen.op_workspace_bytes
-            )
-        problem = Problem(traced.graph, profile, name=self._fit.model.name)
-        return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
-
-    def _tell_changed_layers(self) -> None:
-        changed = self._fit.installed.changed_layers()
-        if changed:
-            self._fit.warn(
-                EventKind.REMARK,
-                f"trainable of {', '.join(changed[:3])}{' and others' * (len(changed) > 3)} has "
-                "changed since the train function was first traced. Plain fit goes on with what it "
-                "was then; a step that is traced now takes what it is now. Call compile() after "
-                "such a change.",
-            )
-
-    def _tell_unknown_sizes(self, graph: Graph) -> None:
-        unknown = sum(
-            value.shape is None and not value.nbytes and "float" in (value.dtype or "")
-            for value in graph.values
+    def request(self, problem: Problem, batch_size: int, **asked: Any) -> PlanRequest:
+        """Returns the request for a plan in earnest, but for what is ``asked`` besides."""
+        options = self._options
+        told = {
+            "solver": options.solver, "seconds": options.solver_time_limit_s, "seed": options.seed,
+        }  # fmt: skip
+        return PlanRequest.on(
+            self._backend,
+            problem=problem,
+            batch_size=batch_size,
+            limit=self._fit.limit,
+            where=self._backend.processes,
+            **told | asked,
         )
-        message = (
-            f"The sizes of {unknown} arrays are known only when the step runs: plans count them as "
-            "nothing, and may need more than is predicted. A larger margin leaves room for them."
-        )
-        if unknown and not self._fit.is_told(message):
-            self._fit.event(EventKind.REMARK, message)
 
-    @made_by_all
-    def _traced(self, batch: Any, micro_batches: int) -> TracedStep:
-        """Traces the step; what the layers of a user's model raise for the first batch that they
-        get is the model's own fault, and for pieces or another size it is not."""
-        try:
-            return self._backend.trace(self._fit.model, batch, micro_batches)
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            if micro_batches == 1 and self._fit.steps_run == 0:
-                raise
-            size = batch_size_of(batch)
-            what = f"a batch of {size} samples in {micro_batches} pieces"
-            raise UnsupportedModelError(
-                f"The model cannot train {what if micro_batches > 1 else f'a batch of {size}'}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    @decided_once
-    def plain_peak_bytes(self, costs: Costs) -> int:
-        """Returns what Keras's own step is predicted to need."""
-        return self._plain_peak_bytes(costs, 1.0)
-
-    @decided_once
-    def plain_bound_bytes(self, costs: Costs, *, is_traced: bool = True) -> int:
-        """Returns what the peak of Keras's own step will hardly ever be over.
-
-        Where it runs its ops in no order, peaks differ: VGG19's were 399 to 573 MiB in one fit.
+    def roomy(
+        self,
+        shape: ShapeState,
+        costs: Costs,
+        known: Known,
+        running: Schedule | None = None,
+        *,
+        is_final: bool = True,
+        most_s: float = math.inf,
+    ) -> PlanRequest:
+        """Returns the request for a plan that leaves room for longer batches, the more the more
+        came, and for what was not measured yet; or, where there is none, one that does not.
 
         Args:
-            is_traced: whether its bytes are those of a trace, and not told from other shapes.
+            running: the order that runs now, which may do.
+            is_final: whether it is made in earnest, or quickly.
+            most_s: seconds that a plan in earnest may take.
         """
-        if self._backend.memory.order_matters:
-            return self._plain_peak_bytes(costs, _PLAIN_ROOM)
-        return self._plain_peak_bytes(costs, 1.0 if is_traced else _ROOM)
+        problem, seconds = costs.problem, self._options.solver_time_limit_s
+        is_final = is_final or not self._backend.measures_op_times
+        orders = {
+            plan.solution.schedule
+            for plan, _, phase in known.plans
+            if known.is_family and (phase is Phase.VERIFY or not is_final)
+        }
+        resident, usable = problem.profile.resident_bytes, self._fit.limit.usable_bytes
+        is_unmeasured = not is_final and problem.profile.source == "estimated"
+        roomy = resident + int((usable - resident) / ROOM ** max(len(orders), is_unmeasured))
+        return self.request(
+            problem,
+            shape.batch_size,
+            seconds=min(seconds, most_s) if is_final else seconds,
+            is_quick=not is_final,
+            headroom_bytes=usable - roomy,
+            known=running,
+        )
 
-    def _plain_peak_bytes(self, costs: Costs, room: float) -> int:
-        resident = costs.problem.profile.resident_bytes
-        surplus, seen = self._plain_bytes(costs) - resident, self._plain_seen[1]
-        return resident + round(surplus * seen * room)
-
-    @property
-    def _plain_seen(self) -> tuple[int, float]:
-        return self._fit.facts.plain_seen.get(self._backend.compilation, (0, 1.0))
-
-    def _plain_bytes(self, costs: Costs) -> int:
-        return costs.traced.plain_peak_bytes(costs.problem, self._backend.memory)
-
-    def observe_plain(self, costs: Costs, measured_bytes: int) -> None:
-        """Learns how much more than predicted Keras's own step takes, from the largest that ran: it
-        runs its ops in no order, several at once."""
-        resident = costs.problem.profile.resident_bytes
-        predicted, measured = self._plain_bytes(costs) - resident, measured_bytes - resident
-        if predicted > 0 and predicted >= self._plain_seen[0]:
-            seen = predicted, max(1.0, measured / predicted)
-            self._fit.facts.plain_seen[self._backend.compilation] = seen
+    def not_found(self, problem: Problem, peak_bytes: int | None = None) -> ScheduleNotFoundError:
+        """Returns the error that every schedule that was tried takes too much; ``peak_bytes`` is
+        the least that one took."""
+        limit, solver = self._fit.limit, self._options.solver
+        return ScheduleNotFoundError(
+            limit.usable_bytes,
+            problem.floor_bytes,
+            peak_bytes,
+            solver=solver,
+            limit_bytes=limit.total_bytes,
+        )
 
     # ---------------------------------------------------------------- plans
 
@@ -201,10 +134,10 @@ class FirstPlans:
         Raises:
             PlanMismatchError, InvalidScheduleError: it is for another step.
         """
-        plan, self._given = self._given, None
-        if plan is not None:
-            plan.check(costs.problem)
-        return plan
+        given, self._given = self._given, None
+        if given is not None:
+            given.check(costs.problem)
+        return given
 
     def find(
         self, shape: ShapeState, costs: Costs, batch: Any, known: Known
@@ -214,7 +147,7 @@ class FirstPlans:
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: there is none.
         """
-        cached = self._cached(costs.problem)
+        cached = self.cached(costs.problem)
         if cached is not None:
             self._fit.event(
                 EventKind.CACHE, f"A plan for this graph and limit was cached. {cached}"
@@ -229,12 +162,11 @@ class FirstPlans:
         except NOT_FOUND as error:
             failure = error
         try:
-            plan, costs = self.split(shape, costs.micro_batches, batch, failure)
+            return *self.split(shape, costs.micro_batches, batch, failure), Phase.WARM_UP
         except ScheduleNotFoundError as error:
             if not shape.terms.may_miss:
                 raise
-            plan = self._a_little_over(shape, costs, error)
-        return plan, costs, Phase.WARM_UP
+            return self._a_little_over(shape, costs, error), costs, Phase.WARM_UP
 
     def reused(
         self, problem: Problem, known: Known, phase: Phase, tried: Collection[Schedule] = ()
@@ -246,13 +178,35 @@ class FirstPlans:
             tried: orders that are known not to do.
         """
         orders = {
-            plan.solution.schedule: (plan, graph)
+            plan.solution.schedule: graph
             for plan, graph, begins in known.plans
             if begins is phase and plan.solution.schedule not in tried
         }
-        found = [self._planner.reused(problem, plan, graph) for plan, graph in orders.values()]
+        found = [self._reused(problem, order, graph) for order, graph in orders.items()]
         fitting = [plan for plan in found if plan is not None]
         return min(fitting, key=lambda plan: plan.predicted.time_s, default=None)
+
+    @decided_once
+    def _reused(self, problem: Problem, order: Schedule, graph: Graph) -> Plan | None:
+        """Returns an order that was made for ``graph``, at another shape of the same step; ``None``
+        where that does not fit or is not legal.
+
+        Constants that are equal at one shape alone are one there, so the ops have to be the same,
+        and not what they read.
+        """
+        memory, limit = self._backend.memory, self._fit.limit
+        ours, theirs = ([(op.name, op.kind) for op in of.ops] for of in (problem.graph, graph))
+        if ours != theirs:
+            return None
+        try:
+            check_rules(problem, order)
+        except InvalidScheduleError:
+            return None
+        reused = reused_plan(problem, order, limit.usable_bytes, memory)
+        if reused is None:
+            return None
+        told = memory.compiled_peak_bytes(problem, order)
+        return reused if told is None or limit.fits(told) else None
 
     def _solved(self, shape: ShapeState, costs: Costs, known: Known) -> tuple[Plan, Costs, Phase]:
         """Returns a plan that is solved for: quickly, until the step's ops are measured, or for
@@ -264,65 +218,8 @@ class FirstPlans:
             self._fit.event(EventKind.SHAPE, message)
         text = "solving for the schedule" if is_final else "first plan, from estimated op times"
         with self._fit.progress(text):
-            plan = self.roomy(shape, costs, known, None, is_final=is_final)
-        return plan, costs, Phase.VERIFY if is_final else Phase.WARM_UP
-
-    def roomy(
-        self,
-        shape: ShapeState,
-        costs: Costs,
-        known: Known,
-        running: Schedule | None,
-        *,
-        is_final: bool = True,
-        most_s: float = math.inf,
-    ) -> Plan:
-        """Returns a plan that leaves room for longer batches, the more the more came, and for what
-        was not measured yet; or, where there is none, one that does not.
-
-        Args:
-            running: the order that runs now, which may do.
-            is_final: whether it is made in earnest, or quickly.
-            most_s: seconds that a plan in earnest may take.
-        """
-        problem, size = costs.problem, shape.batch_size
-        is_final = is_final or not self._backend.measures_op_times
-        budgets = self._budgets_bytes(problem, known, is_final=is_final)
-        if not is_final:
-            return self._planner.quick(problem, size, budgets[0])
-        try:
-            return self._planner.best(problem, size, running, budgets[0], most_s)
-        except NOT_FOUND:
-            if len(budgets) == 1:
-                raise
-            return self._planner.best(problem, size, running, budgets[1], most_s)
-
-    def roomy_beside(
-        self, problem: Problem, known: Known, running: Schedule, most_s: float
-    ) -> PlanProcess:
-        """Begins to solve for what :meth:`roomy` returns, in a process of its own."""
-        budgets = self._budgets_bytes(problem, known, is_final=True)
-        return self._planner.beside(problem, budgets, running, most_s)
-
-    def _budgets_bytes(self, problem: Problem, known: Known, *, is_final: bool) -> tuple[int, ...]:
-        """Returns what a plan may need: with room left, where that can be, or not."""
-        orders = {
-            plan.solution.schedule
-            for plan, _, phase in known.plans
-            if known.is_family and (phase is Phase.VERIFY or not is_final)
-        }
-        resident, usable = problem.profile.resident_bytes, self._planner.limit.usable_bytes
-        is_unmeasured = not is_final and problem.profile.source == "estimated"
-        roomy = resident + int((usable - resident) / _ROOM ** max(len(orders), is_unmeasured))
-        return (usable,) if roomy == usable else (roomy, usable)
-
-    def _cached(self, problem: Problem) -> Plan | None:
-        try:
-            return self._planner.cached(problem)
-        except (InvalidProblemError, OSError) as error:
-            message = f"A cached plan cannot be used and is made again: {error}"
-            self._fit.event(EventKind.CACHE, message)
-            return None
+            found = plan_for(self.roomy(shape, costs, known, is_final=is_final))
+        return found, costs, Phase.VERIFY if is_final else Phase.WARM_UP
 
     def split(
         self,
@@ -336,12 +233,15 @@ class FirstPlans:
         most = shape.batch_size if shape.terms.may_split else 1
         for count in (n for n in MICRO_BATCHES if micro_batches < n <= most):
             try:
-                costs = self.trace(batch, Known(), count)
+                costs = self._costs.trace(batch, Known(), count)
             except UnsupportedModelError as reason:
                 raise error from reason
             try:
                 with self._fit.progress(f"plan for {count} micro-batches"):
-                    plan = self._planner.quick(costs.problem, shape.batch_size)
+                    is_quick = self._backend.measures_op_times  # else it is the last one, too
+                    found = plan_for(
+                        self.request(costs.problem, shape.batch_size, is_quick=is_quick)
+                    )
             except NOT_FOUND as failed:
                 logger.debug("keras_remat: %d micro-batches: %s", count, failed)
                 continue
@@ -351,7 +251,7 @@ class FirstPlans:
                 "micro-batches and adds up their gradients."
             )
             self._fit.warn(EventKind.MICRO_BATCHES, message)
-            return plan, costs
+            return found, costs
         raise error
 
     def _a_little_over(self, shape: ShapeState, costs: Costs, error: ScheduleNotFoundError) -> Plan:
@@ -360,20 +260,73 @@ class FirstPlans:
         limit = self._fit.limit
         try:
             with self._fit.progress("plan that comes close to the limit"):
-                plan = self._planner.closest(costs.problem, error)
+                found = plan_for(self.request(costs.problem, shape.batch_size, failure=error))
         except NOT_FOUND:
             raise error from None
-        if limit.holds(plan.predicted.peak_bytes):
-            return plan  # it takes some of the margin, or the quick solver found it after all
-        if not limit.holds(int(plan.predicted.peak_bytes / (1 + LITTLE_OVER_SHARE))):
+        if limit.holds(found.predicted.peak_bytes):
+            return found  # it takes some of the margin, or the quick solver found it after all
+        if not limit.holds(int(found.predicted.peak_bytes / (1 + LITTLE_OVER_SHARE))):
             raise error
         message = (
-            f"No schedule was found under {format_bytes(limit.usable_bytes)}; training "
-            f"goes on with one that is predicted to need {format_bytes(plan.predicted.peak_bytes)} "
-            f"(the limit is {format_bytes(limit.total_bytes)})."
+            f"No schedule was found under {format_bytes(limit.usable_bytes)}; training goes on "
+            f"with one that is predicted to need {format_bytes(found.predicted.peak_bytes)} (the "
+            f"limit is {format_bytes(limit.total_bytes)})."
         )
         self._fit.warn(EventKind.OVER_LIMIT, message)
-        return plan
+        return found
+
+    # ---------------------------------------------------------------- plans of other fits
+
+    @property
+    def keeps_plans(self) -> bool:
+        """Whether plans are kept for other fits."""
+        return self._options.cache_dir is not None
+
+    def cached(self, problem: Problem) -> Plan | None:
+        """Returns the plan that an earlier ``fit`` measured for this graph and limit, if plans are
+        kept."""
+        try:
+            return self._read(problem)
+        except (InvalidProblemError, OSError) as error:
+            message = f"A cached plan cannot be used and is made again: {error}"
+            self._fit.event(EventKind.CACHE, message)
+            return None
+
+    @decided_once
+    def _read(self, problem: Problem) -> Plan | None:
+        path = self._cache_path(problem.graph)
+        return None if path is None else cached_plan(path, problem)
+
+    @decided_once
+    def keep(self, measured: Plan, graph: Graph) -> None:
+        """Keeps a measured plan that held its limit, where plans are kept.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path, usage = self._cache_path(graph), measured.measured
+        if path is not None and usage is not None and self._fit.limit.holds(usage.peak_bytes):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            measured.save(path)
+
+    def _cache_path(self, graph: Graph) -> Path | None:
+        """Returns where the plan of a graph is kept; a plan is one device's, under one set of
+        versions and options."""
+        options, backend = self._options, self._backend
+        if options.cache_dir is None:
+            return None
+        modules = (sys.modules.get(name) for name in ("keras", backend.name, "keras_remat"))
+        setting = (
+            backend.name,
+            backend.compilation,
+            backend.device.name,
+            *(str(getattr(module, "__version__", "")) for module in modules),
+            options.solver,
+            f"{options.solver_time_limit_s} s, seed {options.seed}",
+        )
+        return cache_path(options.cache_dir, graph, self._fit.limit.usable_bytes, setting)
+
+    # ---------------------------------------------------------------- steps
 
     def lowered(self, shape: ShapeState, costs: Costs, plan: Plan, phase: Phase) -> PlannedShape:
         """Returns the shape's record under a plan, whose step is built.

@@ -24,7 +24,6 @@ from keras_remat.backends.batches import batch_size_of
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
-from keras_remat.planning.fit_plans import limit_of
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.reporting.records import EpochUsage, Event
 from keras_remat.training.arguments import FitOptions
@@ -40,7 +39,7 @@ from keras_remat.training.callers import (
     running_fit,
     trains_alone,
 )
-from keras_remat.training.fit_state import FitState
+from keras_remat.training.fit_state import FitState, limit_of
 from keras_remat.training.learning_rate import LearningRateScaling
 
 #: How often the callback may stand aside in one fit: each time but the first, a step came near the
@@ -111,8 +110,7 @@ class FitSession:
         self._rest_logs: dict[str, Any] = {}
 
     def _new_steps(self) -> BackendRace:
-        chooses = self._options.chooses_pieces
-        return BackendRace(self._fit, self._backends, self._options, chooses_pieces=chooses)
+        return BackendRace(self._fit, self._backends, self._options)
 
     def _most_steps(self, epoch: int) -> int | None:
         """Returns how many steps there can be from an epoch on; ``None`` where nobody knows."""

@@ -10,17 +10,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from keras_remat.backends.base import Installed
+from keras_remat.backends.base import Backend, Installed
 from keras_remat.backends.memory import DeviceMemory
 from keras_remat.core.events import EventKind
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Usage
+from keras_remat.planning.make_plan import limit_on
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.reporting.records import Event
+from keras_remat.training.arguments import FitOptions
 from keras_remat.training.baseline import Baseline
 from keras_remat.training.device_facts import DeviceFacts
 
 logger = logging.getLogger(__name__)
+
+
+def limit_of(backend: Backend, options: FitOptions) -> Limit:
+    """Returns the limit that was asked for, of what the device has now; of several processes that
+    train one model, the least that one of them has."""
+    limit = limit_on(backend.device, options.memory_limit, options.margin)
+    (least_bytes,) = backend.processes.least(limit.total_bytes)
+    return limit.lowered(least_bytes)
 
 
 @dataclass

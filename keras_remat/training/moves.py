@@ -17,14 +17,16 @@ from keras_remat.backends.base import Backend
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Usage
-from keras_remat.planning.beside import PlanProcessError
-from keras_remat.planning.fit_plans import StepPlanner
+from keras_remat.planning.background import PlanProcess, PlanProcessError
 from keras_remat.planning.plan import Plan
-from keras_remat.training.first_plan import NOT_FOUND, FirstPlans, Known
+from keras_remat.planning.request import NOT_FOUND, plan_for
+from keras_remat.training.costs import StepCosts
+from keras_remat.training.first_plan import FirstPlans
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.phases import Move, Phase, Recorded
 from keras_remat.training.shape_state import (
     Costs,
+    Known,
     PlainShape,
     PlannedShape,
     Recording,
@@ -47,11 +49,11 @@ class Moves:
         self,
         fit: FitState,
         backend: Backend,
-        planner: StepPlanner,
+        costs: StepCosts,
         first_plans: FirstPlans,
         known: Callable[[ShapeState], Known],
     ):
-        self._fit, self._backend, self._planner = fit, backend, planner
+        self._fit, self._backend, self._costs = fit, backend, costs
         self._first_plans, self._known = first_plans, known
         self._by_move: dict[Move, Callable[..., ShapeState]] = {
             Move.STAY: self._stay,
@@ -83,7 +85,7 @@ class Moves:
         """Returns the costs of a shape's step, which is traced where it was not."""
         if isinstance(shape, TracedShape):
             return shape.costs
-        return self._first_plans.trace(batch, self._known(shape))
+        return self._costs.trace(batch, self._known(shape))
 
     def _stay(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
         return shape
@@ -98,24 +100,24 @@ class Moves:
         self._fit.event(
             EventKind.EXCEEDED,
             f"The plain step of {shape.batch_size} samples takes {format_bytes(shape.peak_bytes)} "
-            f"measured ({format_bytes(self._first_plans.plain_peak_bytes(costs))} predicted), over "
+            f"measured ({format_bytes(self._costs.plain_peak_bytes(costs))} predicted), over "
             f"{format_bytes(self._fit.limit.total_bytes)}: planning.",
         )
         is_final = costs.problem.profile.source == "measured"
         with self._fit.progress("planning"):
-            plan = self._first_plans.roomy(
-                shape, costs, self._known(shape), None, is_final=is_final
+            found = plan_for(
+                self._first_plans.roomy(shape, costs, self._known(shape), is_final=is_final)
             )
         shape = shape.traced(costs) if not isinstance(shape, TracedShape) else shape
         shape = shape.with_over_limit()
-        return self._first_plans.lowered(shape, costs, plan, phase)
+        return self._first_plans.lowered(shape, costs, found, phase)
 
     def _profile(self, shape: PlainShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Runs a quick plan in place of the plain step, which fits, so that it can be recorded."""
         costs, known = shape.costs, self._known(shape)
         with self._fit.progress("planning steps that are recorded"):
-            plan = self._first_plans.roomy(shape, costs, known, None, is_final=False)
-        planned = self._first_plans.lowered(shape, costs, plan, phase)
+            found = plan_for(self._first_plans.roomy(shape, costs, known, is_final=False))
+        planned = self._first_plans.lowered(shape, costs, found, phase)
         self._fit.event(
             EventKind.PROFILE,
             "The next steps run in order and are recorded: what their ops cost tells how large a "
@@ -165,21 +167,21 @@ class Moves:
             )
             self._fit.event(EventKind.PROFILE, f"{why}; the plan stays with estimated op times.")
         problem = shape.costs.problem
-        now = self._planner.predict(problem, shape.schedule)
-        plan = replace(
+        now = self._costs.predict(problem, shape.schedule)
+        told = replace(
             shape.plan,
             predicted=now,
-            store_all=self._planner.predict(problem, shape.costs.store_all),
+            store_all=self._costs.predict(problem, shape.costs.store_all),
             profile_source=problem.profile.source,
         )
-        return replace(shape.planned(shape.run, shape.costs, plan, phase), called=True)
+        return replace(shape.planned(shape.run, shape.costs, told, phase), called=True)
 
     def _return_to_plain(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         reason = "The plain step comes back, as it was measured to fit."
         if not shape.tries.profiled:
             reason = (
                 "By what was measured the plain step needs "
-                f"{format_bytes(self._first_plans.plain_peak_bytes(shape.costs))}, within "
+                f"{format_bytes(self._costs.plain_peak_bytes(shape.costs))}, within "
                 f"{format_bytes(self._fit.limit.usable_bytes)}: it comes back."
             )
         self._fit.event(EventKind.PLAIN, reason)
@@ -188,12 +190,13 @@ class Moves:
     def _start_solver(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Lets a process solve while training goes on, unless there is nothing to solve."""
         costs, known = shape.costs, self._known(shape)
-        most_s = self._most_saved_s(costs, self._planner.predict(costs.problem, shape.schedule))
+        most_s = self._most_saved_s(costs, self._costs.predict(costs.problem, shape.schedule))
         reused = self._first_plans.reused(costs.problem, known, Phase.VERIFY)
         if most_s < _LEAST_SOLVE_S or reused is not None:
             return shape.solving(None, phase)
+        request = self._first_plans.roomy(shape, costs, known, shape.schedule, most_s=most_s)
         try:
-            process = self._first_plans.roomy_beside(costs.problem, known, shape.schedule, most_s)
+            process = PlanProcess(request)
         except OSError as error:
             self._fit.warn(EventKind.BESIDE, f"No process can be started beside training: {error}")
             return shape.solving(None, phase)
@@ -213,15 +216,15 @@ class Moves:
             return None
         problem = shape.costs.problem
         try:
-            plan = shape.process.plan()
+            found = shape.process.answer()
         except PlanProcessError as error:
             self._fit.warn(EventKind.BESIDE, f"Planning begins anew, without it: {error}")
             return None
-        if plan is None:
-            raise self._planner.not_found(problem)
+        except NOT_FOUND as error:  # of a part of the limit
+            raise self._first_plans.not_found(problem) from error
         # steps were measured meanwhile
-        plan = replace(plan, predicted=self._planner.predict(problem, plan.solution.schedule))
-        return plan if self._fit.limit.fits(plan.predicted.peak_bytes) else None
+        now = self._costs.predict(problem, found.solution.schedule)
+        return replace(found, predicted=now) if self._fit.limit.fits(now.peak_bytes) else None
 
     def _replan(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Plans again from the measured profile, or keeps the plan where it is as good.
@@ -229,7 +232,7 @@ class Moves:
         An order that was made so for another shape will do, where it fits.
         """
         costs, known = shape.costs, self._known(shape)
-        now = self._planner.predict(costs.problem, shape.schedule)
+        now = self._costs.predict(costs.problem, shape.schedule)
         fits = self._fit.limit.fits(now.peak_bytes)
         most_s = self._most_saved_s(costs, now)
         if most_s < _LEAST_SOLVE_S:
@@ -241,25 +244,28 @@ class Moves:
             return self._keep_plan(shape, outcome, phase)
         try:
             with self._fit.progress("solving for the schedule"):
-                plan = (
+                request = self._first_plans.roomy(
+                    shape, costs, known, shape.schedule, most_s=most_s
+                )
+                found = (
                     self._first_plans.reused(costs.problem, known, Phase.VERIFY)
                     or self._solved_beside(shape)
-                    or self._first_plans.roomy(shape, costs, known, shape.schedule, most_s=most_s)
+                    or plan_for(request)
                 )
         except NOT_FOUND as error:
             self._fit.event(EventKind.KEPT, f"The plan that is running stays: {error}")
             raise
-        if fits and plan.predicted.time_s >= now.time_s:
+        if fits and found.predicted.time_s >= now.time_s:
             return self._keep_plan(shape, outcome, phase)
-        self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")
-        return self._first_plans.lowered(shape, costs, plan, phase)
+        self._fit.event(EventKind.SWAP, f"Swapped in. {found}")
+        return self._first_plans.lowered(shape, costs, found, phase)
 
     def _most_saved_s(self, costs: Costs, now: Usage) -> float:
         """Returns the seconds that a faster plan can save: solving for it may take as long. There
         is no bound where the one that runs does not fit, the steps that are left are not known, or
         a plan is kept for other fits."""
         steps, fits = self._fit.most_steps_left, self._fit.limit.fits(now.peak_bytes)
-        if steps is None or self._planner.keeps_plans or not fits:
+        if steps is None or self._first_plans.keeps_plans or not fits:
             return math.inf
         return steps * (now.time_s - costs.problem.store_all_time_s)
 
@@ -275,29 +281,32 @@ class Moves:
         )
         costs = shape.costs
         self._observe(shape)
-        needed = self._planner.predict(costs.problem, shape.schedule).peak_bytes
+        needed = self._costs.predict(costs.problem, shape.schedule).peak_bytes
         shape, known = shape.with_over_limit(), self._known(shape)
         orders = {other.schedule for other in shape.over_limit if isinstance(other, PlannedShape)}
         with self._fit.progress("solving for the schedule"):
-            plan = self._first_plans.reused(
+            request = self._first_plans.request(
+                costs.problem, shape.batch_size, below_bytes=needed, avoid=frozenset(orders)
+            )
+            found = self._first_plans.reused(
                 costs.problem, known, Phase.VERIFY, orders
-            ) or self._planner.nearest(costs.problem, shape.batch_size, needed, orders)
-        misses = not limit.holds(plan.predicted.peak_bytes)
-        if plan.solution.schedule in orders or (misses and not shape.terms.may_miss):
-            raise self._planner.not_found(costs.problem, peak)
-        self._fit.event(EventKind.SWAP, f"Swapped in. {plan}")
-        return self._first_plans.lowered(shape, costs, plan, phase)
+            ) or plan_for(request)
+        misses = not limit.holds(found.predicted.peak_bytes)
+        if found.solution.schedule in orders or (misses and not shape.terms.may_miss):
+            raise self._first_plans.not_found(costs.problem, peak)
+        self._fit.event(EventKind.SWAP, f"Swapped in. {found}")
+        return self._first_plans.lowered(shape, costs, found, phase)
 
     def _split(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
         """Trains the batch in micro-batches, or in more of them."""
         costs = self.costs_of(shape, outcome.batch)
-        too_large = self._planner.not_found(costs.problem, shape.peak_bytes or None)
-        plan, split = self._first_plans.split(shape, costs.micro_batches, outcome.batch, too_large)
+        too_large = self._first_plans.not_found(costs.problem, shape.peak_bytes or None)
+        found, split = self._first_plans.split(shape, costs.micro_batches, outcome.batch, too_large)
         if isinstance(shape, PlannedShape) and shape.steps:
             shape = shape.with_over_limit()
         if shape.recorded is not Recorded.BLIND:
             shape = replace(shape, recorded=Recorded.NONE)
-        return self._first_plans.lowered(shape, split, plan, phase)
+        return self._first_plans.lowered(shape, split, found, phase)
 
     def _try_plain(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Measures Keras's own step where no plan keeps to the limit."""
@@ -346,31 +355,31 @@ class Moves:
 
     def _finish_plan(self, shape: PlannedShape, usage: Usage, phase: Phase) -> ShapeState:
         """Goes on with a plan; what it measured is the plan's, where peaks can be measured."""
-        plan, limit = shape.plan, self._fit.limit
-        peak = f"{format_bytes(plan.predicted.peak_bytes)} predicted"
+        final, limit = shape.plan, self._fit.limit
+        peak = f"{format_bytes(final.predicted.peak_bytes)} predicted"
         if self._backend.device.has_statistics:
-            plan = replace(plan, measured=usage)
+            final = replace(final, measured=usage)
             where = "within" if limit.holds(usage.peak_bytes) else "STILL OVER"
             peak = (
                 f"{format_bytes(usage.peak_bytes)} measured ({peak}), {where} the limit of "
                 f"{format_bytes(limit.total_bytes)}"
             )
         try:
-            self._planner.keep(plan, shape.costs.problem.graph)
+            self._first_plans.keep(final, shape.costs.problem.graph)
         except OSError as error:
             self._fit.warn(EventKind.CACHE, f"Plans cannot be kept: {error}")
         self._fit.event(
             EventKind.MEASURED,
             f"Step of {shape.batch_size} samples: {peak}; {format_seconds(usage.time_s)} measured.",
         )
-        return replace(shape, plan=plan, phase=phase, steps=(usage,))
+        return replace(shape, plan=final, phase=phase, steps=(usage,))
 
     def _lower_limit(self, shape: ShapeState, outcome: OutOfMemory, phase: Phase) -> ShapeState:
         """Plans for what the device had when the step failed."""
         costs = self.costs_of(shape, outcome.batch)
         problem, before = costs.problem, self._fit.limit
         schedule = shape.schedule if isinstance(shape, PlannedShape) else costs.store_all
-        predicted = self._planner.predict(problem, schedule).peak_bytes
+        predicted = self._costs.predict(problem, schedule).peak_bytes
         self._fit.event(
             EventKind.OUT_OF_MEMORY,
             f"The step of {shape.batch_size} samples ({format_bytes(predicted)} predicted) ran out "
@@ -379,20 +388,22 @@ class Moves:
         )
         self._fit.set_limit(before.lowered(min(predicted - 1, outcome.peak_bytes)))
         with self._fit.progress("solving for the schedule"):
-            plan = self._planner.nearest(problem, shape.batch_size, predicted)
-        if not self._fit.limit.fits(plan.predicted.peak_bytes):
+            found = plan_for(
+                self._first_plans.request(problem, shape.batch_size, below_bytes=predicted)
+            )
+        if not self._fit.limit.fits(found.predicted.peak_bytes):
             # out of reach; all that is known for certain is what was too much
             self._fit.set_limit(before.lowered(predicted - 1))
         self._fit.event(
             EventKind.SWAP,
-            f"The limit is {format_bytes(self._fit.limit.total_bytes)} from here on. {plan}",
+            f"The limit is {format_bytes(self._fit.limit.total_bytes)} from here on. {found}",
         )
-        return self._first_plans.lowered(shape, costs, plan, phase)
+        return self._first_plans.lowered(shape, costs, found, phase)
 
     def refusal(self, shape: ShapeState, outcome: Any, failure: Exception | None) -> Exception:
         """Returns the error of a batch that cannot be trained; its cause is the framework's."""
         if failure is None:
-            failure = self._planner.not_found(self.costs_of(shape, outcome.batch).problem)
+            failure = self._first_plans.not_found(self.costs_of(shape, outcome.batch).problem)
         # Keras drops the cause of what fit raises; a note stays
         what = f"{type(outcome.cause).__name__}: {str(outcome.cause)[:500]}"
         failure.add_note(f"The device ran out of memory: {what}")

@@ -14,9 +14,10 @@ from statistics import median
 from typing import Any, Self
 
 from keras_remat.backends.base import ProfileRecorder, RunStep, TracedStep
+from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
-from keras_remat.planning.beside import PlanProcess
+from keras_remat.planning.background import PlanProcess
 from keras_remat.planning.plan import Plan
 from keras_remat.training.phases import Phase, Recorded, Tries
 
@@ -116,6 +117,22 @@ class Costs:
     def store_all(self) -> Schedule:
         """The schedule without recomputation."""
         return Schedule.store_all(self.problem.graph)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What is known before a shape is planned.
+
+    Args:
+        plans: plans for other shapes of the same step; each with the graph it was made for and the
+            phase that it begins in.
+        costs: the step's costs at some shape; empty where nothing is known.
+        is_family: whether the plans are of shapes that came before, and more may come.
+    """
+
+    plans: tuple[tuple[Plan, Graph, Phase], ...] = ()
+    costs: tuple[Problem, ...] = ()
+    is_family: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Drives the batches of one ``fit`` through the phases: which step runs for which batch.
 
 Without Keras's life cycle (that is :mod:`keras_remat.callback`), without a framework
-(:mod:`keras_remat.backends`), without solving (:mod:`keras_remat.planning.fit_plans`) and without
+(:mod:`keras_remat.backends`), without solving (:mod:`keras_remat.planning.request`) and without
 deciding (:mod:`keras_remat.training.phases`). Every batch that comes in is trained exactly once: a
 step that runs out of memory is undone (:mod:`keras_remat.training.undo`) and its batch trained
 again, under a plan for what the device had.
@@ -26,15 +26,18 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.errors import UnsupportedBatchError, UnsupportedModelError
-from keras_remat.planning.fit_plans import StepPlanner, TunerOptions
 from keras_remat.planning.plan import Plan
-from keras_remat.training.first_plan import NOT_FOUND, FirstPlans, Known
+from keras_remat.planning.request import NOT_FOUND
+from keras_remat.training.arguments import FitOptions
+from keras_remat.training.costs import StepCosts
+from keras_remat.training.first_plan import FirstPlans
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.moves import Moves
 from keras_remat.training.phases import Facts, Move, Phase, Recorded, Tries, decide
 from keras_remat.training.shape_family import ShapeFamily
 from keras_remat.training.shape_state import (
     USUAL_TERMS,
+    Known,
     PlainShape,
     PlannedShape,
     Recording,
@@ -78,14 +81,14 @@ class StepTrainer:
     """
 
     def __init__(
-        self, fit: FitState, backend: Backend, options: TunerOptions, *, plain_may_run: bool = True
+        self, fit: FitState, backend: Backend, options: FitOptions, *, plain_may_run: bool = True
     ):
         self.backend, self._plain_may_run = backend, plain_may_run
         self.pieces = options.micro_batches
         self._fit, self._options = fit, options
-        self._planner = StepPlanner(backend, options, lambda: fit.limit)
-        self._first_plans = FirstPlans(fit, backend, self._planner, options.plan)
-        self._moves = Moves(fit, backend, self._planner, self._first_plans, self._known)
+        self._costs = StepCosts(fit, backend)
+        self._first_plans = FirstPlans(fit, backend, options, self._costs)
+        self._moves = Moves(fit, backend, self._costs, self._first_plans, self._known)
         self._guard = StepGuard(fit.model, backend, fit.facts)
         self._shapes: dict[Signature, ShapeState] = {}
         self._signatures = Signatures()
@@ -179,7 +182,7 @@ class StepTrainer:
             before, after, reference, self.backend.compilation, self._plain_peak_bytes
         )
         if isinstance(before, PlainShape) and before.phase is Phase.PLAIN and before.peak_bytes:
-            self._first_plans.observe_plain(before.costs, before.peak_bytes)
+            self._costs.observe_plain(before.costs, before.peak_bytes)
 
     def _attempt(self, shape: ShapeState, batch: Any, timed: bool) -> Trained | OutOfMemory:
         """Runs the shape's step on the batch and notes what it took."""
@@ -313,7 +316,7 @@ class StepTrainer:
         """Returns whether by the costs that were just recorded Keras's own step fits."""
         if not isinstance(shape, Recording) or shape.recorded is not Recorded.MEASURED:
             return False
-        peak_bytes = self._first_plans.plain_bound_bytes(shape.costs)
+        peak_bytes = self._costs.plain_bound_bytes(shape.costs)
         return shape.costs.micro_batches == 1 and self.plain_fits(peak_bytes)
 
     def _plain_may_be_smaller(self, shape: ShapeState) -> bool:
@@ -329,7 +332,7 @@ class StepTrainer:
         if is_measured or in_pieces or shape.terms.in_order:
             return False
         least_bytes = min(one.peak_bytes for one in tried)
-        return self._first_plans.plain_peak_bytes(shape.costs) <= _PLAIN_OFF * least_bytes
+        return self._costs.plain_peak_bytes(shape.costs) <= _PLAIN_OFF * least_bytes
 
     def _wanted_steps(self, shape: ShapeState) -> int:
         """Returns how many steps of a phase are measured: more plain ones where larger ones will
@@ -365,7 +368,7 @@ class StepTrainer:
             return shape
         known = self._known(shape)
         try:
-            costs = self._first_plans.trace(batch, known, pieces)
+            costs = self._costs.trace(batch, known, pieces)
         except UnsupportedBatchError as error:
             self._fit.warn(EventKind.REMARK, str(error))
             return replace(shape, tries=Tries(plain_ruled_out=True))  # nothing can be planned
@@ -374,7 +377,7 @@ class StepTrainer:
         given = self._first_plans.given(costs)
         if given is not None:
             return self._first_plans.lowered(shape, costs, given, Phase.VERIFY)
-        peak = self._first_plans.plain_bound_bytes(costs)
+        peak = self._costs.plain_bound_bytes(costs)
         if may_run_plain and self.plain_fits(peak):
             return shape.plainly(self._fit.installed.run_plain, costs, Phase.PLAIN)
         if may_run_plain:
@@ -395,7 +398,7 @@ class StepTrainer:
         costs = self._family.costs_at(signature)
         if costs is None:
             return False
-        return self.plain_fits(self._first_plans.plain_bound_bytes(costs, is_traced=False))
+        return self.plain_fits(self._costs.plain_bound_bytes(costs, is_traced=False))
 
     def _known(self, shape: ShapeState) -> Known:
         """Returns what is known of a shape that is not traced yet."""
@@ -410,7 +413,7 @@ class StepTrainer:
         """Returns what plain steps measured; where they cannot, what is predicted."""
         if self.backend.device.has_statistics:
             return shape.peak_bytes
-        return self._first_plans.plain_peak_bytes(shape.costs)
+        return self._costs.plain_peak_bytes(shape.costs)
 
     # ---------------------------------------------------------------- for others
 
@@ -536,7 +539,7 @@ class StepTrainer:
             return False
         peak_bytes = shape.peak_bytes
         if not peak_bytes and isinstance(shape, TracedShape):
-            peak_bytes = self._first_plans.plain_bound_bytes(shape.costs)
+            peak_bytes = self._costs.plain_bound_bytes(shape.costs)
         return self._fit.limit.fits((1 + may_grow) * peak_bytes)
 
     def watched(self, usage: Usage) -> None:

@@ -13,7 +13,8 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
     UnsupportedModelError,
 )
-from keras_remat.planning.make_plan import advising, limit_on, make_plan
+from keras_remat.planning.make_plan import limit_on, make_plan
+from keras_remat.planning.request import advising
 
 PROBLEM = chain_problem(64)
 

@@ -19,8 +19,8 @@ from fake_backend import (
 
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedModelError
-from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.planning.plan_problem import plan_problem
+from keras_remat.training.arguments import FitOptions
 
 SIZE = 100
 PLAIN = store_all_peak(SIZE)
@@ -43,7 +43,7 @@ class Refuses(Compiled):
 
 def options_for(limit=TIGHT, **more):
     given = {"memory_limit": limit, "solver": "greedy", "solver_time_limit_s": 2.0}
-    return TunerOptions(**given | {"margin": 0.0, "profile_steps": 2} | more)
+    return FitOptions(**given | {"margin": 0.0, "profile_steps": 2} | more)
 
 
 def race_of(*backends, limit=TIGHT, **more):

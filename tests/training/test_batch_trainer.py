@@ -20,8 +20,8 @@ from keras_remat.backends.batches import batch_bytes
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.core.limit import Limit
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
-from keras_remat.planning.fit_plans import TunerOptions
 from keras_remat.training import batch_trainer
+from keras_remat.training.arguments import FitOptions
 from keras_remat.training.batch_trainer import BatchTrainer
 from keras_remat.units import format_bytes
 
@@ -492,7 +492,9 @@ def test_a_model_that_is_compiled_anew_is_compared_anew(monkeypatch):
 
 
 def on_tuner(backend, batch_size, limit, *, steps_per_epoch=None):
-    options = TunerOptions(limit, "greedy", 5.0, 2, 0.0)
+    options = FitOptions(
+        limit, solver="greedy", solver_time_limit_s=5.0, profile_steps=2, margin=0.0
+    )
     race, report = race_on(backend, options=options)
     trainer = Noting(race, report, batch_size, steps_per_epoch)
     return trainer, report, trainer.changes

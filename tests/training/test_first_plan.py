@@ -9,13 +9,13 @@ import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
-from fake_backend import FakeBackend, chain_problem
+from fake_backend import FakeBackend, chain_problem, requests_on
 
 import keras_remat
 import keras_remat.backends.tensorflow as tensorflow_backend
 from keras_remat.backends.tensorflow.graph import trace as tracing
-from keras_remat.core.limit import Limit
-from keras_remat.training.first_plan import FirstPlans, Known
+from keras_remat.training.arguments import FitOptions
+from keras_remat.training.shape_state import Known
 
 WIDTH = 512
 #: Of the kernel: what is as small as the bias does not count.
@@ -142,32 +142,17 @@ def test_random_numbers_do_not_repeat_where_a_swap_would_lose_their_state(monkey
     assert remat.report.events[-1].kind == "unmodified"
 
 
-class AsksOfThePlanner:
-    """Notes the budgets that plans are asked for."""
-
-    limit = Limit(1000)
-
-    def __init__(self):
-        self.quickly, self.in_earnest = [], []
-
-    def quick(self, problem, size, roomy_bytes):
-        self.quickly.append(roomy_bytes)
-
-    def best(self, problem, size, running, budget_bytes, most_s):
-        self.in_earnest.append(budget_bytes)
-
-
-@pytest.mark.parametrize(("source", "roomy"), [("estimated", 909), ("measured", 1000)])
+@pytest.mark.parametrize(("source", "roomy"), [("estimated", 953250), ("measured", 2**20)])
 def test_a_first_plan_leaves_room_until_something_was_measured(source, roomy):
     problem = chain_problem(64)
     profile = dataclasses.replace(problem.profile, source=source, resident_bytes=0)
     costs = types.SimpleNamespace(problem=dataclasses.replace(problem, profile=profile))
-    planner, shape = AsksOfThePlanner(), types.SimpleNamespace(batch_size=64)
-    plans = FirstPlans(None, FakeBackend(), planner, None)
-    plans.roomy(shape, costs, Known(), None, is_final=False)
-    plans.roomy(shape, costs, Known(), None)
-    assert planner.quickly == [roomy]
-    assert planner.in_earnest == [1000]
+    plans = requests_on(FakeBackend(), FitOptions(2**20, margin=0.0))
+    shape = types.SimpleNamespace(batch_size=64)
+    first = plans.roomy(shape, costs, Known(), is_final=False)
+    assert first.is_quick
+    assert first.budgets_bytes[0] == roomy
+    assert plans.roomy(shape, costs, Known()).budgets_bytes == (2**20,)
 
 
 def test_sizes_that_only_the_step_knows_are_told_once():

@@ -14,7 +14,7 @@ from fake_backend import (
 )
 
 from keras_remat.core.schedule import Schedule
-from keras_remat.planning.fit_plans import TunerOptions
+from keras_remat.training.arguments import FitOptions
 
 SAMPLES, LAYERS = 4, 16
 LENGTHS = tuple(range(32, 513, 8))
@@ -31,7 +31,7 @@ def solved(monkeypatch):
 
 def trainer_of(limit=LIMIT, **more):
     backend = FakeBackend(layers=LAYERS, **more)
-    options = TunerOptions(
+    options = FitOptions(
         memory_limit=limit, solver="greedy_first", margin=0.0, profile_steps=2, seed=0
     )
     trainer, report = trainer_on(backend, options)

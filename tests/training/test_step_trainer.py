@@ -28,9 +28,10 @@ from keras_remat.errors import (
     UnsupportedBatchError,
     UnsupportedModelError,
 )
-from keras_remat.planning.fit_plans import TunerOptions
+from keras_remat.planning import request as door
 from keras_remat.planning.plan import load_plan
 from keras_remat.planning.plan_problem import closest_plan, plan_problem
+from keras_remat.training.arguments import FitOptions
 from keras_remat.training.shape_state import Terms
 from keras_remat.training.watch import Pace
 
@@ -41,7 +42,7 @@ TIGHT = int(PLAIN * 0.7)
 
 
 def options(limit=TIGHT, **more):
-    return TunerOptions(
+    return FitOptions(
         **{"memory_limit": limit, "solver": "greedy", "margin": 0.0, "profile_steps": 2, **more}
     )
 
@@ -360,7 +361,7 @@ def test_a_final_step_that_cannot_be_tightened_is_tried_once(monkeypatch):
     assert trainer.settled
     running, asked = trainer.plan, []
     monkeypatch.setattr(
-        trainer._planner, "nearest", lambda problem, *_: asked.append(problem) or running
+        "keras_remat.training.moves.plan_for", lambda request: asked.append(request) or running
     )
     backend.surplus_bytes = lambda what, size: TIGHT
     train(trainer, 10)
@@ -973,7 +974,7 @@ def test_measured_plan_is_cached_and_found_again(tmp_path, monkeypatch):
     (path,) = cache.iterdir()
     assert load_plan(path).measured == trainer.plan.measured
     backend = FakeBackend()
-    monkeypatch.setattr("keras_remat.planning.fit_plans.plan_problem", None)
+    monkeypatch.setattr("keras_remat.planning.request.plan_problem", None)
     again, report = trainer_on(backend, options(cache_dir=cache))
     train(again, 5)
     assert event_kinds(report)[:2] == ["risk", "cache"]
@@ -1125,7 +1126,7 @@ def test_a_process_that_cannot_be_started_is_told(monkeypatch):
     def none(request):
         raise BlockingIOError("no more processes")
 
-    monkeypatch.setattr("keras_remat.planning.fit_plans.PlanProcess", none)
+    monkeypatch.setattr("keras_remat.training.moves.PlanProcess", none)
     _, trainer, _ = gpu_trainer()
     with pytest.warns(UserWarning, match="no more processes"):
         train(trainer, 12)
@@ -1148,8 +1149,8 @@ def test_what_a_process_found_is_held_against_what_was_measured_meanwhile(monkey
     more = {"bytes": 0}
     backend, trainer, _ = gpu_trainer(allocator_bytes=lambda problem, schedule: more["bytes"])
     train(trainer, 5)
-    found = processes[0].request.plan()
-    monkeypatch.setattr(processes[0], "plan", lambda: found, raising=False)
+    found = door.plan_for(processes[0].request)
+    monkeypatch.setattr(processes[0], "answer", lambda: found, raising=False)
     more["bytes"] = TIGHT - found.predicted.peak_bytes + 1
     backend.surplus_bytes = lambda what, size: -more["bytes"]  # the running step is what it was
     train(trainer, 12)
@@ -1293,7 +1294,7 @@ def test_limit_that_is_missed_by_a_little_is_trained_with_a_warning(monkeypatch)
         return replace(found, predicted=replace(found.predicted, peak_bytes=int(least)))
 
     note_solves(monkeypatch, note)
-    monkeypatch.setattr("keras_remat.planning.fit_plans.closest_plan", closest)
+    monkeypatch.setattr("keras_remat.planning.request.closest_plan", closest)
     backend = FakeBackend()
     trainer, report = trainer_on(backend, options(limit=int(0.79 * PLAIN)))
     with pytest.warns(UserWarning, match="the limit is"):

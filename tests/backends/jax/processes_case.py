@@ -21,8 +21,8 @@ import keras
 import keras_remat
 from keras_remat.backends.jax import JaxBackend, device
 from keras_remat.errors import UnsupportedModelError
-from keras_remat.planning import fit_plans
-from keras_remat.planning.fit_plans import StepPlanner
+from keras_remat.planning import request
+from keras_remat.training.first_plan import FirstPlans
 
 RANK, PORT = int(sys.argv[1]), sys.argv[2]
 WHERE, CALL, AT, KIND = (sys.argv[3] if len(sys.argv) > 3 else "nowhere:0:0:").split(":")
@@ -39,8 +39,8 @@ PLACES = {
     "plain": (device.Device, "run_plain"),
     "trace": (JaxBackend, "trace"),
     "lower": (JaxBackend, "lower"),
-    "solve": (fit_plans, "plan_problem"),
-    "keep": (StepPlanner, "keep"),
+    "solve": (request, "plan_problem"),
+    "keep": (FirstPlans, "keep"),
     "data": (None, None),
 }
 

@@ -14,8 +14,11 @@ from fake_backend import chain_problem, store_all_peak
 
 from keras_remat.backends.memory import SimulatedMemory
 from keras_remat.backends.tensorflow.memory.replay import ReplayedMemory
+from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Schedule
-from keras_remat.planning.beside import PlanProcess, PlanProcessError, Request
+from keras_remat.errors import InfeasibleBudgetError
+from keras_remat.planning.background import PlanProcess, PlanProcessError
+from keras_remat.planning.request import PlanRequest, plan_for
 
 PROBLEM = chain_problem(64, layers=12)
 PEAK = store_all_peak(64, layers=12)
@@ -23,15 +26,15 @@ TIGHT = int(0.6 * PEAK)
 STORE_ALL = Schedule.store_all(PROBLEM.graph)
 
 
-def request(*budgets, **more):
+def request(limit=TIGHT, **more):
     options = {
         "memory": ReplayedMemory(smallest_bytes=0),
         "auto_solver": "auto",
         "solver": "greedy",
-        "time_limit_s": 5.0,
-        "seed": 0,
+        "seconds": 5.0,
     }
-    return Request(problem=PROBLEM, budgets_bytes=budgets or (TIGHT,), **{**options, **more})
+    limit = Limit(limit)
+    return PlanRequest(problem=PROBLEM, batch_size=64, limit=limit, **{**options, **more})
 
 
 def folder_of(process):
@@ -45,7 +48,7 @@ def test_a_process_finds_the_plan_that_would_be_found_here(memory):
     process = PlanProcess(asked)
     folder = folder_of(process)
     assert folder.stat().st_mode & 0o077 == 0, "nobody else can read or change what is unpickled"
-    found, here = process.plan(), asked.plan()
+    found, here = process.answer(), plan_for(asked)
     assert found.problem is PROBLEM
     assert found.solution.schedule == here.solution.schedule
     assert found.predicted == here.predicted
@@ -54,10 +57,14 @@ def test_a_process_finds_the_plan_that_would_be_found_here(memory):
     process.end()
 
 
-def test_the_first_budget_that_is_met_counts():
-    plan = PlanProcess(request(PROBLEM.floor_bytes - 1, TIGHT, PEAK)).plan()
-    assert plan.budget_bytes == TIGHT
-    assert PlanProcess(request(PROBLEM.floor_bytes - 1)).plan() is None
+def test_headroom_that_no_schedule_leaves_is_given_up():
+    roomy = TIGHT - PROBLEM.floor_bytes + 1
+    assert PlanProcess(request(headroom_bytes=roomy)).answer().budget_bytes == TIGHT
+
+
+def test_that_there_is_no_plan_is_an_answer():
+    with pytest.raises(InfeasibleBudgetError):
+        PlanProcess(request(PROBLEM.floor_bytes - 1)).answer()
 
 
 def test_it_is_known_when_the_answer_is_there():
@@ -65,12 +72,12 @@ def test_it_is_known_when_the_answer_is_there():
     assert not process.has_ended, "a fresh interpreter has not answered at once"
     while not process.has_ended:
         time.sleep(0.01)
-    assert process.plan() is not None
+    assert process.answer() is not None
 
 
 def test_a_process_without_an_answer_tells_why():
     with pytest.raises(PlanProcessError, match="no_such_solver"):
-        PlanProcess(request(solver="no_such_solver")).plan()
+        PlanProcess(request(solver="no_such_solver")).answer()
 
 
 def test_an_answer_that_is_gone_is_no_answer():
@@ -78,7 +85,7 @@ def test_an_answer_that_is_gone_is_no_answer():
     process._process.wait()
     (folder_of(process) / "answer").unlink()
     with pytest.raises(PlanProcessError, match=r"cannot be read: .*answer"):
-        process.plan()
+        process.answer()
 
 
 def is_alive(pid):
@@ -91,7 +98,7 @@ def is_alive(pid):
 
 @pytest.mark.parametrize("how", ["end", "forgotten"])
 def test_a_process_that_is_not_wanted_any_more_is_gone_with_its_files(how):
-    process = PlanProcess(request(solver="auto", time_limit_s=60.0))
+    process = PlanProcess(request(solver="auto", seconds=60.0))
     pid, folder = process._process.pid, folder_of(process)
     assert is_alive(pid)
     if how == "end":
@@ -107,13 +114,13 @@ def test_a_process_that_is_not_wanted_any_more_is_gone_with_its_files(how):
 def test_it_ends_with_the_process_that_started_it(tmp_path):
     """Killed, that one cannot tidy up."""
     asked = tmp_path / "asked"
-    asked.write_bytes(pickle.dumps(request(solver="auto", time_limit_s=60.0)))
+    asked.write_bytes(pickle.dumps(request(solver="auto", seconds=60.0)))
     parent = subprocess.Popen(
         [
             sys.executable,
             "-c",
             "import pickle, pathlib, sys, time\n"
-            "from keras_remat.planning.beside import PlanProcess\n"
+            "from keras_remat.planning.background import PlanProcess\n"
             f"process = PlanProcess(pickle.loads(pathlib.Path({str(asked)!r}).read_bytes()))\n"
             "print(process._process.pid, flush=True)\n"
             "time.sleep(600)\n",
@@ -149,4 +156,4 @@ def test_no_framework_is_imported(tmp_path):
     for end in ends:
         os.close(end)
     answer = pickle.loads((tmp_path / "answer").read_bytes())
-    assert answer == replace(request().plan(), problem=None, solution=answer.solution)
+    assert answer == replace(plan_for(request()), problem=None, solution=answer.solution)

@@ -1,12 +1,18 @@
-"""The plans a running ``fit`` asks for: limits that are missed by a little."""
+"""The one door for plans: what is asked for, and limits that are missed by a little."""
+
+from dataclasses import replace
 
 import pytest
-from fake_backend import FakeBackend, chain_problem, planner_on, store_all_peak
+from fake_backend import FakeBackend, chain_problem, store_all_peak
 
+from keras_remat.backends.processes import Processes
+from keras_remat.core.limit import Limit
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
-from keras_remat.planning import fit_plans
-from keras_remat.planning.fit_plans import TunerOptions, limit_of
+from keras_remat.planning import request as door
+from keras_remat.planning.request import PlanRequest, plan_for
+from keras_remat.training.arguments import FitOptions
+from keras_remat.training.fit_state import limit_of
 
 PROBLEM = chain_problem(64)
 
@@ -24,18 +30,16 @@ class NeedsALittleMore(FakeBackend):
         return int(max(1.05 * simulate(problem, schedule).peak_bytes, 0.7 * store_all_peak(64)))
 
 
-def best(share_of_what_it_needs):
-    limit = int(share_of_what_it_needs * 0.7 * store_all_peak(64))
-    backend = NeedsALittleMore()
-    planner = planner_on(
-        backend, TunerOptions(limit, solver_time_limit_s=2.0, margin=0.0, profile_steps=1)
-    )
-    return planner.best(PROBLEM, 64)
+def asked_for(share, backend=None, **more):
+    """A request for a plan under a share of the plain peak."""
+    limit = Limit(int(share * store_all_peak(64)))
+    told = {"problem": PROBLEM, "batch_size": 64, "limit": limit, "seconds": 2.0, **more}
+    return PlanRequest.on(backend or FakeBackend(), **told)
 
 
 def test_a_limit_that_is_missed_names_the_plan_that_came_closest():
     with pytest.raises(ScheduleNotFoundError) as caught:
-        best(0.97)
+        plan_for(asked_for(0.97 * 0.7, NeedsALittleMore()))
     assert caught.value.closest.predicted.peak_bytes == int(0.7 * store_all_peak(64))
 
 
@@ -45,37 +49,37 @@ def test_the_closest_plan_is_the_best_of_what_the_search_saw_and_a_quick_one(mon
     failure = ScheduleNotFoundError(1, 0, closest=tight)
     backend = FakeBackend()
     backend.memory.order_matters = True
-    planner = planner_on(backend, TunerOptions(int(0.7 * store_all_peak(64))))
+    asked = asked_for(0.7, backend, failure=failure)
     for other in (loose, tight):
-        monkeypatch.setattr(fit_plans, "closest_plan", lambda *_, other=other, **__: other)
-        assert planner.closest(PROBLEM, failure) is tight
+        monkeypatch.setattr(door, "closest_plan", lambda *_, other=other, **__: other)
+        assert plan_for(asked) is tight
         failure.closest = loose
 
     def none(*arguments, **options):
         raise ScheduleNotFoundError(1, 0)
 
-    monkeypatch.setattr(fit_plans, "closest_plan", none)
-    assert planner.closest(PROBLEM, failure) is loose
+    monkeypatch.setattr(door, "closest_plan", none)
+    assert plan_for(asked) is loose
     failure.closest = None
     with pytest.raises(ScheduleNotFoundError):
-        planner.closest(PROBLEM, failure)
+        plan_for(asked)
 
 
 def test_the_floor_says_what_would_lower_it():
-    limit = PROBLEM.floor_bytes // 2
-    planner = planner_on(FakeBackend(), TunerOptions(limit, solver_time_limit_s=2.0))
+    limit = Limit(PROBLEM.floor_bytes // 2)
     with pytest.raises(InfeasibleBudgetError) as caught:
-        planner.best(PROBLEM, 64)
+        plan_for(asked_for(1.0, limit=limit))
     name = PROBLEM.graph.ops[PROBLEM.floor_op].name
     assert str(caught.value).endswith(f"is needed. Give {name} less.")
 
 
 def quick(share, roomy_share=None):
     """A quick plan under a share of the plain peak, and one that should need less."""
-    plain = store_all_peak(64)
-    options = TunerOptions(int(share * plain), solver_time_limit_s=2.0, margin=0.0)
-    roomy = roomy_share and int(roomy_share * plain)
-    return planner_on(FakeBackend(), options).quick(PROBLEM, 64, roomy)
+    asked = asked_for(share, is_quick=True)
+    roomy = roomy_share and int(roomy_share * store_all_peak(64))
+    return plan_for(
+        replace(asked, headroom_bytes=(roomy and asked.limit.usable_bytes - roomy) or 0)
+    )
 
 
 def test_a_quick_plan_leaves_the_room_it_is_asked_for():
@@ -100,29 +104,47 @@ def test_another_order_is_measured_whatever_is_predicted_where_the_allocator_dec
     ran, other = (quick(share) for share in (0.6, 1.0))
     backend = FakeBackend()
     backend.memory.order_matters = order_matters
-    planner = planner_on(backend, TunerOptions(int(0.7 * store_all_peak(64))))
 
     def none(*arguments, **options):
         raise ScheduleNotFoundError(1, 0, closest=ran if order_matters else other)
 
-    monkeypatch.setattr(fit_plans, "plan_problem", none)
-    monkeypatch.setattr(fit_plans, "closest_plan", lambda *_, **__: other)
-    needed = ran.predicted.peak_bytes
-    over_limit = [ran.solution.schedule]
+    monkeypatch.setattr(door, "plan_problem", none)
+    monkeypatch.setattr(door, "closest_plan", lambda *_, **__: other)
+    asked = asked_for(0.7, backend, below_bytes=ran.predicted.peak_bytes)
+    after = replace(asked, avoid=frozenset([ran.solution.schedule]))
     with pytest.raises(ScheduleNotFoundError):
-        planner.nearest(PROBLEM, 64, needed)
+        plan_for(asked)
     if not order_matters:
         with pytest.raises(ScheduleNotFoundError):
-            planner.nearest(PROBLEM, 64, needed, over_limit)
+            plan_for(after)
         return
-    assert planner.nearest(PROBLEM, 64, needed, over_limit) is other
+    assert plan_for(after) is other
     with pytest.raises(ScheduleNotFoundError):
-        planner.nearest(PROBLEM, 64, needed, [*over_limit, other.solution.schedule])
+        plan_for(replace(after, avoid=after.avoid | {other.solution.schedule}))
+
+
+def test_headroom_is_given_up_in_earnest_too_where_no_schedule_leaves_it():
+    asked = asked_for(1.0)
+    least = asked.limit.usable_bytes - PROBLEM.floor_bytes // 2
+    plan = plan_for(replace(asked, headroom_bytes=least))
+    assert PROBLEM.floor_bytes < plan.predicted.peak_bytes <= asked.limit.usable_bytes
+    roomy = plan_for(replace(asked, headroom_bytes=asked.limit.usable_bytes // 10))
+    assert roomy.predicted.peak_bytes <= 0.9 * asked.limit.usable_bytes
+
+
+def test_a_plan_that_processes_share_is_the_first_ones():
+    shared = quick(1.0)
+
+    class Second(Processes):
+        def of_first(self, make):
+            return shared
+
+    assert plan_for(asked_for(0.5, where=Second())) is shared
 
 
 def test_a_fit_is_not_planned_for_more_than_the_device_has():
     backend = FakeBackend()
     with pytest.warns(UserWarning, match="is taken"):
-        limit = limit_of(backend, TunerOptions(2 * backend.memory_bytes))
+        limit = limit_of(backend, FitOptions(2 * backend.memory_bytes))
     assert limit.total_bytes == backend.memory_bytes
-    assert limit_of(backend, TunerOptions()) == limit
+    assert limit_of(backend, FitOptions()) == limit

@@ -1,0 +1,111 @@
+"""Solving for a plan in a process of its own, while training goes on.
+
+The process is a fresh interpreter (``python -m keras_remat.planning.background FOLDER``). It
+imports no framework: it gets the request, whose memory model knows what was measured so far.
+Request and answer are pickled files in a folder that one user alone can read; what a library prints
+into the process is no answer. The process ends with the one that has started it, which keeps its
+stdin open while it lives.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from keras_remat.errors import RematError
+from keras_remat.planning.plan import Plan
+from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.solvers.engines.interpreter import environment
+
+_REQUEST, _ANSWER, _ERRORS = "request", "answer", "errors"
+
+
+class PlanProcessError(RematError):
+    """The process that plans ended without an answer, for want of memory for instance."""
+
+
+class PlanProcess:
+    """A process that answers one request; it is killed when nothing refers to it any more."""
+
+    def __init__(self, request: PlanRequest):
+        self._problem = request.problem
+        self._folder = TemporaryDirectory(prefix="keras_remat_")
+        folder = Path(self._folder.name)
+        (folder / _REQUEST).write_bytes(pickle.dumps(request.elsewhere()))
+        with (folder / _ERRORS).open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "keras_remat.planning.background", str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=environment(),
+                start_new_session=True,  # Ctrl-C is the user's way to end training, not planning
+            )
+        self._end = weakref.finalize(self, _end, self._process, self._folder)
+
+    @property
+    def has_ended(self) -> bool:
+        """Returns whether there is nothing to wait for."""
+        return self._process.poll() is not None
+
+    def answer(self) -> Plan:
+        """Waits for the plan and returns it; once.
+
+        Raises:
+            InfeasibleBudgetError, ScheduleNotFoundError: there is none.
+            PlanProcessError: the process ended without an answer, or its files are gone.
+        """
+        status, folder = self._process.wait(), Path(self._folder.name)
+        try:
+            if status:
+                errors = (folder / _ERRORS).read_text(errors="replace")[-500:].strip()
+                raise PlanProcessError(f"the process that plans ended with {status}: {errors}")
+            found: Plan | Exception = pickle.loads((folder / _ANSWER).read_bytes())
+        except OSError as error:
+            raise PlanProcessError(f"what the process answered cannot be read: {error}") from error
+        finally:
+            self.end()
+        if isinstance(found, Exception):
+            raise found
+        return replace(found, problem=self._problem)
+
+    def end(self) -> None:
+        """Kills the process and removes its files; a second time, it does nothing."""
+        self._end()
+
+
+def _end(process: subprocess.Popen[bytes], folder: TemporaryDirectory[str]) -> None:
+    process.kill()
+    process.communicate()
+    folder.cleanup()
+
+
+def main(folder: Path) -> None:
+    """Answers the request in a folder."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    request: PlanRequest = pickle.loads((folder / _REQUEST).read_bytes())
+    answer: Plan | Exception
+    try:
+        answer = replace(plan_for(request), problem=None)
+    except NOT_FOUND as error:
+        answer = error
+    (folder / _ANSWER).write_bytes(pickle.dumps(answer))
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    # classes are pickled by the name of their module, and this one is called __main__ here
+    from keras_remat.planning import background
+
+    background.main(Path(sys.argv[1]))

@@ -1,0 +1,151 @@
+"""Traces batch shapes: what a step of one costs, and what Keras's own step of it needs."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+from keras_remat.backends.base import Backend, TracedStep
+from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.processes import decided_once, made_by_all
+from keras_remat.batch_size.cost_fit import transfer_costs
+from keras_remat.core.events import EventKind
+from keras_remat.core.graph import Graph
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.simulate import simulate
+from keras_remat.errors import UnsupportedModelError
+from keras_remat.planning.make_plan import counted_bytes
+from keras_remat.training.fit_state import FitState
+from keras_remat.training.shape_state import Costs, Known
+
+#: How much larger than a batch is what its plan is made for, as a ratio of activation bytes: to the
+#: power of how many plans there are for shorter ones, and once before anything was measured. First
+#: predictions were up to 6 % too low on networks of the zoo (benchmarks/zoo.py).
+ROOM = 1.1
+#: How much more activation bytes than predicted plain steps may take that run their ops in no
+#: order. The highest of 16 takes 0.98 to 1.45 times as much, on four models and two allocators
+#: (benchmarks/allocators.py): more room would leave fewer steps plain, the fastest ones on a CPU.
+_PLAIN_ROOM = 1.25
+
+
+class StepCosts:
+    """Tells what the steps of one ``fit`` and backend cost."""
+
+    def __init__(self, fit: FitState, backend: Backend):
+        self._fit, self._backend = fit, backend
+
+    @decided_once
+    def predict(self, problem: Problem, schedule: Schedule) -> Usage:
+        """Returns the time by the problem's op times, and the allocator's peak."""
+        return Usage(
+            simulate(problem, schedule).time_s,
+            self._backend.memory.peak_bytes(problem, schedule),
+        )
+
+    def trace(self, batch: Any, known: Known, micro_batches: int = 1) -> Costs:
+        """Traces the step of a batch; its op times are estimated, or known from elsewhere.
+
+        Raises:
+            UnsupportedModelError: the step cannot be carried, or not be split.
+        """
+        with self._fit.progress("tracing the train step"):
+            if not known.is_family:
+                gc.collect()  # what an earlier fit left in reference cycles is not resident
+            traced = self._traced(batch, micro_batches)
+            for difference in traced.differences:
+                self._fit.warn(EventKind.MICRO_BATCHES, difference)
+            self._tell_unknown_sizes(traced.graph)
+            self._tell_changed_layers()
+        in_use = counted_bytes(self._backend.device)
+        if in_use is not None:
+            (in_use,) = self._backend.processes.most(in_use)
+        profile = self._backend.estimated_profile(traced, in_use)
+        for costs in known.costs[:1] if micro_batches == 1 else ():
+            seen = transfer_costs(costs, traced.graph).profile
+            profile = replace(
+                profile, op_time_s=seen.op_time_s, op_workspace_bytes=seen.op_workspace_bytes
+            )
+        problem = Problem(traced.graph, profile, name=self._fit.model.name)
+        return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
+
+    def _tell_changed_layers(self) -> None:
+        changed = self._fit.installed.changed_layers()
+        if changed:
+            self._fit.warn(
+                EventKind.REMARK,
+                f"trainable of {', '.join(changed[:3])}{' and others' * (len(changed) > 3)} has "
+                "changed since the train function was first traced. Plain fit goes on with what it "
+                "was then; a step that is traced now takes what it is now. Call compile() after "
+                "such a change.",
+            )
+
+    def _tell_unknown_sizes(self, graph: Graph) -> None:
+        unknown = sum(
+            value.shape is None and not value.nbytes and "float" in (value.dtype or "")
+            for value in graph.values
+        )
+        message = (
+            f"The sizes of {unknown} arrays are known only when the step runs: plans count them as "
+            "nothing, and may need more than is predicted. A larger margin leaves room for them."
+        )
+        if unknown and not self._fit.is_told(message):
+            self._fit.event(EventKind.REMARK, message)
+
+    @made_by_all
+    def _traced(self, batch: Any, micro_batches: int) -> TracedStep:
+        """Traces the step; what the layers of a user's model raise for the first batch that they
+        get is the model's own fault, and for pieces or another size it is not."""
+        try:
+            return self._backend.trace(self._fit.model, batch, micro_batches)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            if micro_batches == 1 and self._fit.steps_run == 0:
+                raise
+            size = batch_size_of(batch)
+            what = f"a batch of {size} samples in {micro_batches} pieces"
+            raise UnsupportedModelError(
+                f"The model cannot train {what if micro_batches > 1 else f'a batch of {size}'}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    @decided_once
+    def plain_peak_bytes(self, costs: Costs) -> int:
+        """Returns what Keras's own step is predicted to need."""
+        return self._plain_peak_bytes(costs, 1.0)
+
+    @decided_once
+    def plain_bound_bytes(self, costs: Costs, *, is_traced: bool = True) -> int:
+        """Returns what the peak of Keras's own step will hardly ever be over.
+
+        Where it runs its ops in no order, peaks differ: VGG19's were 399 to 573 MiB in one fit.
+
+        Args:
+            is_traced: whether its bytes are those of a trace, and not told from other shapes.
+        """
+        if self._backend.memory.order_matters:
+            return self._plain_peak_bytes(costs, _PLAIN_ROOM)
+        return self._plain_peak_bytes(costs, 1.0 if is_traced else ROOM)
+
+    def _plain_peak_bytes(self, costs: Costs, room: float) -> int:
+        resident = costs.problem.profile.resident_bytes
+        surplus, seen = self._plain_bytes(costs) - resident, self._plain_seen[1]
+        return resident + round(surplus * seen * room)
+
+    @property
+    def _plain_seen(self) -> tuple[int, float]:
+        return self._fit.facts.plain_seen.get(self._backend.compilation, (0, 1.0))
+
+    def _plain_bytes(self, costs: Costs) -> int:
+        return costs.traced.plain_peak_bytes(costs.problem, self._backend.memory)
+
+    def observe_plain(self, costs: Costs, measured_bytes: int) -> None:
+        """Learns how much more than predicted Keras's own step takes, from the largest that ran: it
+        runs its ops in no order, several at once."""
+        resident = costs.problem.profile.resident_bytes
+        predicted, measured = self._plain_bytes(costs) - resident, measured_bytes - resident
+        if predicted > 0 and predicted >= self._plain_seen[0]:
+            seen = predicted, max(1.0, measured / predicted)
+            self._fit.facts.plain_seen[self._backend.compilation] = seen
