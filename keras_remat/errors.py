@@ -17,6 +17,9 @@ from keras_remat.units import byte_unit, format_bytes, format_unequal_bytes
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
+#: What to do about an error, or a function that tells it when it is shown.
+Advice = str | Callable[[], str]
+
 
 class RematError(Exception):
     """Base of every error this package raises on purpose.
@@ -97,18 +100,50 @@ class InvalidProblemError(RematError, ValueError):
         self.value = value
 
 
-class _OfBudget:
-    """What the errors about a budget share; their attributes are their arguments but ``advice``."""
+class _OfBudget(RematError):
+    """What the errors about a budget share; their attributes are their arguments but ``advice``.
+
+    Advice may take as long as a few plans, and most errors are caught and never shown. So it may be
+    a function, which is called when the message is asked for first.
+
+    Args:
+        statement: what is wrong, and the numbers that disagree.
+        advice: what to do, or a function that tells it.
+        default_advice: where the function tells nothing.
+    """
+
+    def __init__(self, statement: str, advice: Advice, default_advice: str):
+        super().__init__(statement)
+        self._statement, self._advice, self._default_advice = statement, advice, default_advice
+
+    @property
+    def statement(self) -> str:
+        """What is wrong, without advice."""
+        return self._statement
+
+    def __str__(self) -> str:
+        if not isinstance(self._advice, str):
+            self._advice = self._advice()
+        return f"{self._statement} {self._advice or self._default_advice}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        str(self)  # no function crosses a process border
+        return super().__reduce__()
 
     def retold(self, **changes: Any) -> Self:
         """Returns this error with other arguments: under the limit of the user's, for instance."""
-        arguments = {name: value for name, value in vars(self).items() if name != "__notes__"}
+        arguments = {name: value for name, value in vars(self).items() if name[0] != "_"}
         kind: Any = type(self)
         retold: Self = kind(**arguments | changes)
         return retold
 
 
-class InfeasibleBudgetError(_OfBudget, RematError):
+def statement_of(error: Exception) -> str:
+    """Returns what an error says is wrong, without the advice of one about a budget."""
+    return error.statement if isinstance(error, _OfBudget) else str(error)
+
+
+class InfeasibleBudgetError(_OfBudget):
     """No schedule can meet the budget, and that is proved.
 
     Attributes:
@@ -126,7 +161,7 @@ class InfeasibleBudgetError(_OfBudget, RematError):
         floor_bytes: int,
         op_name: str | None = None,
         *,
-        advice: str = "",
+        advice: Advice = "",
         limit_bytes: int | None = None,
         by_search: bool = False,
     ):
@@ -142,9 +177,10 @@ class InfeasibleBudgetError(_OfBudget, RematError):
                 f"op {op_name!r} alone needs {floor} with its inputs, outputs, workspace and the "
                 "resident bytes."
             )
-        advice = advice or f"Raise the memory limit{raised}, or use a smaller batch."
         super().__init__(
-            f"No schedule fits {_with_limit(budget, budget_bytes, limit_bytes)}: {need} {advice}"
+            f"No schedule fits {_with_limit(budget, budget_bytes, limit_bytes)}: {need}",
+            advice,
+            f"Raise the memory limit{raised}, or use a smaller batch.",
         )
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
@@ -153,7 +189,7 @@ class InfeasibleBudgetError(_OfBudget, RematError):
         self.by_search = by_search
 
 
-class ScheduleNotFoundError(_OfBudget, RematError):
+class ScheduleNotFoundError(_OfBudget):
     """No schedule under the budget was found, and none was proved impossible.
 
     Attributes:
@@ -174,7 +210,7 @@ class ScheduleNotFoundError(_OfBudget, RematError):
         best_peak_bytes: int | None = None,
         *,
         solver: str = "",
-        advice: str = "",
+        advice: Advice = "",
         limit_bytes: int | None = None,
         closest: Any = None,
         reason: str = "",
@@ -186,8 +222,9 @@ class ScheduleNotFoundError(_OfBudget, RematError):
         super().__init__(
             f"{solver + ': ' if solver else ''}no schedule found under "
             f"{_with_limit(budget, budget_bytes, limit_bytes)} ({best}; the floor is "
-            f"{format_bytes(floor_bytes)}). "
-            + (advice or "Raise the memory limit, allow more solver time, or use a smaller batch.")
+            f"{format_bytes(floor_bytes)}).",
+            advice,
+            "Raise the memory limit, allow more solver time, or use a smaller batch.",
         )
         self.budget_bytes = budget_bytes
         self.best_peak_bytes = best_peak_bytes

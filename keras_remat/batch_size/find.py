@@ -43,6 +43,7 @@ from keras_remat.errors import (
     UnsupportedModelError,
     without_inner_frames,
 )
+from keras_remat.planning.advice import advising
 from keras_remat.planning.make_plan import (
     TracedModel,
     measured_problem,
@@ -51,7 +52,7 @@ from keras_remat.planning.make_plan import (
 )
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.plan_problem import reused_plan
-from keras_remat.planning.request import PlanRequest, advising, plan_for
+from keras_remat.planning.request import PlanRequest, plan_for
 
 #: Seconds for a plan to measure a second size under.
 _SECOND_PLAN_S = 1.0
@@ -141,7 +142,7 @@ def find_max_batch_size(
         return min(_RUNNING_SHARE * late_s, traced_s + _LATER * plan.predicted.time_s)
 
     # what cannot be met is one sample
-    with advising(step.problem, step.limit, 1, backend.device):
+    with advising(scaling.at(1), step.limit, 1, backend, seed=seed):
         search = search_batch_size(
             scaling,
             batch_size_of(step.batch),

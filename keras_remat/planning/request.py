@@ -8,8 +8,6 @@ first of several processes for all of them, or in a process beside training
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -19,15 +17,10 @@ from keras_remat.backends.processes import Processes
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
-from keras_remat.errors import (
-    InfeasibleBudgetError,
-    ScheduleNotFoundError,
-    limit_for,
-    rounded_up,
-)
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.planning.advice import advising
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.plan_problem import closest_plan, plan_problem
-from keras_remat.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +137,7 @@ def _within_limit(request: PlanRequest) -> Plan:
 
 
 def _solved(request: PlanRequest, budget_bytes: int) -> Plan:
-    with advising(request.problem, request.limit, request.batch_size, request.device):
+    with advising(request.problem, request.limit, request.batch_size, request, seed=request.seed):
         return plan_problem(
             request.problem,
             budget_bytes,
@@ -191,59 +184,3 @@ def _closest(request: PlanRequest, failure: InfeasibleBudgetError | ScheduleNotF
     if below is not None and closest.predicted.peak_bytes >= below and not measuring_tells:
         raise failure
     return closest
-
-
-@contextmanager
-def advising(
-    problem: Problem, limit: Limit, batch_size: int, device: DeviceMemory | None
-) -> Iterator[None]:
-    """Errors inside speak of the user's limit, and say what limit or batch would do.
-
-    Args:
-        limit: that its budget is a part of.
-        device: says what would lower an op's need; without one, errors stay as they are.
-    """
-    try:
-        yield
-    except NOT_FOUND as error:
-        if device is None:
-            raise
-        advice = _advice(error, problem, limit.total_bytes, batch_size, device)
-        raise error.retold(limit_bytes=limit.total_bytes, advice=advice) from error.__cause__
-
-
-def _advice(
-    error: InfeasibleBudgetError | ScheduleNotFoundError,
-    problem: Problem,
-    limit_bytes: int,
-    batch_size: int,
-    device: DeviceMemory,
-) -> str:
-    """What limit or batch would do, or is needed; empty where nothing is known.
-
-    Bytes above the resident ones grow with the batch; the margin stays the share that it is.
-    """
-    if isinstance(error, InfeasibleBudgetError) and error.by_search:
-        return ""
-    resident_bytes = problem.profile.resident_bytes
-    if isinstance(error, InfeasibleBudgetError):
-        need: int | None = error.floor_bytes
-        floor_op = None if problem.floor_op is None else problem.graph.ops[problem.floor_op]
-        more = "" if floor_op is None else device.floor_advice(floor_op)
-    else:
-        need, more = error.best_peak_bytes, "More solver time may do, too."
-    if need is None:
-        return ""
-    room, demand = error.budget_bytes - resident_bytes, need - resident_bytes
-    least = rounded_up(limit_for(need, error.budget_bytes, limit_bytes))
-    if room <= 0 or demand <= 0:
-        advice = (
-            f"The weights, slots and data alone take {format_bytes(resident_bytes)} of "
-            f"{format_bytes(limit_bytes)}. Raise the limit to more than {least}."
-        )
-    else:
-        batch = min(batch_size - 1, int(batch_size * room / demand))
-        smaller = f", or a batch of about {batch} instead of {batch_size}" if batch >= 1 else ""
-        does = "is needed" if isinstance(error, InfeasibleBudgetError) else "would do"
-        advice = f"A limit of about {least}{smaller} {does}."
-    return f"{advice} {more}".rstrip()

@@ -29,6 +29,7 @@ from keras_remat.errors import (
     PlanMismatchError,
     ScheduleNotFoundError,
     UnsupportedModelError,
+    statement_of,
 )
 from keras_remat.planning.plan import Plan
 from keras_remat.training.arguments import FitOptions
@@ -178,7 +179,7 @@ class BackendRace:
             kept = trial.rival if failed is trial.champion else trial.champion
             message = (
                 f"The {_way(failed)} step was tried and cannot be used, the {_way(kept)} one "
-                f"stays: {error}"
+                f"stays: {statement_of(error)}"
             )
             self._end_trial(trial, kept, message)
             return True
@@ -192,7 +193,7 @@ class BackendRace:
             return False
         self.fit.event(
             _kind(failed, following),
-            f"No {_way(failed)} step, training goes on {_way(following)}: {error}",
+            f"No {_way(failed)} step, training goes on {_way(following)}: {statement_of(error)}",
         )
         failed.close()
         self.trainer = following

@@ -38,6 +38,7 @@ from keras_remat.errors import (
     RematError,
     ScheduleNotFoundError,
     UnsupportedModelError,
+    statement_of,
 )
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.fit_report import AutotuneReport
@@ -269,7 +270,7 @@ class BatchTrainer:
                 if self._climb is None:
                     raise
                 self._climb.note(size, None, 0, fits=False)
-                self._go_on(f"A batch of {size} does not fit after all: {error}")
+                self._go_on(f"A batch of {size} does not fit after all: {statement_of(error)}")
             except UnsupportedModelError as error:
                 if size <= self._loader:
                     raise
@@ -490,7 +491,8 @@ class BatchTrainer:
 
     def _refuse_larger(self, reason: Exception | str) -> None:
         """Goes on with the batches as they come."""
-        self._steps.fit.event(EventKind.SEARCH, f"No larger batch: {reason}")
+        told = reason if isinstance(reason, str) else statement_of(reason)
+        self._steps.fit.event(EventKind.SEARCH, f"No larger batch: {told}")
         self._report.max_batch_size = self._loader
         self._climb = None
         if self._size is not None:

@@ -17,6 +17,7 @@ from keras_remat.backends.base import Backend
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Usage
+from keras_remat.errors import statement_of
 from keras_remat.planning.background import PlanProcess, PlanProcessError
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import NOT_FOUND, plan_for
@@ -253,7 +254,9 @@ class Moves:
                     or plan_for(request)
                 )
         except NOT_FOUND as error:
-            self._fit.event(EventKind.KEPT, f"The plan that is running stays: {error}")
+            self._fit.event(
+                EventKind.KEPT, f"The plan that is running stays: {statement_of(error)}"
+            )
             raise
         if fits and found.predicted.time_s >= now.time_s:
             return self._keep_plan(shape, outcome, phase)

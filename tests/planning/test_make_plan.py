@@ -1,7 +1,6 @@
-"""Planning a Keras model without training it, and the advice where no plan is found."""
+"""Planning a Keras model without training it."""
 
 import types
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +9,9 @@ from fake_backend import chain_problem
 from keras_remat.core.limit import Limit
 from keras_remat.errors import (
     InfeasibleBudgetError,
-    ScheduleNotFoundError,
     UnsupportedModelError,
 )
 from keras_remat.planning.make_plan import limit_on, make_plan
-from keras_remat.planning.request import advising
 
 PROBLEM = chain_problem(64)
 
@@ -263,42 +260,6 @@ def test_a_card_is_for_jax(models):
     model, batch = models.mlp(4, width=4, blocks=1)
     with pytest.raises(UnsupportedModelError, match=r"KERAS_BACKEND=jax.*the backend"):
         make_plan(model, batch, card="T4")
-
-
-def told(error, batch_size=8, resident_bytes=100):
-    """What is said of an error under a limit of 200."""
-    problem = replace(PROBLEM, profile=replace(PROBLEM.profile, resident_bytes=resident_bytes))
-    device, limit = types.SimpleNamespace(floor_advice=lambda op: ""), Limit(200, 0.05)
-    with pytest.raises(type(error)) as caught, advising(problem, limit, batch_size, device):
-        raise error
-    assert "your limit of 200 B less 5 % margin = 190 B" in str(caught.value)
-    return str(caught.value)
-
-
-def test_limit_error_says_what_would_do():
-    """With a limit of 200 less 5 % margin and 100 resident, a batch of 8 needs 290."""
-    error = InfeasibleBudgetError(190, 290, "conv")
-    advice = "A limit of about 306 B, or a batch of about 3 instead of 8"
-    assert f"{advice} is needed." in told(error)
-    assert "weights, slots and data alone" in told(error, resident_bytes=190)
-    not_found = told(ScheduleNotFoundError(190, 150, 290, solver="dtr"))
-    assert not_found.startswith("dtr: ")
-    assert f"{advice} would do. More solver time may do, too." in not_found
-    assert "306 B" not in told(ScheduleNotFoundError(190, 150))
-
-
-def test_no_number_is_advised_where_none_is_known():
-    """A search has proved that 190 is too little, and not how much is enough."""
-    message = told(InfeasibleBudgetError(190, 191, by_search=True))
-    assert message.endswith("Raise the memory limit, or use a smaller batch.")
-    assert "191" not in message
-
-
-def test_advice_that_is_followed_is_smaller_than_what_was_asked_for():
-    """The need is just above the budget: the same batch again would do nothing."""
-    error = InfeasibleBudgetError(190, 191, "conv")
-    assert "a batch of about 7 instead of 8" in told(error)
-    assert "batch" not in told(error, batch_size=1)
 
 
 def test_a_limit_above_what_the_device_has_is_lowered_to_that():

@@ -70,7 +70,7 @@ def test_the_floor_says_what_would_lower_it():
     with pytest.raises(InfeasibleBudgetError) as caught:
         plan_for(asked_for(1.0, limit=limit))
     name = PROBLEM.graph.ops[PROBLEM.floor_op].name
-    assert str(caught.value).endswith(f"is needed. Give {name} less.")
+    assert str(caught.value).endswith(f" Give {name} less.")
 
 
 def quick(share, roomy_share=None):

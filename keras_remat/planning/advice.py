@@ -1,0 +1,156 @@
+"""What to do where no plan is found: a limit that was tried on the planner, or a smaller batch.
+
+What one op needs, or what the best schedule took over the budget, is no limit that works: solvers
+keep to targets below it, and the allocator's waste differs from order to order. So limits are tried
+until a plan is found for one. That takes as long as some quick plans, and most errors are caught
+and never shown: it is done when the message is asked for (:mod:`keras_remat.errors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from keras_remat.backends.memory import DeviceMemory
+from keras_remat.core.deadline import Deadline
+from keras_remat.core.limit import Limit
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    ScheduleNotFoundError,
+    limit_for,
+    rounded_up,
+)
+from keras_remat.planning.plan_problem import PlanningBackend, plan_problem
+from keras_remat.units import format_bytes
+
+#: The shares of the way from what is needed at least to the plain step's peak that are tried.
+_SHARES = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)
+#: Limits between the last one without a plan and the first one with a plan that are tried, and the
+#: seconds after which no other one is.
+_BISECTIONS, _MOST_S = 3, 10.0
+#: Seconds that one plan may take once an order was found.
+_PLAN_S = 2.0
+#: What a plan that is advised leaves free, as a share of the limit, and for one more batch at most:
+#: the input pipeline holds a batch more or less from one fit to the next.
+_SPARE_SHARE, _MOST_SPARE_SHARE = 0.01, 0.05
+
+
+class AdvisingBackend(PlanningBackend, Protocol):
+    """What advice asks of a backend."""
+
+    @property
+    def device(self) -> DeviceMemory | None:
+        """Says what would lower an op's need; without one, errors stay as they are."""
+
+
+@contextmanager
+def advising(
+    problem: Problem, limit: Limit, batch_size: int, backend: AdvisingBackend, *, seed: int = 0
+) -> Iterator[None]:
+    """Errors inside speak of the user's limit, and say what limit or batch would do.
+
+    Args:
+        problem: what is planned for.
+        limit: that its budget is a part of.
+        batch_size: the samples of its step.
+        backend: tries limits, and says what would lower an op's need.
+        seed: for the solver.
+    """
+    try:
+        yield
+    except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
+        if backend.device is None:
+            raise
+        failure = error
+
+        def advice() -> str:
+            return _advice(failure, problem, limit.total_bytes, batch_size, backend, seed)
+
+        raise error.retold(limit_bytes=limit.total_bytes, advice=advice) from error.__cause__
+
+
+def _advice(
+    error: InfeasibleBudgetError | ScheduleNotFoundError,
+    problem: Problem,
+    limit_bytes: int,
+    batch_size: int,
+    backend: AdvisingBackend,
+    seed: int,
+) -> str:
+    """Returns what limit or batch would do; empty where no limit that was tried does.
+
+    Bytes above the resident ones grow with the batch; the margin stays the share that it is.
+    """
+    resident_bytes, budget_bytes = problem.profile.resident_bytes, error.budget_bytes
+    is_proved = isinstance(error, InfeasibleBudgetError)
+    known = error.floor_bytes if isinstance(error, InfeasibleBudgetError) else error.best_peak_bytes
+    enough = tried_budget(problem, max(known or 0, budget_bytes + 1), backend, seed)
+    if enough is None:
+        return ""
+    does = f"A limit of {rounded_up(limit_for(enough, budget_bytes, limit_bytes))}"
+    room, demand = budget_bytes - resident_bytes, (known or enough) - resident_bytes
+    if room <= 0 or demand <= 0:
+        held = f"{format_bytes(resident_bytes)} of {format_bytes(limit_bytes)}"
+        advice = (
+            f"The weights, slots and data alone take {held}. {does} does: a plan was found for it."
+        )
+    else:
+        batch = min(batch_size - 1, int(batch_size * room / demand))
+        smaller = f", or perhaps a batch of {batch} instead of {batch_size}" if batch >= 1 else ""
+        advice = f"{does} does, for which a plan was found{smaller}."
+    more = "More solver time may do, too."
+    if is_proved:
+        op = None if problem.floor_op is None else problem.graph.ops[problem.floor_op]
+        more = "" if op is None or backend.device is None else backend.device.floor_advice(op)
+    return f"{advice} {more}".rstrip()
+
+
+def tried_budget(
+    problem: Problem, least_bytes: int, backend: PlanningBackend, seed: int = 0
+) -> int | None:
+    """Returns a budget that a plan was found for, about the least; ``None`` where none was found.
+
+    Args:
+        problem: what is planned for, without a budget.
+        least_bytes: no plan is expected to need less.
+        backend: predicts peaks.
+        seed: for the solver.
+    """
+    memory, clock = backend.memory, Deadline(_MOST_S)
+    plain = memory.peak_bytes(problem, Schedule.store_all(problem.graph))
+    most_bytes = max(plain + plain // 8, least_bytes + least_bytes // 4)
+
+    def has_plan(budget_bytes: int) -> bool:
+        batch_bytes = min(problem.graph.input_bytes, int(_MOST_SPARE_SHARE * budget_bytes))
+        spare = int(_SPARE_SHARE * budget_bytes) + batch_bytes
+        resident = problem.profile.resident_bytes + spare
+        fuller = replace(problem, profile=replace(problem.profile, resident_bytes=resident))
+        try:
+            plan_problem(
+                fuller, budget_bytes, backend, solver="greedy_first",
+                time_limit_s=_PLAN_S, seed=seed,
+            )  # fmt: skip
+        except (InfeasibleBudgetError, ScheduleNotFoundError):
+            return False
+        return True
+
+    fails, enough = least_bytes, None
+    for share in _SHARES:
+        budget_bytes = least_bytes + int(share * (most_bytes - least_bytes))
+        if has_plan(budget_bytes):
+            enough = budget_bytes
+            break
+        fails = budget_bytes
+    for _ in range(_BISECTIONS if enough is not None else 0):
+        middle = (fails + (enough or 0)) // 2
+        if middle <= fails or clock.is_over:
+            break
+        if has_plan(middle):
+            enough = middle
+        else:
+            fails = middle
+    return enough

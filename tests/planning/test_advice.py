@@ -1,0 +1,146 @@
+"""The advice where no plan is found: a limit that a plan was found for."""
+
+import gc
+import random
+import re
+from dataclasses import replace
+
+import keras
+import numpy as np
+import pytest
+from fake_backend import FakeBackend, chain_problem, store_all_peak
+from random_problems import mixed_problem
+
+import keras_remat
+from keras_remat.core.limit import Limit
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.planning import advice
+from keras_remat.planning.advice import advising, tried_budget
+from keras_remat.planning.plan_problem import plan_problem
+from keras_remat.units import MIB, parse_bytes
+
+PROBLEM = chain_problem(8)
+
+
+def refusal(error, problem=PROBLEM, batch_size=8, margin=0.05, backend=None):
+    """Returns what is raised for an error under a limit of which its budget is left."""
+    limit = Limit(round(error.budget_bytes / (1 - margin)), margin)
+    backend = backend or FakeBackend()
+    with pytest.raises(type(error)) as caught, advising(problem, limit, batch_size, backend):
+        raise error
+    return caught.value
+
+
+def advised(message):
+    return parse_bytes(re.search(r"limit of ([\d.]+ \w+) does", message)[1])
+
+
+def test_a_limit_that_is_advised_has_a_plan():
+    budget = PROBLEM.floor_bytes - 1
+    message = str(refusal(InfeasibleBudgetError(budget, PROBLEM.floor_bytes, "conv")))
+    limit = Limit(advised(message), 0.05)
+    assert plan_problem(PROBLEM, limit.usable_bytes, FakeBackend(), solver="greedy_first")
+    assert limit.total_bytes < store_all_peak(8) * 9 / 8
+    assert re.search(r"or perhaps a batch of [1-7] instead of 8\. Give op\d+ less\.$", message)
+    not_found = str(refusal(ScheduleNotFoundError(budget, 150, budget + 1, solver="dtr")))
+    assert not_found.startswith("dtr: ")
+    assert not_found.endswith("More solver time may do, too.")
+    assert advised(not_found)
+
+
+def test_a_limit_is_advised_where_none_was_known_to_do():
+    """A search has proved that the budget is too little, and not how much is enough."""
+    budget = PROBLEM.floor_bytes
+    proved = InfeasibleBudgetError(budget, budget + 1, by_search=True)
+    for error in (proved, ScheduleNotFoundError(budget, budget)):
+        assert advised(str(refusal(error))) > budget
+
+
+def test_where_weights_alone_take_more_they_are_named():
+    full = replace(PROBLEM, profile=replace(PROBLEM.profile, resident_bytes=200_000))
+    message = str(refusal(InfeasibleBudgetError(190_000, full.floor_bytes), full))
+    assert "weights, slots and data alone take" in message
+    assert advised(message) > full.floor_bytes
+
+
+def test_a_smaller_batch_is_smaller_than_what_was_asked_for():
+    """The need is just above the budget: the same batch again would do nothing."""
+    error = InfeasibleBudgetError(PROBLEM.floor_bytes - 1, PROBLEM.floor_bytes, "conv")
+    assert "a batch of 7 instead of 8" in str(refusal(error))
+    assert "batch of" not in str(refusal(error, batch_size=1))
+
+
+def test_nothing_is_tried_before_the_message_is_asked_for(monkeypatch):
+    tried = []
+    monkeypatch.setattr(advice, "tried_budget", lambda *arguments: tried.append(arguments))
+    error = refusal(InfeasibleBudgetError(5, 7))
+    assert not tried
+    assert "Raise the memory limit to at least" in str(error)
+    assert len(tried) == 1
+
+
+def test_where_no_budget_has_a_plan_none_is_advised(monkeypatch):
+    def none(*arguments, **options):
+        raise ScheduleNotFoundError(1, 1)
+
+    monkeypatch.setattr(advice, "plan_problem", none)
+    assert tried_budget(PROBLEM, PROBLEM.floor_bytes, FakeBackend()) is None
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 40))]
+)
+def test_what_is_advised_for_random_problems_is_found_and_no_more_than_plain(seed):
+    problem = mixed_problem(seed, budget=False)
+    backend = FakeBackend()
+    enough = tried_budget(problem, problem.floor_bytes, backend)
+    plan = plan_problem(problem, enough, backend, solver="greedy_first")
+    assert plan.predicted.peak_bytes <= enough
+    most = max(plan.store_all.peak_bytes * 9 // 8, problem.floor_bytes * 5 // 4)
+    assert problem.floor_bytes <= enough <= most
+
+
+def random_model(seed):
+    """Returns a small model of dense layers or of convolutions, and a batch."""
+    rng = random.Random(seed)
+    keras.utils.set_random_seed(seed)
+    depth, is_image, act = rng.randint(3, 7), rng.random() < 0.4, rng.choice(("relu", "gelu"))
+    batch, width = (32, rng.choice((16, 24))) if is_image else (64, rng.choice((512, 768)))
+    shape = (32, 32, 16) if is_image else (width,)
+    layers = [keras.layers.Input(shape)]
+    for _ in range(depth):
+        same = {"padding": "same", "activation": act}
+        layers.append(
+            keras.layers.Conv2D(width, 3, **same)
+            if is_image
+            else keras.layers.Dense(width, activation=act)
+        )
+    model = keras.Sequential(layers)
+    model.compile(rng.choice(("sgd", "adam")), "mse")
+    x = np.random.default_rng(seed).normal(size=(3 * batch, *shape)).astype("float32")
+    return model, x, np.zeros((3 * batch, *model.output_shape[1:]), "float32"), batch
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 40))]
+)
+def test_a_program_that_follows_the_advice_trains(seed):
+    model, x, y, batch = random_model(seed)
+
+    def fit(model, limit):
+        tuner = keras_remat.RematAutotune(
+            limit, batch_size="keep", compilation="ordered", verbose=0
+        )
+        model.fit(x, y, batch_size=batch, verbose=0, callbacks=[tuner])
+        return tuner.report
+
+    slots = 3 if isinstance(model.optimizer, keras.optimizers.Adam) else 1
+    with pytest.raises((InfeasibleBudgetError, ScheduleNotFoundError)) as caught:
+        fit(model, 4 * slots * model.count_params() + 2 * MIB)
+    limit = advised(str(caught.value))
+    del caught  # it holds the data of the fit that ended
+    report = fit(model, limit)
+    assert report.batch_size == batch
+    assert report.epochs[0].peak_bytes <= limit  # 0 or predicted where nothing counts
+    del model
+    gc.collect()  # the next test's bytes are its own
