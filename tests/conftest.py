@@ -24,7 +24,6 @@ collect_ignore = (
         "test_doctor.py",
         "test_faults.py",
         "test_memory_cap.py",
-        "test_random_fits.py",
         "test_shapes_benchmark.py",
         "backends/test_statistics.py",
         "training/test_first_plan.py",

@@ -88,22 +88,29 @@ class Aside:
         begun = self._newest_begun + self._a_call
         known = samples_of_batches(epoch_iterator, begun)
         if known is None:
-            missing = self._missing_of_the_last_call()
+            missing = self._missing_of_the_last_call(is_loop=epoch_iterator is None)
         else:
             samples, batches = known
             missing = begun * self._loader_size - samples, begun - batches
         self._steps.fit.count_watched(-missing[1], -missing[0], Usage(0.0, 0))
 
-    def _missing_of_the_last_call(self) -> tuple[int, int]:
+    def _missing_of_the_last_call(self, *, is_loop: bool) -> tuple[int, int]:
         """Returns how many samples and steps fewer the last call got than others, by what Keras has
         counted. Another callback that resets Keras's metrics in mid-epoch makes that too low: where
-        batches have one size, the call then counts as any other."""
+        batches have one size, the call then counts as any other.
+
+        Args:
+            is_loop: whether a loop of the user's own trains: ``train_on_batch`` resets the metrics,
+                so that the count is the last batch's.
+        """
         fit, size = self._steps.fit, self._loader_size
         is_empty = not any(batch >= self._newest_begun for batch in self._ended)
         samples, steps = (size * self._a_call, self._a_call) if is_empty else (0, 0)
         if self._counted is None:
             return samples, steps
         less = fit.counter.samples - samples - self._counted
+        if is_loop and self._counted <= size <= less:
+            return size - self._counted, 0
         if self._may_grow:
             return samples + less, steps
         return (samples + less, steps + less // size) if 0 <= less < size * self._a_call else (

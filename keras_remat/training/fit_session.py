@@ -253,9 +253,8 @@ class FitSession:
         elif self._is_idle(fit):
             self._asides_left -= 1
             may_grow = fit is None or fit.may_grow
-            self._aside = Aside(
-                self._installed, self.steps, self._trainer.loader_size, self.ended, may_grow
-            )
+            size = self._trainer.loader_size or self.steps.trainer.batch_size  # of train_on_batch
+            self._aside = Aside(self._installed, self.steps, size, self.ended, may_grow)
             self._aside.batch_begins(batch)
 
     def _check(self, check: Callable[[], object]) -> None:

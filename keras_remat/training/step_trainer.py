@@ -439,6 +439,11 @@ class StepTrainer:
         return None if self._reference is None else self._shapes[self._reference]
 
     @property
+    def batch_size(self) -> int:
+        """The samples of a batch of the reference shape; 0 before there is one."""
+        return 0 if self._reference_shape is None else self._reference_shape.batch_size
+
+    @property
     def measured_steps(self) -> int:
         """How many plain steps are measured at the beginning."""
         return self._options.profile_steps

@@ -510,3 +510,57 @@ def test_a_train_function_that_is_set_by_hand_in_mid_fit_runs_as_it_is():
         fit(model, data, callback(), sets, epochs=3)
     assert Sets.calls == 6
     assert model.train_function is sets.own
+
+
+# ------------------------------------------------------------------ own loops
+
+
+class TrainsInALoop(keras.Model):
+    """Has a ``fit`` of its own, which calls ``train_on_batch``."""
+
+    def fit(self, x, y, batch_size, epochs, callbacks, **_options):
+        given = keras.callbacks.CallbackList(
+            callbacks, add_history=True, model=self, epochs=epochs, steps=None
+        )
+        given.on_train_begin()
+        for epoch in range(epochs):
+            given.on_epoch_begin(epoch)
+            for step, at in enumerate(range(0, len(x), batch_size)):
+                batch = x[at : at + batch_size], y[at : at + batch_size]
+                given.on_train_batch_begin(step)
+                logs = self.train_on_batch(*batch, return_dict=True)
+                given.on_train_batch_end(step, logs)
+            given.on_epoch_end(epoch, logs)
+        given.on_train_end()
+        return self.history
+
+
+def in_a_loop():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,))
+    hidden = keras.layers.Dropout(0.2)(keras.layers.Dense(8, "tanh")(inputs))
+    model = TrainsInALoop(inputs, keras.layers.Dense(1)(hidden))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    x = np.linspace(-1, 1, 3 * 75, dtype="float32").reshape(75, 3)
+    return model, (x, x[:, :1] ** 2)
+
+
+def assert_a_loop_trains_as_plainly():
+    plain, data = in_a_loop()
+    expected = fit(plain, data, epochs=2)
+    model, data = in_a_loop()
+    remat = callback()
+    history = fit(model, data, remat, epochs=2)
+    assert history["loss"] == expected["loss"]
+    assert_same_state(model, plain, rtol=0, atol=0)
+    assert [(epoch.samples, epoch.steps) for epoch in remat.report.epochs] == [(75, 3)] * 2
+    return remat
+
+
+def test_a_loop_of_the_model_s_own_with_nothing_to_do_is_counted_to_the_sample():
+    """``train_on_batch`` resets Keras's metrics, and the last batch is smaller."""
+    assert assert_a_loop_trains_as_plainly().plan is None
+
+
+def test_a_loop_of_the_model_s_own_trains_as_plainly_under_a_plan(over_any_limit):
+    assert assert_a_loop_trains_as_plainly().plan is not None

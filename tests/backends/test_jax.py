@@ -10,7 +10,10 @@ from own_process import environment, output_of
 FOLDER = Path(__file__).parent / "jax"
 ROOT = FOLDER.parents[2]
 #: What is asked of every framework.
-OF_ALL = ("test_accumulate.py", "test_batches.py", "test_fit.py", "test_versions.py")
+OF_ALL = (
+    "test_accumulate.py", "test_batches.py", "test_fit.py", "test_random_fits.py",
+    "test_versions.py",
+)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax") is None, reason="JAX is not installed"

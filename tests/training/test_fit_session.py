@@ -18,6 +18,7 @@ from keras_remat.core.events import EventKind
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.reporting.fit_report import LOG_KEYS
 from keras_remat.training.learning_rate import LearningRateScaling
+from keras_remat.units import MIB
 
 QUICK = {"solver": "greedy", "profile_steps": 1, "solver_time_limit_s": 5.0, "verbose": 0}
 
@@ -704,3 +705,25 @@ def test_a_report_that_cannot_be_written_costs_no_training(tmp_path):
             counting_model().fit(*numbered(20), verbose=0, callbacks=[remat])
         assert path.exists() is not told
         assert told == any("the report is not saved" in str(one.message) for one in caught)
+
+
+def test_of_a_step_of_loops_that_no_plan_brings_under_the_limit_the_smallest_stays():
+    """What a loop's gradient needs is known when it has run: of ConvLSTM layers, ours may take more
+    than the plain step."""
+    keras.utils.set_random_seed(0)
+    inputs = x = keras.layers.Input((6, 32, 32, 3))
+    for sequences in (True, False):
+        x = keras.layers.ConvLSTM2D(12, 3, padding="same", return_sequences=sequences)(x)
+    outputs = keras.layers.Dense(1)(keras.layers.GlobalAveragePooling2D()(x))
+    model = keras.Model(inputs, outputs)
+    model.compile("adam", "mse")
+    data = np.ones((48, 6, 32, 32, 3), "float32"), np.ones((48, 1), "float32")
+    gc.collect()
+    limit = tensorflow_backend().device.in_use_bytes() + 30 * MIB
+    remat = autotune(memory_limit=limit, batch_size="keep", margin=0.0)
+    with pytest.warns(UserWarning, match="no schedule that takes less was found"):
+        model.fit(*data, batch_size=4, shuffle=False, verbose=0, callbacks=[remat])
+    plain_bytes = remat.report.baseline.peak_bytes
+    assert remat.report.baseline_source == "measured"
+    assert remat.plan is None or limit < remat.plan.measured.peak_bytes < plain_bytes
+    assert not isinstance(model.train_function, InstalledTrainFunction)

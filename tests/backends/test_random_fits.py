@@ -1,26 +1,29 @@
 """Random combinations of Keras's features, each trained plainly and with ``RematAutotune``.
 
-With the batches kept, samples, order, losses, ``History`` and weights have to be the plain fit's.
-With other batch sizes, the samples and their order have to be. In all, the model comes back as a
-plain fit leaves it.
+With the batches kept, samples, order, losses, ``History``, weights and the number of slots have to
+be the plain fit's. With other batch sizes, the samples and their order have to be. In all, the
+model comes back as a plain fit leaves it.
 """
 
 import copy
 import pickle
 import random
 import warnings
+from collections import namedtuple
+from collections.abc import Mapping
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import keras_remat
 from keras_remat.reporting.fit_report import LOG_KEYS
 
 #: Room for the numbers of all samples that one fit trains; numbers from here on are a guest's.
 ROOM, GUEST = 2000, 900
-IN_DEFAULT_RUN, IN_ALL = 20, 200
+ON_JAX = keras.backend.backend() == "jax"
+#: A case on JAX differs in little that the cases on TensorFlow do not try.
+IN_DEFAULT_RUN, IN_ALL = (4, 100) if ON_JAX else (20, 200)
 
 
 class Diary(keras.layers.Layer):
@@ -32,20 +35,30 @@ class Diary(keras.layers.Layer):
 
     def call(self, numbers, training=False):
         if training:
-            at = self.count + tf.range(tf.shape(numbers)[0])
-            self.numbers.assign(
-                tf.tensor_scatter_nd_update(self.numbers, at[:, None], numbers[:, 0])
-            )
-            self.count.assign_add(tf.shape(numbers)[0])
+            ones = keras.ops.ones_like(numbers[:, 0], dtype="int32")
+            at = self.count + keras.ops.cumsum(ones) - 1
+            self.numbers.assign(keras.ops.scatter_update(self.numbers, at[:, None], numbers[:, 0]))
+            self.count.assign(self.count + keras.ops.sum(ones))
         return numbers / 1000.0
 
     @property
     def entries(self):
-        return self.numbers.numpy()[: int(self.count.numpy())].astype(int).tolist()
+        count = int(keras.ops.convert_to_numpy(self.count))
+        return keras.ops.convert_to_numpy(self.numbers)[:count].astype(int).tolist()
+
+
+def by_name(things):
+    return {str(at): one for at, one in enumerate(things)}
 
 
 #: How a model holds its layers and variables.
-CONTAINERS = {"list": list, "dict": lambda things: {str(at): one for at, one in enumerate(things)}}
+CONTAINERS = {
+    "list": list,
+    "dict": by_name,
+    "tuple": tuple,
+    "named tuple": lambda things: namedtuple("Things", list("pqrs"[: len(things)]))(*things),
+    "nested": lambda things: {"first": (things[0],), "rest": [by_name(things[1:])]},
+}
 #: What may be done to a callback before it is used.
 COPIES = {
     "copy": copy.copy,
@@ -80,7 +93,12 @@ class UpdatesAPart(Held):
         super().__init__(*arguments)
         self.mean_loss = keras.metrics.Mean(name="mean_loss")
 
-    def train_step(self, data):
+    def train_step(self, *given):
+        return self._on_jax(*given) if ON_JAX else self._on_tensorflow(*given)
+
+    def _on_tensorflow(self, data):
+        import tensorflow as tf
+
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             y_pred = self(x, training=True)
@@ -91,9 +109,43 @@ class UpdatesAPart(Held):
         metrics = self.compute_metrics(x, y, y_pred, sample_weight=weight)
         return metrics | {"loss": self.mean_loss.result()}
 
+    def _on_jax(self, state, data):
+        logs, (trainable, *others) = super().train_step(state, data)
+        return logs, ([state[0][0], *trainable[1:]], *others)
+
+
+class CountsCalls:
+    """Makes a train function of its own, which notes how often it was called."""
+
+    calls, _own = 0, None
+
+    def make_train_function(self, force=False):
+        super().make_train_function(force)
+        kerass = self.train_function
+        if kerass is self._own:
+            return
+
+        def own(*given):
+            self.calls += 1
+            return kerass(*given)
+
+        self.train_function = self._own = own
+
+
+class HeldCountsCalls(CountsCalls, Held):
+    pass
+
+
+class ModelCountsCalls(CountsCalls, keras.Model):
+    pass
+
 
 def _things_in(container):
-    return container.values() if isinstance(container, dict) else container
+    if isinstance(container, Mapping):
+        container = container.values()
+    elif not isinstance(container, (list, tuple)):
+        return [container]
+    return [thing for inner in container for thing in _things_in(inner)]
 
 
 class Hooks(keras.callbacks.Callback):
@@ -151,9 +203,8 @@ class Case:
     def __init__(self, seed):
         rng = random.Random(seed)
         self.samples, self.size = rng.choice([40, 47, 60]), rng.choice([4, 8])
-        self.source = rng.choice(
-            ["arrays", "tf.data", "repeated", "PyDataset", "generator", "unknown"]
-        )
+        of_tensorflow = [] if ON_JAX else ["tf.data", "repeated"]
+        self.source = rng.choice(["arrays", *of_tensorflow, "PyDataset", "generator", "unknown"])
         self.epochs, self.initial = rng.choice([2, 3, 4]), rng.choice([0, 0, 1])
         self.validation = rng.choice([None, None, "data", "split", "every other"])
         self.weights = rng.choice([None, None, "sample", "class"])
@@ -171,13 +222,15 @@ class Case:
         single = self.weights == "class" or self.source == "unknown"
         self.outputs = 1 if single else rng.choice([1, 1, 2])
         # a model with its layers in a container, whose own step may update a part, built or not
-        kinds = [None, *CONTAINERS] if self.outputs == 1 else [None]
+        kinds = [None, None, *CONTAINERS] if self.outputs == 1 else [None]
         self.container = rng.choice(kinds)
         # Keras averages all variables, whichever its optimizer was built for
         may_leave_some = self.container is not None and self.optimizer != "ema"
         self.updates_a_part = rng.random() < 0.3 and may_leave_some
-        self.is_built = self.container is None or (not self.updates_a_part and rng.random() < 0.5)
+        self.is_built = self.container is None or rng.random() < 0.5
+        self.own_function = not self.updates_a_part and rng.random() < 0.1
         self.copied = rng.choice([None, None, *COPIES])
+        self.is_used = self.copied is not None and rng.random() < 0.3  # before it is copied
         self.seed = seed
 
     def __repr__(self):
@@ -213,10 +266,12 @@ class Case:
         x = keras.layers.Dense(6, activation="tanh")(Diary(name="diary")(inputs))
         x = keras.layers.Dropout(self._dropout)(x)
         ends = [keras.layers.Dense(1, name=name)(x) for name in "ab"[: self.outputs]]
-        return keras.Model(inputs, ends if self.outputs > 1 else ends[0])
+        kind = ModelCountsCalls if self.own_function else keras.Model
+        return kind(inputs, ends if self.outputs > 1 else ends[0])
 
     def _held(self):
-        kind = UpdatesAPart if self.updates_a_part else Held
+        kind = HeldCountsCalls if self.own_function else Held
+        kind = UpdatesAPart if self.updates_a_part else kind
         model = kind(self.container, self._dropout)
         if self.is_built:
             model(np.zeros((1, 1), "float32"))
@@ -231,16 +286,17 @@ class Case:
         if self.weights == "sample":
             parts = (*parts, 1.0 + numbers[:, 0] % 3)
         steps = self.samples // self.size
-        dataset = tf.data.Dataset.from_tensor_slices(parts).batch(self.size)
         options = {
-            "arrays": dict(zip(("x", "y", "sample_weight"), parts, strict=False))
-            | {"batch_size": self.size},
-            "tf.data": {"x": dataset},
-            "repeated": {"x": dataset.repeat(), "steps_per_epoch": steps - 1},
-            "PyDataset": {"x": Batches(parts, self.size)},
-            "generator": {"x": self._forever(parts), "steps_per_epoch": steps},
-            "unknown": {"x": dataset.filter(lambda *parts: True)},
-        }[self.source]
+            "arrays": lambda: (
+                dict(zip(("x", "y", "sample_weight"), parts, strict=False))
+                | {"batch_size": self.size}
+            ),
+            "tf.data": lambda: {"x": self._dataset(parts)},
+            "repeated": lambda: {"x": self._dataset(parts).repeat(), "steps_per_epoch": steps - 1},
+            "PyDataset": lambda: {"x": Batches(parts, self.size)},
+            "generator": lambda: {"x": self._forever(parts), "steps_per_epoch": steps},
+            "unknown": lambda: {"x": self._of_unknown_length(parts)},
+        }[self.source]()
         if self.weights == "class" and self.source in ("arrays", "PyDataset"):
             options["class_weight"] = {0: 1.0, 1: 2.5}
         if self.validation == "split" and self.source == "arrays":
@@ -250,6 +306,17 @@ class Case:
         if self.validation == "every other":
             options["validation_freq"] = 2
         return options
+
+    def _dataset(self, parts):
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices(parts).batch(self.size)
+
+    def _of_unknown_length(self, parts):
+        if not ON_JAX:
+            return self._dataset(parts).filter(lambda *parts: True)
+        batches = Batches(parts, self.size)  # Keras ends a generator with an epoch
+        return (batches[at] for _ in range(self.epochs) for at in range(len(batches)))
 
     def _forever(self, parts):
         while True:
@@ -305,9 +372,14 @@ def check(seed, path, monkeypatch):
         memory_limit="1GiB", batch_size=case.mode, solver="greedy", solver_time_limit_s=1.0,
         profile_steps=1, verbose=0, report_path=path / "report.json",
     )  # fmt: skip
+    if case.is_used:
+        numbers = np.ones((4, 1), "float32")
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(numbers, numbers, verbose=0, callbacks=[remat])
     remat = COPIES.get(case.copied, lambda one: one)(remat)
     ours, our_history, our_diary, _ = case.run(path, remat)
-    same_batches = case.mode == "keep"
+    same_batches = case.mode == "keep" or case.own_function
     trained, expected = _of_fit(our_diary), _of_fit(diary)
     if not same_batches and "early" in case.others:  # other batches, other losses: other epochs
         both = min(len(trained), len(expected))
@@ -328,6 +400,10 @@ def check(seed, path, monkeypatch):
         assert slots == plain_slots, case
     assert type(ours.train_function) is type(plain.train_function), case
     assert set(vars(ours)) == set(vars(plain)), case
+    kinds = [event.kind for event in remat.report.events]
+    assert ("unmodified" in kinds) == case.own_function, (case, remat.report.events)
+    if case.own_function:
+        assert ours.calls == plain.calls, case
     if case.optimizer != "schedule" and (same_batches or "plateau" not in case.others):
         rate, plain_rate = (float(m.optimizer.learning_rate) for m in (ours, plain))
         assert rate == plain_rate, case
@@ -338,6 +414,7 @@ def check(seed, path, monkeypatch):
         # Keras's metrics in mid-epoch takes the count of batches whose sizes nobody knows before
         guests = {our_diary.count(GUEST), 0} if case.action == "guest" else {0}
         is_told = case.source == "arrays" or case.action not in ("guest", "evaluate")
+        is_told &= not case.own_function  # nobody counts then
         assert not is_told or len(our_diary) - counted in guests, case
 
 
