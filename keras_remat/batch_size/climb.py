@@ -15,7 +15,7 @@ import time
 from keras_remat.backends.base import Backend
 from keras_remat.batch_size.found import BatchSearch, MaxOverhead
 from keras_remat.batch_size.scaling import BatchScaling
-from keras_remat.batch_size.search import SizeSearch
+from keras_remat.batch_size.search import SearchWork, SizeSearch
 from keras_remat.batch_size.sizes import Facts, Move, next_size, shorter_by, worth_running
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Schedule
@@ -94,6 +94,7 @@ class SizeClimb:
             self.max_overhead,
             sizes[-1],
             self.seed,
+            SearchWork(deadline_s=self._deadline_s),
         )
         first = sizes[0] if self.trained else sizes[-1]
         self._learn_newest(scaling)

@@ -56,8 +56,7 @@ from keras_remat.planning.request import PlanRequest, plan_for
 
 #: Seconds for a plan to measure a second size under.
 _SECOND_PLAN_S = 1.0
-#: Share of the time left after tracing that the search with the quick solver gets. The search with
-#: the thorough solver gets the rest.
+#: Share of the search's work that the quick solver gets. The thorough solver gets the rest.
 _QUICK_SHARE = 0.25
 #: Most of the thorough search's time that is kept for running a size.
 _RUNNING_SHARE = 0.9
@@ -65,8 +64,9 @@ _RUNNING_SHARE = 0.9
 _SOLVE_SHARE = 0.1
 #: A first step, with its compilation, takes about so many times the predicted seconds.
 _LATER = 2.5
-#: The least of the time limit that the search gets, however long tracing took.
-_LEAST_SHARE = 0.3
+#: The share of the time limit that the search's work is counted by, and the least that the clock
+#: leaves it, however long tracing took.
+_WORK_SHARE, _LEAST_SHARE = 0.7, 0.3
 
 #: Trains a size under a plan; what a step takes, or ``None`` when the device ran out of memory.
 Train = Callable[[int, Plan], Usage | None]
@@ -134,8 +134,9 @@ def find_max_batch_size(
     backend, step = _first_that_fits(model, batch, traced)
     traced_s = time.perf_counter() - started
     scaling = measured_scaling(backend, model, step)
-    left_s = max(_LEAST_SHARE * time_limit_s, time_limit_s - (time.perf_counter() - started))
-    late_s = (1 - _QUICK_SHARE) * left_s
+    deadline_s = max(started + time_limit_s, time.perf_counter() + _LEAST_SHARE * time_limit_s)
+    work_s = _WORK_SHARE * time_limit_s
+    late_s = (1 - _QUICK_SHARE) * work_s
 
     def running_s(plan: Plan) -> float:
         """Estimates how long a trial of one batch size takes: trace, solve, first step."""
@@ -149,10 +150,11 @@ def find_max_batch_size(
             step.limit,
             backend,
             max_overhead=max_overhead,
-            time_limit_s=_QUICK_SHARE * left_s,
+            time_limit_s=_QUICK_SHARE * work_s,
             late_solver="auto",
             late_time_limit_s=late_s,
             afterwards_s=running_s if runs else None,
+            deadline_s=deadline_s,
             seed=seed,
         )
     search = replace(search, search_time_s=time.perf_counter() - started)

@@ -17,6 +17,10 @@ size that fails wastes little, and one that succeeds says more than that it fits
 
 The solver's budget is the allowed one less what the allocator was seen to waste.
 
+What is found must not depend on how busy the machine is. So the time limits stand for counted work
+(:class:`SearchWork`): every solve costs the seconds that an idle machine takes for it at most, and
+the clock ends the search only where it shows several times as much.
+
 Feasibility need not be monotone in the size: a schedule that was found is never given up
 because a solver failed at a smaller size, and the thorough solver begins with the whole bracket
 again.
@@ -53,6 +57,7 @@ from keras_remat.planning.plan import Plan
 from keras_remat.planning.plan_problem import reused_plan
 from keras_remat.planning.to_budget import new_order
 from keras_remat.solvers import check_floor
+from keras_remat.solvers.search.greedy import STEPS_PER_S
 from keras_remat.units import format_bytes
 
 #: The search stops when a size that fits and one that does not are this share apart.
@@ -79,6 +84,38 @@ _REMEMBERED_PROBLEMS = 12
 _REMEMBERED_RATIOS, _HIGH_RATIO = 5, 1.03
 
 
+#: Passes over the ops that a solve by name takes at most, with those that predict its peak at a few
+#: sizes; those of other solvers take their seconds.
+_PASSES = {"greedy_first": 40.0, "greedy": 60.0}
+#: How many times its seconds the clock may show before it ends a solve or the search, and what it
+#: may show at least.
+_PATIENCE, _LEAST_SOLVE_CLOCK_S, _LEAST_CLOCK_S = 4.0, 2.0, 10.0
+
+
+class SearchWork:
+    """Counts the work of a search, in seconds of an idle machine.
+
+    Args:
+        seconds: of work; infinite where something else bounds it.
+        deadline_s: by ``time.perf_counter``; nothing is begun after it.
+    """
+
+    def __init__(self, seconds: float = math.inf, deadline_s: float = math.inf):
+        self._seconds, self.deadline_s = seconds, deadline_s
+
+    def left_s(self, afterwards_s: float = 0.0) -> float:
+        """Returns the seconds of work that are left; 0 where the clock leaves no more than
+        ``afterwards_s``."""
+        return self._seconds if time.perf_counter() + afterwards_s < self.deadline_s else 0.0
+
+    def take(self, problem: Problem, solver: str, solve_s: float) -> float:
+        """Takes one solve off what is left, and returns with how much patience it may run."""
+        passes = _PASSES.get(solver, math.inf)
+        self._seconds -= min(solve_s, passes * len(problem.graph.ops) / STEPS_PER_S)
+        clock_s = self.deadline_s - time.perf_counter()
+        return max(1.0, min(max(_PATIENCE, _LEAST_SOLVE_CLOCK_S / solve_s), clock_s / solve_s))
+
+
 def search_batch_size(
     scaling: BatchScaling,
     start: int,
@@ -92,6 +129,7 @@ def search_batch_size(
     late_solver: str | None = None,
     late_time_limit_s: float = 60.0,
     afterwards_s: Callable[[Plan], float] | None = None,
+    deadline_s: float | None = None,
     multiple: int = 1,
     seed: int = 0,
 ) -> BatchSearch:
@@ -104,19 +142,24 @@ def search_batch_size(
             forward pass; ``None`` is no bound.
         at_most: no size above this is tried.
         solver: a quick one, asked at many sizes.
-        time_limit_s: after this no new size is tried; no solve gets more than a quarter of it.
+        time_limit_s: for this much work sizes are tried; no solve gets more than a quarter of it.
         late_solver: a thorough one, asked at sizes above the largest that ``solver`` reached;
             ``None`` for none.
         late_time_limit_s: seconds for that and for steps from known orders, beside what is left of
             the others; no solve gets more than a quarter of it.
-        afterwards_s: seconds that have to be left of the late time when a plan is the result;
+        afterwards_s: seconds that have to be left until the deadline when a plan is the result;
             ``None`` for none.
+        deadline_s: by ``time.perf_counter``; ``None`` is several times both time limits from now.
         multiple: every size is a multiple of it: see
             :attr:`~keras_remat.backends.base.Backend.batch_multiple`.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
     """
+    if deadline_s is None:
+        late_s = 0.0 if late_solver is None else late_time_limit_s
+        clock_s = max(_LEAST_CLOCK_S, _PATIENCE * (time_limit_s + late_s))
+        deadline_s = time.perf_counter() + clock_s
     search = SizeSearch(
         lambda size: scaling.at(size * multiple),
         limit,
@@ -124,17 +167,15 @@ def search_batch_size(
         max_overhead,
         (_LARGEST_SIZE if at_most is None else at_most) // multiple,
         seed,
+        SearchWork(time_limit_s, deadline_s),
     )
     search.begin(min(start // multiple, search.at_most), solver, _SOLVE_TIME_SHARE * time_limit_s)
-    quick_deadline_s = search.started + time_limit_s
-    search.bisect(
-        solver, _SOLVE_TIME_SHARE * time_limit_s, quick_deadline_s, try_again=late_solver is None
-    )
+    search.bisect(solver, _SOLVE_TIME_SHARE * time_limit_s, try_again=late_solver is None)
     if late_solver is not None:
         search.afterwards_s = afterwards_s
-        search.bisect_and_improve(
-            late_solver, late_time_limit_s + max(0.0, quick_deadline_s - time.perf_counter())
-        )
+        late_s = late_time_limit_s + max(0.0, search.work.left_s())
+        search.work = SearchWork(late_s, deadline_s)
+        search.bisect_and_improve(late_solver, late_s)
     return replace(search.result(), fit=scaling.fit).times(multiple)
 
 
@@ -155,7 +196,9 @@ class SizeSearch:
         max_overhead: MaxOverhead,
         at_most: int,
         seed: int,
+        work: SearchWork,
     ):
+        self.work = work
         self.limit, self.backend, self.max_overhead = limit, backend, max_overhead
         self._problem_at = lru_cache(_REMEMBERED_PROBLEMS)(problem_at)
         self.at_most, self.seed = at_most, seed
@@ -187,9 +230,9 @@ class SizeSearch:
         self,
         solver: str,
         solve_s: float,
-        deadline_s: float,
         below: float = math.inf,
         *,
+        keep_s: float = 0.0,
         try_again: bool = True,
     ) -> None:
         """Solves between the largest size reached and the least that no schedule fits, or this
@@ -200,8 +243,8 @@ class SizeSearch:
 
         Args:
             solver, solve_s: who is asked, and for how long at most.
-            deadline_s: by ``time.perf_counter``.
             below: sizes from here on are not tried at first.
+            keep_s: seconds of work that are kept for what follows.
             try_again: whether they get it.
         """
         fails, again = int(min(self._ceiling, max(self.largest + 2, below))), True
@@ -209,7 +252,7 @@ class SizeSearch:
             begun = self.largest
             while (
                 fails - self.largest > max(1, int(self.largest * _RESOLUTION))
-                and self._left_s(deadline_s) > 0
+                and self._left_s() > keep_s
             ):
                 mean = (self.largest * fails) ** 0.5
                 least = max(self.largest + 1, math.ceil(_REACHED_SHARE * mean))
@@ -226,11 +269,9 @@ class SizeSearch:
                     fails = size
             fails = min(self.at_most + 1, int(self.largest * _RETRIED_RATIO) + 1)
             self.seed += 1
-            again = (
-                try_again and begun < self.largest < self.at_most and self._left_s(deadline_s) > 0
-            )
+            again = try_again and begun < self.largest < self.at_most and self._left_s() > keep_s
 
-    def improve_from_best(self, solver: str, solve_s: float, deadline_s: float) -> None:
+    def improve_from_best(self, solver: str, solve_s: float) -> None:
         """Solves for sizes a little above the largest: by smaller steps after failures, by larger
         ones otherwise.
 
@@ -240,11 +281,11 @@ class SizeSearch:
         step, failures, most = _FIRST_STEP_SHARE, 0, self._ceiling - 1
         for turn in count():
             is_over = self.largest >= most or failures >= _MOST_FAILED_STEPS
-            if is_over or self._left_s(deadline_s) <= 0:
+            if is_over or self._left_s() <= 0:
                 return
             before = self.largest
             size = min(most, max(before + 1, int(before * (1 + step))))
-            allowed_s = min(solve_s, self._left_s(deadline_s))
+            allowed_s = min(solve_s, self._left_s())
             self.seed += 1
             if turn % 2:
                 self.target_share = _TARGET_SHARES[turn // 2 % len(_TARGET_SHARES)]
@@ -264,22 +305,19 @@ class SizeSearch:
 
     def bisect_and_improve(self, solver: str, time_limit_s: float) -> None:
         """Tries new orders first, then improves the best of them, in one time limit."""
-        deadline_s = time.perf_counter() + time_limit_s
-        left_s = self._left_s(deadline_s)
         self.bisect(
             solver,
             _SOLVE_TIME_SHARE * time_limit_s,
-            deadline_s - _IMPROVE_TIME_SHARE * left_s,
             _RETRIED_RATIO * self.largest,
+            keep_s=_IMPROVE_TIME_SHARE * self._left_s(),
         )
-        self.improve_from_best(solver, _STEP_TIME_SHARE * time_limit_s, deadline_s)
+        self.improve_from_best(solver, _STEP_TIME_SHARE * time_limit_s)
 
-    def _left_s(self, deadline_s: float) -> float:
-        """Seconds for solving until a deadline."""
-        left_s = deadline_s - time.perf_counter()
+    def _left_s(self) -> float:
+        """Returns the seconds of work that are left for solving."""
         if self.afterwards_s is None or not self.largest:
-            return left_s
-        return left_s - self.afterwards_s(self.fastest)
+            return self.work.left_s()
+        return self.work.left_s(self.afterwards_s(self.fastest))
 
     @cached_property
     def _ceiling(self) -> int:
@@ -307,6 +345,7 @@ class SizeSearch:
             solver = self.backend.auto_solver
         try:
             check_floor(problem.with_budget(self.limit.usable_bytes))
+            patience = self.work.take(problem, solver, solve_s)
             order, ratio = new_order(
                 problem,
                 self.limit.usable_bytes,
@@ -316,6 +355,7 @@ class SizeSearch:
                 time_limit_s=solve_s,
                 near=start,
                 seed=self.seed,
+                patience=patience,
             )
         except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self.failure = error

@@ -13,32 +13,37 @@ class Deadline:
     Args:
         seconds: of the limit; infinite for none.
         started: ``time.perf_counter()`` when it began.
+        patience: how many times its seconds the clock may show before it is over. Work that is
+            counted by ``seconds`` then ends by itself on a machine that is as many times busier.
 
     >>> Deadline(0.0).is_over, Deadline(float("inf")).is_over
     (True, False)
     >>> Deadline(60.0).share(0.5).seconds
     30.0
+    >>> Deadline(0.0, patience=4.0).is_over
+    True
     """
 
     seconds: float
     started: float = field(default_factory=lambda: time.perf_counter())
+    patience: float = 1.0
 
     def spent_s(self) -> float:
         """Returns the seconds since it began."""
         return time.perf_counter() - self.started
 
     def left_s(self) -> float:
-        """Returns the seconds until it ends, at least 0."""
-        return max(0.0, self.seconds - self.spent_s())
+        """Returns what is left of its seconds, at least 0; with patience, they are long ones."""
+        return max(0.0, self.seconds - self.spent_s() / self.patience)
 
     @property
     def is_over(self) -> bool:
         """Returns whether its seconds are spent."""
-        return self.spent_s() >= self.seconds
+        return self.spent_s() >= self.seconds * self.patience
 
     def share(self, share: float) -> Deadline:
         """Returns the deadline at which this share of its seconds is spent."""
-        return Deadline(self.seconds * share, self.started)
+        return Deadline(self.seconds * share, self.started, self.patience)
 
 
 NO_DEADLINE = Deadline(float("inf"))

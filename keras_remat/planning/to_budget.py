@@ -134,13 +134,18 @@ class BudgetSearch:
         return self._chosen
 
     def solve_at(
-        self, target: int, time_limit_s: float, near: Schedule | None = None
+        self,
+        target: int,
+        time_limit_s: float,
+        near: Schedule | None = None,
+        patience: float = 1.0,
     ) -> list[Found]:
         """Returns what one solve found on its way, the fastest first.
 
         Args:
             near: a known order to begin with instead of solving anew
             (:mod:`keras_remat.solvers.search.nearby`).
+            patience: as of :func:`keras_remat.solvers.solve`.
 
         Raises:
             InfeasibleBudgetError, ScheduleNotFoundError: as the solver does.
@@ -150,11 +155,13 @@ class BudgetSearch:
         if near is None:
             final = solve(
                 problem, solver=self._solver, time_limit_s=time_limit_s, seed=self._seed,
-                progress=seen.append,
+                progress=seen.append, patience=patience,
             )  # fmt: skip
             seen.append(final)
         else:
-            orders = nearby.schedules(problem, near, time_limit_s=time_limit_s, seed=self._seed)
+            orders = nearby.schedules(
+                problem, near, time_limit_s=time_limit_s, seed=self._seed, patience=patience
+            )
             seen.extend(
                 Solution(order, "nearby", "feasible", 0.0)
                 for order in islice(orders, _ASKED_ORDERS)
@@ -248,6 +255,7 @@ def new_order(
     time_limit_s: float,
     near: Schedule | None = None,
     seed: int = 0,
+    patience: float = 1.0,
 ) -> tuple[Schedule, float]:
     """Returns the order of one solve that needs least, and how much the device adds to it.
 
@@ -255,6 +263,7 @@ def new_order(
 
     Args:
         target_share: the solver's budget as a share of ``budget_bytes``.
+        patience: as of :func:`keras_remat.solvers.solve`.
 
     Returns:
         The order, and its peak over the bytes alive, a ratio.
@@ -264,6 +273,6 @@ def new_order(
     """
     target = min(budget_bytes, max(problem.floor_bytes, int(target_share * budget_bytes)))
     search = BudgetSearch(problem, budget_bytes, memory, solver, seed)
-    found = search.solve_at(target, time_limit_s, near)
+    found = search.solve_at(target, time_limit_s, near, patience)
     least = min(found, key=lambda one: one.peak_bytes)
     return least.schedule, least.peak_bytes / max(1, simulate(problem, least.schedule).peak_bytes)

@@ -91,6 +91,7 @@ def solve(
     time_limit_s: float = 30.0,
     seed: int = 0,
     progress: Callable[[Solution], None] | None = None,
+    patience: float = 1.0,
 ) -> Solution:
     """Solves a problem with a named solver.
 
@@ -101,6 +102,8 @@ def solve(
         seed: the same problem and seed give the same schedule.
         progress: called with every better solution, by ``auto`` with every better bound, too, and
             with the one that is returned.
+        patience: how many times the time limit the clock may show before it ends work that is
+            counted by the limit, as on a machine that does other things, too.
 
     Returns:
         A solution whose schedule is legal, within the budget, with ``usage`` filled in.
@@ -116,7 +119,9 @@ def solve(
     check_int("seed", seed, least=0)
     check_floor(problem)
     _check_bytes(problem)
-    solution = SOLVERS[solver](problem, time_limit_s=time_limit_s, seed=seed, progress=progress)
+    solution = SOLVERS[solver](
+        problem, time_limit_s=time_limit_s, seed=seed, progress=progress, patience=patience
+    )
     validate(problem, solution.schedule)
     solution = replace(solution, usage=simulate(problem, solution.schedule))
     if progress is not None:

@@ -266,7 +266,7 @@ class _Search:
             return known
         for score in DTR_SCORES:
             left_s = max(0.1, self.deadline.share(BOUND_SHARE).left_s())
-            trial = Incumbent(self.problem, "dtr", left_s)
+            trial = Incumbent(self.problem, "dtr", left_s, patience=self.deadline.patience)
             max_ops_run = int(DTR_OPS_PER_S * effort_s(self.limit_s))
             dtr.solve(trial, self.seed, score=score, max_ops_run=max_ops_run)
             if trial.order is not None and self.offer(trial.order, "dtr"):
@@ -352,7 +352,7 @@ class _Search:
         *,
         from_best: bool = False,
     ) -> None:
-        compiled = native.is_compiled(anneal.WAIT_SHARE * self.limit_s)
+        compiled = native.is_compiled(anneal.WAIT_SHARE * self.limit_s * self.deadline.patience)
         moves = anneal.moves_for(self.view.problem, share * self.limit_s, compiled=compiled)
         for order in anneal.improve(
             self.view.problem,

@@ -404,8 +404,9 @@ class BatchTrainer:
 
     @property
     def _search_s(self) -> float:
-        """Seconds that a search is worth."""
-        step_s = median(self._step_s) if self._step_s else 0.0
+        """Seconds that a search is worth, by what a step is estimated to take: what is measured
+        depends on what else the machine does."""
+        step_s = self._steps.trainer.estimated_step_s
         steps, left = float(_SEARCH_STEPS), self._steps.fit.most_steps_left
         if left is not None:
             steps = min(steps, _SEARCH_SHARE * left)

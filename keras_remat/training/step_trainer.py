@@ -460,6 +460,16 @@ class StepTrainer:
         return shape.costs.problem if isinstance(shape, TracedShape) else None
 
     @property
+    def estimated_step_s(self) -> float:
+        """The seconds that the reference shape's plain step is estimated to take, without a
+        measurement; 0 where it was not traced."""
+        shape = self._reference_shape
+        if not isinstance(shape, TracedShape):
+            return 0.0
+        profile = self.backend.estimated_profile(shape.costs.traced, 0)
+        return sum(profile.op_time_s)
+
+    @property
     def micro_batches(self) -> int:
         """How many pieces the reference shape's step trains its batch in."""
         shape = self._reference_shape

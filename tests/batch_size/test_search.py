@@ -1,5 +1,6 @@
 """The batch search: exact scaling, and the largest batch for which a schedule fits."""
 
+import itertools
 import math
 
 import numpy as np
@@ -184,7 +185,7 @@ def test_late_time_begins_with_the_best_known_order_and_leaves_what_comes_afterw
 
     starts, clock = [], [0.0]
 
-    def new_order(problem, budget, share, backend, *, solver, time_limit_s, near=None, seed=0):
+    def new_order(problem, budget, *arguments, solver, time_limit_s, near=None, **options):
         clock[0] += time_limit_s
         starts.append((solver, near))
         raise ScheduleNotFoundError(budget, problem.floor_bytes)
@@ -197,6 +198,7 @@ def test_late_time_begins_with_the_best_known_order_and_leaves_what_comes_afterw
         late_solver="auto",
         late_time_limit_s=100.0,
         afterwards_s=lambda plan: 40.0,
+        deadline_s=150.0,
     )
     assert found.max_batch_size == 40
     assert {solver for solver, start in starts if start is None} == {
@@ -207,7 +209,35 @@ def test_late_time_begins_with_the_best_known_order_and_leaves_what_comes_afterw
     assert {start for solver, start in starts if solver == "nearby"} == {
         found.plan.solution.schedule
     }
-    assert clock[0] <= 10.0 + 100.0 - 40.0 + 25.0, "the last solve may end late"
+    assert clock[0] <= 150.0 - 40.0 + 25.0, "the last solve may end late"
+
+
+@pytest.mark.parametrize("late_solver", [None, "auto"])
+def test_what_is_found_does_not_depend_on_the_clock(monkeypatch, late_solver):
+    """On one machine every look at the clock costs nothing, on the other a tenth of a second."""
+    import keras_remat.batch_size.search as module
+
+    def found(tick_s):
+        clock = itertools.count(0.0, tick_s)
+        monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+        return search(
+            store_all_peak(40), time_limit_s=2.0, late_solver=late_solver, late_time_limit_s=2.0
+        )
+
+    idle, busy = found(0.0), found(0.01)
+    assert [p.batch_size for p in idle.probes] == [p.batch_size for p in busy.probes]
+    assert idle.orders == busy.orders
+    assert len(idle.probes) > 3
+
+
+def test_the_clock_ends_a_search_that_has_a_deadline(monkeypatch):
+    import keras_remat.batch_size.search as module
+
+    clock = itertools.count(0.0, 1.0)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    found = search(store_all_peak(40), start=40, deadline_s=1.0)
+    assert found.max_batch_size == 40
+    assert len(found.probes) == 1
 
 
 def test_steps_from_a_known_order_end_when_none_helps(monkeypatch):
@@ -242,7 +272,7 @@ def test_one_sample_over_the_overhead_bound_is_not_found():
 def test_time_limit_ends_the_search_with_what_is_known():
     found = search(store_all_peak(40), start=40, time_limit_s=1e-9)
     assert found.max_batch_size == 40
-    assert len(found.probes) <= 3
+    assert len(found.probes) <= 6
 
 
 # ------------------------------------------------------------------ on TensorFlow

@@ -30,6 +30,7 @@ class Incumbent:
         solver: public name of the solver, for the solution and for error messages.
         time_limit_s: seconds from now after which :attr:`deadline` is over.
         progress: is called with every better solution.
+        patience: of the deadline.
 
     Attributes:
         order, usage: the best order and what it takes, ``None`` before there is one.
@@ -46,10 +47,11 @@ class Incumbent:
         solver: str,
         time_limit_s: float,
         progress: Progress | None = None,
+        patience: float = 1.0,
     ):
         self.problem = problem
         self.solver = solver
-        self.deadline = Deadline(time_limit_s)
+        self.deadline = Deadline(time_limit_s, patience=patience)
         self.progress = progress
         self.order: tuple[int, ...] | None = None
         self.usage: Usage | None = None
@@ -129,6 +131,7 @@ def run(
     time_limit_s: float = 30.0,
     seed: int = 0,
     progress: Progress | None = None,
+    patience: float = 1.0,
     **options: Any,
 ) -> Solution:
     """Returns what a solver, called with an incumbent, a seed and its options, finds.
@@ -136,7 +139,7 @@ def run(
     Raises:
         ScheduleNotFoundError: it found none within the budget.
     """
-    incumbent = Incumbent(problem, name, time_limit_s, progress)
+    incumbent = Incumbent(problem, name, time_limit_s, progress, patience)
     search(incumbent, seed, **options)
     return incumbent.solution()
 

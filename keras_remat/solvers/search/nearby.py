@@ -24,7 +24,12 @@ ROUNDS = 4
 
 
 def schedules(
-    problem: Problem, start: Schedule, *, time_limit_s: float, seed: int = 0
+    problem: Problem,
+    start: Schedule,
+    *,
+    time_limit_s: float,
+    seed: int = 0,
+    patience: float = 1.0,
 ) -> Iterator[Schedule]:
     """Yields legal schedules within the budget, each faster than the one before.
 
@@ -33,13 +38,14 @@ def schedules(
         start: a legal order; every needed op runs in it.
         time_limit_s: seconds.
         seed: of every choice.
+        patience: as of :func:`keras_remat.solvers.solve`.
     """
-    deadline = Deadline(time_limit_s)
+    deadline = Deadline(time_limit_s, patience=patience)
     budget = problem.budget_bytes or 0
     base = tuple(dict.fromkeys(start.order))
     coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
     known = coarse.project(start.order)
-    compiled = native.is_compiled(anneal.WAIT_SHARE * time_limit_s)
+    compiled = native.is_compiled(anneal.WAIT_SHARE * time_limit_s * patience)
     for order in anneal.improve(
         coarse.problem,
         known,
