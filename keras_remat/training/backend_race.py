@@ -1,21 +1,16 @@
-"""Which way a step runs: compiled as one (XLA) or op by op in order, on the whole batch or in
-pieces: measured, where several ways are possible.
+"""Trains batches by the best of several ways: measured, where several are possible.
 
-A compiled step fuses and may be faster; the executor obeys an order exactly and can time single
-ops, so its plans hold tighter limits. Which of the two wins depends on device and model (XLA on a
-CPU is slow at convolutions). Pieces need less memory and less recomputation
-(:mod:`keras_remat.training.pieces`). So training begins with the first way; one that cannot carry
-the step, or finds no schedule under the limit, gives way to the next. Once the first one's step is
-final and under a plan, the next one is tried under a quick plan: both train a few batches, one
-after the other, and the faster of those within the limit stays. Then the next way is tried against
-it. Every batch is trained exactly once, by whichever is in force.
+Training begins with the first way; one that cannot carry the step, or finds no schedule under the
+limit, gives way to the next. Once the first one's step is final and under a plan, the next one is
+tried under a quick plan: both train a few batches in turn, and the faster of those within the limit
+stays. Then the next way is tried against it. Every batch is trained exactly once, by whichever is
+in force. What decides is in :mod:`keras_remat.training.contest`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 from keras_remat.backends.base import Backend
@@ -33,59 +28,16 @@ from keras_remat.errors import (
 )
 from keras_remat.planning.plan import Plan
 from keras_remat.training.arguments import FitOptions
+from keras_remat.training.contest import MOST_OPS, Contest, Trial, Tried, better
 from keras_remat.training.fit_state import FitState
-from keras_remat.training.pieces import MOST_OPS, Tried, next_pieces, pays
 from keras_remat.training.shape_state import USUAL_TERMS, Terms
 from keras_remat.training.step_trainer import StepTrainer
 from keras_remat.units import format_bytes, format_seconds
 
 #: Seconds the solver may take for a plan that is on trial.
 _TRIAL_SOLVE_S = 8.0
-#: Both sides of a trial train so many steps in turn, so many times, before it ends; the first one
-#: after a change of sides tells nothing.
-_STEPS_A_TURN, _TURNS = 3, 2
 
 _FAILURES = (InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError, PlanMismatchError)
-
-
-class Trial:
-    """Two steps that train the same batches, until it is known which of them is faster.
-
-    The rival trains until its step is final; then both are measured shortly after each other,
-    because devices slow down and speed up from one minute to the next.
-    """
-
-    def __init__(self, fit: FitState, champion: StepTrainer, rival: StepTrainer, size: int):
-        self._fit, self.champion, self.rival, self.size = fit, champion, rival, size
-        self._sides = [champion] * _STEPS_A_TURN + [rival] * _STEPS_A_TURN
-        self._sides *= _TURNS
-        self._usages: list[Usage] = []  # what the steps of the turns took
-
-    def turn(self) -> StepTrainer | None:
-        """Returns who trains the next batch, once the rival's step is final; ``None`` when both
-        were measured, or one is over the limit."""
-        at, both = len(self._usages), (self.champion, self.rival)
-        peaks = (trainer.settled_usage.peak_bytes for trainer in both)
-        if at == len(self._sides) or not all(map(self._fit.limit.holds, peaks)):
-            return None
-        return self._sides[at]
-
-    def note(self, trainer: StepTrainer) -> None:
-        """Notes what a final step took, where it was the trainer's turn."""
-        if trainer is self.turn():
-            self._usages.append(trainer.settled_usage)
-
-    def usage(self, trainer: StepTrainer) -> Usage:
-        """Returns what a side's steps took."""
-        steps = [
-            usage
-            for at, (side, usage) in enumerate(zip(self._sides, self._usages, strict=False))
-            if side is trainer and at % _STEPS_A_TURN
-        ]
-        if not steps:
-            return trainer.settled_usage
-        peak_bytes = max(trainer.settled_usage.peak_bytes, *(step.peak_bytes for step in steps))
-        return Usage(median(step.time_s for step in steps), peak_bytes)
 
 
 class BackendRace:
@@ -96,18 +48,22 @@ class BackendRace:
         backends: the one to begin with, and those it may give way to.
 
     Attributes:
-        trainer: the way's that is in force, or on trial.
+        contest: who trains, and what is known of the ways; nothing else of this object changes.
     """
 
     def __init__(self, fit: FitState, backends: Sequence[Backend], options: FitOptions):
         self.fit = fit
-        self._options, self._left = options, list(backends[1:])
-        self._chooses_pieces = options.chooses_pieces
-        self._tried: list[Tried] = []  # the best so far, and the newest
-        self._is_judged = False  # whether the step in force is among them
-        self.trainer = StepTrainer(self.fit, backends[0], options)
-        self._trial: Trial | None = None
-        self._grown = False
+        self._options, self._backends = options, tuple(backends)
+        self.contest = Contest(
+            running=StepTrainer(fit, backends[0], options),
+            modes_left=len(backends) - 1,
+            chooses_pieces=options.chooses_pieces,
+        )
+
+    @property
+    def trainer(self) -> StepTrainer:
+        """The way that is in force, or on trial."""
+        return self.contest.running
 
     # ---------------------------------------------------------------- one batch
 
@@ -124,22 +80,21 @@ class BackendRace:
                 was not trained.
             UnsupportedModelError: no backend can carry the step; this batch was not trained.
         """
-        if batch_size_of(batch) == 0:  # there is nothing to plan
+        size, trial = batch_size_of(batch), self.contest.trial
+        if size == 0:  # there is nothing to plan
             return self.fit.installed.run_plain(batch)
-        if self._trial is not None and batch_size_of(batch) != self._trial.size:
-            return self._trial.champion.run(batch)
-        limit = self.fit.limit if self._grown else None
+        if trial is not None and size != trial.size:
+            return trial.champion.run(batch)
+        limit = self.fit.limit if self.contest.has_grown else None
         while True:
-            is_last = not self._left and not self._chooses_pieces
+            contest = self.contest
+            may_split = terms.may_split and not contest.may_try
+            may_miss = terms.may_miss and not contest.chooses_pieces
             try:
                 result = self.trainer.run(
                     batch,
-                    replace(
-                        terms,
-                        may_split=terms.may_split and is_last,
-                        may_miss=terms.may_miss and not self._chooses_pieces,
-                    ),
-                    timed=timed or self._trial is not None,
+                    replace(terms, may_split=may_split, may_miss=may_miss),
+                    timed=timed or contest.trial is not None,
                 )
             except _FAILURES as error:
                 if not self._gives_way(error, batch):
@@ -148,33 +103,38 @@ class BackendRace:
                     raise
                 continue
             if self.trainer.settled:
-                self._follow(batch)
+                self._follow(size, batch)
             return result
 
     def run_settled(self, batch: Any) -> Any:
         """Trains one batch and returns its logs, where its step is settled; ``None`` where not."""
-        may_try = (self._left or self._chooses_pieces) and self._options.plan is None
-        return None if may_try or self._trial is not None else self.trainer.run_settled(batch)
+        contest = self.contest
+        may_try = contest.may_try and self._options.plan is None
+        return None if may_try or contest.trial is not None else self.trainer.run_settled(batch)
 
-    def _follow(self, batch: Any) -> None:
+    def _follow(self, size: int, batch: Any) -> None:
         """Goes on after a batch that a final step trained."""
-        if self._trial is None:
+        contest = self.contest
+        if contest.trial is None:
             self._begin_trial(batch)
             return
-        self._trial.note(self.trainer)
-        turn = self._trial.turn()
+        trial, turn = contest.trial, None
+        peaks = (side.settled_usage.peak_bytes for side in contest.sides)
+        if all(map(self.fit.limit.holds, peaks)):
+            trial = trial.noting(self.trainer, self.trainer.settled_usage)
+            turn = trial.turn()
         if turn is None:
-            self._compare(self._trial)
+            self._compare(trial)
         else:
-            self.trainer = turn
+            self.contest = replace(contest, trial=trial, running=turn)
 
     def _gives_way(self, error: Exception, batch: Any) -> bool:
         """Whether another way takes over from the one that failed."""
-        failed, trial = self.trainer, self._trial
-        self._tried.append(Tried(failed.pieces, over_bytes=_over_bytes(error)))
-        self._is_judged = trial is not None and failed is trial.rival
-        if isinstance(error, UnsupportedModelError) and not self._left:
-            self._chooses_pieces = False
+        failed, trial = self.trainer, self.contest.trial
+        self.contest = self.contest.after_failure(
+            Tried(failed.pieces, over_bytes=_over_bytes(error)),
+            is_unsupported=isinstance(error, UnsupportedModelError),
+        )
         if trial is not None:
             kept = trial.rival if failed is trial.champion else trial.champion
             message = (
@@ -183,10 +143,10 @@ class BackendRace:
             )
             self._end_trial(trial, kept, message)
             return True
-        if self._grown:
+        if self.contest.has_grown:
             return False
         following = self._following(batch, self._options)
-        if failed.pieces > self._options.micro_batches and not self._chooses_pieces:
+        if failed.pieces > self._options.micro_batches and not self.contest.chooses_pieces:
             # it cannot be cut: the whole batch is the last way
             following = StepTrainer(self.fit, failed.backend, self._options, plain_may_run=False)
         if following is None:
@@ -196,22 +156,19 @@ class BackendRace:
             f"No {_way(failed)} step, training goes on {_way(following)}: {statement_of(error)}",
         )
         failed.close()
-        self.trainer = following
+        self.contest = self.contest.going_on(following)
         return True
 
     def _begin_trial(self, batch: Any) -> None:
         """Lets the next way show what it can do, where the first one's step is under a plan."""
-        first = self.trainer
-        no_way_left = not self._left and not self._chooses_pieces
-        if no_way_left or self._options.plan is not None:
+        first, options = self.trainer, self._options
+        if not self.contest.may_try or options.plan is not None:
             return
-        if first.plan is None and self.fit.limit.holds(first.settled_usage.peak_bytes):
+        usage, limit = first.settled_usage, self.fit.limit
+        if first.plan is None and limit.holds(usage.peak_bytes):
             return
-        if not self._is_judged:
-            self._tried.append(_tried(first, first.settled_usage, self.fit.limit))
-            self._is_judged = True
-        options = self._options
-        if self.fit.limit.holds(first.settled_usage.peak_bytes):
+        self.contest = self.contest.judging(_tried(first, usage, limit))
+        if limit.holds(usage.peak_bytes):
             # a trial is worth little time; where the limit is broken the next one has to do it
             solver = "greedy" if options.solver == "auto" else options.solver
             limit_s = min(_TRIAL_SOLVE_S, options.solver_time_limit_s)
@@ -219,48 +176,44 @@ class BackendRace:
         rival = self._following(batch, options)
         if rival is None:
             return
-        self._trial, self.trainer = Trial(self.fit, first, rival, batch_size_of(batch)), rival
+        self.contest = self.contest.trying(rival, batch_size_of(batch))
         self.fit.event(
             _kind(first, rival), f"The {_way(first)} step is final; {_way(rival)} is tried."
         )
 
-    def _compare(self, trial: Trial) -> None:
-        """Ends a trial: the faster of both steps stays, of those within the limit."""
-        champion, rival = trial.champion, trial.rival
-        old, new = trial.usage(champion), trial.usage(rival)
-        limit = self.fit.limit
-        self._tried = [_tried(champion, old, limit), _tried(rival, new, limit)]
-        within = limit.holds(max(old.peak_bytes, new.peak_bytes))
-        if within and rival.pieces > champion.pieces:
-            better = rival if pays(new.time_s, old.time_s) else champion
-        else:
-            better = champion if _rank(old, limit) <= _rank(new, limit) else rival
+    def _compare(self, trial: Trial[StepTrainer]) -> None:
+        """Ends a trial by what both steps took."""
+        sides, limit = (trial.champion, trial.rival), self.fit.limit
+        old, new = usages = [trial.usage(side, side.settled_usage) for side in sides]
+        more_pieces = trial.rival.pieces > trial.champion.pieces
+        stays = better(trial, old, new, limit, more_pieces=more_pieces)
         told = ", ".join(
-            f"{_way(trainer)} {format_seconds(usage.time_s)} and {format_bytes(usage.peak_bytes)}"
-            for trainer, usage in ((champion, old), (rival, new))
+            f"{_way(side)} {format_seconds(usage.time_s)} and {format_bytes(usage.peak_bytes)}"
+            for side, usage in zip(sides, usages, strict=True)
         )
-        self._end_trial(
-            trial, better, f"Measured per step: {told}. Training goes on {_way(better)}."
-        )
+        tried = [_tried(*side, limit) for side in zip(sides, usages, strict=True)]
+        message = f"Measured per step: {told}. Training goes on {_way(stays)}."
+        self._end_trial(trial, stays, message, *tried)
 
-    def _end_trial(self, trial: Trial, better: StepTrainer, message: str) -> None:
+    def _end_trial(
+        self, trial: Trial[StepTrainer], stays: StepTrainer, message: str, *tried: Tried
+    ) -> None:
         self.fit.event(_kind(trial.champion, trial.rival), message)
-        (trial.rival if better is trial.champion else trial.champion).close()
-        self._trial, self.trainer = None, better
+        (trial.rival if stays is trial.champion else trial.champion).close()
+        self.contest = self.contest.going_on(stays, *tried)
 
     def _following(self, batch: Any, options: FitOptions) -> StepTrainer | None:
         """Returns the next way's trainer, which never runs the plain step: what was tried first has
         told that it does not fit; ``None`` where no way is left."""
-        backend = self.trainer.backend
-        if self._left:
-            backend = self._left.pop(0)
+        contest, backend = self.contest, self.trainer.backend
+        if contest.modes_left:
+            backend = self._backends[-contest.modes_left]
+            self.contest = replace(contest, modes_left=contest.modes_left - 1)
         else:
-            self._chooses_pieces &= not self._grown
-            most = MOST_OPS * self.trainer.pieces // max(1, self.trainer.traced_ops)
-            most = min(most, batch_size_of(batch))
-            pieces = next_pieces(self._tried, most) if self._chooses_pieces else None
+            most = MOST_OPS * self.trainer.pieces // max(1, self.trainer.record.traced_ops)
+            pieces = contest.next_pieces(min(most, batch_size_of(batch)))
             if pieces is None:
-                self._chooses_pieces = False
+                self.contest = replace(contest, chooses_pieces=False)
                 return None
             options = replace(options, micro_batches=pieces)
         return StepTrainer(self.fit, backend, options, plain_may_run=False)
@@ -270,22 +223,21 @@ class BackendRace:
     @property
     def settled(self) -> bool:
         """Whether the reference shape's step is final, and no other is on trial."""
-        return self._trial is None and self.trainer.settled
+        return self.contest.trial is None and self.trainer.settled
 
     def runs_plain(self, *, may_grow: bool) -> bool:
         """Returns whether nothing is to be done; see :meth:`StepTrainer.runs_plain`."""
-        return self._trial is None and self.trainer.runs_plain(may_grow=may_grow)
+        return self.contest.trial is None and self.trainer.runs_plain(may_grow=may_grow)
 
     def close(self) -> None:
         """Stops recordings and solvers that are under way."""
-        trial = self._trial
-        for trainer in (self.trainer,) if trial is None else (trial.champion, trial.rival):
+        for trainer in self.contest.sides:
             trainer.close()
 
     def begin_shape(self, expected: Plan | None = None, costs: Problem | None = None) -> None:
         """Makes the next batch's shape the reference shape; one that does not fit is refused, not
         handed to another way."""
-        self._grown = True
+        self.contest = replace(self.contest, has_grown=True)
         self.trainer.begin_shape(expected, costs)
 
 
@@ -315,9 +267,3 @@ def _way(trainer: StepTrainer) -> str:
 def _kind(first: StepTrainer, second: StepTrainer) -> EventKind:
     same = first.backend is second.backend
     return EventKind.MICRO_BATCHES if same else EventKind.COMPILATION
-
-
-def _rank(usage: Usage, limit: Limit) -> tuple[bool, float]:
-    """Within the limit the faster one comes first, above it the smaller one."""
-    over = not limit.holds(usage.peak_bytes)
-    return over, usage.peak_bytes if over else usage.time_s

@@ -178,7 +178,7 @@ class FitSession:
         One of another callback before the first of ``fit`` is trained by Keras's own step: what is
         planned is planned for the batches of ``fit``.
         """
-        too_early = caller is Caller.GUEST and not self._trainer.has_begun
+        too_early = caller is Caller.GUEST and not self._trainer.sizes.loader
         if too_early or self._is_unmodified:
             return self._installed.run_plain(batch)
         with self._training():
@@ -253,7 +253,7 @@ class FitSession:
         elif self._is_idle(fit):
             self._asides_left -= 1
             may_grow = fit is None or fit.may_grow
-            size = self._trainer.loader_size or self.steps.trainer.batch_size  # of train_on_batch
+            size = self._trainer.sizes.loader or self.steps.trainer.batch_size  # of train_on_batch
             self._aside = Aside(self._installed, self.steps, size, self.ended, may_grow)
             self._aside.batch_begins(batch)
 
@@ -328,7 +328,7 @@ class FitSession:
             self._report.batch_size or 0,
             self._report.baseline_samples_per_s,
         )
-        if not self._trainer.has_changed:  # this epoch's steps are the plain ones
+        if not self._trainer.sizes.has_changed:  # this epoch's steps are the plain ones
             usage = replace(usage, plain_samples_per_s=usage.samples_per_s)
         self._report.epochs.append(usage)
         rest = {name: _as_number(value) for name, value in self._rest_logs.items()}

@@ -29,16 +29,14 @@ from keras_remat.training.shape_state import (
     is_within,
 )
 
+#: The shapes seen so far.
+Shapes = Mapping[Signature, ShapeState]
+
 
 class ShapeFamily:
-    """The shapes of one ``fit`` and backend.
+    """Tells of the shapes of one ``fit`` and backend what those seen so far have shown."""
 
-    Args:
-        shapes: those seen so far; the driver adds to them.
-    """
-
-    def __init__(self, shapes: Mapping[Signature, ShapeState]):
-        self._shapes = shapes
+    def __init__(self) -> None:
         # by ranks and dtypes, with the step whose ops they are
         self._scalings: dict[tuple[object, ...], tuple[GraphScaling, TracedStep]] = {}
 
@@ -53,47 +51,37 @@ class ShapeFamily:
         else:
             self._scalings[kind][0].learn(graph, sizes)
 
-    def costs_at(self, signature: Signature) -> Costs | None:
+    def costs_at(self, shapes: Shapes, signature: Signature) -> Costs | None:
         """Returns what the step of a shape costs that was not traced; ``None`` where that is not
         known. The traced step beside it is another shape's."""
         kind, sizes = _kind_and_sizes(signature)
         if kind not in self._scalings:
             return None
         scaling, traced = self._scalings[kind]
-        graph, seen = scaling.at(sizes), self._costs(signature)
+        graph, seen = scaling.at(sizes), _costs(shapes, signature)
         if graph is None or not seen:
             return None
         return Costs(traced=traced, problem=transfer_costs(seen[0], graph))
 
-    def known(self, signature: Signature) -> Known:
+    def known(self, shapes: Shapes, signature: Signature) -> Known:
         """Returns the orders that run at other shapes, and what was seen to cost what there."""
         plans = tuple(
             (shape.plan, shape.costs.problem.graph, _first_phase(shape))
-            for shape in self._shapes.values()
+            for shape in shapes.values()
             if isinstance(shape, PlannedShape)
             and shape.costs.micro_batches == 1
             and shape.signature != signature
         )
-        return Known(plans=plans, costs=self._costs(signature), is_family=True)
+        return Known(plans=plans, costs=_costs(shapes, signature), is_family=True)
 
-    def _costs(self, signature: Signature) -> tuple[Problem, ...]:
-        """Returns the costs that tell most: those that were measured, at the largest shape."""
-        problems = [
-            shape.costs.problem
-            for shape in self._shapes.values()
-            if isinstance(shape, TracedShape)
-            and shape.costs.micro_batches == 1
-            and shape.signature != signature
-        ]
-        problems.sort(key=lambda p: (p.profile.source != "measured", -p.graph.input_bytes))
-        return tuple(problems[:1])
-
-    def profiles_by_size(self, signature: Signature, graph: Graph) -> dict[int, Profile]:
+    def profiles_by_size(
+        self, shapes: Shapes, signature: Signature, graph: Graph
+    ) -> dict[int, Profile]:
         """Returns the profiles of a graph's ops that were measured where batches differ from this
         one in their number of samples alone."""
         return {
             shape.batch_size: shape.costs.problem.profile
-            for shape in self._shapes.values()
+            for shape in shapes.values()
             if shape.signature != signature
             and _sample_of(shape.signature) == _sample_of(signature)
             and isinstance(shape, PlannedShape)
@@ -102,14 +90,27 @@ class ShapeFamily:
             and shape.costs.problem.graph.has_ops_of(graph)
         }
 
-    def is_within_plain(self, signature: Signature) -> bool:
+    def is_within_plain(self, shapes: Shapes, signature: Signature) -> bool:
         """Returns whether a batch is nowhere larger than one whose plain step fits."""
         return any(
             isinstance(shape, PlainShape)
             and not shape.tries.plain_ruled_out
             and is_within(signature, shape.signature)
-            for shape in self._shapes.values()
+            for shape in shapes.values()
         )
+
+
+def _costs(shapes: Shapes, signature: Signature) -> tuple[Problem, ...]:
+    """Returns the costs that tell most: those that were measured, at the largest shape."""
+    problems = [
+        shape.costs.problem
+        for shape in shapes.values()
+        if isinstance(shape, TracedShape)
+        and shape.costs.micro_batches == 1
+        and shape.signature != signature
+    ]
+    problems.sort(key=lambda p: (p.profile.source != "measured", -p.graph.input_bytes))
+    return tuple(problems[:1])
 
 
 def _kind_and_sizes(signature: Signature) -> tuple[tuple[object, ...], tuple[int, ...]]:

@@ -34,6 +34,7 @@ from keras_remat.training.first_plan import FirstPlans
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.moves import Moves
 from keras_remat.training.phases import Facts, Move, Phase, Recorded, Tries, decide
+from keras_remat.training.record import StepsRecord
 from keras_remat.training.shape_family import ShapeFamily
 from keras_remat.training.shape_state import (
     USUAL_TERMS,
@@ -47,7 +48,6 @@ from keras_remat.training.shape_state import (
     Solving,
     Terms,
     TracedShape,
-    is_within,
 )
 from keras_remat.training.undo import Outcome, OutOfMemory, StepGuard, Trained
 from keras_remat.training.watch import Pace
@@ -75,9 +75,7 @@ class StepTrainer:
 
     Attributes:
         pieces: in how many pieces a batch is asked to be trained.
-        plan: of the shape that training is about, the reference shape; ``None`` while it runs
-            plainly.
-        traced_ops: how many ops the newest step that was traced has; 0 before.
+        record: how batches of all shapes are trained; nothing else of this object changes.
     """
 
     def __init__(
@@ -90,14 +88,9 @@ class StepTrainer:
         self._first_plans = FirstPlans(fit, backend, options, self._costs)
         self._moves = Moves(fit, backend, self._costs, self._first_plans, self._known)
         self._guard = StepGuard(fit.model, backend, fit.facts)
-        self._shapes: dict[Signature, ShapeState] = {}
-        self._signatures = Signatures()
+        self._signatures, self._family = Signatures(), ShapeFamily()
         self._pace = Pace(options.profile_steps)  # of looks at final steps
-        self._reference: Signature | None = None  # of the shape that training is about
-        self._family = ShapeFamily(self._shapes)
-        self._expected = Known()
-        self.plan: Plan | None = None
-        self.traced_ops = 0
+        self.record = StepsRecord()
 
     # ---------------------------------------------------------------- one batch
 
@@ -117,24 +110,17 @@ class StepTrainer:
         settled = None if timed else self._settled(key, terms.may_miss)
         if settled is not None:
             return self._run_settled(settled, batch)
-        if key not in self._shapes:
+        if key not in self.record.shapes:
             with self._fit.planning():
                 self._set(self._prepare(batch, terms))
-        shape = self._shapes[key]
-        self._set(replace(shape, terms=replace(shape.terms, may_miss=terms.may_miss)))
-        self._reference = self._reference or key
-        is_same_size = batch_size_of(batch) == self._shapes[self._reference].batch_size
-        if is_same_size and is_within(self._reference, key):
-            self._reference = key  # the longest batch is what training is about
-        self._set(self._shapes[self._reference])
-        for shape in list(self._shapes.values()):
-            if shape.signature != key and isinstance(shape, Recording) and shape.started:
-                self._set(self._moves.end_recording(shape))  # this step is none of its
+        self.record = self.record.after_batch(key, may_miss=terms.may_miss)
+        for shape in self.record.recorded_beside(key):
+            self._set(self._moves.end_recording(shape))  # this step is none of its
         while True:
-            outcome = self._attempt(self._shapes[key], batch, timed)
-            before = self._shapes[key]
+            outcome = self._attempt(self.record.shapes[key], batch, timed)
+            before = self.record.shapes[key]
             self._set(self._follow(before, outcome))
-            self._learn(before, self._shapes[key])
+            self._learn(before, self.record.shapes[key])
             if isinstance(outcome, Trained):
                 return outcome.result
 
@@ -147,16 +133,8 @@ class StepTrainer:
     def _settled(self, key: Signature, may_miss: bool) -> PlannedShape | None:
         """Returns a batch's shape where its step is final under a plan, and no look at it is due;
         ``None`` where something is to be found out or to be done."""
-        shape = self._shapes.get(key)
-        is_settled = (
-            self._reference is not None
-            and isinstance(shape, PlannedShape)
-            and shape.called
-            and shape.terms.may_miss == may_miss
-            and all(one.phase is Phase.FINAL for one in self._shapes.values())
-            and not self._is_look_due()
-        )
-        return shape if is_settled and isinstance(shape, PlannedShape) else None
+        shape = self.record.settled_shape(key, may_miss=may_miss)
+        return None if shape is None or self._is_look_due() else shape
 
     def _is_look_due(self) -> bool:
         """Returns whether the next final step is waited for and timed. What one of several
@@ -177,7 +155,7 @@ class StepTrainer:
 
     def _learn(self, before: ShapeState, after: ShapeState) -> None:
         """Tells those who predict what a step took, before and after the move that followed."""
-        reference = self._reference or before.signature
+        reference = self.record.reference or before.signature
         self._fit.baseline.follow(
             before, after, reference, self.backend.compilation, self._plain_peak_bytes
         )
@@ -372,7 +350,7 @@ class StepTrainer:
         except UnsupportedBatchError as error:
             self._fit.warn(EventKind.REMARK, str(error))
             return replace(shape, tries=Tries(plain_ruled_out=True))  # nothing can be planned
-        self.traced_ops = len(costs.problem.graph.ops)
+        self.record = self.record.after_trace(costs)
         self._family.learn(shape.signature, costs)
         given = self._first_plans.given(costs)
         if given is not None:
@@ -391,23 +369,24 @@ class StepTrainer:
 
     def _plain_is_known_to_fit(self, signature: Signature) -> bool:
         """Returns whether Keras's own step fits by what other shapes tell, without a trace."""
-        if self._reference is None:
+        shapes = self.record.shapes
+        if self.record.reference is None:
             return False
-        if self._family.is_within_plain(signature):
+        if self._family.is_within_plain(shapes, signature):
             return True
-        costs = self._family.costs_at(signature)
+        costs = self._family.costs_at(shapes, signature)
         if costs is None:
             return False
         return self.plain_fits(self._costs.plain_bound_bytes(costs, is_traced=False))
 
     def _known(self, shape: ShapeState) -> Known:
         """Returns what is known of a shape that is not traced yet."""
-        return self._expected if self._reference is None else self._family.known(shape.signature)
+        if self.record.reference is None:
+            return self.record.expected
+        return self._family.known(self.record.shapes, shape.signature)
 
     def _set(self, shape: ShapeState) -> None:
-        self._shapes[shape.signature] = shape
-        if self._reference in (None, shape.signature):
-            self.plan = shape.plan if isinstance(shape, PlannedShape) else None
+        self.record = self.record.with_shape(shape)
 
     def _plain_peak_bytes(self, shape: PlainShape) -> int:
         """Returns what plain steps measured; where they cannot, what is predicted."""
@@ -428,20 +407,22 @@ class StepTrainer:
             expected: a plan for it to begin with, or for another size of the same step.
             costs: what is known of its costs from other sizes.
         """
-        self._reference = None
-        self._expected = Known(costs=() if costs is None else (costs,))
+        known = Known(costs=() if costs is None else (costs,))
         if expected is not None and expected.problem is not None:
             plan = (expected, expected.problem.graph, Phase.WARM_UP)
-            self._expected = replace(self._expected, plans=(plan,))
+            known = replace(known, plans=(plan,))
+        self.record = self.record.expecting(known)
 
     @property
-    def _reference_shape(self) -> ShapeState | None:
-        return None if self._reference is None else self._shapes[self._reference]
+    def plan(self) -> Plan | None:
+        """The plan of the shape that training is about; ``None`` while it runs plainly."""
+        return self.record.plan
 
     @property
     def batch_size(self) -> int:
         """The samples of a batch of the reference shape; 0 before there is one."""
-        return 0 if self._reference_shape is None else self._reference_shape.batch_size
+        shape = self.record.reference_shape
+        return 0 if shape is None else shape.batch_size
 
     @property
     def measured_steps(self) -> int:
@@ -451,19 +432,20 @@ class StepTrainer:
     @property
     def settled(self) -> bool:
         """Whether the reference shape's step is final."""
-        return self._reference_shape is not None and self._reference_shape.phase is Phase.FINAL
+        shape = self.record.reference_shape
+        return shape is not None and shape.phase is Phase.FINAL
 
     @property
     def problem(self) -> Problem | None:
         """The reference shape's traced step with its costs, measured ones once there are any."""
-        shape = self._reference_shape
+        shape = self.record.reference_shape
         return shape.costs.problem if isinstance(shape, TracedShape) else None
 
     @property
     def estimated_step_s(self) -> float:
         """The seconds that the reference shape's plain step is estimated to take, without a
         measurement; 0 where it was not traced."""
-        shape = self._reference_shape
+        shape = self.record.reference_shape
         if not isinstance(shape, TracedShape):
             return 0.0
         profile = self.backend.estimated_profile(shape.costs.traced, 0)
@@ -472,13 +454,13 @@ class StepTrainer:
     @property
     def micro_batches(self) -> int:
         """How many pieces the reference shape's step trains its batch in."""
-        shape = self._reference_shape
+        shape = self.record.reference_shape
         return shape.costs.micro_batches if isinstance(shape, PlannedShape) else 1
 
     @property
     def schedules(self) -> dict[Signature, Schedule]:
         """The order of every batch shape that is trained under a plan."""
-        shapes = self._shapes.items()
+        shapes = self.record.shapes.items()
         return {key: shape.schedule for key, shape in shapes if isinstance(shape, PlannedShape)}
 
     @property
@@ -488,7 +470,7 @@ class StepTrainer:
         Raises:
             LookupError: it is not final.
         """
-        shape = self._reference_shape
+        shape = self.record.reference_shape
         if shape is None or not self.settled:
             raise LookupError("the step is not final")
         return shape.measured
@@ -497,7 +479,7 @@ class StepTrainer:
     def settled_peak_bytes(self) -> int | None:
         """The measured peak of the reference shape's final step, where it has a plan, or stays
         though it is over the limit; ``None`` for a plain step that keeps it."""
-        shape = self._reference_shape
+        shape = self.record.reference_shape
         if shape is None or not self.settled:
             return None
         if self.plan is None:
@@ -506,7 +488,7 @@ class StepTrainer:
 
     def is_reference(self, batch: Any) -> bool:
         """Returns whether a batch has the reference shape."""
-        return self._signatures.of(batch) == self._reference
+        return self._signatures.of(batch) == self.record.reference
 
     def reference_costs(self, batch: Any) -> tuple[Problem, dict[int, Profile]]:
         """Returns the costs of the reference shape's step, and the profiles of its ops that were
@@ -521,7 +503,7 @@ class StepTrainer:
             LookupError: there is no reference shape.
             UnsupportedModelError: nothing can be planned for it.
         """
-        shape, baseline = self._reference_shape, self._fit.report.baseline
+        shape, baseline = self.record.reference_shape, self._fit.report.baseline
         if shape is None:
             raise LookupError("no batch was trained")
         if not isinstance(shape, TracedShape):
@@ -535,7 +517,9 @@ class StepTrainer:
             ratio = baseline.time_s / problem.store_all_time_s
             op_time_s = tuple(time_s * ratio for time_s in problem.profile.op_time_s)
             problem = replace(problem, profile=replace(problem.profile, op_time_s=op_time_s))
-        return problem, self._family.profiles_by_size(shape.signature, problem.graph)
+        return problem, self._family.profiles_by_size(
+            self.record.shapes, shape.signature, problem.graph
+        )
 
     def runs_plain(self, *, may_grow: bool) -> bool:
         """Returns whether Keras's own step trains all shapes, with room to spare: nothing is to be
@@ -545,7 +529,7 @@ class StepTrainer:
             may_grow: whether batches may come that are larger than those that came. Then there has
                 to be as much room again as the step takes.
         """
-        shape, shapes = self._reference_shape, self._shapes.values()
+        shape, shapes = self.record.reference_shape, self.record.shapes.values()
         if shape is None or not shape.called or shape.phase not in (Phase.PLAIN, Phase.FINAL):
             return False
         if any(isinstance(one, PlannedShape) or one.tries.plain_ruled_out for one in shapes):
@@ -560,7 +544,7 @@ class StepTrainer:
     def watched(self, usage: Usage) -> None:
         """Takes in what steps of the reference shape took that were watched from outside; where
         that is over the limit, its next batch is planned for."""
-        shape = self._reference_shape
+        shape = self.record.reference_shape
         if not isinstance(shape, PlainShape):
             return
         seen = (*shape.steps, usage) if shape.phase is Phase.PLAIN else (usage,)
@@ -577,7 +561,7 @@ class StepTrainer:
 
     def close(self) -> None:
         """Stops recordings and solvers that are under way."""
-        for shape in self._shapes.values():
+        for shape in self.record.shapes.values():
             if isinstance(shape, Recording) and shape.started:
                 shape.recorder.stop(shape.run, 0)
                 self._set(replace(shape, started=False))

@@ -3,6 +3,7 @@
 import itertools
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,7 +121,7 @@ class Noting(BatchTrainer):
         super().__init__(None, steps, report, batch_size, steps_per_epoch, Rate())
 
     def _change(self, new, expected=None):
-        self.changes.append((self._size or self._loader, new))
+        self.changes.append((self.sizes.size, new))
         super()._change(new, expected)
 
 
@@ -136,7 +137,7 @@ class Fixed(Noting):
         if self.found is None:
             super()._search(batch)
         else:
-            self._searching = False
+            self.sizes = replace(self.sizes, is_searching=False)
             self._change(self.found)
 
 
@@ -161,7 +162,8 @@ class FakeClimb:
 def climbing(steps, found, batch_size="max"):
     """A trainer at the size ``found``, that climbs by the fake rule."""
     trainer = Fixed(steps, batch_size, found=found)
-    trainer._climb, trainer._scaling = FakeClimb(), SimpleNamespace(at=lambda size: None)
+    scaling = SimpleNamespace(at=lambda size: None)
+    trainer.sizes = replace(trainer.sizes, climb=FakeClimb(), scaling=scaling)
     return trainer
 
 
@@ -336,7 +338,7 @@ def test_a_rest_runs_in_order_where_the_plain_step_would_fit():
     trainer, _, _ = on_tuner(backend, "max", limit)
     total = epoch(trainer, batches=60)
     assert backend.samples == list(range(total))
-    assert 0 < len(backend.ran[-1][1]) < trainer.search.max_batch_size
+    assert 0 < len(backend.ran[-1][1]) < trainer.sizes.search.max_batch_size
     assert backend.kinds[-1] == "remat"
 
 
@@ -351,7 +353,7 @@ def test_a_rest_for_which_nothing_can_be_planned_is_trained_as_it_would_be_witho
     backend.memory.order_matters = True
     trainer, _, _ = on_tuner(backend, "max", limit)
     epoch(trainer, batches=61)
-    size = trainer.search.max_batch_size
+    size = trainer.sizes.search.max_batch_size
     rest = 3 if (size + 3) % LOADER else 4
     batches, last = divmod(size + rest, LOADER)
     epoch(trainer, batches=batches + 1, last=last)
@@ -457,7 +459,7 @@ def fastest_of(monkeypatch, seconds, seconds_before=None):
         trainer.begin_anew(steps)
     total = epoch(trainer, batches=200)
     assert_all_once(steps.trained, total)
-    assert trainer._climb is None, "the comparison has ended"
+    assert trainer.sizes.climb is None, "the comparison has ended"
     return [len(numbers) for numbers in steps.trained]
 
 
@@ -506,9 +508,9 @@ def test_max_finds_more_than_fits_plainly_and_trains_with_it():
     trainer, report, changes = on_tuner(backend, "max", store_all_peak(4 * LOADER))
     total = epoch(trainer, batches=60)
     assert backend.samples == list(range(total))
-    found = trainer.search.max_batch_size
+    found = trainer.sizes.search.max_batch_size
     assert report.max_batch_size == report.batch_size >= found > 4 * LOADER
-    assert trainer.search.plain_batch_size == 4 * LOADER - 1  # a batch waits beside a step
+    assert trainer.sizes.search.plain_batch_size == 4 * LOADER - 1  # a batch waits beside a step
     assert changes[0] == (LOADER, found)
     assert report.baseline_source == "measured"
     assert {"fits", "search", "batch", "risk"} <= set(event_kinds(report))
@@ -579,7 +581,7 @@ def test_measured_peak_that_leaves_room_is_stepped_up_to():
     trainer, report, changes = on_tuner(backend, "max", limit)
     total = epoch(trainer, batches=400)
     assert backend.samples == list(range(total))
-    found = trainer.search.max_batch_size
+    found = trainer.sizes.search.max_batch_size
     assert changes[0] == (LOADER, found)
     assert report.batch_size == changes[-1][1] > 1.1 * found
     assert 1 <= event_kinds(report).count("step-up") == len(changes) - 1 <= 3
@@ -630,7 +632,7 @@ def test_step_up_that_measures_over_the_limit_goes_back_to_the_size_before_and_s
     total = epoch(trainer, batches=400)
     assert backend.samples == list(range(total))
     up, down = changes[1:]
-    assert up[0] == down[1] == report.batch_size == trainer.search.max_batch_size
+    assert up[0] == down[1] == report.batch_size == trainer.sizes.search.max_batch_size
     assert up[1] == down[0] > up[0]
     assert event_kinds(report).count("step-up") == event_kinds(report).count("step-down") == 1
 

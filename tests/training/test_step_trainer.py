@@ -890,7 +890,7 @@ def test_signature_is_shape_and_dtype():
     assert backend.traced == [SIZE]
     trainer.run((np.zeros(SIZE, "int32"), None))
     assert [len(numbers) for _, numbers in backend.ran] == [SIZE] * 3
-    assert len(trainer._shapes) == 2
+    assert len(trainer.record.shapes) == 2
 
 
 def test_after_forgetting_the_main_shape_the_next_batch_is_it_even_when_it_was_seen():

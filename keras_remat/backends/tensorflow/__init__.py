@@ -2,7 +2,7 @@
 (:mod:`.compiled`).
 
 TensorFlow is imported when a backend is asked for: planning in a process of its own
-(:mod:`keras_remat.planning.beside`) needs the memory model alone.
+(:mod:`keras_remat.planning.background`) needs the memory model alone.
 """
 
 from __future__ import annotations

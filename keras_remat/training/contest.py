@@ -1,0 +1,251 @@
+"""Decides which way trains a batch, by what was measured; pure.
+
+A way is a mode, compiled as one (XLA) or op by op in order, and a number of pieces that a batch is
+trained in. A compiled step fuses and may be faster; the executor obeys an order exactly and can
+time single ops, so its plans hold tighter limits. Which of the two wins depends on device and model
+(XLA on a CPU is slow at convolutions). Fewer samples at a time need less memory, and less
+recomputation under a limit; but more pieces mean more calls of smaller ops, which take longer for a
+sample on most devices, and less time on some.
+
+So ways are measured while training, one against another: first the modes, then the whole batch
+under its schedule, two pieces under theirs, then four, until pieces need no recomputation, and as
+long as more of them pay. Both sides of a trial train the same batches in turn, because devices slow
+down and speed up from one minute to the next.
+
+Without a framework, a clock or a log: the driver is :mod:`keras_remat.training.backend_race`, and
+what a side is, it alone knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Generic, Self, TypeVar
+
+from keras_remat.batch_size.sizes import NOISE, faster_size
+from keras_remat.core.limit import Limit
+from keras_remat.core.schedule import Usage
+
+#: What trains a batch in one way.
+Side = TypeVar("Side")
+
+#: No step in pieces that has more ops is traced: the step is written out piece after piece.
+MOST_OPS = 20_000
+#: Pieces that are predicted to be this share slower, even without recomputation, end the search.
+_HOPELESS_SHARE = 0.25
+#: Both sides of a trial train so many steps in turn, so many times, before it ends; the first one
+#: after a change of sides tells nothing.
+_STEPS_A_TURN, _TURNS = 3, 2
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Says what came of training a batch in so many pieces.
+
+    Args:
+        time_s: measured for a step; infinite where no schedule keeps to the limit.
+        least_s: what it is predicted to take without recomputation; as much as measured where there
+            is none.
+        over_bytes: by how much one op alone is over the limit; at most 0 where none is.
+    """
+
+    pieces: int
+    time_s: float = math.inf
+    least_s: float = 0.0
+    over_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Trial(Generic[Side]):
+    """Holds two sides that train batches of one size in turn, until it is known which is faster.
+
+    Args:
+        usages: what the steps took that each side trained in its turns, in order.
+    """
+
+    champion: Side
+    rival: Side
+    size: int
+    usages: tuple[Usage, ...] = ()
+
+    def turn(self) -> Side | None:
+        """Returns whose turn it is; ``None`` when both had all of theirs."""
+        turns = ([self.champion] * _STEPS_A_TURN + [self.rival] * _STEPS_A_TURN) * _TURNS
+        return turns[len(self.usages)] if len(self.usages) < len(turns) else None
+
+    def noting(self, side: Side, usage: Usage) -> Self:
+        """Returns the trial after a step of a side, which counts where it was its turn."""
+        return replace(self, usages=(*self.usages, usage)) if side is self.turn() else self
+
+    def usage(self, side: Side, settled: Usage) -> Usage:
+        """Returns what a side's steps took.
+
+        Args:
+            settled: what its newest step took.
+        """
+        steps = [
+            usage
+            for at, usage in enumerate(self.usages)
+            if side is (self.rival if at // _STEPS_A_TURN % 2 else self.champion)
+            and at % _STEPS_A_TURN
+        ]
+        if not steps:
+            return settled
+        peak_bytes = max(settled.peak_bytes, *(step.peak_bytes for step in steps))
+        return Usage(median(step.time_s for step in steps), peak_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest(Generic[Side]):
+    """Says who trains, and what is known of the ways that were tried.
+
+    Args:
+        running: who trains the next batch.
+        modes_left: how many modes were not tried.
+        chooses_pieces: whether a batch may be trained in (more) pieces where that is faster.
+        tried: what came of the best way so far, and of the newest.
+        is_judged: whether what runs is among them.
+        has_grown: whether the batch is not the one that ``fit`` was given: one that does not fit is
+            refused then, and no other way is tried for it.
+        trial: of the way in force and another one.
+    """
+
+    running: Side
+    modes_left: int
+    chooses_pieces: bool
+    tried: tuple[Tried, ...] = ()
+    is_judged: bool = False
+    has_grown: bool = False
+    trial: Trial[Side] | None = None
+
+    @property
+    def may_try(self) -> bool:
+        """Whether there is a way that was not tried."""
+        return self.modes_left > 0 or self.chooses_pieces
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """All that may train the next batches."""
+        trial = self.trial
+        return (self.running,) if trial is None else (trial.champion, trial.rival)
+
+    def after_failure(self, tried: Tried, *, is_unsupported: bool) -> Self:
+        """Returns the contest after what runs has failed."""
+        trial, chooses = self.trial, self.chooses_pieces
+        return replace(
+            self,
+            tried=(*self.tried, tried),
+            is_judged=trial is not None and self.running is trial.rival,
+            chooses_pieces=chooses and not (is_unsupported and not self.modes_left),
+        )
+
+    def judging(self, tried: Tried) -> Self:
+        """Returns the contest where what runs is among what was tried."""
+        return self if self.is_judged else replace(self, tried=(*self.tried, tried), is_judged=True)
+
+    def next_pieces(self, most: int) -> int | None:
+        """Returns how many pieces are tried next, where no mode is left; ``None`` where none is."""
+        if not self.chooses_pieces or self.has_grown:
+            return None
+        return next_pieces(self.tried, most)
+
+    def trying(self, rival: Side, size: int) -> Self:
+        """Returns the contest where another way trains until its step is final."""
+        return replace(self, running=rival, trial=Trial(self.running, rival, size))
+
+    def going_on(self, side: Side, *tried: Tried) -> Self:
+        """Returns the contest where a side trains from here on.
+
+        Args:
+            tried: what came of both sides, where a trial has told.
+        """
+        return replace(self, running=side, trial=None, tried=tried or self.tried)
+
+
+def better(trial: Trial[Side], old: Usage, new: Usage, limit: Limit, *, more_pieces: bool) -> Side:
+    """Returns the side that stays: the faster one of those within the limit, or, where neither is,
+    the smaller one. More pieces have to pay.
+
+    Args:
+        old, new: what steps of the champion and of the rival take.
+        more_pieces: whether the rival trains in more pieces than the champion.
+    """
+    if more_pieces and limit.holds(max(old.peak_bytes, new.peak_bytes)):
+        return trial.rival if pays(new.time_s, old.time_s) else trial.champion
+    return trial.champion if _rank(old, limit) <= _rank(new, limit) else trial.rival
+
+
+def _rank(usage: Usage, limit: Limit) -> tuple[bool, float]:
+    """Within the limit the faster one comes first, above it the smaller one."""
+    over = not limit.holds(usage.peak_bytes)
+    return over, usage.peak_bytes if over else usage.time_s
+
+
+def pays(time_s: float, best_s: float) -> bool:
+    """Returns whether a step of ``time_s`` seconds is worth more pieces than one of ``best_s``."""
+    return time_s < best_s * (1 - NOISE)
+
+
+def next_pieces(tried: Sequence[Tried], most: int) -> int | None:
+    """Returns how many pieces are tried next; ``None`` where the fastest of those tried is the
+    answer.
+
+    Args:
+        tried: what was measured; at least one, the newest last.
+        most: no larger number is tried.
+
+    Example:
+        >>> next_pieces([Tried(1, 2.0, 1.9)], 8)
+        2
+        >>> next_pieces([Tried(1, 2.0, 1.9), Tried(2, 2.0, 2.0)], 8) is None
+        True
+        >>> next_pieces([Tried(1, over_bytes=50), Tried(2, over_bytes=40)], 8) is None
+        True
+    """
+    newest, following = tried[-1], 2 * tried[-1].pieces
+    before = tried[-2] if len(tried) > 1 else newest
+    if newest.pieces > before.pieces and 2 * newest.over_bytes > before.over_bytes > 0:
+        return None  # halving what depends on the batch again and again leaves too much
+    before_s = min((other.time_s for other in tried[:-1]), default=math.inf)
+    recomputes = newest.least_s < newest.time_s
+    hopeless = newest.least_s > before_s * (1 + _HOPELESS_SHARE)
+    goes_on = (
+        newest.pieces == 1
+        or math.isinf(min(before_s, newest.time_s))
+        or pays(newest.time_s, before_s)
+        or (recomputes and not hopeless)
+    )
+    return following if goes_on and following <= most else None
+
+
+def compared(
+    samples_per_s: Mapping[int, float], size: int, step_s: float, loader: int, largest: int
+) -> tuple[dict[int, float], int, bool]:
+    """Returns what sizes measured, now that one has, the size that trains next, and whether that is
+    the answer.
+
+    Devices slow down and speed up: before another size than the loader's stays, that is measured
+    once more.
+
+    Args:
+        samples_per_s: size → what it measured so far.
+        step_s: what a step of ``size`` takes.
+        loader: the size that ``fit`` was given.
+        largest: that fits.
+
+    Example:
+        >>> compared({10: 5.0}, 20, 2.0, 10, 100)
+        ({10: 5.0, 20: 10.0}, 40, False)
+        >>> compared({10: 5.0, 20: 10.0}, 40, 4.0, 10, 100)
+        ({10: 5.0, 20: 10.0, 40: 10.0}, 10, False)
+        >>> compared({10: 5.0, 20: 10.0, 40: 10.0}, 10, 2.5, 10, 100)
+        ({10: 5.0, 20: 10.0, 40: 10.0}, 20, True)
+    """
+    is_first = size not in samples_per_s
+    rates = {**samples_per_s, size: max(size / step_s, samples_per_s.get(size, 0.0))}
+    new = faster_size(rates, largest)
+    if new in rates and new != loader and is_first:
+        return rates, loader, False
+    return rates, new, new in rates
