@@ -106,11 +106,12 @@ class BackendRace:
                 self._follow(size, batch)
             return result
 
-    def run_settled(self, batch: Any) -> Any:
-        """Trains one batch and returns its logs, where its step is settled; ``None`` where not."""
+    @property
+    def settled_trainer(self) -> StepTrainer | None:
+        """The way that is in force, where no other one will be tried."""
         contest = self.contest
         may_try = contest.may_try and self._options.plan is None
-        return None if may_try or contest.trial is not None else self.trainer.run_settled(batch)
+        return None if may_try or contest.trial is not None else contest.running
 
     def _follow(self, size: int, batch: Any) -> None:
         """Goes on after a batch that a final step trained."""

@@ -49,6 +49,7 @@ from keras_remat.training.grouping import BatchGrouper
 from keras_remat.training.learning_rate import LearningRateScaling
 from keras_remat.training.record import COMPARED_STEPS, SizesRecord
 from keras_remat.training.shape_state import USUAL_TERMS, Terms
+from keras_remat.training.step_trainer import StepTrainer
 from keras_remat.units import format_bytes
 
 #: The search may take as long as this many steps of training, or this share of those that are left,
@@ -69,6 +70,7 @@ class BatchTrainer:
         steps_per_epoch: of the loader's batches; ``None`` where that is not known.
 
     Attributes:
+        steps: trains single batches.
         sizes: which size trains, and what is known of others.
     """
 
@@ -82,7 +84,7 @@ class BatchTrainer:
         learning_rate: LearningRateScaling,
         seed: int = 0,
     ):
-        self._model, self._steps, self._report = model, steps, report
+        self._model, self.steps, self._report = model, steps, report
         self._wanted, self._steps_per_epoch = batch_size, steps_per_epoch
         self._learning_rate, self._seed = learning_rate, seed
         self._group = BatchGrouper()
@@ -125,18 +127,20 @@ class BatchTrainer:
         """Trains a batch without samples as it came; joined with others it adds nothing."""
         if self.sizes.chosen is None:
             self._train_held()
-            self._logs = self._steps.run(batch)
+            self._logs = self.steps.run(batch)
         return self._logs
 
-    def run_settled(self, batch: Any) -> Any:
-        """Trains one loader batch and returns its logs, where batches are trained as they come and
-        its step is settled; ``None`` where not."""
-        logs = self._steps.run_settled(batch) if self.trains_as_given else None
-        if logs is not None:
-            self._logs = logs
-            if not self.sizes.has_changed:
-                self.sizes = replace(self.sizes, has_changed=True)
-        return logs
+    @property
+    def settled_trainer(self) -> StepTrainer | None:
+        """What trains a batch of the loader's as it comes, where no other size or way is looked
+        for."""
+        return self.steps.settled_trainer if self.trains_as_given else None
+
+    def note_settled(self, logs: Any) -> None:
+        """Notes the logs of a batch that :attr:`settled_trainer` has trained under a plan."""
+        self._logs = logs
+        if not self.sizes.has_changed:
+            self.sizes = replace(self.sizes, has_changed=True)
 
     def finish(self) -> Any:
         """Trains what is held back; ``None`` when nothing is."""
@@ -162,7 +166,7 @@ class BatchTrainer:
     def _without_small_rest(self, size: int) -> int:
         """Returns the size of the next step of joined batches: a little less than ``size`` where
         it would leave fewer samples than there are devices, some of which would then get none."""
-        multiple = self._steps.trainer.backend.batch_multiple
+        multiple = self.steps.trainer.backend.batch_multiple
         leaves_too_few = 0 < self._group.samples - size < multiple < size
         return size - multiple if leaves_too_few else size
 
@@ -173,7 +177,7 @@ class BatchTrainer:
 
     def begin_anew(self, steps: BackendRace) -> None:
         """Goes on with other steps, and the loader's batches; what is held back is not lost."""
-        self._steps = steps
+        self.steps = steps
         self.sizes = self.sizes.for_new_steps(is_searching=self._wanted != "keep")
 
     @property
@@ -203,7 +207,7 @@ class BatchTrainer:
         sizes = self.sizes
         if sizes.is_searching and sizes.mostly_others:
             self.sizes = replace(sizes, is_searching=False)
-            self._steps.fit.warn(
+            self.steps.fit.warn(
                 EventKind.SEARCH,
                 f"No larger batch: the first one had {sizes.loader} samples, and most others do "
                 "not. Give fit the batch of another size last.",
@@ -224,15 +228,15 @@ class BatchTrainer:
         started = time.perf_counter()
         with self._learning_rate.during(factor):
             try:
-                given = self._steps.fit.installed.as_given(batch)
-                logs = self._steps.run(given, terms, timed=self._is_comparing)
+                given = self.steps.fit.installed.as_given(batch)
+                logs = self.steps.run(given, terms, timed=self._is_comparing)
             except RematError:
                 self._group.put_back(batch)  # it was not trained
                 raise
-        is_final = self._steps.settled and size == self.sizes.size
+        is_final = self.steps.settled and size == self.sizes.size
         self.sizes = self.sizes.after_step(
             size,
-            changed=chosen is not None or self._steps.trainer.plan is not None,
+            changed=chosen is not None or self.steps.trainer.plan is not None,
             final_s=time.perf_counter() - started if is_final else None,
         )
         self._report.batch_size = self.sizes.largest
@@ -273,7 +277,7 @@ class BatchTrainer:
         elif self._group.samples:
             self._train_rest()
         else:  # nor can this one be split
-            self._steps.fit.event(EventKind.SEARCH, f"No other batch: {error}")
+            self.steps.fit.event(EventKind.SEARCH, f"No other batch: {error}")
             self._change(self.sizes.loader)
 
     # ---------------------------------------------------------------- sizes
@@ -281,7 +285,7 @@ class BatchTrainer:
     def _is_ready(self, batch: Any) -> bool:
         """Whether the loader's batches have told what there is to know; where they differ in
         shape, the batch is of the one that training is about."""
-        steps = self._steps
+        steps = self.steps
         if not steps.settled or batch_size_of(batch) != self.sizes.loader:
             return False
         if not steps.trainer.is_reference(batch):
@@ -307,7 +311,7 @@ class BatchTrainer:
         except (UnsupportedModelError, InfeasibleBudgetError, ScheduleNotFoundError) as error:
             self._refuse_larger(error)
             return
-        steps = self._steps
+        steps = self.steps
         steps.fit.event(EventKind.SEARCH, str(search))
         self._report.max_batch_size = search.max_batch_size
         climb = SizeClimb(
@@ -337,7 +341,7 @@ class BatchTrainer:
         at_most = self._at_most if self.sizes.is_searching else 0
         may_grow, left = (
             at_most is None or at_most > self.sizes.loader,
-            self._steps.fit.most_steps_left,
+            self.steps.fit.most_steps_left,
         )
         return may_grow and (left is None or left >= _LEAST_PROFILED_STEPS)
 
@@ -348,21 +352,21 @@ class BatchTrainer:
 
     def _divisible(self, size: int) -> int:
         """Returns the largest size up to ``size`` that the devices divide evenly."""
-        return size - size % self._steps.trainer.backend.batch_multiple
+        return size - size % self.steps.trainer.backend.batch_multiple
 
     def _make_smaller(self, batch: Any, size: int) -> None:
-        size = self._divisible(size) or self._steps.trainer.backend.batch_multiple
+        size = self._divisible(size) or self.steps.trainer.backend.batch_multiple
         try:
-            graph_at(self._steps.trainer.backend, self._model, batch, size)
+            graph_at(self.steps.trainer.backend, self._model, batch, size)
         except UnsupportedModelError as error:
-            self._steps.fit.event(EventKind.SEARCH, f"No other batch: {error}")
+            self.steps.fit.event(EventKind.SEARCH, f"No other batch: {error}")
         else:
             self._change(size)
 
     def _predicted(self, batch: Any, at_most: int | None) -> BatchSearch:
         """Searches the largest batch by prediction."""
-        with self._steps.fit.long_task("searching the largest batch that fits"):
-            steps = self._steps.trainer
+        with self.steps.fit.long_task("searching the largest batch that fits"):
+            steps = self.steps.trainer
             backend = steps.backend
             problem, measured = steps.reference_costs(batch)
             scaling = batch_scaling(backend, self._model, problem, batch, measured)
@@ -383,20 +387,20 @@ class BatchTrainer:
     @property
     def _limit(self) -> Limit:
         """What a step of joined batches may use."""
-        return self._steps.fit.limit.reserving(self.sizes.held_bytes)
+        return self.steps.fit.limit.reserving(self.sizes.held_bytes)
 
     def _bytes_held_beside(self, batch: Any) -> int:
         """Returns what lies in the device's memory beside a step of joined batches: where that is
         the host's, the loader's newest batch and what was cut off it."""
-        steps = self._steps.trainer
+        steps = self.steps.trainer
         return 0 if steps.on_gpu else 2 * batch_bytes(batch) // steps.backend.batch_multiple
 
     @property
     def _search_s(self) -> float:
         """Seconds that a search is worth, by what a step is estimated to take: what is measured
         depends on what else the machine does."""
-        step_s = self._steps.trainer.estimated_step_s
-        steps, left = float(_SEARCH_STEPS), self._steps.fit.most_steps_left
+        step_s = self.steps.trainer.estimated_step_s
+        steps, left = float(_SEARCH_STEPS), self.steps.fit.most_steps_left
         if left is not None:
             steps = min(steps, _SEARCH_SHARE * left)
         return min(_MOST_SEARCH_S, max(_LEAST_SEARCH_S, steps * step_s))
@@ -404,10 +408,10 @@ class BatchTrainer:
     def _follow_measured(self, size: int) -> None:
         """Chooses the next size by what the final steps of this one measured."""
         climb = self.sizes.climb
-        if climb is None or not self._steps.settled or size == climb.failed[0]:
+        if climb is None or not self.steps.settled or size == climb.failed[0]:
             return
-        plan, peak = self._steps.trainer.plan, self._steps.trainer.settled_peak_bytes
-        if peak is not None and not self._steps.fit.limit.holds(peak):
+        plan, peak = self.steps.trainer.plan, self.steps.trainer.settled_peak_bytes
+        if peak is not None and not self.steps.fit.limit.holds(peak):
             climb.note(size, plan, peak, fits=False)
             self._go_on(
                 f"The {format_bytes(peak)} that a batch of {size} measured are over the limit."
@@ -418,7 +422,7 @@ class BatchTrainer:
             climb.note(size, plan, peak or 0, fits=True)
             bound = inf if plan.problem is None else overhead_bound(plan.problem, "forward")
             if plan.overhead > bound:
-                self._steps.fit.event(
+                self.steps.fit.event(
                     EventKind.REMARK,
                     f"By the op times that were measured, a batch of {size} takes "
                     f"{plan.overhead:.1%} longer. One forward pass, which the search allowed, is "
@@ -437,11 +441,11 @@ class BatchTrainer:
         climb, scaling, size = self.sizes.climb, self.sizes.scaling, self.sizes.size
         if climb is None or scaling is None:
             return
-        problem, chosen = self._steps.trainer.problem, None
-        if problem is not None and self._steps.settled:
+        problem, chosen = self.steps.trainer.problem, None
+        if problem is not None and self.steps.settled:
             scaling.learn(size, problem)
         if self._wanted != "fastest":
-            with self._steps.fit.long_task("looking for the largest batch"):
+            with self.steps.fit.long_task("looking for the largest batch"):
                 chosen = climb.choose(scaling, self._limit)
         new, plan = (climb.trained, None) if chosen is None else chosen
         if chosen is None and climb.trained == size == self.sizes.loader:
@@ -457,7 +461,7 @@ class BatchTrainer:
         if new != size:
             if reason:
                 kind = EventKind.STEP_UP if new > size else EventKind.STEP_DOWN
-                self._steps.fit.event(kind, reason)
+                self.steps.fit.event(kind, reason)
             self._change(new, plan)
 
     def _compare(self, size: int) -> None:
@@ -473,7 +477,7 @@ class BatchTrainer:
         self.sizes = replace(sizes, samples_per_s=rates, climb=None if is_over else climb)
         if is_over:
             told = ", ".join(f"{rate:.4g} at {of}" for of, rate in rates.items())
-            self._steps.fit.event(
+            self.steps.fit.event(
                 EventKind.SEARCH, f"Samples per second: {told}. The batch size is {new}."
             )
         if new != size:
@@ -482,7 +486,7 @@ class BatchTrainer:
     def _refuse_larger(self, reason: Exception | str) -> None:
         """Goes on with the batches as they come."""
         told = reason if isinstance(reason, str) else statement_of(reason)
-        self._steps.fit.event(EventKind.SEARCH, f"No larger batch: {told}")
+        self.steps.fit.event(EventKind.SEARCH, f"No larger batch: {told}")
         self._report.max_batch_size = self.sizes.loader
         self.sizes = replace(self.sizes, climb=None)
         if self.sizes.chosen is not None:
@@ -492,10 +496,10 @@ class BatchTrainer:
         """Trains ``new`` samples a step from here on."""
         old, scaling = self.sizes.size, self.sizes.scaling
         self.sizes = self.sizes.with_size(new)
-        self._steps.begin_shape(expected, None if scaling is None else scaling.at(new))
-        devices = self._steps.trainer.backend.batch_multiple
+        self.steps.begin_shape(expected, None if scaling is None else scaling.at(new))
+        devices = self.steps.trainer.backend.batch_multiple
         each = f": {new // devices} on each of {devices} devices" if devices > 1 else ""
-        self._steps.fit.event(
+        self.steps.fit.event(
             EventKind.BATCH, f"The batch size is {new} from here on ({old} before){each}."
         )
         larger = new > self.sizes.loader and isinstance(self._wanted, str)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -107,3 +107,82 @@ def caller_of(iterator: Any, fit: RunningFit | None, *, announced: bool) -> Call
     if fit is None:
         return Caller.NOBODY if not announced else Caller.LOOP if alone else Caller.FIT
     return Caller.GUEST if alone else Caller.FIT
+
+
+@dataclass(frozen=True)
+class Announced:
+    """Says what is known of the batch that was announced last, and of who announced it.
+
+    Args:
+        is_awaited: whether no call has come since.
+        by: the frame of the ``fit`` that announced it, until the call comes.
+        frame: the number of that frame, since the epoch began; 0 before its first batch.
+        fit: the ``fit`` of that frame that has the callback.
+        is_last: whether it is the epoch's last, where that is known.
+        is_endless: whether nobody knew the length of an epoch so far.
+    """
+
+    is_awaited: bool = False
+    by: FrameType | None = None
+    frame: int = 0
+    fit: RunningFit | None = None
+    is_last: bool = False
+    is_endless: bool = False
+
+
+class Callers:
+    """Tells who calls the train function of one model, by what was announced to a callback.
+
+    Attributes:
+        announced: what was announced last; nothing else of this object changes.
+    """
+
+    def __init__(self, model: Any, callback: Any):
+        self._model, self._callback = model, callback
+        self.announced = Announced()
+
+    @property
+    def running_fit(self) -> RunningFit | None:
+        """The ``fit`` with the callback that is running; ``None`` without one."""
+        return running_fit(self._model, self._callback)
+
+    def epoch_begins(self) -> None:
+        """Looks for the ``fit`` anew at the next batch: its iterator is another one."""
+        self.announced = replace(self.announced, frame=0)
+
+    def announce(self, batch: int, steps_per_epoch: int | None) -> RunningFit | None:
+        """Notes that a batch is announced, and returns the ``fit`` that does so.
+
+        Args:
+            steps_per_epoch: as far as Keras knows.
+        """
+        before, frame = self.announced, innermost_fit()
+        fit, is_endless = before.fit, before.is_endless
+        if id(frame) != before.frame:  # an epoch's first batch
+            fit = self.running_fit
+            is_endless |= fit is not None and fit.is_endless
+        ends = steps_per_epoch is not None and (
+            batch + self._model.steps_per_execution >= steps_per_epoch
+        )
+        is_last = ends or (fit is not None and fit.has_no_more_data)
+        by = None if fit is None else frame
+        self.announced = Announced(True, by, id(frame), fit, is_last, is_endless)
+        return fit
+
+    def caller(self, iterator: Any) -> Caller:
+        """Returns who calls with ``iterator``; what was announced is then no longer awaited."""
+        before = self.announced
+        is_awaited, by = before.is_awaited, before.by
+        self.announced = replace(before, is_awaited=False, by=None)
+        if by is not None and by is innermost_fit() and not trains_alone(iterator):
+            return Caller.FIT
+        fit = self.running_fit
+        if in_another_fit(self._model, self._callback):
+            if fit is not None:
+                return Caller.INNER
+            is_awaited = False  # the batch that was announced went down with the fit before
+        return caller_of(iterator, fit, announced=is_awaited)
+
+    def forget(self) -> None:
+        """Holds no ``fit`` any longer."""
+        self.announced = replace(self.announced, by=None, fit=None)

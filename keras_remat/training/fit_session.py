@@ -12,11 +12,10 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from keras_remat.backends.base import Backend, Caller, check_train_function
@@ -30,21 +29,32 @@ from keras_remat.training.arguments import FitOptions
 from keras_remat.training.aside import Aside
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.batch_trainer import BatchTrainer
-from keras_remat.training.callers import (
-    RunningFit,
-    caller_of,
-    in_another_fit,
-    innermost_fit,
-    is_profiled,
-    running_fit,
-    trains_alone,
-)
+from keras_remat.training.callers import Callers, RunningFit, is_profiled
 from keras_remat.training.fit_state import FitState, limit_of
 from keras_remat.training.learning_rate import LearningRateScaling
 
 #: How often the callback may stand aside in one fit: each time but the first, a step came near the
 #: limit before.
 _MOST_ASIDES = 3
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Says what an epoch came to so far.
+
+    Args:
+        number: Keras's.
+        training_s: seconds that training took, planning included.
+        rest_logs: of what was trained after Keras's last step.
+    """
+
+    number: int = 0
+    training_s: float = 0.0
+    rest_logs: Mapping[str, Any] = field(default_factory=dict)
+
+    def having_trained(self, time_s: float) -> Epoch:
+        """Returns the record after so many more seconds."""
+        return Epoch(self.number, self.training_s + time_s, self.rest_logs)
 
 
 class FitSession:
@@ -54,9 +64,6 @@ class FitSession:
         backends: those that can train it, the one to begin with first.
         progress: ``progress(text)`` as a context manager around everything that takes long.
         steps_per_epoch, epochs: as far as Keras knows.
-
-    Attributes:
-        steps: trains single batches.
     """
 
     def __init__(
@@ -72,7 +79,8 @@ class FitSession:
     ):
         self._callback, self._model, self._backends = callback, model, backends
         self._options, self._report = options, report
-        self._steps_per_epoch, self._epochs, self._epoch = steps_per_epoch, epochs, 0
+        self._steps_per_epoch, self._epochs, self._epoch = steps_per_epoch, epochs, Epoch()
+        self._callers = Callers(model, callback)
         if model.train_function is None:  # a loop of the user's own has made none so far
             model.make_train_function()
         self._installed = backends[0].install(model, self)
@@ -82,32 +90,29 @@ class FitSession:
             partial(limit_of, backends[0], options),
             progress,
             self._installed,
-            self._most_steps(self._epoch),
-            lambda: is_profiled(running_fit(model, callback)),
+            self._most_steps(0),
+            lambda: is_profiled(self._callers.running_fit),
         )
-        self.steps = self._new_steps()
         rate = LearningRateScaling(model, options.learning_rate_scaling, self._installed.variables)
         self._trainer = BatchTrainer(
             model,
-            self.steps,
+            self._new_steps(),
             report,
             options.batch_size,
             steps_per_epoch,
             rate,
             options.seed,
         )
-        self._announced = self._last_call = False
-        self._known_fit: RunningFit | None
-        self._begun_fit: FrameType | None = None  # between the announcement of a batch and its step
-        self._known_frame, self._known_fit = 0, None  # of this epoch
         #: The newest batches that Keras has trained; it says so from several threads, in no order.
         self.ended: deque[int] = deque(maxlen=64)
-        self._is_endless = False  # whether nobody knows how long an epoch is
         self._aside: Aside | None = None  # while nothing is to be done
         self._asides_left = _MOST_ASIDES
         self._is_unmodified = False  # whether Keras's own step runs to the end
-        self._training_s = 0.0  # of this epoch, planning included
-        self._rest_logs: dict[str, Any] = {}
+
+    @property
+    def steps(self) -> BackendRace:
+        """What trains single batches."""
+        return self._trainer.steps
 
     def _new_steps(self) -> BackendRace:
         return BackendRace(self._fit, self._backends, self._options)
@@ -121,20 +126,11 @@ class FitSession:
 
     def caller(self, iterator: Any) -> Caller:
         """Returns who calls the train function."""
-        announced, self._announced = self._announced, False
-        begun, self._begun_fit = self._begun_fit, None
-        if begun is not None and begun is innermost_fit() and not trains_alone(iterator):
-            return Caller.FIT
-        fit = running_fit(self._model, self._callback)
-        if in_another_fit(self._model, self._callback):
-            if fit is not None:
-                return Caller.INNER
-            announced = False  # the batch that was announced went down with the fit before
-        return caller_of(iterator, fit, announced=announced)
+        return self._callers.caller(iterator)
 
     def is_last_call(self) -> bool:
         """Whether the epoch's last step has begun, where Keras knows how many there are."""
-        return self._last_call
+        return self._callers.announced.is_last
 
     def run(self, batch: Any) -> Any:
         """Trains one loader batch; see :class:`~keras_remat.backends.base.StepRunner`."""
@@ -153,12 +149,14 @@ class FitSession:
     def run_settled(self, batch: Any) -> Any:
         """Trains one loader batch, where its step is settled; see
         :class:`~keras_remat.backends.base.StepRunner`."""
-        if self._is_unmodified:
+        trainer = None if self._is_unmodified else self._trainer.settled_trainer
+        shape = None if trainer is None else trainer.settled_shape(batch)
+        if trainer is None or shape is None:
             return None
         started = time.perf_counter()
-        logs = self._trainer.run_settled(batch)
-        if logs is not None:
-            self._training_s += time.perf_counter() - started
+        logs = trainer.run_final(shape, batch)
+        self._trainer.note_settled(logs)
+        self._epoch = self._epoch.having_trained(time.perf_counter() - started)
         return logs
 
     def _go_on_unmodified(self, error: UnsupportedModelError, *batches: Any) -> Any:
@@ -204,16 +202,15 @@ class FitSession:
         try:
             yield
         finally:
-            self._training_s += time.perf_counter() - started
+            self._epoch = self._epoch.having_trained(time.perf_counter() - started)
 
     # ---------------------------------------------------------------- what Keras does
 
     def epoch_begins(self, epoch: int) -> None:
         """Begins to count an epoch; a ``fit`` need not begin with the first."""
-        self._epoch, most_steps = epoch, self._most_steps(epoch)
-        self._fit.begin_epoch(most_steps)
-        self._training_s, self._rest_logs = 0.0, {}
-        self._known_frame = 0
+        self._epoch = Epoch(epoch)
+        self._fit.begin_epoch(self._most_steps(epoch))
+        self._callers.epoch_begins()
         self._fit.take_counter()
         with self._training(), self._fit.long_task("looking at the device's memory"):
             self.steps.trainer.epoch_begins()
@@ -236,15 +233,12 @@ class FitSession:
         elif self._aside is not None:
             self._aside.pauses()
         self._aside = None
-        self._announced, steps = True, self._steps_per_epoch
-        fit = self._announcing_fit()
-        is_last = steps is not None and batch + self._model.steps_per_execution >= steps
-        self._last_call = is_last or (fit is not None and fit.has_no_more_data)
+        fit = self._callers.announce(batch, self._steps_per_epoch)
         if self._installed.take_place():  # another train function: the model may be another one
             self.steps.close()
-            self._fit.begin_epoch(self._most_steps(self._epoch))
-            self.steps, self._is_unmodified = self._new_steps(), False
-            self._trainer.begin_anew(self.steps)
+            self._fit.begin_epoch(self._most_steps(self._epoch.number))
+            self._is_unmodified = False
+            self._trainer.begin_anew(self._new_steps())
             self._check(lambda: check_train_function(self._model, self._installed.original))
             self._check(lambda: self._backends[0].check(self._model))
         self._check(self._installed.check_runs_as_graph)
@@ -267,16 +261,6 @@ class FitSession:
             self._is_unmodified = True
             warn_unmodified(self._report, error, self._fit.steps_run)
 
-    def _announcing_fit(self) -> RunningFit | None:
-        """Returns the ``fit`` that announces a batch."""
-        frame = innermost_fit()
-        if id(frame) != self._known_frame:  # an epoch's first batch
-            self._known_frame = id(frame)
-            self._known_fit = running_fit(self._model, self._callback)
-            self._is_endless |= self._known_fit is not None and self._known_fit.is_endless
-        self._begun_fit = None if self._known_fit is None else frame
-        return self._known_fit
-
     def _is_idle(self, fit: RunningFit | None) -> bool:
         """Returns whether nothing is to be done but to watch.
 
@@ -297,7 +281,7 @@ class FitSession:
 
     def validation_begins(self) -> None:
         """Trains what Keras has ended the epoch without, where the ``fit`` is this one."""
-        if running_fit(self._model, self._callback) is not None:
+        if self._callers.running_fit is not None:
             self._train_rest()
             if self._aside is not None:
                 self._aside.pauses()
@@ -306,15 +290,16 @@ class FitSession:
         logs = self.finish()
         if logs is not None:
             metrics = self._callback.model.get_metrics_result()
-            self._rest_logs = metrics if set(metrics) == set(logs) else logs
+            rest_logs = metrics if set(metrics) == set(logs) else logs
+            self._epoch = replace(self._epoch, rest_logs=rest_logs)
 
     def epoch_ends(self, epoch: int) -> dict[str, Any]:
         """Ends the count of an epoch, and returns what is new in its logs."""
         self._train_rest()
         if self._aside is not None:
-            fit = running_fit(self._model, self._callback)
+            fit = self._callers.running_fit
             self._aside.epoch_ends(None if fit is None else fit.epoch_iterator)
-        elif self._is_endless and self._installed.counts_no_empty_step:
+        elif self._callers.announced.is_endless and self._installed.counts_no_empty_step:
             self._tell_updates()
         self._trainer.epoch_ends()
         counter = self._fit.take_counter()
@@ -322,7 +307,7 @@ class FitSession:
             epoch,
             counter.samples,
             counter.steps,
-            max(counter.step_time_s, self._training_s - counter.planning_time_s),
+            max(counter.step_time_s, self._epoch.training_s - counter.planning_time_s),
             counter.planning_time_s,
             counter.peak_bytes or self._predicted_peak_bytes(),
             self._report.batch_size or 0,
@@ -331,7 +316,7 @@ class FitSession:
         if not self._trainer.sizes.has_changed:  # this epoch's steps are the plain ones
             usage = replace(usage, plain_samples_per_s=usage.samples_per_s)
         self._report.epochs.append(usage)
-        rest = {name: _as_number(value) for name, value in self._rest_logs.items()}
+        rest = {name: _as_number(value) for name, value in self._epoch.rest_logs.items()}
         return rest | self._report.epoch_logs(usage)
 
     def _tell_updates(self) -> None:
@@ -360,7 +345,7 @@ class FitSession:
 
     def close(self) -> None:
         """Gives the train function back; a second time, it does nothing."""
-        self._begun_fit = self._known_fit = None
+        self._callers.forget()
         self._installed.give_back()
         self._backends[0].processes.end()
 

@@ -109,7 +109,7 @@ class StepTrainer:
         key = self._signatures.of(batch)
         settled = None if timed else self._settled(key, terms.may_miss)
         if settled is not None:
-            return self._run_settled(settled, batch)
+            return self.run_final(settled, batch)
         if key not in self.record.shapes:
             with self._fit.planning():
                 self._set(self._prepare(batch, terms))
@@ -124,11 +124,10 @@ class StepTrainer:
             if isinstance(outcome, Trained):
                 return outcome.result
 
-    def run_settled(self, batch: Any) -> Any:
-        """Trains one batch on the usual terms and returns its logs, where its step is settled;
-        ``None`` where not."""
-        shape = self._settled(self._signatures.of(batch), USUAL_TERMS.may_miss)
-        return None if shape is None else self._run_settled(shape, batch)
+    def settled_shape(self, batch: Any) -> PlannedShape | None:
+        """Returns the shape of a batch on the usual terms, where its step is settled; ``None``
+        where it is not."""
+        return self._settled(self._signatures.of(batch), USUAL_TERMS.may_miss)
 
     def _settled(self, key: Signature, may_miss: bool) -> PlannedShape | None:
         """Returns a batch's shape where its step is final under a plan, and no look at it is due;
@@ -143,7 +142,7 @@ class StepTrainer:
             return self._fit.steps_run % _TIMED_EVERY == 0
         return self._pace.is_due()
 
-    def _run_settled(self, shape: PlannedShape, batch: Any) -> Any:
+    def run_final(self, shape: PlannedShape, batch: Any) -> Any:
         """Runs a final step and returns its logs, at the cost of little more than a call of it."""
         outcome = self._guard.run_settled(shape.run, batch)
         self._fit.facts.is_scattered = False

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from keras_remat.backends.base import Backend, RunStep
@@ -112,7 +113,7 @@ class StepGuard:
     def run_settled(self, step: RunStep, batch: Any) -> Trained:
         """Runs a step that is neither guarded nor waited for; it is said to have taken what the
         last one did that was."""
-        result, usage = self._backend.measure(lambda: step(batch), wait=False)
+        result, usage = self._backend.measure(partial(step, batch), wait=False)
         self._facts.pending = result
         return Trained(batch, result, Usage(self._facts.step_s, usage.peak_bytes))
 

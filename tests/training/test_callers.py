@@ -6,6 +6,7 @@ import pytest
 
 from keras_remat.backends.base import Caller
 from keras_remat.training.callers import (
+    Callers,
     RunningFit,
     caller_of,
     in_another_fit,
@@ -77,3 +78,46 @@ def test_end_of_the_data_is_known_where_keras_counts(seen, known, ended):
     model, ours = Model(), object()
     found = model.fit([ours], lambda: running_fit(model, ours), seen, known)
     assert found.has_no_more_data is ended
+
+
+def called_after(*announced, model=None, steps=None, known=None):
+    """Who calls after batches were announced in a running fit, and what is known then."""
+    model, callback = model or Model(), object()
+    model.steps_per_execution = 1
+    callers = Callers(model, callback)
+
+    def call():
+        for batch in announced:
+            callers.announce(batch, steps)
+        return callers.caller(LOADERS), callers.announced
+
+    return model.fit([callback], call, seen=len(announced), known=known)
+
+
+def test_a_call_is_awaited_once():
+    model, callback = Model(), object()
+    model.steps_per_execution = 1
+    callers = Callers(model, callback)
+    callers.announce(0, None)
+    assert callers.caller(LOADERS) is Caller.FIT
+    assert callers.caller(LOADERS) is Caller.NOBODY, "nothing was announced since"
+
+
+def test_who_announced_is_known_until_the_call_and_its_fit_until_the_end():
+    caller, announced = called_after(0)
+    assert caller is Caller.FIT
+    assert announced.by is None
+    assert announced.fit is not None
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps", "known", "is_last"),
+    [
+        ((0,), 2, None, False),
+        ((0, 1), 2, None, True),
+        ((0,), None, 2, False),
+        ((0, 1), None, 2, True),
+    ],
+)
+def test_the_last_batch_is_known_by_the_steps_or_by_the_data(batches, steps, known, is_last):
+    assert called_after(*batches, steps=steps, known=known)[1].is_last is is_last

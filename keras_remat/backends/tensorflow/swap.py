@@ -45,20 +45,22 @@ class InstalledTrainFunction(Installed):
             return self.original(iterator)
         if caller is Caller.FIT:
             return self._of_fit(iterator)
-        return self._restored_after(
-            lambda: self._runner.run_alone(self._read(next(iterator)), caller)
-        )
+        return self._restored_after(self._alone, iterator, caller)
 
     def _of_fit(self, iterator: Any) -> Any:
         """Trains a call's batches of ``fit``."""
         if isinstance(iterator, tf.data.Iterator):
             self._promised = iterator.element_spec
-        return self._restored_after(lambda: self._steps(iter(iterator)))
+        return self._restored_after(self._steps, iter(iterator))
 
-    def _restored_after(self, train: Callable[[], Any]) -> Any:
+    def _alone(self, iterator: Any, caller: Caller) -> Any:
+        """Trains a batch of ``train_on_batch``."""
+        return self._runner.run_alone(self._read(next(iterator)), caller)
+
+    def _restored_after(self, train: Callable[..., Any], *given: Any) -> Any:
         """Trains, and gives the original train function back where that raises."""
         try:
-            return train()
+            return train(*given)
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException:
