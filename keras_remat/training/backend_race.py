@@ -24,15 +24,14 @@ from keras_remat.errors import (
     PlanMismatchError,
     ScheduleNotFoundError,
     UnsupportedModelError,
-    statement_of,
 )
 from keras_remat.planning.plan import Plan
+from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.contest import MOST_OPS, Contest, Trial, Tried, better
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.shape_state import USUAL_TERMS, Terms
 from keras_remat.training.step_trainer import StepTrainer
-from keras_remat.units import format_bytes, format_seconds
 
 #: Seconds the solver may take for a plan that is on trial.
 _TRIAL_SOLVE_S = 8.0
@@ -138,11 +137,10 @@ class BackendRace:
         )
         if trial is not None:
             kept = trial.rival if failed is trial.champion else trial.champion
-            message = (
-                f"The {_way(failed)} step was tried and cannot be used, the {_way(kept)} one "
-                f"stays: {statement_of(error)}"
+            news = tell.cannot_be_used(
+                _kind(trial.champion, trial.rival), _way(failed), _way(kept), error
             )
-            self._end_trial(trial, kept, message)
+            self._end_trial(trial, kept, news)
             return True
         if self.contest.has_grown:
             return False
@@ -153,8 +151,7 @@ class BackendRace:
         if following is None:
             return False
         self.fit.event(
-            _kind(failed, following),
-            f"No {_way(failed)} step, training goes on {_way(following)}: {statement_of(error)}",
+            *tell.gives_way(_kind(failed, following), _way(failed), _way(following), error)
         )
         failed.close()
         self.contest = self.contest.going_on(following)
@@ -178,9 +175,7 @@ class BackendRace:
         if rival is None:
             return
         self.contest = self.contest.trying(rival, batch_size_of(batch))
-        self.fit.event(
-            _kind(first, rival), f"The {_way(first)} step is final; {_way(rival)} is tried."
-        )
+        self.fit.event(*tell.is_tried(_kind(first, rival), _way(first), _way(rival)))
 
     def _compare(self, trial: Trial[StepTrainer]) -> None:
         """Ends a trial by what both steps took."""
@@ -188,18 +183,15 @@ class BackendRace:
         old, new = usages = [trial.usage(side, side.settled_usage) for side in sides]
         more_pieces = trial.rival.pieces > trial.champion.pieces
         stays = better(trial, old, new, limit, more_pieces=more_pieces)
-        told = ", ".join(
-            f"{_way(side)} {format_seconds(usage.time_s)} and {format_bytes(usage.peak_bytes)}"
-            for side, usage in zip(sides, usages, strict=True)
-        )
         tried = [_tried(*side, limit) for side in zip(sides, usages, strict=True)]
-        message = f"Measured per step: {told}. Training goes on {_way(stays)}."
-        self._end_trial(trial, stays, message, *tried)
+        named = {_way(side): usage for side, usage in zip(sides, usages, strict=True)}
+        news = tell.were_compared(_kind(*sides), named, _way(stays))
+        self._end_trial(trial, stays, news, *tried)
 
     def _end_trial(
-        self, trial: Trial[StepTrainer], stays: StepTrainer, message: str, *tried: Tried
+        self, trial: Trial[StepTrainer], stays: StepTrainer, news: tell.News, *tried: Tried
     ) -> None:
-        self.fit.event(_kind(trial.champion, trial.rival), message)
+        self.fit.event(*news)
         (trial.rival if stays is trial.champion else trial.champion).close()
         self.contest = self.contest.going_on(stays, *tried)
 

@@ -32,17 +32,16 @@ from keras_remat.batch_size.found import BatchSearch, overhead_bound
 from keras_remat.batch_size.scaling import batch_scaling, graph_at
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import largest_wanted
-from keras_remat.core.events import EventKind
 from keras_remat.core.limit import Limit
 from keras_remat.errors import (
     InfeasibleBudgetError,
     RematError,
     ScheduleNotFoundError,
     UnsupportedModelError,
-    statement_of,
 )
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.fit_report import AutotuneReport
+from keras_remat.training import tell
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.contest import compared
 from keras_remat.training.grouping import BatchGrouper
@@ -50,7 +49,6 @@ from keras_remat.training.learning_rate import LearningRateScaling
 from keras_remat.training.record import COMPARED_STEPS, SizesRecord
 from keras_remat.training.shape_state import USUAL_TERMS, Terms
 from keras_remat.training.step_trainer import StepTrainer
-from keras_remat.units import format_bytes
 
 #: The search may take as long as this many steps of training, or this share of those that are left,
 #: but at least and at most so many seconds.
@@ -207,11 +205,7 @@ class BatchTrainer:
         sizes = self.sizes
         if sizes.is_searching and sizes.mostly_others:
             self.sizes = replace(sizes, is_searching=False)
-            self.steps.fit.warn(
-                EventKind.SEARCH,
-                f"No larger batch: the first one had {sizes.loader} samples, and most others do "
-                "not. Give fit the batch of another size last.",
-            )
+            self.steps.fit.warn(*tell.first_batch_is_odd(sizes.loader))
         if isinstance(self._wanted, int) or sizes.chosen is None or not sizes.epoch_samples:
             return
         most = largest_wanted(self._wanted, sizes.loader, sizes.epoch_samples)
@@ -257,11 +251,11 @@ class BatchTrainer:
                 if climb is None:
                     raise
                 climb.note(size, None, 0, fits=False)
-                self._go_on(f"A batch of {size} does not fit after all: {statement_of(error)}")
+                self._go_on(tell.does_not_fit(size, error))
             except UnsupportedModelError as error:
                 if size <= self.sizes.loader:
                     raise
-                self._refuse_larger(error)
+                self._refuse_larger(tell.no_larger_batch(error))
             else:
                 self._follow_measured(size)
 
@@ -273,11 +267,11 @@ class BatchTrainer:
     def _begin_other_samples(self, error: UnsupportedModelError) -> None:
         """Trains what is held back, because no batch that follows can be joined with it."""
         if self.sizes.size > self.sizes.loader:
-            self._refuse_larger(error)
+            self._refuse_larger(tell.no_larger_batch(error))
         elif self._group.samples:
             self._train_rest()
         else:  # nor can this one be split
-            self.steps.fit.event(EventKind.SEARCH, f"No other batch: {error}")
+            self.steps.fit.event(*tell.no_other_batch(error))
             self._change(self.sizes.loader)
 
     # ---------------------------------------------------------------- sizes
@@ -303,16 +297,16 @@ class BatchTrainer:
                 self._make_smaller(batch, wanted)
             return
         if at_most is not None and at_most <= loader:
-            self._refuse_larger("an epoch keeps ten updates; an int as batch_size lifts that.")
+            self._refuse_larger(tell.keeps_updates())
             return
         self.sizes = replace(self.sizes, held_bytes=self._bytes_held_beside(batch))
         try:
             search = self._predicted(batch, at_most)
         except (UnsupportedModelError, InfeasibleBudgetError, ScheduleNotFoundError) as error:
-            self._refuse_larger(error)
+            self._refuse_larger(tell.no_larger_batch(error))
             return
         steps = self.steps
-        steps.fit.event(EventKind.SEARCH, str(search))
+        steps.fit.event(*tell.searched(search))
         self._report.max_batch_size = search.max_batch_size
         climb = SizeClimb(
             steps.trainer.backend,
@@ -359,7 +353,7 @@ class BatchTrainer:
         try:
             graph_at(self.steps.trainer.backend, self._model, batch, size)
         except UnsupportedModelError as error:
-            self.steps.fit.event(EventKind.SEARCH, f"No other batch: {error}")
+            self.steps.fit.event(*tell.no_other_batch(error))
         else:
             self._change(size)
 
@@ -413,24 +407,15 @@ class BatchTrainer:
         plan, peak = self.steps.trainer.plan, self.steps.trainer.settled_peak_bytes
         if peak is not None and not self.steps.fit.limit.holds(peak):
             climb.note(size, plan, peak, fits=False)
-            self._go_on(
-                f"The {format_bytes(peak)} that a batch of {size} measured are over the limit."
-            )
+            self._go_on(tell.is_over(size, peak))
         elif self._wanted == "fastest":
             self._compare(size)
         elif plan is not None and size > climb.trained:
             climb.note(size, plan, peak or 0, fits=True)
             bound = inf if plan.problem is None else overhead_bound(plan.problem, "forward")
             if plan.overhead > bound:
-                self.steps.fit.event(
-                    EventKind.REMARK,
-                    f"By the op times that were measured, a batch of {size} takes "
-                    f"{plan.overhead:.1%} longer. One forward pass, which the search allowed, is "
-                    f"{bound:.1%}.",
-                )
-            self._go_on(
-                f"By the {format_bytes(peak or 0)} that a batch of {size} measured, more fits."
-            )
+                self.steps.fit.event(*tell.recomputes_more(size, plan.overhead, bound))
+            self._go_on(tell.more_fits(size, peak or 0))
 
     def _go_on(self, reason: str = "") -> None:
         """Goes on with the size that the rule says: another one, or the largest that trained.
@@ -449,19 +434,15 @@ class BatchTrainer:
                 chosen = climb.choose(scaling, self._limit)
         new, plan = (climb.trained, None) if chosen is None else chosen
         if chosen is None and climb.trained == size == self.sizes.loader:
-            usable = format_bytes(self._limit.usable_bytes)
-            self._refuse_larger(
-                f"{self._report.max_batch_size} samples were predicted to keep to {usable}. By the "
-                f"costs that were measured since, no more than {size} do. A higher limit would do."
-            )
+            predicted = self._report.max_batch_size or 0
+            self._refuse_larger(tell.reaches_no_further(predicted, size, self._limit))
             return
         if chosen is None:
             self.sizes = replace(self.sizes, climb=None)
             self._report.max_batch_size = climb.trained
         if new != size:
             if reason:
-                kind = EventKind.STEP_UP if new > size else EventKind.STEP_DOWN
-                self.steps.fit.event(kind, reason)
+                self.steps.fit.event(*tell.goes_on(reason, up=new > size))
             self._change(new, plan)
 
     def _compare(self, size: int) -> None:
@@ -476,17 +457,13 @@ class BatchTrainer:
         climb.trained = max(size, climb.trained)
         self.sizes = replace(sizes, samples_per_s=rates, climb=None if is_over else climb)
         if is_over:
-            told = ", ".join(f"{rate:.4g} at {of}" for of, rate in rates.items())
-            self.steps.fit.event(
-                EventKind.SEARCH, f"Samples per second: {told}. The batch size is {new}."
-            )
+            self.steps.fit.event(*tell.sizes_were_compared(rates, new))
         if new != size:
             self._change(new, search.plan)
 
-    def _refuse_larger(self, reason: Exception | str) -> None:
+    def _refuse_larger(self, why: tell.News) -> None:
         """Goes on with the batches as they come."""
-        told = reason if isinstance(reason, str) else statement_of(reason)
-        self.steps.fit.event(EventKind.SEARCH, f"No larger batch: {told}")
+        self.steps.fit.event(*why)
         self._report.max_batch_size = self.sizes.loader
         self.sizes = replace(self.sizes, climb=None)
         if self.sizes.chosen is not None:
@@ -498,10 +475,7 @@ class BatchTrainer:
         self.sizes = self.sizes.with_size(new)
         self.steps.begin_shape(expected, None if scaling is None else scaling.at(new))
         devices = self.steps.trainer.backend.batch_multiple
-        each = f": {new // devices} on each of {devices} devices" if devices > 1 else ""
-        self.steps.fit.event(
-            EventKind.BATCH, f"The batch size is {new} from here on ({old} before){each}."
-        )
+        self.steps.fit.event(*tell.new_size(new, old, devices))
         larger = new > self.sizes.loader and isinstance(self._wanted, str)
         if larger and not self.sizes.has_warned:
             self.sizes = replace(self.sizes, has_warned=True)
@@ -510,19 +484,7 @@ class BatchTrainer:
     def _warn(self, new: int) -> None:
         """Says what a larger batch means for the training."""
         loader, samples = self.sizes.loader, self._samples_per_epoch
-        updates = "fewer updates in an epoch"
-        if samples is not None:
-            updates = f"{-(-samples // new)} updates in an epoch instead of {-(-samples // loader)}"
         self._learning_rate.leave_schedule_alone()
         factor = self._learning_rate.factor(new, loader)
-        rate = (
-            'The learning rate stays as it is; learning_rate_scaling="linear" or "sqrt" makes it '
-            "follow the batch."
-            if factor == 1.0
-            else f"The learning rate is multiplied by {factor:.4g} in its steps."
-        )
-        warnings.warn(
-            f"keras_remat: fit was given batches of {loader} and trains batches of {new} from here "
-            f'on: {updates}. {rate} batch_size="keep" keeps the batches.',
-            stacklevel=2,
-        )
+        told = tell.larger_batch(new, loader, samples, factor)
+        warnings.warn(f"keras_remat: {told}", stacklevel=2)

@@ -10,13 +10,13 @@ from keras_remat.backends.base import Backend, TracedStep
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.processes import decided_once, made_by_all
 from keras_remat.batch_size.cost_fit import transfer_costs
-from keras_remat.core.events import EventKind
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning.make_plan import counted_bytes
+from keras_remat.training import tell
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.shape_state import Costs, Known
 
@@ -55,7 +55,7 @@ class StepCosts:
                 gc.collect()  # what an earlier fit left in reference cycles is not resident
             traced = self._traced(batch, micro_batches)
             for difference in traced.differences:
-                self._fit.warn(EventKind.MICRO_BATCHES, difference)
+                self._fit.warn(*tell.differs(difference))
             self._tell_unknown_sizes(traced.graph)
             self._tell_changed_layers()
         in_use = counted_bytes(self._backend.device)
@@ -73,25 +73,16 @@ class StepCosts:
     def _tell_changed_layers(self) -> None:
         changed = self._fit.installed.changed_layers()
         if changed:
-            self._fit.warn(
-                EventKind.REMARK,
-                f"trainable of {', '.join(changed[:3])}{' and others' * (len(changed) > 3)} has "
-                "changed since the train function was first traced. Plain fit goes on with what it "
-                "was then; a step that is traced now takes what it is now. Call compile() after "
-                "such a change.",
-            )
+            self._fit.warn(*tell.changed_layers(changed))
 
     def _tell_unknown_sizes(self, graph: Graph) -> None:
         unknown = sum(
             value.shape is None and not value.nbytes and "float" in (value.dtype or "")
             for value in graph.values
         )
-        message = (
-            f"The sizes of {unknown} arrays are known only when the step runs: plans count them as "
-            "nothing, and may need more than is predicted. A larger margin leaves room for them."
-        )
-        if unknown and not self._fit.is_told(message):
-            self._fit.event(EventKind.REMARK, message)
+        news = tell.unknown_sizes(unknown)
+        if unknown and not self._fit.is_told(news.message):
+            self._fit.event(*news)
 
     @made_by_all
     def _traced(self, batch: Any, micro_batches: int) -> TracedStep:

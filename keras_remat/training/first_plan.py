@@ -16,7 +16,6 @@ from typing import Any
 
 from keras_remat.backends.base import Backend, RunStep
 from keras_remat.backends.processes import decided_once, made_by_all
-from keras_remat.core.events import EventKind
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -31,12 +30,12 @@ from keras_remat.errors import (
 from keras_remat.planning.plan import Plan, cache_path, cached_plan
 from keras_remat.planning.plan_problem import reused_plan
 from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.costs import ROOM, StepCosts
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.phases import MICRO_BATCHES, Phase
 from keras_remat.training.shape_state import Costs, Known, PlannedShape, ShapeState
-from keras_remat.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +148,7 @@ class FirstPlans:
         """
         cached = self.cached(costs.problem)
         if cached is not None:
-            self._fit.event(
-                EventKind.CACHE, f"A plan for this graph and limit was cached. {cached}"
-            )
+            self._fit.event(*tell.cached(cached))
             return cached, costs, Phase.VERIFY
         for phase in (Phase.VERIFY, Phase.WARM_UP):
             reused = self.reused(costs.problem, known, phase)
@@ -213,9 +210,8 @@ class FirstPlans:
         good where they were at another shape."""
         is_final = any(phase is Phase.VERIFY for _, _, phase in known.plans)
         if known.is_family and known.plans:
-            arrays = ", ".join(str(leaf[0]) for leaf in shape.signature if leaf is not None)
-            message = f"No known order fits a batch of {arrays}: it is planned for."
-            self._fit.event(EventKind.SHAPE, message)
+            shapes = [leaf[0] for leaf in shape.signature if leaf is not None]
+            self._fit.event(*tell.new_shape(shapes))
         text = "solving for the schedule" if is_final else "first plan, from estimated op times"
         with self._fit.progress(text):
             found = plan_for(self.roomy(shape, costs, known, is_final=is_final))
@@ -245,12 +241,7 @@ class FirstPlans:
             except NOT_FOUND as failed:
                 logger.debug("keras_remat: %d micro-batches: %s", count, failed)
                 continue
-            message = (
-                f"No schedule trains {shape.batch_size} samples at once within "
-                f"{format_bytes(self._fit.limit.total_bytes)}: each step trains them in {count} "
-                "micro-batches and adds up their gradients."
-            )
-            self._fit.warn(EventKind.MICRO_BATCHES, message)
+            self._fit.warn(*tell.in_micro_batches(shape.batch_size, count, self._fit.limit))
             return found, costs
         raise error
 
@@ -267,12 +258,7 @@ class FirstPlans:
             return found  # it takes some of the margin, or the quick solver found it after all
         if not limit.holds(int(found.predicted.peak_bytes / (1 + LITTLE_OVER_SHARE))):
             raise error
-        message = (
-            f"No schedule was found under {format_bytes(limit.usable_bytes)}; training goes on "
-            f"with one that is predicted to need {format_bytes(found.predicted.peak_bytes)} (the "
-            f"limit is {format_bytes(limit.total_bytes)})."
-        )
-        self._fit.warn(EventKind.OVER_LIMIT, message)
+        self._fit.warn(*tell.a_little_over(found.predicted.peak_bytes, limit))
         return found
 
     # ---------------------------------------------------------------- plans of other fits
@@ -288,8 +274,7 @@ class FirstPlans:
         try:
             return self._read(problem)
         except (InvalidProblemError, OSError) as error:
-            message = f"A cached plan cannot be used and is made again: {error}"
-            self._fit.event(EventKind.CACHE, message)
+            self._fit.event(*tell.cache_is_broken(error))
             return None
 
     @decided_once

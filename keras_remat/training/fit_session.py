@@ -25,6 +25,7 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.reporting.records import EpochUsage, Event
+from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.aside import Aside
 from keras_remat.training.backend_race import BackendRace
@@ -183,7 +184,7 @@ class FitSession:
             try:
                 return self.steps.run(batch)
             except UnsupportedModelError as error:
-                self._fit.warn(EventKind.REMARK, f"Keras's own step trains it. {error}")
+                self._fit.warn(*tell.trained_plainly(error))
                 return self._installed.run_plain(batch)
 
     def finish(self) -> Any:
@@ -300,7 +301,9 @@ class FitSession:
             fit = self._callers.running_fit
             self._aside.epoch_ends(None if fit is None else fit.epoch_iterator)
         elif self._callers.announced.is_endless and self._installed.counts_no_empty_step:
-            self._tell_updates()
+            news = tell.other_updates()
+            if not self._fit.is_told(news.message):
+                self._fit.event(*news)
         self._trainer.epoch_ends()
         counter = self._fit.take_counter()
         usage = EpochUsage(
@@ -318,16 +321,6 @@ class FitSession:
         self._report.epochs.append(usage)
         rest = {name: _as_number(value) for name, value in self._epoch.rest_logs.items()}
         return rest | self._report.epoch_logs(usage)
-
-    def _tell_updates(self) -> None:
-        """Says where the optimizer's count of updates is another one than plain ``fit``'s."""
-        message = (
-            "Nobody knows the length of the data: plain fit on TensorFlow counts an update more in "
-            "every epoch than it trains. Here it is not counted, so an optimizer that reads the "
-            "count (Adam) moves the weights otherwise from the second epoch on."
-        )
-        if not self._fit.is_told(message):
-            self._fit.event(EventKind.REMARK, message)
 
     def _predicted_peak_bytes(self) -> int:
         """Returns what stands for a measured peak where the allocator keeps no statistics."""

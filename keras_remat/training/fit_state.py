@@ -18,6 +18,7 @@ from keras_remat.core.schedule import Usage
 from keras_remat.planning.make_plan import limit_on
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.reporting.records import Event
+from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.baseline import Baseline
 from keras_remat.training.device_facts import DeviceFacts
@@ -164,9 +165,4 @@ class FitState:
     def tell_statistics(self, device: DeviceMemory) -> None:
         """Warns, once, where peaks are predicted and not measured."""
         if not device.has_statistics:
-            self.warn(
-                EventKind.PREDICTED,
-                f"The allocator of {device.name} keeps no statistics: peaks are predicted and not "
-                "measured. Call keras_remat.enable_cpu_memory_stats() before the model is built, "
-                "or set TF_ENABLE_ONEDNN_OPTS=1 where the processor has oneDNN's instructions.",
-            )
+            self.warn(*tell.no_statistics(device.name))

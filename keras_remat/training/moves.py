@@ -15,12 +15,11 @@ from typing import Any
 
 from keras_remat.backends.base import Backend
 from keras_remat.batch_size.cost_fit import transfer_costs
-from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Usage
-from keras_remat.errors import statement_of
 from keras_remat.planning.background import PlanProcess, PlanProcessError
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import NOT_FOUND, plan_for
+from keras_remat.training import tell
 from keras_remat.training.costs import StepCosts
 from keras_remat.training.first_plan import FirstPlans
 from keras_remat.training.fit_state import FitState
@@ -36,7 +35,6 @@ from keras_remat.training.shape_state import (
     TracedShape,
 )
 from keras_remat.training.undo import Outcome, OutOfMemory
-from keras_remat.units import format_bytes, format_seconds
 
 #: Seconds below which solving for a faster plan is not begun.
 _LEAST_SOLVE_S = 0.5
@@ -98,11 +96,9 @@ class Moves:
         if it had not run.
         """
         costs = self.costs_of(shape, outcome.batch)
+        predicted = self._costs.plain_peak_bytes(costs)
         self._fit.event(
-            EventKind.EXCEEDED,
-            f"The plain step of {shape.batch_size} samples takes {format_bytes(shape.peak_bytes)} "
-            f"measured ({format_bytes(self._costs.plain_peak_bytes(costs))} predicted), over "
-            f"{format_bytes(self._fit.limit.total_bytes)}: planning.",
+            *tell.plain_exceeds(shape.batch_size, shape.peak_bytes, predicted, self._fit.limit)
         )
         is_final = costs.problem.profile.source == "measured"
         with self._fit.progress("planning"):
@@ -119,11 +115,7 @@ class Moves:
         with self._fit.progress("planning steps that are recorded"):
             found = plan_for(self._first_plans.roomy(shape, costs, known, is_final=False))
         planned = self._first_plans.lowered(shape, costs, found, phase)
-        self._fit.event(
-            EventKind.PROFILE,
-            "The next steps run in order and are recorded: what their ops cost tells how large a "
-            "batch can be.",
-        )
+        self._fit.event(*tell.will_record())
         return planned
 
     def _start_recorder(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
@@ -143,7 +135,7 @@ class Moves:
         with self._fit.long_task("reading the profile"):
             profile = shape.recorder.stop(shape.run, shape.resident_bytes)
             if shape.recorder.remark:
-                self._fit.event(EventKind.PROFILE, shape.recorder.remark)
+                self._fit.event(*tell.recorded(shape.recorder.remark))
             if profile is None:
                 return replace(shape, started=False, recorded=Recorded.BLIND)
             costs = replace(shape.costs, problem=replace(shape.costs.problem, profile=profile))
@@ -160,13 +152,7 @@ class Moves:
     def _keep_plan(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Keeps the plan; what it predicts follows the newest profile."""
         if shape.recorded is not Recorded.MEASURED:
-            is_busy = shape.recorded is Recorded.BUSY
-            why = (
-                "Another profiler session is running, or is going to"
-                if is_busy
-                else "The profiler saw too few ops"
-            )
-            self._fit.event(EventKind.PROFILE, f"{why}; the plan stays with estimated op times.")
+            self._fit.event(*tell.recorded_nothing(is_busy=shape.recorded is Recorded.BUSY))
         problem = shape.costs.problem
         now = self._costs.predict(problem, shape.schedule)
         told = replace(
@@ -178,14 +164,11 @@ class Moves:
         return replace(shape.planned(shape.run, shape.costs, told, phase), called=True)
 
     def _return_to_plain(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
-        reason = "The plain step comes back, as it was measured to fit."
-        if not shape.tries.profiled:
-            reason = (
-                "By what was measured the plain step needs "
-                f"{format_bytes(self._costs.plain_peak_bytes(shape.costs))}, within "
-                f"{format_bytes(self._fit.limit.usable_bytes)}: it comes back."
-            )
-        self._fit.event(EventKind.PLAIN, reason)
+        if shape.tries.profiled:
+            self._fit.event(*tell.plain_is_back())
+        else:
+            needed = self._costs.plain_peak_bytes(shape.costs)
+            self._fit.event(*tell.plain_fits_after_all(needed, self._fit.limit))
         return shape.plainly(self._fit.installed.run_plain, shape.costs, phase)
 
     def _start_solver(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
@@ -199,12 +182,9 @@ class Moves:
         try:
             process = PlanProcess(request)
         except OSError as error:
-            self._fit.warn(EventKind.BESIDE, f"No process can be started beside training: {error}")
+            self._fit.warn(*tell.cannot_solve_beside(error))
             return shape.solving(None, phase)
-        self._fit.event(
-            EventKind.BESIDE,
-            "The first plan goes on while a process of its own solves for a faster one.",
-        )
+        self._fit.event(*tell.solves_beside())
         return shape.solving(process, phase)
 
     def _solved_beside(self, shape: PlannedShape) -> Plan | None:
@@ -219,7 +199,7 @@ class Moves:
         try:
             found = shape.process.answer()
         except PlanProcessError as error:
-            self._fit.warn(EventKind.BESIDE, f"Planning begins anew, without it: {error}")
+            self._fit.warn(*tell.solved_nothing_beside(error))
             return None
         except NOT_FOUND as error:  # of a part of the limit
             raise self._first_plans.not_found(problem) from error
@@ -237,11 +217,7 @@ class Moves:
         fits = self._fit.limit.fits(now.peak_bytes)
         most_s = self._most_saved_s(costs, now)
         if most_s < _LEAST_SOLVE_S:
-            self._fit.event(
-                EventKind.ENOUGH,
-                f"The plan that is running stays: in {self._fit.most_steps_left} steps at most, a "
-                f"faster one could save less than {format_seconds(_LEAST_SOLVE_S)}.",
-            )
+            self._fit.event(*tell.saves_too_little(self._fit.most_steps_left, _LEAST_SOLVE_S))
             return self._keep_plan(shape, outcome, phase)
         try:
             with self._fit.progress("solving for the schedule"):
@@ -254,13 +230,11 @@ class Moves:
                     or plan_for(request)
                 )
         except NOT_FOUND as error:
-            self._fit.event(
-                EventKind.KEPT, f"The plan that is running stays: {statement_of(error)}"
-            )
+            self._fit.event(*tell.kept(error))
             raise
         if fits and found.predicted.time_s >= now.time_s:
             return self._keep_plan(shape, outcome, phase)
-        self._fit.event(EventKind.SWAP, f"Swapped in. {found}")
+        self._fit.event(*tell.swapped(found))
         return self._first_plans.lowered(shape, costs, found, phase)
 
     def _most_saved_s(self, costs: Costs, now: Usage) -> float:
@@ -275,13 +249,7 @@ class Moves:
     def _tighten(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Plans again for what the measured peak was too much."""
         peak, limit = shape.peak_bytes, self._fit.limit
-        over = peak - limit.usable_bytes
-        self._fit.event(
-            EventKind.TIGHTEN,
-            f"Measured peak {format_bytes(peak)} is over the limit of "
-            f"{format_bytes(limit.total_bytes)} ({format_bytes(shape.plan.predicted.peak_bytes)} "
-            f"predicted): planning again for {format_bytes(over)} less.",
-        )
+        self._fit.event(*tell.tightens(peak, shape.plan.predicted.peak_bytes, limit))
         costs = shape.costs
         self._observe(shape)
         needed = self._costs.predict(costs.problem, shape.schedule).peak_bytes
@@ -297,7 +265,7 @@ class Moves:
         misses = not limit.holds(found.predicted.peak_bytes)
         if found.solution.schedule in orders or (misses and not shape.terms.may_miss):
             raise self._first_plans.not_found(costs.problem, peak)
-        self._fit.event(EventKind.SWAP, f"Swapped in. {found}")
+        self._fit.event(*tell.swapped(found))
         return self._first_plans.lowered(shape, costs, found, phase)
 
     def _split(self, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
@@ -313,11 +281,7 @@ class Moves:
 
     def _try_plain(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
         """Measures Keras's own step where no plan keeps to the limit."""
-        self._fit.event(
-            EventKind.PLAIN,
-            f"No schedule was found that keeps to {format_bytes(self._fit.limit.total_bytes)}: the "
-            "plain step is measured, which may take less.",
-        )
+        self._fit.event(*tell.plain_is_tried(self._fit.limit))
         run = self._fit.installed.run_plain
         return shape.with_over_limit().plainly(run, shape.costs, phase)
 
@@ -325,16 +289,15 @@ class Moves:
         """Goes on with the step that measured least of those over the limit."""
         measured = [other for other in (*shape.over_limit, shape) if other.steps]
         kept = min(measured, key=lambda other: other.peak_bytes)
-        step = "step" if isinstance(kept, PlannedShape) else "plain step"
-        message = (
-            f"The {step} of {shape.batch_size} samples takes {format_bytes(kept.peak_bytes)} "
-            f"measured, over the limit of {format_bytes(self._fit.limit.total_bytes)}; no schedule "
-            "that takes less was found."
+        goes_on = shape.terms.may_miss
+        news = tell.stays_over(
+            shape.batch_size,
+            kept.peak_bytes,
+            self._fit.limit,
+            is_plain=not isinstance(kept, PlannedShape),
+            goes_on=goes_on,
         )
-        if shape.terms.may_miss:
-            self._fit.warn(EventKind.OVER_LIMIT, f"{message} Training goes on with it.")
-        else:
-            self._fit.event(EventKind.OVER_LIMIT, f"{message} A smaller batch takes over.")
+        (self._fit.warn if goes_on else self._fit.event)(*news)
         if isinstance(kept, Recording | Solving):
             plainer = kept.planned(kept.run, kept.costs, kept.plan, phase)
             kept = replace(plainer, called=True, steps=kept.steps)
@@ -346,34 +309,23 @@ class Moves:
         if isinstance(shape, PlannedShape):
             return self._finish_plan(shape, usage, phase)
         if limit.holds(usage.peak_bytes):
-            takes = "is predicted to keep"
-            if self._backend.device.has_statistics:
-                takes = f"takes {format_bytes(usage.peak_bytes)} measured,"
-            self._fit.event(
-                EventKind.FITS,
-                f"The plain step of {shape.batch_size} samples {takes} within "
-                f"{format_bytes(limit.total_bytes)}: nothing is changed.",
-            )
+            seen = usage.peak_bytes if self._backend.device.has_statistics else None
+            self._fit.event(*tell.plain_fits(shape.batch_size, seen, limit))
         return replace(shape, phase=phase, steps=(usage,))
 
     def _finish_plan(self, shape: PlannedShape, usage: Usage, phase: Phase) -> ShapeState:
         """Goes on with a plan; what it measured is the plan's, where peaks can be measured."""
         final, limit = shape.plan, self._fit.limit
-        peak = f"{format_bytes(final.predicted.peak_bytes)} predicted"
-        if self._backend.device.has_statistics:
+        has_peak = self._backend.device.has_statistics
+        if has_peak:
             final = replace(final, measured=usage)
-            where = "within" if limit.holds(usage.peak_bytes) else "STILL OVER"
-            peak = (
-                f"{format_bytes(usage.peak_bytes)} measured ({peak}), {where} the limit of "
-                f"{format_bytes(limit.total_bytes)}"
-            )
         try:
             self._first_plans.keep(final, shape.costs.problem.graph)
         except OSError as error:
-            self._fit.warn(EventKind.CACHE, f"Plans cannot be kept: {error}")
+            self._fit.warn(*tell.cache_is_closed(error))
+        predicted = final.predicted.peak_bytes
         self._fit.event(
-            EventKind.MEASURED,
-            f"Step of {shape.batch_size} samples: {peak}; {format_seconds(usage.time_s)} measured.",
+            *tell.measured(shape.batch_size, predicted, usage, limit, has_peak=has_peak)
         )
         return replace(shape, plan=final, phase=phase, steps=(usage,))
 
@@ -383,12 +335,7 @@ class Moves:
         problem, before = costs.problem, self._fit.limit
         schedule = shape.schedule if isinstance(shape, PlannedShape) else costs.store_all
         predicted = self._costs.predict(problem, schedule).peak_bytes
-        self._fit.event(
-            EventKind.OUT_OF_MEMORY,
-            f"The step of {shape.batch_size} samples ({format_bytes(predicted)} predicted) ran out "
-            f"of memory with {format_bytes(outcome.peak_bytes)} in use; what it had changed was "
-            "put back, and its batch is trained again under a tighter plan.",
-        )
+        self._fit.event(*tell.out_of_memory(shape.batch_size, predicted, outcome.peak_bytes))
         self._fit.set_limit(before.lowered(min(predicted - 1, outcome.peak_bytes)))
         with self._fit.progress("solving for the schedule"):
             found = plan_for(
@@ -397,10 +344,7 @@ class Moves:
         if not self._fit.limit.fits(found.predicted.peak_bytes):
             # out of reach; all that is known for certain is what was too much
             self._fit.set_limit(before.lowered(predicted - 1))
-        self._fit.event(
-            EventKind.SWAP,
-            f"The limit is {format_bytes(self._fit.limit.total_bytes)} from here on. {found}",
-        )
+        self._fit.event(*tell.lowered_limit(self._fit.limit, found))
         return self._first_plans.lowered(shape, costs, found, phase)
 
     def refusal(self, shape: ShapeState, outcome: Any, failure: Exception | None) -> Exception:

@@ -21,13 +21,13 @@ from typing import Any
 
 from keras_remat.backends.base import Backend
 from keras_remat.backends.batches import batch_size_of
-from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.errors import UnsupportedBatchError, UnsupportedModelError
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import NOT_FOUND
+from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.costs import StepCosts
 from keras_remat.training.first_plan import FirstPlans
@@ -51,7 +51,6 @@ from keras_remat.training.shape_state import (
 )
 from keras_remat.training.undo import Outcome, OutOfMemory, StepGuard, Trained
 from keras_remat.training.watch import Pace
-from keras_remat.units import format_bytes, format_unequal_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -192,11 +191,8 @@ class StepTrainer:
         enough = is_over or len(shape.steps) >= self._options.profile_steps
         if isinstance(shape, Recording) and enough:
             if is_over:
-                peak, limit = format_unequal_bytes(shape.peak_bytes, self._fit.limit.total_bytes)
                 self._fit.event(
-                    EventKind.EXCEEDED,
-                    f"A step of {shape.batch_size} samples measured {peak} while it was recorded, "
-                    f"over the limit of {limit}: it is planned anew.",
+                    *tell.recorded_exceeds(shape.batch_size, shape.peak_bytes, self._fit.limit)
                 )
             shape = self._moves.end_recording(shape)
         self._set(shape)
@@ -261,7 +257,7 @@ class StepTrainer:
             except (*NOT_FOUND, UnsupportedModelError) as error:
                 logger.debug("keras_remat: %s cannot be made: %s", move.name, error)
                 if isinstance(error, UnsupportedModelError):
-                    self._fit.event(EventKind.REMARK, str(error))
+                    self._fit.event(*tell.remark(error))
                 failure, facts = error, replace(facts, failed=facts.failed | {move})
                 shape = replace(shape, tries=shape.tries.without(move))
 
@@ -347,7 +343,7 @@ class StepTrainer:
         try:
             costs = self._costs.trace(batch, known, pieces)
         except UnsupportedBatchError as error:
-            self._fit.warn(EventKind.REMARK, str(error))
+            self._fit.warn(*tell.remark(error))
             return replace(shape, tries=Tries(plain_ruled_out=True))  # nothing can be planned
         self.record = self.record.after_trace(costs)
         self._family.learn(shape.signature, costs)
@@ -358,11 +354,7 @@ class StepTrainer:
         if may_run_plain and self.plain_fits(peak):
             return shape.plainly(self._fit.installed.run_plain, costs, Phase.PLAIN)
         if may_run_plain:
-            self._fit.event(
-                EventKind.RISK,
-                f"The plain step of {size} samples may need up to {format_bytes(peak)}, over the "
-                f"limit of {self._fit.limit}: it will not be run.",
-            )
+            self._fit.event(*tell.plain_risks(size, peak, self._fit.limit))
         plan, costs, phase = self._first_plans.find(shape, costs, batch, known)
         return self._first_plans.lowered(shape, costs, plan, phase)
 
