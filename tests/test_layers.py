@@ -95,7 +95,7 @@ def faults(module, imported):
     """What is wrong with the imports of one module, as sentences."""
     own = layer(module)
     side = module.split(".")[1:2]
-    backend = re.match(r"keras_remat\.backends\.(tensorflow|jax)(\.|$)", module)
+    backend = re.match(r"keras_remat\.backends\.(tensorflow|jax|torch)(\.|$)", module)
     for name in sorted(imported):
         root = name.partition(".")[0]
         if root == "keras_remat":

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 RunStep = Callable[[Any], Any]
 
 #: Frameworks whose steps can be swapped inside ``fit``.
-BACKENDS = ("tensorflow", "jax")
+BACKENDS = ("tensorflow", "jax", "torch")
 
 #: How a rematerialized step may be asked to run.
 COMPILATIONS = ("auto", "compiled", "ordered")

@@ -16,13 +16,14 @@ from keras_remat.errors import MissingPackageError, UnsupportedModelError
 OLDEST = {
     "tensorflow": {"tensorflow": "2.18", "keras": "3.9"},
     "jax": {"jax": "0.10.0", "keras": "3.12"},
+    "torch": {"torch": "2.11", "keras": "3.12"},
 }
 #: As above, where a model trains on several devices: Keras's metrics under a strategy.
 OLDEST_FOR_REPLICAS = {"keras": "3.10"}
 #: What compiles for a card that is not there; the first two are of JAX's own version.
 PLUGIN, COMPILER, ASSEMBLER = "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"
 _PURPOSE = "Compiling for a card that is not there"
-_NAMES = {"tensorflow": "TensorFlow", "jax": "JAX", "keras": "Keras"}
+_NAMES = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch", "keras": "Keras"}
 
 
 def check_versions(framework: str) -> None:

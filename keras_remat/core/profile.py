@@ -23,7 +23,7 @@ class Profile:
         resident_bytes: bytes in use through the whole step: weights, optimizer slots, the batch.
         source: ``"measured"`` on the live device or ``"estimated"`` from shapes.
         device: for people, e.g. ``"CPU:0"``.
-        backend: ``"tensorflow"``, ``"jax"`` or ``""`` when the costs came from a file.
+        backend: ``"tensorflow"``, ``"jax"``, ``"torch"`` or ``""`` when the costs came from a file.
 
     Raises:
         InvalidProblemError: a negative, NaN or infinite cost, or lists of different length.

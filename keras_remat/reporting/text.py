@@ -23,6 +23,7 @@ _DISTRIBUTIONS = (
     ("keras",),
     ("tensorflow", "tensorflow-cpu"),
     ("jax",),
+    ("torch",),
     ("numpy",),
     ("scipy",),
     ("ortools",),

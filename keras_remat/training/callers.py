@@ -76,8 +76,14 @@ def innermost_fit() -> FrameType | None:
 
 
 def trains_alone(iterator: Any) -> bool:
-    """Returns whether a train function was called by ``train_on_batch``."""
-    return "train_on_batch." in getattr(iterator, "__qualname__", "")
+    """Returns whether a train function was called by ``train_on_batch``, which makes an iterator
+    of its own; on PyTorch it gives a list, as ``fit`` does, and the stack tells."""
+    if not isinstance(iterator, list):
+        return "train_on_batch." in getattr(iterator, "__qualname__", "")
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name not in ("fit", "train_on_batch"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "train_on_batch"
 
 
 def _has(fit: RunningFit, callback: Any) -> bool:

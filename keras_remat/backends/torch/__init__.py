@@ -1,0 +1,118 @@
+"""Keras on PyTorch: record the trainer's step below autograd, plan it op by op, and run the plan as
+generated Python.
+
+Imports PyTorch and Keras, never another framework, and no solver. A step runs op by op in the order
+of its plan, in eager mode without autograd: the backward phase is part of what was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from keras_remat.backends import batches
+from keras_remat.backends.base import Installed, RunStep, StepRunner
+from keras_remat.backends.memory import SimulatedMemory
+from keras_remat.backends.processes import Processes
+from keras_remat.backends.torch import trace as tracing
+from keras_remat.backends.torch.device import is_out_of_memory, live_device
+from keras_remat.backends.torch.lower import LoweredStep
+from keras_remat.backends.torch.profile import Recorder, estimated_profile
+from keras_remat.backends.torch.swap import InstalledTrainFunction
+from keras_remat.backends.torch.trace import TorchTracedStep, as_tensors
+from keras_remat.backends.torch.variables import snapshot
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.simulate import simulate
+from keras_remat.core.target import Target
+from keras_remat.errors import UnsupportedModelError
+
+Result = TypeVar("Result")
+
+
+class TorchBackend:
+    """The verbs of :class:`keras_remat.backends.base.Backend`."""
+
+    name, compilation = "torch", "ordered"
+    measures_op_times = True
+    auto_solver = "auto"
+    batch_multiple = 1
+    processes = Processes()
+
+    def __init__(self) -> None:
+        self.device = live_device()
+        self.memory = SimulatedMemory()
+
+    def check(self, model: Any) -> str | None:
+        tracing.check_supported(model)
+        self.device.trains(model)
+        if model.jit_compile:
+            return "jit_compile=True: the rematerialized step runs op by op, without torch.compile."
+        return None
+
+    is_out_of_memory = staticmethod(is_out_of_memory)
+    estimated_profile = staticmethod(estimated_profile)
+
+    def example_batch(self, model: Any, batch: Any) -> Any:
+        self.device.trains(model)
+        made = as_tensors(batches.example_batch(model, batch))
+        self.device.note_batch(made)
+        return made
+
+    def resized_spec(self, batch: Any, size: int) -> Any:
+        def spec(shape: tuple[int, ...], leaf: Any) -> torch.Tensor:
+            dtype = as_tensors(leaf).dtype
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        return batches.resized_spec(batch, size, spec)
+
+    def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
+        self.device.trains(model)
+        return tracing.trace(model, batch, micro_batches)
+
+    def recorder(self) -> Recorder:
+        return Recorder(self.device)
+
+    def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
+        lowered = LoweredStep(traced, schedule, self.device)
+        added = simulate(problem, schedule).peak_bytes - problem.profile.resident_bytes
+        self.device.expect(lowered, added)
+        return lowered
+
+    def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
+        return self.device.measure(run, wait=wait)
+
+    def snapshot(self, model: Any) -> Callable[[], None]:
+        return snapshot(model)
+
+    def install(self, model: Any, runner: StepRunner) -> Installed:
+        self.device.trains(model)
+        return InstalledTrainFunction(model, runner, self.device)
+
+
+def backend() -> TorchBackend:
+    """A backend for one model."""
+    return TorchBackend()
+
+
+def backends(model: Any, compilation: str, target: Target | None = None) -> list[TorchBackend]:
+    """The backends that can train a model on PyTorch.
+
+    Raises:
+        UnsupportedModelError: a compiled step was asked for, or a target was given.
+    """
+    if target is not None:
+        raise UnsupportedModelError(
+            f"Keras runs on PyTorch, whose step is planned on a device that is there, and not for "
+            f"{target.card or target.device}. Set KERAS_BACKEND=jax for a model written in Keras's "
+            "own ops. A plan belongs to the backend that it was made on; "
+            "keras_remat.will_it_fit answers on either."
+        )
+    if compilation == "compiled":
+        raise UnsupportedModelError(
+            'compilation="compiled" needs a compiler that takes a whole step; on PyTorch every '
+            "rematerialized step runs op by op."
+        )
+    return [TorchBackend()]

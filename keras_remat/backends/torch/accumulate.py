@@ -1,0 +1,62 @@
+"""One optimizer step from a batch that is trained in pieces: the gradients of micro-batches
+(:mod:`keras_remat.backends.micro_batches`), added up by ``backward()`` itself.
+
+The step is written out micro-batch after micro-batch and recorded like any other. It runs in the
+order in which it was written, so the pieces need not be kept apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+
+from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.micro_batches import (
+    check_can_be_cut,
+    check_no_masks,
+    check_samples,
+    pieces,
+)
+from keras_remat.backends.torch import private
+
+
+def accumulated_train_step(model: Any, count: int) -> Callable[[Any], Any]:
+    """Returns a train step for ``model`` that trains a batch in ``count`` micro-batches.
+
+    Raises:
+        UnsupportedModelError: the model has a ``train_step`` or ``compute_loss`` of its own, or a
+            loss that is no mean over the batch; when recorded, also for masked outputs and for
+            arrays that do not have the batch's samples.
+    """
+    check_can_be_cut(model)
+
+    def train_step(data: Any) -> Any:
+        check_samples(data)
+        total, logs = batch_size_of(data), None
+        model.zero_grad()
+        for start, stop in pieces(total, count):
+            piece = keras.tree.map_structure(
+                lambda leaf, rows=slice(start, stop): None if leaf is None else leaf[rows], data
+            )
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(piece)
+            predicted = private.call_for_training(model, x)
+            check_no_masks(predicted)
+            loss = model.compute_loss(
+                x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
+            )
+            private.track_loss(model, loss, stop - start)
+            share = loss * ((stop - start) / total)
+            if model.trainable_weights:
+                model.optimizer.scale_loss(share).backward()
+            logs = model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
+            del predicted, loss, share
+        weights = model.trainable_weights[:]
+        if weights:
+            with torch.no_grad():
+                model.optimizer.apply([weight.value.grad for weight in weights], weights)
+        return logs
+
+    return train_step

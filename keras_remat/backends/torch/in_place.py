@@ -1,0 +1,61 @@
+"""Where an op takes over the memory of a value that dies with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from keras_remat.backends.torch import private
+from keras_remat.backends.torch.program import PURE, WRITE, Node, Program
+from keras_remat.backends.torch.recorder import Ref
+
+
+def written_in_place(operator: Any) -> Any:
+    """Returns the operator that writes its first argument and computes the same bits, or ``None``:
+    only of those that work element by element."""
+    if torch.Tag.pointwise not in operator.tags or operator._schema.is_mutable:
+        return None
+    first = operator._schema.arguments[:1]
+    if not first or first[0].name != "self" or str(first[0].type) != "Tensor":
+        return None
+    return private.overload_like(operator, f"{private.schema_name(operator)}_")
+
+
+def without_writes(operator: Any) -> Any:
+    """Returns the operator that returns what another one writes into its first argument, or
+    ``None``."""
+    name = private.schema_name(operator)
+    return private.overload_like(operator, name[:-1]) if name.endswith("_") else None
+
+
+def reusable(program: Program, node: Node) -> tuple[int, ...]:
+    """Returns the values whose memory a node takes over, where it is the last that reads them."""
+    if node.kind == WRITE:
+        return tuple(v for v in node.old.values() if v is not None and v not in program.sources)
+    if node.kind != PURE or node.call is None or len(node.outputs) != 1 or node.predicate:
+        return ()
+    (returned,) = node.outputs
+    arguments = node.call.args
+    if returned is None or not arguments or not isinstance(arguments[0], Ref):
+        return ()
+    if written_in_place(node.call.operator) is None:
+        return ()
+    given = arguments[0].number
+    value = node.reads[given]
+    is_its_own = (
+        value not in program.sources
+        and program.is_whole(program.canonical(given), value)
+        and program.layouts[given].is_same(program.layouts[returned[0]])
+        and program.layouts[given].device == program.layouts[returned[0]].device
+        and program.stored[value].nbytes == program.stored[returned[1]].nbytes
+        and sum(read == value for read in node.reads.values()) == 1
+        and _times_given(arguments, node.call.kwargs, given) == 1
+    )
+    return (value,) if is_its_own else ()
+
+
+def _times_given(args: Any, kwargs: Any, number: int) -> int:
+    leaves = tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, Ref))
+    return sum(isinstance(leaf, Ref) and leaf.number == number for leaf in leaves)

@@ -1,0 +1,382 @@
+"""The only module that touches what PyTorch and Keras do not promise to keep.
+
+Everything here was read in, and is tested with, the versions in ``TESTED``. From PyTorch: fake
+tensors, the stack of dispatch modes, the node of autograd that runs, the profiler's memory events;
+from Keras: the functions in which its PyTorch backend leaves tensors (generators of random numbers,
+branches, Nadam's products), ``_symbolic_build`` and the value of a variable. When a new version
+moves one of these, this is the file to mend.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from keras.src.backend.common import global_state
+from keras.src.backend.torch import core as keras_core
+from keras.src.backend.torch import random as keras_random
+from keras.src.backend.torch.optimizers import torch_nadam
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, draw_seed
+from keras.src.utils import traceback_utils
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from keras_remat.errors import UnsupportedModelError
+
+TESTED = {"torch": "2.13.0", "keras": "3.15.1"}
+
+#: What a step that asks for a tensor's value, or a shape that follows from one, raises when it is
+#: recorded.
+ASKS_FOR_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+#: Seeds of the generators that stand in while a step is recorded count from here.
+_MAGIC_SEED = 0x6B725F0000000
+_MASK = 0xFFFFFFFF
+#: What PyTorch writes about a session of its profiler.
+_OF_PROFILER = re.compile(rb"^USDT:|before the profiling started")
+
+DispatchMode = TorchDispatchMode
+without_modes = _disable_current_modes
+
+
+def fake_mode() -> Any:
+    """Returns a mode in which tensors have shapes and no memory; a number that is read from one is
+    a symbol."""
+    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Returns whether a tensor has no memory."""
+    return isinstance(tensor, FakeTensor)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns what tells the storage of a living tensor from that of any other."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def in_backward() -> bool:
+    """Returns whether autograd runs a node of its graph."""
+    return torch._C._current_autograd_node() is not None
+
+
+def callable_of(overload: Any) -> Callable[..., Any]:
+    """Returns what runs an operator with the least of Python around it."""
+    run: Callable[..., Any] = overload._op
+    return run
+
+
+def schema_name(overload: Any) -> str:
+    """Returns an operator's name, such as ``add_`` of ``aten::add_.Tensor``."""
+    return str(overload._schema.name).partition("::")[2]
+
+
+def overload_like(overload: Any, name: str) -> Any:
+    """Returns the operator of another name with the same overload and arguments, written ones
+    aside; ``None`` without one."""
+    packet = getattr(getattr(torch.ops, overload.namespace), name, None)
+    other = getattr(packet, overload._overloadname, None)
+    if other is None:
+        return None
+    return other if _arguments(other) == _arguments(overload) else None
+
+
+def _arguments(overload: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type).replace("(a!)", "")) for a in overload._schema.arguments]
+
+
+def written_arguments(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Returns those arguments of a call that it writes."""
+    written = []
+    for at, argument in enumerate(overload._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            by_place = at < len(args) and not argument.kwarg_only
+            written.append(args[at] if by_place else kwargs.get(argument.name))
+    return written
+
+
+def returns_list(overload: Any) -> bool:
+    """Returns whether an operator returns a list of tensors."""
+    returns = overload._schema.returns
+    return len(returns) == 1 and str(returns[0].type).startswith("List")
+
+
+def python_of(expression: Any) -> str:
+    """Returns the text of a number that is read from tensors, to the last bit.
+
+    Raises:
+        UnsupportedModelError: it is more than one operation on one number that is read.
+    """
+    if expression.is_Symbol:
+        return str(expression)
+    if (expression.is_Mul or expression.is_Add) and len(expression.args) == 2:
+        number, symbol = expression.args
+        if number.is_number and symbol.is_Symbol:
+            exact = int(number) if number.is_Integer else float(number)
+            return f"{exact!r} {'*' if expression.is_Mul else '+'} {symbol}"
+    raise UnsupportedModelError(
+        f"The step computes {expression} in Python from numbers that it reads of tensors. Compute "
+        "it with tensors."
+    )
+
+
+# -------------------------------------------------------------------- Keras
+
+
+@contextmanager
+def _patched(owner: Any, name: str, new: Any) -> Iterator[None]:
+    old = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+def global_seed_state() -> list[Any]:
+    """Returns the variable of Keras's global seed generator, if there is one."""
+    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    return [] if generator is None else [generator.state]
+
+
+class Seeds:
+    """The seeds of generators that are made while a step is recorded.
+
+    Keras makes a ``torch.Generator`` of the number in a tensor. Meanwhile it gets a number that
+    stands for the tensor; a call that draws from it is told which tensor that is.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+
+    def generator(self, seed: Any) -> torch.Generator | None:
+        """Stands in for Keras's ``torch_seed_generator``."""
+        device = keras_core.get_device()
+        if device == "meta":
+            return None
+        first, second = draw_seed(seed)
+        made = torch.Generator(device=device)
+        made.manual_seed(_MAGIC_SEED + len(self._tensors))
+        self._tensors.append(first + second)
+        return made
+
+    def tensor(self, generator: torch.Generator) -> torch.Tensor | None:
+        """Returns the tensor with a generator's seed; ``None`` for a generator of somebody
+        else."""
+        at = generator.initial_seed() - _MAGIC_SEED
+        return self._tensors[at] if 0 <= at < len(self._tensors) else None
+
+
+def seeded(seed: torch.Tensor, device: torch.device) -> torch.Generator:
+    """Returns the generator that Keras makes of a seed."""
+    made = torch.Generator(device=device)
+    made.manual_seed(int(seed) & _MASK)
+    return made
+
+
+class _Divisor:
+    """What Nadam subtracts from one and divides by, as a number that is read when a step runs."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor
+
+    def __rsub__(self, other: float) -> Any:
+        return (other - self._tensor).item()
+
+
+class _NadamCore:
+    """Keras's core for Nadam, which reads two numbers of tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(keras_core, name)
+
+    @staticmethod
+    def convert_to_numpy(tensor: torch.Tensor) -> _Divisor:
+        """Returns what a number of the tensor is read of, later."""
+        return _Divisor(tensor)
+
+
+@contextmanager
+def _own_tracebacks() -> Iterator[None]:
+    """Keeps Keras from rewriting errors inside, whose lines are told."""
+    before = traceback_utils.is_traceback_filtering_enabled()
+    global_state.set_global_attribute("traceback_filtering", False)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("traceback_filtering", before)
+
+
+@contextmanager
+def recordable(seeds: Seeds, cond: Callable[..., Any]) -> Iterator[None]:
+    """Makes Keras leave to the recorder what it would decide by a tensor's value.
+
+    Args:
+        seeds: makes generators.
+        cond: stands in for ``keras.ops.cond``.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_own_tracebacks())
+        stack.enter_context(_patched(keras_random, "torch_seed_generator", seeds.generator))
+        stack.enter_context(_patched(keras_core, "cond", cond))
+        stack.enter_context(_patched(torch_nadam, "core", _NadamCore()))
+        yield
+
+
+def is_symbolic_call() -> bool:
+    """Returns whether Keras infers shapes and computes nothing."""
+    return str(keras_core.get_device()) == "meta"
+
+
+def device() -> torch.device:
+    """Returns the device that Keras puts tensors on."""
+    return torch.device(keras_core.get_device())
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Returns the type of a Keras dtype's name."""
+    dtype: torch.dtype = keras_core.to_torch_dtype(name)
+    return dtype
+
+
+def value_of(variable: Any) -> torch.Tensor | None:
+    """Returns the tensor of a Keras variable."""
+    value: torch.Tensor | None = variable._value
+    return value
+
+
+def set_value(variable: Any, tensor: torch.Tensor) -> None:
+    """Gives a Keras variable another tensor."""
+    variable._value = tensor
+
+
+def build(model: Any, batch: Any) -> None:
+    """Builds model, losses, metrics and optimizer for a batch, as ``fit`` does before its first
+    step. Where Keras cannot build the model (it has no ``call``), it would take it for built the
+    next time: it stays what it was."""
+    was_built = model.built
+    try:
+        model._symbolic_build(data_batch=batch)
+    except Exception:
+        model.built = was_built
+        raise
+
+
+def call_for_training(model: Any, x: Any) -> Any:
+    """Returns a model's predictions, as its own ``train_step`` makes them."""
+    return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def track_loss(model: Any, loss: Any, samples: int) -> None:
+    """Takes the loss of some samples into the mean that the logs tell."""
+    model._loss_tracker.update_state(loss, sample_weight=samples)
+
+
+def modules(model: Any) -> list[torch.nn.Module]:
+    """Returns all torch modules of a model: those of its layers, which a functional model does not
+    register, too."""
+    layers = [model, *model._flatten_layers()]
+    return list(dict.fromkeys(module for layer in layers for module in layer.modules()))
+
+
+# -------------------------------------------------------------------- memory events
+
+
+def profiler_runs() -> bool:
+    """Returns whether a profiler session is under way: there is one at a time."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+@contextmanager
+def memory_events() -> Iterator[list[tuple[int, int]]]:
+    """Notes the CPU's allocations inside, those of kernels for themselves, too.
+
+    What it gives is complete afterwards: the time in nanoseconds, and the bytes that were taken, or
+    given back as a negative number, in their order. Nothing is noted of ops, so it costs next to
+    nothing while it runs.
+    """
+    noted: list[tuple[int, int]] = []
+    with _without_profiler_lines():
+        if not _has_told():  # PyTorch says once that what was there before is not noted
+            _has_told().append(True)
+            before = torch.empty(1)
+            _begin_session()
+            del before
+            torch.autograd._disable_profiler()
+        _begin_session()
+    try:
+        yield noted
+    finally:
+        with _without_profiler_lines():
+            events = torch.autograd._disable_profiler().events()
+        memory = [event for event in events if event.name() == "[memory]"]
+        noted.extend(sorted((event.start_ns(), event.nbytes()) for event in memory))
+
+
+def _begin_session() -> None:
+    """Begins a session of the profiler that notes memory, and no op."""
+    profiler = torch._C._profiler
+    options = profiler._ExperimentalConfig()
+    config = profiler.ProfilerConfig(
+        profiler.ProfilerState.KINETO, False, True, False, False, False, options
+    )
+    activities = {torch.profiler.ProfilerActivity.CPU}
+    torch.autograd._prepare_profiler(config, activities)
+    torch.autograd._enable_profiler(
+        config, activities, {profiler.RecordScope.LITE_INTERPRETER}
+    )  # a scope in which nothing runs
+
+
+@functools.cache
+def _has_told() -> list[bool]:
+    return []
+
+
+@contextmanager
+def _without_profiler_lines() -> Iterator[None]:
+    """Keeps the lines that a profiler session begins and ends with off the terminal; others that
+    are written meanwhile come afterwards."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            written.seek(0)
+            for line in written:
+                if not _OF_PROFILER.search(line):
+                    os.write(2, line)
+
+
+def cuda_in_use_bytes() -> int:
+    """Returns the bytes that the CUDA allocator has handed out, at little cost."""
+    statistics = torch._C._cuda_memoryStats(torch.cuda.current_device())
+    return int(statistics["allocated_bytes"]["all"]["current"])
+
+
+def cuda_peak_bytes() -> int:
+    """Returns the most bytes that it had handed out since the last call."""
+    at = torch.cuda.current_device()
+    peak = int(torch._C._cuda_memoryStats(at)["allocated_bytes"]["all"]["peak"])
+    torch._C._cuda_resetPeakMemoryStats(at)
+    return peak

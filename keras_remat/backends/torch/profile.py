@@ -1,0 +1,231 @@
+"""Profiles of a traced step: estimated from shapes before anything has run, measured in real steps
+afterwards.
+
+A measured profile times every op by itself: on a CPU by the clock, on a GPU by CUDA events. On a
+CPU the profiler's memory events tell what a kernel allocates for itself, on a GPU the allocator's
+peak inside every op, in a step of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils import flop_counter
+
+from keras_remat.backends.torch import private
+from keras_remat.backends.torch.device import CpuDevice, CudaDevice
+from keras_remat.backends.torch.lower import LoweredStep
+from keras_remat.backends.torch.program import Node
+from keras_remat.backends.torch.recorder import Ref
+from keras_remat.backends.torch.trace import TorchTracedStep
+from keras_remat.core.graph import Op
+from keras_remat.core.profile import Profile
+from keras_remat.core.target import CPU_RATES, GPU_RATES
+
+#: Of an op's time that is Python's, on either device.
+_OVERHEAD_S = 3e-6
+_NS = 1e-9
+
+
+def estimated_profile(traced: TorchTracedStep, resident_bytes: int | None = None) -> Profile:
+    """Returns a profile from shapes alone: arithmetic or bytes moved at fixed rates, whichever
+    takes longer. No op is expected to take memory for itself.
+
+    Args:
+        traced: the step.
+        resident_bytes: bytes in use on the device between steps; ``None`` where nobody knows, then
+            it is what the step's inputs need.
+    """
+    return Profile(
+        tuple(_estimated_time_s(traced, op) for op in traced.graph.ops),
+        (0,) * len(traced.graph.ops),
+        traced.graph.input_bytes if resident_bytes is None else resident_bytes,
+        "estimated",
+        str(traced.device),
+        "torch",
+    )
+
+
+def _estimated_time_s(traced: TorchTracedStep, op: Op) -> float:
+    rates = GPU_RATES if traced.device.type == "cuda" else CPU_RATES
+    moved = sum(traced.graph.values[v].nbytes for v in (*op.inputs, *op.outputs))
+    flops = _flops(traced, traced.handles[op.id])
+    return _OVERHEAD_S + max(flops * rates.seconds_per_flop, moved * rates.seconds_per_byte)
+
+
+def _flops(traced: TorchTracedStep, node: Node) -> float:
+    """Returns the operations of a product or convolution; 0 of what else."""
+    if node.call is None:
+        return 0.0
+    count = flop_counter.flop_registry.get(node.call.operator.overloadpacket)
+    if count is None:
+        return 0.0
+    layouts, call = traced.program.layouts, node.call
+
+    def on_meta(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            layout = layouts[argument.number]
+            return torch.empty_strided(
+                layout.shape, layout.stride, dtype=layout.dtype, device="meta"
+            )
+        if isinstance(argument, (list, tuple)):
+            return [on_meta(one) for one in argument]
+        return argument
+
+    args, kwargs = on_meta(call.args), {k: on_meta(v) for k, v in call.kwargs.items()}
+    made = [on_meta(Ref(n)) for n in call.outputs if n is not None]
+    result = (
+        made[0]
+        if len(call.outputs) == 1
+        else tuple(None if n is None else on_meta(Ref(n)) for n in call.outputs)
+    )
+    return float(count(*args, **kwargs, out_val=result))
+
+
+class Recorder:
+    """Measures a profile over real training steps; see
+    :class:`keras_remat.backends.base.ProfileRecorder`.
+
+    Args:
+        device: whose steps are recorded.
+    """
+
+    remark = ""
+
+    def __init__(self, device: CpuDevice | CudaDevice):
+        self._device = device
+        self._steps: list[list[tuple[int, Any]]] = []  # of every step: position, when it began
+        self._peaks: list[int] = []  # of a GPU's first step: the most bytes before every op
+
+    def start(self) -> bool:
+        """Starts; returns ``False`` while another profiler session is under way."""
+        if private.profiler_runs():
+            return False
+        self._steps, self._peaks = [], []
+        if isinstance(self._device, CpuDevice):
+            self._device.recorded = []
+            self._device.probe = self._clock
+        else:
+            self._device.probe = self._event
+        return True
+
+    def stop(self, lowered: Any, resident_bytes: int | None) -> Profile | None:
+        """Stops and returns the profile of ``lowered``'s ops, or ``None`` when no step of it was
+        recorded."""
+        self._device.probe = None
+        if not isinstance(lowered, LoweredStep):
+            raise TypeError(f"a recording is of a schedule, not of {type(lowered).__name__}")
+        length = len(lowered.schedule.order)
+        steps = [step for step in self._steps if len(step) == length]
+        if not steps:
+            return None
+        traced = lowered.traced
+        estimated = estimated_profile(traced, resident_bytes)
+        if isinstance(self._device, CpuDevice):
+            spans = [_cpu_spans(step) for step in steps]
+            scratch = self._cpu_scratch(lowered)
+        else:
+            torch.cuda.synchronize()
+            timed = steps[1:] or steps
+            spans = [_cuda_spans(step) for step in timed]
+            scratch = self._cuda_scratch(lowered)
+        times = list(estimated.op_time_s)
+        seen: dict[int, list[float]] = {}
+        for position, op_id in enumerate(lowered.schedule.order):
+            seen.setdefault(op_id, []).extend(step[position] for step in spans)
+        for op_id, measured in seen.items():
+            times[op_id] = max(0.0, median(measured))
+        if not math.fsum(times) > 0:
+            return None
+        return Profile(
+            tuple(times),
+            tuple(scratch),
+            estimated.resident_bytes,
+            "measured",
+            self._device.name,
+            "torch",
+        )
+
+    # ---------------------------------------------------------------- a CPU
+
+    def _clock(self, position: int) -> None:
+        if position == 0:
+            self._steps.append([])
+        self._steps[-1].append((position, time.time_ns()))
+
+    def _cpu_scratch(self, lowered: LoweredStep) -> list[int]:
+        """Returns what every op allocated beyond its outputs, in the step in which it was most."""
+        assert isinstance(self._device, CpuDevice)
+        scratch = [0] * len(lowered.traced.graph.ops)
+        for step, events in zip(self._steps, self._device.recorded, strict=False):
+            if len(step) == len(lowered.schedule.order):
+                for op_id, nbytes in _scratch(lowered, [at for _, at in step], events):
+                    scratch[op_id] = max(scratch[op_id], nbytes)
+        self._device.recorded = []
+        return scratch
+
+    # ---------------------------------------------------------------- a GPU
+
+    def _event(self, position: int) -> None:
+        if position == 0:
+            self._steps.append([])
+        if len(self._steps) == 1:  # of memory alone: to ask takes longer than many an op
+            self._peaks.append(private.cuda_peak_bytes())
+            self._steps[-1].append((position, private.cuda_in_use_bytes()))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._steps[-1].append((position, event))
+
+    def _cuda_scratch(self, lowered: LoweredStep) -> list[int]:
+        """Returns the most that the allocator handed out inside every op, beyond its outputs."""
+        scratch, graph = [0] * len(lowered.traced.graph.ops), lowered.traced.graph
+        before = [nbytes for _, nbytes in self._steps[0]]
+        order = lowered.schedule.order
+        for position, peak in enumerate(self._peaks[1 : len(order)]):  # of the op before
+            op = graph.ops[order[position]]
+            own = sum(graph.values[v].nbytes for v in op.outputs)
+            more = peak - before[position] - own
+            scratch[op.id] = max(scratch[op.id], more, 0)
+        return scratch
+
+
+def _cpu_spans(step: list[tuple[int, int]]) -> list[float]:
+    """Returns the seconds between the beginnings of ops; of the last one nothing is known."""
+    began = [at for _, at in step]
+    return [_NS * (b - a) for a, b in pairwise(began)] + [_OVERHEAD_S]
+
+
+def _cuda_spans(step: list[tuple[int, Any]]) -> list[float]:
+    """Returns the seconds between the events before ops; of the last one nothing is known."""
+    events = [event for _, event in step]
+    if not events or not isinstance(events[0], torch.cuda.Event):
+        return [_OVERHEAD_S] * len(step)
+    return [1e-3 * a.elapsed_time(b) for a, b in pairwise(events)] + [_OVERHEAD_S]
+
+
+def _scratch(
+    lowered: LoweredStep, began_ns: list[int], events: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Returns op ids, and the most bytes above those before that each had beyond its outputs."""
+    graph, order = lowered.traced.graph, lowered.schedule.order
+    most: dict[int, tuple[int, int]] = {}  # position → bytes before it, the most in it
+    level = 0
+    for at, nbytes in events:
+        position = bisect_right(began_ns, at) - 1
+        before, highest = most.get(position, (level, level))
+        level += nbytes
+        most[position] = before, max(highest, level)
+    found = []
+    for position, (before, highest) in most.items():
+        if position >= 0:
+            op = graph.ops[order[position]]
+            own = sum(graph.values[v].nbytes for v in op.outputs)
+            found.append((op.id, max(0, highest - before - own)))
+    return found

@@ -1,0 +1,422 @@
+"""Recorded calls as the nodes of a graph, in which every value is written once.
+
+* A call that returns a view is no node: it is a recipe, which readers follow (G4). A value is a
+  whole storage.
+* A write to a temporary makes a new value of the same layout, with ``may_reuse`` of the old one:
+  where the old one dies, the write happens in place, else in a copy.
+* A write to what outlives the step is an effect: it stays in place, runs once, and comes after all
+  readers of what was there before. So optimizer slots are never copied, and what is recomputed
+  precedes the update.
+* Memory that is made and then filled (``empty``, then ``copy_``) is one node. A copy of a whole
+  dense tensor into such memory is the tensor itself: autograd makes one for every weight under a
+  recorder, and none without.
+* A call over lists of all weights is several nodes (:mod:`.updates`).
+* The state of PyTorch's own generator is a value that goes from draw to draw: drawing is pure in
+  any order. What it is left in is set once all draws were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from keras_remat.backends.torch import private
+from keras_remat.backends.torch.recorder import (
+    Call,
+    Generator,
+    Layout,
+    Recording,
+    Ref,
+    is_leaf,
+    numbers_in,
+)
+from keras_remat.backends.torch.updates import chunks
+from keras_remat.core.graph import FORWARD, UPDATE, Graph, Op, Value
+from keras_remat.errors import UnsupportedModelError
+
+aten = torch.ops.aten
+#: Operators that make memory and put nothing into it.
+_UNFILLED = {
+    aten.new_empty_strided.default, aten.empty_like.default, aten.empty.memory_format,
+    aten.new_empty.default, aten.empty_strided.default,
+}  # fmt: skip
+#: Bytes of the state of PyTorch's generator.
+_STATE_BYTES = {"cpu": 5056, "cuda": 16}
+#: What the CUDA allocator rounds every request up to.
+_CUDA_GRANULE = 512
+
+PURE, WRITE, EFFECT = "pure", "write", "effect"
+GET_STATE, SET_STATE = "get_rng_state", "set_rng_state"
+
+
+@dataclass(eq=False, kw_only=True)
+class Node:
+    """One op of the graph.
+
+    Attributes:
+        kind: ``PURE``, ``WRITE`` to temporaries, ``EFFECT``, ``GET_STATE`` or ``SET_STATE``.
+        call: that it makes; ``None`` for the last two kinds.
+        reads: number of a tensor → the value that it is (of) at that time.
+        outputs: the number and the value of every tensor that is returned, ``None`` for what is
+            none.
+        inputs: values it reads.
+        after: ids of nodes before it.
+        old: number of a tensor that is written → its value before; ``None`` for memory that was
+            just made.
+        new: the same number → its value afterwards.
+        state: the values of the generator's state before and after, where the node draws.
+        device: whose state that is.
+    """
+
+    id: int
+    kind: str
+    call: Call | None = None
+    phase: str = FORWARD
+    reads: dict[int, int] = field(default_factory=dict)
+    outputs: list[tuple[int, int] | None] = field(default_factory=list)
+    inputs: tuple[int, ...] = ()
+    after: set[int] = field(default_factory=set)
+    old: dict[int, int | None] = field(default_factory=dict)
+    new: dict[int, int] = field(default_factory=dict)
+    state: tuple[int, int] | None = None
+    device: str = "cpu"
+
+    @property
+    def predicate(self) -> tuple[tuple[int, bool], ...]:
+        """See :class:`~keras_remat.backends.torch.recorder.Call`."""
+        return () if self.call is None else self.call.predicate
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The values it computes."""
+        returned = [pair[1] for pair in self.outputs if pair is not None]
+        state = [] if self.state is None else [self.state[1]]
+        return tuple(dict.fromkeys([*returned, *self.new.values(), *state]))
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A value.
+
+    Args:
+        number: of a tensor whose layout is the whole value's.
+        nbytes: what the allocator gives for it.
+        producer: id of the node that computes it; ``None`` for what is there before.
+    """
+
+    number: int
+    nbytes: int
+    producer: int | None
+
+
+class Program:
+    """The nodes of a recording.
+
+    Args:
+        recording: of a step.
+        results: numbers of the tensors that the step returns.
+        device: of the step; values elsewhere hold none of its memory.
+
+    Attributes:
+        nodes: in the order in which PyTorch would run them.
+        stored: every value.
+        recipes: number of a view → the call that makes it, which of its results it is, and the
+            tensor it looks at.
+        sources: value → the place of the input or constant that it is.
+        results: number → value of what the step returns.
+    """
+
+    def __init__(self, recording: Recording, results: Iterable[int], device: torch.device):
+        self.recording, self.layouts, self._device = recording, recording.layouts, device
+        self.nodes: list[Node] = []
+        self.stored: list[Stored] = []
+        self.recipes: dict[int, tuple[Call, int, int]] = {}
+        self.sources: dict[int, int] = {}
+        self._alias: dict[int, int] = {}  # tensor → one that lies just so
+        self._current: dict[int, int] = {}  # storage → value
+        self._unfilled: dict[int, Call] = {}  # storage → the call that made it
+        self._outside: set[int] = set()  # storages of inputs and constants
+        self._readers: dict[int, set[int]] = {}  # storage outside → nodes, since the last write
+        self._writer: dict[int, int] = {}  # storage outside → node that wrote it last
+        self._state: dict[str, int] = {}  # kind of device → value of its generator's state
+        self._base: dict[int, int] = {}  # value → number of a tensor that is all of it
+        written = {self.layouts[n].storage for call in recording.calls for n in call.writes}
+        for number in (*recording.inputs, *tuple(recording.constants)):
+            storage = self.layouts[number].storage
+            if number in recording.made and storage in written:
+                self._make_anew(number)
+                continue
+            self._outside.add(storage)
+            if storage not in self._current:
+                self._current[storage] = self._new_value(number, None)
+                self.sources[self._current[storage]] = number
+        for call in recording.calls:
+            for part in chunks(call, self.layouts, recording.storage_bytes):
+                self._take(part)
+        for kind, state in self._state.items():
+            draws = {n.id for n in self.nodes if n.state is not None and n.device == kind}
+            self._add(kind=SET_STATE, phase=UPDATE, inputs=(state,), after=draws, device=kind)
+        self.results = {n: self._current[self.layouts[n].storage] for n in results}
+
+    # ---------------------------------------------------------------- what it says
+
+    def canonical(self, number: int) -> int:
+        """Returns the first tensor that lies just as this one."""
+        while number in self._alias:
+            number = self._alias[number]
+        return number
+
+    def base(self, value: int) -> int:
+        """Returns the number of a tensor that is all of a value."""
+        return self._base[value]
+
+    def is_whole(self, number: int, value: int) -> bool:
+        """Returns whether a tensor is all of a value."""
+        return self.layouts[number].is_same(self.layouts[self._base[value]])
+
+    def graph(self, reusable: Any) -> Graph:
+        """Returns the graph of the nodes.
+
+        Args:
+            reusable: of a node, the values that it may take the memory of.
+        """
+        values = tuple(
+            Value(
+                at,
+                f"v{at}",
+                stored.nbytes,
+                self.layouts[stored.number].shape,
+                str(self.layouts[stored.number].dtype).removeprefix("torch."),
+                stored.producer,
+            )
+            for at, stored in enumerate(self.stored)
+        )
+        ops = tuple(self._op(node, reusable(node)) for node in self.nodes)
+        kept = (v for v in self.results.values() if self.stored[v].producer is not None)
+        return Graph(ops, values, tuple(dict.fromkeys(kept)))
+
+    def _op(self, node: Node, reusable: tuple[int, ...]) -> Op:
+        name = node.kind
+        if node.call is not None:
+            name = f"{private.schema_name(node.call.operator)}.{node.call.operator._overloadname}"
+        recomputable = node.kind in (PURE, WRITE) and not node.predicate
+        return Op(
+            node.id, name, name, node.inputs, node.values, node.phase, recomputable,
+            tuple(sorted(node.after)), reusable,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- values
+
+    def _new_value(self, number: int, producer: int | None) -> int:
+        layout = self.layouts[number]
+        nbytes = self.recording.storage_bytes[layout.storage]
+        if layout.device.type != self._device.type:
+            nbytes = 0
+        elif layout.device.type == "cuda":
+            nbytes = -(-nbytes // _CUDA_GRANULE) * _CUDA_GRANULE
+        self.stored.append(Stored(number, nbytes, producer))
+        self._base[len(self.stored) - 1] = number
+        return len(self.stored) - 1
+
+    def _make_anew(self, number: int) -> None:
+        """Adds a node that copies a constant, because the step writes it."""
+        layout, recording = self.layouts[number], self.recording
+        recording.storage_bytes.append(recording.storage_bytes[layout.storage])
+        self.layouts.append(replace(layout, storage=len(recording.storage_bytes) - 1))
+        kept = len(self.layouts) - 1
+        recording.constants[kept] = recording.constants.pop(number)
+        value = self._new_value(kept, None)
+        self.sources[value] = kept
+        clone = aten.clone.default
+        call = Call(clone, (Ref(kept),), {}, (number,), (), FORWARD, (), 0)
+        node = self._add(kind=PURE, call=call, reads={kept: value}, inputs=(value,))
+        self._current[layout.storage] = self._new_value(number, node.id)
+        node.outputs.append((number, self._current[layout.storage]))
+
+    def _new_state(self, kind: str, producer: int) -> int:
+        """Returns a new value for a generator's state, which is on the host."""
+        nbytes, recording = _STATE_BYTES.get(kind, _STATE_BYTES["cpu"]), self.recording
+        recording.storage_bytes.append(nbytes)
+        storage = len(recording.storage_bytes) - 1
+        cpu = torch.device("cpu")
+        self.layouts.append(Layout((nbytes,), (1,), 0, torch.uint8, cpu, storage))
+        return self._new_value(len(self.layouts) - 1, producer)
+
+    def _predicate_of(self, value: int) -> tuple[tuple[int, bool], ...]:
+        producer = self.stored[value].producer
+        return () if producer is None else self.nodes[producer].predicate
+
+    def _storage(self, number: int) -> int:
+        return self.layouts[number].storage
+
+    def _add(self, **fields: Any) -> Node:
+        node = Node(id=len(self.nodes), **fields)
+        self.nodes.append(node)
+        return node
+
+    # ---------------------------------------------------------------- calls
+
+    def _take(self, call: Call) -> None:
+        if self._is_view(call):
+            self._take_view(call)
+        elif call.operator in _UNFILLED and call.outputs[0] is not None:
+            self._unfilled[self._storage(call.outputs[0])] = call
+        elif not self._is_the_tensor_itself(call):
+            self._take_node(call)
+
+    def _is_view(self, call: Call) -> bool:
+        storages = {self._storage(n) for n in numbers_in((call.args, call.kwargs))}
+        made = [self._storage(n) for n in call.outputs if n is not None]
+        return not call.writes and bool(made) and all(storage in storages for storage in made)
+
+    def _take_view(self, call: Call) -> None:
+        made = [n for n in call.outputs if n is not None]
+        parent, *others = dict.fromkeys(numbers_in((call.args, call.kwargs)))
+        if others:
+            raise UnsupportedModelError(f"{call.operator} returns a view, and reads other tensors.")
+        for at, number in enumerate(call.outputs):
+            if number is None or number == parent:
+                continue
+            if number in self.recipes or number in self._alias:
+                continue
+            if len(made) == 1 and self.layouts[number].is_same(self.layouts[parent]):
+                self._alias[number] = parent
+            else:
+                self.recipes[number] = call, at, parent
+
+    def _is_the_tensor_itself(self, call: Call) -> bool:
+        """Takes a copy of a whole tensor into memory that was made for it, which is no node."""
+        if call.operator is not aten.copy_.default or not call.args[1:]:
+            return False
+        (target,), source = call.writes, call.args[1]
+        storage = self._storage(target)
+        if storage not in self._unfilled or not isinstance(source, Ref) or call.predicate:
+            return False
+        copied, made = self.layouts[source.number], self.layouts[target]
+        itself = (
+            copied.is_same(made)
+            and copied.offset == 0
+            and copied.device == made.device
+            and copied.storage not in self._outside
+            and copied.storage in self._current
+            and self.recording.storage_bytes[copied.storage]
+            == self.recording.storage_bytes[storage]
+        )
+        if itself:
+            self._current[storage] = self._current[copied.storage]
+            del self._unfilled[storage]
+            self._alias[self.canonical(target)] = self.canonical(source.number)
+        return itself
+
+    def _take_node(self, call: Call) -> None:
+        self._fill_what_is_read(call)
+        effect = bool(call.writes) and self._storage(call.writes[0]) in self._outside
+        if any((self._storage(n) in self._outside) is not effect for n in call.writes):
+            raise UnsupportedModelError(
+                f"{call.operator} writes variables and temporary tensors at once."
+            )
+        state = self._state_for(call)  # may add a node
+        kind = EFFECT if effect else WRITE if call.writes else PURE
+        node = self._add(kind=kind, call=call, phase=call.phase)
+        self._read(node, call)
+        if effect:
+            self._write_outside(node, call)
+        elif call.writes:
+            self._write(node, call)
+        else:
+            self._return(node, call)
+        inputs = list(dict.fromkeys(node.reads.values()))
+        if state is not None:
+            device, before = state
+            self._state[device] = self._new_state(device, node.id)
+            node.state, node.device = (before, self._state[device]), device
+            inputs.append(before)
+        node.inputs = tuple(inputs)
+
+    def _fill_what_is_read(self, call: Call) -> None:
+        """Makes a node of memory that is read before anything was put into it."""
+        for number in call.reads:
+            storage = self._storage(number)
+            if storage in self._unfilled and number not in call.writes:
+                made = self._unfilled.pop(storage)
+                node = self._add(kind=PURE, call=made, phase=made.phase)
+                self._read(node, made)
+                self._return(node, made)
+                node.inputs = tuple(dict.fromkeys(node.reads.values()))
+
+    def _read(self, node: Node, call: Call) -> None:
+        for number in call.reads:
+            storage = self._storage(number)
+            if storage in self._unfilled:
+                continue
+            value = node.reads[number] = self._current[storage]
+            made_under = self._predicate_of(value)
+            if call.predicate[: len(made_under)] != made_under:
+                raise UnsupportedModelError(
+                    "A tensor that a branch of keras.ops.cond made is used outside of it."
+                )
+            if storage in self._outside:
+                if storage in self._writer:
+                    node.after.add(self._writer[storage])
+                self._readers.setdefault(storage, set()).add(node.id)
+
+    def _write_outside(self, node: Node, call: Call) -> None:
+        for storage in map(self._storage, call.writes):
+            node.after |= self._readers.get(storage, set())
+            if storage in self._writer:
+                node.after.add(self._writer[storage])
+            self._writer[storage], self._readers[storage] = node.id, set()
+        node.after.discard(node.id)
+
+    def _write(self, node: Node, call: Call) -> None:
+        for number in dict.fromkeys(call.writes):
+            storage = self._storage(number)
+            if any(self._storage(other) == storage for other in node.new):
+                raise UnsupportedModelError(f"{call.operator} writes two parts of one tensor.")
+            made = self._unfilled.pop(storage, None)
+            if made is not None:
+                node.old[number] = None
+                base = made.outputs[0]
+                assert base is not None
+            else:
+                node.old[number] = self._current[storage]
+                base = self._base[self._current[storage]]
+                if self._predicate_of(self._current[storage]) != call.predicate:
+                    raise UnsupportedModelError(
+                        "A branch of keras.ops.cond writes a tensor that was made outside of it."
+                    )
+            node.new[number] = self._current[storage] = self._new_value(base, node.id)
+
+    def _return(self, node: Node, call: Call) -> None:
+        for number in call.outputs:
+            if number is None:
+                node.outputs.append(None)
+                continue
+            storage = self._storage(number)
+            if storage in self._current:
+                raise UnsupportedModelError(f"{call.operator} returns a new tensor and a view.")
+            self._current[storage] = self._new_value(number, node.id)
+            node.outputs.append((number, self._current[storage]))
+
+    def _state_for(self, call: Call) -> tuple[str, int] | None:
+        """Returns the kind of device whose hidden generator a call draws from, and the value of
+        its state before; ``None`` where it draws from none."""
+        if torch.Tag.nondeterministic_seeded not in call.operator.tags or _is_seeded(call):
+            return None
+        numbers = [*(n for n in call.outputs if n is not None), *call.writes]
+        kind = self.layouts[numbers[0]].device.type
+        if kind not in self._state:
+            node = self._add(kind=GET_STATE, phase=call.phase, device=kind)
+            self._state[kind] = self._new_state(kind, node.id)
+            number = self.stored[self._state[kind]].number
+            node.outputs.append((number, self._state[kind]))
+        return kind, self._state[kind]
+
+
+def _is_seeded(call: Call) -> bool:
+    leaves = tree_leaves((call.args, call.kwargs), is_leaf=is_leaf)
+    return any(isinstance(leaf, Generator) for leaf in leaves)

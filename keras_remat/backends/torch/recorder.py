@@ -1,0 +1,341 @@
+"""Records what a train step does, call by call, below autograd and without running it.
+
+A dispatch mode above fake tensors sees every operator of forward, backward, optimizer and metrics
+in the order in which PyTorch would run it. Neither ``torch.compile`` nor ``make_fx`` sees a whole
+Keras step: both end at ``backward()``, at numbers that are read, and at seeds.
+
+Tensors are numbered in the order in which they appear, and so are their storages, of which the call
+is noted at which each was freed: Python and autograd hold the stand-ins as they would hold tensors
+with memory, so the bytes that Keras's own step needs are those alive here
+(:attr:`Recording.plain_bytes`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from keras_remat.backends.torch import private
+from keras_remat.backends.torch.constants import Constants
+from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
+from keras_remat.errors import UnsupportedModelError
+
+aten = torch.ops.aten
+#: The name that a stand-in has its number under.
+_NUMBER = "_keras_remat_number"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor among the arguments of a call, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """A generator of random numbers among the arguments, made of the number in a tensor."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number among the arguments that is read when the step runs.
+
+    Args:
+        text: how it follows from what is read, as Python.
+        symbols: name in the text → number of the tensor that is read.
+    """
+
+    text: str
+    symbols: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor lies in its storage.
+
+    Args:
+        storage: index of the storage.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    storage: int
+
+    def is_same(self, other: Layout) -> bool:
+        """Returns whether two tensors of one storage, or of two, lie in the same way."""
+        mine = (self.shape, self.stride, self.offset, self.dtype)
+        return mine == (other.shape, other.stride, other.offset, other.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an operator.
+
+    Args:
+        operator: an ``OpOverload``.
+        args, kwargs: with :class:`Ref`, :class:`Generator` and :class:`Scalar` in the place of
+            what they stand for.
+        outputs: numbers of the tensors it returned, ``None`` for what is no tensor.
+        writes: numbers of the arguments it writes.
+        phase: of the graph.
+        predicate: numbers of tensors, and whether each must be true for the call to be made.
+        at: how many calls were recorded before.
+    """
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int | None, ...]
+    writes: tuple[int, ...]
+    phase: str
+    predicate: tuple[tuple[int, bool], ...]
+    at: int
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Numbers of the tensors among the arguments and in the predicate, with repetitions."""
+        return (
+            *numbers_in((self.args, self.kwargs)),
+            *(number for number, _ in self.predicate),
+        )
+
+
+def is_leaf(thing: Any) -> bool:
+    """Returns whether something stands for an argument."""
+    return isinstance(thing, (Ref, Generator, Scalar))
+
+
+def numbers_in(structure: Any) -> Iterator[int]:
+    """Yields the numbers of all tensors that a structure of arguments refers to."""
+    for leaf in tree_leaves(structure, is_leaf=is_leaf):
+        if isinstance(leaf, (Ref, Generator)):
+            yield leaf.number
+        elif isinstance(leaf, Scalar):
+            yield from (number for _, number in leaf.symbols)
+
+
+@dataclass(eq=False)
+class Recording:
+    """What a recorder saw.
+
+    Attributes:
+        calls: in the order in which PyTorch would make them.
+        layouts: of every tensor, by its number.
+        storage_bytes: of every storage.
+        inputs: numbers of the tensors that were there before: variables, then the batch.
+        constants: number → a tensor that the step closes over, or that follows from none.
+        made: numbers of those constants that the step would make anew every time.
+        freed: storage → how many calls were made before it was freed.
+        born: storage → the call that made it; those of inputs and constants are not in it.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
+    storage_bytes: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)
+    made: set[int] = field(default_factory=set)
+    freed: dict[int, int] = field(default_factory=dict)
+    born: dict[int, int] = field(default_factory=dict)
+
+    def plain_bytes(self, device: torch.device) -> list[int]:
+        """Returns the bytes that Keras's own step has alive on a device at every call, beside what
+        was there before."""
+        change = [0] * (len(self.calls) + 2)
+        devices = {layout.storage: layout.device for layout in self.layouts}
+        for storage, at in self.born.items():
+            if devices[storage].type == device.type:
+                change[at] += self.storage_bytes[storage]
+                change[self.freed.get(storage, len(self.calls) + 1)] -= self.storage_bytes[storage]
+        return list(accumulate(change))[: len(self.calls)]
+
+
+class Recorder(private.DispatchMode):  # type: ignore[misc]
+    """Records the calls made inside its context; see :class:`Recording`.
+
+    Args:
+        seeds: knows the generators that are made meanwhile.
+
+    Attributes:
+        predicate: of the calls that follow, see :class:`Call`.
+    """
+
+    def __init__(self, seeds: private.Seeds):
+        super().__init__()
+        self.recording = Recording()
+        self.predicate: tuple[tuple[int, bool], ...] = ()
+        self.fake_mode = private.fake_mode()
+        self.constants = Constants()
+        self._refused: dict[int, str] = {}  # number → why no step may use the tensor
+        self._seeds = seeds
+        self._numbers: dict[int, int] = {}  # by the id of a tensor with memory, which is kept
+        self._storages: dict[int, int] = {}  # by key, of those that are not freed
+        self._watches: list[Any] = []
+        self._symbols: dict[str, int] = {}  # name → number of the tensor it is read from
+        self._has_gone_back = False
+
+    # ---------------------------------------------------------------- numbers
+
+    def add_input(self, tensor: torch.Tensor) -> None:
+        """Takes a stand-in for a tensor that is there before the step."""
+        self.recording.inputs.append(self._new(tensor, born=False))
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Returns a tensor's number; one with memory that was not seen before is a constant."""
+        known = getattr(tensor, _NUMBER, None) if private.is_fake(tensor) else None
+        known = self._numbers.get(id(tensor)) if known is None else known
+        if known is not None:
+            if known in self._refused:
+                raise UnsupportedModelError(self._refused[known])
+            return int(known)
+        if private.is_fake(tensor):
+            raise UnsupportedModelError(
+                f"The step uses a tensor of shape {tuple(tensor.shape)} that was made where its "
+                "calls are not seen."
+            )
+        if tensor.requires_grad:
+            raise UnsupportedModelError(
+                f"The step differentiates by a tensor of shape {tuple(tensor.shape)} that is no "
+                "variable of the model. Keep it in a layer of the model, by add_weight."
+            )
+        return self.add_constant(tensor, tensor)
+
+    def refuse(self, tensor: torch.Tensor, reason: str) -> None:
+        """Takes a stand-in for a tensor that no step may use, and that the step before has made;
+        ``reason`` is what it is told."""
+        self._refused[self._new(tensor, born=True)] = reason
+
+    def add_constant(self, stand_in: torch.Tensor, value: torch.Tensor) -> int:
+        """Takes a tensor whose value is known when the step is recorded."""
+        number = self._new(stand_in, born=False)
+        self.recording.constants[number] = value
+        return number
+
+    def _new(self, tensor: torch.Tensor, *, born: bool) -> int:
+        number = len(self.recording.layouts)
+        if private.is_fake(tensor):
+            setattr(tensor, _NUMBER, number)
+        else:
+            self._numbers[id(tensor)] = number
+            self._watches.append(tensor)
+        self.recording.layouts.append(
+            Layout(
+                tuple(map(int, tensor.shape)),
+                tuple(map(int, tensor.stride())),
+                int(tensor.storage_offset()),
+                tensor.dtype,
+                tensor.device,
+                self._storage(tensor, born=born),
+            )
+        )
+        return number
+
+    def _storage(self, tensor: torch.Tensor, *, born: bool) -> int:
+        key = private.storage_key(tensor)
+        if key in self._storages:
+            return self._storages[key]
+        index = self._storages[key] = len(self.recording.storage_bytes)
+        storage = tensor.untyped_storage()
+        self.recording.storage_bytes.append(int(storage.nbytes()))
+        if born:
+            self.recording.born[index] = len(self.recording.calls)
+
+        def freed(_: Any, key: int = key, index: int = index) -> None:
+            if self._storages.get(key) == index:
+                del self._storages[key]
+            self.recording.freed[index] = len(self.recording.calls)
+
+        self._watches.append(weakref.ref(storage, freed))
+        return index
+
+    # ---------------------------------------------------------------- calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func is aten.equal.default:
+            raise UnsupportedModelError("The step asks in Python whether two tensors are equal.")
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = self.constants.folded(func, args, kwargs, tensors)
+        if known.is_new:
+            if not isinstance(known.value, torch.Tensor):
+                return known.value
+            stand_in = self.fake_mode.from_tensor(known.value)
+            self.recording.made.add(self.add_constant(stand_in, known.value))
+            self.constants.know(stand_in, known.value)
+            return stand_in
+        result = func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return self._read_number(args[0], result)
+        self._record(func, args, kwargs, result)
+        if known.value is not None:  # a view of what is known
+            self.constants.know(result, known.value)
+        return result
+
+    def _read_number(self, tensor: torch.Tensor, symbol: Any) -> Any:
+        if not isinstance(symbol, (torch.SymFloat, torch.SymInt)):
+            raise UnsupportedModelError("The step asks in Python for the value of a tensor.")
+        self._symbols[str(symbol.node.expr)] = self.number(tensor)
+        return symbol
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        given = tree_map_only((torch.SymFloat, torch.SymInt), self.scalar, (args, kwargs))
+        given = tree_map_only(torch.Tensor, lambda t: Ref(self.number(t)), given)
+        given = tree_map_only(torch.Generator, self._generator, given)
+        writes: tuple[int, ...] = ()
+        if func._schema.is_mutable:
+            written = private.written_arguments(func, args, kwargs)
+            tensors = [t for t in tree_leaves(written) if isinstance(t, torch.Tensor)]
+            writes = tuple(map(self.number, tensors))
+            self.constants.forget(tensors)
+        call_at, outputs = len(self.recording.calls), list[int | None]()
+        for leaf in tree_leaves(result):
+            if not isinstance(leaf, torch.Tensor):
+                outputs.append(None)
+                continue
+            known = getattr(leaf, _NUMBER, None)
+            outputs.append(self._new(leaf, born=True) if known is None else int(known))
+        self.recording.calls.append(
+            Call(
+                func, given[0], given[1], tuple(outputs), writes, self._phase(), self.predicate,
+                call_at,
+            )
+        )  # fmt: skip
+
+    def _phase(self) -> str:
+        if private.in_backward():
+            self._has_gone_back = True
+            return BACKWARD
+        return UPDATE if self._has_gone_back and not torch.is_grad_enabled() else FORWARD
+
+    def _generator(self, generator: torch.Generator) -> Generator:
+        seed = self._seeds.tensor(generator)
+        if seed is None:
+            raise UnsupportedModelError(
+                "The step draws from a torch.Generator of its own, whose state is hidden. Use "
+                "keras.random with a SeedGenerator."
+            )
+        return Generator(self.number(seed))
+
+    def scalar(self, number: Any) -> Any:
+        """Returns what stands for a number that is read from tensors."""
+        expression = number.node.expr
+        if not expression.free_symbols:
+            return (int if isinstance(number, torch.SymInt) else float)(expression)
+        names = sorted(map(str, expression.free_symbols))
+        return Scalar(
+            private.python_of(expression), tuple((name, self._symbols[name]) for name in names)
+        )

@@ -1,0 +1,59 @@
+"""Take the place of Keras's train function while ``fit`` runs, and give it back.
+
+Keras looks ``model.train_function`` up at every step, so replacing the attribute takes effect with
+the next one. On PyTorch it is called with a list of one batch and returns the logs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keras_remat.backends.base import Caller, Installed, StepRunner
+from keras_remat.backends.torch.device import Device, shapes_of
+from keras_remat.errors import without_inner_frames
+
+
+class InstalledTrainFunction(Installed):
+    """The train function of one ``fit``; asks ``runner`` for every batch.
+
+    Args:
+        model, runner: as in :class:`~keras_remat.backends.base.Installed`.
+        device: notes what Keras's own step takes.
+    """
+
+    def __init__(self, model: Any, runner: StepRunner, device: Device):
+        super().__init__(model, runner)
+        self._device = device
+
+    @without_inner_frames
+    def __call__(self, iterator: Any) -> Any:
+        caller = self._runner.caller(iterator)
+        if caller is Caller.NOBODY:
+            self.give_back()
+        if caller in (Caller.NOBODY, Caller.INNER):
+            return self.original(iterator)
+        try:
+            if caller is not Caller.FIT:
+                return self._runner.run_alone(self._read(next(iter(iterator))), caller)
+            return self._steps(iter(iterator))
+        except StopIteration:
+            raise
+        except BaseException:
+            self.give_back()
+            raise
+
+    def _read(self, batch: Any) -> Any:
+        return batch
+
+    def _runs_eagerly(self) -> bool:
+        return False  # all steps of PyTorch do, and are recorded
+
+    def synchronize(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def run_plain(self, batch: Any) -> Any:
+        key = ("plain", *shapes_of(batch))
+        return self._device.run(key, batch, lambda given: self.original([given]))

@@ -1,0 +1,303 @@
+"""Keras's whole PyTorch train step as a graph: forward, loss, backward, optimizer, metrics.
+
+``model.train_step(batch)`` is called on stand-ins that have shapes and no memory
+(:mod:`.recorder`), with stand-ins in the place of all variables, too. So nothing is allocated, run
+or drawn, and the model is not touched. What was recorded becomes a graph (:mod:`.program`).
+
+Known limit: what a ``train_step`` does in Python alone (a counter, a list that grows) is done once,
+as inside a ``tf.function``.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import keras
+import torch
+
+from keras_remat.backends.base import TracedStep
+from keras_remat.backends.batches import check_dense
+from keras_remat.backends.memory import MemoryModel
+from keras_remat.backends.micro_batches import watched_pieces
+from keras_remat.backends.torch import in_place, private
+from keras_remat.backends.torch.accumulate import accumulated_train_step
+from keras_remat.backends.torch.branches import Branches
+from keras_remat.backends.torch.program import Node, Program
+from keras_remat.backends.torch.recorder import Recorder, Ref, Scalar
+from keras_remat.backends.torch.variables import (
+    Places,
+    optimizers_of,
+    places_of,
+    training_mode,
+)
+from keras_remat.core.problem import Problem
+from keras_remat.errors import UnsupportedModelError
+
+_OWN_FOLDER = Path(__file__).parents[2]
+_GRADIENT_OF_BEFORE = (
+    "The step uses gradients that an earlier step has left on the weights. Call zero_grad() before "
+    "backward(), as Keras's own step does."
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TorchTracedStep(TracedStep):
+    """A traced Keras PyTorch train step.
+
+    Args:
+        program: the nodes of its graph.
+        model: whose step it is.
+        places: where the tensors are that it reads and writes.
+        batch: what it was traced for: a structure of stand-ins, ``None`` for what is none.
+        logs: what it returns, with a :class:`.recorder.Ref` or ``Scalar`` for what it computes.
+        micro_batches: in how many pieces it trains the batch.
+        device: where it runs.
+    """
+
+    program: Program
+    model: Any
+    places: Places
+    batch: Any
+    logs: Any
+    micro_batches: int
+    device: torch.device
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """Bytes of the variables and the batch."""
+        return self.graph.input_bytes
+
+    @cached_property
+    def batch_bytes(self) -> int:
+        """Bytes of the batch on the device."""
+        leaves = [leaf for leaf in keras.tree.flatten(self.batch) if leaf is not None]
+        return sum(
+            leaf.numel() * leaf.element_size()
+            for leaf in leaves
+            if leaf.device.type == self.device.type
+        )
+
+    def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
+        """Returns what Keras's own step needs: what was alive when its calls were recorded, and
+        what their kernels take for themselves. A functional model keeps the outputs of all its
+        layers until its call ends, which a rematerialized step does not."""
+        alive = self.program.recording.plain_bytes(self.device)
+        scratch = [0] * len(alive)
+        for node in self.program.nodes:
+            if node.call is not None:
+                own = problem.op_workspace_bytes[node.id]
+                scratch[node.call.at] = max(scratch[node.call.at], own)
+        most = max((a + b for a, b in zip(alive, scratch, strict=True)), default=0)
+        return problem.profile.resident_bytes + most
+
+
+def check_supported(model: Any) -> None:
+    """Raises :class:`UnsupportedModelError` with the reason when the model's step cannot be
+    rematerialized."""
+    if not getattr(model, "compiled", False):
+        raise UnsupportedModelError("The model is not compiled: call model.compile(...) first.")
+    if model.optimizer is None and not optimizers_of(model):
+        raise UnsupportedModelError(
+            "The model has no optimizer: there is no train step to plan for."
+        )
+    if keras.distribution.distribution() is not None or _runs_in_several_processes():
+        raise UnsupportedModelError(
+            "The model trains on several devices; on PyTorch a step of one device is planned."
+        )
+    for module in private.modules(model):
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise UnsupportedModelError(
+                "A part of the model is wrapped in DistributedDataParallel; on PyTorch a step of "
+                "one device is planned."
+            )
+
+
+def _runs_in_several_processes() -> bool:
+    distributed = torch.distributed
+    return bool(
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+
+
+def as_tensors(batch: Any) -> Any:
+    """Returns a batch with its arrays as tensors that share their memory; ``None`` stays."""
+
+    def tensor(leaf: Any) -> Any:
+        return leaf if leaf is None or isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
+
+    return keras.tree.map_structure(tensor, batch)
+
+
+def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
+    """Traces ``model.train_step`` for one batch shape, without running or allocating anything.
+
+    Args:
+        model: a compiled Keras model on the PyTorch backend. Unbuilt parts (model, optimizer,
+            metrics) are built as ``fit`` would.
+        batch: ``(x, y[, sample_weight])`` of arrays or tensors, on the device ``"meta"`` where they
+            are shapes alone.
+        micro_batches: more than 1 trains the batch in pieces, see :mod:`.accumulate`.
+
+    Raises:
+        UnsupportedModelError: the step cannot be recorded, or not be cut; the message names the
+            line of Python where it is known.
+    """
+    check_supported(model)
+    for leaf in keras.tree.flatten(batch):
+        check_dense(leaf)
+    batch = as_tensors(batch)
+    _build(model, batch)
+    _check_built(model)
+    places, device = places_of(model), private.device()
+    seeds = private.Seeds()
+    recorder = Recorder(seeds)
+    with recorder.fake_mode:
+        stand_ins = [_stand_in(place.tensor) for place in places.own]
+        data = keras.tree.map_structure(lambda leaf: _batch_stand_in(leaf, device), batch)
+    step = model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
+    with (
+        training_mode(model),
+        watched_pieces(model, micro_batches, private.without_modes) as differences,
+        _explained(),
+    ):
+        logs = _recorded(recorder, seeds, places, stand_ins, data, step)
+    results = [leaf.number for leaf in keras.tree.flatten(logs) if isinstance(leaf, Ref)]
+    for leaf in keras.tree.flatten(logs):
+        if isinstance(leaf, Scalar):
+            results += [number for _, number in leaf.symbols]
+    program = Program(recorder.recording, dict.fromkeys(results), device)
+    graph = program.graph(lambda node: in_place.reusable(program, node))
+    handles: dict[int, Node] = {node.id: node for node in program.nodes}
+    return TorchTracedStep(
+        graph,
+        handles,
+        program=program,
+        model=model,
+        places=places,
+        batch=data,
+        logs=logs,
+        micro_batches=micro_batches,
+        device=device,
+        differences=tuple(differences),
+    )
+
+
+def _build(model: Any, batch: Any) -> None:
+    try:
+        private.build(model, batch)
+    except RuntimeError as error:  # it has no call, say; what its step needs may be there
+        if not optimizers_of(model):
+            raise UnsupportedModelError(str(error)) from error
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor like a variable's, without memory, and with a gradient that no step may
+    use."""
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    if isinstance(tensor, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    if tensor.requires_grad:
+        made.grad = torch.empty_like(made)
+    return made
+
+
+def _batch_stand_in(leaf: Any, device: torch.device) -> Any:
+    """Returns a tensor like one of a batch. ``fit`` gives tensors of the host."""
+    if leaf is None:
+        return None
+    where = torch.device("cpu") if leaf.device.type == "meta" else leaf.device
+    return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=where)
+
+
+def _recorded(
+    recorder: Recorder,
+    seeds: private.Seeds,
+    places: Places,
+    stand_ins: list[torch.Tensor],
+    data: Any,
+    step: Callable[[Any], Any],
+) -> Any:
+    """Runs a step on stand-ins and returns what it returns, with numbers for its tensors."""
+    for tensor in (*stand_ins, *(leaf for leaf in keras.tree.flatten(data) if leaf is not None)):
+        recorder.add_input(tensor)
+    for tensor in stand_ins:
+        if tensor.grad is not None:
+            recorder.refuse(tensor.grad, _GRADIENT_OF_BEFORE)
+
+    def numbered(leaf: Any) -> Any:
+        if isinstance(leaf, (torch.SymFloat, torch.SymInt)):
+            return recorder.scalar(leaf)
+        return Ref(recorder.number(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+
+    with (
+        places.replaced(stand_ins),
+        private.recordable(seeds, Branches(recorder).cond),
+        torch.enable_grad(),
+        recorder.fake_mode,
+        recorder,
+    ):
+        logs = step(data)
+        return keras.tree.map_structure(numbered, logs)
+
+
+def _check_built(model: Any) -> None:
+    """Raises where the step would make variables when it is recorded: they would hold stand-ins."""
+    for optimizer in optimizers_of(model):
+        if not optimizer.built:
+            raise UnsupportedModelError(
+                f"The optimizer {optimizer.name!r} has no variables yet, and the step would make "
+                "them when it first runs. Call optimizer.build(variables) before fit, with the "
+                "variables that it updates."
+            )
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raises :class:`UnsupportedModelError` with the line of Python in the place of what PyTorch
+    raises where a step asks for the value of a tensor."""
+    try:
+        yield
+    except private.ASKS_FOR_VALUES as error:
+        raise UnsupportedModelError(
+            "The step asks in Python for the value of a tensor, or makes one whose shape follows "
+            f"from values{_line_of(error)}. Such a step is another one for every batch. Use "
+            "keras.ops.where or keras.ops.cond."
+        ) from error
+    except UnsupportedModelError as error:
+        line = _line_of(error)
+        if not line or line in str(error):
+            raise
+        text = str(error)
+        raise UnsupportedModelError(
+            f"{text[:-1] if text.endswith('.') else text}{line}."
+        ) from error
+
+
+def _line_of(error: BaseException) -> str:
+    """Returns where a step's own Python raised an error, as the end of a sentence: the innermost
+    line of the user's own, else of Keras or another package; empty where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if not _is_in(f.filename, _folder(torch), _OWN_FOLDER)]
+    own = [f for f in ours if not _is_in(f.filename, _folder(keras).parent)]
+    for found in (own[-1:], ours[-1:]):
+        for frame in found:
+            return f" (line {frame.lineno} of {frame.filename}: {frame.line})"
+    return ""
+
+
+def _folder(package: Any) -> Path:
+    return Path(package.__file__).parent
+
+
+def _is_in(file: str, *folders: Path) -> bool:
+    return any(Path(file).is_relative_to(folder) for folder in folders)

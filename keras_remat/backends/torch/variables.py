@@ -1,0 +1,183 @@
+"""What a train step reads and writes that outlives it: a model's variables, its optimizer's, its
+metrics', Keras's global seed, and the parameters and buffers of wrapped torch modules.
+
+A torch module may hold the very tensor of a Keras variable under a name of its own. While a step is
+recorded both have to hold the same stand-in.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import torch
+
+from keras_remat.backends.torch import private
+from keras_remat.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a tensor that outlives a step is kept.
+
+    Args:
+        owner: a Keras variable, or a table of a torch module.
+        name: the tensor's in the table; ``None`` for a variable.
+    """
+
+    owner: Any
+    name: str | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Returns the tensor that is there now."""
+        if self.name is not None:
+            found: torch.Tensor = self.owner[self.name]
+            return found
+        value = private.value_of(self.owner)
+        if value is None:
+            raise UnsupportedModelError(f"The variable {self.owner.path} has no value.")
+        return value
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Puts another tensor there."""
+        if self.name is None:
+            private.set_value(self.owner, tensor)
+        else:
+            self.owner[self.name] = tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """All that a step may touch.
+
+    Args:
+        own: one place for every tensor.
+        twins: further places of those tensors, in torch modules.
+    """
+
+    own: tuple[Place, ...]
+    twins: tuple[Place, ...]
+
+    @contextmanager
+    def replaced(self, stand_ins: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Puts other tensors in the places, one for each of ``own``, and afterwards the old ones
+        back."""
+        before = [place.tensor for place in self.own]
+        of = {id(old): new for old, new in zip(before, stand_ins, strict=True)}
+        twins = [place.tensor for place in self.twins]
+        try:
+            for place, new in zip(self.own, stand_ins, strict=True):
+                place.put(new)
+            for place, old in zip(self.twins, twins, strict=True):
+                place.put(of[id(old)])
+            yield
+        finally:
+            for place, old in zip((*self.own, *self.twins), (*before, *twins), strict=True):
+                place.put(old)
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Returns a model's optimizers: the compiled one, and those it has as attributes."""
+    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    optimizers = [one for one in found if isinstance(one, keras.optimizers.Optimizer)]
+    return list({id(one): one for one in optimizers}.values())
+
+
+def variables_of(model: Any) -> list[Any]:
+    """Returns the Keras variables that a train step of a model may read or write, each once."""
+    known = [
+        *model.trainable_variables,
+        *model.non_trainable_variables,
+        *(variable for optimizer in optimizers_of(model) for variable in optimizer.variables),
+        *model.metrics_variables,
+        *private.global_seed_state(),
+    ]
+    return list({id(variable): variable for variable in known}.values())
+
+
+def places_of(model: Any) -> Places:
+    """Returns where everything is that a train step of a model may touch."""
+    variables = [Place(v) for v in variables_of(model) if private.value_of(v) is not None]
+    held = {id(place.tensor) for place in variables}
+    own, twins = list(variables), list[Place]()
+    for module in private.modules(model):
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                place = Place(table, name)
+                (twins if id(tensor) in held else own).append(place)
+                held.add(id(tensor))
+    return Places(tuple(own), tuple(twins))
+
+
+@contextmanager
+def training_mode(model: Any) -> Iterator[None]:
+    """Switches a model's torch modules to training, as ``fit`` does, and afterwards back."""
+    before = [(module, module.training) for module in private.modules(model)]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, was_training in before:
+            module.training = was_training
+
+
+def drop_gradients(places: Iterable[Place]) -> None:
+    """Frees the gradients that an earlier step has left on weights, as Keras's step does."""
+    for place in places:
+        place.tensor.grad = None
+
+
+def watch_gradients(model: Any, device: torch.device) -> tuple[list[tuple[int, int]], list[Any]]:
+    """Returns a list that fills with the time in nanoseconds at which a gradient that is left on a
+    weight is freed, and its bytes as a negative number; and what has to be kept meanwhile."""
+    freed: list[tuple[int, int]] = []
+    watches = []
+    for place in places_of(model).own:
+        gradient = place.tensor.grad if place.tensor.is_leaf else None
+        if gradient is not None and gradient.device.type == device.type:
+            storage = gradient.untyped_storage()
+            nbytes = int(storage.nbytes())
+
+            def note(_: Any, nbytes: int = nbytes) -> None:
+                freed.append((time.time_ns(), -nbytes))
+
+            watches.append(weakref.ref(storage, note))
+    return freed, watches
+
+
+def held_bytes(model: Any, device: torch.device) -> int:
+    """Returns the bytes on a device of all that outlives a step of a model, and of the gradients
+    that are left on its weights; memory that is shared counts once."""
+    storages = {}
+    for place in places_of(model).own:
+        for tensor in (place.tensor, place.tensor.grad if place.tensor.is_leaf else None):
+            if tensor is not None and tensor.device.type == device.type:
+                storages[private.storage_key(tensor)] = int(tensor.untyped_storage().nbytes())
+    return sum(storages.values())
+
+
+def snapshot(model: Any) -> Callable[[], None]:
+    """Copies to the host all that a step of a model may touch, and the states of torch's own
+    generators of random numbers; what it returns puts them back."""
+    kept = [(place, place.tensor.detach().to("cpu", copy=True)) for place in places_of(model).own]
+    on_cpu = torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state() if private.device().type == "cuda" else None
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for place, copy in kept:
+                place.tensor.grad = None
+                place.tensor.copy_(copy)
+        torch.set_rng_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
+
+    return put_back

@@ -1,0 +1,168 @@
+"""``RematAutotune`` inside ``fit`` on PyTorch: the numbers of plain ``fit`` to the bit, under a
+limit."""
+
+import keras
+import numpy as np
+import pytest
+import torch
+import torch_models as models
+from tight_limit import tight_limit as limit_of
+
+import keras_remat
+from keras_remat.backends.base import load_backend
+from keras_remat.backends.torch.swap import InstalledTrainFunction
+from keras_remat.backends.torch.variables import places_of
+
+
+def callback(limit="8GiB", batch_size="keep", **options):
+    options = {"solver": "greedy", "profile_steps": 1, "verbose": 0, **options}
+    return keras_remat.RematAutotune(limit, batch_size, **options)
+
+
+def stack(blocks=4, width=64):
+    """Dense layers with dropout, whose activations are larger than the weights."""
+    keras.utils.set_random_seed(0)
+    inputs = x = keras.Input((width,))
+    for _ in range(blocks):
+        h = keras.layers.Dense(width, "gelu")(keras.layers.LayerNormalization()(x))
+        x = x + keras.layers.Dropout(0.1)(h)
+    model = keras.Model(inputs, keras.layers.Dense(3)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1024, width)).astype("float32")
+    return model, (x, rng.integers(0, 3, 1024).astype("int32"))
+
+
+BATCH = 256
+
+
+def fit(model, data, *callbacks, **options):
+    torch.manual_seed(5)
+    options = {"batch_size": BATCH, "verbose": 0, "shuffle": False, **options}
+    return model.fit(*data, callbacks=list(callbacks), **options).history
+
+
+def state(model):
+    return [place.tensor.detach().clone() for place in places_of(model).own]
+
+
+def assert_same_state(model, other):
+    for one, two in zip(state(model), state(other), strict=True):
+        assert torch.equal(one, two)
+
+
+def assert_given_back(model):
+    assert model.train_function is not None
+    assert not isinstance(model.train_function, InstalledTrainFunction)
+
+
+@pytest.fixture(scope="module")
+def tight_run():
+    plain, data = stack()
+    expected = fit(plain, data, epochs=3)
+    model, data = stack()
+    limit = limit_of(load_backend(), model, data, BATCH, 0.5)
+    remat = callback(limit)
+    return expected, fit(model, data, remat, epochs=3), remat, limit, plain, model
+
+
+def test_numbers_are_those_of_the_plain_fit_to_the_bit(tight_run):
+    expected, history, _, _, plain, model = tight_run
+    for key, values in expected.items():
+        assert history[key] == values, key
+    assert_same_state(model, plain)
+    assert_given_back(model)
+
+
+def test_recomputes_measures_and_keeps_to_the_limit(tight_run):
+    _, _, remat, limit, _, _ = tight_run
+    assert remat.plan.recomputes
+    assert remat.plan.profile_source == "measured"
+    assert remat.plan.measured.peak_bytes <= limit < remat.plan.store_all.peak_bytes
+    assert remat.plan.measured.peak_bytes == pytest.approx(
+        remat.plan.predicted.peak_bytes, rel=0.005
+    )
+
+
+def test_the_plain_step_is_predicted_with_what_keras_keeps():
+    model, data = stack()
+    backend = load_backend()
+    backend.check(model)
+    batch = backend.example_batch(model, tuple(part[:BATCH] for part in data))
+    traced = backend.trace(model, batch)
+    profile = backend.estimated_profile(traced, backend.device.in_use_bytes())
+    problem = keras_remat.Problem(traced.graph, profile)
+    predicted = traced.plain_peak_bytes(problem, backend.memory)
+    model.make_train_function()
+    model.train()
+    for _ in range(2):
+        _, usage = backend.measure(
+            lambda: backend.device.run(("plain",), batch, lambda b: model.train_function([b]))
+        )
+    assert usage.peak_bytes == pytest.approx(predicted, rel=0.02)
+
+
+def test_jit_compile_is_named():
+    model, _ = stack(blocks=1)
+    model.compile("adam", model.loss, jit_compile=True)
+    assert "op by op, without torch.compile" in load_backend().check(model)
+
+
+def test_train_on_batch_runs_under_the_plan(tight_run):
+    """A loop of the user's own, which announces its batches itself."""
+    *_, limit, _, _ = tight_run
+
+    def loop(model, data, remat=None):
+        torch.manual_seed(5)
+        x, y = (part[:BATCH] for part in data)
+        losses = []
+        if remat is not None:
+            remat.set_model(model)
+            remat.set_params({"epochs": 1, "steps": None})
+            model.make_train_function()
+            remat.on_train_begin()
+            remat.on_epoch_begin(0)
+        for step in range(4):
+            if remat is not None:
+                remat.on_train_batch_begin(step)
+            losses.append(float(model.train_on_batch(x, y)[0]))
+            if remat is not None:
+                remat.on_train_batch_end(step, {})
+        if remat is not None:
+            remat.on_epoch_end(0, {})
+            remat.on_train_end()
+        return losses
+
+    plain, data = stack()
+    expected = loop(plain, data)
+    model, data = stack()
+    remat = callback(limit)
+    assert loop(model, data, remat) == expected
+    assert remat.plan is not None
+    assert_same_state(model, plain)
+
+
+def test_a_step_that_cannot_be_recorded_trains_as_plain_fit_does():
+    class Branching(keras.layers.Layer):
+        def call(self, x):
+            if x.device.type != "meta" and float(keras.ops.sum(x)) > 0:
+                return x
+            return 2 * x
+
+    def make():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((12,))
+        hidden = Branching()(keras.layers.Dense(4)(inputs))
+        model = keras.Model(inputs, keras.layers.Dense(3, "softmax")(hidden))
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model, (models.X, models.LABELS)
+
+    plain, data = make()
+    expected = fit(plain, data, batch_size=4)
+    model, data = make()
+    remat = callback()
+    with pytest.warns(UserWarning, match="asks in Python for the value"):
+        history = fit(model, data, remat, batch_size=4)
+    assert history["loss"] == expected["loss"]
+    assert_same_state(model, plain)

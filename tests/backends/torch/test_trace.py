@@ -1,0 +1,211 @@
+"""Recorded steps are Keras's own to the bit, in any order and with any ops run again; what cannot
+be recorded is refused with its line."""
+
+import random
+
+import keras
+import pytest
+import torch
+import torch_models as models
+from keras import layers, ops
+from random_schedules import random_schedule
+
+import keras_remat
+from keras_remat.backends.base import load_backend
+from keras_remat.backends.torch.variables import places_of
+from keras_remat.errors import UnsupportedModelError
+
+STEPS = 3
+
+
+def ready(make):
+    """A built model in training, and a batch of tensors; draws without a seed begin anew."""
+    model, batch = make()
+    data = tuple(map(torch.as_tensor, batch))
+    model._symbolic_build(data_batch=data)
+    model.make_train_function()
+    model.train()
+    torch.manual_seed(3)
+    return model, data
+
+
+def copies(tensors):
+    return [torch.as_tensor(t).detach().clone() for t in tensors]
+
+
+def state(model):
+    return copies(place.tensor for place in places_of(model).own)
+
+
+def assert_same(expected, got):
+    assert len(expected) == len(got)
+    for one, other in zip(expected, got, strict=True):
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+def traced_step(backend, model, data):
+    """The traced step and its problem; the model, and what is drawn next, are what they were."""
+    before = state(model), torch.get_rng_state()
+    traced = backend.trace(model, data)
+    assert_same([*before[0], before[1]], [*state(model), torch.get_rng_state()])
+    assert all(weight.value.grad is None for weight in model.trainable_weights)
+    return traced, keras_remat.Problem(traced.graph, backend.estimated_profile(traced))
+
+
+def run_again_at_random(graph, rng, share=0.3):
+    """An order in which that share of what an op reads is computed again for it."""
+    order, before_writes = [], set()
+    for op in graph.ops:
+        for producer in sorted(graph.producers(op.id)):
+            again = graph.ops[producer].recomputable and producer not in before_writes
+            if again and rng.random() < share:
+                order.append(producer)
+        order.append(op.id)
+        before_writes |= set(op.after)  # none of these after this one
+    return keras_remat.Schedule(order)
+
+
+@pytest.mark.parametrize("case", models.CASES)
+def test_steps_are_keras_own_to_the_bit(case):
+    model, data = ready(models.CASES[case])
+    backend = load_backend()
+    put_back = backend.snapshot(model)
+    logs = [copies(model.train_function([data]).values()) for _ in range(STEPS)]
+    expected, drawn = state(model), torch.get_rng_state()
+    put_back()
+    traced, problem = traced_step(backend, model, data)
+    again = run_again_at_random(traced.graph, random.Random(0))
+    assert len(again) > len(traced.graph.ops)
+    for schedule in (keras_remat.Schedule.store_all(traced.graph), again):
+        keras_remat.validate(problem, schedule)
+        step = backend.lower(traced, problem, schedule)
+        for before in logs:
+            assert_same(before, copies(step(data).values()))
+        assert_same([*expected, drawn], [*state(model), torch.get_rng_state()])
+        put_back()
+
+
+def test_any_order_computes_the_same():
+    model, data = ready(models.CASES["sgd"])
+    backend = load_backend()
+    put_back = backend.snapshot(model)
+    logs = copies(model.train_function([data]).values())
+    expected = state(model)
+    put_back()
+    traced, problem = traced_step(backend, model, data)
+    for seed in range(3):
+        schedule = random_schedule(random.Random(seed), traced.graph, recompute=0.05)
+        keras_remat.validate(problem, schedule)
+        assert_same(logs, copies(backend.lower(traced, problem, schedule)(data).values()))
+        assert_same(expected, state(model))
+        put_back()
+
+
+def test_a_batch_of_shapes_alone_is_traced_as_one_of_arrays():
+    model, data = ready(models.CASES["sgd"])
+    backend = load_backend()
+    same, larger = (backend.resized_spec(data, size) for size in (8, 16))
+    fingerprint = backend.trace(model, data).graph.fingerprint
+    assert backend.trace(model, same).graph.fingerprint == fingerprint
+    assert backend.trace(model, larger).graph.fingerprint != fingerprint
+
+
+def test_what_is_written_is_written_once_and_after_all_readers():
+    model, data = ready(models.CASES["sgd"])
+    traced = load_backend().trace(model, data)
+    effects = [op for op in traced.graph.ops if traced.handles[op.id].kind == "effect"]
+    assert effects
+    assert not any(op.recomputable or op.outputs for op in effects)
+    assert any(op.after for op in effects)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+class Own(layers.Layer):
+    """Does with its input what it is told."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.does = does
+
+    def call(self, x):
+        return self.does(x)
+
+
+def of_layer(does):
+    def make():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((12,))
+        hidden = Own(does)(layers.Dense(4)(inputs))
+        model = keras.Model(inputs, layers.Dense(3, "softmax")(hidden))
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model, (models.X, models.LABELS)
+
+    return make
+
+
+OUTSIDE = torch.ones(4, requires_grad=True)
+
+
+def branches(x):
+    if x.device.type != "meta" and ops.sum(x) > 0:  # the line
+        return x
+    return -x
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        (branches, "asks in Python for the value.*# the line"),
+        (lambda x: x * (1 + bool(ops.max(x) > 0)) if x.device.type != "meta" else x, "asks in"),
+        (lambda x: ops.cond(ops.sum(x) > 0, lambda: x, lambda: -x), "differentiated through a"),
+        (lambda x: x + torch.rand(4, generator=torch.Generator()) if x.device.type != "meta" else x,
+         "torch.Generator of its own"),
+        (lambda x: x * OUTSIDE if x.device.type != "meta" else x,
+         "no variable of the model"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_recorded_is_refused_with_its_line(does, reason):
+    model, data = ready(of_layer(does))
+    before = state(model)
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        load_backend().trace(model, data)
+    assert "test_trace.py" in str(caught.value)
+    assert_same(before, state(model))
+
+
+def test_gradients_that_are_added_up_over_steps_are_refused():
+    class Adding(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x))
+            loss.backward()
+            return {"loss": loss}
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((12,))
+    model = Adding(inputs, layers.Dense(3, "softmax")(inputs))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    data = tuple(map(torch.as_tensor, (models.X, models.LABELS)))
+    with pytest.raises(UnsupportedModelError, match="zero_grad"):
+        load_backend().trace(model, data)
+
+
+def test_variables_that_a_step_makes_are_refused():
+    class Late(keras.Model):
+        def train_step(self, data):
+            loss = ops.mean(self(data[0]))
+            self.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                self.second.apply([w.value.grad for w in self.trainable_weights],
+                                  self.trainable_weights)  # fmt: skip
+            return {"loss": loss}
+
+    inputs = keras.Input((12,))
+    model = Late(inputs, layers.Dense(3)(inputs))
+    model.compile("sgd", "mse")
+    model.second = keras.optimizers.Adam()
+    with pytest.raises(UnsupportedModelError, match=r"has no variables yet"):
+        load_backend().trace(model, tuple(map(torch.as_tensor, (models.X, models.X[:, :3]))))
