@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Runs what a user runs first, and the backends' tests, on the oldest or the newest versions.
 
-    .ci/versions.py oldest                 # both frameworks, on this Python (3.11 or 3.12)
+    .ci/versions.py oldest                 # all frameworks, on this Python (3.11 or 3.12)
     .ci/versions.py oldest --short         # a few tests of each, as .ci/run does
     python3.13 .ci/versions.py newest --framework jax
 
 Each framework gets a virtual environment of its own, with the package's requirements and nothing
-of the other framework. The oldest versions are those of ``keras_remat/backends/versions.py``.
+of another framework. The oldest versions are those of ``keras_remat/backends/versions.py``.
 """
 
 import argparse
@@ -23,14 +23,19 @@ sys.path.insert(0, str(ROOT))
 from keras_remat.backends.versions import OLDEST  # noqa: E402
 
 #: Framework → the extra that brings it, and what pip calls it.
-EXTRAS = {"tensorflow": "tensorflow-cpu", "jax": "jax"}
+EXTRAS = {"tensorflow": "tensorflow-cpu", "jax": "jax", "torch": "torch"}
 TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
 #: Framework → the example that runs on it, its tests, and a few of them.
-EXAMPLES = {"tensorflow": "examples/quickstart.py", "jax": "examples/jax_fit.py"}
+EXAMPLES = {
+    "tensorflow": "examples/quickstart.py",
+    "jax": "examples/jax_fit.py",
+    "torch": "examples/torch_fit.py",
+}
 OF_ALL = ("test_accumulate.py", "test_batches.py", "test_fit.py", "test_versions.py")
 SHORT = {
     "tensorflow": ("test_versions.py", "tensorflow/test_private.py", "tensorflow/test_swap.py"),
     "jax": ("test_versions.py", "jax/test_private.py", "jax/test_swap.py", "jax/test_trace.py"),
+    "torch": ("test_versions.py", "torch/test_trace.py", "torch/test_fit.py"),
 }
 #: The first Python without wheels of the oldest versions.
 TOO_NEW_FOR_OLDEST = (3, 13)
@@ -60,7 +65,7 @@ def parsed_arguments() -> argparse.Namespace:
     """Returns the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("versions", choices=("oldest", "newest"))
-    parser.add_argument("--framework", action="append", choices=EXTRAS, help="one of both")
+    parser.add_argument("--framework", action="append", choices=EXTRAS, help="one of them")
     parser.add_argument("--short", action="store_true", help="a few tests of each")
     parser.add_argument(
         "--environments", type=Path, metavar="FOLDER", help="keeps them there (default: temporary)"

@@ -44,6 +44,7 @@ def test_default_installation_has_the_exact_solvers_and_no_framework(setup):
         ("jax-cuda12", "jax[cuda12]"),
         ("jax-cuda13", "jax[cuda13]"),
         ("jax", "jax"),
+        ("torch", "torch"),
     ],
 )
 def test_extras_bring_their_framework(setup, extra, requirement):
@@ -57,7 +58,7 @@ def test_what_is_required_is_the_oldest_that_works(setup):
     (keras,) = (
         line for line in lines(setup["options"]["install_requires"]) if line.startswith("keras")
     )
-    for extra in ("tensorflow", "tensorflow-cpu", "jax", "jax-cuda12", "jax-cuda13"):
+    for extra in ("tensorflow", "tensorflow-cpu", "jax", "jax-cuda12", "jax-cuda13", "torch"):
         framework = extra.partition("-")[0]
         required = {"keras": keras.partition(">=")[2]}
         for line in lines(setup["options.extras_require"][extra]):
@@ -69,6 +70,7 @@ def test_what_is_required_is_the_oldest_that_works(setup):
     assert f"TensorFlow {tensorflow['tensorflow']} with Keras {tensorflow['keras']}" in readme
     assert f"({OLDEST_FOR_REPLICAS['keras']} for several devices)" in readme
     assert f"JAX {jax['jax']} with Keras {jax['keras']}" in readme
+    assert f"PyTorch {OLDEST['torch']['torch']} with Keras {OLDEST['torch']['keras']}" in readme
 
 
 def test_every_extra_that_an_error_names_exists(setup):

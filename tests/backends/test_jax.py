@@ -5,6 +5,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from blocked import BLOCKED
 from own_process import environment, output_of
 
 FOLDER = Path(__file__).parent / "jax"
@@ -40,39 +41,12 @@ def test_no_tensorflow_and_no_solver_is_imported():
     run("jax", "-c", code)
 
 
-_BLOCKED = """
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Refuse())
-import keras
-import numpy as np
-import keras_remat
-
-layers = keras.layers
-model = keras.Sequential(
-    [keras.Input((8,)), layers.Dense(16, activation="gelu"), layers.Dropout(0.1), layers.Dense(1)]
-)
-model.compile("adam", "mse")
-x, y = np.ones((32, 8), "float32"), np.ones((32, 1), "float32")
-remat = keras_remat.RematAutotune("8GiB", 32, verbose=0)
-model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[remat])
-assert remat.report.batch_size == 32, remat.report
-assert len(keras_remat.make_plan(model, (x, y), "8GiB", solver="greedy").solution.schedule) > 0
-assert not set(sys.modules) & set({blocked})
-"""
-
-
 def test_jax_users_need_no_tensorflow():
-    run("jax", "-c", _BLOCKED.format(blocked=["tensorflow", "torch"]))
+    run("jax", "-c", BLOCKED.format(blocked=["tensorflow", "torch"]))
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"
 )
 def test_tensorflow_users_need_no_jax():
-    run("tensorflow", "-c", _BLOCKED.format(blocked=["jax", "jaxlib", "torch"]))
+    run("tensorflow", "-c", BLOCKED.format(blocked=["jax", "jaxlib", "torch"]))

@@ -9,8 +9,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from blocked import BLOCKED
 from own_process import environment, output_of
-from test_jax import _BLOCKED
 
 FOLDER = Path(__file__).parent / "torch"
 ROOT = FOLDER.parents[2]
@@ -42,4 +42,4 @@ def test_no_other_framework_and_no_solver_is_imported():
 
 
 def test_torch_users_need_no_other_framework():
-    run("-c", _BLOCKED.format(blocked=["tensorflow", "jax", "jaxlib"]))
+    run("-c", BLOCKED.format(blocked=["tensorflow", "jax", "jaxlib"]))
