@@ -179,7 +179,9 @@ class Callers:
         """Returns who calls with ``iterator``; what was announced is then no longer awaited."""
         before = self.announced
         is_awaited, by = before.is_awaited, before.by
-        self.announced = replace(before, is_awaited=False, by=None)
+        self.announced = Announced(
+            frame=before.frame, fit=before.fit, is_last=before.is_last, is_endless=before.is_endless
+        )
         if by is not None and by is innermost_fit() and not trains_alone(iterator):
             return Caller.FIT
         fit = self.running_fit

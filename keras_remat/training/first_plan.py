@@ -56,7 +56,6 @@ class FirstPlans:
 
     def __init__(self, fit: FitState, backend: Backend, options: FitOptions, costs: StepCosts):
         self._fit, self._backend, self._options, self._costs = fit, backend, options, costs
-        self._given = options.plan
 
     # ---------------------------------------------------------------- requests
 
@@ -128,15 +127,14 @@ class FirstPlans:
 
     @decided_once
     def given(self, costs: Costs) -> Plan | None:
-        """Returns the plan that was given, for the first shape that asks.
+        """Returns the plan that was given with the options, which is for the first shape.
 
         Raises:
             PlanMismatchError, InvalidScheduleError: it is for another step.
         """
-        given, self._given = self._given, None
-        if given is not None:
-            given.check(costs.problem)
-        return given
+        if self._options.plan is not None:
+            self._options.plan.check(costs.problem)
+        return self._options.plan
 
     def find(
         self, shape: ShapeState, costs: Costs, batch: Any, known: Known

@@ -345,9 +345,10 @@ class StepTrainer:
         except UnsupportedBatchError as error:
             self._fit.warn(*tell.remark(error))
             return replace(shape, tries=Tries(plain_ruled_out=True))  # nothing can be planned
+        is_first = not self.record.traced_ops
         self.record = self.record.after_trace(costs)
         self._family.learn(shape.signature, costs)
-        given = self._first_plans.given(costs)
+        given = self._first_plans.given(costs) if is_first else None
         if given is not None:
             return self._first_plans.lowered(shape, costs, given, Phase.VERIFY)
         peak = self._costs.plain_bound_bytes(costs)
