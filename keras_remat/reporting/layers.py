@@ -7,6 +7,8 @@ A framework opens a name scope for every layer it calls, and the scopes are in t
   ``Gelu``, ``mul_1``), which have no number, begin with a capital, or are known by name.
 * JAX: ``transpose(jvp(unet))/dense_1/dot_general``. Wrappers are taken off; layer names stand as
   they are.
+* PyTorch: ``unet/dense_1/linear.default`` of the forward phase; layer names stand as they are. Ops
+  of the backward phase have no scope.
 
 Nested models and layers keep their path: ``encoder/block_0/norm``. An op without a scope, such as a
 sum of gradients, belongs where its first input comes from. Ops of the loss and the optimizer are
@@ -57,7 +59,7 @@ def layer_names(problem: Problem) -> list[str]:
     ['dense', 'dense', '(optimizer)']
     """
     graph = problem.graph
-    numbered = problem.profile.backend != "jax"
+    numbered = problem.profile.backend not in ("jax", "torch")
     scopes = [_scopes(op.name) for op in graph.ops]
     if not any(scopes):  # a graph from a file: its ops are named as layers are
         return [op.name for op in graph.ops]

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from keras.src.backend.common import global_state
+from keras.src.backend.common import global_state, name_scope
 from keras.src.backend.torch import core as keras_core
 from keras.src.backend.torch import random as keras_random
 from keras.src.backend.torch.optimizers import torch_nadam
@@ -238,6 +238,11 @@ def recordable(seeds: Seeds, cond: Callable[..., Any]) -> Iterator[None]:
         stack.enter_context(_patched(keras_core, "cond", cond))
         stack.enter_context(_patched(torch_nadam, "core", _NadamCore()))
         yield
+
+
+def scope() -> str:
+    """Returns the layers that are being called, the outermost first, as a path."""
+    return str(name_scope.current_path())
 
 
 def is_symbolic_call() -> bool:

@@ -200,12 +200,15 @@ class Program:
         return Graph(ops, values, tuple(dict.fromkeys(kept)))
 
     def _op(self, node: Node, reusable: tuple[int, ...]) -> Op:
-        name = node.kind
+        kind = name = node.kind
         if node.call is not None:
-            name = f"{private.schema_name(node.call.operator)}.{node.call.operator._overloadname}"
+            operator = node.call.operator
+            kind = name = f"{private.schema_name(operator)}.{operator._overloadname}"
+            if node.call.scope:
+                name = f"{node.call.scope}/{kind}"
         recomputable = node.kind in (PURE, WRITE) and not node.predicate
         return Op(
-            node.id, name, name, node.inputs, node.values, node.phase, recomputable,
+            node.id, name, kind, node.inputs, node.values, node.phase, recomputable,
             tuple(sorted(node.after)), reusable,
         )  # fmt: skip
 

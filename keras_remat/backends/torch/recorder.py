@@ -92,6 +92,7 @@ class Call:
         phase: of the graph.
         predicate: numbers of tensors, and whether each must be true for the call to be made.
         at: how many calls were recorded before.
+        scope: the layers that made it, as a path; empty in the backward phase.
     """
 
     operator: Any
@@ -102,6 +103,7 @@ class Call:
     phase: str
     predicate: tuple[tuple[int, bool], ...]
     at: int
+    scope: str = ""
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -311,7 +313,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
         self.recording.calls.append(
             Call(
                 func, given[0], given[1], tuple(outputs), writes, self._phase(), self.predicate,
-                call_at,
+                call_at, private.scope(),
             )
         )  # fmt: skip
 

@@ -167,3 +167,55 @@ def test_a_step_that_cannot_be_recorded_trains_as_plain_fit_does():
         history = fit(model, data, remat, batch_size=4)
     assert history["loss"] == expected["loss"]
     assert_same_state(model, plain)
+
+
+def test_a_step_that_runs_out_of_memory_is_undone_and_its_batch_trained_again(monkeypatch):
+    """The weights have moved, and numbers were drawn, when the device refuses."""
+    plain, data = stack()
+    expected = fit(plain, data)
+    failing = [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")]
+    run_plain = InstalledTrainFunction.run_plain
+
+    def refused(installed, batch):
+        result = run_plain(installed, batch)
+        if failing:
+            raise failing.pop()
+        return result
+
+    monkeypatch.setattr(InstalledTrainFunction, "run_plain", refused)
+    model, data = stack()
+    remat = callback()
+    history = fit(model, data, remat)
+    assert history["loss"] == expected["loss"]
+    assert not failing
+    assert any("memory" in event.message for event in remat.report.events)
+    assert_same_state(model, plain)
+
+
+def test_batches_are_joined_up_to_a_size():
+    model, data = stack(blocks=2)
+    remat = callback("8GiB", 2 * BATCH)
+    fit(model, data, remat, epochs=3)
+    assert remat.report.batch_size == 2 * BATCH
+    assert remat.report.epochs[-1].samples == len(data[0])
+
+
+def test_several_shapes_and_validation_train_as_plain_fit_does(tight_run):
+    *_, limit, _, _ = tight_run
+    plain, (x, y) = stack()
+    expected = fit(plain, (x[:700], y[:700]), validation_data=(x[700:], y[700:]), epochs=2)
+    model, _ = stack()
+    remat = callback(limit)
+    history = fit(model, (x[:700], y[:700]), remat, validation_data=(x[700:], y[700:]), epochs=2)
+    for key, values in expected.items():
+        assert history[key] == values, key
+    assert_same_state(model, plain)
+
+
+def test_a_plan_is_made_without_training():
+    model, data = stack(blocks=2)
+    before = [weight.numpy() for weight in model.weights]
+    plan = keras_remat.make_plan(model, tuple(part[:BATCH] for part in data), "8GiB")
+    assert plan.profile_source == "measured"
+    for one, weight in zip(before, model.weights, strict=True):
+        np.testing.assert_array_equal(one, weight.numpy())

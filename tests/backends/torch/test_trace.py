@@ -209,3 +209,12 @@ def test_variables_that_a_step_makes_are_refused():
     model.second = keras.optimizers.Adam()
     with pytest.raises(UnsupportedModelError, match=r"has no variables yet"):
         load_backend().trace(model, tuple(map(torch.as_tensor, (models.X, models.X[:, :3]))))
+
+
+def test_ops_of_the_forward_phase_are_named_by_their_layers():
+    model, data = ready(models.CASES["sgd"])
+    traced = load_backend().trace(model, data)
+    names = {op.name for op in traced.graph.ops if op.phase == "forward"}
+    layer = next(one.name for one in model.layers if isinstance(one, layers.Dense))
+    assert any(f"/{layer}/" in name for name in names)
+    assert not any("/" in op.kind for op in traced.graph.ops)

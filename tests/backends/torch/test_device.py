@@ -1,0 +1,148 @@
+"""What a step takes of memory and time, on a CPU as it is and on a GPU that stands in; texts of out
+of memory."""
+
+import types
+
+import keras
+import pytest
+import torch
+import torch_models as models
+
+from keras_remat.backends.base import load_backend
+from keras_remat.backends.torch import device as devices
+from keras_remat.backends.torch import private
+from keras_remat.backends.torch.device import CpuDevice, CudaDevice, is_out_of_memory
+from keras_remat.units import GIB, MIB
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("CUDA out of memory"), False),
+    ],
+)
+def test_out_of_memory_is_known_by_its_type_or_text(error, is_one):
+    assert is_out_of_memory(error) is is_one
+
+
+def test_what_an_allocation_of_the_cpu_raises_is_known():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_memory_events_are_every_allocation_in_order(capfd):
+    kept = torch.ones(3)
+    with private.memory_events() as events:
+        large = torch.empty(MIB, dtype=torch.uint8)
+        small = torch.empty(MIB // 2, dtype=torch.uint8)
+        del large, small
+        kept + 1
+    sizes = [nbytes for _, nbytes in events if abs(nbytes) >= MIB // 2]
+    assert sizes == [MIB, MIB // 2, -MIB, -MIB // 2]
+    assert capfd.readouterr().err == "", "lines of the profiler"
+    assert not private.profiler_runs()
+
+
+def test_a_profiler_of_the_users_own_is_left_alone():
+    device = CpuDevice()
+    device.expect("step", 5 * MIB)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        _, usage = device.measure(
+            lambda: device.run("step", torch.ones(4), lambda batch: batch + 1)
+        )
+        assert private.profiler_runs()
+    assert usage.peak_bytes == 5 * MIB + 16, "what is predicted, and the batch"
+    assert profiler.events() is not None
+
+
+def test_a_peak_counts_kernels_scratch_and_gradients_that_are_left():
+    model, batch = models.CASES["sgd"]()
+    data = tuple(map(torch.as_tensor, batch))
+    model._symbolic_build(data_batch=data)
+    model.make_train_function()
+    device = CpuDevice()
+    device.trains(model)
+
+    def step(given):
+        return device.run("plain", given, lambda b: model.train_function([b]))
+
+    before = device.in_use_bytes()
+    peaks = [device.measure(lambda: step(data))[1].peak_bytes for _ in range(4)]
+    batch_bytes = data[0].nbytes + data[1].nbytes
+    gradients = sum(w.value.nbytes for w in model.trainable_weights)
+    assert device.in_use_bytes() == before + batch_bytes + gradients
+    assert peaks[1] == peaks[2] == peaks[3]
+    assert before < peaks[0] <= peaks[1] <= peaks[0] + gradients
+
+
+class Card:
+    """Stands in for ``torch.cuda``: a card of 8 GiB, of which a quarter is other processes'."""
+
+    def __init__(self, fraction=1.0):
+        self.allocated, self.peak, self.reserved = GIB, GIB, 2 * GIB
+        self.fraction, self.waited = fraction, 0
+
+    def memory_allocated(self, index):
+        return self.allocated
+
+    def max_memory_allocated(self, index):
+        return self.peak
+
+    def reset_peak_memory_stats(self, index):
+        self.peak = self.allocated
+
+    def memory_reserved(self, index):
+        return self.reserved
+
+    def mem_get_info(self, index):
+        return 8 * GIB - self.reserved - 2 * GIB, 8 * GIB
+
+    def get_per_process_memory_fraction(self, index):
+        return self.fraction
+
+    def synchronize(self, index=None):
+        self.waited += 1
+
+
+@pytest.fixture
+def card(monkeypatch):
+    card = Card()
+    monkeypatch.setattr(devices, "torch", types.SimpleNamespace(cuda=card, device=torch.device))
+    return card
+
+
+def test_a_gpu_measures_what_its_allocator_hands_out(card):
+    device = CudaDevice(0)
+
+    def step():
+        card.peak = max(card.peak, 3 * GIB)
+        return "logs"
+
+    card.peak = 7 * GIB  # of a step before
+    result, usage = device.measure(step)
+    assert (result, usage.peak_bytes, card.waited) == ("logs", 3 * GIB, 2)
+    assert device.in_use_bytes() == GIB
+    _, usage = device.measure(step, wait=False)
+    assert (usage.time_s, usage.peak_bytes, card.waited) == (0.0, 3 * GIB, 2)
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(1.0, 6 * GIB), (0.5, 4 * GIB)])
+def test_a_gpu_has_what_is_free_and_no_more_than_its_fraction(card, fraction, expected):
+    card.fraction = fraction
+    assert CudaDevice(0).total_bytes() == expected
+
+
+def test_other_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(private, "device", lambda: torch.device("mps"))
+    with pytest.raises(Exception, match="'mps'"):
+        load_backend()
+    assert keras.backend.backend() == "torch"
