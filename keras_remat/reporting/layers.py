@@ -7,7 +7,7 @@ A framework opens a name scope for every layer it calls, and the scopes are in t
   ``Gelu``, ``mul_1``), which have no number, begin with a capital, or are known by name.
 * JAX: ``transpose(jvp(unet))/dense_1/dot_general``. Wrappers are taken off; layer names stand as
   they are.
-* PyTorch: ``unet/dense_1/linear.default`` of the forward phase; layer names stand as they are. Ops
+* PyTorch: ``dense_1/mm.default`` of the forward phase; layer names stand as they are. Ops
   of the backward phase have no scope.
 
 Nested models and layers keep their path: ``encoder/block_0/norm``. An op without a scope, such as a
