@@ -11,7 +11,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
@@ -37,6 +38,50 @@ BACKENDS = ("tensorflow", "jax", "torch")
 COMPILATIONS = ("auto", "compiled", "ordered")
 
 
+class Slicer(Protocol):
+    """Rewrites one traced step so that some of its ops run in slices."""
+
+    @property
+    def rules(self) -> Mapping[int, SliceRule]:
+        """Op id → how it may run in slices, of the ops that may."""
+
+    def sliced(self, slicing: Slicing) -> TracedStep:
+        """Returns the same step with some ops in slices.
+
+        Raises:
+            InvalidProblemError: they cannot run so.
+        """
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a step in slices was made from.
+
+    Args:
+        step: the whole step.
+        sliced: the rewrite of its graph.
+    """
+
+    step: TracedStep
+    sliced: SlicedGraph
+
+    def problem(self, problem: Problem) -> Problem:
+        """Returns what the whole step costs by what its slices do: the sum of the parts' times, and
+        so many times their workspace as there are parts, at most."""
+        graph, parts = self.step.graph, self.sliced.slicing.parts
+        times, workspaces = [0.0] * len(graph.ops), [0] * len(graph.ops)
+        for op_id, origin in enumerate(self.sliced.origins):
+            if origin.role in ("whole", "part"):
+                count = parts if origin.role == "part" else 1
+                scratch = count * problem.profile.op_workspace_bytes[op_id]
+                times[origin.source] += problem.profile.op_time_s[op_id]
+                workspaces[origin.source] = max(workspaces[origin.source], scratch)
+        profile = replace(
+            problem.profile, op_time_s=tuple(times), op_workspace_bytes=tuple(workspaces)
+        )
+        return replace(problem, graph=graph, profile=profile)
+
+
 @dataclass(frozen=True)
 class TracedStep:
     """One train step as a graph, with the framework's objects beside it.
@@ -46,11 +91,20 @@ class TracedStep:
         handles: op id → what the backend needs to run that op; nothing outside the backend looks
             inside.
         differences: what differs from Keras's own step, in sentences for the user.
+        slicer: rewrites the step with some ops in slices; ``None`` where nobody does.
+        whole: what a step in slices was made from; ``None`` for a whole step.
     """
 
     graph: Graph
     handles: Mapping[int, Any]
     differences: tuple[str, ...] = field(default=(), kw_only=True)
+    slicer: Slicer | None = field(default=None, kw_only=True, repr=False)
+    whole: Whole | None = field(default=None, kw_only=True, repr=False)
+
+    @property
+    def slicing(self) -> Slicing | None:
+        """Which ops of the whole step run in slices; ``None`` where this one is whole."""
+        return None if self.whole is None else self.whole.sliced.slicing
 
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
         """Returns what Keras's own step is predicted to need, resident bytes included; a backend

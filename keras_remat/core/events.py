@@ -40,6 +40,8 @@ class EventKind(StrEnum):
     """A step ran out of memory, was undone, and its batch is trained again."""
     MICRO_BATCHES = "micro-batches"
     """A batch is trained in pieces whose gradients are summed."""
+    SLICES = "slices"
+    """Some ops run on a part of the batch at a time; the numbers are those of the whole batch."""
     OVER_LIMIT = "over-limit"
     """Training goes on although the limit is missed by a little."""
     MEASURED = "measured"

@@ -28,7 +28,8 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError, without_inner_frames
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.request import PlanRequest, plan_for
+from keras_remat.planning.request import PlanRequest
+from keras_remat.planning.slicing import plan_with_slices, told_whole
 from keras_remat.solvers import SOLVERS
 from keras_remat.units import LEAST_LIMIT, format_unequal_bytes, parse_bytes
 
@@ -95,7 +96,8 @@ def make_plan(
         seconds=solver_time_limit_s,
         seed=seed,
     )
-    return replace(plan_for(request), card=step.card)
+    traced, problem, plan = plan_with_slices(step.traced, request, backend.estimated_profile)
+    return told_whole(replace(plan, card=step.card), traced, problem, backend.memory)
 
 
 def target_of(card: str | Target | None) -> Target | None:
@@ -221,7 +223,7 @@ def traced_model(
             seconds=_QUICK_PLAN_S,
             seed=seed,
         )
-        quick = plan_for(request)
+        traced, problem, quick = plan_with_slices(traced, request, backend.estimated_profile)
         problem = measured_problem(backend, model, traced, problem, quick, arrays)
     card = None if target is None else target.card
     return TracedModel(arrays, traced, problem, limit, quick, card)

@@ -26,6 +26,7 @@ from keras_remat.core.serialize import (
     write_json,
 )
 from keras_remat.core.simulate import simulate
+from keras_remat.core.slices import Slicing
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import (
     InfeasibleBudgetError,
@@ -39,7 +40,7 @@ from keras_remat.reporting import html as page
 from keras_remat.reporting import plots
 from keras_remat.reporting.layers import By
 from keras_remat.reporting.tables import Text, summary_text
-from keras_remat.reporting.text import plan_text, status_text
+from keras_remat.reporting.text import plan_text, slices_text, status_text
 from keras_remat.solvers import solve
 from keras_remat.units import format_bytes
 
@@ -66,6 +67,8 @@ class Plan:
         compiled: predicted time, and the peak by the compiler's buffer assignment; ``None`` where
             no compiler was asked.
         card: that it was made for, by its name in the table of cards; ``None`` for the live device.
+        slicing: which ops of the traced step run in slices; ``fingerprint``, ``problem`` and the
+            schedule are of the step in slices, ``store_all`` of the traced one.
     """
 
     fingerprint: str
@@ -80,6 +83,7 @@ class Plan:
     problem: Problem | None = field(default=None, repr=False)
     compiled: Usage | None = None
     card: str | None = None
+    slicing: Slicing | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_among("profile_source", self.profile_source, ("measured", "estimated"))
@@ -125,6 +129,7 @@ class Plan:
                 **({"keeps_order": True} if solution.keeps_order else {}),
             },
             "problem": None if self.problem is None else problem_to_dict(self.problem),
+            **({} if self.slicing is None else {"slices": asdict(self.slicing)}),
         }
 
     def check(self, problem: Problem) -> None:
@@ -155,7 +160,9 @@ class Plan:
             f"(store-all {format_bytes(self.store_all.peak_bytes)}); overhead {self.overhead:.1%} "
             f"by {self.profile_source} op times; "
             f"{len(self.solution.schedule.recomputed)} ops recomputed; "
-            f"{status_text(self.solution)}" + ("" if self.card is None else f"; card {self.card}")
+            f"{status_text(self.solution)}"
+            + ("" if self.slicing is None else f"; {slices_text(self.slicing)}")
+            + ("" if self.card is None else f"; card {self.card}")
         )
 
     def __repr__(self) -> str:
@@ -278,6 +285,7 @@ def plan_from_dict(document: object, source: str | None = None) -> Plan:
             None if problem is None else problem_from_dict(problem, source=source),
             _optional_usage(top, "compiled"),
             top.get("card", (str, type(None)), None),
+            _optional_slicing(top),
         )
         if plan.problem is not None:
             check_rules(plan.problem, plan.solution.schedule)
@@ -326,6 +334,14 @@ def usage_of(raw: Fields) -> Usage:
 
 def _usage(fields: Fields, key: str) -> Usage:
     return usage_of(Fields(fields.get(key, dict), fields.source, fields.path(key)))
+
+
+def _optional_slicing(top: Fields) -> Slicing | None:
+    raw = top.get("slices", (dict, type(None)), None)
+    if raw is None:
+        return None
+    fields = Fields(raw, top.source, "slices")
+    return Slicing(fields.ids("ops"), fields.positive("parts"))
 
 
 def _optional_usage(fields: Fields, key: str) -> Usage | None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Solution, Usage
+from keras_remat.core.slices import Slicing
 
 
 class Planned(Protocol):
@@ -33,6 +34,8 @@ class Planned(Protocol):
     def measured(self) -> Usage | None: ...
     @property
     def card(self) -> str | None: ...
+    @property
+    def slicing(self) -> Slicing | None: ...
     @property
     def overhead(self) -> float: ...
     @property

@@ -13,6 +13,7 @@ from keras_remat.core.graph import PHASES, Op, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import live_bytes, simulate
+from keras_remat.core.slices import Slicing
 from keras_remat.reporting.records import Planned, Reported
 from keras_remat.reporting.tables import counted, readable, table
 from keras_remat.units import format_bytes, format_seconds
@@ -266,6 +267,8 @@ def plan_text(plan: Planned, *, top: int = 5) -> str:
     ]
     if plan.card is not None:
         heads.insert(0, ("card", plan.card))
+    if plan.slicing is not None:
+        heads.append(("slices", slices_text(plan.slicing)))
     lines = table(heads)
     lines += table(usage_rows(plan))
     if plan.measured is None:
@@ -281,6 +284,12 @@ def plan_text(plan: Planned, *, top: int = 5) -> str:
         count = len(schedule.recomputed)
         lines.append(f"recomputed {counted(count, 'op')}" if count else "recomputed nothing")
     return "\n".join(lines)
+
+
+def slices_text(slicing: Slicing) -> str:
+    """Returns what runs in slices, in words."""
+    count = len(slicing.ops)
+    return f"{counted(count, 'op')} run{'s' * (count == 1)} in {slicing.parts} slices"
 
 
 def usage_rows(plan: Planned) -> list[tuple[str, str, str, str, str]]:

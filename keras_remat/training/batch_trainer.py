@@ -284,7 +284,7 @@ class BatchTrainer:
             return False
         if not steps.trainer.is_reference(batch):
             return False
-        if steps.trainer.micro_batches > 1:
+        if steps.trainer.micro_batches > 1 or steps.trainer.in_slices:
             self.sizes = replace(self.sizes, is_searching=False)
         enough = self._wanted != "fastest" or len(self.sizes.step_s) == COMPARED_STEPS
         return self.sizes.is_searching and enough

@@ -2,7 +2,8 @@
 
 The first plan is the first of a list that there is: one that was given, one that was cached, the
 one of the search for a larger batch, the order of another shape, one that is solved for, one that
-trains the batch in micro-batches, and, last, one that misses the limit by a little.
+runs some ops in slices, one that trains the batch in micro-batches, and, last, one that misses the
+limit by a little.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import math
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from keras_remat.errors import (
 from keras_remat.planning.plan import Plan, cache_path, cached_plan
 from keras_remat.planning.plan_problem import reused_plan
 from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.planning.slicing import in_slices_of, plan_in_slices, told_whole
 from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.costs import ROOM, StepCosts
@@ -133,8 +136,19 @@ class FirstPlans:
             PlanMismatchError, InvalidScheduleError: it is for another step.
         """
         if self._options.plan is not None:
-            self._options.plan.check(costs.problem)
+            self._options.plan.check(self.costs_under(self._options.plan, costs).problem)
         return self._options.plan
+
+    def costs_under(self, plan: Plan, costs: Costs) -> Costs:
+        """Returns a step's costs as a plan runs it: in its slices, if it has any.
+
+        Raises:
+            PlanMismatchError: they are another step's.
+        """
+        traced, problem = in_slices_of(
+            plan, costs.traced, costs.problem, self._backend.estimated_profile
+        )
+        return replace(costs, traced=traced, problem=problem)
 
     def find(
         self, shape: ShapeState, costs: Costs, batch: Any, known: Known
@@ -154,6 +168,10 @@ class FirstPlans:
                 return reused, costs, phase
         try:
             return self._solved(shape, costs, known)
+        except NOT_FOUND as error:
+            failure = error
+        try:
+            return *self._in_slices(shape, costs, failure), Phase.WARM_UP
         except NOT_FOUND as error:
             failure = error
         try:
@@ -214,6 +232,30 @@ class FirstPlans:
         with self._fit.progress(text):
             found = plan_for(self.roomy(shape, costs, known, is_final=is_final))
         return found, costs, Phase.VERIFY if is_final else Phase.WARM_UP
+
+    def _in_slices(
+        self,
+        shape: ShapeState,
+        costs: Costs,
+        error: InfeasibleBudgetError | ScheduleNotFoundError,
+    ) -> tuple[Plan, Costs]:
+        """Returns a plan with some ops in slices; raises ``error``, or what is nearer, where none
+        helps. A size that is only tried has a smaller one to go back to."""
+        if not costs.is_whole or costs.traced.slicer is None or not shape.terms.may_miss:
+            raise error
+        is_quick = self._backend.measures_op_times  # else it is the last one, too
+        request = self.request(costs.problem, shape.batch_size, is_quick=is_quick)
+        with self._fit.progress("plan with some ops in slices"):
+            traced, problem, found = plan_in_slices(
+                costs.traced,
+                request,
+                self._backend.estimated_profile,
+                error,
+                lambda asked: self.cached(asked.problem) or plan_for(asked),
+            )
+        if traced.slicing is not None:
+            self._fit.event(*tell.in_slices(traced.slicing, self._fit.limit))
+        return found, replace(costs, traced=traced, problem=problem)
 
     def split(
         self,
@@ -317,6 +359,7 @@ class FirstPlans:
         Raises:
             UnsupportedModelError: its random numbers would be drawn again.
         """
+        plan = told_whole(plan, costs.traced, costs.problem, self._backend.memory)
         run = self._built(costs, plan)
         if phase is Phase.WARM_UP and not self._backend.measures_op_times:
             phase = Phase.VERIFY  # recording steps cannot make a plan better

@@ -19,6 +19,7 @@ from keras_remat.core.schedule import Usage
 from keras_remat.planning.background import PlanProcess, PlanProcessError
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import NOT_FOUND, plan_for
+from keras_remat.planning.slicing import told_whole
 from keras_remat.training import tell
 from keras_remat.training.costs import StepCosts
 from keras_remat.training.first_plan import FirstPlans
@@ -123,7 +124,7 @@ class Moves:
         recording = shape.recording(self._backend.recorder(), phase)
         problem, seen = shape.costs.problem, self._known(shape).costs
         larger = [c for c in seen if c.graph.input_bytes >= problem.graph.input_bytes]
-        if shape.costs.micro_batches > 1 or not larger or larger[0].profile.source != "measured":
+        if not shape.costs.is_whole or not larger or larger[0].profile.source != "measured":
             return recording
         profile = transfer_costs(larger[0], problem.graph).profile
         profile = replace(profile, resident_bytes=problem.profile.resident_bytes)
@@ -161,6 +162,7 @@ class Moves:
             store_all=self._costs.predict(problem, shape.costs.store_all),
             profile_source=problem.profile.source,
         )
+        told = told_whole(told, shape.costs.traced, problem, self._backend.memory)
         return replace(shape.planned(shape.run, shape.costs, told, phase), called=True)
 
     def _return_to_plain(self, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:

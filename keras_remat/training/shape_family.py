@@ -42,7 +42,7 @@ class ShapeFamily:
 
     def learn(self, signature: Signature, costs: Costs) -> None:
         """Takes in the trace of a shape."""
-        if costs.micro_batches > 1:
+        if not costs.is_whole:
             return
         kind, sizes = _kind_and_sizes(signature)
         graph = costs.problem.graph
@@ -69,7 +69,7 @@ class ShapeFamily:
             (shape.plan, shape.costs.problem.graph, _first_phase(shape))
             for shape in shapes.values()
             if isinstance(shape, PlannedShape)
-            and shape.costs.micro_batches == 1
+            and shape.costs.is_whole
             and shape.signature != signature
         )
         return Known(plans=plans, costs=_costs(shapes, signature), is_family=True)
@@ -85,7 +85,7 @@ class ShapeFamily:
             if shape.signature != signature
             and _sample_of(shape.signature) == _sample_of(signature)
             and isinstance(shape, PlannedShape)
-            and shape.costs.micro_batches == 1
+            and shape.costs.is_whole
             and shape.costs.problem.profile.source == "measured"
             and shape.costs.problem.graph.has_ops_of(graph)
         }
@@ -105,9 +105,7 @@ def _costs(shapes: Shapes, signature: Signature) -> tuple[Problem, ...]:
     problems = [
         shape.costs.problem
         for shape in shapes.values()
-        if isinstance(shape, TracedShape)
-        and shape.costs.micro_batches == 1
-        and shape.signature != signature
+        if isinstance(shape, TracedShape) and shape.costs.is_whole and shape.signature != signature
     ]
     problems.sort(key=lambda p: (p.profile.source != "measured", -p.graph.input_bytes))
     return tuple(problems[:1])

@@ -114,6 +114,12 @@ class Costs:
     micro_batches: int = 1
 
     @property
+    def is_whole(self) -> bool:
+        """Returns whether the ops are those of Keras's own step: neither micro-batches nor
+        slices."""
+        return self.micro_batches == 1 and self.traced.whole is None
+
+    @property
     def store_all(self) -> Schedule:
         """The schedule without recomputation."""
         return Schedule.store_all(self.problem.graph)

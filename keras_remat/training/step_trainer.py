@@ -350,6 +350,7 @@ class StepTrainer:
         self._family.learn(shape.signature, costs)
         given = self._first_plans.given(costs) if is_first else None
         if given is not None:
+            costs = self._first_plans.costs_under(given, costs)
             return self._first_plans.lowered(shape, costs, given, Phase.VERIFY)
         peak = self._costs.plain_bound_bytes(costs)
         if may_run_plain and self.plain_fits(peak):
@@ -448,6 +449,11 @@ class StepTrainer:
         """How many pieces the reference shape's step trains its batch in."""
         shape = self.record.reference_shape
         return shape.costs.micro_batches if isinstance(shape, PlannedShape) else 1
+
+    @property
+    def in_slices(self) -> bool:
+        """Whether some ops of the reference shape's step run in slices."""
+        return self.plan is not None and self.plan.slicing is not None
 
     @property
     def schedules(self) -> dict[Signature, Schedule]:

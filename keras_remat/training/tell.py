@@ -14,8 +14,10 @@ from typing import NamedTuple
 from keras_remat.core.events import EventKind
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Usage
+from keras_remat.core.slices import Slicing
 from keras_remat.errors import statement_of
 from keras_remat.planning.plan import Plan
+from keras_remat.reporting.text import slices_text
 from keras_remat.units import format_bytes, format_seconds, format_unequal_bytes
 
 
@@ -271,6 +273,15 @@ def in_micro_batches(size: int, count: int, limit: Limit) -> News:
         f"No schedule trains {size} samples at once within "
         f"{format_bytes(limit.total_bytes)}: each step trains them in {count} "
         "micro-batches and adds up their gradients.",
+    )
+
+
+def in_slices(slicing: Slicing, limit: Limit) -> News:
+    """Tells that some ops run on a part of the batch at a time because nothing else fits."""
+    return News(
+        EventKind.SLICES,
+        f"No schedule of whole ops keeps to {format_bytes(limit.total_bytes)}: "
+        f"{slices_text(slicing)}. The numbers are those of the whole batch.",
     )
 
 

@@ -47,7 +47,7 @@ class FakeSteps:
         self.trainer = self.fit = self
 
     micro_batches, plan, problem, backend, on_gpu = 1, None, None, FakeBackend(), True
-    estimated_step_s = 0.5
+    estimated_step_s, in_slices = 0.5, False
     installed, most_steps_left = SimpleNamespace(as_given=lambda batch: batch), None
 
     def long_task(self, text):

@@ -122,6 +122,8 @@ class TensorFlowStep(TracedStep):
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
         """Returns what Keras's own step is predicted to need, where several ops run at once the
         high side of it; of how much more they need, the allocator is no part."""
+        if self.whole is not None:
+            return self.whole.step.plain_peak_bytes(self.whole.problem(problem), memory)
         profile = problem.profile
         activations = (
             memory.scattered_peak_bytes(problem, self.plain_order) - profile.resident_bytes

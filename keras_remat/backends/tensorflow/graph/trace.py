@@ -42,6 +42,7 @@ from keras_remat.backends.tensorflow.graph.effects import calls_without_effect, 
 from keras_remat.backends.tensorflow.graph.nodes import node_of, tensor_key
 from keras_remat.backends.tensorflow.graph.rewrite import rewrite_for_memory
 from keras_remat.backends.tensorflow.graph.shapes import static_shapes
+from keras_remat.backends.tensorflow.graph.sliced import StepSlicer
 from keras_remat.backends.tensorflow.graph.step import (
     Replica,
     TensorFlowStep,
@@ -105,7 +106,7 @@ def trace(
         ),
         smallest_bytes,
     )
-    return replace(step, differences=tuple(differences))
+    return replace(step, differences=tuple(differences), slicer=StepSlicer(step))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,425 @@
+"""How TensorFlow's ops run on a slice of the batch: a table, read off the ops' definitions.
+
+An op may run in slices along the first axis of what it makes, or of what it sums up. What every
+input and output is to a part stands in the table by the op's type; where it depends on shapes or
+attributes, a function says. A type missing here stays whole, and so does an op with a shape that is
+not known: both are always right.
+
+Shapes are the only thing that is looked at, never which axis is the batch's: a rule holds for any
+operands. ``FusedBatchNorm`` looks at the whole batch and stays whole; random ops do, too, so that a
+slice of dropout is a slice of the same mask.
+
+One file, though long: the table, and what reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from keras_remat.backends.tables import names
+from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.nodes import (
+    data_inputs,
+    node_of,
+    split_input,
+    tensor_key,
+)
+from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
+from keras_remat.core.slices import SliceRule
+
+#: What an input is to a part of its op: its own part of it; all of it; or the shape of what the
+#: whole op makes, whose first number becomes the part's.
+InputMode = Literal["part", "whole", "shape"]
+
+Shape = tuple[int, ...]
+#: What the outputs of all parts are to the whole op's.
+OutputMode = Literal["part", "sum", "mean"]
+#: Modes of the inputs, and of the outputs; ``None``: stays whole.
+Found = tuple[tuple[InputMode, ...], OutputMode] | None
+
+#: One shape for all, but that an input may be broadcast.
+_ELEMENTWISE = (
+    kinds.REUSES_INPUT - names("BiasAdd Softmax LogSoftmax Select _UnaryOpsComposition")
+) | names("""
+    Cast ZerosLike OnesLike Less LessEqual Greater GreaterEqual Equal NotEqual IsFinite IsNan
+    _UnaryOpsComposition
+""")
+
+#: Views that only change a shape.
+RESHAPING = names("Identity Reshape Squeeze ExpandDims StopGradient PreventGradient Snapshot")
+
+_FIXED: Mapping[str, tuple[tuple[InputMode, ...], OutputMode]] = {
+    **dict.fromkeys(
+        ("Conv2D", "DepthwiseConv2dNative", "Conv3D", "BiasAdd", "ResizeBilinear",
+         "ResizeNearestNeighbor"),
+        (("part", "whole"), "part"),
+    ),
+    **dict.fromkeys(
+        ("Conv2DBackpropInput", "DepthwiseConv2dNativeBackpropInput", "Conv3DBackpropInputV2"),
+        (("shape", "whole", "part"), "part"),
+    ),
+    **dict.fromkeys(
+        ("Conv2DBackpropFilter", "DepthwiseConv2dNativeBackpropFilter", "Conv3DBackpropFilterV2"),
+        (("part", "whole", "part"), "sum"),
+    ),
+    "BiasAddGrad": (("part",), "sum"),
+    **dict.fromkeys(("MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D"), (("part",), "part")),
+    "MaxPoolGrad": (("part", "part", "part"), "part"),
+    "AvgPoolGrad": (("shape", "part"), "part"),
+    "ResizeNearestNeighborGrad": (("part", "whole"), "part"),
+    "ResizeBilinearGrad": (("part", "part"), "part"),
+    "SparseSoftmaxCrossEntropyWithLogits": (("part", "part"), "part"),
+    "ResourceGather": (("whole", "part"), "part"),
+    "Fill": (("shape", "whole"), "part"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """What a rule looks at.
+
+    Args:
+        node: the op's.
+        shapes: of its inputs.
+        result: the shape of its output 0.
+        constants: the numbers of those of its inputs that are constants, ints and few.
+    """
+
+    node: Any
+    shapes: Sequence[Shape]
+    result: Shape
+    constants: Mapping[int, list[int]]
+
+    def like_result(self, shape: Shape) -> InputMode:
+        """Returns what an input is to a part that is broadcast to the result."""
+        same = bool(shape) and len(shape) == len(self.result) and shape[0] == self.result[0]
+        return "part" if same else "whole"
+
+
+def _elementwise(op: _Operands) -> Found:
+    return tuple(op.like_result(shape) for shape in op.shapes), "part"
+
+
+def _by_sample(op: _Operands) -> Found:
+    """Normalizes the last axis."""
+    return (("part",), "part") if len(op.result) > 1 else None
+
+
+def _fused_inputs(op: _Operands) -> list[InputMode] | None:
+    """Returns the modes of what a fused product reads after its two factors."""
+    modes: list[InputMode] = []
+    for kind in op.node.attr["fused_ops"].list.s:
+        if kind == b"BiasAdd":
+            modes.append("whole")
+        elif kind == b"Add":
+            modes.append("part")
+        elif kind not in (b"Relu", b"Relu6", b"Elu", b"LeakyRelu", b"Tanh", b"Sigmoid"):
+            return None
+    return modes if len(modes) == len(op.shapes) - 2 else None
+
+
+def _fused_convolution(op: _Operands) -> Found:
+    more = _fused_inputs(op)
+    return None if more is None else (("part", "whole", *more), "part")
+
+
+def _product(op: _Operands) -> Found:
+    attributes = op.node.attr
+    if op.node.op == "_FusedMatMul":
+        more = _fused_inputs(op)
+        if more is None or attributes["transpose_a"].b:
+            return None
+        return ("part", "whole", *more), "part"
+    if not attributes["transpose_a"].b:
+        return ("part", "whole"), "part"
+    return None if attributes["transpose_b"].b else (("part", "part"), "sum")
+
+
+def _batch_product(op: _Operands) -> Found:
+    return _elementwise(op) if len(op.result) > 2 else None
+
+
+def _einsum(op: _Operands) -> Found:
+    equation = op.node.attr["equation"].s.decode()
+    operands, arrow, result = equation.replace(" ", "").partition("->")
+    terms = operands.split(",")
+    if not arrow or "." in equation or not result or not all(terms):
+        return None
+    labels: tuple[tuple[str, OutputMode], ...] = ((result[0], "part"), (terms[0][0], "sum"))
+    for label, output in labels:
+        if output == "sum" and label in result:
+            continue
+        if all(label not in term[1:] for term in (*terms, result)):
+            modes: tuple[InputMode, ...] = tuple(
+                "part" if term[0] == label else "whole" for term in terms
+            )
+            if "part" in modes:
+                return modes, output
+    return None
+
+
+def _softmax_cross_entropy(op: _Operands) -> Found:
+    features, labels = op.shapes
+    return ("part", "part" if labels[0] == features[0] else "whole"), "part"
+
+
+def _reduction(op: _Operands) -> Found:
+    axes = op.constants.get(1)
+    if axes is None or not op.shapes[0]:
+        return None
+    rank = len(op.shapes[0])
+    if 0 not in {axis % rank for axis in axes}:
+        return ("part", "whole"), "part"
+    if op.node.op == "Sum":
+        return ("part", "whole"), "sum"
+    return (("part", "whole"), "mean") if op.node.op == "Mean" else None
+
+
+def _along_another_axis(op: _Operands) -> Found:
+    """Works along the axis that the second input names."""
+    axis = op.constants.get(1)
+    if axis is None or axis[0] % len(op.shapes[0]) == 0:
+        return None
+    return ("part", "whole"), "part"
+
+
+def _concatenation(op: _Operands) -> Found:
+    axis = op.constants.get(len(op.shapes) - 1)
+    if axis is None or axis[0] % len(op.result) == 0:
+        return None
+    parts: list[InputMode] = ["part"] * (len(op.shapes) - 1)
+    return (*parts, "whole"), "part"
+
+
+def _transposition(op: _Operands) -> Found:
+    order = op.constants.get(1)
+    return (("part", "whole"), "part") if order and order[0] == 0 else None
+
+
+def _padding(op: _Operands) -> Found:
+    widths = op.constants.get(1)
+    if widths is None or widths[:2] != [0, 0]:
+        return None
+    more: list[InputMode] = ["whole"] * (len(op.shapes) - 1)
+    return ("part", *more), "part"
+
+
+def _tiling(op: _Operands) -> Found:
+    times = op.constants.get(1)
+    if times and times[0] == 1:
+        return ("part", "whole"), "part"
+    # one row for all samples: a part has as many of it as the first number says
+    return (("whole", "shape"), "part") if times and op.shapes[0][0] == 1 else None
+
+
+def _broadcast(op: _Operands) -> Found:
+    return (op.like_result(op.shapes[0]), "shape"), "part"
+
+
+def _gathering(op: _Operands) -> Found:
+    axis = op.constants.get(2)
+    if axis != [0] or op.node.attr["batch_dims"].i or not op.shapes[1]:
+        return None
+    return ("whole", "part", "whole"), "part"
+
+
+def _one_hot(op: _Operands) -> Found:
+    return None if op.node.attr["axis"].i == 0 else (("part", "whole", "whole", "whole"), "part")
+
+
+def _range_slice(op: _Operands) -> Found:
+    begin = op.constants.get(1)
+    if not begin or begin[0] or op.shapes[0][0] != op.result[0]:
+        return None
+    return ("part", "whole", "shape"), "part"
+
+
+def _strided_slice(op: _Operands) -> Found:
+    steps, attributes = op.constants.get(3), op.node.attr
+    others = ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+    if any(attributes[name].i & 1 for name in others) or steps is None or steps[0] != 1:
+        return None
+    if not (attributes["begin_mask"].i & 1 and attributes["end_mask"].i & 1):
+        return None
+    if op.node.op == "StridedSlice":
+        return ("part", "whole", "whole", "whole"), "part"
+    return ("shape", "whole", "whole", "whole", "part"), "part"
+
+
+_BY_SHAPE: Mapping[str, Callable[[_Operands], Found]] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), _by_sample),
+    **dict.fromkeys(("_FusedConv2D", "_FusedDepthwiseConv2dNative"), _fused_convolution),
+    **dict.fromkeys(("MatMul", "_FusedMatMul"), _product),
+    **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _batch_product),
+    "Einsum": _einsum,
+    "SoftmaxCrossEntropyWithLogits": _softmax_cross_entropy,
+    **dict.fromkeys(("Sum", "Mean", "Max", "Min", "Prod", "All", "Any"), _reduction),
+    **dict.fromkeys(("ArgMax", "ArgMin", "Cumsum"), _along_another_axis),
+    "ConcatV2": _concatenation,
+    "Transpose": _transposition,
+    **dict.fromkeys(("Pad", "PadV2", "MirrorPad"), _padding),
+    "Tile": _tiling,
+    "BroadcastTo": _broadcast,
+    "GatherV2": _gathering,
+    "OneHot": _one_hot,
+    "Slice": _range_slice,
+    **dict.fromkeys(("StridedSlice", "StridedSliceGrad"), _strided_slice),
+}
+
+
+def input_modes(step: TensorFlowStep, node: Any) -> Found:
+    """Returns what each input of an op is to a part of it, and what its outputs are; ``None`` where
+    it stays whole."""
+    fixed, by_shape = _FIXED.get(node.op), _BY_SHAPE.get(node.op)
+    result = step.tensor_shapes.get(f"{node.name}:0")
+    if (fixed is None and by_shape is None) or result is None or node.name in step.divisions:
+        return None
+    keys = [tensor_key(i) for i in data_inputs(node)]
+    shapes = [step.tensor_shapes.get(key) for key in keys]
+    known = zip(keys, shapes, strict=True)
+    if any(shape is None and not is_variable(step, key) for key, shape in known):
+        return None
+    constants = {at: value for at, key in enumerate(keys) if (value := _constant(step, key))}
+    operands = _Operands(node, [shape or () for shape in shapes], result, constants)
+    found = fixed if by_shape is None else by_shape(operands)
+    if found is None or len(found[0]) != len(keys) or (found[1] == "part" and not result):
+        return None
+    if any(
+        mode == "shape" and not _tells_shape(constants.get(at), result)
+        for at, mode in enumerate(found[0])
+    ):
+        return None
+    return found
+
+
+def _tells_shape(numbers: Sequence[int] | None, result: Shape) -> bool:
+    return numbers is not None and len(numbers) == len(result) and numbers[0] in (result[0], -1)
+
+
+#: Constants with more numbers than a shape has are not looked at.
+_MOST_NUMBERS = 64
+
+
+def _constant(step: TensorFlowStep, key: str) -> list[int] | None:
+    """Returns the numbers of a small constant of ints; ``None`` for other tensors."""
+    node = step.nodes[node_of(views_to(step, key)[-1])]
+    if node.op != "Const" or not tf.as_dtype(node.attr["dtype"].type).is_integer:
+        return None
+    tensor = node.attr["value"].tensor
+    if prod(d.size for d in tensor.tensor_shape.dim) > _MOST_NUMBERS:
+        return None
+    return [int(n) for n in tf.make_ndarray(tensor).reshape(-1)]
+
+
+def views_to(step: TensorFlowStep, tensor: str) -> list[str]:
+    """Returns a tensor, what it is a view of, and so on; last, the one whose storage it shares."""
+    chain = [tensor]
+    while (name := node_of(chain[-1])) in step.folded and (read := data_inputs(step.nodes[name])):
+        chain.append(tensor_key(read[0]))
+    return chain
+
+
+def is_variable(step: TensorFlowStep, tensor: str) -> bool:
+    """Returns whether a tensor is a variable, or is read from one without a copy."""
+    external = step.replicas[0].captures.get(node_of(views_to(step, tensor)[-1]))
+    return external is not None and external.dtype == tf.resource
+
+
+def _is_hidden(step: TensorFlowStep, tensor: str) -> bool:
+    """Returns whether a tensor is an output that the graph does not show."""
+    name, index = split_input(tensor)
+    hides = {forward for forward, _ in kinds.HIDDEN_OUTPUT}
+    return index == 1 and name in step.nodes and step.nodes[name].op in hides
+
+
+def slice_rules(step: TensorFlowStep) -> dict[int, SliceRule]:
+    """Returns op id → how it may run in slices, of the ops that may."""
+    rules = {}
+    for op in step.graph.ops:
+        found = [_rule_of_node(step, step.nodes[name]) for name in step.node_names[op.name]]
+        known = [one for one in found if one is not None]
+        if len(known) == len(found):
+            rules[op.id] = _together(step, op.id, known)
+    return _with_partners(step, rules)
+
+
+@dataclass(frozen=True)
+class _NodeRule:
+    """The rule of one node.
+
+    Args:
+        sliced, whole: the tensors whose part, or all of which, a part of it reads.
+        output: what its outputs are.
+        divides: what the number of parts divides.
+    """
+
+    sliced: frozenset[str]
+    whole: frozenset[str]
+    output: OutputMode
+    divides: int
+
+
+def _rule_of_node(step: TensorFlowStep, node: Any) -> _NodeRule | None:
+    found = input_modes(step, node)
+    if found is None:
+        return None
+    (modes, output), sliced, whole, divides = found, set(), set(), 0
+    for mode, name in zip(modes, data_inputs(node), strict=True):
+        chain = views_to(step, tensor_key(name))
+        if mode == "whole":
+            whole.add(chain[-1])
+        elif mode == "part":
+            shapes = [step.tensor_shapes.get(tensor) for tensor in chain]
+            only_reshape = all(step.nodes[node_of(view)].op in RESHAPING for view in chain[:-1])
+            if not all(shapes) or not only_reshape or is_variable(step, chain[-1]):
+                return None  # a variable may be overwritten
+            divides = gcd(divides, *(shape[0] for shape in shapes if shape))
+            sliced.add(chain[-1])
+    if not sliced and "shape" not in modes:
+        return None
+    at = 0
+    while output == "part" and f"{node.name}:{at}" in step.tensor_shapes:
+        shape = step.tensor_shapes[f"{node.name}:{at}"]
+        if not shape:
+            return None
+        divides, at = gcd(divides, shape[0]), at + 1
+    return _NodeRule(frozenset(sliced), frozenset(whole), output, divides)
+
+
+def _together(step: TensorFlowStep, op_id: int, found: Sequence[_NodeRule]) -> SliceRule:
+    """Returns the rule of an op of one or more nodes, by ids of values."""
+    op, values = step.graph.ops[op_id], step.graph.values
+    sliced = {tensor for one in found for tensor in one.sliced}
+    whole = {tensor for one in found for tensor in one.whole}
+    sums = frozenset(op.outputs) if found[0].output != "part" else frozenset()
+    return SliceRule(
+        frozenset(
+            v for v in op.inputs if values[v].name in sliced or _is_hidden(step, values[v].name)
+        ),
+        frozenset(v for v in op.inputs if values[v].name in whole),
+        sums,
+        sums if found[0].output == "mean" else frozenset(),
+        gcd(*(one.divides for one in found)),
+    )
+
+
+def _with_partners(step: TensorFlowStep, rules: dict[int, SliceRule]) -> dict[int, SliceRule]:
+    """Keeps those together that share an output which the graph does not show: oneDNN's pass looks
+    for the two side by side."""
+    for value in step.graph.values:
+        if value.producer is None or not _is_hidden(step, value.name):
+            continue
+        together = {value.producer, *step.graph.readers[value.id]}
+        for op_id in together:
+            if together <= rules.keys():
+                partners = rules[op_id].partners | (together - {op_id})
+                rules[op_id] = replace(rules[op_id], partners=partners)
+        if not together <= rules.keys():
+            rules = {op_id: rule for op_id, rule in rules.items() if op_id not in together}
+    return rules

@@ -1,0 +1,312 @@
+"""Writes a traced step with some of its ops in slices: the nodes of a
+:class:`~keras_remat.core.slices.SlicedGraph`.
+
+Each op of that graph is a node, by the op's name. A part is its op's node with other inputs: the
+parts of what it reads by part, reshaped where a view stood between, and constants that tell a shape
+with the part's first number. What is added to a graph by slicing:
+
+* a cut is ``GatherV2`` of one row of the value seen as ``[parts, rows of one, ...]``. It copies;
+  ``Slice`` and ``Split`` would share the buffer where it is aligned, and keep all of it alive;
+* a join is ``Empty`` and then ``InplaceUpdate`` of one row each, of the same view. It writes into
+  the buffer that it was given, which nobody else reads;
+* a sum is ``AddV2``, in the order of the parts; a mean is divided by their number, which changes
+  no bit where it is a power of two.
+
+Readers of a value that is joined or summed up read it under its new name. Nothing else of the step
+is another one than before: what does not run in slices is the same node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_remat.backends.base import Whole
+from keras_remat.backends.tensorflow.graph.nodes import (
+    control_inputs,
+    copied,
+    data_inputs,
+    node_of,
+    reachable,
+    split_input,
+    tensor_key,
+)
+from keras_remat.backends.tensorflow.graph.slice_rules import input_modes, slice_rules, views_to
+from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
+from keras_remat.backends.tensorflow.memory.best_fit import GRANULE_BYTES
+from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing, sliced_graph
+
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepSlicer:
+    """Rewrites one traced step (:class:`keras_remat.backends.base.Slicer`)."""
+
+    step: TensorFlowStep
+
+    @cached_property
+    def rules(self) -> dict[int, SliceRule]:
+        """Op id → how it may run in slices."""
+        return slice_rules(self.step)
+
+    def sliced(self, slicing: Slicing) -> TensorFlowStep:
+        """Returns the step with some ops in slices.
+
+        Raises:
+            InvalidProblemError: they cannot run so.
+        """
+        graph = sliced_graph(self.step.graph, self.rules, slicing, GRANULE_BYTES)
+        return _Writer(self.step, graph).step()
+
+
+class _Writer:
+    """Writes the nodes of one sliced graph."""
+
+    def __init__(self, step: TensorFlowStep, sliced: SlicedGraph):
+        self._step, self._sliced = step, sliced
+        self._chosen = set(sliced.slicing.ops)
+        self._nodes: dict[str, Any] = {}
+        self._shapes = dict(step.tensor_shapes)
+        self._attached: dict[str, str] = {}
+        self._folded: set[str] = set()
+        self._renamed: dict[str, str] = {}  # tensor of an op in slices → where it is whole
+        self._handles: dict[int, Any] = {}
+        self._value_of = {value.name: value.id for value in step.graph.values}
+
+    def step(self) -> TensorFlowStep:
+        """Returns the step."""
+        whole = []
+        for op, origin in zip(self._sliced.graph.ops, self._sliced.origins, strict=True):
+            if origin.role == "whole":
+                whole.append(op.name)
+            elif origin.role == "part":
+                self._write_part(self._step.graph.ops[origin.source].name, origin.part)
+            else:
+                write = {
+                    "cut": self._write_cut, "start": self._write_start, "join": self._write_join,
+                    "sum": self._write_sum, "divide": self._write_mean,
+                }[origin.role]  # fmt: skip
+                write(op.name, origin.source, origin.part)
+        self._copy_whole(whole)
+        graph = self._sliced.graph
+        outputs = tuple(self._whole(tensor) for tensor in self._step.output_tensors)
+        nodes = self._used([op.name for op in graph.ops], outputs)
+        return replace(
+            self._step,
+            graph=graph,
+            handles={op.id: nodes[op.name] for op in graph.ops},
+            nodes=nodes,
+            folded=frozenset(self._folded | self._step.folded) & nodes.keys(),
+            attached={name: holder for name, holder in self._attached.items() if name in nodes},
+            tensor_shapes=self._shapes,
+            output_tensors=outputs,
+            slicer=None,
+            whole=Whole(self._step, self._sliced),
+        )
+
+    # ---------------------------------------------------------------- what stays whole
+
+    def _copy_whole(self, names: Iterable[str]) -> None:
+        """Copies all nodes but those in slices; they read what is whole."""
+        gone = {
+            name
+            for op_id in self._chosen
+            for name in self._step.node_names[self._step.graph.ops[op_id].name]
+        }
+        for name, node in self._step.nodes.items():
+            if name not in gone:
+                inputs = [self._whole(i) if not i.startswith("^") else i for i in node.input]
+                self._nodes[name] = node if inputs == list(node.input) else copied(node, inputs)
+        self._attached |= {n: h for n, h in self._step.attached.items() if n not in gone}
+
+    def _whole(self, tensor: str) -> str:
+        return self._renamed.get(tensor_key(tensor), tensor)
+
+    def _used(self, ops: Sequence[str], outputs: Sequence[str]) -> dict[str, Any]:
+        """Returns the nodes whose tensors ops or outputs depend on; a view of what is there in
+        parts alone is none. What waited for a node that is gone waits for the effects behind it."""
+
+        def sources(name: str) -> list[str]:
+            return [node_of(read) for read in data_inputs(self._nodes[name])]
+
+        used = reachable([*ops, *self._attached, *map(node_of, outputs)], sources)
+        kept = {name: node for name, node in self._nodes.items() if name in used}
+        for name, node in kept.items():
+            controls = control_inputs(node)
+            if any(before not in kept for before in controls):
+                effects = [
+                    effect
+                    for before in controls
+                    for effect in ([before] if before in kept else self._effects(before))
+                ]
+                waits = [f"^{effect}" for effect in dict.fromkeys(effects) if effect in kept]
+                kept[name] = copied(node, [*data_inputs(node), *waits])
+        return kept
+
+    def _effects(self, name: str) -> list[str]:
+        return sorted(self._step.effects_behind.get(name, ()))
+
+    # ---------------------------------------------------------------- nodes
+
+    def _node(
+        self, name: str, kind: str, inputs: Sequence[str], shape: _Shape | None, **types: Any
+    ) -> str:
+        """Writes a node of one output; returns its tensor.
+
+        Args:
+            types: attributes that are types.
+        """
+        node = tf.compat.v1.NodeDef(name=name, op=kind, input=inputs)
+        for attribute, dtype in types.items():
+            node.attr[attribute].type = tf.as_dtype(dtype).as_datatype_enum
+        self._nodes[name] = node
+        self._shapes[f"{name}:0"] = shape
+        return f"{name}:0"
+
+    def _constant(self, name: str, value: Any, dtype: Any = tf.int32) -> str:
+        """Writes a constant; returns its tensor."""
+        if name not in self._nodes:
+            array = np.asarray(value)
+            self._node(name, "Const", (), tuple(array.shape), dtype=dtype)
+            self._nodes[name].attr["value"].tensor.CopyFrom(tf.make_tensor_proto(array, dtype))
+            self._folded.add(name)
+        return f"{name}:0"
+
+    def _reshaped(self, name: str, tensor: str, shape: Sequence[int], dtype: Any) -> str:
+        """Returns a view of a tensor in another shape; the tensor where it has that shape."""
+        shape = tuple(shape)
+        if self._shapes.get(tensor) == shape:
+            return tensor
+        if name not in self._nodes:
+            to = self._constant(f"{name}/shape", shape)
+            self._node(name, "Reshape", (tensor, to), shape, T=dtype, Tshape=tf.int32)
+            self._folded.add(name)
+        return f"{name}:0"
+
+    def _dtype(self, value_id: int) -> Any:
+        return tf.as_dtype(self._step.graph.values[value_id].dtype)
+
+    def _shape(self, tensor: str) -> _Shape:
+        shape = self._step.tensor_shapes[tensor]
+        if shape is None:
+            raise LookupError(f"the shape of {tensor} is not known")
+        return shape
+
+    def _part_shape(self, tensor: str) -> _Shape:
+        first, *rest = self._shape(tensor)
+        return (first // self._sliced.slicing.parts, *rest)
+
+    def _in_rows(self, tensor: str) -> _Shape:
+        """Returns the shape of a tensor with a row for each part."""
+        return (self._sliced.slicing.parts, *self._part_shape(tensor))
+
+    # ---------------------------------------------------------------- parts
+
+    def _write_part(self, op_name: str, part: int) -> None:
+        for name in self._step.node_names[op_name]:
+            node = self._step.nodes[name]
+            found = input_modes(self._step, node)
+            if found is None:
+                raise LookupError(f"{node.op} {name} cannot run in slices")
+            modes, output = found
+            new = f"{name}/slice_{part}"
+            inputs = []
+            for at, (mode, read) in enumerate(zip(modes, data_inputs(node), strict=True)):
+                tensor = tensor_key(read)
+                if mode == "part":
+                    inputs.append(self._part(tensor, part))
+                elif mode == "shape":
+                    inputs.append(self._part_of_shape(f"{name}/slices/input_{at}", tensor))
+                else:
+                    inputs.append(self._whole(tensor))
+            self._nodes[new] = copied(node, inputs, new)
+            if name != op_name:
+                self._attached[new] = f"{op_name}/slice_{part}"
+            at = 0
+            while (tensor := f"{name}:{at}") in self._step.tensor_shapes:
+                shape = self._part_shape(tensor) if output == "part" else self._shape(tensor)
+                self._shapes[f"{new}:{at}"] = shape
+                at += 1
+
+    def _part(self, tensor: str, part: int) -> str:
+        """Returns one part of a tensor, of which the parts are made or cut."""
+        owner = views_to(self._step, tensor)[-1]
+        value_id = self._value_of[owner]
+        if (value_id, part) in self._sliced.parts:
+            name, index = split_input(owner)
+            made = f"{name}/slice_{part}:{index}"
+        else:
+            cut = self._sliced.graph.values[self._sliced.cuts[value_id, part]].producer
+            made = f"{self._sliced.graph.ops[cut or 0].name}:0"
+        view = f"{node_of(tensor)}/slice_{part}/view"
+        return self._reshaped(view, made, self._part_shape(tensor), self._dtype(value_id))
+
+    def _part_of_shape(self, name: str, tensor: str) -> str:
+        """Returns a constant that tells the shape of a part where another tells that of the whole.
+        Its type is that one's."""
+        if name not in self._nodes:
+            node = self._step.nodes[node_of(views_to(self._step, tensor)[-1])]
+            numbers = np.array(tf.make_ndarray(node.attr["value"].tensor))
+            if numbers[0] >= 0:
+                numbers[0] //= self._sliced.slicing.parts
+            self._nodes[name] = copied(node, (), name)
+            self._nodes[name].attr["value"].tensor.CopyFrom(tf.make_tensor_proto(numbers))
+            self._shapes[f"{name}:0"] = tuple(numbers.shape)
+            self._folded.add(name)
+        return f"{name}:0"
+
+    # ---------------------------------------------------------------- cuts, joins and sums
+
+    def _write_cut(self, name: str, value_id: int, part: int) -> None:
+        owner, dtype = self._step.graph.values[value_id].name, self._dtype(value_id)
+        base = name.rpartition("/")[0]
+        rows = self._reshaped(f"{base}/cut", self._whole(owner), self._in_rows(owner), dtype)
+        inputs = rows, self._constant(f"{name}/row", part), self._constant(f"{base}/cut/axis", 0)
+        self._node(
+            name, "GatherV2", inputs, self._part_shape(owner),
+            Tparams=dtype, Tindices=tf.int32, Taxis=tf.int32,
+        )  # fmt: skip
+
+    def _write_start(self, name: str, value_id: int, part: int) -> None:
+        owner = self._step.graph.values[value_id].name
+        shape = self._in_rows(owner)
+        inputs = (self._constant(f"{name}/shape", shape),)
+        self._node(name, "Empty", inputs, shape, dtype=self._dtype(value_id))
+
+    def _write_join(self, name: str, value_id: int, part: int) -> None:
+        owner, dtype = self._step.graph.values[value_id].name, self._dtype(value_id)
+        base, shape = name.rpartition("/")[0], self._in_rows(owner)
+        before = f"{base}/join_{part - 1}" if part else f"{base}/joined"
+        node, index = split_input(owner)
+        made = f"{node}/slice_{part}:{index}"
+        row = self._reshaped(f"{name}/row", made, (1, *shape[1:]), dtype)
+        inputs = f"{before}:0", self._constant(f"{name}/at", [part]), row
+        joined = self._node(name, "InplaceUpdate", inputs, shape, T=dtype)
+        if part == self._sliced.slicing.parts - 1:
+            self._renamed[owner] = self._reshaped(
+                f"{base}/whole", joined, self._shape(owner), dtype
+            )
+
+    def _write_sum(self, name: str, value_id: int, part: int) -> None:
+        owner = self._step.graph.values[value_id].name
+        base = name.rpartition("/")[0]
+        node, index = split_input(owner)
+        first = f"{node}/slice_0:{index}"
+        before = f"{base}/sum_{part - 1}:0" if part > 1 else first
+        inputs = before, f"{node}/slice_{part}:{index}"
+        total = self._node(name, "AddV2", inputs, self._shape(owner), T=self._dtype(value_id))
+        if part == self._sliced.slicing.parts - 1:
+            self._renamed[owner] = total
+
+    def _write_mean(self, name: str, value_id: int, part: int) -> None:
+        owner, dtype = self._step.graph.values[value_id].name, self._dtype(value_id)
+        by = self._constant(f"{name}/parts", self._sliced.slicing.parts, dtype)
+        self._renamed[owner] = self._node(
+            name, "RealDiv", (self._renamed[owner], by), self._shape(owner), T=dtype
+        )

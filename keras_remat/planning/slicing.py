@@ -1,0 +1,272 @@
+"""Slices where no schedule of the whole step fits: which ops run in them, and in how many.
+
+No schedule gets below what one op needs while it runs. Where that is over the budget, or where no
+schedule is found, the ops that need most are put into slices, with all ops around them that hand
+large values to one another: then those values exist for a part only
+(:mod:`keras_remat.core.slices`). The numbers of the training stay what they are, up to the order in
+which a sum over the batch is added up.
+
+The choice is a short list of candidates, few ops and few parts first, and the first for which a
+schedule is found is taken: smaller kernels are slower, and a larger graph takes longer to solve.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from keras_remat.backends.base import TracedStep
+from keras_remat.backends.memory import MemoryModel
+from keras_remat.core.graph import Graph
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Schedule, Usage
+from keras_remat.core.simulate import simulate
+from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    InvalidProblemError,
+    PlanMismatchError,
+    ScheduleNotFoundError,
+)
+from keras_remat.planning.advice import advising
+from keras_remat.planning.plan import Plan
+from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.solvers import check_floor
+
+logger = logging.getLogger(__name__)
+
+#: How many parts there may be.
+PARTS = (2, 4, 8, 16, 32, 64)
+#: Ops that need more than such a share of what the budget leaves for a step are put into slices:
+#: those that cannot run at all, and then those beside which hardly anything may be kept.
+_SHARES = (1.0, 0.7, 0.45)
+#: A value of more than this share of it is large: ops on both sides of it run in the same slices.
+_LARGE_SHARE = 1 / 16
+#: A floor that is nearer to the budget leaves no room for a schedule: more parts are tried at once.
+_HOPELESS_SHARE = 0.85
+#: How many candidates are solved for.
+_MOST_TRIES = 4
+#: How many ops a sliced graph may have: so many times the whole one's, and so many more.
+_MOST_TIMES, _MOST_MORE = 4, 2000
+#: Seconds that one more op takes at least, and bytes that are copied or added in a second.
+_LAUNCH_S, _BYTES_PER_S = 2e-6, 5e9
+
+
+def sliced_costs(problem: Problem, sliced: SlicedGraph) -> Problem:
+    """Returns what a sliced graph costs by what the whole one does.
+
+    A part takes its share of the op's time and workspace, and an op that cuts, joins or adds moves
+    its bytes.
+    """
+    profile, graph = problem.profile, sliced.graph
+    parts = sliced.slicing.parts
+    times, workspaces = [], []
+    for op, origin in zip(graph.ops, sliced.origins, strict=True):
+        if origin.role == "whole":
+            times.append(profile.op_time_s[origin.source])
+            workspaces.append(profile.op_workspace_bytes[origin.source])
+        elif origin.role == "part":
+            times.append(max(_LAUNCH_S, profile.op_time_s[origin.source] / parts))
+            workspaces.append(-(-profile.op_workspace_bytes[origin.source] // parts))
+        else:
+            times.append(_LAUNCH_S + _glue_bytes(graph, op.id, origin.role) / _BYTES_PER_S)
+            workspaces.append(0)
+    costs = replace(profile, op_time_s=tuple(times), op_workspace_bytes=tuple(workspaces))
+    return replace(problem, graph=graph, profile=costs)
+
+
+def _glue_bytes(graph: Graph, op_id: int, role: str) -> int:
+    """Returns the bytes that an op reads and writes which cuts, joins or adds."""
+    op, values = graph.ops[op_id], graph.values
+    if role == "start":
+        return 0
+    if role == "cut":
+        return 2 * values[op.outputs[0]].nbytes
+    if role == "join":
+        return 2 * values[op.inputs[1]].nbytes
+    return sum(values[v].nbytes for v in (*op.inputs, *op.outputs))
+
+
+def candidates(
+    problem: Problem, rules: Mapping[int, SliceRule], budget_bytes: int
+) -> Iterator[Slicing]:
+    """Yields what may be put into slices so that a budget is kept, few ops and few parts first.
+
+    Args:
+        rules: op id → how it may run in slices.
+        budget_bytes: what the whole step needs too much of.
+    """
+    room = budget_bytes - problem.profile.resident_bytes
+    seen: set[Slicing] = set()
+    for share in _SHARES if room > 0 else ():
+        heavy = {
+            op_id
+            for op_id in problem.graph.needed & rules.keys()
+            if problem.op_floor_bytes(op_id) - problem.profile.resident_bytes > share * room
+        }
+        for parts in PARTS:
+            able = _able(rules, parts)
+            chosen = _grown(problem.graph, rules, heavy & able, able, _LARGE_SHARE * room)
+            if not chosen:
+                break
+            slicing = Slicing(tuple(sorted(chosen)), parts)
+            if slicing not in seen:
+                seen.add(slicing)
+                yield slicing
+
+
+def _able(rules: Mapping[int, SliceRule], parts: int) -> frozenset[int]:
+    """Returns the ops that can run in so many slices, each with its partners."""
+    able = {op_id for op_id, rule in rules.items() if rule.divides % parts == 0}
+    while alone := {op_id for op_id in able if not rules[op_id].partners <= able}:
+        able -= alone
+    return frozenset(able)
+
+
+def _grown(
+    graph: Graph,
+    rules: Mapping[int, SliceRule],
+    seeds: frozenset[int] | set[int],
+    able: frozenset[int],
+    large_bytes: float,
+) -> set[int]:
+    """Returns the seeds, and all that is connected with them by large values of which each side
+    makes or reads a part."""
+    stack, chosen = sorted(seeds), set[int]()
+    while stack:
+        op_id = stack.pop()
+        if op_id in chosen:
+            continue
+        chosen.add(op_id)
+        rule, op = rules[op_id], graph.ops[op_id]
+        stack += rule.partners
+        for v in (*rule.sliced, *(v for v in op.outputs if v not in rule.sums)):
+            producer = graph.values[v].producer
+            if graph.values[v].nbytes <= large_bytes:
+                continue
+            if producer in able and v not in rules[producer].sums:
+                stack.append(producer)
+            stack += (r for r in graph.readers[v] if r in able and v in rules[r].sliced)
+    return chosen
+
+
+def plan_with_slices(
+    traced: TracedStep,
+    request: PlanRequest,
+    estimate: Callable[[TracedStep], Profile],
+    door: Callable[[PlanRequest], Plan] = plan_for,
+) -> tuple[TracedStep, Problem, Plan]:
+    """Returns a plan with the step that it runs, and that one's costs: in slices, where no plan for
+    the whole step keeps to the limit.
+
+    Args:
+        traced: the step of the request, in slices or not.
+        request: what is asked for.
+        estimate: returns estimated costs of a step.
+        door: answers requests.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: slices do not help, either.
+    """
+    try:
+        return traced, request.problem, door(request)
+    except NOT_FOUND as error:
+        return plan_in_slices(traced, request, estimate, error, door)
+
+
+def plan_in_slices(
+    traced: TracedStep,
+    request: PlanRequest,
+    estimate: Callable[[TracedStep], Profile],
+    failure: InfeasibleBudgetError | ScheduleNotFoundError,
+    door: Callable[[PlanRequest], Plan] = plan_for,
+) -> tuple[TracedStep, Problem, Plan]:
+    """Returns what :func:`plan_with_slices` does where there is no plan for the whole step.
+
+    Args:
+        failure: why there is none.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: slices do not help; the message names the op
+            that needs too much in them, or the least that was found.
+    """
+    slicer, problem, budget = traced.slicer, request.problem, request.limit.usable_bytes
+    if slicer is None:
+        raise failure
+    resident = problem.profile.resident_bytes
+    least, nearest, tries = problem, failure, 0
+    for slicing in candidates(problem, slicer.rules, budget):
+        if tries == _MOST_TRIES:
+            break
+        sliced = slicer.sliced(slicing)
+        if len(sliced.graph.ops) > _MOST_TIMES * len(problem.graph.ops) + _MOST_MORE:
+            continue
+        costs = _costs_of(sliced, problem, estimate)
+        least = min(least, costs, key=lambda one: one.floor_bytes)
+        if costs.floor_bytes - resident > _HOPELESS_SHARE * (budget - resident):
+            continue
+        tries += 1
+        try:
+            return sliced, costs, door(replace(request, problem=costs))
+        except NOT_FOUND as error:
+            logger.debug("keras_remat: %d ops in %d: %s", len(slicing.ops), slicing.parts, error)
+            nearest = min(nearest, error, key=_least_bytes)
+    if nearest is failure and least is not problem:
+        with advising(least, request.limit, request.batch_size, request, seed=request.seed):
+            check_floor(least.with_budget(budget))
+    raise nearest from failure.__cause__
+
+
+def _least_bytes(error: InfeasibleBudgetError | ScheduleNotFoundError) -> int:
+    """Returns the least that is known to do, or that is needed."""
+    found = getattr(error, "best_peak_bytes", None)
+    return error.floor_bytes if found is None else found
+
+
+def _costs_of(
+    sliced: TracedStep, problem: Problem, estimate: Callable[[TracedStep], Profile]
+) -> Problem:
+    """Returns the costs of a sliced step: shares of measured ones, or estimates of its own."""
+    if sliced.whole is None:
+        raise LookupError("the step is not in slices")
+    if problem.profile.source == "measured":
+        return sliced_costs(problem, sliced.whole.sliced)
+    profile = replace(estimate(sliced), resident_bytes=problem.profile.resident_bytes)
+    return replace(problem, graph=sliced.graph, profile=profile)
+
+
+def in_slices_of(
+    plan: Plan, traced: TracedStep, problem: Problem, estimate: Callable[[TracedStep], Profile]
+) -> tuple[TracedStep, Problem]:
+    """Returns a whole step and its costs as a plan runs them: in its slices, if it has any.
+
+    Raises:
+        PlanMismatchError: the plan's slices are of another step.
+    """
+    if plan.slicing is None:
+        return traced, problem
+    try:
+        if traced.slicer is None:
+            raise InvalidProblemError("steps of this backend do not run in slices")
+        sliced = traced.slicer.sliced(plan.slicing)
+    except InvalidProblemError as error:
+        fingerprint = problem.graph.fingerprint
+        raise PlanMismatchError(plan.fingerprint, fingerprint, f"{error}.") from error
+    return sliced, _costs_of(sliced, problem, estimate)
+
+
+def told_whole(plan: Plan, traced: TracedStep, problem: Problem, memory: MemoryModel) -> Plan:
+    """Returns a plan that says what its slices are, and what the whole step needs without a plan.
+
+    Args:
+        traced: the step that it runs, in slices or not.
+        problem: that one's costs.
+    """
+    if traced.whole is None:
+        return plan
+    whole = traced.whole.problem(problem)
+    store_all = Schedule.store_all(whole.graph)
+    usage = Usage(simulate(whole, store_all).time_s, memory.peak_bytes(whole, store_all))
+    return replace(plan, store_all=usage, slicing=traced.slicing)

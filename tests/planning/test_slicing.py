@@ -1,0 +1,225 @@
+"""Which ops are put into slices, what that costs, and what is said where it does not help."""
+
+from dataclasses import replace
+
+import pytest
+
+from keras_remat.backends.base import TracedStep, Whole
+from keras_remat.backends.memory import SimulatedMemory
+from keras_remat.core.graph import Graph, Op, Value
+from keras_remat.core.limit import Limit
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
+from keras_remat.core.validate import validate
+from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError
+from keras_remat.planning.plan import load_plan, plan_from_dict
+from keras_remat.planning.request import PlanRequest
+from keras_remat.planning.slicing import (
+    candidates,
+    in_slices_of,
+    plan_in_slices,
+    plan_with_slices,
+    sliced_costs,
+    told_whole,
+)
+from tests.solvers.brute_force import fastest
+
+
+class CoreSlicer:
+    """Rewrites the graph alone, by given rules."""
+
+    def __init__(self, step, rules):
+        self.step, self.rules = step, rules
+
+    def sliced(self, slicing):
+        rewrite = sliced_graph(self.step.graph, self.rules, slicing)
+        return TracedStep(rewrite.graph, {}, whole=Whole(self.step, rewrite))
+
+
+def estimate(traced):
+    n = len(traced.graph.ops)
+    return Profile((1.0,) * n, (0,) * n, 100, "estimated")
+
+
+def head(large=64, weights=8):
+    """A product to a large vocabulary, its loss, and both gradients: ``h → logits → (loss, d) →
+    (of_h, of_w)``; the gradient of the weights is a sum over the samples."""
+    sizes = {"h": 4, "logits": large, "loss": 1, "d": large, "of_h": 4, "of_w": weights, "end": 1}
+    ids = {name: at for at, name in enumerate(sizes)}
+    ops = [
+        Op(0, "h", "h", (), (ids["h"],)),
+        Op(1, "logits", "MatMul", (ids["h"],), (ids["logits"],)),
+        Op(2, "loss", "Loss", (ids["logits"],), (ids["loss"], ids["d"])),
+        Op(3, "of_h", "MatMul", (ids["d"],), (ids["of_h"],), "backward"),
+        Op(4, "of_w", "MatMul", (ids["h"], ids["d"]), (ids["of_w"],), "backward"),
+        Op(5, "end", "End", (ids["of_h"], ids["of_w"], ids["loss"]), (ids["end"],), "update"),
+    ]
+    made = {v: op.id for op in ops for v in op.outputs}
+    values = [Value(ids[n], n, size, producer=made[ids[n]]) for n, size in sizes.items()]
+    graph = Graph(tuple(ops), tuple(values), (ids["end"],))
+    one = frozenset
+    rules = {
+        1: SliceRule(one({0}), divides=64),
+        2: SliceRule(one({1}), sums=one({ids["loss"]}), divides=64),
+        3: SliceRule(one({ids["d"]}), divides=64),
+        4: SliceRule(one({0, ids["d"]}), sums=one({ids["of_w"]}), divides=64),
+    }
+    step = TracedStep(graph, {})
+    step = replace(step, slicer=CoreSlicer(step, rules))
+    return step, Problem(graph, estimate(step)), rules
+
+
+def request_for(problem, budget):
+    return PlanRequest(
+        problem=problem,
+        batch_size=64,
+        limit=Limit(budget, 0.0),
+        memory=SimulatedMemory(),
+        auto_solver="auto",
+        seconds=4.0,
+    )
+
+
+def test_parts_cost_their_share_and_glue_what_it_moves():
+    step, problem, rules = head()
+    profile = Profile((1.0, 2.0, 3.0, 4.0, 5.0, 6.0), (0, 8, 16, 0, 3, 0), 7)
+    problem = replace(problem, profile=profile)
+    sliced = sliced_graph(step.graph, rules, Slicing((1, 2, 3, 4), 4))
+    costs = sliced_costs(problem, sliced)
+    by_name = dict(zip((op.name for op in costs.graph.ops), costs.profile.op_time_s, strict=True))
+    scratch = dict(
+        zip((op.name for op in costs.graph.ops), costs.profile.op_workspace_bytes, strict=True)
+    )
+    assert by_name["logits/slice_1"] == 0.5
+    assert by_name["end"] == 6.0
+    assert scratch["loss/slice_3"] == 4
+    assert scratch["of_w/slice_0"] == 1
+    assert 0 < by_name["h/cut_0"] < by_name["of_w/sum_1"] < 1e-4
+    assert costs.profile.resident_bytes == 7
+    whole = Whole(step, sliced).problem(costs)
+    assert whole.graph is step.graph
+    assert whole.profile.op_time_s == pytest.approx(profile.op_time_s)
+    assert all(
+        a >= b
+        for a, b in zip(whole.profile.op_workspace_bytes, profile.op_workspace_bytes, strict=True)
+    )
+
+
+def test_a_step_below_its_floor_is_planned_in_the_fewest_slices_that_do():
+    step, problem, _ = head()
+    assert problem.floor_bytes == 100 + 64 + 64 + 1
+    traced, costs, plan = plan_with_slices(step, request_for(problem, 100 + 64), estimate)
+    assert traced.slicing == Slicing((1, 2, 3, 4), 4)
+    plan = told_whole(plan, traced, costs, SimulatedMemory())
+    assert plan.slicing == traced.slicing
+    assert plan.predicted.peak_bytes <= 164 < plan.store_all.peak_bytes
+    plan.check(costs)
+    assert "4 ops run in 4 slices" in str(plan)
+    assert "4 ops run in 4 slices" in plan.summary()
+
+
+def test_where_a_plan_for_the_whole_step_fits_no_slices_are_asked_for():
+    step, problem, _ = head()
+    step = replace(step, slicer=None)
+    traced, costs, plan = plan_with_slices(step, request_for(problem, 1000), estimate)
+    assert (traced, costs) == (step, problem)
+    assert told_whole(plan, traced, costs, SimulatedMemory()).slicing is None
+
+
+def test_brute_force_agrees_that_the_floor_fell():
+    """A chain of 1, 8, 8 and 1 byte, whose last op adds up what two parts contribute."""
+    ops = tuple(Op(i, "abcd"[i], "", (i - 1,) if i else (), (i,)) for i in range(4))
+    values = tuple(Value(i, "abcd"[i], (1, 8, 8, 1)[i], producer=i) for i in range(4))
+    graph = Graph(ops, values, (3,))
+    rules = {i: SliceRule(frozenset({i - 1})) for i in (1, 2)}
+    rules[3] = SliceRule(frozenset({2}), sums=frozenset({3}))
+    sliced = sliced_graph(graph, rules, Slicing((1, 2, 3), 2)).graph
+    whole, costs = (Problem(g, estimate(TracedStep(g, {}))) for g in (graph, sliced))
+    assert (whole.floor_bytes, costs.floor_bytes) == (116, 108)
+    assert fastest(whole.with_budget(115), any_order=True) is None
+    found = fastest(costs.with_budget(111))
+    assert found is not None
+    validate(costs.with_budget(111), Schedule(tuple(found[1])))
+
+
+def test_a_refusal_names_the_op_that_needs_most_in_slices():
+    step, problem, _ = head(weights=50)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_with_slices(step, request_for(problem, 190), estimate)
+    assert caught.value.op_name.startswith("of_w/sum")
+    assert caught.value.floor_bytes == 100 + 2 * 50
+
+
+def test_what_has_no_slices_is_refused_as_before():
+    step, problem, _ = head()
+    failure = InfeasibleBudgetError(164, problem.floor_bytes, "loss")
+    step = replace(step, slicer=None)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_in_slices(step, request_for(problem, 164), estimate, failure)
+    assert caught.value is failure
+
+
+def test_candidates_are_few_with_more_and_more_parts():
+    _, problem, rules = head()
+    found = list(candidates(problem, rules, 164))
+    assert [one.parts for one in found] == sorted(one.parts for one in found)
+    assert len(found) <= 12
+    assert list(candidates(problem, rules, 100)) == []  # nothing is left beside what is resident
+    fewer = {op_id: replace(rule, divides=6) for op_id, rule in rules.items()}
+    assert {one.parts for one in candidates(problem, fewer, 164)} == {2}
+
+
+def test_partners_come_along():
+    _, problem, rules = head()
+    rules[2] = replace(rules[2], partners=frozenset({1}))
+    rules[1] = replace(rules[1], partners=frozenset({2}), divides=2)
+    for one in candidates(problem, rules, 164):
+        assert (1 in one.ops) == (2 in one.ops)
+
+
+def planned():
+    step, problem, _ = head()
+    traced, costs, plan = plan_with_slices(step, request_for(problem, 164), estimate)
+    return step, problem, told_whole(plan, traced, costs, SimulatedMemory())
+
+
+def test_a_saved_plan_brings_its_slices_back(tmp_path):
+    step, problem, plan = planned()
+    plan.save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert again == plan
+    traced, costs = in_slices_of(again, step, problem, estimate)
+    again.check(costs)
+    assert traced.slicing == plan.slicing
+
+
+def test_files_of_plans_without_slices_are_read():
+    _, _, plan = planned()
+    document = plan.to_dict()
+    del document["slices"]
+    assert plan_from_dict(document).slicing is None
+
+
+def test_slices_of_another_step_are_a_mismatch():
+    step, problem, plan = planned()
+    for wrong in (
+        replace(plan, slicing=Slicing((0,), 2)),
+        replace(plan, slicing=Slicing((1, 99), 2)),
+    ):
+        with pytest.raises(PlanMismatchError, match="cannot run in slices"):
+            in_slices_of(wrong, step, problem, estimate)
+    with pytest.raises(PlanMismatchError, match="do not run in slices"):
+        in_slices_of(plan, replace(step, slicer=None), problem, estimate)
+    whole = replace(plan, slicing=None)
+    assert in_slices_of(whole, step, problem, estimate) == (step, problem)
+
+
+def test_the_default_order_is_near_the_least_that_is_possible():
+    """Slice by slice: what the whole batch holds is the head's inputs, gradients and sums."""
+    step, problem, rules = head()
+    sliced = sliced_graph(step.graph, rules, Slicing((1, 2, 3, 4), 16))
+    costs = replace(problem, graph=sliced.graph, profile=estimate(TracedStep(sliced.graph, {})))
+    peak = SimulatedMemory().peak_bytes(costs, Schedule.store_all(costs.graph))
+    assert peak <= 100 + 4 + 4 + 2 * 8 + 2 * 4 + 4
