@@ -1,13 +1,13 @@
 """The only module that touches TensorFlow's private API. Tested on TensorFlow 2.21 with Keras 3.15.
 
 No public way leads to these: running Grappler on a graph by hand, a variable's shape from its
-handle and an object for it, the graph of a function's definition, what XLA says when it refuses to
-compile, which devices have a kernel for an op and where that keeps its outputs, what an allocator
-may take, whether devices exist already and whether oneDNN is on, capturing an eager tensor under a
-chosen name, calling a function with a session configuration of its own, reading the profiler's raw
-trace, building a model from a batch, what Keras's own ``train_step`` does with the losses'
-trackers, which variables and which numbers of collective ops belong together on the devices of a
-strategy, and in what packs its replicas exchange gradients.
+handle and an object for it, the graph or the operations of a function's definition, what XLA says
+when it refuses to compile, which devices have a kernel for an op and where that keeps its outputs,
+what an allocator may take, whether devices exist already and whether oneDNN is on, capturing an
+eager tensor under a chosen name, calling a function with a session configuration of its own,
+reading the profiler's raw trace, building a model from a batch, what Keras's own ``train_step``
+does with the losses' trackers, which variables and which numbers of collective ops belong together
+on the devices of a strategy, and in what packs its replicas exchange gradients.
 """
 
 from __future__ import annotations
@@ -313,6 +313,31 @@ def function_graph(definition: Any, outer: Any) -> Any:
     """The ``FuncGraph`` of a ``FunctionDef`` that ``outer`` has in its library."""
     with outer.as_default():
         return function_def_to_graph.function_def_to_graph(definition)
+
+
+def import_body(definition: Any, operands: Sequence[Any], name: str) -> tuple[list[Any], list[Any]]:
+    """Writes a function's operations into the graph that is being built.
+
+    Args:
+        definition: its ``FunctionDef``, which the graph has in its library.
+        operands: tensors of the graph for its arguments; what is known of their shapes, and of the
+            variables behind them, its operations get.
+        name: goes before the names of its operations.
+
+    Returns:
+        Its operations, in its order, and the tensors that it returns.
+    """
+    document, names = function_def_to_graph.function_def_to_graph_def(definition)
+    arguments = [argument.name for argument in definition.signature.input_arg]
+    returned = [names[definition.ret[result.name]] for result in definition.signature.output_arg]
+    given = dict(zip((f"{argument}:0" for argument in arguments), operands, strict=True))
+    own = [node.name for node in document.node if node.name not in arguments]
+    for node in document.node:  # it may name a node that Grappler has taken out
+        node.attr.pop("_class", None)
+    found = tf.graph_util.import_graph_def(
+        document, input_map=given, return_elements=[*own, *returned], name=name
+    )
+    return found[: len(own)], found[len(own) :]
 
 
 def define_functions(library: Any) -> None:

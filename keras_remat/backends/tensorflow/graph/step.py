@@ -62,6 +62,7 @@ class TensorFlowStep(TracedStep):
         nodes: name → ``NodeDef`` of the optimized graph, views and constants included.
         versions: the GraphDef's ``versions`` field.
         library: the GraphDef's function library.
+        body_workspace_bytes: name of a loop or branch → what its largest body holds on its way.
         folded: names of the nodes that are no ops: views, constants, variable reads, ``NoOp``.
         inputs: ``(placeholder name, dtype, shape)`` of the batch, in flattening order, and then of
             the keys of a replica.
@@ -81,6 +82,7 @@ class TensorFlowStep(TracedStep):
     nodes: Mapping[str, Any]
     versions: Any
     library: Any
+    body_workspace_bytes: Mapping[str, int]
     folded: frozenset[str]
     inputs: tuple[tuple[str, Any, Any], ...]
     output_tensors: tuple[str, ...]

@@ -37,6 +37,7 @@ from keras_remat.backends.micro_batches import watched_pieces
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds, lists
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
+from keras_remat.backends.tensorflow.graph.bodies import body_bytes
 from keras_remat.backends.tensorflow.graph.counts import batch_counts, divisions
 from keras_remat.backends.tensorflow.graph.effects import calls_without_effect, has_effect
 from keras_remat.backends.tensorflow.graph.nodes import node_of, tensor_key
@@ -195,11 +196,15 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
     shapes = static_shapes(nodes, graph_def, captures, inputs)
     sizes = {shape[0] for _, _, shape in inputs if shape.rank}
     in_lists = lists.held_bytes(nodes, graph_def.library, shapes, smallest_bytes)
-    translation = Translation(nodes, captures, inputs, shapes, order, in_lists)
+    bodies = body_bytes(nodes, graph_def.library, captures, shapes, smallest_bytes)
+    translation = Translation(
+        nodes, captures, inputs, shapes, order, in_lists | bodies.handed_on, bodies.shared
+    )
     return translation.step(
         outputs,
         versions=graph_def.versions,
         library=graph_def.library,
+        body_workspace_bytes=bodies.workspace,
         inputs=inputs,
         output_tensors=outputs,
         output_structure=recorded.output_structure,

@@ -48,10 +48,17 @@ class Translation:
         inputs: tuple[tuple[str, Any, Any], ...],
         shapes: Mapping[str, tuple[tuple[int, ...] | None, Any]],
         order: Mapping[str, int],
-        in_lists: Mapping[str, int],
+        behind: Mapping[str, int],
+        shared: Mapping[str, str],
     ):
+        """
+        Args:
+            nodes, captures, inputs, shapes, order: of the optimized graph.
+            behind: name of a tensor of type variant → the bytes behind it.
+            shared: name of such a tensor → the output of its op whose buffer it keeps alive.
+        """
         self.nodes, self.captures, self.shapes = nodes, captures, shapes
-        self.in_lists = in_lists
+        self.behind, self.shared = behind, shared
         self.order = order
         self.attached = attached_nodes(nodes)
         self.step_inputs = {name for name, *_ in inputs} | set(captures)
@@ -70,8 +77,8 @@ class Translation:
         return node.op in kinds.VIEWS | {"Placeholder", "Const", "NoOp"}
 
     def _nbytes(self, tensor: str) -> int:
-        if tensor in self.in_lists:
-            return self.in_lists[tensor]
+        if tensor in self.behind:
+            return self.behind[tensor]
         shape, dtype = self.shapes.get(tensor, (None, None))
         if shape is None or dtype is None or dtype.size is None:
             return 0
@@ -370,7 +377,9 @@ class Translation:
         return ()
 
     def _hidden_inputs(self, node: Any, owners: Sequence[str]) -> Iterator[str]:
-        """What oneDNN's pass makes a gradient op read beside its inputs."""
+        """What oneDNN's pass makes a gradient op read beside its inputs, and what an ``Optional``
+        among these keeps alive."""
+        yield from (self.shared[owner] for owner in owners if owner in self.shared)
         for (forward, gradient), at in kinds.HIDDEN_OUTPUT.items():
             if node.op != gradient:
                 continue

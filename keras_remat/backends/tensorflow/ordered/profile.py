@@ -321,7 +321,7 @@ def _workspace(nodes: _Nodes, memory: events.Allocations) -> dict[int, int]:
         name = node if node in nodes.op_of else loop_of[allocating]
         end = _first_from(ends.get(name, ()), start, inf if name in nodes.loops else start)
         outlives = freed.get((address, start), inf) > end
-        if node in nodes.op_of and any(
+        if (node in nodes.op_of or outlives) and any(
             abs(nbytes - n) < max(_ALIGNMENT_BYTES, _PADDING * n) for n in outputs[allocating]
         ):
             if region == "output" or outlives:

@@ -1,0 +1,234 @@
+"""What loops and branches hold on their way, and what a branch hands to its gradient.
+
+Of branches only one runs. Each keeps what its gradient needs in outputs of type variant: an
+``Optional`` around a buffer that the branch has made, or none. So all of them hold what the branch
+holds that keeps the most, whatever else the others would keep; and an ``Optional`` around what the
+branch returns anyway holds nothing beside it.
+
+The bodies are written into a graph for their shapes alone; nothing of them runs.
+
+Reference: ``cond_v2.py`` of TensorFlow (``_make_intermediates_match``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import tensorflow as tf
+
+from keras_remat.backends.tables import names
+from keras_remat.backends.tensorflow import private
+from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, tensor_key
+from keras_remat.backends.tensorflow.memory.best_fit import rounded
+
+#: Attributes that name the bodies of a loop or branch; a loop's condition holds next to nothing.
+_BODIES = ("body", "then_branch", "else_branch", "branches")
+#: Operations of a body whose outputs are buffers that others made.
+_MAKES_NOTHING = kinds.VARIABLE_READS | names("""
+    Placeholder Const OptionalGetValue TensorListGetItem TensorListPopBack
+""")
+
+
+@dataclass(frozen=True)
+class BodyBytes:
+    """What the loops and branches of a graph hold.
+
+    Args:
+        handed_on: tensor name → bytes behind the ``Optional`` that a branch returns.
+        shared: tensor name of an ``Optional`` → the output of the same op whose buffer it holds.
+        workspace: op name → bytes that its largest body needs at once beside what the op reads and
+            returns, if it runs one op at a time.
+    """
+
+    handed_on: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    workspace: dict[str, int] = field(default_factory=dict)
+
+
+def body_bytes(
+    nodes: Mapping[str, Any],
+    library: Any,
+    captures: Mapping[str, Any],
+    shapes: Mapping[str, tuple[tuple[int, ...] | None, Any]],
+    smallest_bytes: int = 0,
+) -> BodyBytes:
+    """Returns what the loops and branches of a graph hold.
+
+    Args:
+        nodes: of the graph, by name.
+        library: its functions.
+        captures: placeholder name → the eager tensor that it stands for.
+        shapes: tensor name → static shape and dtype.
+        smallest_bytes: buffers below this are not counted, as the allocator does not.
+    """
+    found = BodyBytes()
+    calls = [node for node in nodes.values() if node.op in kinds.CONTROL_FLOW]
+    functions = {function.signature.name: function for function in library.function}
+
+    def operand(tensor: str) -> Any:
+        external = captures.get(node_of(tensor))
+        if external is not None and external.dtype == tf.resource:
+            return private.capture(external)
+        shape, dtype = shapes.get(tensor_key(tensor), (None, tf.variant))
+        return tf.compat.v1.placeholder(dtype, shape)
+
+    def build() -> list[Any]:
+        tf.graph_util.import_graph_def(tf.compat.v1.GraphDef(library=library), name="")
+        bodies = _Bodies(functions, smallest_bytes)
+        for node in calls:
+            operands = [operand(tensor) for tensor in data_inputs(node)]
+            kept, shared, workspace = bodies.of(node, operands)
+            found.handed_on.update({f"{node.name}:{at}": n for at, n in kept.items()})
+            found.shared.update(
+                {f"{node.name}:{at}": f"{node.name}:{to}" for at, to in shared.items()}
+            )
+            found.workspace[node.name] = workspace
+        return []
+
+    if calls:
+        private.build_function(build, [])
+    return found
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What one body keeps in its outputs of type variant.
+
+    Args:
+        nbytes: index of an output → bytes that it alone holds.
+        shared: index of an output → the output whose buffer it holds.
+    """
+
+    nbytes: Mapping[int, int]
+    shared: Mapping[int, int]
+
+    def rank(self) -> tuple[int, int]:
+        """Orders what branches keep by its bytes."""
+        return sum(self.nbytes.values()), len(self.shared)
+
+
+class _Bodies:
+    """Reads bodies, those of inner loops and branches too; in the graph that is being built."""
+
+    def __init__(self, functions: Mapping[str, Any], smallest_bytes: int):
+        self._functions, self._smallest = functions, smallest_bytes
+        self._count = 0
+
+    def of(
+        self, node: Any, operands: Sequence[Any]
+    ) -> tuple[Mapping[int, int], Mapping[int, int], int]:
+        """Returns what a loop or branch hands on by the index of its output, which of its outputs
+        share a buffer with another, and its workspace."""
+        is_loop = "While" in node.op
+        most, needed, results = _Kept({}, {}), 0, 0
+        for definition in map(self._functions.get, _called(node)):
+            if definition is None:
+                continue
+            self._count += 1
+            given = operands if is_loop else operands[1:]
+            operations, returned = private.import_body(definition, given, f"body_{self._count}")
+            inner = {
+                op.name: self.of(op.node_def, op.inputs)
+                for op in operations
+                if op.type in kinds.CONTROL_FLOW
+            }
+            needed = max(needed, self._needed(operations, returned, inner))
+            if not is_loop:  # what a loop's round returns lives beside what the round has read
+                most = max(most, self._kept(returned, inner), key=_Kept.rank)
+                results = sum(map(self._nbytes, returned))
+        return most.nbytes, most.shared, max(0, needed - results - sum(most.nbytes.values()))
+
+    def _kept(self, returned: Sequence[Any], inner: Mapping[str, Any]) -> _Kept:
+        """Returns what the outputs of a branch hold, each buffer once."""
+        first: dict[str, int] = {
+            _owner(tensor).name: at
+            for at, tensor in enumerate(returned)
+            if tensor.dtype != tf.variant
+        }
+        nbytes: dict[int, int] = {}
+        shared: dict[int, int] = {}
+        for at, tensor in enumerate(returned):
+            if tensor.dtype != tf.variant or tensor.op.type != "OptionalFromValue":
+                continue
+            owner = _owner(tensor.op.inputs[0])
+            if owner.name in first:
+                shared[at] = first[owner.name]
+                continue
+            first[owner.name] = at
+            if held := self._made(owner, inner):
+                nbytes[at] = held
+        return _Kept(nbytes, shared)
+
+    def _made(self, tensor: Any, inner: Mapping[str, Any]) -> int:
+        """Returns the bytes of a buffer that a body makes; 0 for one that it does not make."""
+        if tensor.op.type in _MAKES_NOTHING:
+            return 0
+        if tensor.dtype == tf.variant:
+            handed_on = inner.get(tensor.op.name, ({},))[0]
+            return int(handed_on.get(tensor.value_index, 0))
+        return self._nbytes(tensor)
+
+    def _nbytes(self, tensor: Any) -> int:
+        if (
+            not tensor.shape.is_fully_defined()
+            or not tensor.dtype.size
+            or tensor.dtype == tf.variant
+        ):
+            return 0
+        nbytes = rounded(int(tensor.dtype.size) * prod(tensor.shape))
+        return nbytes if nbytes >= self._smallest else 0
+
+    def _needed(
+        self, operations: Sequence[Any], returned: Sequence[Any], inner: Mapping[str, Any]
+    ) -> int:
+        """Returns the most bytes alive while a body runs in its order, beside what it is given."""
+        last = {_owner(tensor).name: at for at, op in enumerate(operations) for tensor in op.inputs}
+        kept = {_owner(tensor).name for tensor in _unwrapped(returned)}
+        alive: dict[str, int] = {}
+        most = 0
+        for at, op in enumerate(operations):
+            if op.type in kinds.VIEWS | {"OptionalFromValue"}:
+                continue
+            read = dict.fromkeys(_owner(tensor).name for tensor in op.inputs)
+            ending = [n for n in read if n in alive and n not in kept and last[n] <= at]
+            for output in op.outputs:
+                nbytes = self._made(output, inner)
+                if op.type in kinds.REUSES_INPUT:
+                    taken = next((name for name in ending if alive[name] == nbytes), None)
+                    if taken is not None:
+                        ending.remove(taken)
+                        del alive[taken]
+                alive[output.name] = nbytes
+            workspace = inner[op.name][2] if op.name in inner else 0
+            most = max(most, sum(alive.values()) + workspace)
+            unread = (o.name for o in op.outputs if o.name not in last and o.name not in kept)
+            for name in (*ending, *unread):
+                del alive[name]
+        return most
+
+
+def _called(node: Any) -> Iterator[str]:
+    """Yields the names of a loop's or branch's bodies."""
+    for name in _BODIES:
+        if name in node.attr:
+            attribute = node.attr[name]
+            yield from (f.name for f in (attribute.func, *attribute.list.func) if f.name)
+
+
+def _owner(tensor: Any) -> Any:
+    """Returns the tensor whose buffer a tensor shares."""
+    while tensor.op.type in kinds.VIEWS and tensor.op.inputs:
+        at = tensor.value_index if tensor.op.type == "IdentityN" else 0
+        tensor = tensor.op.inputs[at]
+    return tensor
+
+
+def _unwrapped(returned: Sequence[Any]) -> Iterator[Any]:
+    """Yields what a body returns, or what the ``Optional`` is around that it returns."""
+    for tensor in returned:
+        wrapped = tensor.op.type == "OptionalFromValue"
+        yield tensor.op.inputs[0] if wrapped else tensor
