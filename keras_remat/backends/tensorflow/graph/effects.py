@@ -8,6 +8,7 @@ from typing import Any
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds
+from keras_remat.backends.tensorflow.graph.nodes import called_functions
 
 #: Their effect is that of the functions they call.
 _CALLS = frozenset({*kinds.STATELESS, "StatefulPartitionedCall"})
@@ -43,12 +44,6 @@ def calls_without_effect(library: Any, negligible: Collection[str] = ()) -> Call
         return node.op in negligible or not has_effect(node.op)
 
     def calls_pure(node: Any) -> bool:
-        return all(map(is_pure, _called(node)))
+        return all(map(is_pure, called_functions(node)))
 
     return calls_pure
-
-
-def _called(node: Any) -> list[str]:
-    """Returns the names of the functions that a node's attributes name."""
-    attributes = node.attr.values()
-    return [f.name for a in attributes for f in (a.func, *a.list.func) if f.name]

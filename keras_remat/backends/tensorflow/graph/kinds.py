@@ -92,6 +92,7 @@ MATMULS = names("""
 #: Loops and branches whose bodies are functions, and the same without an effect.
 STATELESS = {"While": "StatelessWhile", "If": "StatelessIf", "Case": "StatelessCase"}
 CONTROL_FLOW = frozenset({*STATELESS, *STATELESS.values()})
+BRANCHES = frozenset(kind for kind in CONTROL_FLOW if "While" not in kind)
 
 #: Types this backend cannot carry: control flow of TensorFlow 1, queues and host callbacks whose
 #: effects cannot be ordered.

@@ -66,6 +66,12 @@ def reachable(roots: Iterable[str], sources: Callable[[str], Iterable[str]]) -> 
     return found
 
 
+def called_functions(node: Any) -> list[str]:
+    """Returns the names of the functions that a node's attributes name."""
+    attributes = node.attr.values()
+    return [f.name for a in attributes for f in (a.func, *a.list.func) if f.name]
+
+
 def is_compiled(node: Any) -> bool:
     """Returns whether a node is a call that XLA compiles, also in a step that it does not compile:
     Keras calls grouped convolutions so on a CPU."""

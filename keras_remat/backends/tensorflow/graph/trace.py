@@ -38,6 +38,7 @@ from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds, lists
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
 from keras_remat.backends.tensorflow.graph.bodies import body_bytes
+from keras_remat.backends.tensorflow.graph.branch_updates import order_branch_updates
 from keras_remat.backends.tensorflow.graph.counts import batch_counts, divisions
 from keras_remat.backends.tensorflow.graph.effects import calls_without_effect, has_effect
 from keras_remat.backends.tensorflow.graph.nodes import node_of, tensor_key
@@ -176,6 +177,7 @@ def translated(recorded: RecordedStep, smallest_bytes: int = 0) -> TensorFlowSte
     captures, inputs = recorded.replicas[0].captures, recorded.inputs
     fetches = [*dict.fromkeys(recorded.outputs), *recorded.effects]
     graph_def = private.optimize_graph(recorded.graph_def, fetches, recorded.variables, captures)
+    order_branch_updates(graph_def)
     nodes = {node.name: node for node in graph_def.node}
     _name_stateless(nodes, graph_def.library)
     outputs = tuple(tensor_key(name) for name in recorded.outputs)
