@@ -232,6 +232,10 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         if self._session is not None:
             self._session.validation_begins()
 
+    def on_test_end(self, logs: Any = None) -> None:
+        if self._session is not None:
+            self._session.validation_ends()
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._session is not None:
             news = self._session.epoch_ends(epoch)

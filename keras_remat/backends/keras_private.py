@@ -112,6 +112,14 @@ def samples_of_batches(epoch_iterator: Any, batches: int) -> tuple[int, int] | N
     return batches * adapter.batch_size - lacking, batches
 
 
+def validation_batch_size(model: Any) -> int | None:
+    """Returns the samples of the batches that ``fit`` is about to validate with; ``None`` where
+    they are not known."""
+    adapter = getattr(getattr(model, "_eval_epoch_iterator", None), "data_adapter", None)
+    size = getattr(adapter, "batch_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
 def samples_counted(model: Any) -> int | None:
     """Returns how many samples the loss was taken of since the metrics were reset; ``None`` where
     the model's step does not count them, or while its variables have no values."""

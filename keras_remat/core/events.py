@@ -48,6 +48,8 @@ class EventKind(StrEnum):
     """A step is final."""
     COMPILATION = "compilation"
     """Another backend takes over, is tried, or was compared."""
+    VALIDATION = "validation"
+    """Validation is predicted to need more than the limit."""
     SEARCH = "search"
     """The largest batch was searched."""
     SHAPE = "shape"

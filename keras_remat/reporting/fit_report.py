@@ -46,6 +46,8 @@ class AutotuneReport:
         baseline_source: whether plain steps ran or were predicted.
         epochs, events: in order.
         plan: the plan in force at the end; ``None`` where the plain step runs.
+        phase_peak_bytes: the most in use in the phases beside training: ``"validation"`` inside
+            ``fit``, and ``"between steps"``; without those in which nothing was measured.
     """
 
     limit_bytes: int | None = None
@@ -57,6 +59,7 @@ class AutotuneReport:
     epochs: list[EpochUsage] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     plan: Planned | None = field(default=None, repr=False)
+    phase_peak_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def baseline_samples_per_s(self) -> float | None:
@@ -147,6 +150,7 @@ class AutotuneReport:
             "epochs": [vars(epoch) for epoch in self.epochs],
             "events": [vars(event) | {"kind": str(event.kind)} for event in self.events],
             "plan": None if self.plan is None else self.plan.to_dict(),
+            "phase_peak_bytes": self.phase_peak_bytes,
         }
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
@@ -195,6 +199,7 @@ class AutotuneReport:
             lines.append(f"  before the last plan a step took {_one_decimal(highest)}")
         if self.limit_kept is False:
             lines += self._why_not_kept()
+        lines += map(self._phase_row, self.phase_peak_bytes)
         lines.append(
             f"  set-up {format_seconds(self.planning_time_s)}; details: print(callback.report)"
         )
@@ -208,6 +213,14 @@ class AutotuneReport:
             f"{format_seconds(usage.time_s):>9}  {samples_per_s:>8.{_digits(samples_per_s)}f}"
             f"      {said}"
         ).rstrip()
+
+    def _phase_row(self, phase: str) -> str:
+        """Returns the row of another phase than training."""
+        peak, limit = self.phase_peak_bytes[phase], self.limit_bytes
+        share = f"{100 * peak / limit:.0f} %" if limit else "-"
+        said = "limit NOT KEPT" if limit and peak > limit else ""
+        row = f"  {phase:<13} {_one_decimal(peak):>8}  {share:>9}  {said:>37}"
+        return row.rstrip()
 
     def _why_not_kept(self) -> list[str]:
         """Says by how much the limit was exceeded, and the last event that says why."""
@@ -272,6 +285,7 @@ def load_report(
             epochs=records(EpochUsage, "epochs"),
             events=records(Event, "events"),
             plan=None if plan is None else read_plan(plan, source),
+            phase_peak_bytes=top.get("phase_peak_bytes", dict, {}),
         )
     except InvalidProblemError:
         raise

@@ -28,6 +28,8 @@ class RunningFit:
 
     callbacks: tuple[Any, ...]
     epoch_iterator: Any
+    data: tuple[Any, ...] = ()
+    """Inputs, targets and weights, as ``fit`` was given them."""
 
     @property
     def has_no_more_data(self) -> bool:
@@ -98,7 +100,8 @@ def _fits(model: Any) -> Iterator[RunningFit]:
         names = frame.f_locals if frame.f_code.co_name == "fit" else {}
         listed = getattr(names.get("callbacks"), "callbacks", None)
         if listed is not None and names.get("self") is model:
-            yield RunningFit(tuple(listed), names.get("epoch_iterator"))
+            data = tuple(names.get(name) for name in ("x", "y", "sample_weight"))
+            yield RunningFit(tuple(listed), names.get("epoch_iterator"), data)
         frame = frame.f_back  # type: ignore[assignment]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from keras_remat.backends.base import Backend, Caller, check_train_function
 from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.keras_private import validation_batch_size
 from keras_remat.core.events import EventKind
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
@@ -33,6 +34,7 @@ from keras_remat.training.batch_trainer import BatchTrainer
 from keras_remat.training.callers import Callers, RunningFit, is_profiled
 from keras_remat.training.fit_state import FitState, limit_of
 from keras_remat.training.learning_rate import LearningRateScaling
+from keras_remat.training.other_phases import validation_news, whole_data_news
 
 #: How often the callback may stand aside in one fit: each time but the first, a step came near the
 #: limit before.
@@ -106,6 +108,7 @@ class FitSession:
         )
         #: The newest batches that Keras has trained; it says so from several threads, in no order.
         self.ended: deque[int] = deque(maxlen=64)
+        self._validates = False  # whether its validation runs
         self._aside: Aside | None = None  # while nothing is to be done
         self._asides_left = _MOST_ASIDES
         self._is_unmodified = False  # whether Keras's own step runs to the end
@@ -286,6 +289,34 @@ class FitSession:
             self._train_rest()
             if self._aside is not None:
                 self._aside.pauses()
+            self._tell_validation()
+            self._backends[0].device.begin_watch()
+            self._validates = True
+
+    def validation_ends(self) -> None:
+        """Notes the most that was in use while the ``fit`` validated."""
+        if self._validates:
+            self._validates = False
+            self._fit.note_phase("validation", self._backends[0].device.watched_peak_bytes())
+
+    def _tell_validation(self) -> None:
+        """Warns, before it runs, of validation that is predicted to need more than the limit."""
+        trainer, size = self.steps.trainer, validation_batch_size(self._model)
+        problem, trained = trainer.problem, trainer.batch_size
+        if problem is None or size is None or not trained:
+            return
+        news = validation_news(problem, trained, size, self._fit.limit)
+        if news is not None:
+            self._fit.warn(*news)
+
+    def _tell_whole_data(self) -> None:
+        """Says, in the first epoch, where ``fit`` holds large arrays as a whole."""
+        fit = self._callers.running_fit
+        if self._report.epochs or fit is None or self._report.limit_bytes is None:
+            return
+        news = whole_data_news(fit.data, not self.steps.trainer.on_gpu, self._fit.limit)
+        if news is not None:
+            self._fit.event(*news)
 
     def _train_rest(self) -> None:
         logs = self.finish()
@@ -305,6 +336,8 @@ class FitSession:
             if not self._fit.is_told(news.message):
                 self._fit.event(*news)
         self._trainer.epoch_ends()
+        self._tell_whole_data()
+        self._fit.note_phase("between steps", self._backends[0].device.in_use_bytes())
         counter = self._fit.take_counter()
         usage = EpochUsage(
             epoch,

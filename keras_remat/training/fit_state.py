@@ -123,6 +123,12 @@ class FitState:
         self.counter.step_time_s += usage.time_s * max(0, steps)
         self.counter.peak_bytes = max(self.counter.peak_bytes, usage.peak_bytes)
 
+    def note_phase(self, phase: str, peak_bytes: int) -> None:
+        """Notes what another phase than training had in use; 0 where nothing counts."""
+        peaks = self.report.phase_peak_bytes
+        if peak_bytes:
+            peaks[phase] = max(peak_bytes, peaks.get(phase, 0))
+
     def take_counter(self) -> StepCounter:
         """Returns what was counted since the last call and starts again from zero."""
         counter, self.counter = self.counter, StepCounter()

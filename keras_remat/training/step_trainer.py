@@ -183,7 +183,9 @@ class StepTrainer:
             self.close()
             return outcome
         self._fit.count(shape.batch_size, outcome.usage)
-        shape = shape.after_step(outcome.usage, self.backend.device.in_use_bytes())
+        in_use_bytes = self.backend.device.in_use_bytes()
+        self._fit.note_phase("between steps", in_use_bytes)
+        shape = shape.after_step(outcome.usage, in_use_bytes)
         if timed and isinstance(shape, PlannedShape) and shape.phase is Phase.FINAL:
             self._looked(began_s, outcome.usage.time_s)
         # no step more than needed runs over the limit

@@ -61,6 +61,35 @@ def other_updates() -> News:
     )
 
 
+def large_validation(size: int, needed_bytes: int, limit: Limit, fitting_size: int) -> News:
+    """Tells, before it runs, of validation that is predicted to need more than the limit.
+
+    Args:
+        size: samples of a validation batch.
+        needed_bytes: predicted for it.
+        limit: of the ``fit``.
+        fitting_size: the samples that keep to the limit; 0 for none.
+    """
+    way_out = (
+        f"give fit validation_batch_size={fitting_size}" if fitting_size else "raise the limit"
+    )
+    return News(
+        EventKind.VALIDATION,
+        f"Validation of {size} samples at once is predicted to need {format_bytes(needed_bytes)}, "
+        f"over the limit of {limit}: {way_out}.",
+    )
+
+
+def whole_data(nbytes: int, limit: Limit) -> News:
+    """Tells that ``fit`` holds large arrays as a whole in the memory that counts."""
+    return News(
+        EventKind.REMARK,
+        f"fit was given {format_bytes(nbytes)} of arrays, and holds them as a whole in the memory "
+        f"that the limit of {format_bytes(limit.total_bytes)} counts. A keras.utils.PyDataset, or "
+        "a tf.data.Dataset that reads them batch by batch, does not.",
+    )
+
+
 def changed_layers(names: Sequence[str]) -> News:
     """Tells of layers whose ``trainable`` has changed since Keras has traced its step."""
     return News(
