@@ -28,8 +28,6 @@ class RunningFit:
 
     callbacks: tuple[Any, ...]
     epoch_iterator: Any
-    data: tuple[Any, ...] = ()
-    """Inputs, targets and weights, as ``fit`` was given them."""
 
     @property
     def has_no_more_data(self) -> bool:
@@ -77,6 +75,15 @@ def innermost_fit() -> FrameType | None:
     return frame
 
 
+def data_of_fit(model: Any) -> tuple[Any, ...]:
+    """Returns inputs, targets and weights as the innermost ``fit`` was given them, where it is one
+    of ``model``; nothing else may keep them."""
+    frame = innermost_fit()
+    names = {} if frame is None else frame.f_locals
+    given = ("x", "y", "sample_weight") if names.get("self") is model else ()
+    return tuple(names.get(name) for name in given)
+
+
 def trains_alone(iterator: Any) -> bool:
     """Returns whether a train function was called by ``train_on_batch``, which makes an iterator
     of its own; on PyTorch it gives a list, as ``fit`` does, and the stack tells."""
@@ -100,8 +107,7 @@ def _fits(model: Any) -> Iterator[RunningFit]:
         names = frame.f_locals if frame.f_code.co_name == "fit" else {}
         listed = getattr(names.get("callbacks"), "callbacks", None)
         if listed is not None and names.get("self") is model:
-            data = tuple(names.get(name) for name in ("x", "y", "sample_weight"))
-            yield RunningFit(tuple(listed), names.get("epoch_iterator"), data)
+            yield RunningFit(tuple(listed), names.get("epoch_iterator"))
         frame = frame.f_back  # type: ignore[assignment]
 
 

@@ -31,7 +31,7 @@ from keras_remat.training.arguments import FitOptions
 from keras_remat.training.aside import Aside
 from keras_remat.training.backend_race import BackendRace
 from keras_remat.training.batch_trainer import BatchTrainer
-from keras_remat.training.callers import Callers, RunningFit, is_profiled
+from keras_remat.training.callers import Callers, RunningFit, data_of_fit, is_profiled
 from keras_remat.training.fit_state import FitState, limit_of
 from keras_remat.training.learning_rate import LearningRateScaling
 from keras_remat.training.other_phases import validation_news, whole_data_news
@@ -311,10 +311,10 @@ class FitSession:
 
     def _tell_whole_data(self) -> None:
         """Says, in the first epoch, where ``fit`` holds large arrays as a whole."""
-        fit = self._callers.running_fit
-        if self._report.epochs or fit is None or self._report.limit_bytes is None:
+        if self._report.epochs or self._report.limit_bytes is None:
             return
-        news = whole_data_news(fit.data, not self.steps.trainer.on_gpu, self._fit.limit)
+        data = data_of_fit(self._model)
+        news = whole_data_news(data, not self.steps.trainer.on_gpu, self._fit.limit)
         if news is not None:
             self._fit.event(*news)
 

@@ -9,6 +9,7 @@ import pytest
 from fake_backend import RESIDENT_BYTES, SAMPLE_BYTES, chain_problem
 
 import keras_remat
+from keras_remat.backends.base import load_backend
 from keras_remat.core.events import EventKind
 from keras_remat.core.limit import Limit
 from keras_remat.reporting.fit_report import AutotuneReport, load_report
@@ -92,3 +93,26 @@ def test_a_phase_over_the_limit_has_a_row_that_says_so():
     (row,) = [line for line in report.verdict().splitlines() if "validation" in line]
     assert row.split()[1:5] == ["2.0", "MiB", "200", "%"]
     assert row.endswith("limit NOT KEPT")
+
+
+@pytest.mark.parametrize("fits", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_fits_in_a_row_leave_no_more_bytes_than_the_first(fits):
+    device = load_backend().device
+    layers = [keras.layers.Dense(512, "relu") for _ in range(4)]
+    model = keras.Sequential([keras.layers.Input((512,)), *layers])
+    model.compile("adam", "mse")
+    x = np.zeros((256, 512), "float32")
+
+    def held_after(*callbacks):
+        model.fit(x, x, batch_size=64, verbose=0, callbacks=list(callbacks), validation_data=(x, x))
+        gc.collect()
+        return device.in_use_bytes()
+
+    plain = held_after()
+    limit = plain + 4 * MIB if device.has_statistics else "16MiB"
+    held = [
+        held_after(keras_remat.RematAutotune(limit, batch_size="keep", verbose=0))
+        for _ in range(fits)
+    ]
+    assert max(held) <= plain + MIB // 2, "a batch that waits in the input pipeline"
+    assert held[-1] <= held[0]
