@@ -269,6 +269,8 @@ class Installed(ABC):
         Returns:
             Whether it was made anew: the model may be another one since.
         """
+        if self._model.train_function is None:  # it was compiled anew, and nothing was made since
+            self._model.make_train_function()
         current = self._model.train_function
         if current is self:
             return False

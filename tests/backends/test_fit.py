@@ -550,12 +550,20 @@ def in_a_loop():
     return model, (x, x[:, :1] ** 2)
 
 
-def assert_a_loop_trains_as_plainly():
+class CompilesAnew(keras.callbacks.Callback):
+    """Compiles the model in the middle of training; it then has no train function."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.compile(keras.optimizers.SGD(0.1), "mae")
+
+
+def assert_a_loop_trains_as_plainly(*others):
     plain, data = in_a_loop()
-    expected = fit(plain, data, epochs=2)
+    expected = fit(plain, data, *others, epochs=2)
     model, data = in_a_loop()
     remat = callback()
-    history = fit(model, data, remat, epochs=2)
+    history = fit(model, data, remat, *others, epochs=2)
     assert history["loss"] == expected["loss"]
     assert_same_state(model, plain, rtol=0, atol=0)
     assert [(epoch.samples, epoch.steps) for epoch in remat.report.epochs] == [(75, 3)] * 2
@@ -569,3 +577,7 @@ def test_a_loop_of_the_model_s_own_with_nothing_to_do_is_counted_to_the_sample()
 
 def test_a_loop_of_the_model_s_own_trains_as_plainly_under_a_plan(over_any_limit):
     assert assert_a_loop_trains_as_plainly().plan is not None
+
+
+def test_a_model_that_a_loop_compiles_anew_trains_as_plainly():
+    assert assert_a_loop_trains_as_plainly(CompilesAnew()).plan is None

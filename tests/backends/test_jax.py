@@ -2,6 +2,7 @@
 its own, and without TensorFlow in it."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from own_process import environment, output_of
 
 FOLDER = Path(__file__).parent / "jax"
 ROOT = FOLDER.parents[2]
+#: Half of the time would go into LLVM's passes. Buffers are assigned before them.
+QUICK_CODE = "--xla_backend_optimization_level=0"
 #: What is asked of every framework.
 OF_ALL = (
     "test_accumulate.py", "test_batches.py", "test_fit.py", "test_random_fits.py",
@@ -21,15 +24,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(keras_backend, *words):
-    variables = environment(KERAS_BACKEND=keras_backend, JAX_PLATFORMS="cpu")
+def run(keras_backend, *words, **variables):
+    variables = environment(KERAS_BACKEND=keras_backend, JAX_PLATFORMS="cpu", **variables)
     output_of(*words, env=variables, cwd=ROOT, timeout=None)
 
 
 def test_folder():
     files = [FOLDER, *(FOLDER.parent / name for name in OF_ALL)]
     marked = "not slow and not card"  # .ci/run has a line of its own for the cards
-    run("jax", "-m", "pytest", "-q", "-m", marked, "-p", "no:cacheprovider", *files)
+    words = ("-m", "pytest", "-q", "-m", marked, "-p", "no:cacheprovider", *files)
+    run("jax", *words, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {QUICK_CODE}".strip())
 
 
 def test_no_tensorflow_and_no_solver_is_imported():

@@ -70,25 +70,45 @@ def assert_same_state(model, other, **tolerance):
 # ------------------------------------------------------------------ training under a limit
 
 
+class Settled(keras.callbacks.Callback):
+    """Notes, from the third epoch on, whether a step walks over the state or waits for anything;
+    no look at the steps is due then."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.monkeypatch, self.asked = monkeypatch, []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch != 2:
+            return
+        patch, in_use, ready = self.monkeypatch.setattr, Device.in_use_bytes, jax.block_until_ready
+        patch(Pace, "is_due", lambda pace: False)
+        patch(Device, "in_use_bytes", lambda own: self.asked.append("bytes") or in_use(own))
+        patch(jax, "block_until_ready", lambda given: self.asked.append("wait") or ready(given))
+
+
 @pytest.fixture(scope="module")
 def tight_run():
     plain, data = large()
-    expected = fit(plain, data, epochs=2)
+    expected = fit(plain, data, epochs=4)
     model, data = large()
     limit = tight_limit(model, data, 0.4)
     remat = callback(limit)
-    return expected, fit(model, data, remat, epochs=2), remat, limit, plain, model
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        settled = Settled(monkeypatch)
+        history = fit(model, data, remat, settled, epochs=4)
+    return expected, history, remat, limit, plain, model, settled.asked
 
 
 def test_numbers_are_those_of_the_plain_fit(tight_run):
-    expected, history, _, _, plain, model = tight_run
+    expected, history, _, _, plain, model, _ = tight_run
     for key, values in expected.items():
         assert history[key] == pytest.approx(values, rel=1e-5), key
     assert_same_state(model, plain, rtol=1e-3, atol=2e-5)
 
 
 def test_recomputes_keeps_to_the_limit_and_says_how_it_knows(tight_run):
-    _, history, remat, limit, _, model = tight_run
+    _, history, remat, limit, _, model, _ = tight_run
     assert remat.plan.recomputes
     assert remat.plan.profile_source == "estimated"
     assert remat.plan.measured.peak_bytes <= limit < remat.plan.store_all.peak_bytes
@@ -97,42 +117,18 @@ def test_recomputes_keeps_to_the_limit_and_says_how_it_knows(tight_run):
     )
     assert [event.kind for event in remat.report.events] == ["risk", "measured"]
     assert remat.report.baseline_source == "predicted"
-    assert [epoch.samples for epoch in remat.report.epochs] == [3 * BATCH] * 2
-    assert all(len(history[key]) == 2 for key in LOG_KEYS)
+    assert [epoch.samples for epoch in remat.report.epochs] == [3 * BATCH] * 4
+    assert all(len(history[key]) == 4 for key in LOG_KEYS)
     assert_given_back(model)
 
 
-def test_a_settled_step_walks_over_no_state_and_waits_for_nothing(tight_run, monkeypatch):
+def test_a_settled_step_walks_over_no_state_and_waits_for_nothing(tight_run):
     """JAX's steps are enqueued ahead, as in plain fit."""
-    _, _, settled, limit, _, _ = tight_run
-    asked, ready = [], jax.block_until_ready
-    in_use = Device.in_use_bytes
-
-    class Settled(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 2:
-                monkeypatch.setattr(Pace, "is_due", lambda pace: False)
-                monkeypatch.setattr(
-                    Device, "in_use_bytes", lambda device: asked.append("bytes") or in_use(device)
-                )
-                monkeypatch.setattr(
-                    jax, "block_until_ready", lambda given: asked.append("wait") or ready(given)
-                )
-
-    plain, data = large()
-    expected = fit(plain, data, epochs=4)
-    model, data = large()
-    remat = callback(limit, plan=settled.plan)
-    history = fit(model, data, remat, Settled(), epochs=4)
-    assert asked == []
-    assert remat.plan is not None
-    for key, values in expected.items():
-        assert history[key] == pytest.approx(values, rel=1e-5), key
-    assert [epoch.samples for epoch in remat.report.epochs] == [3 * BATCH] * 4
+    assert tight_run[-1] == []
 
 
 def test_limit_below_the_floor_is_refused_before_anything_was_trained():
-    model, data = large(blocks=1)
+    model, data = small()
     limit = tight_limit(model, data, 0.02)
     before = model.get_weights()
     with pytest.raises(keras_remat.InfeasibleBudgetError, match="limit of"):
