@@ -28,13 +28,11 @@ from keras_remat.cards import process
 from keras_remat.cards.process import ArraySpec, Request
 from keras_remat.cards.report import CardReport, CardRow
 from keras_remat.checks import check_int, check_seconds, check_share
+from keras_remat.core.interpreter import for_cards
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError, without_inner_frames
 from keras_remat.planning.make_plan import target_of
-from keras_remat.solvers.engines.interpreter import environment
 
-#: Variables of these kinds choose devices, compilers or dtypes.
-_OF_A_FRAMEWORK = ("JAX_", "XLA_", "TF_", "KERAS_BACKEND", "CUDA_", "NVIDIA_", "HIP_", "ROCR_")
 _ERRORS_SHOWN = 500
 
 
@@ -196,7 +194,7 @@ def _messages(request: Request) -> Iterator[tuple[str, Any]]:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=error_stream,
-                env=_clean_environment(),
+                env=for_cards(),
             )
         assert child.stdout is not None
         try:
@@ -215,12 +213,3 @@ def _messages(request: Request) -> Iterator[tuple[str, Any]]:
             child.kill()
             child.wait()
             child.stdout.close()
-
-
-def _clean_environment() -> dict[str, str]:
-    """Returns the caller's environment with Keras on JAX, and JAX on the CPU."""
-    kept = {
-        name: value for name, value in environment().items() if not name.startswith(_OF_A_FRAMEWORK)
-    }
-    chosen = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    return {**kept, **chosen, "CUDA_VISIBLE_DEVICES": ""}

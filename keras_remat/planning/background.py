@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from keras_remat.core.interpreter import environment
 from keras_remat.errors import RematError
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
-from keras_remat.solvers.engines.interpreter import environment
 
 _REQUEST, _ANSWER, _ERRORS = "request", "answer", "errors"
 

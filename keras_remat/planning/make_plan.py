@@ -65,7 +65,8 @@ def make_plan(
             uses of it by default.
         card: plans for a card that need not be there, by its name in
             :data:`keras_remat.cards.table.CARDS`, such as ``"H100"``, or a target of one's own.
-            Nothing runs. It needs Keras on JAX and the extra ``cards``.
+            Nothing runs. It needs the extra ``cards``. On TensorFlow the step is the
+            compiled one, as with ``jit_compile=True``.
         solver: a name in ``SOLVERS``.
         solver_time_limit_s: seconds for the solver.
         profile: ``"measured"``, the default, runs a few steps (under an estimated plan) on the

@@ -256,12 +256,6 @@ def test_models_that_cannot_be_planned_say_why(models):
         make_plan(uncompiled, batch, "8GiB")
 
 
-def test_a_card_is_for_jax(models):
-    model, batch = models.mlp(4, width=4, blocks=1)
-    with pytest.raises(UnsupportedModelError, match=r"KERAS_BACKEND=jax.*the backend"):
-        make_plan(model, batch, card="T4")
-
-
 def test_a_limit_above_what_the_device_has_is_lowered_to_that():
     device = types.SimpleNamespace(total_bytes=lambda: 2**20)
     with pytest.warns(UserWarning, match="the memory limit is 2 MiB, and the device has 1 MiB"):

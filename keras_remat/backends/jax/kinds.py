@@ -51,7 +51,7 @@ GPU_KINDS = replace(
     | {POOLING_GRADIENT},
     transposing=frozenset(),
     in_tuples=frozenset({CONVOLUTION, KERNEL_GRADIENT}),
-    pooling_gradients=frozenset({POOLING_GRADIENT}),
+    pooling_gradients={POOLING_GRADIENT: 1},
 )
 """On a GPU: pooling and concatenation take what they read into their own loops; cuDNN reads an
 image as it lies and returns a tuple; and the gradient of pooling becomes a search for the largest

@@ -125,6 +125,11 @@ def memory(compiled: Any) -> StepMemory:
     stats = compiled.memory_analysis()
     if stats is None:
         raise RuntimeError("this platform's compiler has no memory analysis")
+    return memory_of(stats)
+
+
+def memory_of(stats: Any) -> StepMemory:
+    """Returns what a compiler's memory analysis says, in this package's terms."""
     return StepMemory(
         int(stats.argument_size_in_bytes),
         int(stats.output_size_in_bytes),

@@ -5,7 +5,8 @@ an equation (``primitive``, ``params``, ``ctx``, ``source_info.name_stack``) and
 from Keras: ``_symbolic_build``, ``_purge_model_variables``, ``_update_metrics_variables``,
 ``_jax_state``, and the four lists of variables the JAX trainer carries as state, in its order. Of
 ``jax.distributed`` the client of its key-value store; of ``jax.lax`` the gradient of pooling with a
-start value of its own.
+start value of its own; and of JAX's own path from a module to a compiled step its last half
+(``mlir``, ``compiler``, ``xla_client``).
 When a new version moves one of these, this is the file to mend.
 """
 
@@ -13,15 +14,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import keras
 from jax import lax
-from jax._src import distributed
+from jax._src import compiler, distributed
+from jax._src.interpreters import mlir
 from jax._src.lax import windowed_reductions
+from jax._src.lib import xla_client
 from jax.extend import core
 
 from keras_remat.backends.tables import names
@@ -90,6 +93,39 @@ def select_and_scatter_add(params: dict[str, Any], image: Any, source: Any, star
         start,
         lax.add,
     )
+
+
+def compile_hlo(module: bytes, device: Any, options: dict[str, Any]) -> Any:
+    """Compiles a serialized ``HloModuleProto`` for a device, and returns its memory analysis.
+
+    TensorFlow copies variables that a step changes by an operation (``mhlo.copy``) that the front
+    end does not know. It is the identity, and left out.
+    """
+    computation = xla_client.XlaComputation(module)
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
+    with mlir.make_ir_context():
+        parsed = mlir.ir.Module.parse(text)
+        copies = [op for op in _operations(parsed.body) if op.operation.name == "mhlo.copy"]
+        for op in copies:
+            op.operation.results[0].replace_all_uses_with(op.operation.operands[0])
+        for op in copies:
+            op.operation.erase()
+        chosen = compiler.get_compile_options(
+            num_replicas=1, num_partitions=1, env_options_overrides=options
+        )
+        compiled = compiler.backend_compile_and_load(
+            device.client, parsed, xla_client.DeviceList((device,)), chosen, []
+        )
+    return compiled.get_compiled_memory_stats()
+
+
+def _operations(block: Any) -> Iterator[Any]:
+    """Yields the operations of a block, those of inner blocks first."""
+    for op in block:
+        for region in op.operation.regions:
+            for inner in region:
+                yield from _operations(inner)
+        yield op
 
 
 def state_variables(model: Any) -> State:

@@ -26,20 +26,29 @@ def backend() -> TensorFlowBackend:
 def backends(model: Any, compilation: str, target: Target | None = None) -> list[TensorFlowBackend]:
     """The backends that can train a model on TensorFlow, the one to begin with first.
 
+    Args:
+        target: a card that is not there: the step is compiled for it, and none runs.
+
     Raises:
-        UnsupportedModelError: a target was given, and TensorFlow compiles for live devices only.
+        UnsupportedModelError: a card cannot be planned for.
     """
-    if target is not None:
-        raise UnsupportedModelError(
-            f"Keras runs on TensorFlow, which compiles for a device that is there, and not for "
-            f"{target.card or target.device}. Set KERAS_BACKEND=jax for a model written in Keras's "
-            "own ops. A plan belongs to the backend that it was made on; "
-            "keras_remat.will_it_fit answers on either."
-        )
     from keras_remat.backends.tensorflow.compiled import CompiledBackend
     from keras_remat.backends.tensorflow.mirrored import backend as mirrored
 
-    if mirrored.trains_on_several_devices(model):
+    several = mirrored.trains_on_several_devices(model)
+    if target is not None and not target.is_live:
+        where = target.card or target.device
+        if several:
+            raise UnsupportedModelError(
+                f"The model trains under a strategy, and {where} is one device: make it outside."
+            )
+        if compilation == "ordered":
+            raise UnsupportedModelError(
+                f'compilation="ordered" needs the device itself, and {where} is compiled for: '
+                "leave compilation out."
+            )
+        return [CompiledBackend(target)]
+    if several:
         return [mirrored.MirroredBackend(model)]
     if compilation == "compiled":
         return [CompiledBackend()]

@@ -7,7 +7,8 @@ what an allocator may take, whether devices exist already and whether oneDNN is 
 eager tensor under a chosen name, calling a function with a session configuration of its own,
 reading the profiler's raw trace, building a model from a batch, what Keras's own ``train_step``
 does with the losses' trackers, which variables and which numbers of collective ops belong together
-on the devices of a strategy, and in what packs its replicas exchange gradients.
+on the devices of a strategy, in what packs its replicas exchange gradients, the HLO of a function,
+and two of XLA's operations.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import cache
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.core.protobuf import (
     config_pb2,
     device_properties_pb2,
@@ -31,6 +33,7 @@ from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import compiler_ir
 from tensorflow.python.framework import function_def_to_graph, kernels, op_def_registry
 from tensorflow.python.grappler import cluster as grappler_cluster
 from tensorflow.python.grappler import tf_optimizer
@@ -506,6 +509,51 @@ def call_verbatim(function: Any, args: Sequence[Any]) -> list[Any]:
     finally:
         eager.function_call_options = options
     return list(tf.nest.flatten(outputs))
+
+
+def optimization_barrier(value: Any) -> Any:
+    """Returns a value that no pass of XLA moves across this point."""
+    (held,) = gen_xla_ops.xla_optimization_barrier([value])
+    return held
+
+
+def select_and_scatter(
+    image: Any,
+    windows: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    source: Any,
+    start: Any,
+) -> Any:
+    """Returns the gradient of max pooling as XLA's own operation computes it: the largest element
+    of every window of ``image`` gets what ``source`` has for the window, added up from
+    ``start``."""
+    scalar = tf.TensorSpec([], image.dtype)
+
+    def function(operation: Callable[[Any, Any], Any]) -> Any:
+        return tf.function(operation, autograph=False).get_concrete_function(scalar, scalar)
+
+    return gen_xla_ops.xla_select_and_scatter(
+        image, windows, strides, padding, source, start,
+        select=function(tf.greater_equal), scatter=function(tf.add),
+    )  # fmt: skip
+
+
+def serialized_hlo(function: Any) -> bytes:
+    """Returns a compilable function's ``HloModuleProto``, serialized, with variables that it
+    changes as donated arguments; nothing is run.
+
+    Args:
+        function: a concrete function of ``tf.function(jit_compile=True)``.
+
+    Raises:
+        tf.errors.OpError: XLA cannot compile it.
+    """
+    given = tf.nest.flatten(function.structured_input_signature)
+    specs = [spec for spec in given if isinstance(spec, tf.TensorSpec)]
+    generate = compiler_ir.from_concrete_function(function, specs)
+    module: bytes = generate(stage="hlo_serialized", platform_name="CPU")
+    return module
 
 
 def deferred_captures(graph: Any) -> dict[str, Callable[[], Any]]:

@@ -31,8 +31,8 @@ neither is modelled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -112,8 +112,8 @@ class Kinds:
         transposing: XLA:CPU makes a transposed copy of their first input.
         in_tuples: their result comes in a tuple with scratch memory, as that of a library's kernel
             on a GPU: no reader takes over its buffer.
-        pooling_gradients: what XLA:GPU computes of their second input, the image, alone can be
-            larger than the gradient, and start long before it.
+        pooling_gradients: which of their inputs is the image: what XLA:GPU computes of it alone can
+            be larger than the gradient, and start long before it.
     """
 
     views: frozenset[str]
@@ -125,7 +125,7 @@ class Kinds:
     reshapes: frozenset[str]
     transposing: frozenset[str] = frozenset()
     in_tuples: frozenset[str] = frozenset()
-    pooling_gradients: frozenset[str] = frozenset()
+    pooling_gradients: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def fusible(self) -> frozenset[str]:

@@ -338,8 +338,11 @@ class Run:
         """
         if equation.kind in self._kinds.transposing and not inputs[0].late:
             self._guard_input(equation, inputs, 0, stale_ops=STALE_OPS)
-        elif equation.kind in self._kinds.pooling_gradients and not inputs[1].late:
-            self._guard_input(equation, inputs, 1)
+        elif (
+            equation.kind in self._kinds.pooling_gradients
+            and not inputs[self._kinds.pooling_gradients[equation.kind]].late
+        ):
+            self._guard_input(equation, inputs, self._kinds.pooling_gradients[equation.kind])
         elif not any(x.late for x in inputs):
             self._guard_cheapest(equation, inputs)
         elif equation.kind in self._kinds.elementwise:

@@ -25,8 +25,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from keras_remat.core import interpreter
 from keras_remat.errors import MissingPackageError, RematError
-from keras_remat.solvers.engines import interpreter
 
 MEMORY_LIMIT_BYTES = 4 * 2**30
 STARTUP_S = 1.0

@@ -26,7 +26,7 @@ from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar, cast
 
-from keras_remat.solvers.engines import interpreter
+from keras_remat.core import interpreter
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -18,19 +18,27 @@ from keras_remat.backends.base import RunStep
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.tensorflow.compiled import profile as profiling
 from keras_remat.backends.tensorflow.compiled import trace as tracing
+from keras_remat.backends.tensorflow.compiled.card_compiler import AbsentDevice, CardCompiler
 from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
+from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice
 from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
+from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
 
 class CompiledBackend(TensorFlowBackend):
     """The verbs of :class:`keras_remat.backends.base.Backend`, for one model: an instance remembers
-    what it measured."""
+    what it measured.
+
+    Args:
+        target: where steps will run; the live device, if not given. For a card that is not there
+            steps are traced, planned and compiled, and none runs.
+    """
 
     compilation = "compiled"
     measures_op_times = False
@@ -38,15 +46,31 @@ class CompiledBackend(TensorFlowBackend):
         "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
     )
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target | None = None) -> None:
         super().__init__()
+        self._card = None if target is None or target.is_live else target
+        self._compiler = None if self._card is None else CardCompiler(self._card)
+        self._traced_here: dict[str, tracing.CompiledStep] = {}  # by fingerprint
         self._newest_trace: tracing.CompiledStep | None = None
         self._step_times = StepTimes(profiling.estimated_profile)
 
     @cached_property
+    def device(self) -> TensorFlowDevice:
+        return TensorFlowDevice() if self._card is None else AbsentDevice(self._card)
+
+    @cached_property
     def memory(self) -> MemoryModel:
-        """Learns from runs: only they tell what XLA needs."""
-        return CompiledMemory(lambda problem, schedule: None)
+        """Learns from runs, which alone tell what XLA needs on the live device; for a card that is
+        not there it asks the compiler."""
+        return CompiledMemory(self._compile_bytes)
+
+    def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
+        """Returns what a step adds to the resident bytes; ``None`` where only a run tells."""
+        traced = self._traced_here.get(problem.graph.fingerprint)
+        if self._compiler is None or traced is None:
+            return None
+        function = traced.function if schedule is None else LoweredStep(traced, schedule).function
+        return self._compiler.added_bytes(function)
 
     def check(self, model: Any) -> str | None:
         super().check(model)
@@ -55,7 +79,7 @@ class CompiledBackend(TensorFlowBackend):
     def _traced(self, model: Any, batch: Any, micro_batches: int) -> Any:
         like = self._newest_trace if micro_batches == 1 else None
         try:
-            traced = tracing.trace(model, batch, micro_batches, like)
+            traced = tracing.trace(model, batch, micro_batches, like, self._card)
         except (
             KeyError,
             ValueError,
@@ -64,6 +88,8 @@ class CompiledBackend(TensorFlowBackend):
             raise UnsupportedModelError(
                 f"The train step cannot be traced for XLA: {type(error).__name__}: {error}"
             ) from error
+        if all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(batch) if leaf is not None):
+            self._traced_here[traced.graph.fingerprint] = traced
         if micro_batches == 1:
             self._newest_trace = self._newest_trace or traced
         return traced

@@ -8,6 +8,7 @@ TensorFlow's elementwise operations spread a smaller operand by themselves, and 
 from dataclasses import replace
 
 from keras_remat.backends.tables import names
+from keras_remat.backends.tensorflow.graph.kinds import MATMULS
 from keras_remat.backends.xla.fusion import Kinds
 from keras_remat.core.target import Target
 
@@ -51,13 +52,38 @@ KINDS = Kinds(
     """),
 )
 
-GPU_KINDS = replace(KINDS, transposing=frozenset())
-"""On a GPU cuDNN reads an image as it lies."""
+FORWARD_CONVOLUTIONS = names("Conv2D Conv3D DepthwiseConv2dNative")
+INPUT_GRADIENTS = names("""
+    Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput
+""")
+KERNEL_GRADIENTS = KINDS.transposing
+POOLING_GRADIENTS = {"MaxPoolGrad": 0, "MaxPool3DGrad": 0}
+"""Gradients of max pooling, and which of their inputs is the image."""
+
+GPU_KINDS = replace(
+    KINDS,
+    reductions=KINDS.reductions
+    | names("AvgPool AvgPool3D AvgPoolGrad AvgPool3DGrad ConcatV2 MaxPool MaxPool3D")
+    | POOLING_GRADIENTS.keys(),
+    transposing=frozenset(),
+    in_tuples=FORWARD_CONVOLUTIONS | INPUT_GRADIENTS | KERNEL_GRADIENTS,
+    pooling_gradients=POOLING_GRADIENTS,
+)
+"""On a GPU: pooling and concatenation take what they read into their own loops; cuDNN reads an
+image as it lies and returns a tuple; and the gradient of pooling becomes a search for the largest
+elements of the forward image, which needs no gradient and could start at any time."""
+
+TRITON_CAPABILITY = (8, 0)
+"""From here on XLA:GPU writes matrix products itself; cuBLAS returns a tuple, too."""
 
 
 def kinds_of(target: Target) -> Kinds:
     """Returns the names with what XLA does to them on a target."""
-    return GPU_KINDS if target.on_gpu else KINDS
+    if not target.on_gpu:
+        return KINDS
+    if target.capability is not None and target.capability < TRITON_CAPABILITY:
+        return replace(GPU_KINDS, in_tuples=GPU_KINDS.in_tuples | MATMULS)
+    return GPU_KINDS
 
 
 ALIASES = names("""

@@ -14,13 +14,18 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.barrier import guard, never
+from keras_remat.backends.tensorflow.compiled import pooling
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram
-from keras_remat.backends.tensorflow.compiled.kinds import KINDS, kinds_of
+from keras_remat.backends.tensorflow.compiled.kinds import (
+    FORWARD_CONVOLUTIONS,
+    KINDS,
+    POOLING_GRADIENTS,
+    kinds_of,
+)
 from keras_remat.backends.tensorflow.compiled.nodes import run_node
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
 from keras_remat.backends.tensorflow.graph.step import given_leaves, packed
 from keras_remat.backends.tensorflow.memory import exhausted, measure
-from keras_remat.backends.tensorflow.profiler.device import live_target
 from keras_remat.backends.xla.protect import Run
 from keras_remat.backends.xla.step_times import StepTimes
 from keras_remat.core.schedule import Schedule
@@ -68,8 +73,7 @@ class _Writer:
         return guard(value, condition)
 
     def hold(self, value: Any) -> Any:
-        (held,) = tf.raw_ops.XlaOptimizationBarrier(input=[value])
-        return held
+        return private.optimization_barrier(value)
 
     def draw(
         self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any
@@ -92,6 +96,29 @@ class _Writer:
         return list(tf.cond(condition, nothing, draw))
 
 
+class _GpuWriter(_Writer):
+    """The same on a GPU. cuDNN wants a kernel in another layout. That copy needs the parameter only
+    and would be made before the first convolution, so a kernel waits for its image."""
+
+    def __init__(self, program: FlatProgram):
+        super().__init__(program, uses_branches=False, uses_barriers=True)
+
+    def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
+        equation = self._program.equations[at]
+        if equation.kind in POOLING_GRADIENTS:
+            image, _, gradient = inputs
+            start = tf.cast(self.never([gradient]), gradient.dtype)
+            result = pooling.with_start(equation.source, image, gradient, start)
+            if result is not None:
+                return [result]
+        if equation.kind in FORWARD_CONVOLUTIONS:
+            image, kernel = inputs
+            is_given = isinstance(equation.inputs[1], int)
+            if is_given and equation.inputs[1] < self._program.n_given:
+                inputs = [image, self.guard(kernel, self.never([image]))]
+        return super().write(at, inputs)
+
+
 class LoweredStep:
     """A step that runs one schedule, compiled when it is called first; call it with a batch of the
     traced shape.
@@ -100,12 +127,15 @@ class LoweredStep:
         traced: from :func:`~keras_remat.backends.tensorflow.compiled.trace.trace`.
         schedule: a legal order for ``traced.graph``.
         times: takes down how long it runs, while a recording is under way.
+
+    Attributes:
+        function: the step as a concrete function.
     """
 
     def __init__(self, traced: CompiledStep, schedule: Schedule, times: StepTimes | None = None):
         self.traced, self.schedule, self._times = traced, schedule, times
-        target = live_target()
-        stateless, program, batch = traced.stateless, traced.program, traced.stateless.batch
+        target, stateless, program = traced.target, traced.stateless, traced.program
+        batch = stateless.batch
 
         def remat_step(*leaves: Any) -> Any:
             variables = [
@@ -115,7 +145,7 @@ class LoweredStep:
             run = Run(
                 traced,
                 kinds_of(target),
-                _Writer(program, uses_branches=not target.on_gpu, uses_barriers=target.on_gpu),
+                _GpuWriter(program) if target.on_gpu else _Writer(program, uses_branches=True),
                 [*leaves, *variables, *map(private.capture, stateless.captured)],
                 range(batch, program.n_given),
             )
@@ -130,14 +160,14 @@ class LoweredStep:
         private.define_functions(program.library)
         specs = [tf.TensorSpec(program.shapes[at], program.dtypes[at]) for at in range(batch)]
         function = tf.function(remat_step, input_signature=specs, autograph=False, jit_compile=True)
-        self._function = function.get_concrete_function()
+        self.function = function.get_concrete_function()
 
     def __call__(self, batch: Any) -> Any:
         """Runs one step; returns what ``train_step`` returns."""
         leaves = map(tf.convert_to_tensor, given_leaves(batch))
         started = time.perf_counter()
         try:
-            outputs = self._function(*leaves)
+            outputs = self.function(*leaves)
         except tf.errors.OpError as error:
             if exhausted.is_out_of_memory(error) or not private.is_xla_refusal(error):
                 raise

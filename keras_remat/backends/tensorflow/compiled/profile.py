@@ -6,11 +6,17 @@ from __future__ import annotations
 from math import fsum, prod
 
 from keras_remat.backends.tensorflow.compiled.flatten import FlatProgram
-from keras_remat.backends.tensorflow.compiled.kinds import KINDS
+from keras_remat.backends.tensorflow.compiled.kinds import (
+    FORWARD_CONVOLUTIONS,
+    INPUT_GRADIENTS,
+    KERNEL_GRADIENTS,
+    KINDS,
+    POOLING_GRADIENTS,
+    kinds_of,
+)
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
 from keras_remat.backends.tensorflow.graph import kinds as op_kinds
 from keras_remat.backends.tensorflow.ordered.profile import multiply_adds
-from keras_remat.backends.tensorflow.profiler.device import live_target
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.kernel_costs import op_time_s
 from keras_remat.core.profile import Profile
@@ -18,6 +24,9 @@ from keras_remat.core.target import Rates, Target
 
 CPU_BUFFERS = {"StatelessRandomUniformV2": 4, "StatelessRandomUniform": 4}
 """Operations XLA:CPU expands into loops that need buffers of the result's size, and how many."""
+
+INDEX_BYTES = 4
+"""XLA:GPU looks for the largest elements of pooling's windows with one index per dimension."""
 
 
 def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -> Profile:
@@ -29,13 +38,14 @@ def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -
             step's inputs need.
     """
     program, graph = traced.program, traced.graph
-    target = live_target()
+    target = traced.target
+    kinds = kinds_of(target)
     times = []
     for op in graph.ops:
         flops = fsum(
             _flops(program, program.equations[at], target.rates) for at in traced.handles[op.id]
         )
-        times.append(op_time_s(traced, op, KINDS, flops, target.rates))
+        times.append(op_time_s(traced, op, kinds, flops, target.rates))
     resident = graph.input_bytes if resident_bytes is None else resident_bytes
     workspace = tuple(_workspace_bytes(program, traced.handles[op.id], target) for op in graph.ops)
     return Profile(tuple(times), workspace, resident, "estimated", target.device, "tensorflow")
@@ -57,11 +67,24 @@ def _flops(program: FlatProgram, equation: Equation, rates: Rates) -> float:
 
 
 def _workspace_bytes(program: FlatProgram, equations: tuple[int, ...], target: Target) -> int:
-    """Memory alive only inside one op: on a CPU the buffers of an expanded operation."""
-    if target.on_gpu:
-        return 0
-    return max(
-        CPU_BUFFERS.get(program.equations[at].kind, 0)
-        * program.sizes[program.equations[at].outputs[0]]
-        for at in equations
-    )
+    """Memory alive only inside one op: the buffers of an expanded operation."""
+    buffers = _gpu_buffer_bytes if target.on_gpu else _cpu_buffer_bytes
+    return max(buffers(program, program.equations[at]) for at in equations)
+
+
+def _cpu_buffer_bytes(program: FlatProgram, equation: Equation) -> int:
+    return CPU_BUFFERS.get(equation.kind, 0) * program.sizes[equation.outputs[0]]
+
+
+def _gpu_buffer_bytes(program: FlatProgram, equation: Equation) -> int:
+    """What XLA:GPU needs for one operation, beside its operands and result: copies of kernels in
+    cuDNN's layout, and indices of pooled elements."""
+    if equation.kind in KERNEL_GRADIENTS:
+        return int(program.sizes[equation.outputs[0]])
+    if equation.kind in FORWARD_CONVOLUTIONS | INPUT_GRADIENTS:
+        kernel = equation.inputs[1]
+        return int(program.sizes[kernel]) if isinstance(kernel, int) else 0
+    if equation.kind in POOLING_GRADIENTS:
+        pooled = program.shapes[equation.reads[-1]] or ()
+        return INDEX_BYTES * len(pooled) * prod(pooled)
+    return 0

@@ -14,11 +14,13 @@ import tensorflow as tf
 
 from keras_remat.backends.micro_batches import watched_pieces
 from keras_remat.backends.tensorflow.compiled.flatten import Stateless, flatten
-from keras_remat.backends.tensorflow.compiled.kinds import KINDS
+from keras_remat.backends.tensorflow.compiled.kinds import kinds_of
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
 from keras_remat.backends.tensorflow.graph.step import TouchedVariables
 from keras_remat.backends.tensorflow.graph.trace import data_spec, touched_variables
+from keras_remat.backends.tensorflow.profiler.device import live_target
 from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
+from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -30,15 +32,23 @@ class CompiledStep(FusedStep):
         stateless: the step as a pure function, which ``program`` computes.
         output_structure: what ``train_step`` returned, with symbolic tensors.
         variables: what it touches.
+        target: where it will run.
+        function: Keras's own step, for a card that is not there; ``None`` on the live device.
     """
 
     stateless: Stateless
     output_structure: Any
     variables: TouchedVariables
+    target: Target
+    function: Any = None
 
 
 def trace(
-    model: Any, batch: Any, micro_batches: int = 1, like: CompiledStep | None = None
+    model: Any,
+    batch: Any,
+    micro_batches: int = 1,
+    like: CompiledStep | None = None,
+    target: Target | None = None,
 ) -> CompiledStep:
     """Traces ``model.train_step`` for batches of this shape; the model is not changed.
 
@@ -46,11 +56,13 @@ def trace(
         model, batch, micro_batches: as in
             :func:`keras_remat.backends.tensorflow.graph.trace.trace`.
         like: the same step for another batch size, if its ops are wanted.
+        target: where the step will run; the live device, if not given.
 
     Raises:
         UnsupportedModelError: the step cannot be compiled as one; the message says which operation,
             and why.
     """
+    target = target or live_target()
     structure = data_spec(batch)
     train_step = accumulated_train_step(model, micro_batches, structure, separated=True)
     traced = tf.function(train_step, autograph=False, jit_compile=True)
@@ -73,7 +85,7 @@ def trace(
     state = list(stateless.written.items())
     graph, numbers, handles = fused_graph(
         program,
-        KINDS,
+        kinds_of(target),
         state,
         lambda e: "gradient_tape/" in f"{e.scope}/",
         None if like is None else like.program,
@@ -86,5 +98,7 @@ def trace(
         numbers=numbers,
         output_structure=concrete.structured_outputs,
         variables=touched_variables(concrete.graph),
+        target=target,
+        function=None if target.is_live else concrete,
         differences=tuple(differences),
     )

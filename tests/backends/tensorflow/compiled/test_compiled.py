@@ -27,6 +27,7 @@ from keras_remat.backends.tensorflow.profiler.recorder import Recorder
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
+from keras_remat.core.target import live
 from keras_remat.core.validate import check_rules
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.solvers import solve
@@ -115,6 +116,36 @@ def test_numbers_are_those_of_the_plain_compiled_step(name):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
         else:
             np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_written_for_a_gpu_computes_the_same():
+    """Barriers, late zeros and guards of kernels: a CPU can run them, too."""
+    keras.utils.set_random_seed(0)
+    inputs = layers.Input((16, 16, 3))
+    x = layers.MaxPooling2D()(layers.Conv2D(32, 3, padding="same", activation="relu")(inputs))
+    for _ in range(2):
+        h = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(32, 3, padding="same")(x)))
+        x = layers.Add()([x, layers.Dropout(0.2)(h)])
+    model = keras.Model(inputs, layers.Dense(10)(layers.Flatten()(x)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    rng = np.random.default_rng(0)
+    model, data = ready(
+        (model, (rng.normal(size=(16, 16, 16, 3)).astype("float32"), rng.integers(0, 10, 16)))
+    )
+    started = [v.numpy() for v in model.variables]
+    plain = compiled_plain(model)
+    expected = [float(plain(data)["loss"]) for _ in range(3)]
+    for variable, value in zip(model.variables, started, strict=True):
+        variable.assign(value)
+    model.reset_metrics()
+    traced = trace(model, data, target=live("gpu", "a GPU"))
+    step = LoweredStep(traced, forget(traced.graph))
+    kinds = [node.op for node in step.function.graph.as_graph_def().node]
+    assert "XlaOptimizationBarrier" in kinds
+    assert "XlaSelectAndScatter" in kinds
+    assert "MaxPoolGrad" not in kinds
+    losses = [float(step(data)["loss"]) for _ in range(3)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [2.0**15, 2.0**40])

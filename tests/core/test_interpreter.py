@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import keras_remat
-from keras_remat.solvers.engines.interpreter import environment
+from keras_remat.core.interpreter import environment
 
 
 def test_a_fresh_interpreter_finds_the_package_first(monkeypatch, tmp_path):

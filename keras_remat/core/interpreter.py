@@ -1,0 +1,50 @@
+"""A fresh interpreter that can import this package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+#: Variables of these kinds choose devices, compilers or dtypes.
+_OF_A_FRAMEWORK = ("JAX_", "XLA_", "TF_", "KERAS_BACKEND", "CUDA_", "NVIDIA_", "HIP_", "ROCR_")
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[Any]:
+    """Starts one that an interrupt of the caller does not end.
+
+    Args:
+        arguments: of the interpreter.
+        options: of ``subprocess.Popen``.
+
+    Raises:
+        OSError: none can be started; an embedded interpreter may not know its own file.
+    """
+    return subprocess.Popen(
+        command(*arguments), env=environment(), start_new_session=True, **options
+    )
+
+
+def command(*arguments: str) -> list[str]:
+    """Returns the command that starts one."""
+    return [sys.executable or "", *arguments]
+
+
+def for_cards() -> dict[str, str]:
+    """Returns the caller's environment with Keras on JAX and JAX on the CPU: what compiles for a
+    card that is not there then does so whatever the caller chose."""
+    kept = {
+        name: value for name, value in environment().items() if not name.startswith(_OF_A_FRAMEWORK)
+    }
+    chosen = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return {**kept, **chosen, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def environment() -> dict[str, str]:
+    """Returns the caller's environment, with this package importable however the caller found
+    it."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,131 @@
+"""A TensorFlow step on a card that is not there: what XLA:GPU says of it, and what is refused."""
+
+import keras
+import keras_models
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_remat
+from keras_remat.backends.base import load_backends
+from keras_remat.backends.tensorflow import compiled
+from keras_remat.backends.tensorflow.compiled import CompiledBackend
+from keras_remat.backends.tensorflow.mirrored import backend as mirrored
+from keras_remat.backends.versions import check_card_compiler
+from keras_remat.cards.table import card
+from keras_remat.core import interpreter
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.simulate import simulate
+from keras_remat.errors import RematError, UnsupportedModelError
+from keras_remat.planning import make_plan as planning
+
+
+def needs_compiler():
+    try:
+        check_card_compiler()
+    except RematError as error:
+        pytest.skip(str(error))
+
+
+def convnet():
+    """Convolutions, batch normalization and max pooling, with a batch of 16."""
+    keras.utils.set_random_seed(0)
+    inputs = x = layers.Input((32, 32, 3))
+    for filters in (16, 32):
+        for _ in range(2):
+            x = layers.BatchNormalization()(layers.Conv2D(filters, 3, padding="same")(x))
+            x = layers.ReLU()(x)
+        x = layers.MaxPooling2D()(x)
+    model = keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model, (np.zeros((16, 32, 32, 3), "float32"), np.zeros(16, "int32"))
+
+
+def transformer():
+    """Two blocks with dropout, with a batch of 8."""
+    keras.utils.set_random_seed(0)
+    inputs = x = layers.Input((64, 64))
+    for _ in range(2):
+        h = layers.MultiHeadAttention(4, 16, dropout=0.1)(x, x)
+        x = layers.LayerNormalization()(layers.Add()([x, h]))
+        h = layers.Dense(64)(layers.Dense(256, activation="gelu")(x))
+        x = layers.LayerNormalization()(layers.Add()([x, layers.Dropout(0.1)(h)]))
+    model = keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model, (np.zeros((8, 64, 64), "float32"), np.zeros(8, "int32"))
+
+
+@pytest.mark.card
+@pytest.mark.parametrize("made", [convnet, transformer])
+def test_a_plan_takes_what_the_compiler_of_a_card_says(made):
+    needs_compiler()
+    model, batch = made()
+    target = card("H100")
+    (backend,) = load_backends(model, "auto", target)
+    step = planning.traced_model(backend, model, batch, "1GiB", 0.0, "estimated", 0, target)
+    problem, memory = step.problem, backend.memory
+    store_all = Schedule.store_all(problem.graph)
+    resident = problem.profile.resident_bytes
+    plain = memory.peak_bytes(problem, store_all) - resident
+    simulated = simulate(problem, store_all).peak_bytes - resident
+    lowered = memory.compiled_peak_bytes(problem, store_all) - resident
+    assert lowered <= 1.05 * plain
+    assert simulated <= 1.02 * lowered <= 1.2 * simulated
+    limit = resident + int(0.7 * min(plain, simulated))
+    plan = keras_remat.make_plan(model, batch, limit, card="H100", margin=0.0, solver="greedy")
+    assert plan.card == "H100"
+    assert plan.compiled.peak_bytes <= limit
+    assert plan.measured is None
+
+
+@pytest.fixture
+def simulated_compiler(monkeypatch):
+    """Stands in for the compiler of cards: what is simulated."""
+    monkeypatch.setattr(compiled, "CardCompiler", lambda target: None)
+
+    def compile_bytes(self, problem, schedule):
+        if problem.graph.fingerprint not in self._traced_here:
+            return None
+        order = schedule or Schedule.store_all(problem.graph)
+        return simulate(problem, order).peak_bytes - problem.profile.resident_bytes
+
+    monkeypatch.setattr(CompiledBackend, "_compile_bytes", compile_bytes)
+
+
+def test_nothing_runs_and_the_card_is_named(simulated_compiler, monkeypatch):
+    monkeypatch.setattr(CompiledBackend, "lower", None)
+    monkeypatch.setattr(CompiledBackend, "snapshot", None)
+    model, batch = keras_models.mlp()
+    before = [v.numpy() for v in model.variables]
+    plain = keras_remat.make_plan(model, batch, "1GiB", card="t4", solver="greedy")
+    limit = int(0.9 * plain.store_all.peak_bytes)
+    plan = keras_remat.make_plan(model, batch, limit, card="t4", margin=0.0, solver="greedy")
+    assert plan.card == "T4"
+    assert plan.profile_source == "estimated"
+    assert plan.predicted.peak_bytes <= limit
+    found = keras_remat.find_max_batch_size(
+        model, batch, limit, card="T4", margin=0.0, time_limit_s=2.0
+    )
+    assert found.max_batch_size >= len(batch[0])
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_an_order_and_several_devices_are_refused(simulated_compiler, monkeypatch):
+    model, batch = transformer()
+    with pytest.raises(UnsupportedModelError, match='compilation="ordered" needs the device'):
+        keras_remat.make_plan(model, batch, "8MiB", card="T4", compilation="ordered")
+    monkeypatch.setattr(mirrored, "trains_on_several_devices", lambda model: True)
+    with pytest.raises(UnsupportedModelError, match="is one device"):
+        keras_remat.make_plan(model, batch, "8MiB", card="T4")
+
+
+def test_a_process_that_dies_is_told(monkeypatch):
+    needs_compiler()
+    monkeypatch.setattr(
+        interpreter, "command",
+        lambda *arguments: ["sh", "-c", "echo no such compiler >&2; exit 3"],
+    )  # fmt: skip
+    model, batch = keras_models.mlp()
+    with pytest.raises(UnsupportedModelError, match=r"ended with 3[\s\S]*no such compiler"):
+        keras_remat.make_plan(model, batch, "8MiB", card="T4")
