@@ -176,9 +176,7 @@ def test_the_image_of_a_pooling_gradient_is_guarded():
     gradient = program.add("dot", 1, scope="backward")
     pooled = program.add("pooling_gradient", gradient, image, scope="backward")
     program.returns(pooled)
-    _, writer = ran(
-        program, kinds=replace(KINDS, pooling_gradients={"pooling_gradient": 1})
-    )
+    _, writer = ran(program, kinds=replace(KINDS, pooling_gradients={"pooling_gradient": 1}))
     assert writer.guarded == ["x1", "dot(x0)"]
     _, writer = ran(program)
     assert writer.guarded == ["x1"]
