@@ -1,8 +1,9 @@
 """All that can only be seen on a GPU, in one command of less than 20 minutes.
 
-    python benchmarks/gpu.py --out DIR [--jax-only] [--memory 6GiB]
+    python benchmarks/gpu.py --out DIR [--jax-only | --torch-only] [--memory 6GiB]
 
-Every part (:mod:`gpu_case`) is a process of its own with a time limit, and ``DIR/result.json`` and
+With ``--torch-only`` it takes less than nine minutes. Every part (:mod:`gpu_case`, on PyTorch
+:mod:`gpu_torch_case`) is a process of its own with a time limit, and ``DIR/result.json`` and
 ``DIR/report.md`` are written after each, so that what was found survives what breaks. Memory is
 capped, so that every card meets a real out-of-memory soon. A part that fails, or cannot run here,
 is a row that says so.
@@ -39,7 +40,7 @@ class Part:
     Args:
         name: in tables, and with ``--parts``.
         backend: of Keras.
-        case: the function of :mod:`gpu_case`.
+        case: the function of :mod:`gpu_case` or :mod:`gpu_torch_case`.
         limit_s: seconds it gets.
         options: its own arguments.
     """
@@ -59,6 +60,12 @@ PARTS = (
     Part("JAX: out of memory", "jax", "out_of_memory", 90),
     Part("JAX: steps", "jax", "steps", 150, (("jit", True),)),
     Part("JAX: the promise", "jax", "promise", 240),
+    Part("PyTorch: environment", "torch", "environment", 40),
+    Part("PyTorch: bits", "torch", "bits", 100),
+    Part("PyTorch: memory", "torch", "memory", 120),
+    Part("PyTorch: memory, expandable", "torch", "memory", 90, (("expandable", True),)),
+    Part("PyTorch: out of memory", "torch", "out_of_memory", 80),
+    Part("PyTorch: largest batch", "torch", "largest", 100),
     Part("TensorFlow: environment", "tensorflow", "environment", 60),
     Part("TensorFlow: allocator", "tensorflow", "allocator", 60),
     Part("TensorFlow: out of memory", "tensorflow", "out_of_memory", 150),
@@ -72,7 +79,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = command_line(__doc__)
     result.add_argument("--out", type=Path, required=True, metavar="DIR")
-    result.add_argument("--jax-only", action="store_true", help="no TensorFlow")
+    only = result.add_mutually_exclusive_group()
+    only.add_argument("--jax-only", action="store_true", help="no other framework")
+    only.add_argument("--torch-only", action="store_true", help="no other framework")
     result.add_argument("--memory", default="6GiB", help="of the card that is used (default 6GiB)")
     result.add_argument("--stand-in", action="store_true", help="on a CPU, with small models")
     result.add_argument("--parts", default="", metavar="TEXT", help="those whose name contains it")
@@ -84,7 +93,9 @@ def chosen(arguments: argparse.Namespace) -> list[Part]:
     return [
         part
         for part in PARTS
-        if arguments.parts in part.name and not (arguments.jax_only and part.backend != "jax")
+        if arguments.parts in part.name
+        and not (arguments.jax_only and part.backend != "jax")
+        and not (arguments.torch_only and part.backend != "torch")
     ]
 
 
@@ -98,6 +109,8 @@ def environment(part: Part, memory_bytes: int, stand_in: bool) -> dict[str, str]
             "TF_CPU_ALLOCATOR_USE_BFC": "1",
             "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(memory_bytes // MIB),
         }
+    if dict(part.options).get("expandable"):
+        result |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     card = card_bytes()
     if part.backend == "jax" and card:
         share = min(0.9, memory_bytes / card)
@@ -123,6 +136,7 @@ def run_part(part: Part, options: dict[str, Any], out: Path) -> dict[str, Any]:
     slug = part.name.replace(":", "").replace(",", "").replace(" ", "-").lower()
     request, answer = out / f"{slug}.options.json", out / f"{slug}.answer.json"
     answer.unlink(missing_ok=True)
+    script = "gpu_torch_case.py" if part.backend == "torch" else "gpu_case.py"
     own = {"case": part.case, "answer": str(answer), "folder": str(out / slug)}
     request.write_text(json.dumps(options | dict(part.options) | own))
     limit_s = part.limit_s * (STAND_IN_SLOWNESS if options["stand_in"] else 1)
@@ -130,7 +144,7 @@ def run_part(part: Part, options: dict[str, Any], out: Path) -> dict[str, Any]:
     with (out / f"{slug}.log").open("w") as log:
         try:
             code = subprocess.run(
-                [sys.executable, str(HERE / "gpu_case.py"), str(request)],
+                [sys.executable, str(HERE / script), str(request)],
                 env=environment(part, options["memory_bytes"], options["stand_in"]),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -153,7 +167,7 @@ def run_part(part: Part, options: dict[str, Any], out: Path) -> dict[str, Any]:
 
 def machine() -> str:
     """What this ran on, in one line."""
-    names = ("tensorflow", "tensorflow-cpu", "keras", "jax", "jaxlib", "keras-remat")
+    names = ("tensorflow", "tensorflow-cpu", "keras", "jax", "jaxlib", "torch", "keras-remat")
     versions = []
     for name in names:
         try:
