@@ -13,6 +13,8 @@
 * A call over lists of all weights is several nodes (:mod:`.updates`).
 * The state of PyTorch's own generator is a value that goes from draw to draw: drawing is pure in
   any order. What it is left in is set once all draws were made.
+
+One file, though long: every rule reads and writes the same tables of storages and values.
 """
 
 from __future__ import annotations
