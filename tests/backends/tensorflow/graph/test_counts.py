@@ -6,7 +6,9 @@ import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
+from tight_limit import tight_limit
 
+import keras_remat
 from keras_remat.backends.tensorflow import backend
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
@@ -101,3 +103,34 @@ def test_the_data_set_says_whether_the_batch_has_a_fixed_size(last):
     data = tf.data.Dataset.range(3 * BATCH + last).batch(BATCH, drop_remainder=not last)
     installed._of_fit(iter(data))
     assert installed.any_size == bool(last)
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_a_fit_under_a_tight_limit_has_plain_bits_with_and_without_a_smaller_last_batch(last):
+    size, rows = 250, 14  # large enough for the allocator to count
+
+    def fit(share=None):
+        keras.utils.set_random_seed(0)
+        inputs = x = keras.Input((rows, WIDTH))
+        for _ in range(2):
+            x = keras.layers.BatchNormalization()(keras.layers.Dense(32, activation="gelu")(x))
+        x = keras.layers.GlobalAveragePooling1D()(x)
+        model = keras.Model(inputs, keras.layers.Dense(3, activation="softmax")(x))
+        model.compile("adam", "sparse_categorical_crossentropy", jit_compile=False)
+        generator = np.random.default_rng(0)
+        x = generator.random((3 * size + last, rows, WIDTH), dtype=np.float32)
+        y = generator.integers(0, 3, len(x)).astype(np.int32)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(size, drop_remainder=not last)
+        limit = share and tight_limit(BACKEND, model, (x, y), size, share)
+        remat = keras_remat.RematAutotune(
+            limit, "keep", solver="greedy", profile_steps=1, verbose=0, compilation="ordered"
+        )
+        history = model.fit(data, epochs=2, verbose=0, callbacks=[remat] if share else [])
+        return history.history["loss"], keras_models.state_of(model), remat.plan
+
+    losses, state, _ = fit()
+    again, found = fit(), fit(0.6)
+    assert found[2].recomputes
+    for other in (again, found):
+        assert other[0] == losses
+        keras_models.assert_same_bits(other[1], state)
