@@ -266,10 +266,12 @@ def test_one_sample_over_the_overhead_bound_is_not_found():
         search(budget, start=1, max_overhead=0)
 
 
-def test_time_limit_ends_the_search_with_what_is_known():
+def test_work_ends_the_search_after_a_few_solves():
+    """Every solve costs up to a quarter of the limit, and finds its first schedule all the same."""
     found = search(store_all_peak(40), start=40, time_limit_s=1e-9)
-    assert found.max_batch_size == 40
-    assert len(found.probes) <= 6
+    assert found.plain_batch_size == 40
+    assert found.max_batch_size >= 40
+    assert len(found.probes) <= 10
 
 
 # ------------------------------------------------------------------ on TensorFlow
@@ -332,5 +334,5 @@ def test_a_fixed_batch_is_named_instead_of_a_size_that_nobody_asked_for(models):
             find_max_batch_size(model, batch, "8GiB", profile="estimated")
     with pytest.raises(ValueError, match=r"batch is 32.*fixed shape \(8, 5, 4\): give 8"):
         find_max_batch_size(model, 32, "8GiB", profile="estimated")
-    with pytest.raises(RematError, match="Raise the limit"):  # no half of the batch can be tried
+    with pytest.raises(RematError, match="A limit of"):  # no half of the batch can be tried
         find_max_batch_size(model, (x, y), "1KiB")
