@@ -396,8 +396,17 @@ class Run:
 
     def _new_trigger(self) -> None:
         """Makes the newest results that nothing has read yet the condition of the recomputations
-        that follow."""
+        that follow.
+
+        A loop's results come at once. Where one was read, the others are not waited for: they may
+        be what is forgotten, and would be held for nothing.
+        """
         read = {v for op_id in self._since for v in self._graph.ops[op_id].inputs}
+        numbers = {self._numbers[v] for v in read}
+        for at in (at for op_id in self._since for at in self._handles[op_id]):
+            outputs = self._program.equations[at].outputs
+            if not numbers.isdisjoint(outputs):
+                numbers.update(outputs)
         made = [
             v
             for op_id in self._since
@@ -405,7 +414,7 @@ class Run:
             if self._graph.values[v].nbytes > 0
         ]
         allowed = [v for v in made if self._writer.may_trigger(self._numbers[v])]
-        left = [v for v in allowed if v not in read]
+        left = [v for v in allowed if self._numbers[v] not in numbers]
         if len(allowed) < len(made):  # what is left may be just what must not be waited for
             left = left or allowed[-1:]
         if left:

@@ -105,6 +105,17 @@ def test_the_backward_phase_shares_nothing_large_with_the_forward_phase():
     assert out.text == "dot(dot(guard(x0 | never(dot(x0)))))"
 
 
+def test_what_a_loop_keeps_is_not_held_for_a_trigger_where_its_result_was_read():
+    """The loop runs again for what it keeps; its first run's is read by nobody."""
+    program = FlatProgram(LARGE, LARGE)
+    result, kept = program.add("call", 0, outputs=2)
+    end = program.add("dot", result)
+    program.returns(program.add("call", end, kept, scope="backward"))
+    (out,), writer = ran(program, [0, 1, 0, 2])
+    assert writer.guarded == ["x0"]
+    assert out.text == "call(dot(call(x0)), call(guard(x0 | never(dot(call(x0))))).1)"
+
+
 def test_a_small_value_that_is_spread_in_both_phases_is_kept_apart():
     program = FlatProgram(LARGE, 64)
     forward = program.add("exp", program.add("add", program.add("dot", 0), 1))
