@@ -146,8 +146,8 @@ def test_no_framework_is_imported(tmp_path):
             sys.executable,
             "-c",
             "import pathlib, sys\n"
-            "from keras_remat.planning import beside\n"
-            f"beside.main(pathlib.Path({str(tmp_path)!r}))\n"
+            "from keras_remat.planning import background\n"
+            f"background.main(pathlib.Path({str(tmp_path)!r}))\n"
             "assert not {'tensorflow', 'keras', 'jax', 'torch'} & set(sys.modules)\n",
         ],
         check=True,
