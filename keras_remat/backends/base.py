@@ -181,6 +181,13 @@ class Installed(ABC):
         self.original: Any = original_of(model.train_function)
         model.train_function = self
 
+    def _caller(self, iterator: Any) -> Caller | None:
+        """Returns who calls; ``None`` where the original takes the call."""
+        caller = self._runner.caller(iterator)
+        if caller is Caller.NOBODY:
+            self.give_back()
+        return None if caller in (Caller.NOBODY, Caller.INNER) else caller
+
     @abstractmethod
     def _read(self, batch: Any) -> Any:
         """Returns a batch of Keras's iterator as the runner gets it."""

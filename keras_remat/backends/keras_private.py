@@ -14,6 +14,18 @@ def layers(model: Any) -> list[Any]:
     return list(model._flatten_layers())
 
 
+def build(model: Any, batch: Any) -> None:
+    """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does
+    before its first step. Where Keras cannot build the model (it has no ``call``), it would take it
+    for built the next time: it stays what it was."""
+    was_built = model.built
+    try:
+        model._symbolic_build(data_batch=batch)
+    except Exception:
+        model.built = was_built
+        raise
+
+
 def masks(arrays: Any) -> list[Any]:
     """Returns the mask of every array in a structure, ``None`` where there is none."""
     import keras

@@ -2,11 +2,11 @@
 
 Everything here was read in, and is tested with, the versions in ``TESTED``. From JAX: the fields of
 an equation (``primitive``, ``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``;
-from Keras: ``_symbolic_build``, ``_purge_model_variables``, ``_update_metrics_variables``,
-``_jax_state``, and the four lists of variables the JAX trainer carries as state, in its order. Of
-``jax.distributed`` the client of its key-value store; of ``jax.lax`` the gradient of pooling with a
-start value of its own; and of JAX's own path from a module to a compiled step its last half
-(``mlir``, ``compiler``, ``xla_client``).
+from Keras: ``_purge_model_variables``, ``_update_metrics_variables``, ``_jax_state``, and the four
+lists of variables the JAX trainer carries as state, in its order. Of ``jax.distributed`` the client
+of its key-value store; of ``jax.lax`` the gradient of pooling with a start value of its own; and of
+JAX's own path from a module to a compiled step its last half (``mlir``, ``compiler``,
+``xla_client``).
 When a new version moves one of these, this is the file to mend.
 """
 
@@ -209,18 +209,6 @@ def wait_for_state(model: Any) -> None:
     newest = getattr(model, "_jax_state", None) or {}  # Keras wraps dictionaries and lists
     leaves = (leaf for group in newest.values() for leaf in group)
     jax.block_until_ready([leaf for leaf in leaves if not leaf.is_deleted()])
-
-
-def build(model: Any, batch: Any) -> None:
-    """Builds model, losses, metrics and optimizer for a batch of arrays or specs, as ``fit`` does
-    before its first step. Where Keras cannot build the model (it has no ``call``), it would take it
-    for built the next time: it stays what it was."""
-    was_built = model.built
-    try:
-        model._symbolic_build(data_batch=batch)
-    except Exception:
-        model.built = was_built
-        raise
 
 
 def update_metrics(

@@ -43,10 +43,8 @@ class InstalledTrainFunction(Installed):
 
     @without_inner_frames
     def __call__(self, state: private.State, iterator: Any) -> tuple[Any, private.State]:
-        caller = self._runner.caller(iterator)
-        if caller is Caller.NOBODY:
-            self.give_back()
-        if caller in (Caller.NOBODY, Caller.INNER):
+        caller = self._caller(iterator)
+        if caller is None:
             result: tuple[Any, private.State] = self.original(state, iterator)
             return result
         device = self._device

@@ -20,6 +20,7 @@ import jax
 import keras
 import numpy as np
 
+from keras_remat.backends import keras_private
 from keras_remat.backends.batches import check_dense
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.accumulate import accumulated_train_step
@@ -146,7 +147,7 @@ def trace(
             "over the devices anew."
         )
     batch_specs = as_specs(batch)
-    private.build(model, batch_specs)
+    keras_private.build(model, batch_specs)
     state_specs = private.state_specs(model, state)
     pieces_step = None if micro_batches == 1 else accumulated_train_step(model, micro_batches)
     if keras.distribution.distribution() is None:

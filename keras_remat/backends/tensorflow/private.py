@@ -5,10 +5,9 @@ handle and an object for it, the graph or the operations of a function's definit
 when it refuses to compile, which devices have a kernel for an op and where that keeps its outputs,
 what an allocator may take, whether devices exist already and whether oneDNN is on, capturing an
 eager tensor under a chosen name, calling a function with a session configuration of its own,
-reading the profiler's raw trace, building a model from a batch, what Keras's own ``train_step``
-does with the losses' trackers, which variables and which numbers of collective ops belong together
-on the devices of a strategy, in what packs its replicas exchange gradients, the HLO of a function,
-and two of XLA's operations.
+reading the profiler's raw trace, what Keras's own ``train_step`` does with the losses' trackers,
+which variables and which numbers of collective ops belong together on the devices of a strategy, in
+what packs its replicas exchange gradients, the HLO of a function, and two of XLA's operations.
 """
 
 from __future__ import annotations
@@ -364,15 +363,6 @@ def is_stateful(kind: str) -> bool:
 def capture(external: Any) -> Any:
     """The symbolic tensor that stands for an eager tensor in the function graph being built."""
     return tf.compat.v1.get_default_graph().capture(external)
-
-
-def build_model(model: Any, batch: Any) -> None:
-    """Builds layers, optimizer, metrics and losses from one batch, as Keras does under a strategy.
-
-    The optimizer gets slots for all trainable variables, which a ``train_step`` of the user's own
-    need not ask for.
-    """
-    model._symbolic_build(data_batch=batch)
 
 
 def variable_of(handle: Any) -> Any:

@@ -38,10 +38,8 @@ class InstalledTrainFunction(Installed):
 
     @without_inner_frames
     def __call__(self, iterator: Any) -> Any:
-        caller = self._runner.caller(iterator)
-        if caller is Caller.NOBODY:
-            self.give_back()
-        if caller in (Caller.NOBODY, Caller.INNER):
+        caller = self._caller(iterator)
+        if caller is None:
             return self.original(iterator)
         if caller is Caller.FIT:
             return self._of_fit(iterator)

@@ -3,8 +3,8 @@
 Everything here was read in, and is tested with, the versions in ``TESTED``. From PyTorch: fake
 tensors, the stack of dispatch modes, the node of autograd that runs, the profiler's memory events;
 from Keras: the functions in which its PyTorch backend leaves tensors (generators of random numbers,
-branches, Nadam's products), ``_symbolic_build`` and the value of a variable. When a new version
-moves one of these, this is the file to mend.
+branches, Nadam's products), and the value of a variable. When a new version moves one of these,
+this is the file to mend.
 """
 
 from __future__ import annotations
@@ -270,18 +270,6 @@ def value_of(variable: Any) -> torch.Tensor | None:
 def set_value(variable: Any, tensor: torch.Tensor) -> None:
     """Gives a Keras variable another tensor."""
     variable._value = tensor
-
-
-def build(model: Any, batch: Any) -> None:
-    """Builds model, losses, metrics and optimizer for a batch, as ``fit`` does before its first
-    step. Where Keras cannot build the model (it has no ``call``), it would take it for built the
-    next time: it stays what it was."""
-    was_built = model.built
-    try:
-        model._symbolic_build(data_batch=batch)
-    except Exception:
-        model.built = was_built
-        raise
 
 
 def call_for_training(model: Any, x: Any) -> Any:

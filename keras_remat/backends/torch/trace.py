@@ -21,6 +21,7 @@ from typing import Any
 import keras
 import torch
 
+from keras_remat.backends import keras_private
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.batches import check_dense
 from keras_remat.backends.memory import MemoryModel
@@ -192,7 +193,7 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
 
 def _build(model: Any, batch: Any) -> None:
     try:
-        private.build(model, batch)
+        keras_private.build(model, batch)
     except RuntimeError as error:  # it has no call, say; what its step needs may be there
         if not optimizers_of(model):
             raise UnsupportedModelError(str(error)) from error

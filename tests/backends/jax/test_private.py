@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_remat.backends import keras_private
 from keras_remat.backends.jax import private
 
 VECTOR = jax.ShapeDtypeStruct((4,), "float32")
@@ -16,7 +17,7 @@ VECTOR = jax.ShapeDtypeStruct((4,), "float32")
 
 def built(make=models.small):
     model = make()
-    private.build(model, models.batch(model))
+    keras_private.build(model, models.batch(model))
     return model
 
 
@@ -188,11 +189,11 @@ def test_a_model_is_built_from_arrays_or_specs(specs):
     batch = (
         jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, y)) if specs else (x, y)
     )
-    private.build(model, batch)
+    keras_private.build(model, batch)
     assert [tuple(w.shape) for w in model.weights] == [(3, 4), (4,), (4, 10), (10,)]
     assert model.optimizer.built
     assert model.metrics_variables
-    private.build(model, batch)
+    keras_private.build(model, batch)
     assert len(model.weights) == 4, "once more does nothing"
 
 

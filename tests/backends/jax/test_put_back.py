@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import keras_remat
+from keras_remat.backends import keras_private
 from keras_remat.backends.base import preserved_state
 from keras_remat.backends.jax import JaxBackend, private
 
@@ -26,7 +27,7 @@ def built():
     keras.utils.set_random_seed(0)
     model = models.small()
     batch = models.batch(model, 8)
-    private.build(model, batch)
+    keras_private.build(model, batch)
     return model, batch
 
 

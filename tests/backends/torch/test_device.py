@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch_models as models
 
+from keras_remat.backends import keras_private
 from keras_remat.backends.base import load_backend
 from keras_remat.backends.torch import device as devices
 from keras_remat.backends.torch import private
@@ -67,7 +68,7 @@ def test_a_profiler_of_the_users_own_is_left_alone():
 def test_a_peak_counts_kernels_scratch_and_gradients_that_are_left():
     model, batch = models.CASES["sgd"]()
     data = tuple(map(torch.as_tensor, batch))
-    model._symbolic_build(data_batch=data)
+    keras_private.build(model, data)
     model.make_train_function()
     device = CpuDevice()
     device.trains(model)

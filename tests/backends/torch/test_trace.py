@@ -11,6 +11,7 @@ from keras import layers, ops
 from random_schedules import random_schedule
 
 import keras_remat
+from keras_remat.backends import keras_private
 from keras_remat.backends.base import load_backend
 from keras_remat.backends.torch.variables import places_of
 from keras_remat.errors import UnsupportedModelError
@@ -22,7 +23,7 @@ def ready(make):
     """A built model in training, and a batch of tensors; draws without a seed begin anew."""
     model, batch = make()
     data = tuple(map(torch.as_tensor, batch))
-    model._symbolic_build(data_batch=data)
+    keras_private.build(model, data)
     model.make_train_function()
     model.train()
     torch.manual_seed(3)

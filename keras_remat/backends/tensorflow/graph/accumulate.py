@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_remat.backends import keras_private
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.micro_batches import (
     SEPARATION,
@@ -52,7 +53,7 @@ def accumulated_train_step(
     if count == 1:
         return own_step
     check_can_be_cut(model)
-    private.build_model(model, batch)
+    keras_private.build(model, batch)
 
     def train_step(data: Any) -> Any:
         check_samples(data)

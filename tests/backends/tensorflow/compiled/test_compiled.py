@@ -15,7 +15,7 @@ from random_schedules import forget
 from tight_limit import tight_limit as limit_of
 
 import keras_remat
-from keras_remat.backends.tensorflow import private
+from keras_remat.backends import keras_private
 from keras_remat.backends.tensorflow.compiled import lower as lowering
 from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
 from keras_remat.backends.tensorflow.compiled.profile import estimated_profile
@@ -40,7 +40,7 @@ def ready(made):
     data = tf.nest.map_structure(
         lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), data
     )
-    private.build_model(model, data)
+    keras_private.build(model, data)
     return model, data
 
 
