@@ -28,7 +28,7 @@ from keras_remat.cards import process
 from keras_remat.cards.process import ArraySpec, Request
 from keras_remat.cards.report import CardReport, CardRow
 from keras_remat.checks import check_int, check_seconds, check_share
-from keras_remat.core.interpreter import for_cards
+from keras_remat.core import interpreter
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError, without_inner_frames
 from keras_remat.planning.make_plan import target_of
@@ -189,13 +189,10 @@ def _messages(request: Request) -> Iterator[tuple[str, Any]]:
         asked, errors = Path(folder) / "request", Path(folder) / "errors"
         asked.write_bytes(pickle.dumps(request))
         with errors.open("wb") as error_stream:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "keras_remat.cards.process", str(asked)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=error_stream,
-                env=for_cards(),
-            )
+            child = interpreter.start(
+                "-m", "keras_remat.cards.process", str(asked), variables=interpreter.for_cards(),
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=error_stream,
+            )  # fmt: skip
         assert child.stdout is not None
         try:
             kind = ""

@@ -12,24 +12,23 @@ from typing import Any
 _OF_A_FRAMEWORK = ("JAX_", "XLA_", "TF_", "KERAS_BACKEND", "CUDA_", "NVIDIA_", "HIP_", "ROCR_")
 
 
-def start(*arguments: str, **options: Any) -> subprocess.Popen[Any]:
-    """Starts one that an interrupt of the caller does not end.
+def start(
+    *arguments: str, variables: dict[str, str] | None = None, **options: Any
+) -> subprocess.Popen[Any]:
+    """Starts one that an interrupt of the caller does not end: Ctrl-C is the user's way to end
+    training, not what runs beside it.
 
     Args:
         arguments: of the interpreter.
+        variables: of its environment; :func:`environment`'s, if not given.
         options: of ``subprocess.Popen``.
 
     Raises:
         OSError: none can be started; an embedded interpreter may not know its own file.
     """
-    return subprocess.Popen(
-        command(*arguments), env=environment(), start_new_session=True, **options
-    )
-
-
-def command(*arguments: str) -> list[str]:
-    """Returns the command that starts one."""
-    return [sys.executable or "", *arguments]
+    command = [sys.executable or "", *arguments]
+    variables = environment() if variables is None else variables
+    return subprocess.Popen(command, env=variables, start_new_session=True, **options)
 
 
 def for_cards() -> dict[str, str]:

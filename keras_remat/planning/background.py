@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from keras_remat.core.interpreter import environment
+from keras_remat.core import interpreter
 from keras_remat.errors import RematError
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
@@ -40,14 +40,10 @@ class PlanProcess:
         folder = Path(self._folder.name)
         (folder / _REQUEST).write_bytes(pickle.dumps(request.elsewhere()))
         with (folder / _ERRORS).open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "keras_remat.planning.background", str(folder)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                env=environment(),
-                start_new_session=True,  # Ctrl-C is the user's way to end training, not planning
-            )
+            self._process = interpreter.start(
+                "-m", "keras_remat.planning.background", str(folder),
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors,
+            )  # fmt: skip
         self._end = weakref.finalize(self, _end, self._process, self._folder)
 
     @property

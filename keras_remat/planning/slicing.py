@@ -24,6 +24,7 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing
+from keras_remat.core.target import CPU_RATES
 from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
@@ -50,15 +51,13 @@ _HOPELESS_SHARE = 0.85
 _MOST_TRIES = 4
 #: How many ops a sliced graph may have: so many times the whole one's, and so many more.
 _MOST_TIMES, _MOST_MORE = 4, 2000
-#: Seconds that one more op takes at least, and bytes that are copied or added in a second.
-_LAUNCH_S, _BYTES_PER_S = 2e-6, 5e9
 
 
 def sliced_costs(problem: Problem, sliced: SlicedGraph) -> Problem:
     """Returns what a sliced graph costs by what the whole one does.
 
     A part takes its share of the op's time and workspace, and an op that cuts, joins or adds moves
-    its bytes.
+    its bytes, at a CPU's rate: what is known of a GPU's is less.
     """
     profile, graph = problem.profile, sliced.graph
     parts = sliced.slicing.parts
@@ -68,10 +67,13 @@ def sliced_costs(problem: Problem, sliced: SlicedGraph) -> Problem:
             times.append(profile.op_time_s[origin.source])
             workspaces.append(profile.op_workspace_bytes[origin.source])
         elif origin.role == "part":
-            times.append(max(_LAUNCH_S, profile.op_time_s[origin.source] / parts))
+            times.append(
+                max(CPU_RATES.seconds_per_kernel, profile.op_time_s[origin.source] / parts)
+            )
             workspaces.append(-(-profile.op_workspace_bytes[origin.source] // parts))
         else:
-            times.append(_LAUNCH_S + _glue_bytes(graph, op.id, origin.role) / _BYTES_PER_S)
+            moved_s = _glue_bytes(graph, op.id, origin.role) * CPU_RATES.seconds_per_byte
+            times.append(CPU_RATES.seconds_per_kernel + moved_s)
             workspaces.append(0)
     costs = replace(profile, op_time_s=tuple(times), op_workspace_bytes=tuple(workspaces))
     return replace(problem, graph=graph, profile=costs)

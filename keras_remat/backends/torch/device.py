@@ -28,6 +28,7 @@ from keras_remat.backends.torch import private
 from keras_remat.backends.torch.variables import held_bytes, watch_gradients
 from keras_remat.core.graph import Op
 from keras_remat.core.schedule import Usage
+from keras_remat.errors import UnsupportedModelError
 
 Result = TypeVar("Result")
 #: So many calls of a step are watched. The first one of Keras's own finds no gradients of the step
@@ -203,7 +204,6 @@ class CudaDevice(Device):
     def __init__(self, index: int):
         super().__init__()
         self._index = index
-        #: Bytes at their most inside every op of a step, by position, while op times are recorded.
         self.name = f"cuda:{index}"
 
     def measure(self, run: Callable[[], Result], *, wait: bool = True) -> tuple[Result, Usage]:
@@ -253,8 +253,6 @@ def live_device() -> CpuDevice | CudaDevice:
     Raises:
         UnsupportedModelError: neither a CPU nor a CUDA GPU.
     """
-    from keras_remat.errors import UnsupportedModelError
-
     device = private.device()
     if device.type == "cpu":
         return CpuDevice()

@@ -72,13 +72,10 @@ class CardCompiler:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             with self._errors.open("wb") as errors:
-                self._process = subprocess.Popen(
-                    interpreter.command("-m", "keras_remat.backends.jax.hlo"),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    env=interpreter.for_cards(),
-                )
+                self._process = interpreter.start(
+                    "-m", "keras_remat.backends.jax.hlo", variables=interpreter.for_cards(),
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                )  # fmt: skip
             weakref.finalize(self, _end, self._process)
         return self._process
 

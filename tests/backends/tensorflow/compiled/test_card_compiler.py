@@ -122,10 +122,13 @@ def test_an_order_and_several_devices_are_refused(simulated_compiler, monkeypatc
 
 def test_a_process_that_dies_is_told(monkeypatch):
     needs_compiler()
+    start, code = (
+        interpreter.start,
+        "import sys; print('no compiler', file=sys.stderr); sys.exit(3)",
+    )
     monkeypatch.setattr(
-        interpreter, "command",
-        lambda *arguments: ["sh", "-c", "echo no such compiler >&2; exit 3"],
-    )  # fmt: skip
+        interpreter, "start", lambda *words, **options: start("-c", code, **options)
+    )
     model, batch = keras_models.mlp()
-    with pytest.raises(UnsupportedModelError, match=r"ended with 3[\s\S]*no such compiler"):
+    with pytest.raises(UnsupportedModelError, match=r"ended with 3[\s\S]*no compiler"):
         keras_remat.make_plan(model, batch, "8MiB", card="T4")
