@@ -307,12 +307,7 @@ def memory_events() -> Iterator[list[tuple[int, int]]]:
     """
     noted: list[tuple[int, int]] = []
     with _without_profiler_lines():
-        if not _has_told():  # PyTorch says once that what was there before is not noted
-            _has_told().append(True)
-            before = torch.empty(1)
-            _begin_session()
-            del before
-            torch.autograd._disable_profiler()
+        _free_what_was_there()
         _begin_session()
     try:
         yield noted
@@ -338,16 +333,25 @@ def _begin_session() -> None:
 
 
 @functools.cache
-def _has_told() -> list[bool]:
-    return []
+def _free_what_was_there() -> None:
+    """Has PyTorch say that it notes nothing of memory which a session finds; it says that once."""
+    before = torch.empty(1)
+    _begin_session()
+    del before
+    torch.autograd._disable_profiler()
 
 
 @contextmanager
 def _without_profiler_lines() -> Iterator[None]:
     """Keeps the lines that a profiler session begins and ends with off the terminal; others that
     are written meanwhile come afterwards."""
-    sys.stderr.flush()
-    terminal = os.dup(2)
+    try:
+        terminal = os.dup(2)
+    except OSError:  # there is none
+        yield
+        return
+    if sys.stderr is not None:
+        sys.stderr.flush()
     with tempfile.TemporaryFile() as written:
         os.dup2(written.fileno(), 2)
         try:
