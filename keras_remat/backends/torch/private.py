@@ -255,12 +255,6 @@ def device() -> torch.device:
     return torch.device(keras_core.get_device())
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """Returns the type of a Keras dtype's name."""
-    dtype: torch.dtype = keras_core.to_torch_dtype(name)
-    return dtype
-
-
 def value_of(variable: Any) -> torch.Tensor | None:
     """Returns the tensor of a Keras variable."""
     value: torch.Tensor | None = variable._value

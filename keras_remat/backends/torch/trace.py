@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,21 +67,6 @@ class TorchTracedStep(TracedStep):
     logs: Any
     micro_batches: int
     device: torch.device
-
-    @cached_property
-    def input_bytes(self) -> int:
-        """Bytes of the variables and the batch."""
-        return self.graph.input_bytes
-
-    @cached_property
-    def batch_bytes(self) -> int:
-        """Bytes of the batch on the device."""
-        leaves = [leaf for leaf in keras.tree.flatten(self.batch) if leaf is not None]
-        return sum(
-            leaf.numel() * leaf.element_size()
-            for leaf in leaves
-            if leaf.device.type == self.device.type
-        )
 
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
         """Returns what Keras's own step needs: what was alive when its calls were recorded, and
