@@ -54,7 +54,6 @@ class TorchTracedStep(TracedStep):
         program: the nodes of its graph.
         model: whose step it is.
         places: where the tensors are that it reads and writes.
-        batch: what it was traced for: a structure of stand-ins, ``None`` for what is none.
         logs: what it returns, with a :class:`.recorder.Ref` or ``Scalar`` for what it computes.
         micro_batches: in how many pieces it trains the batch.
         device: where it runs.
@@ -63,7 +62,6 @@ class TorchTracedStep(TracedStep):
     program: Program
     model: Any
     places: Places
-    batch: Any
     logs: Any
     micro_batches: int
     device: torch.device
@@ -167,7 +165,6 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
         program=program,
         model=model,
         places=places,
-        batch=data,
         logs=logs,
         micro_batches=micro_batches,
         device=device,
