@@ -14,7 +14,7 @@ from keras_remat.backends.tensorflow.graph.branch_updates import order_branch_up
 from keras_remat.backends.tensorflow.graph.nodes import called_functions
 
 SIZE, VARIABLES = 1024, 5
-ROWS, SCALE = 512, 2.0**32
+ROWS, SCALE = 4096, 2.0**32
 
 
 def updating():
