@@ -127,3 +127,4 @@ class Aside:
         if not (is_near and self._may_grow):  # one of another shape may have taken it
             trainer.watched(usage)
         self.stays = not is_near and self._steps.runs_plain(may_grow=self._may_grow)
+        self._watch.look_ends()

@@ -12,6 +12,7 @@ by the name of its variable, as in Keras 3.15.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -79,7 +80,7 @@ def data_of_fit(model: Any) -> tuple[Any, ...]:
     """Returns inputs, targets and weights as the innermost ``fit`` was given them, where it is one
     of ``model``; nothing else may keep them."""
     frame = innermost_fit()
-    names = {} if frame is None else frame.f_locals
+    names = {} if frame is None else _variables(frame)
     given = ("x", "y", "sample_weight") if names.get("self") is model else ()
     return tuple(names.get(name) for name in given)
 
@@ -95,6 +96,19 @@ def trains_alone(iterator: Any) -> bool:
     return frame is not None and frame.f_code.co_name == "train_on_batch"
 
 
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Returns the variables of a function that runs.
+
+    Before Python 3.13 a frame keeps what it has told, until it is asked again: an epoch's iterator,
+    whose threads the next asker waits for, and the state of that moment. So it is made to forget.
+    """
+    told = frame.f_locals
+    variables = dict(told)
+    if type(told) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        told.clear()
+    return variables
+
+
 def _has(fit: RunningFit, callback: Any) -> bool:
     return any(one is callback for one in fit.callbacks)
 
@@ -104,7 +118,7 @@ def _fits(model: Any) -> Iterator[RunningFit]:
     first."""
     frame = sys._getframe(1)
     while frame is not None:
-        names = frame.f_locals if frame.f_code.co_name == "fit" else {}
+        names = _variables(frame) if frame.f_code.co_name == "fit" else {}
         listed = getattr(names.get("callbacks"), "callbacks", None)
         if listed is not None and names.get("self") is model:
             yield RunningFit(tuple(listed), names.get("epoch_iterator"))

@@ -22,6 +22,7 @@ from keras_remat.backends.base import Backend, Caller, check_train_function
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.keras_private import validation_batch_size
 from keras_remat.core.events import EventKind
+from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.reporting.fit_report import AutotuneReport
@@ -35,6 +36,7 @@ from keras_remat.training.callers import Callers, RunningFit, data_of_fit, is_pr
 from keras_remat.training.fit_state import FitState, limit_of
 from keras_remat.training.learning_rate import LearningRateScaling
 from keras_remat.training.other_phases import validation_news, whole_data_news
+from keras_remat.training.watch import Pace
 
 #: How often the callback may stand aside in one fit: each time but the first, a step came near the
 #: limit before.
@@ -112,6 +114,9 @@ class FitSession:
         self._aside: Aside | None = None  # while nothing is to be done
         self._asides_left = _MOST_ASIDES
         self._is_unmodified = False  # whether Keras's own step runs to the end
+        self._between = Pace(options.profile_steps)  # of looks at what is held between steps
+        #: Where nothing is measured: the costs of the plain step, and the peak that is predicted.
+        self._unmeasured: tuple[Problem | None, int] = (None, 0)
 
     @property
     def steps(self) -> BackendRace:
@@ -329,7 +334,7 @@ class FitSession:
         """Ends the count of an epoch, and returns what is new in its logs."""
         self._train_rest()
         if self._aside is not None:
-            fit = self._callers.running_fit
+            fit = self._callers.announced.fit
             self._aside.epoch_ends(None if fit is None else fit.epoch_iterator)
         elif self._callers.announced.is_endless and self._installed.counts_no_empty_step:
             news = tell.other_updates()
@@ -337,7 +342,7 @@ class FitSession:
                 self._fit.event(*news)
         self._trainer.epoch_ends()
         self._tell_whole_data()
-        self._fit.note_phase("between steps", self._backends[0].device.in_use_bytes())
+        self._note_what_is_held()
         counter = self._fit.take_counter()
         usage = EpochUsage(
             epoch,
@@ -355,15 +360,26 @@ class FitSession:
         rest = {name: _as_number(value) for name, value in self._epoch.rest_logs.items()}
         return rest | self._report.epoch_logs(usage)
 
+    def _note_what_is_held(self) -> None:
+        """Notes what is in use between steps, as seldom as its cost asks for."""
+        if self._between.is_due():
+            started = time.perf_counter()
+            self._fit.note_phase("between steps", self._backends[0].device.in_use_bytes())
+            self._between.looked(time.perf_counter() - started)
+
     def _predicted_peak_bytes(self) -> int:
-        """Returns what stands for a measured peak where the allocator keeps no statistics."""
+        """Returns what stands for a measured peak where the allocator keeps no statistics; nothing
+        changes it while the step stays."""
         trainer = self.steps.trainer
         plan, problem = trainer.plan, trainer.problem
         if trainer.backend.device.has_statistics or problem is None:
             return 0
         if plan is not None:
             return plan.predicted.peak_bytes
-        return trainer.backend.memory.peak_bytes(problem, Schedule.store_all(problem.graph))
+        if self._unmeasured[0] is not problem:
+            order = Schedule.store_all(problem.graph)
+            self._unmeasured = problem, trainer.backend.memory.peak_bytes(problem, order)
+        return self._unmeasured[1]
 
     def stop(self) -> None:
         """Ends what runs beside the steps; see :class:`~keras_remat.backends.base.StepRunner`."""

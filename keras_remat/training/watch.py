@@ -1,8 +1,9 @@
 """Watches steps from Keras's hooks, while Keras's own train function is in place.
 
-A look waits for the steps before it, and asks the device for the most that was in use. The first
-looks come after every step. Later ones come as seldom as is needed for all of them together to take
-a small share of the time: nothing is lost by that, because a peak stays until it is asked for.
+A look waits for the steps before it, asks the device for the most that was in use, and ends when
+that is taken in. The first looks come after every step. Later ones come as seldom as is needed for
+all of them together to take a small share of the time: nothing is lost by that, because a peak
+stays until it is asked for.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Watch:
     def __init__(self, installed: Installed, device: DeviceMemory, first_looks: int):
         self._installed, self._device, self._pace = installed, device, Pace(first_looks)
         self.steps = 0
-        self._began_s = 0.0
+        self._began_s = self._looked_s = 0.0
 
     def passes(self) -> bool:
         """Notes that a step begins before which no look is due; returns whether that is so."""
@@ -83,10 +84,13 @@ class Watch:
     def look(self) -> Watched:
         """Returns what the steps since the last look took, of which there must be one, and begins
         anew."""
-        began_s = time.perf_counter()
+        self._looked_s = time.perf_counter()
         self._installed.synchronize()
         time_s = (time.perf_counter() - self._began_s) / self.steps
         watched = Watched(self.steps, Usage(time_s, self._device.watched_peak_bytes()))
         self.steps = 0
-        self._pace.looked(time.perf_counter() - began_s)
         return watched
+
+    def look_ends(self) -> None:
+        """Notes that what came of a look is taken in."""
+        self._pace.looked(time.perf_counter() - self._looked_s)

@@ -1,5 +1,6 @@
 """Who calls the train function: told by the announcement, the iterator and the running fit."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,22 @@ def test_running_fit_is_the_one_of_this_model_with_this_callback():
     assert found.callbacks == (other, ours)
     nested = model.fit([ours], lambda: Model().fit([other], lambda: running_fit(model, ours)))
     assert nested.callbacks == (ours,)
+
+
+def test_nothing_of_a_fit_is_kept():
+    """A frame keeps the variables that it was asked for: an epoch's iterator, and its threads."""
+
+    class Drops(Model):
+        def fit(self, listed):
+            callbacks, iterator = SimpleNamespace(callbacks=listed), Model()
+            alive = weakref.ref(iterator)
+            found = running_fit(self, callbacks.callbacks[0])
+            del iterator
+            return found, alive()
+
+    found, alive = Drops().fit([ALONE])
+    assert found.callbacks == (ALONE,)
+    assert alive is None
 
 
 def test_another_fit_is_the_innermost_of_this_model_without_this_callback():

@@ -60,11 +60,15 @@ def test_a_look_tells_of_all_steps_since_the_last_one(clock):
     clock.now_s += 2.0
     first = watch.step_begins()
     assert (first.steps, first.usage.time_s, first.usage.peak_bytes) == (1, 2.0, 5)
+    clock.now_s += 0.2  # to take that in costs time, too
+    watch.look_ends()
     for _ in range(3):
         clock.now_s += 2.0
         assert watch.passes()
-    clock.now_s += 300.0
+    clock.now_s += 290.0
+    assert watch.passes()
+    clock.now_s += 10.0
     assert not watch.passes()  # a look is due, and the step is not counted yet
     last = watch.step_begins()
-    assert (last.steps, last.usage.peak_bytes) == (4, 7)
-    assert last.usage.time_s == pytest.approx((3 * 2.0 + 300.0) / 4)
+    assert (last.steps, last.usage.peak_bytes) == (5, 7)
+    assert last.usage.time_s == pytest.approx((0.2 + 3 * 2.0 + 300.0) / 5)
