@@ -164,6 +164,7 @@ class FakeBackend:
 
     name, compilation = "fake", "ordered"
     measures_op_times = True
+    runs_slices = False
     auto_solver = "auto"
     batch_multiple = 1
     processes = Processes()

@@ -42,6 +42,10 @@ class Slicer(Protocol):
     """Rewrites one traced step so that some of its ops run in slices."""
 
     @property
+    def granule_bytes(self) -> int:
+        """The bytes that sizes of slices are rounded up to a multiple of."""
+
+    @property
     def rules(self) -> Mapping[int, SliceRule]:
         """Op id → how it may run in slices, of the ops that may."""
 
@@ -352,6 +356,8 @@ class Backend(Protocol):
     """Whether a recorder tells op times; where it does not, recording steps cannot make a plan
     better."""
 
+    runs_slices: bool
+    """Whether traced steps have a :class:`Slicer`."""
     auto_solver: str
     """The solver that ``"auto"`` stands for."""
     processes: Processes

@@ -8,6 +8,8 @@ which a sum over the batch is added up.
 
 The choice is a short list of candidates, few ops and few parts first, and the first for which a
 schedule is found is taken: smaller kernels are slower, and a larger graph takes longer to solve.
+Where a number of micro-batches is asked for, the batch runs in as many slices
+(:func:`in_micro_batches`), of all ops that hand large values to one another.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from keras_remat.errors import (
     InvalidProblemError,
     PlanMismatchError,
     ScheduleNotFoundError,
+    UnsupportedModelError,
 )
 from keras_remat.planning.advice import advising
 from keras_remat.planning.plan import Plan
@@ -51,6 +54,9 @@ _HOPELESS_SHARE = 0.85
 _MOST_TRIES = 4
 #: How many ops a sliced graph may have: so many times the whole one's, and so many more.
 _MOST_TIMES, _MOST_MORE = 4, 2000
+#: Where a batch trains in micro-batches, values of more than such a share of the largest one are
+#: there in slices: the least share that does not make the graph too large.
+_MICRO_BATCH_SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4)
 
 
 def sliced_costs(problem: Problem, sliced: SlicedGraph) -> Problem:
@@ -154,6 +160,58 @@ def _grown(
     return chosen
 
 
+def _most_ops(graph: Graph) -> int:
+    """Returns how many ops a graph may have in slices."""
+    return _MOST_TIMES * len(graph.ops) + _MOST_MORE
+
+
+def in_micro_batches(
+    traced: TracedStep,
+    problem: Problem,
+    samples: int,
+    count: int,
+    estimate: Callable[[TracedStep], Profile],
+) -> tuple[TracedStep, Problem]:
+    """Returns a whole step, and its costs, so that it trains its batch slice by slice.
+
+    Args:
+        traced, problem: the whole step and its costs.
+        samples: of the batch.
+        count: how many slices are asked for; where they do not divide the batch, it is the next
+            larger number that does, or a smaller one.
+        estimate: returns estimated costs of a step.
+
+    Raises:
+        UnsupportedModelError: the batch is not divided by such a number, or nothing large runs in
+            slices; the message says which.
+    """
+    slicer, graph = traced.slicer, problem.graph
+    numbers = (*range(count, 2 * count + 1), *range(count - 1, 1, -1))
+    parts = next((n for n in numbers if n > 1 and samples % n == 0), None)
+    if parts is None:
+        raise UnsupportedModelError(
+            f"No number from 2 to {2 * count} divides a batch of {samples} samples."
+        )
+    rules = {} if slicer is None else slicer.rules
+    able = {op_id for op_id in _able(rules, parts) if rules[op_id].divides % samples == 0}
+    able -= {op_id for op_id in able if not rules[op_id].partners <= able}
+    handed_on = {op_id: _large_bytes(graph, op_id, rules[op_id]) for op_id in able}
+    for share in _MICRO_BATCH_SHARES:
+        large_bytes = share * max(handed_on.values(), default=0)
+        seeds = {op_id for op_id in able if handed_on[op_id] > large_bytes}
+        chosen = _grown(graph, rules, seeds, frozenset(able), large_bytes)
+        if slicer and chosen and len(graph.ops) + (parts - 1) * len(chosen) <= _most_ops(graph):
+            sliced = slicer.sliced(Slicing(tuple(sorted(chosen)), parts))
+            return sliced, _costs_of(sliced, problem, estimate)
+    raise UnsupportedModelError("Nothing large runs in slices.")
+
+
+def _large_bytes(graph: Graph, op_id: int, rule: SliceRule) -> int:
+    """Returns the largest value that an op makes or reads part by part."""
+    by_part = rule.sliced | (set(graph.ops[op_id].outputs) - rule.sums)
+    return max((graph.values[v].nbytes for v in by_part), default=0)
+
+
 def plan_with_slices(
     traced: TracedStep,
     request: PlanRequest,
@@ -203,7 +261,7 @@ def plan_in_slices(
         if tries == _MOST_TRIES:
             break
         sliced = slicer.sliced(slicing)
-        if len(sliced.graph.ops) > _MOST_TIMES * len(problem.graph.ops) + _MOST_MORE:
+        if len(sliced.graph.ops) > _most_ops(problem.graph):
             continue
         costs = _costs_of(sliced, problem, estimate)
         least = min(least, costs, key=lambda one: one.floor_bytes)
@@ -242,11 +300,16 @@ def _costs_of(
 def in_slices_of(
     plan: Plan, traced: TracedStep, problem: Problem, estimate: Callable[[TracedStep], Profile]
 ) -> tuple[TracedStep, Problem]:
-    """Returns a whole step and its costs as a plan runs them: in its slices, if it has any.
+    """Returns a step and its costs as a plan runs them: in its slices, if it has any.
 
     Raises:
         PlanMismatchError: the plan's slices are of another step.
     """
+    if plan.slicing == traced.slicing:
+        return traced, problem
+    whole = traced.whole
+    if whole is not None:
+        traced, problem = whole.step, whole.problem(problem)
     if plan.slicing is None:
         return traced, problem
     try:

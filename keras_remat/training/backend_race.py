@@ -236,11 +236,11 @@ class BackendRace:
 
 def _tried(trainer: StepTrainer, usage: Usage, limit: Limit) -> Tried:
     """Returns what a way's final step says about more pieces."""
-    plan, time_s = trainer.plan, usage.time_s
+    plan, problem, time_s = trainer.plan, trainer.problem, usage.time_s
     over = not limit.holds(usage.peak_bytes)
     share = 1.0
-    if plan is not None and plan.predicted.time_s > 0:
-        share = plan.store_all.time_s / plan.predicted.time_s
+    if plan is not None and problem is not None and plan.predicted.time_s > 0:
+        share = problem.store_all_time_s / plan.predicted.time_s  # slices cost time of their own
     return Tried(trainer.pieces) if over else Tried(trainer.pieces, time_s, time_s * share)
 
 

@@ -16,6 +16,7 @@ from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning.make_plan import counted_bytes
+from keras_remat.planning.slicing import in_micro_batches
 from keras_remat.training import tell
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.shape_state import Costs, Known
@@ -69,6 +70,27 @@ class StepCosts:
                 profile, op_time_s=seen.op_time_s, op_workspace_bytes=seen.op_workspace_bytes
             )
         problem = Problem(traced.graph, profile, name=self._fit.model.name)
+        return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
+
+    def trace_as_asked(self, batch: Any, known: Known, micro_batches: int) -> Costs:
+        """Traces the step of a batch that is asked for in micro-batches: in slices, with the
+        numbers of the whole batch, where they can; else in pieces.
+
+        Raises:
+            UnsupportedModelError: as :meth:`trace`.
+        """
+        if micro_batches == 1 or not self._backend.runs_slices:
+            return self.trace(batch, known, micro_batches)
+        costs, size = self.trace(batch, known), batch_size_of(batch)
+        try:
+            traced, problem = in_micro_batches(
+                costs.traced, costs.problem, size, micro_batches, self._backend.estimated_profile
+            )
+        except UnsupportedModelError as error:
+            self._fit.event(*tell.in_pieces(size, micro_batches, error))
+            return self.trace(batch, known, micro_batches)
+        if traced.slicing is not None:
+            self._fit.event(*tell.micro_batches_in_slices(micro_batches, traced.slicing))
         return Costs(traced=traced, problem=problem, micro_batches=micro_batches)
 
     def _tell_changed_layers(self) -> None:

@@ -175,7 +175,7 @@ class FirstPlans:
         except NOT_FOUND as error:
             failure = error
         try:
-            return *self.split(shape, costs.micro_batches, batch, failure), Phase.WARM_UP
+            return *self.split(shape, costs, batch, failure), Phase.WARM_UP
         except ScheduleNotFoundError as error:
             if not shape.terms.may_miss:
                 raise
@@ -260,14 +260,18 @@ class FirstPlans:
     def split(
         self,
         shape: ShapeState,
-        micro_batches: int,
+        costs: Costs,
         batch: Any,
         error: InfeasibleBudgetError | ScheduleNotFoundError,
     ) -> tuple[Plan, Costs]:
-        """Returns a plan that trains the batch in more pieces than ``micro_batches`` and sums their
-        gradients; raises ``error`` where that is not allowed or does not help."""
+        """Returns a plan that trains the batch in more pieces than its costs are of, or in as many
+        where those are of slices, and sums their gradients; raises ``error`` where that is not
+        allowed or does not help."""
         most = shape.batch_size if shape.terms.may_split else 1
-        for count in (n for n in MICRO_BATCHES if micro_batches < n <= most):
+        counts = [n for n in MICRO_BATCHES if costs.micro_batches < n <= most]
+        if costs.micro_batches > 1 and costs.traced.whole is not None:
+            counts.insert(0, costs.micro_batches)  # it was asked for
+        for count in counts:
             try:
                 costs = self._costs.trace(batch, Known(), count)
             except UnsupportedModelError as reason:

@@ -274,7 +274,7 @@ class Moves:
         """Trains the batch in micro-batches, or in more of them."""
         costs = self.costs_of(shape, outcome.batch)
         too_large = self._first_plans.not_found(costs.problem, shape.peak_bytes or None)
-        found, split = self._first_plans.split(shape, costs.micro_batches, outcome.batch, too_large)
+        found, split = self._first_plans.split(shape, costs, outcome.batch, too_large)
         if isinstance(shape, PlannedShape) and shape.steps:
             shape = shape.with_over_limit()
         if shape.recorded is not Recorded.BLIND:

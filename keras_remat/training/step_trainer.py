@@ -343,7 +343,7 @@ class StepTrainer:
             return shape
         known = self._known(shape)
         try:
-            costs = self._costs.trace(batch, known, pieces)
+            costs = self._costs.trace_as_asked(batch, known, pieces)
         except UnsupportedBatchError as error:
             self._fit.warn(*tell.remark(error))
             return replace(shape, tries=Tries(plain_ruled_out=True))  # nothing can be planned

@@ -305,6 +305,23 @@ def in_micro_batches(size: int, count: int, limit: Limit) -> News:
     )
 
 
+def in_pieces(size: int, count: int, error: Exception) -> News:
+    """Tells why micro-batches that were asked for are pieces, and no slices of the batch."""
+    return News(
+        EventKind.MICRO_BATCHES,
+        f"{error} So {size} samples are trained in {count} pieces whose gradients are added up.",
+    )
+
+
+def micro_batches_in_slices(count: int, slicing: Slicing) -> News:
+    """Tells that micro-batches that were asked for are slices of the batch."""
+    return News(
+        EventKind.SLICES,
+        f"The {count} micro-batches are slices of the batch: {slices_text(slicing)}. The numbers "
+        "are those of the whole batch.",
+    )
+
+
 def in_slices(slicing: Slicing, limit: Limit) -> News:
     """Tells that some ops run on a part of the batch at a time because nothing else fits."""
     return News(

@@ -184,8 +184,9 @@ def test_what_sees_a_whole_batch_is_named():
     assert np.isfinite(compiled(*moving).evaluate(*samples(8)[:2], verbose=0)[0])
 
 
-def test_metrics_of_several_outputs_outlive_a_refusal():
+def test_metrics_of_several_outputs_outlive_a_refusal(monkeypatch):
     """A trace that ends midway leaves variables that it made without values."""
+    monkeypatch.setattr(type(load_backend()), "runs_slices", False)
     inputs = layers.Input((6,))
     ends = [layers.Dense(3, activation="softmax", name=name)(inputs) for name in "pq"]
     model = keras.Model(inputs, ends)

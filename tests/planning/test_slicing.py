@@ -13,11 +13,16 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
 from keras_remat.core.validate import validate
-from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    PlanMismatchError,
+    UnsupportedModelError,
+)
 from keras_remat.planning.plan import load_plan, plan_from_dict
 from keras_remat.planning.request import PlanRequest
 from keras_remat.planning.slicing import (
     candidates,
+    in_micro_batches,
     in_slices_of,
     plan_in_slices,
     plan_with_slices,
@@ -30,8 +35,10 @@ from tests.solvers.brute_force import fastest
 class CoreSlicer:
     """Rewrites the graph alone, by given rules."""
 
+    granule_bytes = 1
+
     def __init__(self, step, rules):
-        self.step, self.rules = step, rules
+        self.step, self.rules = replace(step, slicer=self), rules
 
     def sliced(self, slicing):
         rewrite = sliced_graph(self.step.graph, self.rules, slicing)
@@ -223,3 +230,47 @@ def test_the_default_order_is_near_the_least_that_is_possible():
     costs = replace(problem, graph=sliced.graph, profile=estimate(TracedStep(sliced.graph, {})))
     peak = SimulatedMemory().peak_bytes(costs, Schedule.store_all(costs.graph))
     assert peak <= 100 + 4 + 4 + 2 * 8 + 2 * 4 + 4
+
+
+@pytest.mark.parametrize(
+    ("samples", "count", "parts"), [(64, 4, 4), (64, 3, 4), (6, 4, 6), (25, 8, 5), (2, 8, 2)]
+)
+def test_micro_batches_are_the_number_of_slices_that_divides_the_batch(samples, count, parts):
+    step, problem, rules = head()
+    rules = {
+        op_id: replace(rule, divides=rule.divides and samples) for op_id, rule in rules.items()
+    }
+    step = replace(step, slicer=CoreSlicer(step, rules))
+    traced, costs = in_micro_batches(step, problem, samples, count, estimate)
+    assert traced.slicing == Slicing((1, 2, 3, 4), parts)
+    assert costs.graph is traced.graph
+    assert costs.profile.resident_bytes == problem.profile.resident_bytes
+
+
+@pytest.mark.parametrize(
+    ("samples", "rules", "reason"),
+    [
+        (7, None, "No number from 2 to 6 divides a batch of 7 samples"),
+        (1, None, "divides a batch of 1 sample"),
+        (64, {}, "Nothing large runs in slices"),
+        (6, None, "Nothing large runs in slices"),
+    ],
+)
+def test_a_batch_that_cannot_be_sliced_says_why(samples, rules, reason):
+    """The rules are of 64 samples."""
+    step, problem, known = head()
+    step = replace(step, slicer=CoreSlicer(step, known if rules is None else rules))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        in_micro_batches(step, problem, samples, 3, estimate)
+
+
+def test_a_plan_is_found_in_the_slices_that_it_was_made_for():
+    step, problem, plan = planned()
+    traced, costs = in_micro_batches(step, problem, 64, 2, estimate)
+    again, of_plan = in_slices_of(plan, traced, costs, estimate)
+    plan.check(of_plan)
+    assert again.slicing == plan.slicing
+    assert in_slices_of(replace(plan, slicing=traced.slicing), traced, costs, estimate) == (
+        traced,
+        costs,
+    )

@@ -70,6 +70,7 @@ class JaxBackend:
 
     name, compilation = "jax", "compiled"
     measures_op_times = False
+    runs_slices = False
     auto_solver = (
         "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
     )

@@ -37,6 +37,7 @@ class TorchBackend:
 
     name, compilation = "torch", "ordered"
     measures_op_times = True
+    runs_slices = False
     auto_solver = "auto"
     batch_multiple = 1
     processes = Processes()

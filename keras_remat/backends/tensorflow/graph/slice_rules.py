@@ -278,7 +278,7 @@ def input_modes(step: TensorFlowStep, node: Any) -> Found:
     it stays whole."""
     fixed, by_shape = _FIXED.get(node.op), _BY_SHAPE.get(node.op)
     result = step.tensor_shapes.get(f"{node.name}:0")
-    if (fixed is None and by_shape is None) or result is None or node.name in step.divisions:
+    if (fixed is None and by_shape is None) or result is None:
         return None
     keys = [tensor_key(i) for i in data_inputs(node)]
     shapes = [step.tensor_shapes.get(key) for key in keys]

@@ -49,6 +49,7 @@ class StepSlicer:
     """Rewrites one traced step (:class:`keras_remat.backends.base.Slicer`)."""
 
     step: TensorFlowStep
+    granule_bytes: int = GRANULE_BYTES
 
     @cached_property
     def rules(self) -> dict[int, SliceRule]:
@@ -61,8 +62,13 @@ class StepSlicer:
         Raises:
             InvalidProblemError: they cannot run so.
         """
-        graph = sliced_graph(self.step.graph, self.rules, slicing, GRANULE_BYTES)
-        return _Writer(self.step, graph).step()
+        graph = sliced_graph(self.step.graph, self.rules, slicing, self.granule_bytes)
+        return _Writer(self._whole, graph).step()
+
+    @cached_property
+    def _whole(self) -> TensorFlowStep:
+        """The step, which can be sliced otherwise."""
+        return replace(self.step, slicer=self)
 
 
 class _Writer:
@@ -76,7 +82,7 @@ class _Writer:
         self._attached: dict[str, str] = {}
         self._folded: set[str] = set()
         self._renamed: dict[str, str] = {}  # tensor of an op in slices → where it is whole
-        self._handles: dict[int, Any] = {}
+        self._divisions: dict[str, tuple[Any, Any]] = {}
         self._value_of = {value.name: value.id for value in step.graph.values}
 
     def step(self) -> TensorFlowStep:
@@ -104,6 +110,7 @@ class _Writer:
             nodes=nodes,
             folded=frozenset(self._folded | self._step.folded) & nodes.keys(),
             attached={name: holder for name, holder in self._attached.items() if name in nodes},
+            divisions={name: one for name, one in self._divisions.items() if name in nodes},
             tensor_shapes=self._shapes,
             output_tensors=outputs,
             slicer=None,
@@ -124,6 +131,10 @@ class _Writer:
                 inputs = [self._whole(i) if not i.startswith("^") else i for i in node.input]
                 self._nodes[name] = node if inputs == list(node.input) else copied(node, inputs)
         self._attached |= {n: h for n, h in self._step.attached.items() if n not in gone}
+        for name, (divisor, division) in self._step.divisions.items():
+            if name not in gone:
+                read, *others = division.input
+                self._divisions[name] = divisor, copied(division, [self._whole(read), *others])
 
     def _whole(self, tensor: str) -> str:
         return self._renamed.get(tensor_key(tensor), tensor)
@@ -226,6 +237,7 @@ class _Writer:
                 else:
                     inputs.append(self._whole(tensor))
             self._nodes[new] = copied(node, inputs, new)
+            self._divide_part(name, new)
             if name != op_name:
                 self._attached[new] = f"{op_name}/slice_{part}"
             at = 0
@@ -233,6 +245,15 @@ class _Writer:
                 shape = self._part_shape(tensor) if output == "part" else self._shape(tensor)
                 self._shapes[f"{new}:{at}"] = shape
                 at += 1
+
+    def _divide_part(self, name: str, new: str) -> None:
+        """Notes the division that takes the place of a part, where one takes that of its op."""
+        if name in self._step.divisions:
+            divisor, division = self._step.divisions[name]
+            count = f"{new}/count"
+            at = list(data_inputs(self._step.nodes[name])).index(division.input[0])
+            inputs = [self._nodes[new].input[at], count]
+            self._divisions[new] = copied(divisor, (), count), copied(division, inputs, new)
 
     def _part(self, tensor: str, part: int) -> str:
         """Returns one part of a tensor, of which the parts are made or cut."""

@@ -46,6 +46,8 @@ class MirroredBackend(TensorFlowBackend):
         model: inside ``fit``.
     """
 
+    runs_slices = False
+
     def __init__(self, model: Any):
         super().__init__()
         self._strategy = model.distribute_strategy

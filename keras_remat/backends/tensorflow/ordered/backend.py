@@ -69,6 +69,7 @@ class TensorFlowBackend:
     name = "tensorflow"
     compilation = "ordered"
     measures_op_times = True
+    runs_slices = True
     auto_solver = "auto"
     processes = Processes()
     #: The train function of the running ``fit``.

@@ -274,3 +274,39 @@ def test_a_saved_plan_in_slices_trains_the_model_again(tmp_path):
     model.fit(x[:64], y[:64], batch_size=32, verbose=0, callbacks=[callback])
     assert callback.plan.slicing == plan.slicing
     assert callback.plan.solution.schedule == plan.solution.schedule
+
+
+def fitted(batch, size, **options):
+    """History, variables and callback of two epochs of a network with batch normalization and
+    dropout; without options, of plain ``fit``."""
+    model, (x, y) = keras_models.convnet(batch, optimizer="sgd")
+    made = []
+    if options:
+        options |= {"compilation": "ordered", "solver_time_limit_s": 4, "profile_steps": 1}
+        made = [keras_remat.RematAutotune(batch_size="keep", verbose=0, **options)]
+    history = model.fit(x, y, batch_size=size, epochs=2, shuffle=False, verbose=0, callbacks=made)
+    return history.history, keras_models.state_of(model), made
+
+
+def test_micro_batches_are_slices_with_the_numbers_of_the_whole_batch(recwarn):
+    """Four do not divide ten samples, and five do; the last two are two slices."""
+    expected, state, _ = fitted(32, 10)
+    history, ours, (callback,) = fitted(32, 10, micro_batches=4)
+    assert callback.plan.slicing.parts == 5
+    told = [str(one.message) for one in callback.report.events if one.kind == EventKind.SLICES]
+    assert [f"in {n} slices" in message for message, n in zip(told, (5, 2), strict=True)]
+    assert EventKind.MICRO_BATCHES not in {one.kind for one in callback.report.events}
+    assert not [one for one in recwarn if "keras_remat" in str(one.message)]
+    for key in ("loss", "accuracy"):
+        assert history[key] == pytest.approx(expected[key], rel=1e-5)
+    for mine, theirs in zip(ours, state, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_micro_batches_that_cannot_be_slices_are_pieces_and_say_so():
+    with pytest.warns(UserWarning, match="see one piece"):
+        _, _, (callback,) = fitted(7, 7, micro_batches=3)
+    assert callback.plan.slicing is None
+    told = [str(event.message) for event in callback.report.events]
+    (why,) = [message for message in told if "No number from 2 to 6 divides" in message]
+    assert "7 samples are trained in 3 pieces" in why
