@@ -5,16 +5,15 @@
 Small steps of models with many variables: what the callback adds to every step shows in them.
 *Idle* compares ``fit`` with the callback, whose limit the plain step keeps, with plain ``fit``.
 *Planned* compares ``fit`` under a plan with ``fit`` whose train function is the lowered step
-itself, on JAX the compiled one. The fits of a pair follow each other, in turn, in one process; a
-number is the median of the pairs, and a fit's is the quickest of its later epochs, Keras's loop
-included.
+itself, on JAX the compiled one. The fits of a pair follow each other, in turn, in one process. A
+fit's number is the quickest of its later epochs of about a second, Keras's loop included, and the
+quickest fit of each kind counts: what else runs on a machine only adds to them.
 
 The machine has to be idle.
 """
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from rows import (
@@ -65,11 +64,6 @@ def failures_of(row: dict[str, Any]) -> list[str]:
     return failures
 
 
-def steps_of(variables: int, options: argparse.Namespace) -> int:
-    """Returns how many steps an epoch has: fewer where they are longer."""
-    return max(40, min(options.steps, options.steps * 10 // variables))
-
-
 def main() -> int:
     parser = command_line(__doc__)
     add_names(parser, "--backends", BACKENDS)
@@ -87,7 +81,7 @@ def main() -> int:
         for count in map(int, options.variables):
             try:
                 row = row_of(
-                    "overhead_case.py", count, steps_of(count, options), options.pairs,
+                    "overhead_case.py", count, options.steps, options.pairs,
                     timeout_s=options.timeout, **more,
                 )  # fmt: skip
             except Failed as error:

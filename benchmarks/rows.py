@@ -220,8 +220,16 @@ def geometric_mean(numbers: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, numbers)) / len(numbers)) if numbers else math.nan
 
 
-def machine() -> str:
-    """CPU, cores, versions and date, in one line."""
+#: Backend of Keras → its distributions, and what it is called.
+_FRAMEWORKS = {
+    "tensorflow": (("tensorflow", "tensorflow-cpu"), "TensorFlow"),
+    "torch": (("torch",), "PyTorch"),
+    "jax": (("jax",), "JAX"),
+}
+
+
+def machine(backend: str = "tensorflow") -> str:
+    """CPU, cores, versions of a backend of Keras and of Keras, and date, in one line."""
     model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -232,9 +240,10 @@ def machine() -> str:
         ]
         model = names[0] if names else model
     cores = len(os.sched_getaffinity(0))
-    tensorflow, keras = version_of("tensorflow", "tensorflow-cpu"), version_of("keras")
+    distributions, called = _FRAMEWORKS[backend]
     return (
-        f"{model}, {cores} cores, TensorFlow {tensorflow}, Keras {keras}, Python "
+        f"{model}, {cores} cores, {called} {version_of(*distributions)}, Keras "
+        f"{version_of('keras')}, Python "
         f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}"
     )
 

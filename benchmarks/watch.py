@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any
 
 import keras
 
 _LONG_EPOCHS = 10_000
+#: Bytes of the tensor that tells where a step begins among the profiler's memory events.
+_MARK_BYTES = 1_000_003
 
 
 def statistics() -> dict[str, int]:
@@ -19,6 +23,13 @@ def statistics() -> dict[str, int]:
         told = jax.local_devices()[0].memory_stats() or {}
         names = {"current": "bytes_in_use", "peak": "peak_bytes_in_use", "limit": "bytes_limit"}
         return {name: int(told[key]) for name, key in names.items() if key in told}
+    if keras.backend.backend() == "torch":
+        import torch
+
+        if not torch.cuda.is_available():
+            return {}
+        peak, current = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        return {"current": current, "peak": peak}
     import tensorflow as tf
 
     return dict(tf.config.experimental.get_memory_info(_device()))
@@ -30,6 +41,11 @@ def reset_peak() -> None:
         import tensorflow as tf
 
         tf.config.experimental.reset_memory_stats(_device())
+    elif keras.backend.backend() == "torch":
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
 
 
 def _device() -> str:
@@ -53,8 +69,55 @@ def long_fit(
     model.fit(*data, **options, callbacks=[*callbacks, end])
 
 
+class TorchEpoch:
+    """Tells what every step of an epoch takes of a CPU's memory, on PyTorch.
+
+    PyTorch keeps no statistics of a CPU. The profiler says what is allocated and freed, kernels'
+    own buffers included; what is in use when the epoch ends is counted, so all that came before is
+    known, too.
+    """
+
+    def __init__(self, model: keras.Model):
+        from keras_remat.backends.torch import private
+
+        self._model, self._session = model, ExitStack()
+        self._events = self._session.enter_context(private.memory_events())
+
+    def step_begins(self) -> None:
+        """Marks the place among the events."""
+        import torch
+
+        torch.empty(_MARK_BYTES, dtype=torch.uint8)  # freed at once
+
+    def ends(self, batch_bytes: int) -> tuple[list[int], int]:
+        """Ends it, and returns the peak of every step, and what was in use at the end.
+
+        The peak of the first one is 0, for unknown: nothing tells when it frees what was there
+        before the epoch, the last gradients among it.
+
+        Args:
+            batch_bytes: of the last batch, which is still there.
+        """
+        import torch
+
+        from keras_remat.backends.torch.variables import held_bytes
+
+        self._session.close()
+        in_use = held_bytes(self._model, torch.device("cpu")) + batch_bytes
+        changes = [nbytes for _, nbytes in self._events]
+        sums = list(accumulate(changes))
+        before = in_use - sums[-1]
+        begins = [at for at, nbytes in enumerate(changes) if nbytes == _MARK_BYTES]
+        bounds = zip(begins[1:], [*begins[2:], len(changes)], strict=True)
+        return [0, *(before + max(sums[at + 1 : end]) for at, end in bounds)], in_use
+
+
 class StepWatch(keras.callbacks.Callback):
     """Notes every step's peak, seconds and loss.
+
+    Args:
+        watched_epoch: in which a CPU's memory is watched on PyTorch.
+        batch_bytes: of one batch, for that.
 
     Attributes:
         peaks: bytes, of every step; 0 where the allocator keeps no statistics.
@@ -64,8 +127,10 @@ class StepWatch(keras.callbacks.Callback):
         resident_bytes: the most in use between two steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watched_epoch: int = 0, batch_bytes: int = 0) -> None:
         super().__init__()
+        self._watched_epoch, self._batch_bytes = watched_epoch, batch_bytes
+        self._torch: TorchEpoch | None = None
         self.peaks: list[int] = []
         self.times_s: list[float] = []
         self.losses: list[float] = []
@@ -75,9 +140,14 @@ class StepWatch(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epochs_s.append([])
+        on_cpu = keras.backend.backend() == "torch" and not statistics()
+        if on_cpu and epoch == self._watched_epoch:
+            self._torch = TorchEpoch(self.model)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         reset_peak()
+        if self._torch is not None:
+            self._torch.step_begins()
         self._began_s = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -87,3 +157,7 @@ class StepWatch(keras.callbacks.Callback):
         told = statistics()
         self.peaks.append(told.get("peak", 0))
         self.resident_bytes = max(self.resident_bytes, told.get("current", 0))
+        if self._torch is not None and batch + 1 == self.params["steps"]:
+            peaks, self.resident_bytes = self._torch.ends(self._batch_bytes)
+            self.peaks[-len(peaks) :] = peaks
+            self._torch = None

@@ -10,6 +10,9 @@ raised to what the refusal says, and marked ↑. Peaks and losses of every step 
 beside it. The largest models are planned only (``graph``): traced, with estimated costs. Backbones
 of keras-hub are built from configurations, where keras-hub is installed. Cases that the JSON file
 has are not run again.
+
+``--backend torch`` runs them on PyTorch. Of a CPU the bytes of the last epoch's steps are told
+there, by the profiler, and not those of the steps before.
 """
 
 from __future__ import annotations
@@ -51,6 +54,11 @@ GRAPHS = ("ResNet152", "DenseNet201", "NASNetLarge", "EfficientNetB7", "ConvNeXt
 STEPS = (
     "VAE", "GAN", "WGAN-GP", "CTC", "SimCLR", "distillation", "masked autoencoder", "VQ-VAE",
     "graph attention", "siamese", "DDIM", "CycleGAN",
+)  # fmt: skip
+#: What runs on PyTorch: the models with Keras's own step, and steps of one loss.
+ON_TORCH = (
+    *FAMILIES, "CTC", "VAE", "SimCLR", "distillation", "masked autoencoder", "VQ-VAE",
+    "graph attention", "siamese", "DDIM",
 )  # fmt: skip
 #: Backbone of keras-hub → its configuration; each gets a head of one unit.
 HUB: dict[str, dict[str, Any]] = {
@@ -125,8 +133,9 @@ def trained(name: str, batch: int, limit_bytes: int | None = None) -> dict[str, 
     import keras_remat
 
     model, data = build(name, batch)
+    of_batch = sum(leaf.nbytes for leaf in keras.tree.flatten(data)) // _STEPS
     data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)
-    watch = StepWatch()
+    watch = StepWatch(watched_epoch=_EPOCHS - 1, batch_bytes=of_batch)
     callbacks, found = [watch], {}
     if limit_bytes is not None:
         remat = keras_remat.RematAutotune(
@@ -166,10 +175,10 @@ def _found(remat: Any) -> dict[str, Any]:
     }
 
 
-def measured(name: str, batch: int, share: float, timeout_s: float) -> dict[str, Any]:
+def measured(name: str, batch: int, share: float, timeout_s: float, backend: str) -> dict[str, Any]:
     """Trains a case three times, each in a process of its own, and returns its row."""
-    plain = _child(name, timeout_s, batch=batch)
-    again = _child(name, timeout_s, batch=batch)
+    plain = _child(name, timeout_s, backend, batch=batch)
+    again = _child(name, timeout_s, backend, batch=batch)
     resident, peak = plain["resident_bytes"], max(plain["peaks"][1:] + again["peaks"][1:])
     limit = int(resident + share * (peak - resident))
     row: dict[str, Any] = {
@@ -180,7 +189,7 @@ def measured(name: str, batch: int, share: float, timeout_s: float) -> dict[str,
     }
     for _ in range(_LIMITS):
         row["limit_bytes"] = limit
-        ours = _child(name, timeout_s, batch=batch, limit_bytes=limit)
+        ours = _child(name, timeout_s, backend, batch=batch, limit_bytes=limit)
         if "refusal" not in ours:
             break
         row |= {"status": ours["refusal"], "raised": True}
@@ -242,34 +251,34 @@ def _refusal(error: Any) -> dict[str, Any]:
 # -------------------------------------------------------------------- all cases
 
 
-def cases() -> list[str]:
+def cases(backend: str) -> list[str]:
     """The names of all cases that can run here."""
     hub = list(HUB) if find_spec("keras_hub") else []
-    return [*STEPS, *FAMILIES, *hub, *GRAPHS]
+    return [*ON_TORCH, *hub] if backend == "torch" else [*STEPS, *FAMILIES, *hub, *GRAPHS]
 
 
-def run(name: str, batch: int, share: float, timeout_s: float) -> dict[str, Any]:
+def run(name: str, batch: int, share: float, timeout_s: float, backend: str) -> dict[str, Any]:
     """Runs a case; a failure is a row with its status."""
     started = time.perf_counter()
     try:
         row = (
-            _child(name, timeout_s, share=share)
+            _child(name, timeout_s, backend, share=share)
             if name in GRAPHS
-            else measured(name, batch, share, timeout_s)
+            else measured(name, batch, share, timeout_s, backend)
         )
     except Failed as error:
         return {"name": name, "status": f"error: {error}"}
     return {"name": name} | row | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def _child(name: str, timeout_s: float, **options: Any) -> dict[str, Any]:
-    """Runs one fit, or one plan, in a process of its own.
+def _child(name: str, timeout_s: float, backend: str, **options: Any) -> dict[str, Any]:
+    """Runs one fit, or one plan, in a process of its own, on a backend of Keras.
 
     Raises:
         Failed: it did not end well.
     """
     told = json.dumps({"name": name} | options)
-    return row_of("zoo.py", "--child", told, timeout_s=timeout_s)
+    return row_of("zoo.py", "--child", told, timeout_s=timeout_s, KERAS_BACKEND=backend)
 
 
 #: Heading of a column → key in a row, and how it is written.
@@ -317,12 +326,12 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def report(rows: list[dict[str, Any]], batch: int, share: float) -> str:
+def report(rows: list[dict[str, Any]], batch: int, share: float, backend: str) -> str:
     """Returns the rows as Markdown, and what falls short."""
     lines = ["# zoo.py", ""]
     lines += [
-        f"{machine()}; batch {batch}, {PIXELS} px; limit: resident + {share:g} of what plain",
-        f"takes above; solver auto, {_SOLVE_S:.0f} s. The columns are explained in the command.",
+        f"{machine(backend)}; batch {batch}, {PIXELS} px; limit: resident + {share:g} of what",
+        f"plain takes above; solver auto, {_SOLVE_S:.0f} s. The command explains the columns.",
     ]
     lines += ["", head(COLUMNS), *map(line, rows), "", "What falls short:", ""]
     lines += [f"- {each}" for each in failures(rows) or ["nothing"]]
@@ -333,6 +342,7 @@ def main() -> int:
     """Runs what is missing, and writes the table after every case."""
     parser = command_line(__doc__)
     parser.add_argument("--only", default="", metavar="A,B", help="names; default: all")
+    parser.add_argument("--backend", choices=("tensorflow", "torch"), default="tensorflow")
     parser.add_argument("--batch", type=int, default=16, help="samples (default 16)")
     parser.add_argument("--share", type=float, default=0.6, help="of plain's bytes (default 0.6)")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one fit")
@@ -342,25 +352,29 @@ def main() -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
+        import keras
+
         import keras_remat
 
-        keras_remat.enable_cpu_memory_stats()
+        if keras.backend.backend() == "tensorflow":
+            keras_remat.enable_cpu_memory_stats()
         told = json.loads(arguments.child)
         print(json.dumps((planned if told["name"] in GRAPHS else trained)(**told)))
         return 0
     rows = {row["name"]: row for row in kept(arguments.json)}
-    wanted = arguments.only.split(",") if arguments.only else cases()
-    unknown = set(wanted) - set(cases())
+    backend, known = arguments.backend, cases(arguments.backend)
+    wanted = arguments.only.split(",") if arguments.only else known
+    unknown = set(wanted) - set(known)
     if unknown:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(cases())}")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     for name in wanted:
         if name not in rows:
-            rows[name] = run(name, arguments.batch, arguments.share, arguments.timeout)
+            rows[name] = run(name, arguments.batch, arguments.share, arguments.timeout, backend)
             keep(rows[name], arguments.json)
         print(line(rows[name]), flush=True)
         if arguments.output:
-            shown = [rows[each] for each in cases() if each in rows]
-            arguments.output.write_text(report(shown, arguments.batch, arguments.share))
+            shown = [rows[each] for each in known if each in rows]
+            arguments.output.write_text(report(shown, arguments.batch, arguments.share, backend))
     return int(bool(arguments.check and failures(list(rows.values()))))
 
 

@@ -2,7 +2,8 @@
 ``train_step`` overridden, several optimizers, random numbers, gradients of gradients.
 
 They follow the ideas of the papers named with each, in small: synthetic data, images of 32 pixels.
-TensorFlow only, because their steps open gradient tapes.
+Those of one loss run on TensorFlow and on PyTorch, the others on TensorFlow only, because their
+steps open gradient tapes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers, ops
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
 
 PIXELS, CHANNELS = 32, 3
 #: Small, so that losses are compared and not what an untrained network makes of rounding.
@@ -94,10 +97,17 @@ class OneLoss(Tracked):
         raise NotImplementedError
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(data)
         variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        if keras.backend.backend() == "torch":
+            self.zero_grad()
+            loss = self.loss_of(data)
+            loss.backward()
+            gradients = [variable.value.grad for variable in variables]
+        else:
+            with tf.GradientTape() as tape:
+                loss = self.loss_of(data)
+            gradients = tape.gradient(loss, variables)
+        self.optimizer.apply(gradients, variables)
         return self.told(loss)
 
 
@@ -213,6 +223,7 @@ class SimClr(OneLoss):
         self.views = keras.Sequential(
             [layers.RandomFlip(seed=1), layers.RandomTranslation(0.1, 0.1, seed=2)]
         )
+        self.views.build((None, PIXELS, PIXELS, CHANNELS))
 
     def loss_of(self, data: Any) -> Any:
         one, other = (
