@@ -31,11 +31,12 @@ from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
 from keras_remat.backends.batches import repeated_batch
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
-from keras_remat.batch_size.find import SizeRunner, measured_scaling, verified_search
+from keras_remat.batch_size.find import SizeRunner, verified_search
 from keras_remat.batch_size.found import BatchSearch, overhead_bound
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import shorter_by
+from keras_remat.batch_size.step_scaling import step_scaling
 from keras_remat.core.limit import Limit
 from keras_remat.planning.make_plan import traced_model
 from keras_remat.planning.plan_problem import plan_problem
@@ -201,7 +202,7 @@ class Measurement:
             "measured",
             self.options["seed"],
         )
-        self.traced, self.scaling = step.traced, measured_scaling(self.backend, self.model, step)
+        self.traced, self.scaling = step.traced, step_scaling(self.backend, self.model, step)
 
     def _search(self, name: str) -> BatchSearch:
         """What the product finds, its plan with what was measured; Chen's schedules go the same
@@ -226,7 +227,7 @@ class Measurement:
             time_limit_s=options["chen_s"],
             seed=options["seed"],
         )
-        train = SizeRunner(self.backend, self.model, self.batch)
+        train = SizeRunner(self.backend, self.model, self.batch, self.traced.slicing)
         climb = SizeClimb(
             self.backend,
             search,

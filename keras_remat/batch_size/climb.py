@@ -14,7 +14,7 @@ import time
 
 from keras_remat.backends.base import Backend
 from keras_remat.batch_size.found import BatchSearch, MaxOverhead
-from keras_remat.batch_size.scaling import BatchScaling
+from keras_remat.batch_size.scaling import Scaling
 from keras_remat.batch_size.search import SearchWork, SizeSearch
 from keras_remat.batch_size.sizes import Facts, Move, next_size, shorter_by, worth_running
 from keras_remat.core.limit import Limit
@@ -75,7 +75,7 @@ class SizeClimb:
         self.trained = trained
         self.failed: tuple[int, int] = 0, 0
 
-    def choose(self, scaling: BatchScaling, limit: Limit) -> tuple[int, Plan] | None:
+    def choose(self, scaling: Scaling, limit: Limit) -> tuple[int, Plan] | None:
         """Returns the next size and its plan; ``None`` when the largest that trained is the answer.
 
         Args:
@@ -113,7 +113,7 @@ class SizeClimb:
             search.solve_at(size, self._solver, self.solve_s)
             search.seed, solves = search.seed + 1, solves + 1
 
-    def _learn_newest(self, scaling: BatchScaling) -> None:
+    def _learn_newest(self, scaling: Scaling) -> None:
         """Adds the order that ran last to the known ones; ``fit`` has made it anew, from measured
         op times."""
         if self._newest is None:
@@ -125,7 +125,7 @@ class SizeClimb:
         if fits_here and plan.solution.schedule not in self._orders:
             self._orders.append(plan.solution.schedule)
 
-    def corrected(self, limit: Limit, scaling: BatchScaling) -> Limit:
+    def corrected(self, limit: Limit, scaling: Scaling) -> Limit:
         """Returns what predictions are held against, by what the last size that ran measured.
 
         How far off a prediction is differs from run to run, with the chunks that the one before

@@ -7,6 +7,9 @@ repeated, and every variable is put back. Which size is the next one is decided 
 
 A size may have a graph of its own, where the framework folds an op at some sizes and not at others:
 every size is compared with its own trace before it runs, and planned anew where the ops are others.
+
+Where the given batch fits under no schedule of whole ops, and fits in slices, it is sizes in the
+same slices that are searched (:mod:`keras_remat.batch_size.step_scaling`).
 """
 
 from __future__ import annotations
@@ -27,14 +30,15 @@ from keras_remat.backends.batches import (
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.found import BatchSearch, Probe, is_allowed
-from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, traced_at
+from keras_remat.batch_size.scaling import Scaling, traced_at
 from keras_remat.batch_size.search import search_batch_size
+from keras_remat.batch_size.step_scaling import in_slices, step_scaling
 from keras_remat.checks import check_seconds, is_number
 from keras_remat.core.graph import Graph
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
-from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
+from keras_remat.core.slices import Slicing
 from keras_remat.core.target import Target
 from keras_remat.errors import (
     InfeasibleBudgetError,
@@ -46,16 +50,12 @@ from keras_remat.errors import (
 from keras_remat.planning.advice import advising
 from keras_remat.planning.make_plan import (
     TracedModel,
-    measured_problem,
     target_of,
     traced_as_it_trains,
 )
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.plan_problem import reused_plan
 from keras_remat.planning.request import PlanRequest, plan_for
 
-#: Seconds for a plan to measure a second size under.
-_SECOND_PLAN_S = 1.0
 #: Share of the search's work that the quick solver gets. The thorough solver gets the rest.
 _QUICK_SHARE = 0.25
 #: Most of the thorough search's time that is kept for running a size.
@@ -91,8 +91,9 @@ def find_max_batch_size(
     Args:
         model: a compiled Keras model.
         batch: a batch to begin with: ``(x, y[, sample_weight])``, or an int where inputs and
-            targets follow from the model. Where it does not fit, its first half is tried, and so
-            on.
+            targets follow from the model. Where it fits only with some ops in slices of the batch,
+            sizes in such slices are searched; where it does not fit, its first half is tried, and
+            so on.
         memory_limit: every byte the device's allocator may have in use; ``None`` is all that the
             device has, and of a card what a framework uses of it by default.
         card: as in :func:`~keras_remat.planning.make_plan.make_plan`; the answer is a prediction.
@@ -133,7 +134,8 @@ def find_max_batch_size(
     runs = target is None and profile != "estimated"
     backend, step = _first_that_fits(model, batch, traced)
     traced_s = time.perf_counter() - started
-    scaling = measured_scaling(backend, model, step)
+    scaling, slicing = step_scaling(backend, model, step), step.traced.slicing
+    parts = 1 if slicing is None else slicing.parts
     deadline_s = max(started + time_limit_s, time.perf_counter() + _LEAST_SHARE * time_limit_s)
     work_s = _WORK_SHARE * time_limit_s
     late_s = (1 - _QUICK_SHARE) * work_s
@@ -142,8 +144,8 @@ def find_max_batch_size(
         """Estimates how long a trial of one batch size takes: trace, solve, first step."""
         return min(_RUNNING_SHARE * late_s, traced_s + _LATER * plan.predicted.time_s)
 
-    # what cannot be met is one sample
-    with advising(scaling.at(1), step.limit, 1, backend, seed=seed):
+    # what cannot be met is one sample, or one for each slice
+    with advising(scaling.at(parts), step.limit, parts, backend, seed=seed):
         search = search_batch_size(
             scaling,
             batch_size_of(step.batch),
@@ -155,6 +157,7 @@ def find_max_batch_size(
             late_time_limit_s=late_s,
             afterwards_s=running_s if runs else None,
             deadline_s=deadline_s,
+            multiple=parts,
             seed=seed,
         )
     search = replace(search, search_time_s=time.perf_counter() - started)
@@ -166,10 +169,12 @@ def find_max_batch_size(
         max_overhead=max_overhead,
         solve_s=_SOLVE_SHARE * time_limit_s,
         deadline_s=started + time_limit_s,
+        multiple=parts,
         seed=seed,
     )
-    runner = SizeRunner(backend, model, step.batch)
-    return verified_search(search, scaling, climb, step.limit, runner, runner.graph)
+    runner = SizeRunner(backend, model, step.batch, slicing)
+    found = verified_search(search, scaling, climb, step.limit, runner, runner.graph)
+    return found.in_slices(slicing)
 
 
 def _first_that_fits(
@@ -198,72 +203,25 @@ def _first_that_fits(
             raise too_large from None  # the model takes no batch as small as that
 
 
-def measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchScaling:
-    """Returns the step's costs at any size, fitted to two sizes where it was measured.
-
-    The second size is half the first: it fits where the whole does, and takes half the time. Where
-    the half has other ops, it is twice the first, if that fits. Else one size has to do.
-
-    Raises:
-        UnsupportedModelError: no two of the sizes tried have the same ops.
-    """
-    size = batch_size_of(step.batch)
-    for other in (size // 2, 2 * size) if step.plan is not None else ():
-        traced = _traced_or_none(backend, model, step.batch, other)
-        if traced is not None and traced.graph.has_ops_of(step.problem.graph):
-            profile = _profile_at(other, traced, backend, model, step)
-            measured = {} if profile is None else {other: profile}
-            return BatchScaling(step.problem, size, traced.graph, other, measured)
-    return batch_scaling(backend, model, step.problem, step.batch)
-
-
-def _traced_or_none(backend: Backend, model: Any, batch: Any, size: int) -> TracedStep | None:
-    """Returns the step at another size; ``None`` where the model takes no batch of that size."""
-    try:
-        return traced_at(backend, model, batch, size) if size else None
-    except UnsupportedModelError:
-        return None
-
-
-def _profile_at(
-    size: int, traced: TracedStep, backend: Backend, model: Any, step: TracedModel
-) -> Profile | None:
-    """Returns the profile measured at another size; ``None`` where nothing fits there, the profiler
-    is busy, or saw too little."""
-    assert step.plan is not None
-    problem, order = transfer_costs(step.problem, traced.graph), step.plan.solution.schedule
-    request = PlanRequest.on(
-        backend,
-        problem=problem,
-        batch_size=size,
-        limit=step.limit,
-        solver="greedy_first",
-        seconds=_SECOND_PLAN_S,
-    )
-    usable = step.limit.usable_bytes
-    try:
-        plan = reused_plan(problem, order, usable, backend.memory) or plan_for(request)
-    except (InfeasibleBudgetError, ScheduleNotFoundError):
-        return None
-    measured = measured_problem(
-        backend, model, traced, problem, plan, repeated_batch(step.batch, size)
-    )
-    return None if measured is problem else measured.profile
-
-
 class SizeRunner:
     """Trains a batch, its samples repeated, in steps of any size; the model's variables are put
-    back after each size."""
+    back after each size.
 
-    def __init__(self, backend: Backend, model: Any, batch: Any):
+    Args:
+        slicing: which ops run in slices.
+    """
+
+    def __init__(self, backend: Backend, model: Any, batch: Any, slicing: Slicing | None = None):
         self._backend, self._model, self._batch = backend, model, batch
+        self._slicing = slicing
         self._traced: tuple[int, TracedStep] | None = None  # of the newest size
 
     def _trace(self, size: int) -> TracedStep:
         if self._traced is None or self._traced[0] != size:
             self._traced = None
             gc.collect()  # the step before is in reference cycles
-            self._traced = size, traced_at(self._backend, self._model, self._batch, size)
+            whole = traced_at(self._backend, self._model, self._batch, size)
+            self._traced = size, in_slices(whole, self._slicing)
         return self._traced[1]
 
     def graph(self, size: int) -> Graph:
@@ -301,7 +259,7 @@ class SizeRunner:
 
 def verified_search(
     search: BatchSearch,
-    scaling: BatchScaling,
+    scaling: Scaling,
     climb: SizeClimb,
     limit: Limit,
     train: Train,

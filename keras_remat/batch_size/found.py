@@ -11,9 +11,11 @@ from keras_remat.batch_size.cost_fit import CostFit
 from keras_remat.core.graph import FORWARD
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
+from keras_remat.core.slices import Slicing
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting import html as page
 from keras_remat.reporting import plots
+from keras_remat.reporting.text import slices_text
 from keras_remat.units import format_bytes
 
 #: A bound on the overhead, a ratio: ``"forward"`` is one extra forward pass, ``None`` no bound.
@@ -97,6 +99,12 @@ class BatchSearch:
         probes = (replace(p, plan=plan) for p, plan in zip(self.probes, plans, strict=True))
         return replace(self, probes=tuple(probes))
 
+    def in_slices(self, slicing: Slicing | None) -> BatchSearch:
+        """Returns the search with plans that name the slices that they are of."""
+        plans = [p.plan and replace(p.plan, slicing=slicing) for p in self.probes]
+        probes = (replace(p, plan=plan) for p, plan in zip(self.probes, plans, strict=True))
+        return replace(self, probes=tuple(probes))
+
     @cached_property
     def plan(self) -> Plan:
         """Returns the plan of ``max_batch_size``: the one that ran last, where one did, else the
@@ -131,6 +139,8 @@ class BatchSearch:
         ran = f" and run in {run_s:.1f} s" if run_s else ""
         limit, sizes = format_bytes(self.limit_bytes), {p.batch_size for p in self.probes}
         found = f"Largest batch {self.max_batch_size} under {limit}"
+        if self.plan.slicing is not None:
+            found += f" where {slices_text(self.plan.slicing)}"
         if self.none_trained:
             found = f"No batch that ran kept to {limit}; {self.max_batch_size} by prediction"
         return (

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 from keras_remat.backends.base import Backend, TracedStep
 from keras_remat.backends.batches import batch_size_of, fixed_batch
@@ -150,6 +150,17 @@ def _scaled(number: int, traces: list[tuple[int, int, Fraction]]) -> Fraction:
         along = a + (b - a) * share
         result = result * along / a if a else result + along
     return result
+
+
+class Scaling(Protocol):
+    """Tells one train step's problem at any batch size."""
+
+    @property
+    def fit(self) -> CostFit | None:
+        """The fitted costs with their residuals; ``None`` where one size alone was measured."""
+
+    def at(self, size: int) -> Problem:
+        """Returns the problem at a batch size."""
 
 
 class BatchScaling:

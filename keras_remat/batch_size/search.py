@@ -47,7 +47,7 @@ from keras_remat.batch_size.found import (
     is_allowed,
     overhead_bound,
 )
-from keras_remat.batch_size.scaling import BatchScaling
+from keras_remat.batch_size.scaling import Scaling
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -117,7 +117,7 @@ class SearchWork:
 
 
 def search_batch_size(
-    scaling: BatchScaling,
+    scaling: Scaling,
     start: int,
     limit: Limit,
     backend: Backend,

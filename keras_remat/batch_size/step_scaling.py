@@ -1,0 +1,161 @@
+"""Tells what a traced and measured step costs at other batch sizes: the costs that a search needs.
+
+Where the batch that was given fits only with some ops in slices, the search is of sizes in such
+slices. Which ops run in them, and in how many, was chosen at the given batch. The same ops do at
+other sizes that the number divides: the graph at a size is rewritten
+(:mod:`keras_remat.core.slices`), and no step is traced for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from keras_remat.backends.base import Backend, TracedStep
+from keras_remat.backends.batches import batch_size_of, repeated_batch
+from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
+from keras_remat.batch_size.scaling import BatchScaling, Scaling, batch_scaling, traced_at
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
+from keras_remat.errors import (
+    InfeasibleBudgetError,
+    InvalidProblemError,
+    ScheduleNotFoundError,
+    UnsupportedModelError,
+)
+from keras_remat.planning.make_plan import TracedModel, measured_problem
+from keras_remat.planning.plan_problem import reused_plan
+from keras_remat.planning.request import PlanRequest, plan_for
+from keras_remat.planning.slicing import sliced_costs
+
+#: Seconds for a plan to measure a second size under.
+_SECOND_PLAN_S = 1.0
+
+
+@dataclass(frozen=True)
+class SlicedScaling:
+    """One train step in slices at any batch size that their number divides.
+
+    Args:
+        whole: the step's problem without slices.
+        rules: op id → how it may run in slices, at ``samples``.
+        granule_bytes: what sizes of slices are rounded up to.
+    """
+
+    whole: BatchScaling
+    rules: Mapping[int, SliceRule]
+    samples: int
+    slicing: Slicing
+    granule_bytes: int
+
+    @property
+    def fit(self) -> CostFit | None:
+        """The fitted costs of whole ops; ``None`` where one size alone was measured."""
+        return self.whole.fit
+
+    def at(self, size: int) -> Problem:
+        """Returns the problem at a batch size that the number of slices divides.
+
+        Raises:
+            InvalidProblemError: it does not.
+        """
+        problem = self.whole.at(size)
+        rules = {op_id: self._at(rule, size) for op_id, rule in self.rules.items()}
+        sliced = sliced_graph(problem.graph, rules, self.slicing, self.granule_bytes)
+        return sliced_costs(problem, sliced)
+
+    def _at(self, rule: SliceRule, size: int) -> SliceRule:
+        """Returns a rule at another size: what follows the batch, follows it."""
+        times, rest = divmod(rule.divides, self.samples)
+        return rule if rest else replace(rule, divides=times * size)
+
+
+def step_scaling(backend: Backend, model: Any, step: TracedModel) -> Scaling:
+    """Returns a step's costs at any size; in slices, at any size that their number divides.
+
+    Raises:
+        UnsupportedModelError: no two of the sizes tried have the same ops.
+    """
+    whole = step.traced.whole
+    slicer = None if whole is None else whole.step.slicer
+    if whole is None or slicer is None:
+        return _measured_scaling(backend, model, step)
+    scaling = batch_scaling(backend, model, whole.problem(step.problem), step.batch)
+    size = batch_size_of(step.batch)
+    if not scaling.at(size).graph.has_ops_of(whole.step.graph):
+        raise UnsupportedModelError(
+            f"The train step has other ops at larger batches than at {size}: what its slices need "
+            "there cannot be told."
+        )
+    return SlicedScaling(scaling, slicer.rules, size, whole.sliced.slicing, slicer.granule_bytes)
+
+
+def _measured_scaling(backend: Backend, model: Any, step: TracedModel) -> BatchScaling:
+    """Returns the step's costs at any size, fitted to two sizes where it was measured.
+
+    The second size is half the first: it fits where the whole does, and takes half the time. Where
+    the half has other ops, it is twice the first, if that fits. Else one size has to do.
+
+    Raises:
+        UnsupportedModelError: no two of the sizes tried have the same ops.
+    """
+    size = batch_size_of(step.batch)
+    for other in (size // 2, 2 * size) if step.plan is not None else ():
+        traced = _traced_or_none(backend, model, step.batch, other)
+        if traced is not None and traced.graph.has_ops_of(step.problem.graph):
+            profile = _profile_at(other, traced, backend, model, step)
+            measured = {} if profile is None else {other: profile}
+            return BatchScaling(step.problem, size, traced.graph, other, measured)
+    return batch_scaling(backend, model, step.problem, step.batch)
+
+
+def _traced_or_none(backend: Backend, model: Any, batch: Any, size: int) -> TracedStep | None:
+    """Returns the step at another size; ``None`` where the model takes no batch of that size."""
+    try:
+        return traced_at(backend, model, batch, size) if size else None
+    except UnsupportedModelError:
+        return None
+
+
+def _profile_at(
+    size: int, traced: TracedStep, backend: Backend, model: Any, step: TracedModel
+) -> Profile | None:
+    """Returns the profile measured at another size; ``None`` where nothing fits there, the profiler
+    is busy, or saw too little."""
+    assert step.plan is not None
+    problem, order = transfer_costs(step.problem, traced.graph), step.plan.solution.schedule
+    request = PlanRequest.on(
+        backend,
+        problem=problem,
+        batch_size=size,
+        limit=step.limit,
+        solver="greedy_first",
+        seconds=_SECOND_PLAN_S,
+    )
+    usable = step.limit.usable_bytes
+    try:
+        plan = reused_plan(problem, order, usable, backend.memory) or plan_for(request)
+    except (InfeasibleBudgetError, ScheduleNotFoundError):
+        return None
+    measured = measured_problem(
+        backend, model, traced, problem, plan, repeated_batch(step.batch, size)
+    )
+    return None if measured is problem else measured.profile
+
+
+def in_slices(traced: TracedStep, slicing: Slicing | None) -> TracedStep:
+    """Returns a whole step in slices; as it is where there are none.
+
+    Raises:
+        UnsupportedModelError: it cannot run so.
+    """
+    if slicing is None:
+        return traced
+    try:
+        if traced.slicer is None:
+            raise LookupError("the step cannot be sliced")
+        return traced.slicer.sliced(slicing)
+    except InvalidProblemError as error:
+        raise UnsupportedModelError(f"The step does not run in slices: {error}") from error

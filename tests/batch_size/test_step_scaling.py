@@ -1,0 +1,75 @@
+"""A step in slices at batch sizes that were never traced, and the largest of those that trains."""
+
+import keras
+import numpy as np
+import pytest
+from tight_limit import with_margin
+
+import keras_remat
+from keras_remat.backends.tensorflow import backend
+from keras_remat.batch_size.scaling import batch_scaling
+from keras_remat.batch_size.step_scaling import SlicedScaling, in_slices
+from keras_remat.core.problem import Problem
+from keras_remat.core.slices import Slicing
+from keras_remat.errors import InvalidProblemError, UnsupportedModelError
+from keras_remat.planning.slicing import in_micro_batches
+
+BACKEND = backend()
+
+
+def head(vocabulary=1024, width=32):
+    """Its logits and their gradient are what a step needs."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((width,))
+    normal = keras.layers.BatchNormalization()(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(vocabulary)(normal))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    rng = np.random.default_rng(0)
+    batch = rng.random((2048, width), "float32"), rng.integers(0, vocabulary, 2048)
+    return model, batch
+
+
+def costs_of(traced):
+    return Problem(traced.graph, BACKEND.estimated_profile(traced))
+
+
+def test_slices_at_another_size_are_those_of_a_trace_of_that_size():
+    model, (x, y) = head()
+    steps = {
+        size: BACKEND.trace(model, BACKEND.example_batch(model, (x[:size], y[:size])))
+        for size in (256, 384)
+    }
+    step = steps[256]
+    sliced, _ = in_micro_batches(step, costs_of(step), 256, 4, BACKEND.estimated_profile)
+    batch = BACKEND.example_batch(model, (x[:256], y[:256]))
+    whole = batch_scaling(BACKEND, model, costs_of(step), batch)
+    scaling = SlicedScaling(
+        whole, step.slicer.rules, 256, sliced.slicing, step.slicer.granule_bytes
+    )
+    of_trace = in_slices(steps[384], sliced.slicing).graph
+    assert scaling.at(384).graph.fingerprint == of_trace.fingerprint
+    assert [v.nbytes for v in scaling.at(384).graph.values] == [v.nbytes for v in of_trace.values]
+    with pytest.raises(InvalidProblemError, match="cannot run in 4 slices"):
+        scaling.at(385)
+    with pytest.raises(UnsupportedModelError, match="does not run in slices"):
+        in_slices(step, Slicing((len(step.graph.ops) + 1,), 4))
+    assert in_slices(step, None) is step
+
+
+def test_a_batch_below_the_floor_is_where_a_search_in_slices_begins():
+    model, batch = head()
+    traced = BACKEND.trace(model, BACKEND.example_batch(model, batch))
+    profile = BACKEND.estimated_profile(traced, BACKEND.device.in_use_bytes())
+    floor = Problem(traced.graph, profile).floor_bytes
+    limit = with_margin(profile.resident_bytes + (floor - profile.resident_bytes) // 2)
+    weights = model.get_weights()
+    found = keras_remat.find_max_batch_size(
+        model, batch, limit, time_limit_s=6, compilation="ordered"
+    )
+    assert found.max_batch_size >= 2048
+    assert found.plan.measured is not None
+    assert found.plan.slicing is not None
+    assert found.max_batch_size % found.plan.slicing.parts == 0
+    assert f"in {found.plan.slicing.parts} slices" in str(found)
+    for before, after in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
