@@ -69,6 +69,29 @@ def recurrent(units=16, steps=12):
     return compiled(keras.Model(inputs, layers.Dense(10)(layers.LSTM(units)(x))))
 
 
+class Loop(layers.Layer):
+    """Multiplies by its kernel several times, by ``jax.lax.scan``."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, x):
+        import jax
+
+        def once(x, _):
+            return keras.ops.tanh(x @ self.kernel.value), None
+
+        return jax.lax.scan(once, x, None, length=6)[0]
+
+
+def loops(count=3, dim=64):
+    """Layers with a loop each, whose stacked results are larger than all else."""
+    inputs = x = layers.Input((dim,))
+    for _ in range(count):
+        x = Loop()(layers.Dense(dim, activation="gelu")(x))
+    return compiled(keras.Model(inputs, layers.Dense(10)(x)))
+
+
 def compiled(model, optimizer="sgd"):
     """Compiles a classifier of ten classes."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

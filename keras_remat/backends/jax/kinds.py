@@ -12,6 +12,8 @@ CONVOLUTION = "conv_general_dilated"
 KERNEL_GRADIENT = "conv_kernel_gradient"
 """A ``conv_general_dilated`` that sums over the samples."""
 
+SCAN = "scan"
+
 KINDS = Kinds(
     views=names("""
         reshape squeeze expand_dims copy copy_p transpose stop_gradient random_wrap random_unwrap

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 from jax import lax
 from jax._src import compiler, distributed
@@ -93,6 +94,44 @@ def select_and_scatter_add(params: dict[str, Any], image: Any, source: Any, star
         start,
         lax.add,
     )
+
+
+def stacked_shapes(eqn: Any) -> list[Any]:
+    """Returns shapes and dtypes of the arrays that a ``scan`` writes one element a round into; none
+    where it is not written down as one loop."""
+    carried = eqn.params["num_carry"]
+    return [v.aval for v in eqn.outvars[carried:]] if eqn.params["unroll"] == 1 else []
+
+
+def scan_into(eqn: Any, inputs: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
+    """Runs a ``scan`` as a loop that writes into ``stacks``, every element of which it overwrites,
+    and returns its outputs."""
+    params = eqn.params
+    first, length = params["num_consts"], params["length"]
+    constants, rest = list(inputs[:first]), list(inputs[first:])
+    carry, rows = rest[: params["num_carry"]], rest[params["num_carry"] :]
+    body = params["jaxpr"]
+    closed = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
+
+    def round_of(state: tuple[Any, list[Any], list[Any]]) -> tuple[Any, list[Any], list[Any]]:
+        done, carry, stacks = state
+        at = length - 1 - done if params["reverse"] else done
+        read = [
+            lax.dynamic_index_in_dim(x, at, 0, keepdims=False, allow_negative_indices=False)
+            for x in rows
+        ]
+        made = core.jaxpr_as_fun(closed)(*constants, *carry, *read)
+        carry, new = made[: len(carry)], made[len(carry) :]
+        stacks = [
+            lax.dynamic_update_index_in_dim(x, row, at, 0, allow_negative_indices=False)
+            for x, row in zip(stacks, new, strict=True)
+        ]
+        return done + 1, carry, stacks
+
+    with eqn.ctx.manager:
+        start = jnp.int32(0), carry, list(stacks)
+        _, carry, stacks = lax.while_loop(lambda state: state[0] < length, round_of, start)
+    return [*carry, *stacks]
 
 
 def compile_hlo(module: bytes, device: Any, options: dict[str, Any]) -> Any:

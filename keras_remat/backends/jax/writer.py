@@ -20,10 +20,12 @@ from keras_remat.backends.jax.kinds import (
     KERNEL_GRADIENT,
     POOLING_GRADIENT,
     POOLING_PIECES,
+    SCAN,
     in_pieces,
 )
 from keras_remat.backends.jax.sharding import Layout
 from keras_remat.backends.jax.trace import JaxTracedStep
+from keras_remat.backends.xla.fusion import Equation
 
 IMAGE_RANK = 4
 """Rank of images and of their convolutions' kernels, the values with more than one usual layout."""
@@ -35,9 +37,13 @@ class JaxWriter:
     Args:
         program: what is written.
         uses_branches: as in :class:`keras_remat.backends.xla.protect.Writer`.
+
+    Attributes:
+        starts_stacks_late: whether what a loop writes into waits for its inputs.
     """
 
     uses_barriers = False
+    starts_stacks_late = True
 
     def __init__(self, program: FlatProgram, uses_branches: bool):
         self._program, self.uses_branches = program, uses_branches
@@ -53,6 +59,9 @@ class JaxWriter:
         with jax.named_scope(equation.scope):
             if self.uses_branches and in_pieces(equation.source):
                 return _bind_in_pieces(equation.source, inputs)
+            stacks = _late_stacks(equation, inputs) if self.starts_stacks_late else []
+            if stacks:
+                return private.scan_into(equation.source, inputs, stacks)
             return private.bind(equation.source, inputs)
 
     def literal(self, atom: Any) -> Any:
@@ -141,6 +150,8 @@ class ShardedWriter(JaxWriter):
     because a branch would have to be taken on all devices at once.
     """
 
+    starts_stacks_late = False
+
     def __init__(self, traced: JaxTracedStep):
         super().__init__(traced.program, uses_branches=False)
         self._mesh, self._layouts = traced.mesh, traced.layouts
@@ -189,6 +200,23 @@ def _bind_in_pieces(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     parts = [x.reshape(POOLING_PIECES, -1, *x.shape[1:]) for x in inputs]
     results = lax.map(lambda part: private.bind(eqn, part), parts)
     return [x.reshape(-1, *x.shape[2:]) for x in results]
+
+
+def _late_stacks(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+    """Returns arrays for a ``scan`` to write its stacked results into, which exist only when its
+    inputs do; none where it has no such results.
+
+    JAX begins all of them with zeros. XLA merges those of one shape, for all loops of a step, makes
+    a copy for every loop at the step's very beginning, and holds each until its loop has run. No
+    two of these are equal, so none is copied.
+    """
+    triggers = [x for x in inputs if isinstance(x, jax.Array) and x.size]
+    shapes = private.stacked_shapes(equation.source) if equation.kind == SCAN else []
+    if not triggers or any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in shapes):
+        return []
+    late = lax.convert_element_type(never(triggers), jnp.int32)
+    starts = [lax.convert_element_type(late + at, x.dtype) for at, x in enumerate(shapes)]
+    return [lax.broadcast(start, x.shape) for start, x in zip(starts, shapes, strict=True)]
 
 
 def _row_major(x: Any) -> Any:

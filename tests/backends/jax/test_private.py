@@ -114,6 +114,25 @@ def test_an_equation_may_have_several_results():
     assert indices.tolist() == [2, 0]
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_into_other_arrays_is_the_scan(reverse):
+    def turn(x, rows):
+        row, number = rows
+        x = jnp.sin(x + row)
+        return x, (x, number > 1)
+
+    def scanned(x, rows, numbers):
+        return jax.lax.scan(turn, x, (rows, numbers), reverse=reverse)
+
+    given = jnp.arange(4.0), jnp.arange(12.0).reshape(3, 4), jnp.arange(3)
+    (eqn,) = jax.make_jaxpr(scanned)(*given).eqns
+    stacks = [jnp.ones(x.shape, x.dtype) for x in private.stacked_shapes(eqn)]
+    assert [x.shape for x in stacks] == [(3, 4), (3,)]
+    expected = private.bind(eqn, given)
+    for one, other in zip(private.scan_into(eqn, given, stacks), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 # ------------------------------------------------------------------ state
 
 
