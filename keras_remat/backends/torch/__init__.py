@@ -45,6 +45,7 @@ class TorchBackend:
     def __init__(self) -> None:
         self.device = live_device()
         self.memory = SimulatedMemory()
+        self._written: dict[int, torch.Tensor] = {}  # by steps, beside what the model holds
 
     def check(self, model: Any) -> str | None:
         tracing.check_supported(model)
@@ -71,7 +72,9 @@ class TorchBackend:
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
         self.device.trains(model)
-        return tracing.trace(model, batch, micro_batches)
+        traced = tracing.trace(model, batch, micro_batches)
+        self._written |= {id(tensor): tensor for tensor in traced.program.written_constants}
+        return traced
 
     def recorder(self) -> Recorder:
         return Recorder(self.device)
@@ -86,7 +89,7 @@ class TorchBackend:
         return self.device.measure(run, wait=wait)
 
     def snapshot(self, model: Any) -> Callable[[], None]:
-        return snapshot(model)
+        return snapshot(model, self._written.values())
 
     def install(self, model: Any, runner: StepRunner) -> Installed:
         self.device.trains(model)

@@ -180,6 +180,12 @@ class Program:
         """Returns whether a tensor is all of a value."""
         return self.layouts[number].is_same(self.layouts[self._base[value]])
 
+    @property
+    def written_constants(self) -> list[torch.Tensor]:
+        """What the step closes over and writes: tensors that the model does not know of."""
+        constants = self.recording.constants.items()
+        return [tensor for n, tensor in constants if self._storage(n) in self._writer]
+
     def graph(self, reusable: Any) -> Graph:
         """Returns the graph of the nodes.
 

@@ -13,7 +13,7 @@ with memory, so the bytes that Keras's own step needs are those alive here
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -279,13 +279,25 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
             self.recording.made.add(self.add_constant(stand_in, known.value))
             self.constants.know(stand_in, known.value)
             return stand_in
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs, tensors)
         if func is aten._local_scalar_dense.default:
             return self._read_number(args[0], result)
         self._record(func, args, kwargs, result)
         if known.value is not None:  # a view of what is known
             self.constants.know(result, known.value)
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """Returns what a call returns, on tensors without memory. Where all tensors of a call have
+        memory, PyTorch's mode would write them."""
+        with_memory = [t for t in tensors if not private.is_fake(t)]
+        if not (with_memory and func._schema.is_mutable):
+            return func(*args, **kwargs)
+        stand_ins = {id(t): self.fake_mode.from_tensor(t) for t in with_memory}
+        given = tree_map_only(torch.Tensor, lambda t: stand_ins.get(id(t), t), (args, kwargs))
+        result = func(*given[0], **given[1])
+        back = {id(stand_ins[id(t)]): t for t in with_memory}
+        return tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), result)
 
     def _read_number(self, tensor: torch.Tensor, symbol: Any) -> Any:
         if not isinstance(symbol, (torch.SymFloat, torch.SymInt)):

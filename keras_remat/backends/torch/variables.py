@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -83,10 +83,20 @@ class Places:
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Returns a model's optimizers: the compiled one, and those it has as attributes."""
-    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    """Returns a model's optimizers: the compiled one, and those it has as attributes, in lists,
+    tuples and dictionaries, too."""
+    found = [getattr(model, "optimizer", None), *_held_in(tuple(vars(model).values()))]
     optimizers = [one for one in found if isinstance(one, keras.optimizers.Optimizer)]
     return list({id(one): one for one in optimizers}.values())
+
+
+def _held_in(nested: Any) -> Iterator[Any]:
+    """Yields what containers hold that lie in one another."""
+    if not isinstance(nested, (list, tuple, set, Mapping)):
+        yield nested
+        return
+    for held in nested.values() if isinstance(nested, Mapping) else nested:
+        yield from _held_in(held)
 
 
 def variables_of(model: Any) -> list[Any]:
@@ -164,10 +174,16 @@ def held_bytes(model: Any, device: torch.device) -> int:
     return sum(storages.values())
 
 
-def snapshot(model: Any) -> Callable[[], None]:
+def snapshot(model: Any, written: Iterable[torch.Tensor] = ()) -> Callable[[], None]:
     """Copies to the host all that a step of a model may touch, and the states of torch's own
-    generators of random numbers; what it returns puts them back."""
+    generators of random numbers; what it returns puts them back.
+
+    Args:
+        model: whose step it is.
+        written: tensors that the step writes beside the model's.
+    """
     kept = [(place, place.tensor.detach().to("cpu", copy=True)) for place in places_of(model).own]
+    beside = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in written]
     on_cpu = torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state() if private.device().type == "cuda" else None
 
@@ -176,6 +192,8 @@ def snapshot(model: Any) -> Callable[[], None]:
             for place, copy in kept:
                 place.tensor.grad = None
                 place.tensor.copy_(copy)
+            for tensor, copy in beside:
+                tensor.copy_(copy)
         torch.set_rng_state(on_cpu)
         if on_gpu is not None:
             torch.cuda.set_rng_state(on_gpu)

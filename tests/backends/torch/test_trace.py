@@ -6,6 +6,7 @@ import random
 import keras
 import pytest
 import torch
+import torch_kinds as kinds
 import torch_models as models
 from keras import layers, ops
 from random_schedules import random_schedule
@@ -66,9 +67,17 @@ def run_again_at_random(graph, rng, share=0.3):
     return keras_remat.Schedule(order)
 
 
-@pytest.mark.parametrize("case", models.CASES)
-def test_steps_are_keras_own_to_the_bit(case):
-    model, data = ready(models.CASES[case])
+#: A kind of layers each; the optimizers are many.
+EQUAL = [pytest.param(make, id=name) for name, make in models.CASES.items()]
+EQUAL += [
+    pytest.param(make, id=name, marks=[pytest.mark.slow] if name in kinds.RULES else [])
+    for name, make in kinds.EQUAL.items()
+]
+
+
+@pytest.mark.parametrize("make", EQUAL)
+def test_steps_are_keras_own_to_the_bit(make):
+    model, data = ready(make)
     backend = load_backend()
     put_back = backend.snapshot(model)
     logs = [copies(model.train_function([data]).values()) for _ in range(STEPS)]
@@ -84,6 +93,26 @@ def test_steps_are_keras_own_to_the_bit(case):
             assert_same(before, copies(step(data).values()))
         assert_same([*expected, drawn], [*state(model), torch.get_rng_state()])
         put_back()
+
+
+def test_what_a_step_writes_that_no_model_knows_is_put_back():
+    """A counter of a layer's, which is a tensor that nobody has registered."""
+    counter = torch.zeros(3)
+
+    def counted(x):
+        if x.device.type != "meta":
+            counter.add_(1.0)
+        return x
+
+    model, data = ready(kinds.of(counted))
+    backend, before = load_backend(), counter.clone()
+    traced, problem = traced_step(backend, model, data)
+    assert torch.equal(counter, before)
+    put_back = backend.snapshot(model)
+    backend.lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))(data)
+    assert torch.equal(counter, before + 1)
+    put_back()
+    assert torch.equal(counter, before)
 
 
 def test_any_order_computes_the_same():
@@ -174,6 +203,14 @@ def test_what_cannot_be_recorded_is_refused_with_its_line(does, reason):
         load_backend().trace(model, data)
     assert "test_trace.py" in str(caught.value)
     assert_same(before, state(model))
+
+
+@pytest.mark.parametrize("case", kinds.REFUSED)
+def test_kinds_that_cannot_be_recorded_are_refused(case):
+    make, reason = kinds.REFUSED[case]
+    model, data = ready(make)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_backend().trace(model, data)
 
 
 def test_gradients_that_are_added_up_over_steps_are_refused():
