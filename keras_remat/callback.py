@@ -3,7 +3,7 @@
 Keras makes the train function before ``on_train_begin``, looks it up at every step, and does not
 call ``on_train_end`` after an exception. So the replacement happens in ``on_train_begin``; the
 original comes back in ``on_train_end``, when a step raises, and, for a ``fit`` that ended without
-notice (Ctrl-C, another callback's exception), at the next call that is none of this ``fit``'s. What
+notice (Ctrl-C, another callback's exception), at the next call from outside this ``fit``. What
 happens in between is in :mod:`keras_remat.training.fit_session`.
 """
 

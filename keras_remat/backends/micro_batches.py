@@ -89,10 +89,10 @@ def watched_pieces(
     """Watches a step in ``count`` pieces while it is traced; gives a list of what will differ from
     a step of the whole batch, complete afterwards: sentences for the user.
 
-    A loss that is no mean over the batch shows in what it returns before that is reduced: a mask of
-    its own (an ignored class), fewer numbers than one for every sample (Dice and Tversky, and a
-    function that reduces by itself, of which nobody knows whether by a sum or a mean), or other
-    numbers for a sample where other samples are beside it (contrastive losses).
+    A loss that is no mean over the batch is recognized by its values before they are reduced. It
+    masks some of them (an ignored class). Or it has fewer values than samples: Dice and Tversky,
+    and functions that reduce by themselves, by a sum or a mean. Or the value of a sample changes
+    with the other samples of the batch (contrastive losses).
 
     Args:
         eagerly: a context in which what is computed is not traced.

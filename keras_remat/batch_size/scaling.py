@@ -122,9 +122,9 @@ class _Axis:
     """Holds two traces between which one size of the batch varies.
 
     Args:
-        indices: which of the sizes it is; some are always the same.
-        size, graph: the first trace.
-        other_size, other: the second trace.
+        indices: which of the sizes vary; the others are the same in both traces.
+        size, graph: batch size and graph of the first trace.
+        other_size, other: batch size and graph of the second trace.
     """
 
     indices: frozenset[int]

@@ -28,7 +28,7 @@ from keras_remat.solvers.search import nearby
 _CORRECTIONS = 10
 #: Of the time that is left, what one solve may take.
 _SOLVE_SHARE = 0.7
-#: Seconds that a solve gets at least, however late it is.
+#: Minimum seconds for one solve, past the deadline, too.
 _LEAST_SOLVE_S = 0.5
 #: How many schedules are compiled whatever it takes, and how many before the deadline.
 _SURE_COMPILATIONS, _MOST_COMPILATIONS = 3, 6

@@ -19,8 +19,8 @@ As few guards as that needs:
 
 The backward phase is guarded in one more way, whatever the schedule: what it computes from forward
 values alone, and the small values it spreads over large ones, are kept apart from the forward
-phase. The graph says that a value inside a chain does not exist; merged with an equal one of the
-forward phase it would exist from there to here.
+phase. XLA would merge such a value with the equal one of the forward phase, and hold that in memory
+until the backward phase; in the graph a value inside a chain takes no memory.
 
 On a CPU, values are kept in memory in the same way. XLA computes an elementwise value again in
 every reader where all of them can take it into their loops, however many values it reads for that

@@ -117,8 +117,8 @@ def _add_unseen(
     rest of a chunk whose front was used, and one more chunk.
 
     Args:
-        cut: where chunks end that were cut off a larger one, perhaps → their bytes. At least as
-            many were left of it.
+        cut: end of a chunk that may have been split off a larger one → bytes of the chunk. The
+            rest of the larger one has at least as many.
     """
 
     def add(nbytes: int) -> int:

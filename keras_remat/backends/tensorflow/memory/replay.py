@@ -61,8 +61,9 @@ class ReplayedMemory(CalibratedMemory):
         return replayed_peak_bytes(self._uses_of(problem), schedule, self._region_bytes)
 
     def find_pool(self, memory: Allocations) -> None:
-        """Takes the pool that recorded steps show for the one that others will find, unless they
-        show less of the same regions. What was learnt was of another pool."""
+        """Assumes that later steps start from the pool just recorded, and resets the calibration.
+
+        A recording that shows less of the same regions is ignored."""
         pool, before = recorded_pool(memory, self._region_bytes), self._pool
         if pool is None or (before and before.shows_more_than(pool)):
             return

@@ -1,12 +1,11 @@
 """A model's variables, copied to the host and put back where they were.
 
-Assigning an array makes a new tensor the variable's: in another chunk of the pool than the one it
-had, up to twice as large, or in none, when the array happens to lie at an aligned address and is
-not copied. What is resident would differ from one put-back to the next, and so would the peak of
-the steps after it. So all large variables of the CPU's pool give their chunks back first, and then
-their values are copied into the pool anew, the largest first, each into a chunk of just its size:
-whatever steps ran before, the variables lie close together afterwards, and what is free is in as
-few chunks as can be.
+Restoring a variable normally moves it: its new tensor lies in another chunk of the pool, up to
+twice as large, or outside of it where the array is aligned and is not copied. The resident bytes
+would change with every put-back, and so would the peak of later steps. So all large variables of
+the CPU's pool are freed first. Their values are then copied back, the largest first, each into a
+chunk of just its size. Afterwards the variables lie close together, and the free memory is in as
+few chunks as possible.
 """
 
 from __future__ import annotations

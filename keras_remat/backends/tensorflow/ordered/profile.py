@@ -118,11 +118,10 @@ def blindness(recording: Recording) -> str:
 def measured_profile(
     lowered: LoweredStep, recording: Recording, resident_bytes: int | None
 ) -> Profile | None:
-    """The profile that a recording of ``lowered``'s steps shows, or ``None`` when it shows too few
-    of its ops.
+    """Returns the profile that a recording of ``lowered``'s steps shows, or ``None`` when it shows
+    fewer than half of its ops.
 
-    Ops without an event (never seen to run for 98 % of the time they are expected to) keep the
-    estimate. On a GPU an op costs its kernels or its launch, whichever is longer, and all times are
+    Ops without an event keep the estimate. On a GPU an op costs its kernels or its launch, whichever is longer, and all times are
     scaled so that the schedule takes as long as the measured steps; without kernels the profile's
     source is ``"estimated"``.
 
