@@ -29,7 +29,7 @@ from keras_remat.backends.batches import (
 )
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
-from keras_remat.batch_size.found import BatchSearch, Probe, is_allowed
+from keras_remat.batch_size.found import BatchSearch, SizeTrial, is_allowed
 from keras_remat.batch_size.scaling import Scaling, traced_at
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.step_scaling import in_slices, step_scaling
@@ -288,10 +288,10 @@ def verified_search(
         try:
             graph = problem.graph if graph_of is None else graph_of(size)
         except UnsupportedModelError as error:
-            own: Plan | Probe = Probe(size, None, str(error))
+            own: Plan | SizeTrial = SizeTrial(size, None, str(error))
         else:
             own = _for_its_graph(size, plan, problem, graph, climb)
-        if isinstance(own, Probe):  # the reason why not
+        if isinstance(own, SizeTrial):  # the reason why not
             probes.append(own)
             climb.note(size, None, 0, fits=False)
             continue
@@ -299,14 +299,16 @@ def verified_search(
         if usage is None:
             climb.note(size, own, 0, fits=False)
             continue
-        probes.append(Probe(size, replace(own, measured=usage, budget_bytes=limit.usable_bytes)))
+        probes.append(
+            SizeTrial(size, replace(own, measured=usage, budget_bytes=limit.usable_bytes))
+        )
         climb.note(size, own, usage.peak_bytes, fits=limit.holds(usage.peak_bytes))
     return _with_verified(search, probes, climb, verification_time_s=time.perf_counter() - started)
 
 
 def _for_its_graph(
     size: int, plan: Plan, planned: Problem, graph: Graph, climb: SizeClimb
-) -> Plan | Probe:
+) -> Plan | SizeTrial:
     """Returns ``plan``, or one made anew where the step that runs at this size has other ops; a
     probe with the reason where none fits."""
     if graph.has_ops_of(planned.graph):
@@ -326,14 +328,14 @@ def _for_its_graph(
             )
         )
     except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-        return Probe(size, None, f"{differs}: {error}")
+        return SizeTrial(size, None, f"{differs}: {error}")
     if not is_allowed(problem, plan.predicted.time_s, climb.max_overhead):
-        return Probe(size, None, f"{differs}: overhead {plan.overhead:.1%} is over the bound")
+        return SizeTrial(size, None, f"{differs}: overhead {plan.overhead:.1%} is over the bound")
     return plan
 
 
 def _with_verified(
-    search: BatchSearch, probes: list[Probe], climb: SizeClimb, *, verification_time_s: float
+    search: BatchSearch, probes: list[SizeTrial], climb: SizeClimb, *, verification_time_s: float
 ) -> BatchSearch:
     """Returns the search with the results of the sizes that ran."""
     failed, failed_peak = climb.failed

@@ -25,7 +25,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Probe:
+class SizeTrial:
     """One batch size that was tried.
 
     Args:
@@ -71,7 +71,7 @@ class BatchSearch:
     max_batch_size: int
     fastest_batch_size: int
     plain_batch_size: int
-    probes: tuple[Probe, ...]
+    probes: tuple[SizeTrial, ...]
     search_time_s: float
     verification_time_s: float = 0.0
     failed_batch_size: int | None = None

@@ -43,7 +43,7 @@ from keras_remat.backends.base import Backend
 from keras_remat.batch_size.found import (
     BatchSearch,
     MaxOverhead,
-    Probe,
+    SizeTrial,
     is_allowed,
     overhead_bound,
 )
@@ -53,9 +53,9 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
+from keras_remat.planning.calibrated_solve import new_order
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.plan_problem import reused_plan
-from keras_remat.planning.to_budget import new_order
 from keras_remat.solvers import check_floor
 from keras_remat.solvers.search.greedy import STEPS_PER_S
 from keras_remat.units import format_bytes
@@ -204,7 +204,7 @@ class SizeSearch:
         self.at_most, self.seed = at_most, seed
         self.started = time.perf_counter()
         self.largest = self.plain = 0
-        self.probes: list[Probe] = []
+        self.probes: list[SizeTrial] = []
         self.failure: RematError | None = None  # the newest
         # seconds that have to be left, by the plan that is the result
         self.afterwards_s: Callable[[Plan], float] | None = None
@@ -361,7 +361,7 @@ class SizeSearch:
             self.failure = error
             self.target_share = (1 + self.target_share) / 2
             self.fragmentation_ratio = 1.0
-            self.probes.append(Probe(size, None, str(error)))
+            self.probes.append(SizeTrial(size, None, str(error)))
             return False
         self.fragmentation_ratio = ratio
         self.fragmentation_ratios.append(ratio)
@@ -373,7 +373,7 @@ class SizeSearch:
             self.failure = ScheduleNotFoundError(
                 self.limit.usable_bytes, problem.floor_bytes, solver=solver, reason=reason
             )
-            self.probes.append(Probe(size, None, reason))
+            self.probes.append(SizeTrial(size, None, reason))
         return self.largest > before
 
     def _reason(self, problem: Problem, order: Schedule) -> str:
@@ -419,7 +419,7 @@ class SizeSearch:
         problem, usable = self._problem_at(fits), self.limit.usable_bytes
         plan = reused_plan(problem, order, usable, self.backend.memory)
         if plan is not None:
-            self.probes.append(Probe(fits, plan))
+            self.probes.append(SizeTrial(fits, plan))
             self.largest = max(self.largest, fits)
         return fits
 

@@ -14,8 +14,8 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
+from keras_remat.planning.calibrated_solve import BudgetCandidate, BudgetSearch
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.to_budget import BudgetSearch, Found
 from keras_remat.solvers import check_floor
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def plan_problem(
     """Solves a traced problem so that the *allocator's* peak stays under the budget.
 
     The allocator rounds and fragments, so a schedule is solved for a little less than the budget
-    (:mod:`keras_remat.planning.to_budget`).
+    (:mod:`keras_remat.planning.calibrated_solve`).
 
     Args:
         budget_bytes: what the device may have in use.
@@ -142,7 +142,9 @@ def closest_plan(
     return plan_of(problem, budget_bytes, backend.memory, found)
 
 
-def plan_of(problem: Problem, budget_bytes: int, memory: MemoryModel, found: Found) -> Plan:
+def plan_of(
+    problem: Problem, budget_bytes: int, memory: MemoryModel, found: BudgetCandidate
+) -> Plan:
     """Returns a schedule that was found as a plan."""
     store_all = Schedule.store_all(problem.graph)
     plain_bytes = memory.peak_bytes(problem, store_all)
@@ -174,4 +176,4 @@ def reused_plan(
     if peak > budget_bytes:
         return None
     solution = Solution(schedule, "reused", "feasible", 0.0, None, usage)
-    return plan_of(problem, budget_bytes, memory, Found(solution, usage.time_s, peak))
+    return plan_of(problem, budget_bytes, memory, BudgetCandidate(solution, usage.time_s, peak))

@@ -7,7 +7,7 @@ from fake_backend import FakeBackend, chain_problem, store_all_peak
 
 from keras_remat.batch_size.found import (
     BatchSearch,
-    Probe,
+    SizeTrial,
     is_allowed,
     overhead_bound,
 )
@@ -26,10 +26,10 @@ def search():
     plain, tight = plan_at(32), plan_at(64)
     ran = replace(tight, measured=Usage(2 * tight.predicted.time_s, tight.predicted.peak_bytes))
     probes = (
-        Probe(32, plain),
-        Probe(64, tight),
-        Probe(128, None, "too large"),
-        Probe(64, ran),
+        SizeTrial(32, plain),
+        SizeTrial(64, tight),
+        SizeTrial(128, None, "too large"),
+        SizeTrial(64, ran),
     )
     return BatchSearch(LIMIT, 64, 64, 32, probes, 1.5, 0.5)
 

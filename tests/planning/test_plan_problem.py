@@ -9,7 +9,7 @@ from keras_remat.errors import (
     InfeasibleBudgetError,
     ScheduleNotFoundError,
 )
-from keras_remat.planning import to_budget
+from keras_remat.planning import calibrated_solve
 
 SIZE = 64
 PROBLEM = chain_problem(SIZE)
@@ -53,7 +53,7 @@ def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkey
     """The allocator needs more for the first order only; a solver that finds nothing at the lower
     target, or proves that there is nothing, is asked in between."""
     asked = []
-    real = to_budget.solve
+    real = calibrated_solve.solve
 
     def solve(problem, **options):
         asked.append(problem.budget_bytes)
@@ -61,7 +61,7 @@ def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkey
             raise error(problem.budget_bytes, problem.floor_bytes)
         return real(problem, **options)
 
-    monkeypatch.setattr(to_budget, "solve", solve)
+    monkeypatch.setattr(calibrated_solve, "solve", solve)
     backend = FakeBackend(
         allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) == 1 else 0
     )
@@ -73,7 +73,8 @@ def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkey
 
 def test_budget_below_the_floor_is_refused_before_solving(monkeypatch):
     monkeypatch.setattr(
-        "keras_remat.planning.to_budget.solve", lambda *args, **options: pytest.fail("solved")
+        "keras_remat.planning.calibrated_solve.solve",
+        lambda *args, **options: pytest.fail("solved"),
     )
     with pytest.raises(InfeasibleBudgetError) as caught:
         quick(budget=PROBLEM.floor_bytes - 1)
@@ -85,14 +86,14 @@ def test_budget_below_the_floor_is_refused_before_solving(monkeypatch):
 
 def test_what_is_proved_of_a_lower_target_is_not_said_of_the_budget(monkeypatch):
     """With what the allocator wastes nothing fits, though the bytes alive would."""
-    real = to_budget.solve
+    real = calibrated_solve.solve
 
     def solve(problem, **options):
         if problem.budget_bytes < BUDGET:
             raise InfeasibleBudgetError(problem.budget_bytes, problem.budget_bytes + 1)
         return real(problem, **options)
 
-    monkeypatch.setattr(to_budget, "solve", solve)
+    monkeypatch.setattr(calibrated_solve, "solve", solve)
     waste = SIZE * 512
     backend = FakeBackend(allocator_bytes=lambda problem, schedule: waste)
     with pytest.raises(ScheduleNotFoundError) as caught:
@@ -122,7 +123,7 @@ def test_known_order_is_the_plan_where_the_solver_finds_none_and_tells_what_the_
         asked.append((solver, problem.budget_bytes))
         raise error(problem.budget_bytes, problem.floor_bytes)
 
-    monkeypatch.setattr("keras_remat.planning.to_budget.solve", solve)
+    monkeypatch.setattr("keras_remat.planning.calibrated_solve.solve", solve)
     plan = quick(backend=backend, solver="auto", known=known)
     assert asked == [("auto", BUDGET - waste)]
     assert plan.solution.schedule == known
@@ -143,7 +144,7 @@ def test_solver_that_finds_nothing_at_all_is_not_asked_again(monkeypatch):
         asked.append(problem.budget_bytes)
         raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
 
-    monkeypatch.setattr("keras_remat.planning.to_budget.solve", solve)
+    monkeypatch.setattr("keras_remat.planning.calibrated_solve.solve", solve)
     with pytest.raises(ScheduleNotFoundError):
         quick()
     assert asked == [BUDGET]
@@ -163,19 +164,21 @@ def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, deadlin
     something runs already; also where the time was over before anything began."""
     asked, late_s = [], 5.0
     clock = {"s": 0.0}
-    monkeypatch.setattr("keras_remat.planning.to_budget.time.perf_counter", lambda: clock["s"])
-    real = to_budget.solve
+    monkeypatch.setattr(
+        "keras_remat.planning.calibrated_solve.time.perf_counter", lambda: clock["s"]
+    )
+    real = calibrated_solve.solve
 
     def solve(problem, **options):
         asked.append(problem.budget_bytes)
         clock["s"] += late_s
         return real(problem, **{**options, "time_limit_s": 1.0})
 
-    monkeypatch.setattr("keras_remat.planning.to_budget.solve", solve)
+    monkeypatch.setattr("keras_remat.planning.calibrated_solve.solve", solve)
     backend = FakeBackend(
         allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) < 2 else 0
     )
-    way = to_budget.BudgetSearch(PROBLEM, BUDGET, backend.memory, "greedy", 0)
+    way = calibrated_solve.BudgetSearch(PROBLEM, BUDGET, backend.memory, "greedy", 0)
     if patient:
         assert way.run(BUDGET, deadline_s)[0].peak_bytes <= BUDGET
     else:

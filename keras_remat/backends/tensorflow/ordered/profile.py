@@ -121,9 +121,9 @@ def measured_profile(
     """Returns the profile that a recording of ``lowered``'s steps shows, or ``None`` when it shows
     fewer than half of its ops.
 
-    Ops without an event keep the estimate. On a GPU an op costs its kernels or its launch, whichever is longer, and all times are
-    scaled so that the schedule takes as long as the measured steps; without kernels the profile's
-    source is ``"estimated"``.
+    Ops without an event keep the estimate. On a GPU an op costs its kernels or its launch,
+    whichever is longer, and all times are scaled so that the schedule takes as long as the measured
+    steps; without kernels the profile's source is ``"estimated"``.
 
     Args:
         lowered: the step that ran while recording.

@@ -6,7 +6,7 @@ from fake_backend import FakeBackend, chain_problem, store_all_peak
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import ScheduleNotFoundError
-from keras_remat.planning import to_budget
+from keras_remat.planning import calibrated_solve
 from keras_remat.planning.plan_problem import plan_problem
 
 PROBLEM = chain_problem(64)
@@ -70,8 +70,8 @@ def test_the_nearest_of_all_that_were_compiled_is_told():
 
 
 def test_so_many_are_compiled_and_no_more(monkeypatch):
-    monkeypatch.setattr(to_budget, "_MOST_COMPILATIONS", to_budget._SURE_COMPILATIONS)
+    monkeypatch.setattr(calibrated_solve, "_MOST_COMPILATIONS", calibrated_solve._SURE_COMPILATIONS)
     backend = Compiling(lambda schedule: 3.0)
     with pytest.raises(ScheduleNotFoundError):
         planned(backend, int(0.9 * PLAIN))
-    assert len(set(backend.compiled)) == to_budget._SURE_COMPILATIONS
+    assert len(set(backend.compiled)) == calibrated_solve._SURE_COMPILATIONS

@@ -41,7 +41,7 @@ _ASKED_ORDERS = 8
 
 
 @dataclass(frozen=True)
-class Found:
+class BudgetCandidate:
     """A solution with its time and the peak that the device will show.
 
     Args:
@@ -77,15 +77,17 @@ class BudgetSearch:
     ):
         self.problem, self.budget_bytes, self.memory = problem, budget_bytes, memory
         self._solver, self._seed = solver, seed
-        self._chosen: tuple[Found, int] | None = None  # the fastest that fits, and its target
+        self._chosen: tuple[BudgetCandidate, int] | None = (
+            None  # the fastest that fits, and its target
+        )
         self._misses = 0  # compilations that told more than the budget
-        self._untried: dict[Schedule, Found] = {}  # that could be compiled
+        self._untried: dict[Schedule, BudgetCandidate] = {}  # that could be compiled
         self._tried: set[Schedule] = set()  # that were
-        self.closest: Found | None = None
+        self.closest: BudgetCandidate | None = None
 
     def run(
         self, start: int, deadline_s: float, *, patient: bool = True, approach: bool = False
-    ) -> tuple[Found, int]:
+    ) -> tuple[BudgetCandidate, int]:
         """Returns the fastest schedule that fits, and the target that it was solved for.
 
         Args:
@@ -139,7 +141,7 @@ class BudgetSearch:
         time_limit_s: float,
         near: Schedule | None = None,
         patience: float = 1.0,
-    ) -> list[Found]:
+    ) -> list[BudgetCandidate]:
         """Returns what one solve found on its way, the fastest first.
 
         Args:
@@ -172,12 +174,12 @@ class BudgetSearch:
         found = [self._found(solution) for solution in list(newest.values())[-_ASKED_ORDERS:]]
         return sorted(found, key=lambda one: one.time_s)
 
-    def _found(self, solution: Solution) -> Found:
+    def _found(self, solution: Solution) -> BudgetCandidate:
         usage = simulate(self.problem, solution.schedule)
         peak = self.memory.peak_bytes(self.problem, solution.schedule)
-        return Found(replace(solution, usage=usage), usage.time_s, peak)
+        return BudgetCandidate(replace(solution, usage=usage), usage.time_s, peak)
 
-    def _surplus(self, found: list[Found], target: int) -> int | None:
+    def _surplus(self, found: list[BudgetCandidate], target: int) -> int | None:
         """Keeps the best of what was found; returns the bytes to take off the target for another
         try, or ``None`` where none is worth it."""
         fastest = found[0]
@@ -201,7 +203,7 @@ class BudgetSearch:
             return None
         return fastest.peak_bytes - self.budget_bytes
 
-    def _keep_if_closest(self, one: Found) -> None:
+    def _keep_if_closest(self, one: BudgetCandidate) -> None:
         """Keeps what needs least; a peak that is only predicted gives way to one that is known."""
         rank = (one.is_exact, -one.peak_bytes)
         if self.closest is None or rank > (self.closest.is_exact, -self.closest.peak_bytes):
@@ -209,7 +211,7 @@ class BudgetSearch:
 
     # ---------------------------------------------------------------- compiling
 
-    def _may_fit(self, one: Found) -> bool:
+    def _may_fit(self, one: BudgetCandidate) -> bool:
         """Whether compiling is worth it. A step that recomputes nothing is compiled whatever is
         predicted, because that is what Keras's own step needs."""
         if one.peak_bytes <= self.budget_bytes:
@@ -217,7 +219,7 @@ class BudgetSearch:
         plain = one.schedule == Schedule.store_all(self.problem.graph)
         return plain and not self.memory.order_matters and self._compiled(one).is_exact
 
-    def _compiled(self, one: Found) -> Found:
+    def _compiled(self, one: BudgetCandidate) -> BudgetCandidate:
         """Returns the same with the peak that compiling tells, where it does."""
         self._untried.pop(one.schedule, None)
         told = self.memory.compiled_peak_bytes(self.problem, one.schedule)
