@@ -65,10 +65,10 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         micro_batches: ``None`` splits a batch into micro-batches only where nothing else fits; an
             int splits every batch into so many, whose gradients are summed; it is then not made
             larger. ``"auto"``: where the plain step does not fit, the whole batch and 2, 4, 8 …
-            pieces are trained in turn, each under a schedule of its own, and the fastest within the
-            limit stays; the batch is kept (``batch_size="keep"`` is implied, unless it is an int).
-            Losses have to be means over the batch, ``add_loss`` too. Batch normalization sees one
-            micro-batch at a time.
+            micro-batches are trained in turn, each under a schedule of its own, and the fastest
+            within the limit stays; the batch is kept (``batch_size="keep"`` is implied, unless it
+            is an int). Losses have to be means over the batch, ``add_loss`` too. Batch
+            normalization sees one micro-batch at a time.
         plan: a :class:`~keras_remat.planning.plan.Plan` or the path of one, to use instead of
             planning.
         cache_dir: where plans are kept and found again by the graph's fingerprint.

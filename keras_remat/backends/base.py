@@ -392,9 +392,10 @@ class Backend(Protocol):
         """
 
     def trace(self, model: Any, batch: Any, micro_batches: int = 1) -> TracedStep:
-        """The model's train step for batches of this shape, or one that trains the batch in pieces
-        and adds up their gradients; pure, but for variables that the step makes when it is first
-        traced (layers that are not built, an optimizer's slots).
+        """Traces the model's train step for batches of this shape.
+
+        With micro-batches it is a step that adds up their gradients. Pure, but for variables that
+        the step makes when it is first traced (layers that are not built, an optimizer's slots).
 
         Raises:
             UnsupportedModelError: the step cannot be carried, or not be cut.

@@ -1,12 +1,12 @@
-"""What training a batch in pieces means, whatever the framework: which models can be cut, and
-where.
+"""What training a batch in micro-batches means, whatever the framework: which models allow it, and
+where a batch is split.
 
-The pieces' gradients are weighted by their share of the samples, so for losses that are means over
-the batch (Keras's default reduction) the sum is the gradient of the whole batch, up to the order of
-floating-point additions. What looks at a whole batch does not get to see one: batch normalization
-normalizes over a micro-batch, and its moving averages move once per micro-batch. A loss of that
-kind is refused (:func:`check_can_be_cut`, :func:`watched_pieces`); other parts of a model are
-named.
+The micro-batches' gradients are weighted by their share of the samples, so for losses that are
+means over the batch (Keras's default reduction) the sum is the gradient of the whole batch, up to
+the order of floating-point additions. What looks at a whole batch does not get to see one: batch
+normalization normalizes over a micro-batch, and its moving averages move once per micro-batch. A
+loss of that kind is refused (:func:`check_can_be_cut`, :func:`watched_micro_batches`); other parts
+of a model are named.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _COMPARED_SAMPLES, _MOST_NUMBERS = 4, 2**18
 
 
 def check_can_be_cut(model: Any) -> None:
-    """Raises :class:`UnsupportedModelError` when summed gradients of pieces would not be those of
-    the batch: the model has a ``train_step`` or ``compute_loss`` of its own, or a loss that is no
-    mean over the batch."""
+    """Raises :class:`UnsupportedModelError` when summed gradients of micro-batches would not be
+    those of the batch: the model has a ``train_step`` or ``compute_loss`` of its own, or a loss
+    that is no mean over the batch."""
     import keras
 
     for name in STEP_METHODS:
@@ -74,20 +74,22 @@ def check_can_be_cut(model: Any) -> None:
 
 def check_no_masks(predicted: Any) -> None:
     """Raises :class:`UnsupportedModelError` where outputs have masks: the loss is a mean over what
-    is not masked, of which every piece has another share."""
+    is not masked, and micro-batches have different shares of that."""
     if any(mask is not None for mask in masks(predicted)):
         raise UnsupportedModelError(
-            "The model's output is masked: its loss is a mean over what is not masked, and the "
-            "pieces of a batch do not have equal shares of that."
+            "The model's output is masked: its loss is a mean over what is not masked, and "
+            "micro-batches do not have equal shares of that."
         )
 
 
 @contextmanager
-def watched_pieces(
+def watched_micro_batches(
     model: Any, count: int, eagerly: Callable[[], AbstractContextManager[Any]]
 ) -> Iterator[list[str]]:
-    """Watches a step in ``count`` pieces while it is traced; gives a list of what will differ from
-    a step of the whole batch, complete afterwards: sentences for the user.
+    """Watches a step in ``count`` micro-batches while it is traced.
+
+    Gives a list of sentences for the user, complete afterwards: what will differ from a step of the
+    whole batch.
 
     A loss that is no mean over the batch is recognized by its values before they are reduced. It
     masks some of them (an ignored class). Or it has fewer values than samples: Dice and Tversky,
@@ -114,20 +116,20 @@ def watched_pieces(
         yield told
     if watch.layers:
         told.append(
-            f"Layers that keep state ({_listed(watch.layers)}) see one piece of a batch at a "
-            "time, and move their state once for each. Batch normalization takes a piece's "
+            f"Layers that keep state ({_listed(watch.layers)}) see one micro-batch at "
+            "a time, and move their state once for each. Batch normalization takes a micro-batch's "
             "statistics. Batches stay whole with micro_batches=None and a limit that they fit."
         )
     if watch.metrics:
         told.append(
             f"Metrics that are one number for a batch ({_listed(watch.metrics)}) are the means "
-            "of the numbers of its pieces. A function that returns numbers for every sample is "
-            "exact."
+            "of the numbers of its micro-batches. A function that returns numbers for every "
+            "sample is exact."
         )
 
 
 class _Watch:
-    """Stands in for methods of Keras while a step in pieces is traced.
+    """Stands in for methods of Keras while a step in micro-batches is traced.
 
     Attributes:
         layers: names of those that move state of theirs.
@@ -214,16 +216,16 @@ def _check_samples_are_apart(name: str, compute: Any, y_true: Any, y_pred: Any) 
         return
     if not np.allclose(together, np.concatenate(apart), rtol=1e-2, atol=1e-4, equal_nan=True):
         raise UnsupportedModelError(
-            f"The loss {name!r} compares the samples of a batch with one another, and each piece "
-            "would only see its own."
+            f"The loss {name!r} compares the samples of a batch with one another, and each "
+            "micro-batch would only see its own."
         )
 
 
 def _check_values(name: str, values: Any, predicted: Any) -> None:
     if any(mask is not None for mask in masks(values)):
         raise UnsupportedModelError(
-            f"The loss {name!r} is a mean over what it does not mask, and the pieces of a batch "
-            "do not have equal shares of that."
+            f"The loss {name!r} is a mean over what it does not mask, and micro-batches do not "
+            "have equal shares of that."
         )
     shape, wanted = tuple(values.shape), tuple(predicted.shape)
     if not shape or (None not in (*shape[:1], *wanted[:1]) and shape[:1] != wanted[:1]):
@@ -236,7 +238,7 @@ def _check_values(name: str, values: Any, predicted: Any) -> None:
 
 def check_samples(batch: Any) -> None:
     """Raises :class:`UnsupportedModelError` where an array of a batch does not have the batch's
-    samples in its first dimension, so that its pieces would not be those of the others."""
+    samples in its first dimension: it could not be split as the others are."""
     import keras
 
     samples = batch_size_of(batch)
@@ -248,6 +250,6 @@ def check_samples(batch: Any) -> None:
             )
 
 
-def pieces(samples: int, count: int) -> list[tuple[int, int]]:
-    """First sample and end of each of ``count`` micro-batches of about the same size."""
+def micro_batch_bounds(samples: int, count: int) -> list[tuple[int, int]]:
+    """Returns the first sample and the end of each of ``count`` micro-batches of similar size."""
     return list(pairwise(samples * i // count for i in range(count + 1)))

@@ -39,7 +39,7 @@ class EventKind(StrEnum):
     OUT_OF_MEMORY = "out-of-memory"
     """A step ran out of memory, was undone, and its batch is trained again."""
     MICRO_BATCHES = "micro-batches"
-    """A batch is trained in pieces whose gradients are summed."""
+    """A batch is trained in micro-batches whose gradients are summed."""
     SLICES = "slices"
     """Some ops run on a part of the batch at a time; the numbers are those of the whole batch."""
     OVER_LIMIT = "over-limit"

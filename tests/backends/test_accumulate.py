@@ -174,12 +174,12 @@ def test_what_sees_a_whole_batch_is_named():
     moving = layers.BatchNormalization(name="first"), layers.BatchNormalization()
     assert differences(compiled(*moving), samples(8), 1) == ()
     (said,) = differences(compiled(*moving), samples(8))
-    assert "(first and 1 more) see one piece" in said
+    assert "(first and 1 more) see one micro-batch" in said
     named = layers.BatchNormalization(name="spectral")
     if keras.backend.backend() != "torch":  # it differentiates through a branch
         named = layers.SpectralNormalization(layers.Dense(3), name="spectral")
     state, metric = differences(compiled(named, metrics=["mae", root_mean]), samples(8))
-    assert "(spectral) see one piece" in state
+    assert "(spectral) see one micro-batch" in state
     assert "(root_mean) are the means" in metric
     assert np.isfinite(compiled(*moving).evaluate(*samples(8)[:2], verbose=0)[0])
 

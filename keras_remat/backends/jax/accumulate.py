@@ -1,8 +1,8 @@
-"""One optimizer step from a batch that is trained in pieces: the gradients of micro-batches
-(:mod:`keras_remat.backends.micro_batches`), added up.
+"""One optimizer step from a batch that is split into micro-batches
+(:mod:`keras_remat.backends.micro_batches`), whose gradients are added up.
 
 The step is written out micro-batch after micro-batch and traced like any other. XLA would be free
-to run the pieces side by side, so the samples of each are made to depend on the gradients of the
+to run them side by side, so the samples of each are made to depend on the gradients of the
 one before (:mod:`keras_remat.backends.jax.barrier`). Not ``lax.scan``: its body would be one op,
 and nothing in it could be planned.
 """
@@ -23,7 +23,7 @@ from keras_remat.backends.micro_batches import (
     check_can_be_cut,
     check_no_masks,
     check_samples,
-    pieces,
+    micro_batch_bounds,
 )
 
 
@@ -44,21 +44,26 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
         total = batch_size_of(data)
         gradients: Any = None
         logs: Any = None
-        for start, stop in pieces(total, count):
-            piece = jax.tree.map(lambda leaf, rows=slice(start, stop): leaf[rows], data)
+        for start, stop in micro_batch_bounds(total, count):
+            micro_batch = jax.tree.map(lambda leaf, rows=slice(start, stop): leaf[rows], data)
             if gradients is not None:
                 with jax.named_scope(SEPARATION):
                     condition = never([g for g in jax.tree.leaves(gradients) if g.size])
-                    piece = jax.tree.map(
-                        lambda leaf, condition=condition: guard(leaf, condition), piece
+                    micro_batch = jax.tree.map(
+                        lambda leaf, condition=condition: guard(leaf, condition), micro_batch
                     )
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(piece)
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(micro_batch)
 
             def weighted_loss(
-                trainable: Any, others: Any, metrics: Any, share: float, *piece: Any
+                trainable: Any, others: Any, metrics: Any, share: float, *micro_batch: Any
             ) -> Any:
                 loss, updates = model.compute_loss_and_updates(
-                    trainable, others, metrics, *piece, training=True, optimizer_variables=slots
+                    trainable,
+                    others,
+                    metrics,
+                    *micro_batch,
+                    training=True,
+                    optimizer_variables=slots,
                 )
                 check_no_masks(updates[1])
                 return loss * share, updates

@@ -28,7 +28,7 @@ from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import kinds_of
 from keras_remat.backends.jax.measure import check_placed, live_target
 from keras_remat.backends.jax.sharding import Layout, count, layouts, mesh_of
-from keras_remat.backends.micro_batches import watched_pieces
+from keras_remat.backends.micro_batches import watched_micro_batches
 from keras_remat.backends.xla.fused_graph import FusedStep, fused_graph
 from keras_remat.core.target import Target
 from keras_remat.errors import UnsupportedModelError
@@ -44,7 +44,7 @@ class JaxTracedStep(FusedStep):
         in_tree: structure of ``(state, batch)``.
         out_tree: structure of ``(logs, state)``.
         model: whose ``train_step`` it is.
-        micro_batches: in how many pieces it trains the batch.
+        micro_batches: in how many micro-batches it trains the batch.
         pieces_step: ``(state, batch) → (logs, state)``, what was traced where there are several.
         mesh: the devices it trains on, where they are several; else ``None``.
         layouts: how every number of the program lies on them.
@@ -123,14 +123,14 @@ def trace(
         model: a compiled Keras model on the JAX backend. Unbuilt parts (model, optimizer, metrics)
             are built as ``fit`` would.
         batch: ``(x, y[, sample_weight])`` of arrays or ``jax.ShapeDtypeStruct``.
-        micro_batches: more than 1 trains the batch in pieces, see :mod:`.accumulate`.
+        micro_batches: more than 1 trains the batch in micro-batches, see :mod:`.accumulate`.
         like: the same step for another batch size, if its ops are wanted.
         state: the trainer's state where ``fit`` has it, which tells how it lies on several devices.
         own_step: ``model.train_step``, of which JAX knows what it traced for as long as it lives.
         target: where the step will run; on the live device, if not given.
 
     Raises:
-        UnsupportedModelError: not compiled, eager, a sparse batch, in pieces or for a card under a
+        UnsupportedModelError: not compiled, eager, a sparse batch, micro-batches or a card under a
             ``keras.distribution``, variables on another device, or a step that cannot be cut.
     """
     check_supported(model)
@@ -143,8 +143,8 @@ def trace(
         )
     if micro_batches > 1 and keras.distribution.distribution() is not None:
         raise UnsupportedModelError(
-            "Under a keras.distribution a batch is not cut: its pieces would have to be laid "
-            "over the devices anew."
+            "Under a keras.distribution a batch is not split: micro-batches would have to be "
+            "laid over the devices anew."
         )
     batch_specs = as_specs(batch)
     keras_private.build(model, batch_specs)
@@ -153,7 +153,7 @@ def trace(
     if keras.distribution.distribution() is None:
         check_placed(private.state_values(model) if state is None else state)
     train_step = pieces_step or own_step or model.train_step
-    with watched_pieces(model, micro_batches, jax.ensure_compile_time_eval) as differences:
+    with watched_micro_batches(model, micro_batches, jax.ensure_compile_time_eval) as differences:
         closed, out_shape = jax.make_jaxpr(train_step, return_shape=True)(state_specs, batch_specs)
     program = flatten(closed)
     mesh = mesh_of((state_specs, batch_specs))

@@ -1,8 +1,8 @@
-"""One optimizer step from a batch that is trained in pieces: the gradients of micro-batches
-(:mod:`keras_remat.backends.micro_batches`), added up by ``backward()`` itself.
+"""One optimizer step from a batch that is split into micro-batches
+(:mod:`keras_remat.backends.micro_batches`), whose gradients ``backward()`` itself adds up.
 
 The step is written out micro-batch after micro-batch and recorded like any other. It runs in the
-order in which it was written, so the pieces need not be kept apart.
+order in which it was written, so micro-batches need not be kept apart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keras_remat.backends.micro_batches import (
     check_can_be_cut,
     check_no_masks,
     check_samples,
-    pieces,
+    micro_batch_bounds,
 )
 from keras_remat.backends.torch import private
 
@@ -37,11 +37,11 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any], Any]:
         check_samples(data)
         total, logs = batch_size_of(data), None
         model.zero_grad()
-        for start, stop in pieces(total, count):
-            piece = keras.tree.map_structure(
+        for start, stop in micro_batch_bounds(total, count):
+            micro_batch = keras.tree.map_structure(
                 lambda leaf, rows=slice(start, stop): None if leaf is None else leaf[rows], data
             )
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(piece)
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(micro_batch)
             predicted = private.call_for_training(model, x)
             check_no_masks(predicted)
             loss = model.compute_loss(

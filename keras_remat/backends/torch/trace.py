@@ -24,7 +24,7 @@ from keras_remat.backends import keras_private
 from keras_remat.backends.base import TracedStep
 from keras_remat.backends.batches import check_dense
 from keras_remat.backends.memory import MemoryModel
-from keras_remat.backends.micro_batches import watched_pieces
+from keras_remat.backends.micro_batches import watched_micro_batches
 from keras_remat.backends.torch import in_place, private
 from keras_remat.backends.torch.accumulate import accumulated_train_step
 from keras_remat.backends.torch.branches import Branches
@@ -55,7 +55,7 @@ class TorchTracedStep(TracedStep):
         model: whose step it is.
         places: where the tensors are that it reads and writes.
         logs: what it returns, with a :class:`.recorder.Ref` or ``Scalar`` for what it computes.
-        micro_batches: in how many pieces it trains the batch.
+        micro_batches: in how many micro-batches it trains the batch.
         device: where it runs.
     """
 
@@ -127,7 +127,7 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
             metrics) are built as ``fit`` would.
         batch: ``(x, y[, sample_weight])`` of arrays or tensors, on the device ``"meta"`` where they
             are shapes alone.
-        micro_batches: more than 1 trains the batch in pieces, see :mod:`.accumulate`.
+        micro_batches: more than 1 trains the batch in micro-batches, see :mod:`.accumulate`.
 
     Raises:
         UnsupportedModelError: the step cannot be recorded, or not be cut; the message names the
@@ -148,7 +148,7 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
     step = model.train_step if micro_batches == 1 else accumulated_train_step(model, micro_batches)
     with (
         training_mode(model),
-        watched_pieces(model, micro_batches, private.without_modes) as differences,
+        watched_micro_batches(model, micro_batches, private.without_modes) as differences,
         _explained(),
     ):
         logs = _recorded(recorder, seeds, places, stand_ins, data, step)

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.micro_batches import watched_pieces
+from keras_remat.backends.micro_batches import watched_micro_batches
 from keras_remat.backends.tensorflow.compiled.flatten import Stateless, flatten
 from keras_remat.backends.tensorflow.compiled.kinds import kinds_of
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
@@ -66,7 +66,7 @@ def trace(
     structure = data_spec(batch)
     train_step = accumulated_train_step(model, micro_batches, structure, separated=True)
     traced = tf.function(train_step, autograph=False, jit_compile=True)
-    with watched_pieces(model, micro_batches, tf.init_scope) as differences:
+    with watched_micro_batches(model, micro_batches, tf.init_scope) as differences:
         concrete = traced.get_concrete_function(structure)
     stateless = flatten(concrete.graph)
     program = stateless.program

@@ -1,9 +1,9 @@
-"""One optimizer step from a batch that is trained in pieces: the gradients of micro-batches
-(:mod:`keras_remat.backends.micro_batches`), added up.
+"""One optimizer step from a batch that is split into micro-batches
+(:mod:`keras_remat.backends.micro_batches`), whose gradients are added up.
 
 The step is written out micro-batch after micro-batch and traced like any other, so schedules,
-measuring and swapping need to know nothing of it. A compiler would be free to run the pieces side
-by side: for it the samples of each are made to depend on the gradients of the one before.
+measuring and swapping need to know nothing of it. A compiler would be free to run them side by
+side: for it the samples of each are made to depend on the gradients of the one before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keras_remat.backends.micro_batches import (
     check_can_be_cut,
     check_no_masks,
     check_samples,
-    pieces,
+    micro_batch_bounds,
 )
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.barrier import never
@@ -60,14 +60,14 @@ def accumulated_train_step(
         total = batch_size_of(data)
         gradients: list[Any] = []
         logs: Any = None
-        for start, stop in pieces(total, count):
-            piece = keras.tree.map_structure(
+        for start, stop in micro_batch_bounds(total, count):
+            micro_batch = keras.tree.map_structure(
                 lambda leaf, rows=slice(start, stop): None if leaf is None else leaf[rows], data
             )
             if separated and logs is not None:
                 with tf.name_scope(SEPARATION):
-                    piece = _waiting(piece, gradients)
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(piece)
+                    micro_batch = _waiting(micro_batch, gradients)
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(micro_batch)
             with tf.GradientTape() as tape:
                 predicted = private.call_for_training(model, x)
                 check_no_masks(predicted)
@@ -89,7 +89,7 @@ def accumulated_train_step(
     return train_step
 
 
-def _waiting(piece: Any, gradients: list[Any]) -> Any:
+def _waiting(micro_batch: Any, gradients: list[Any]) -> Any:
     """The same bits, depending on every gradient."""
     known = [
         g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g)
@@ -98,7 +98,8 @@ def _waiting(piece: Any, gradients: list[Any]) -> Any:
     ]
     condition = never(known)
     return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else tf.where(condition, tf.zeros_like(leaf), leaf), piece
+        lambda leaf: None if leaf is None else tf.where(condition, tf.zeros_like(leaf), leaf),
+        micro_batch,
     )
 
 

@@ -33,7 +33,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_remat.backends.batches import check_dense
-from keras_remat.backends.micro_batches import watched_pieces
+from keras_remat.backends.micro_batches import watched_micro_batches
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.graph import kinds, lists
 from keras_remat.backends.tensorflow.graph.accumulate import accumulated_train_step
@@ -79,7 +79,7 @@ def trace(
         model: a compiled and built Keras model.
         batch: what ``train_step`` gets: ``(x, y[, sample_weight])`` as tensors, arrays or
             ``tf.TensorSpec``.
-        micro_batches: more than 1 trains the batch in pieces, see :mod:`.accumulate`.
+        micro_batches: more than 1 trains the batch in micro-batches, see :mod:`.accumulate`.
         smallest_bytes: the smallest request that the allocator counts.
 
     Raises:
@@ -88,7 +88,7 @@ def trace(
     """
     structure = data_spec(batch)
     train_step = accumulated_train_step(model, micro_batches, structure)
-    with watched_pieces(model, micro_batches, tf.init_scope) as differences:
+    with watched_micro_batches(model, micro_batches, tf.init_scope) as differences:
         concrete = tf.function(train_step, autograph=False).get_concrete_function(structure)
     graph = concrete.graph
     captures = {placeholder.op.name: external for external, placeholder in graph.captures}
