@@ -87,7 +87,7 @@ class StepCosts:
                 costs.traced, costs.problem, size, micro_batches, self._backend.estimated_profile
             )
         except UnsupportedModelError as error:
-            self._fit.event(*tell.in_pieces(size, micro_batches, error))
+            self._fit.event(*tell.in_no_slices(size, micro_batches, error))
             return self.trace(batch, known, micro_batches)
         if traced.slicing is not None:
             self._fit.event(*tell.micro_batches_in_slices(micro_batches, traced.slicing))

@@ -305,11 +305,12 @@ def in_micro_batches(size: int, count: int, limit: Limit) -> News:
     )
 
 
-def in_pieces(size: int, count: int, error: Exception) -> News:
-    """Tells why micro-batches that were asked for are pieces, and no slices of the batch."""
+def in_no_slices(size: int, count: int, error: Exception) -> News:
+    """Tells why micro-batches that were asked for are no slices of the batch."""
     return News(
         EventKind.MICRO_BATCHES,
-        f"{error} So {size} samples are trained in {count} pieces whose gradients are added up.",
+        f"{error} So {size} samples are trained in {count} micro-batches whose gradients are added "
+        "up.",
     )
 
 

@@ -14,6 +14,7 @@ from keras_remat.core.simulate import simulate
 from keras_remat.core.slices import CUT, JOIN, START, SUM, SliceRule, Slicing, sliced_graph
 from keras_remat.core.validate import executed_peak_bytes, validate
 from keras_remat.errors import InvalidProblemError
+from tests.solvers.brute_force import fastest
 
 
 def random_rules(rng, graph, share=0.8):
@@ -172,6 +173,31 @@ def test_a_chain_within_slices_goes_below_the_floor():
     # parts of 2 and 2 bytes, the source, and the sum so far
     assert problem.floor_bytes == 4
     assert simulate(problem, Schedule.store_all(problem.graph)).peak_bytes == 6
+
+
+def test_brute_force_agrees_that_the_floor_of_random_chains_fell():
+    """Whole, no order needs less than the floor; in two slices some do, and run within it."""
+    rng, found = random.Random(0), 0
+    for _ in range(30):
+        sizes = [2 * rng.randint(1, 8) for _ in range(4)]
+        ops = tuple(Op(i, "abcd"[i], "", (i - 1,) if i else (), (i,)) for i in range(4))
+        values = tuple(Value(i, "abcd"[i], sizes[i], producer=i) for i in range(4))
+        graph = Graph(ops, values, (3,))
+        rules = {i: SliceRule(frozenset({i - 1})) for i in (1, 2)}
+        rules[3] = SliceRule(frozenset({2}), sums=frozenset({3}))
+        sliced = sliced_graph(graph, rules, Slicing((1, 2, 3), 2)).graph
+        whole, parts = (
+            Problem(g, Profile((1.0,) * len(g.ops), (0,) * len(g.ops), 5)) for g in (graph, sliced)
+        )
+        below = whole.floor_bytes - 1
+        assert fastest(whole.with_budget(below), any_order=True) is None
+        best = fastest(parts.with_budget(below), any_order=True)
+        if parts.floor_bytes > below:
+            assert best is None
+        if best is not None:
+            validate(parts.with_budget(below), Schedule(tuple(best[1])))
+            found += 1
+    assert found >= 10
 
 
 def test_fingerprints_are_stable_and_tell_the_number_of_parts():

@@ -6,8 +6,9 @@ attributes, a function says. A type missing here stays whole, and so does an op 
 not known: both are always right.
 
 Shapes are the only thing that is looked at, never which axis is the batch's: a rule holds for any
-operands. ``FusedBatchNorm`` looks at the whole batch and stays whole; random ops do, too, so that a
-slice of dropout is a slice of the same mask.
+operands. ``FusedBatchNorm`` looks at the whole batch and stays whole. A uniform or normal random op
+draws four numbers from each step of a counter (Philox; Salmon et al. 2011), so that a part begins
+at a later one, and a slice of dropout is a slice of the same mask; other random ops stay whole.
 
 One file, though long: the table, and what reads it.
 """
@@ -33,12 +34,17 @@ from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.core.slices import SliceRule
 
 #: What an input is to a part of its op: its own part of it; all of it; or the shape of what the
-#: whole op makes, whose first number becomes the part's.
-InputMode = Literal["part", "whole", "shape"]
+#: whole op makes, whose first number becomes the part's; or the counter of a random op, which is
+#: further on for a later part.
+InputMode = Literal["part", "whole", "shape", "counter"]
 
 Shape = tuple[int, ...]
 #: What the outputs of all parts are to the whole op's.
 OutputMode = Literal["part", "sum", "mean"]
+#: How many numbers a random op draws from each step of its counter.
+DRAWN_AT_ONCE = 4
+#: Its algorithms that do: Philox, and what TensorFlow chooses outside of XLA, which is Philox.
+_PHILOX = (1, 3)
 #: Modes of the inputs, and of the outputs; ``None``: stays whole.
 Found = tuple[tuple[InputMode, ...], OutputMode] | None
 
@@ -251,6 +257,14 @@ def _strided_slice(op: _Operands) -> Found:
     return ("shape", "whole", "whole", "whole", "part"), "part"
 
 
+def _random(op: _Operands) -> Found:
+    (algorithm,) = op.constants.get(3) or (0,)
+    is_single = op.node.attr["dtype"].type != tf.float64.as_datatype_enum
+    if algorithm not in _PHILOX or not is_single:
+        return None
+    return ("shape", "whole", "counter", "whole"), "part"
+
+
 _BY_SHAPE: Mapping[str, Callable[[_Operands], Found]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(("Softmax", "LogSoftmax"), _by_sample),
@@ -268,6 +282,7 @@ _BY_SHAPE: Mapping[str, Callable[[_Operands], Found]] = {
     "BroadcastTo": _broadcast,
     "GatherV2": _gathering,
     "OneHot": _one_hot,
+    **dict.fromkeys(("StatelessRandomUniformV2", "StatelessRandomNormalV2"), _random),
     "Slice": _range_slice,
     **dict.fromkeys(("StridedSlice", "StridedSliceGrad"), _strided_slice),
 }
@@ -372,7 +387,7 @@ def _rule_of_node(step: TensorFlowStep, node: Any) -> _NodeRule | None:
     (modes, output), sliced, whole, divides = found, set(), set(), 0
     for mode, name in zip(modes, data_inputs(node), strict=True):
         chain = views_to(step, tensor_key(name))
-        if mode == "whole":
+        if mode in ("whole", "counter"):
             whole.add(chain[-1])
         elif mode == "part":
             shapes = [step.tensor_shapes.get(tensor) for tensor in chain]
@@ -389,7 +404,21 @@ def _rule_of_node(step: TensorFlowStep, node: Any) -> _NodeRule | None:
         if not shape:
             return None
         divides, at = gcd(divides, shape[0]), at + 1
+    if "counter" in modes:
+        divides = _whole_draws(step.tensor_shapes[f"{node.name}:0"] or ())
+        if not divides:
+            return None
     return _NodeRule(frozenset(sliced), frozenset(whole), output, divides)
+
+
+def _whole_draws(shape: Shape) -> int:
+    """Returns the number that those divide into which a random op's result is cut so that every
+    part begins with a step of the counter; 0 for none."""
+    of_one = prod(shape[1:])
+    for samples in (1, 2, 4):
+        if shape[0] % samples == 0 and samples * of_one % DRAWN_AT_ONCE == 0:
+            return shape[0] // samples
+    return 0
 
 
 def _together(step: TensorFlowStep, op_id: int, found: Sequence[_NodeRule]) -> SliceRule:

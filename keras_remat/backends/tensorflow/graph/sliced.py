@@ -10,7 +10,8 @@ with the part's first number. What is added to a graph by slicing:
 * a join is ``Empty`` and then ``InplaceUpdate`` of one row each, of the same view. It writes into
   the buffer that it was given, which nobody else reads;
 * a sum is ``AddV2``, in the order of the parts; a mean is divided by their number, which changes
-  no bit where it is a power of two.
+  no bit where it is a power of two;
+* a part of a random op has its counter moved on by what the parts before it draw.
 
 Readers of a value that is joined or summed up read it under its new name. Nothing else of the step
 is another one than before: what does not run in slices is the same node.
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,12 @@ from keras_remat.backends.tensorflow.graph.nodes import (
     split_input,
     tensor_key,
 )
-from keras_remat.backends.tensorflow.graph.slice_rules import input_modes, slice_rules, views_to
+from keras_remat.backends.tensorflow.graph.slice_rules import (
+    DRAWN_AT_ONCE,
+    input_modes,
+    slice_rules,
+    views_to,
+)
 from keras_remat.backends.tensorflow.graph.step import TensorFlowStep
 from keras_remat.backends.tensorflow.memory.best_fit import GRANULE_BYTES
 from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing, sliced_graph
@@ -234,6 +241,9 @@ class _Writer:
                     inputs.append(self._part(tensor, part))
                 elif mode == "shape":
                     inputs.append(self._part_of_shape(f"{name}/slices/input_{at}", tensor))
+                elif mode == "counter" and part:
+                    drawn = prod(self._part_shape(f"{name}:0")) * part
+                    inputs.append(self._counter(f"{new}/counter", tensor, drawn))
                 else:
                     inputs.append(self._whole(tensor))
             self._nodes[new] = copied(node, inputs, new)
@@ -245,6 +255,20 @@ class _Writer:
                 shape = self._part_shape(tensor) if output == "part" else self._shape(tensor)
                 self._shapes[f"{new}:{at}"] = shape
                 at += 1
+
+    def _counter(self, name: str, tensor: str, drawn: int) -> str:
+        """Returns a random op's counter after so many numbers were drawn.
+
+        It has 128 bits, of which TensorFlow draws the upper 64: the lower ones begin at 0.
+        """
+        types = {"T": tf.uint64, "type": tf.int64}
+        signed = self._node(f"{name}/signed", "Bitcast", [self._whole(tensor)], (2,), **types)
+        steps = self._constant(f"{name}/steps", [drawn // DRAWN_AT_ONCE, 0], tf.int64)
+        later = self._node(f"{name}/later", "AddV2", [signed, steps], (2,), T=tf.int64)
+        types = {"T": tf.int64, "type": tf.uint64}
+        found = self._node(name, "Bitcast", [later], (2,), **types)
+        self._folded |= {name, f"{name}/signed", f"{name}/later"}
+        return found
 
     def _divide_part(self, name: str, new: str) -> None:
         """Notes the division that takes the place of a part, where one takes that of its op."""

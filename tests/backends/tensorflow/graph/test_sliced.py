@@ -184,10 +184,40 @@ def test_forward_values_and_gradients_are_the_same_but_for_rounding(parts, share
         assert sum(op.kind == "SumSlices" for op in b.sliced(parts).graph.ops) >= 8
 
 
+@pytest.mark.parametrize(
+    ("draw", "shape", "dtype", "parts"),
+    [
+        ("uniform", (8, 4), "float32", 8),
+        ("uniform", (8, 5), "float32", 2),
+        ("uniform", (4096, 33), "float16", 4),
+        ("normal", (4096, 33), "float32", 4),
+        ("normal", (8, 6), "bfloat16", 4),
+    ],
+)
+def test_parts_of_a_random_op_are_parts_of_what_it_draws(draw, shape, dtype, parts):
+    """Four numbers are drawn at once: a sample of five is no whole number of draws."""
+
+    class Draws(keras.Model):
+        def train_step(self, data):
+            noise = getattr(tf.random, f"stateless_{draw}")(shape, data[0], dtype=dtype)
+            return {"noise": tf.where(noise < 0.5, noise, -noise)}
+
+    model = Draws()
+    model.compile("sgd")
+    b = Bench(model, (np.array([3, 4]), np.zeros((2, 1), "float32")))
+    kind = f"StatelessRandom{draw.title()}V2"
+    (drawn,) = [op.id for op in b.traced.graph.ops if op.kind == kind]
+    assert b.rules[drawn].divides % parts == 0
+    whole, sliced = (b.train(step)[1][0]["noise"] for step in (b.traced, b.sliced(parts)))
+    np.testing.assert_array_equal(sliced, whole)
+    kinds = [op.kind for op in b.sliced(parts).graph.ops]
+    assert kinds.count(kind) == parts
+
+
 def test_dropout_draws_the_same_mask():
     b = Bench(*keras_models.mlp(dropout=0.5, optimizer="sgd"))
-    kinds = {b.traced.graph.ops[i].kind for i in b.rules}
-    assert not any(kind.startswith("Stateless") for kind in kinds)
+    kinds = [b.traced.graph.ops[i].kind for i in b.rules]
+    assert kinds.count("StatelessRandomUniformV2") == 2
     state, _ = b.train(b.traced, steps=3)
     sliced, _ = b.train(b.sliced(4), steps=3)
     for ours, theirs in zip(sliced, state, strict=True):
@@ -204,7 +234,7 @@ def test_the_fingerprint_is_the_same_for_two_traces_of_one_model():
 
 
 def language_model(tokens=1024, vocabulary=2048, width=32):
-    """Logits and their gradient, 8 MiB each, are what a step needs."""
+    """Logits and their gradient, 8 MiB each or more, are what a step needs."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((32,), dtype="int32")
     x = keras.layers.Embedding(vocabulary, width)(inputs)
@@ -258,7 +288,7 @@ def test_fit_trains_below_the_floor_with_the_numbers_of_the_whole_batch():
 
 
 def test_a_saved_plan_in_slices_trains_the_model_again(tmp_path):
-    model, (x, y) = language_model()
+    model, (x, y) = language_model(vocabulary=8192)
     limit, _ = below_the_floor(model, (x[:32], y[:32]), 0.5)
     plan = keras_remat.make_plan(
         model, (x[:32], y[:32]), limit, profile="estimated", compilation="ordered",
@@ -303,10 +333,10 @@ def test_micro_batches_are_slices_with_the_numbers_of_the_whole_batch(recwarn):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_micro_batches_that_cannot_be_slices_are_pieces_and_say_so():
-    with pytest.warns(UserWarning, match="see one piece"):
+def test_micro_batches_that_cannot_be_slices_are_trained_apart_and_say_so():
+    with pytest.warns(UserWarning, match="see one micro-batch"):
         _, _, (callback,) = fitted(7, 7, micro_batches=3)
     assert callback.plan.slicing is None
     told = [str(event.message) for event in callback.report.events]
     (why,) = [message for message in told if "No number from 2 to 6 divides" in message]
-    assert "7 samples are trained in 3 pieces" in why
+    assert "7 samples are trained in 3 micro-batches" in why
