@@ -12,7 +12,8 @@ each of them, with all the sums before it.
 
 As few guards as that needs:
 
-* an equation whose input already depends on the current trigger needs none;
+* an equation whose input already depends on the current trigger needs none, unless its op has run
+  since that trigger was made;
 * an equation with a small result needs none: merged or early, it costs nothing;
 * a view needs none, its reader gets it;
 * else the cheapest input is guarded: a scalar literal, a bias, a kernel, before an activation.
@@ -167,7 +168,7 @@ class Run:
         self._env = {number: _Value(value) for number, value in enumerate(given)}
         self._literals: dict[int, _Value] = {}  # by id
         self._written: dict[Any, list[_Value]] = {}  # by equation and inputs
-        self._ran: set[int] = set()
+        self._ran: dict[int, int] = {}  # op → the trigger that was the newest when it ran last
         self._early = set(early)
         self._since: list[int] = []  # ops that ran for the first time since the last trigger
         self._pins: list[Any] = []  # what the next trigger reads beside the newest results
@@ -196,9 +197,9 @@ class Run:
             if early:
                 self._early.add(number)
         if not again:
-            self._ran.add(op_id)
             if op.phase != UPDATE and not early:
                 self._since.append(op_id)
+        self._ran[op_id] = self._trigger
 
     def _pin(self, op_id: int, results: Mapping[int, _Value]) -> None:
         """Has a value that comes from two large ones read in a branch.
@@ -269,13 +270,19 @@ class Run:
                 for a in equation.inputs
             ]
             if self._guardable(equation):
-                if again and not any(x.trigger == self._trigger for x in inputs):
+                if again and not self._waits(op_id, inputs):
                     self._guard_cheapest(equation, inputs)
                 elif not again and phase == BACKWARD:
                     self._keep_from_forward(equation, inputs)
             outputs = self._run(at, equation, inputs)
             inner.update(zip(equation.outputs, outputs, strict=True))
         return inner
+
+    def _waits(self, op_id: int, inputs: Sequence[_Value]) -> bool:
+        """Whether an op's inputs depend on the newest trigger, and did not when it ran last: in a
+        second pass over the data, all that runs for the first time depends on some trigger."""
+        is_newer = self._trigger > self._ran[op_id]
+        return is_newer and any(x.trigger == self._trigger for x in inputs)
 
     def _literal(self, atom: Any) -> _Value:
         return self._literals.setdefault(id(atom), _Value(self._writer.literal(atom)))

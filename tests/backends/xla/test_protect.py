@@ -105,6 +105,20 @@ def test_the_backward_phase_shares_nothing_large_with_the_forward_phase():
     assert out.text == "dot(dot(guard(x0 | never(dot(x0)))))"
 
 
+def test_what_runs_again_in_a_second_pass_waits_for_what_ran_since():
+    """All of that pass depends on the trigger that keeps it from the first; the gradient of a
+    gradient, say."""
+    program = FlatProgram(LARGE)
+    first = program.add("dot", 0)
+    second = program.add("dot", 0, scope="backward")
+    a = program.add("dot", second, scope="backward")
+    b = program.add("dot", a, scope="backward")
+    program.returns(first, program.add("call", a, b, scope="backward"))
+    _, writer = ran(program, [0, 1, 2, 3, 2, 4])
+    assert writer.written == [0, 1, 2, 3, 2, 4]
+    assert len(writer.guarded) == 2
+
+
 def test_what_a_loop_keeps_is_not_held_for_a_trigger_where_its_result_was_read():
     """The loop runs again for what it keeps; its first run's is read by nobody."""
     program = FlatProgram(LARGE, LARGE)
