@@ -71,7 +71,7 @@ HUB: dict[str, dict[str, Any]] = {
     "ViTBackbone": {"image_shape": (64, 64, 3), "patch_size": 8, "num_layers": 4, "num_heads": 4,
                     "hidden_dim": 128, "mlp_dim": 512},
 }  # fmt: skip
-PIXELS, TOKENS = 96, 128
+TOKENS = 128
 #: Steps of an epoch, and epochs.
 _STEPS, _EPOCHS = 6, 3
 _SOLVE_S, _SEED = 10.0, 0
@@ -84,7 +84,7 @@ PREDICTION, PREDICTED_SHARE, SETUP_S = 0.05, 0.9, 60.0
 # -------------------------------------------------------------------- one case
 
 
-def build(name: str, batch: int) -> tuple[Any, dict[str, Any]]:
+def build(name: str, batch: int, pixels: int) -> tuple[Any, dict[str, Any]]:
     """Returns a case's compiled model, always with the same weights, and its data."""
     import keras
     import numpy as np
@@ -99,10 +99,10 @@ def build(name: str, batch: int) -> tuple[Any, dict[str, Any]]:
     if name in HUB:
         return _hub(name, generator, samples)
     model = getattr(keras.applications, name)(
-        weights=None, input_shape=(PIXELS, PIXELS, 3), classes=10
+        weights=None, input_shape=(pixels, pixels, 3), classes=10
     )
     model.compile(keras.optimizers.SGD(1e-6), "sparse_categorical_crossentropy")
-    images = generator.random((samples, PIXELS, PIXELS, 3), dtype=np.float32)
+    images = generator.random((samples, pixels, pixels, 3), dtype=np.float32)
     return model, {"x": images, "y": generator.integers(0, 10, samples).astype(np.int32)}
 
 
@@ -125,14 +125,14 @@ def _hub(name: str, generator: Any, samples: int) -> tuple[Any, dict[str, Any]]:
     return model, {"x": x, "y": generator.random((samples, 1), dtype=np.float32)}
 
 
-def trained(name: str, batch: int, limit_bytes: int | None = None) -> dict[str, Any]:
+def trained(name: str, batch: int, pixels: int, limit_bytes: int | None = None) -> dict[str, Any]:
     """Fits a case, plainly or under a limit, and returns what was watched and planned."""
     import keras
     from watch import StepWatch, long_fit
 
     import keras_remat
 
-    model, data = build(name, batch)
+    model, data = build(name, batch, pixels)
     of_batch = sum(leaf.nbytes for leaf in keras.tree.flatten(data)) // _STEPS
     data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)
     watch = StepWatch(watched_epoch=_EPOCHS - 1, batch_bytes=of_batch)
@@ -175,10 +175,12 @@ def _found(remat: Any) -> dict[str, Any]:
     }
 
 
-def measured(name: str, batch: int, share: float, timeout_s: float, backend: str) -> dict[str, Any]:
+def measured(
+    name: str, share: float, timeout_s: float, backend: str, **asked: int
+) -> dict[str, Any]:
     """Trains a case three times, each in a process of its own, and returns its row."""
-    plain = _child(name, timeout_s, backend, batch=batch)
-    again = _child(name, timeout_s, backend, batch=batch)
+    plain = _child(name, timeout_s, backend, **asked)
+    again = _child(name, timeout_s, backend, **asked)
     resident, peak = plain["resident_bytes"], max(plain["peaks"][1:] + again["peaks"][1:])
     limit = int(resident + share * (peak - resident))
     row: dict[str, Any] = {
@@ -189,7 +191,7 @@ def measured(name: str, batch: int, share: float, timeout_s: float, backend: str
     }
     for _ in range(_LIMITS):
         row["limit_bytes"] = limit
-        ours = _child(name, timeout_s, backend, batch=batch, limit_bytes=limit)
+        ours = _child(name, timeout_s, backend, **asked, limit_bytes=limit)
         if "refusal" not in ours:
             break
         row |= {"status": ours["refusal"], "raised": True}
@@ -212,12 +214,12 @@ def measured(name: str, batch: int, share: float, timeout_s: float, backend: str
     )
 
 
-def planned(name: str, share: float) -> dict[str, Any]:
+def planned(name: str, share: float, pixels: int) -> dict[str, Any]:
     """Plans a case without training it, and returns its row."""
     import keras_remat
 
     batch = 2
-    model, _ = build(name, batch)
+    model, _ = build(name, batch, pixels)
     started = time.perf_counter()
     options = {"profile": "estimated", "solver_time_limit_s": _SOLVE_S, "margin": 0.0}
     roomy = keras_remat.make_plan(model, batch, 2**45, **options | {"solver": "store_all"})
@@ -257,14 +259,14 @@ def cases(backend: str) -> list[str]:
     return [*ON_TORCH, *hub] if backend == "torch" else [*STEPS, *FAMILIES, *hub, *GRAPHS]
 
 
-def run(name: str, batch: int, share: float, timeout_s: float, backend: str) -> dict[str, Any]:
+def run(name: str, share: float, timeout_s: float, backend: str, **asked: int) -> dict[str, Any]:
     """Runs a case; a failure is a row with its status."""
     started = time.perf_counter()
     try:
         row = (
-            _child(name, timeout_s, backend, share=share)
+            _child(name, timeout_s, backend, share=share, pixels=asked["pixels"])
             if name in GRAPHS
-            else measured(name, batch, share, timeout_s, backend)
+            else measured(name, share, timeout_s, backend, **asked)
         )
     except Failed as error:
         return {"name": name, "status": f"error: {error}"}
@@ -326,11 +328,13 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def report(rows: list[dict[str, Any]], batch: int, share: float, backend: str) -> str:
+def report(
+    rows: list[dict[str, Any]], share: float, backend: str, *, batch: int, pixels: int
+) -> str:
     """Returns the rows as Markdown, and what falls short."""
     lines = ["# zoo.py", ""]
     lines += [
-        f"{machine(backend)}; batch {batch}, {PIXELS} px; limit: resident + {share:g} of what",
+        f"{machine(backend)}; batch {batch}, {pixels} px; limit: resident + {share:g} of what",
         f"plain takes above; solver auto, {_SOLVE_S:.0f} s. The command explains the columns.",
     ]
     lines += ["", head(COLUMNS), *map(line, rows), "", "What falls short:", ""]
@@ -344,6 +348,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="A,B", help="names; default: all")
     parser.add_argument("--backend", choices=("tensorflow", "torch"), default="tensorflow")
     parser.add_argument("--batch", type=int, default=16, help="samples (default 16)")
+    parser.add_argument("--pixels", type=int, default=96, help="of an image's side (default 96)")
     parser.add_argument("--share", type=float, default=0.6, help="of plain's bytes (default 0.6)")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one fit")
     parser.add_argument("--json", type=Path, metavar="FILE.jsonl", help="rows, added as they come")
@@ -363,18 +368,19 @@ def main() -> int:
         return 0
     rows = {row["name"]: row for row in kept(arguments.json)}
     backend, known = arguments.backend, cases(arguments.backend)
+    asked = {"batch": arguments.batch, "pixels": arguments.pixels}
     wanted = arguments.only.split(",") if arguments.only else known
     unknown = set(wanted) - set(known)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     for name in wanted:
         if name not in rows:
-            rows[name] = run(name, arguments.batch, arguments.share, arguments.timeout, backend)
+            rows[name] = run(name, arguments.share, arguments.timeout, backend, **asked)
             keep(rows[name], arguments.json)
         print(line(rows[name]), flush=True)
         if arguments.output:
             shown = [rows[each] for each in known if each in rows]
-            arguments.output.write_text(report(shown, arguments.batch, arguments.share, backend))
+            arguments.output.write_text(report(shown, arguments.share, backend, **asked))
     return int(bool(arguments.check and failures(list(rows.values()))))
 
 
