@@ -196,9 +196,8 @@ class Run:
             self._env[number] = results[number]
             if early:
                 self._early.add(number)
-        if not again:
-            if op.phase != UPDATE and not early:
-                self._since.append(op_id)
+        if not again and op.phase != UPDATE and not early:
+            self._since.append(op_id)
         self._ran[op_id] = self._trigger
 
     def _pin(self, op_id: int, results: Mapping[int, _Value]) -> None:

@@ -367,6 +367,23 @@ def test_uncompiled_models_get_one_warning_and_train(options):
     assert [event.kind for event in remat.report.events] == ["unmodified"]
 
 
+def test_eager_execution_asked_for_in_mid_fit_is_obeyed_and_told(over_any_limit):
+    class RunsEagerly(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                jax.config.update("jax_disable_jit", True)
+
+    model, data = small()
+    remat = callback()
+    try:
+        with pytest.warns(UserWarning, match="run eagerly from here on"):
+            fit(model, data, remat, RunsEagerly(), epochs=2)
+    finally:
+        jax.config.update("jax_disable_jit", False)
+    assert remat.report.events[-1].kind == "unmodified"
+    assert_given_back(model)
+
+
 def test_an_order_is_refused_with_the_reason():
     model, data = small()
     with pytest.warns(UserWarning, match="unmodified.*every step is compiled"):

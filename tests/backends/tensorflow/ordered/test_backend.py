@@ -130,12 +130,15 @@ class Blocks(keras.Model):
         self.head = keras.layers.Dense(1)
 
     def call(self, x):
-        one, other = self.blocks if len(self.blocks) == 2 else self.blocks[0]
+        held = self.blocks if len(self.blocks) == 2 else self.blocks[0]
+        one, other = (next(iter(of)) if isinstance(of, (set, frozenset)) else of for of in held)
         return self.head(other(one(x)))
 
 
-@pytest.mark.parametrize("container", [tuple, lambda made: [Pair(*made)]])
-def test_a_model_with_layers_in_a_tuple_trains_as_plainly(container):
+@pytest.mark.parametrize(
+    "container", [tuple, lambda made: [Pair(*made)], lambda made: [{one} for one in made]]
+)
+def test_a_model_with_layers_in_any_container_trains_as_plainly(container):
     def trained(*callbacks):
         keras.utils.set_random_seed(0)
         model = Blocks(container)
