@@ -50,6 +50,21 @@ def test_from_the_second_step_on_the_train_function_is_kerass_own(of_one_size):
     assert callback.plan is None
 
 
+def test_what_cannot_be_measured_is_not_predicted_anew_for_every_epoch(of_one_size):
+    """On TensorFlow that is a simulation, which took longer than the steps of an epoch."""
+
+    def asked_in(epochs):
+        backend, asked = FakeBackend(has_statistics=False), []
+        predict = backend.memory.peak_bytes
+        backend.memory.peak_bytes = lambda *of: asked.append(of) or predict(*of)
+        with pytest.warns(UserWarning, match="enable_cpu_memory_stats"):
+            callback, _ = fit(backend, epochs=epochs)
+        assert {epoch.peak_bytes for epoch in callback.report.epochs} == {store_all_peak(8)}
+        return len(asked)
+
+    assert asked_in(6) == asked_in(2)
+
+
 def test_batches_that_may_grow_are_watched_from_inside_until_their_step_is_final():
     """And then from outside, as long as twice as much would fit."""
     _, own = fit(FakeBackend())
