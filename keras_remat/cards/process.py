@@ -1,7 +1,8 @@
 """The process that compiles for cards: ``python -m keras_remat.cards.process FILE``.
 
-Keras runs on JAX in it, and JAX on the CPU. It reads a pickled request from a file, and writes
-pickled messages to its standard output; what else is printed goes to its standard error.
+Keras runs on JAX in it, or on TensorFlow, and that on the CPU. It reads a pickled request from a
+file, and writes pickled messages to its standard output; what else is printed goes to its standard
+error.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,15 @@ from keras_remat.core.target import Target
 from keras_remat.errors import RematError, UnsupportedModelError
 
 #: What a message is; the second half of it is the name and the batch size, a row, bytes by layer,
-#: or an exception. After ``DONE`` none follows.
-BEGUN, ROW, LAYERS, FAILED, DONE = "begun", "row", "layers", "failed", "done"
+#: an exception, or what a model raises on this framework. After the last three none follows.
+BEGUN, ROW, LAYERS, FAILED, NOT_TAKEN, DONE = (
+    "begun", "row", "layers", "failed", "not taken", "done",
+)  # fmt: skip
 Tell = Callable[[str, Any], None]
+
+
+class NotTakenError(Exception):
+    """A model does not run on the framework that was to compile it; says what it raised."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ def answer(request: Request, tell: Tell) -> None:
     """Answers a request by messages.
 
     Raises:
+        NotTakenError: the model does not run on the framework of this process.
         RematError, ValueError, OSError: it cannot be answered.
     """
     if any(not target.is_live for target in request.targets):
@@ -81,34 +91,41 @@ def answer(request: Request, tell: Tell) -> None:
     for name, value in request.settings.items():
         getattr(keras.config, name)(value)
     model, batch = _model_and_batch(request)
-    model.run_eagerly, model.jit_compile = False, True  # how Keras trains on JAX
+    model.run_eagerly, model.jit_compile = False, True  # what is asked about is compiled
     if isinstance(batch, int):
         batch = example_batch(model, batch, seed=None)
     tell(BEGUN, (model.name, batch_size_of(batch)))
     step = AskedStep(
-        model, batch,
+        model, batch, _card_backend(),
         margin=request.margin, time_limit_s=request.time_limit_s, seed=request.seed,
     )  # fmt: skip
-    for target in request.targets:
-        try:
-            row = step.row(target, lambda early: tell(ROW, early))
-        except (RematError, ValueError):
-            raise
-        except Exception as error:  # whatever the layers of a user's model raise
-            raise _not_taken(error) from error
-        tell(ROW, row)
+    try:
+        for row in step.rows(request.targets, lambda early: tell(ROW, early)):
+            tell(ROW, row)
+    except RematError:
+        raise
+    except Exception as error:  # whatever the layers of a user's model raise
+        raise _not_taken(error) from error
     tell(LAYERS, step.layers)
 
 
 def _model_and_batch(request: Request) -> tuple[Any, Any]:
-    from keras_remat.planning.model_argument import model_and_batch
-
-    if isinstance(request.model, str):
-        return model_and_batch(request.model, request.batch, request.shapes, request.dtypes)
     import keras
 
+    from keras_remat.planning.model_argument import NamedModelError, model_and_batch
+
+    if isinstance(request.model, str):
+        try:
+            return model_and_batch(request.model, request.batch, request.shapes, request.dtypes)
+        except (RematError, NamedModelError, OSError):
+            raise
+        except Exception as error:  # whatever a user's function or layers raise
+            raise _not_taken(error) from error
+
     try:  # it is the caller's own model, so its functions are safe to load
-        model = keras.saving.deserialize_keras_object(request.model, safe_mode=False)
+        model = keras.saving.deserialize_keras_object(
+            request.model, custom_objects=_own_classes(request.model), safe_mode=False
+        )
     except Exception as error:  # whatever a user's classes raise
         raise _not_taken(error) from error
     if not getattr(model, "compiled", False):
@@ -119,15 +136,44 @@ def _model_and_batch(request: Request) -> tuple[Any, Any]:
     return model, request.batch
 
 
-def _not_taken(error: Exception) -> UnsupportedModelError:
+def _own_classes(config: Any) -> dict[str, Any]:
+    """Returns name → class or function of all that a config names outside of Keras, which looks
+    for registered ones only; what cannot be imported is left to it."""
+    found: dict[str, Any] = {}
+    if isinstance(config, (list, tuple)):
+        for part in config:
+            found |= _own_classes(part)
+    if not isinstance(config, Mapping):
+        return found
+    for part in config.values():
+        found |= _own_classes(part)
+    module, name = config.get("module"), config.get("class_name")
+    if name == "function":
+        name = config.get("config")
+    if isinstance(module, str) and isinstance(name, str) and module.split(".")[0] != "keras":
+        with suppress(ImportError, AttributeError):
+            found[config.get("registered_name") or name] = getattr(import_module(module), name)
+    return found
+
+
+def _not_taken(error: Exception) -> NotTakenError:
     told = " ".join(str(error).split())[:300]
-    return UnsupportedModelError(
-        f"The model does not run with Keras on JAX, which compiles it for a card: "
-        f"{type(error).__name__}: {told}. Its layers, losses and metrics have to be written in "
-        "Keras's own ops, and its own classes and functions lie in modules that can be imported "
-        "(not in a script or notebook); or name a function that makes it, as "
-        "package.module:function."
-    )
+    return NotTakenError(f"{type(error).__name__}: {told}")
+
+
+def _card_backend() -> Callable[[Target], Any]:
+    """Returns what makes the backend that compiles for a card, of the framework Keras runs on."""
+    import keras
+
+    if keras.backend.backend() == "jax":
+        from keras_remat.backends.jax import JaxBackend
+
+        return JaxBackend
+    from keras_remat.backends.tensorflow.compiled import CompiledBackend
+    from keras_remat.backends.tensorflow.compiled.card_compiler import CardCompiler
+
+    compiler = CardCompiler()
+    return lambda target: CompiledBackend(target, compiler)
 
 
 def initialize_with_zeros() -> None:
@@ -157,6 +203,8 @@ def main(path: Path) -> None:
 
         try:
             answer(pickle.loads(path.read_bytes()), tell)
+        except NotTakenError as error:
+            tell(NOT_TAKEN, str(error))
         except (RematError, ValueError, TypeError, ImportError, OSError) as error:
             tell(FAILED, error)
         else:

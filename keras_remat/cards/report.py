@@ -99,12 +99,15 @@ class CardReport:
         rows: one for each card, in the order in which they were asked for.
         name: of the model.
         layers: layer → bytes of its activations at the plain peak, the largest first.
+        framework: whose step was compiled: ``"jax"``, or ``"tensorflow"`` where the model runs
+            on that alone.
     """
 
     batch_size: int
     rows: tuple[CardRow, ...]
     name: str = ""
     layers: Mapping[str, int] = field(default_factory=dict)
+    framework: str = "jax"
 
     @property
     def exit_status(self) -> int:
@@ -141,7 +144,10 @@ class CardReport:
         return "\n".join(told)
 
     def _remarks(self) -> list[str]:
-        return [f"{row.card}: {row.remark}" for row in self.rows if row.remark and row.verdict]
+        told = [f"{row.card}: {row.remark}" for row in self.rows if row.remark and row.verdict]
+        if self.framework == "tensorflow":
+            told.append("The model runs on TensorFlow only: its step is TensorFlow's, compiled.")
+        return told
 
     def _parts(self) -> tuple[list[str], list[tuple[str, ...]]] | None:
         """Returns the cards whose parts are known, and a row for each part; ``None`` for none."""

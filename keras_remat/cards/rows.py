@@ -1,21 +1,23 @@
 """One model's train step, asked about cards: a row for each.
 
-This is what the process of :mod:`keras_remat.cards.process` does, with Keras on JAX. The step is
-traced once for all cards on which XLA sees the same ops, and compiled without recomputation for
-each. Whatever the compiler says of that decides the verdict; a plan is made, and compiled, only
-where the plain step does not fit. The largest batches are predicted from there.
+This is what the process of :mod:`keras_remat.cards.process` does. The step is traced once for all
+cards on which XLA sees the same ops, and compiled without recomputation for each. Whatever the
+compiler says of that decides the verdict; a plan is made, and compiled, only where the plain step
+does not fit. The largest batches are predicted from there.
+
+Compiling is the compiler's time and searching is Python's, so the next card's step is compiled in a
+thread while batches are searched for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from keras_remat.backends.base import Backend
-from keras_remat.backends.batches import batch_size_of, fixed_batch
-from keras_remat.backends.jax import JaxBackend
-from keras_remat.backends.jax.trace import JaxTracedStep
+from keras_remat.backends.base import Backend, TracedStep
+from keras_remat.backends.batches import batch_bytes, batch_size_of, fixed_batch
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.cards.breakdown import Resident, activations_by_layer, parts_at_peak
@@ -32,16 +34,49 @@ NOT_FOUND = (InfeasibleBudgetError, ScheduleNotFoundError)
 #: Of the seconds for one card, what solving for a plan may take, finding the smallest peak where
 #: there is none, and searching for the largest batch.
 _PLAN_SHARE, _SMALLEST_SHARE, _SEARCH_SHARE = 0.5, 0.25, 0.25
+#: So many cards' steps are written down before the first answer is waited for.
+_AHEAD = 2
 #: Seconds that finding the smallest peak has at least.
 _LEAST_SMALLEST_S = 5.0
+
+
+class CardBackend(Backend, Protocol):
+    """A backend that compiles for cards that need not be there."""
+
+    def taken_over(self, traced: Any) -> TracedStep | None:
+        """Returns a step that was traced for another card as one for this; ``None`` where XLA does
+        other things to its ops here."""
+
+    def written_plain(self, problem: Problem) -> Callable[[], None]:
+        """Writes Keras's own step down; what is returned compiles it, in any thread."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A card whose step is being compiled.
+
+    Args:
+        row: what is known.
+        limit: what the step may have in use.
+        backend: compiles for the card.
+        problem: the step with its costs there.
+        compiled: is done when Keras's own step is compiled.
+    """
+
+    row: CardRow
+    limit: Limit
+    backend: CardBackend
+    problem: Problem
+    compiled: Future[None]
 
 
 class AskedStep:
     """A train step that cards are asked about.
 
     Args:
-        model: compiled, with Keras on JAX.
+        model: compiled.
         batch: arrays, specs or a batch size.
+        backend_of: makes the backend that compiles for a card, of the framework Keras runs on.
         margin: share of a card's usable memory that is kept free.
         time_limit_s: seconds of solving for each card, compiling not counted.
         seed: for the solver.
@@ -50,44 +85,65 @@ class AskedStep:
         layers: layer → bytes of its activations at the plain peak; empty before the first card.
     """
 
-    def __init__(self, model: Any, batch: Any, *, margin: float, time_limit_s: float, seed: int):
-        self._model, self._batch = model, batch
+    def __init__(
+        self,
+        model: Any,
+        batch: Any,
+        backend_of: Callable[[Target], CardBackend],
+        *,
+        margin: float,
+        time_limit_s: float,
+        seed: int,
+    ):
+        self._model, self._batch, self._backend_of = model, batch, backend_of
+        self._train_step = model.train_step  # JAX finds what it traced for as long as this lives
         self._margin, self._time_limit_s, self._seed = margin, time_limit_s, seed
-        self._traced: list[JaxTracedStep] = []  # one for all cards on which XLA sees the same ops
+        self._traced: list[TracedStep] = []  # one for all cards on which XLA sees the same ops
         self._doubled: dict[str, Graph] = {}  # by fingerprint: the same step, of twice the batch
         self.layers: dict[str, int] = {}
 
-    def row(self, target: Target, tell: Callable[[CardRow], None]) -> CardRow:
-        """Returns a card's row.
+    def rows(self, targets: Sequence[Target], tell: Callable[[CardRow], None]) -> Iterator[CardRow]:
+        """Yields the rows of cards.
 
         Args:
-            target: the card.
-            tell: is called with the row as soon as its verdict is known.
+            targets: the cards.
+            tell: is called with a row as soon as its verdict is known.
 
         Raises:
             UnsupportedModelError: the step cannot be traced.
         """
-        usable = target.usable_bytes or target.total_bytes
-        if usable is None:
-            raise ValueError(f"the target {target.device!r} has no usable_bytes: give some")
+        with ThreadPoolExecutor(1) as compiler:
+            begun = [self._begin(target, compiler) for target in targets[:_AHEAD]]
+            for at in range(len(targets)):
+                if at + _AHEAD < len(targets):
+                    begun.append(self._begin(targets[at + _AHEAD], compiler))
+                yield self._row(begun[at], tell)
+
+    def _begin(self, target: Target, compiler: ThreadPoolExecutor) -> _Begun:
+        """Has Keras's own step compiled for a card, beside what goes on here."""
+        usable = target.usable_bytes or target.total_bytes or 0
         row = CardRow(
             card=target.card or target.device, usable_bytes=usable, plain_bytes=None, verdict=None
         )
         backend, problem = self._on(target)
-        limit = Limit(usable, self._margin)
-        try:
-            row = self._judged(row, backend, problem, limit)
-        except RuntimeError as error:  # whatever a compiler raises
-            told = str(error).strip().splitlines() or [type(error).__name__]
-            return replace(row, remark=f"The compiler does not take it: {told[0][:200]}")
-        if not self.layers:
-            self.layers = activations_by_layer(problem)
-        tell(row)
-        return self._with_batches(row, backend, problem, limit)
+        compiled = compiler.submit(backend.written_plain(problem))
+        return _Begun(row, Limit(usable, self._margin), backend, problem, compiled)
 
-    def _on(self, target: Target) -> tuple[Backend, Problem]:
+    def _row(self, begun: _Begun, tell: Callable[[CardRow], None]) -> CardRow:
+        try:
+            begun.compiled.result()
+            row = self._judged(begun)
+        except (RuntimeError, UnsupportedModelError) as error:  # whatever a compiler raises
+            told = str(error).strip().splitlines() or [type(error).__name__]
+            return replace(begun.row, remark=f"The compiler does not take it: {told[0][:200]}")
+        if not self.layers:
+            self.layers = activations_by_layer(begun.problem)
+        tell(row)
+        return self._with_batches(row, begun.backend, begun.problem, begun.limit)
+
+    def _on(self, target: Target) -> tuple[CardBackend, Problem]:
         """Returns the step on a card with its costs there, and the backend that compiles it."""
-        backend = JaxBackend(target)
+        backend = self._backend_of(target)
         taken = (backend.taken_over(traced) for traced in self._traced)
         traced = next((step for step in taken if step is not None), None)
         if traced is None:
@@ -96,10 +152,11 @@ class AskedStep:
             traced = backend.trace(self._model, self._batch)
             self._traced.append(traced)
         problem = Problem(traced.graph, backend.estimated_profile(traced), name=self._model.name)
-        return cast("Backend", backend), problem
+        return backend, problem
 
-    def _judged(self, row: CardRow, backend: Backend, problem: Problem, limit: Limit) -> CardRow:
-        """Returns the row with its verdict, and with what that rests on."""
+    def _judged(self, begun: _Begun) -> CardRow:
+        """Returns a row with its verdict, and with what that rests on."""
+        row, backend, problem, limit = begun.row, begun.backend, begun.problem, begun.limit
         store_all = Schedule.store_all(problem.graph)
         plain_bytes = backend.memory.peak_bytes(problem, store_all)
         plain_s = problem.store_all_time_s
@@ -138,8 +195,8 @@ class AskedStep:
             *model.trainable_variables, *model.non_trainable_variables, *model.metrics_variables,
         )  # fmt: skip
         return Resident(
-            sum(int(v.value.nbytes) for v in weights),
-            sum(int(v.value.nbytes) for v in model.optimizer.variables),
+            batch_bytes([v.value for v in weights]),
+            batch_bytes([v.value for v in model.optimizer.variables]),
         )
 
     def _smallest_bytes(

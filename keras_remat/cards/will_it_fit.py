@@ -3,10 +3,11 @@
 The answer comes from a process of its own, with Keras on JAX and no device but the CPU
 (:mod:`keras_remat.cards.process`). So it is the same whatever backend, device or environment the
 caller has, and the caller's memory stays as it is. The model goes there as Keras saves it, without
-weights.
+weights. A model that does not run on JAX is asked about in a process with Keras on TensorFlow,
+whose step is compiled by the same compiler.
 
-Known limits: a model's own classes must be found there by import; what is bound to TensorFlow does
-not run there; neither cuDNN's nor cuBLAS's scratch memory is in the bytes.
+Known limits: a model's own classes must be found there by import; neither cuDNN's nor cuBLAS's
+scratch memory is in the bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +27,7 @@ import numpy as np
 
 from keras_remat.backends.batches import check_dense, resized_spec
 from keras_remat.cards import process
-from keras_remat.cards.process import ArraySpec, Request
+from keras_remat.cards.process import ArraySpec, NotTakenError, Request
 from keras_remat.cards.report import CardReport, CardRow
 from keras_remat.checks import check_int, check_seconds, check_share
 from keras_remat.core import interpreter
@@ -56,8 +58,9 @@ def will_it_fit(
     sizes and samples per second are predictions.
 
     Args:
-        model: a compiled Keras model written in Keras's own ops, on whatever backend; or its name:
-            a file that ``model.save`` wrote, or ``package.module:function``.
+        model: a compiled Keras model written in Keras's own ops, on whatever backend, or in
+            TensorFlow's; or its name: a file that ``model.save`` wrote, or
+            ``package.module:function``.
         batch: ``(x, y[, sample_weight])`` as arrays or specs, or an int batch size where inputs and
             targets follow from the model; ``None`` for a model that is named, or with
             ``batch_size``.
@@ -73,7 +76,7 @@ def will_it_fit(
 
     Raises:
         MissingPackageError: the extra ``cards`` is not installed.
-        UnsupportedModelError: the model cannot be taken to Keras on JAX, or be traced.
+        UnsupportedModelError: the model cannot be taken to that process, or be traced there.
         ValueError, TypeError: wrong arguments.
     """
     check_share("margin", margin)
@@ -105,7 +108,11 @@ def _targets(cards: Sequence[str | Target]) -> tuple[Target, ...]:
     names = [cards] if isinstance(cards, (str, Target)) else list(cards)
     if not names:
         raise ValueError('cards must name at least one, such as "T4"')
-    return tuple(target for target in map(target_of, names) if target is not None)
+    targets = tuple(target for target in map(target_of, names) if target is not None)
+    for target in targets:
+        if target.usable_bytes is None and target.total_bytes is None:
+            raise ValueError(f"the target {target.device!r} has no usable_bytes: give some")
+    return targets
 
 
 def _serialized(model: Any) -> dict[str, Any]:
@@ -163,10 +170,39 @@ def _batch(batch: Any, size: int | None) -> Any:
 
 
 def _report(request: Request, progress: Callable[[CardRow], None]) -> CardReport:
+    try:
+        return _report_on("jax", request, progress)
+    except NotTakenError as error:
+        if find_spec("tensorflow") is None:
+            raise UnsupportedModelError(_not_taken(f"JAX ({error})")) from error
+        on_jax = error
+    try:
+        report = _report_on("tensorflow", request, progress)
+    except NotTakenError as error:
+        told = _not_taken(f"JAX ({on_jax}), nor on TensorFlow ({error})")
+        raise UnsupportedModelError(told) from error
+    return replace(report, framework="tensorflow")
+
+
+def _not_taken(where: str) -> str:
+    return (
+        f"The model does not run where it is compiled for a card: not with Keras on {where}. Its "
+        "own classes and functions have to lie in modules that can be imported (not in a script "
+        "or notebook); or name a function that makes it, as package.module:function."
+    )
+
+
+def _report_on(framework: str, request: Request, progress: Callable[[CardRow], None]) -> CardReport:
+    """Returns the answer of a process with Keras on a framework.
+
+    Raises:
+        NotTakenError: the model does not run on it.
+        RematError, ValueError, TypeError, ImportError, OSError: it cannot be answered.
+    """
     names = [target.card or target.device for target in request.targets]
     report = CardReport(batch_size=0, rows=())
     rows: dict[str, CardRow] = {}
-    for kind, what in _messages(request):
+    for kind, what in _messages(request, framework):
         if kind == process.BEGUN:
             report = replace(report, name=what[0], batch_size=what[1])
         elif kind == process.ROW:
@@ -176,11 +212,13 @@ def _report(request: Request, progress: Callable[[CardRow], None]) -> CardReport
             report = replace(report, layers=what)
         elif kind == process.FAILED:
             raise what
+        elif kind == process.NOT_TAKEN:
+            raise NotTakenError(what)
     return replace(report, rows=tuple(rows[name] for name in names))
 
 
-def _messages(request: Request) -> Iterator[tuple[str, Any]]:
-    """Yields what the process says, until it is done.
+def _messages(request: Request, framework: str) -> Iterator[tuple[str, Any]]:
+    """Yields what a process with Keras on a framework says, until it is done.
 
     Raises:
         UnsupportedModelError: it ended before.
@@ -188,9 +226,10 @@ def _messages(request: Request) -> Iterator[tuple[str, Any]]:
     with TemporaryDirectory(prefix="keras_remat_") as folder:
         asked, errors = Path(folder) / "request", Path(folder) / "errors"
         asked.write_bytes(pickle.dumps(request))
+        variables = interpreter.for_cards(framework)
         with errors.open("wb") as error_stream:
             child = interpreter.start(
-                "-m", "keras_remat.cards.process", str(asked), variables=interpreter.for_cards(),
+                "-m", "keras_remat.cards.process", str(asked), variables=variables,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=error_stream,
             )  # fmt: skip
         assert child.stdout is not None

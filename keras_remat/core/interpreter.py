@@ -31,13 +31,13 @@ def start(
     return subprocess.Popen(command, env=variables, start_new_session=True, **options)
 
 
-def for_cards() -> dict[str, str]:
-    """Returns the caller's environment with Keras on JAX and JAX on the CPU: what compiles for a
-    card that is not there then does so whatever the caller chose."""
+def for_cards(framework: str = "jax") -> dict[str, str]:
+    """Returns the caller's environment with Keras on a framework and that on the CPU: what compiles
+    for a card that is not there then does so whatever the caller chose."""
     kept = {
         name: value for name, value in environment().items() if not name.startswith(_OF_A_FRAMEWORK)
     }
-    chosen = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    chosen = {"KERAS_BACKEND": framework, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     return {**kept, **chosen, "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -22,6 +22,10 @@ DEFAULT_BATCH_SIZE = 32
 _FUNCTION = "MODULE:FUNCTION that returns (model, (x, y))"
 
 
+class NamedModelError(ValueError):
+    """A name gives no model, or what stands beside it is wrong, on whatever framework."""
+
+
 def add_arguments(command: Any) -> None:
     """Declares what names a model and its batch: ``model`` and the options ``batch_size``,
     ``shape`` and ``dtype``."""
@@ -68,7 +72,7 @@ def model_and_batch(
     Raises:
         FileNotFoundError: no such file.
         UnsupportedModelError: the batch would be sparse or ragged.
-        ValueError: no compiled model, no batch that follows from it, or one given twice.
+        NamedModelError: no compiled model, no batch that follows from it, or one given twice.
     """
     model, batch = _loaded(name)
     given = [
@@ -82,7 +86,9 @@ def model_and_batch(
     ]
     if batch is not None:
         if given:
-            raise ValueError(f"{name!r} gave a batch of its own: leave out {' and '.join(given)}")
+            raise NamedModelError(
+                f"{name!r} gave a batch of its own: leave out {' and '.join(given)}"
+            )
         return model, batch
     if batch_size is None:
         fixed = fixed_batch(model)
@@ -96,7 +102,7 @@ def model_and_batch(
         )
     except UnknownBatchError as error:
         advice = f"--shape INPUT=DIM,DIM (and --dtype), or {_FUNCTION}"
-        raise ValueError(
+        raise NamedModelError(
             f"{error.reason}: give {advice if error.lacks_shapes else _FUNCTION}"
         ) from error
     return model, made
@@ -115,7 +121,7 @@ def _loaded(name: str) -> tuple[Any, Any]:
         try:
             model = getattr(import_module(module), function)()
         except (ImportError, AttributeError) as error:
-            raise ValueError(f"no model from {name!r}: {error}") from error
+            raise NamedModelError(f"no model from {name!r}: {error}") from error
         finally:
             sys.path.remove("")
         if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], keras.Model):
@@ -125,9 +131,9 @@ def _loaded(name: str) -> tuple[Any, Any]:
     else:
         model = keras.saving.load_model(name)
     if not isinstance(model, keras.Model):
-        raise ValueError(f"{name!r} gave {type(model).__name__}; {_A_MODEL}")
+        raise NamedModelError(f"{name!r} gave {type(model).__name__}; {_A_MODEL}")
     if not model.compiled:
-        raise ValueError(
+        raise NamedModelError(
             f"{name!r} gave a model that is not compiled: call model.compile(optimizer, loss) "
             "before model.save, or in the function"
         )
@@ -138,13 +144,15 @@ def _by_name(texts: Sequence[str], option: str) -> dict[str, str]:
     """Returns name of an input → what an option says of it; ``""`` is the name that was left out.
 
     Raises:
-        ValueError: an input is named twice.
+        NamedModelError: an input is named twice.
     """
     found: dict[str, str] = {}
     for text in texts:
         name, _, said = text.rpartition("=")
         if name in found:
-            raise ValueError(f"{option} is given twice for {name or 'the only input'}: {text!r}")
+            raise NamedModelError(
+                f"{option} is given twice for {name or 'the only input'}: {text!r}"
+            )
         found[name] = said
     return found
 
@@ -153,11 +161,11 @@ def _dimensions(text: str) -> tuple[int, ...]:
     """Returns ``(224, 224, 3)`` of ``"224,224,3"``; an empty text is the shape of a number.
 
     Raises:
-        ValueError: a dimension is no positive integer.
+        NamedModelError: a dimension is no positive integer.
     """
     dimensions = text.split(",") if text.strip() else []
     if not all(dimension.strip().isdecimal() and int(dimension) for dimension in dimensions):
-        raise ValueError(
+        raise NamedModelError(
             f"--shape takes the dimensions without the batch, such as tokens=128 or 224,224,3; "
             f"got {text!r}"
         )
@@ -168,11 +176,11 @@ def _dtype(text: str) -> str:
     """Returns the name of a dtype of Keras's.
 
     Raises:
-        ValueError: it knows none of that name.
+        NamedModelError: it knows none of that name.
     """
     import keras
 
     try:
         return str(keras.backend.standardize_dtype(text))
     except ValueError as error:
-        raise ValueError(f"--dtype takes a name such as int32; got {text!r}") from error
+        raise NamedModelError(f"--dtype takes a name such as int32; got {text!r}") from error

@@ -7,6 +7,7 @@ import pickle
 from dataclasses import replace
 
 import keras
+import keras_models
 import numpy as np
 import pytest
 
@@ -84,7 +85,7 @@ def asked(monkeypatch):
     """Holds the requests, whose process answers with a row for every card."""
     requests = []
 
-    def messages(request):
+    def messages(request, framework):
         requests.append(request)
         yield process.BEGUN, ("a model", 7)
         for target in reversed(request.targets):
@@ -179,8 +180,51 @@ def request_of(model, *targets, **changes):
 def test_a_model_whose_classes_are_not_found(asked):
     keras_remat.will_it_fit(model_of(), 4)
     config = dict(asked[0].model, class_name="Nowhere", module="no.such.module")
-    with pytest.raises(UnsupportedModelError, match=r"Nowhere.*lie in modules"):
+    with pytest.raises(process.NotTakenError, match="Nowhere"):
         process._model_and_batch(request_of(config))
+
+
+def test_own_classes_are_found_where_they_can_be_imported():
+    config = keras.saving.serialize_keras_object(keras_models.trimmed()[0])
+    assert process._own_classes(config) == {"Trim": keras_models.Trim}
+
+
+def test_a_model_that_does_not_run_on_jax_is_asked_about_on_tensorflow(monkeypatch):
+    answers = {
+        "jax": [(process.NOT_TAKEN, "TypeError: a tracer")],
+        "tensorflow": [
+            (process.BEGUN, ("net", 4)),
+            (process.ROW, CardRow(card="T4", usable_bytes=1, plain_bytes=1, verdict=FITS)),
+            (process.DONE, None),
+        ],
+    }
+    monkeypatch.setattr(asking, "_messages", lambda request, framework: answers[framework])
+    report = keras_remat.will_it_fit("a.module:function", cards=["T4"])
+    assert report.framework == "tensorflow"
+    assert "TensorFlow only" in str(report)
+    answers["tensorflow"] = [(process.NOT_TAKEN, "ValueError: a shape")]
+    with pytest.raises(UnsupportedModelError, match=r"a tracer\), nor .* a shape.*lie in modules"):
+        keras_remat.will_it_fit("a.module:function", cards=["T4"])
+    monkeypatch.setattr(asking, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModelError, match=r"on JAX \(TypeError: a tracer\)\. Its own"):
+        keras_remat.will_it_fit("a.module:function", cards=["T4"])
+
+
+@pytest.mark.card
+def test_a_model_in_tensorflow_s_own_ops():
+    try:
+        check_card_compiler()
+    except RematError as error:
+        pytest.skip(str(error))
+    model, (x,) = keras_models.vae()
+    report = keras_remat.will_it_fit(
+        model, (x,), ["T4", "H100"], batch_size=2**15, time_limit_s=2.0
+    )
+    assert report.framework == "tensorflow"
+    for row in report.rows:
+        assert row.verdict == FITS
+        assert 2 * MIB < row.plain_bytes < 64 * MIB
+        assert row.max_batch_planned >= row.max_batch_plain > 2**15
 
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch):
@@ -195,7 +239,7 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch):
 
 def test_what_the_process_raises_is_raised(monkeypatch):
     error = ValueError("what is wrong")
-    monkeypatch.setattr(asking, "_messages", lambda request: [(process.FAILED, error)])
+    monkeypatch.setattr(asking, "_messages", lambda *asked: [(process.FAILED, error)])
     with pytest.raises(ValueError, match="what is wrong"):
         keras_remat.will_it_fit("model.keras")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
@@ -81,7 +82,6 @@ class JaxBackend:
         self.device = Device(self.processes)
         if target is not None and not target.is_live:
             self.device = AbsentDevice(target)
-        self.memory = CompiledMemory(self._compile_bytes)
         self._traced: dict[str, JaxTracedStep] = {}  # by fingerprint
         self._asked: Any = None  # the batch, where no array of it lies anywhere
         self._newest: dict[Any, Any] = {}  # what was compiled how → the step; the newest last
@@ -90,6 +90,11 @@ class JaxBackend:
     def target(self) -> Target:
         """Where steps will run."""
         return self._card or live_target()
+
+    @cached_property
+    def memory(self) -> CompiledMemory:
+        """Asks the compiler."""
+        return CompiledMemory(self._compile_bytes, on_gpu=self.target.on_gpu)
 
     @property
     def batch_multiple(self) -> int:
@@ -173,19 +178,35 @@ class JaxBackend:
         self, traced: JaxTracedStep, schedule: Schedule | None, options: Mapping[str, Any]
     ) -> Any:
         """The step that runs a schedule, or Keras's own; the newest are remembered."""
+        key = self._key(traced, schedule, options)
+        if key not in self._newest:
+            self._remember(
+                key,
+                lowering.lower_plain(traced, options)
+                if schedule is None
+                else lowering.lower(traced, schedule, options),
+            )
+        return self._newest[key]
+
+    def _key(
+        self, traced: JaxTracedStep, schedule: Schedule | None, options: Mapping[str, Any]
+    ) -> Any:
         # a step takes its arguments in one structure; another batch's ops may be the same, and so
         # may those of a model that has changed
         of_step = (self.device.times_forgotten, traced.graph.fingerprint, traced.in_tree)
-        key = (*of_step, schedule, *sorted(options.items()))
-        if key not in self._newest:
-            self._newest[key] = (
-                lowering.lower_plain(traced, options)
-                if schedule is None
-                else lowering.lower(traced, schedule, options)
-            )
-            for old in list(self._newest)[:-REMEMBERED_STEPS]:
-                del self._newest[old]
-        return self._newest[key]
+        return (*of_step, schedule, *sorted(options.items()))
+
+    def _remember(self, key: Any, compiled: Any) -> None:
+        self._newest[key] = compiled
+        for old in list(self._newest)[:-REMEMBERED_STEPS]:
+            del self._newest[old]
+
+    def written_plain(self, problem: Problem) -> Callable[[], None]:
+        """Writes Keras's own step down for a card; what is returned compiles it, in any thread."""
+        traced = self._traced[problem.graph.fingerprint]
+        options = probe_options(traced.target)
+        compile_plain = lowering.written_plain(traced, options)
+        return lambda: self._remember(self._key(traced, None, options), compile_plain())
 
     def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
         """What a step adds to the resident bytes, more than there is where compiling it ran out of

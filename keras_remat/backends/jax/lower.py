@@ -65,7 +65,14 @@ def lower(
 def lower_plain(traced: JaxTracedStep, options: Mapping[str, Any] | None = None) -> Any:
     """Compiles what was traced without a schedule (the model's own train step, as Keras would): the
     baseline."""
-    return compile_step(
+    return written_plain(traced, options)()
+
+
+def written_plain(
+    traced: JaxTracedStep, options: Mapping[str, Any] | None = None
+) -> Callable[[], Any]:
+    """Writes the same down; what is returned compiles it, in any thread."""
+    return _written(
         traced.train_step, traced.state_specs, traced.batch_specs, options, traced.target
     )
 
@@ -79,14 +86,23 @@ def compile_step(
 ) -> Any:
     """Compiles ``(state, batch) → (logs, state)`` with the state donated, as Keras does; for the
     device on which it will run, or a card that is not there."""
+    return _written(step, state_specs, batch_specs, options, target)()
+
+
+def _written(
+    step: Callable[[Any, Any], Any],
+    state_specs: Any,
+    batch_specs: Any,
+    options: Mapping[str, Any] | None,
+    target: Target | None,
+) -> Callable[[], Any]:
+    """Writes a step down, which is JAX's own time; what is returned is the compiler's."""
     options, out = dict(options or {}), None
     if target is not None and not target.is_live:
         state_specs = absent_device.lying_on(state_specs, target)
         batch_specs = absent_device.lying_on(batch_specs, target)
         options |= probe_options(target)
-        lowered = jax.jit(step, donate_argnums=0).lower(state_specs, batch_specs)
-        return lowered.compile(compiler_options=options)
-    if mesh_of(state_specs) is not None:  # the new state lies as the old one, as Keras asks for
+    elif mesh_of(state_specs) is not None:  # the new state lies as the old one, as Keras asks for
         out = (None, jax.tree.map(lambda x: x.sharding, state_specs))
     lowered = jax.jit(step, donate_argnums=0, out_shardings=out).lower(state_specs, batch_specs)
-    return lowered.compile(compiler_options=options or None)
+    return lambda: lowered.compile(compiler_options=options or None)

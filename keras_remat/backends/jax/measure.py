@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from keras_remat.backends.jax import absent_device
 from keras_remat.core.target import Target, live
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.units import format_bytes
@@ -53,13 +54,16 @@ class StepMemory:
         return self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
-def probe_options(target: Target) -> dict[str, int]:
+def probe_options(target: Target) -> dict[str, int | str]:
     """Returns the compiler options of a step that is compiled to know what it takes and never runs.
 
     Kernels that are not chosen by trying may want other scratch, so the step that runs is read
     again.
     """
-    return {"xla_gpu_autotune_level": 0} if target.on_gpu else {}
+    if not target.on_gpu:
+        return {}
+    options: dict[str, int | str] = {"xla_gpu_autotune_level": 0}
+    return options if target.is_live else {**options, **absent_device.without_assembler()}
 
 
 OUT_OF_MEMORY = (

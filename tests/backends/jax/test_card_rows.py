@@ -33,11 +33,12 @@ def compiled(monkeypatch):
         return simulate(problem, order).peak_bytes - problem.profile.resident_bytes
 
     monkeypatch.setattr(JaxBackend, "_compile_bytes", compile_bytes)
+    monkeypatch.setattr(JaxBackend, "written_plain", lambda self, problem: lambda: None)
     return seen
 
 
 def asked(model, size):
-    return AskedStep(model, size, margin=0.0, time_limit_s=4.0, seed=0)
+    return AskedStep(model, size, JaxBackend, margin=0.0, time_limit_s=4.0, seed=0)
 
 
 def sized(name, nbytes):
@@ -56,13 +57,11 @@ def test_a_row_for_every_size_of_card(compiled, monkeypatch):
     monkeypatch.setattr(trace, "trace", counted)
     model = models.mixer()
     step, told = asked(model, 64), []
-    rows = [step.row(sized("H100", 64 * MIB), told.append)]
+    rows = [*step.rows([sized("H100", 64 * MIB)], told.append)]
     plain, resident = rows[0].plain_bytes, sum(rows[0].parts[p] for p in ("weights", "slots"))
     between = resident + int(0.7 * (plain - resident))
-    rows += [
-        step.row(sized(name, nbytes), told.append)
-        for name, nbytes in (("A100-40", between), ("L4", resident + 400 * KIB), ("A10G", KIB))
-    ]
+    others = (("A100-40", between), ("L4", resident + 400 * KIB), ("A10G", KIB))
+    rows += step.rows([sized(*each) for each in others], told.append)
     fits, planned, too_small, tiny = rows
     assert [row.verdict for row in rows] == [FITS, WITH_A_PLAN, DOES_NOT_FIT, DOES_NOT_FIT]
     assert len(traces) == 2, "one, and one of twice the batch, for all four"
@@ -86,11 +85,11 @@ def test_a_row_for_every_size_of_card(compiled, monkeypatch):
 
 def test_a_card_that_the_compiler_refuses_has_a_remark(compiled):
     step, told = asked(models.small(), 8), []
-    row = step.row(card(REFUSED), told.append)
+    row, other = step.rows([card(REFUSED), card("T4")], told.append)
     assert (row.verdict, row.plain_bytes) == (None, None)
     assert row.remark == "The compiler does not take it: no such architecture"
     assert row.answer == row.remark
-    assert step.row(card("T4"), told.append).verdict == FITS
+    assert other.verdict == FITS
 
 
 def test_a_model_of_one_batch_size_has_no_others(compiled):
@@ -98,7 +97,7 @@ def test_a_model_of_one_batch_size_has_no_others(compiled):
 
     inputs = keras.Input(batch_shape=(8, 16))
     model = models.compiled(keras.Model(inputs, keras.layers.Dense(10)(inputs)))
-    row = asked(model, 8).row(card("T4"), lambda row: None)
+    (row,) = asked(model, 8).rows([card("T4")], lambda row: None)
     assert row.verdict == FITS
     assert row.max_batch_plain is None
     assert "batches of 8 samples only" in row.remark

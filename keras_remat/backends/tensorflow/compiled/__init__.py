@@ -9,16 +9,21 @@ predictions learn (:mod:`keras_remat.backends.xla.compiled_memory`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
 
+from keras_remat.backends import batches
 from keras_remat.backends.base import RunStep
 from keras_remat.backends.memory import MemoryModel
+from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled import profile as profiling
 from keras_remat.backends.tensorflow.compiled import trace as tracing
 from keras_remat.backends.tensorflow.compiled.card_compiler import AbsentDevice, CardCompiler
+from keras_remat.backends.tensorflow.compiled.kinds import kinds_of
 from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
 from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice
 from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
@@ -38,6 +43,7 @@ class CompiledBackend(TensorFlowBackend):
     Args:
         target: where steps will run; the live device, if not given. For a card that is not there
             steps are traced, planned and compiled, and none runs.
+        compiler: compiles for that card; one of its own, if not given.
     """
 
     compilation = "compiled"
@@ -47,11 +53,15 @@ class CompiledBackend(TensorFlowBackend):
         "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
     )
 
-    def __init__(self, target: Target | None = None) -> None:
+    def __init__(self, target: Target | None = None, compiler: CardCompiler | None = None) -> None:
         super().__init__()
         self._card = None if target is None or target.is_live else target
-        self._compiler = None if self._card is None else CardCompiler(self._card)
+        self._compiler = compiler
+        if self._card is not None and compiler is None:
+            self._compiler = CardCompiler()
+        self._asked: Any = None  # the batch of shapes, where no tensor of it is made
         self._traced_here: dict[str, tracing.CompiledStep] = {}  # by fingerprint
+        self._plain_bytes: dict[str, int] = {}  # of Keras's own step, by fingerprint
         self._newest_trace: tracing.CompiledStep | None = None
         self._step_times = StepTimes(profiling.estimated_profile)
 
@@ -63,15 +73,48 @@ class CompiledBackend(TensorFlowBackend):
     def memory(self) -> MemoryModel:
         """Learns from runs, which alone tell what XLA needs on the live device; for a card that is
         not there it asks the compiler."""
-        return CompiledMemory(self._compile_bytes)
+        return CompiledMemory(self._compile_bytes, on_gpu=self._card is not None)
 
     def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
         """Returns what a step adds to the resident bytes; ``None`` where only a run tells."""
         traced = self._traced_here.get(problem.graph.fingerprint)
-        if self._compiler is None or traced is None:
+        if self._card is None or self._compiler is None or traced is None:
             return None
+        if schedule is None and traced.graph.fingerprint in self._plain_bytes:
+            return self._plain_bytes[traced.graph.fingerprint]
         function = traced.function if schedule is None else LoweredStep(traced, schedule).function
-        return self._compiler.added_bytes(function)
+        return self._compiler.added_bytes(private.serialized_hlo(function), self._card)
+
+    def written_plain(self, problem: Problem) -> Callable[[], None]:
+        """Writes Keras's own step down for a card; what is returned compiles it, in any thread."""
+        traced = self._traced_here[problem.graph.fingerprint]
+        module = private.serialized_hlo(traced.function)
+
+        def compile_plain() -> None:
+            assert self._card is not None
+            assert self._compiler is not None
+            added = self._compiler.added_bytes(module, self._card)
+            self._plain_bytes[traced.graph.fingerprint] = added
+
+        return compile_plain
+
+    def taken_over(self, traced: tracing.CompiledStep) -> tracing.CompiledStep | None:
+        """Returns a step that was traced for another card as one for this; ``None`` where XLA does
+        other things to its ops here."""
+        if self._card is None or kinds_of(traced.target) != kinds_of(self._card):
+            return None
+        traced = replace(traced, target=self._card)
+        self._traced_here[traced.graph.fingerprint] = traced
+        return traced
+
+    def example_batch(self, model: Any, batch: Any) -> Any:
+        if self._card is None:
+            return super().example_batch(model, batch)
+        arrays = batches.example_batch(model, batch, seed=None)
+        self._asked = tf.nest.map_structure(
+            lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype), arrays
+        )
+        return self._asked
 
     def check(self, model: Any) -> str | None:
         super().check(model)
@@ -89,7 +132,8 @@ class CompiledBackend(TensorFlowBackend):
             raise UnsupportedModelError(
                 f"The train step cannot be traced for XLA: {type(error).__name__}: {error}"
             ) from error
-        if all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(batch) if leaf is not None):
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+        if batch is self._asked or all(isinstance(leaf, tf.Tensor) for leaf in leaves):
             self._traced_here[traced.graph.fingerprint] = traced
         if micro_batches == 1:
             self._newest_trace = self._newest_trace or traced

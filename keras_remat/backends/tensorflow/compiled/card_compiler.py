@@ -15,9 +15,9 @@ import subprocess
 import weakref
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Any
 
-from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice
 from keras_remat.backends.versions import check_card_compiler
 from keras_remat.core import interpreter
@@ -28,46 +28,50 @@ _ERRORS_SHOWN = 500
 
 
 class CardCompiler:
-    """Compiles steps for one card.
-
-    Args:
-        target: the card.
+    """Compiles steps for cards, one after the other.
 
     Raises:
         MissingPackageError, UnsupportedModelError: see
             :func:`~keras_remat.backends.versions.check_card_compiler`.
     """
 
-    def __init__(self, target: Target):
+    def __init__(self) -> None:
         check_card_compiler()
-        self._target = target
+        self._one_at_a_time = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = TemporaryDirectory(prefix="keras_remat_")
         self._errors = Path(self._folder.name) / "errors"
 
-    def added_bytes(self, function: Any) -> int:
-        """Returns what a call of a concrete function takes beside its arguments.
+    def added_bytes(self, module: bytes, target: Target) -> int:
+        """Returns what a call of a step takes beside its arguments; any thread may ask.
+
+        Args:
+            module: of :func:`keras_remat.backends.tensorflow.private.serialized_hlo`.
+            target: the card.
 
         Raises:
             UnsupportedModelError: XLA does not compile it.
         """
-        module = private.serialized_hlo(function)
+        with self._one_at_a_time:
+            answer = self._answer(module, target)
+        if isinstance(answer, Exception):
+            raise answer
+        return int(answer.added_bytes)
+
+    def _answer(self, module: bytes, target: Target) -> Any:
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            pickle.dump((self._target, module), process.stdin)
+            pickle.dump((target, module), process.stdin)
             process.stdin.flush()
-            answer = pickle.load(process.stdout)
+            return pickle.load(process.stdout)
         except (EOFError, BrokenPipeError):
             told = self._errors.read_text(errors="replace").strip()[-_ERRORS_SHOWN:]
             raise UnsupportedModelError(
                 f"The process that compiles for cards ended with {process.wait()}, for want of "
                 f"memory for instance. It said: {told}"
             ) from None
-        if isinstance(answer, Exception):
-            raise answer
-        return int(answer.added_bytes)
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:

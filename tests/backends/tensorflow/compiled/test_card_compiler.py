@@ -81,7 +81,7 @@ def test_a_plan_takes_what_the_compiler_of_a_card_says(made):
 @pytest.fixture
 def simulated_compiler(monkeypatch):
     """Stands in for the compiler of cards: what is simulated."""
-    monkeypatch.setattr(compiled, "CardCompiler", lambda target: None)
+    monkeypatch.setattr(compiled, "CardCompiler", lambda: None)
 
     def compile_bytes(self, problem, schedule):
         if problem.graph.fingerprint not in self._traced_here:
