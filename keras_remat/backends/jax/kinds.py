@@ -1,6 +1,7 @@
 """What JAX calls the operations that the model of XLA's fusion
 (:mod:`keras_remat.backends.xla.fusion`) knows; tables, no logic."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +61,8 @@ image as it lies and returns a tuple; and the gradient of pooling becomes a sear
 elements of the forward image, which needs no gradient and could start at any time."""
 
 TRITON_CAPABILITY = (8, 0)
-"""From here on XLA:GPU writes matrix products itself; cuBLAS returns a tuple, too."""
+"""From here on XLA:GPU writes matrix products itself, and cards have units for bfloat16; cuBLAS
+returns a tuple, too."""
 
 
 def kinds_of(target: Target) -> Kinds:
@@ -70,6 +72,27 @@ def kinds_of(target: Target) -> Kinds:
     if target.capability is not None and target.capability < TRITON_CAPABILITY:
         return replace(GPU_KINDS, in_tuples=GPU_KINDS.in_tuples | names("dot_general"))
     return GPU_KINDS
+
+
+def is_emulated(dtype: Any, target: Target) -> bool:
+    """Whether a GPU has no units for a type: convolutions and products of it are computed in 32
+    bits, on copies."""
+    capability = target.capability
+    old = target.on_gpu and capability is not None and capability < TRITON_CAPABILITY
+    return old and str(dtype) == "bfloat16"
+
+
+def reads_a_copy(params: Mapping[str, Any], dtype: Any, target: Target) -> bool:
+    """Whether a convolution on a GPU reads a copy of its image: cuDNN pads both sides alike, and
+    computes in the card's own types.
+
+    Args:
+        params: of the equation.
+        dtype: the image's.
+        target: the GPU.
+    """
+    uneven = any(before != after for before, after in params["padding"])
+    return uneven or is_emulated(dtype, target)
 
 
 def in_pieces(eqn: Any) -> bool:

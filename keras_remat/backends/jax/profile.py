@@ -23,6 +23,8 @@ from keras_remat.backends.jax.kinds import (
     POOLING_GRADIENT,
     POOLING_PIECES,
     in_pieces,
+    is_emulated,
+    reads_a_copy,
 )
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
@@ -39,6 +41,9 @@ POOLING_BUFFERS, DENSE_GRADIENTS = 7, 2
 """The same for :data:`~keras_remat.backends.jax.kinds.POOLING_GRADIENT`, in sizes of its result,
 and for the kernel's gradient of a grouped convolution, in sizes of an ungrouped kernel."""
 
+
+EMULATED = 2
+"""Sizes of a 16-bit value that its copy in 32 bits takes."""
 
 INDEX_BYTES = 4
 """XLA:GPU looks for the largest elements of pooling's windows with one index per dimension."""
@@ -149,16 +154,21 @@ def _cpu_buffer_bytes(equation: Equation, sizes: Sequence[int]) -> int:
 
 def _gpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
     """What XLA:GPU needs for one primitive, beside its operands and result: copies of kernels in
-    cuDNN's layout, indices of pooled elements, a gradient that is padded in memory."""
+    cuDNN's layout, indices of pooled elements, images that are padded or converted in memory."""
     program, reads = traced.program, equation.reads
-    if equation.kind == KERNEL_GRADIENT:
-        return int(program.sizes[equation.outputs[0]])
-    if equation.kind == CONVOLUTION:
-        params = equation.source.params
+    if equation.kind in (CONVOLUTION, KERNEL_GRADIENT):
+        params, image = equation.source.params, program.avals[reads[0]]
         strided = max(params["lhs_dilation"], default=1) > 1
-        padded = _padded_bytes(params, program.avals[reads[0]])
         grouped = params["feature_group_count"] > 1
-        return int(program.sizes[reads[-1]]) + (padded if strided and grouped else 0)
+        kernel = equation.outputs[0] if equation.kind == KERNEL_GRADIENT else reads[-1]
+        copied = int(program.sizes[kernel])
+        if is_emulated(image.dtype, traced.target):
+            # a result is converted when the rest is no longer needed
+            return copied + sum(EMULATED * program.sizes[number] for number in reads)
+        if strided:  # the input gradient of a convolution is no padded image unless it is grouped
+            return copied + (_padded_bytes(params, image) if grouped else 0)
+        uneven = reads_a_copy(params, image.dtype, traced.target)
+        return copied + (_padded_bytes(params, image) if uneven else 0)
     if equation.kind == POOLING_GRADIENT:
         pooled = program.avals[reads[0]]
         shards = program.shards[reads[0]] if program.shards else 1

@@ -22,10 +22,13 @@ from keras_remat.backends.jax.kinds import (
     POOLING_PIECES,
     SCAN,
     in_pieces,
+    is_emulated,
+    reads_a_copy,
 )
 from keras_remat.backends.jax.sharding import Layout
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
+from keras_remat.core.target import Target
 
 IMAGE_RANK = 4
 """Rank of images and of their convolutions' kernels, the values with more than one usual layout."""
@@ -116,12 +119,17 @@ class GpuWriter(JaxWriter):
     to row-major order, a guarded kernel and a kernel's gradient leave each convolution with a copy
     that lives as long as it runs. Those copies need parameters only and would all be made before
     the first convolution, so a kernel waits for its image.
+
+    A convolution whose image is padded at one side more, or has no type that the card computes in,
+    reads a copy of it. The gradient of its kernel would share that copy, so it would be kept from
+    the forward phase on: there the image waits for the gradient.
     """
 
     uses_barriers = True
 
-    def __init__(self, program: FlatProgram):
+    def __init__(self, program: FlatProgram, target: Target):
         super().__init__(program, uses_branches=False)
+        self._target = target
 
     def write(self, at: int, inputs: Sequence[Any]) -> list[Any]:
         equation = self._program.equations[at]
@@ -131,7 +139,14 @@ class GpuWriter(JaxWriter):
         if equation.kind == CONVOLUTION and self._is_given(equation.inputs[1]):
             image, kernel = inputs
             inputs = [image, self.guard(kernel, self.never([image]))]
+        if equation.kind == KERNEL_GRADIENT and reads_a_copy(
+            equation.source.params, inputs[0].dtype, self._target
+        ):
+            image, gradient = inputs
+            inputs = [JaxWriter.guard(self, image, self.never([gradient])), gradient]
         results = super().write(at, inputs)
+        if equation.kind == CONVOLUTION and is_emulated(results[0].dtype, self._target):
+            results = [self.hold(results[0])]  # else what it was computed in is kept
         return [*map(_row_major, results)] if equation.kind == KERNEL_GRADIENT else results
 
     def _is_given(self, atom: Any) -> bool:
@@ -239,5 +254,5 @@ def writer_of(traced: JaxTracedStep) -> JaxWriter:
     if traced.mesh is not None:
         return ShardedWriter(traced)
     if traced.target.on_gpu:
-        return GpuWriter(traced.program)
+        return GpuWriter(traced.program, traced.target)
     return JaxWriter(traced.program, uses_branches=True)

@@ -5,11 +5,22 @@ import keras
 import pytest
 from keras import layers
 
-from keras_remat.backends.jax.kinds import kinds_of
+from keras_remat.backends.jax.kinds import is_emulated, kinds_of, reads_a_copy
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
 from keras_remat.cards.table import card
 from keras_remat.core.target import live
+
+
+def test_what_a_convolution_reads_a_copy_of():
+    """Of an image that is padded at one side more, and of one whose type a card has no units
+    for."""
+    even, uneven = {"padding": ((1, 1), (0, 0))}, {"padding": ((0, 1), (1, 1))}
+    for name in ("T4", "V100", "H100"):
+        assert not reads_a_copy(even, "float16", card(name))
+        assert reads_a_copy(uneven, "float16", card(name))
+        assert reads_a_copy(even, "bfloat16", card(name)) == (name != "H100")
+    assert not is_emulated("bfloat16", live("cpu", "a CPU"))
 
 
 @pytest.fixture(scope="module")
