@@ -1,156 +1,207 @@
-"""What compiled train steps of Keras on JAX need on cards that need not be there.
+"""What compiled train steps of Keras need on cards that need not be there, and what plans do about
+it.
 
 Every number is a compiler's: a step is compiled for the card by XLA:GPU, without a driver, and
-``memory_analysis()`` says what it would allocate. Nothing runs, so neither times nor the scratch
-memory that cuDNN's and cuBLAS's kernels choose are in it.
+``memory_analysis()`` says what it would allocate. Nothing runs, so times are the card's roofline,
+and the scratch memory that cuDNN's and cuBLAS's kernels choose is in no number.
 
-A cell is ``simulated → compiled``, in MiB above what is resident: what the solver planned for, and
-what XLA:GPU allocates for the schedule. Shares are of the simulated store-all.
+A limit is a share of what Keras's own step needs above what is resident, and so are all bytes here.
+*Predicted* and *compiled* are of the first schedule that was compiled for that limit; *kept* is
+what the plan needs that keeps to it. A limit below the floor of the step has no plan.
 
     pip install 'keras-remat[cards]'
-    python benchmarks/cards.py --cards H100 T4 --models unet --shares 0.5 0.25
+    python benchmarks/cards.py --cards H100,T4 --models unet --at 0.5,0.35 --json rows.jsonl
+    python benchmarks/cards.py --framework tensorflow --cards H100 --at 0.5 --check
+
+On TensorFlow the step is that of ``jit_compile=True``, lowered to HLO and compiled by the same
+compiler; four models stand for all.
+
+A row is written to the JSON file as soon as it is known, and rows that are there are not compiled
+again.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import sys
-import time
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+from rows import (
+    Failed,
+    Report,
+    cells_of,
+    command_line,
+    failed,
+    head,
+    keep,
+    kept,
+    line_of,
+    printed_by,
+    version_of,
+)
 
-import keras
-import numpy as np
-from keras import layers
+MODELS = (
+    "gpt", "bert", "vit", "MobileNetV2", "ResNet50", "unet", "lstm", "vae", "VGG16", "ConvNeXtTiny",
+    "EfficientNetB0", "DenseNet121",
+)  # fmt: skip
+TENSORFLOW_MODELS = ("bert", "unet", "residual", "inverted")
+CARDS, SHARES = ("H100", "T4"), (0.7, 0.5, 0.35)
+#: Of the plain step's bytes, what the best TensorFlow step at half may take.
+TENSORFLOW_HALF = 0.55
+#: What ``--check`` demands: compilations of a limit that is kept, how far predictions before the
+#: first one are off, and what plans at half cost by the roofline.
+COMPILATIONS, MEDIAN_ERROR, WORST_ERROR, HALF_OVERHEAD = 3, 0.03, 0.12, 0.08
 
-import keras_remat
-from keras_remat.backends.jax import lower as lowering
-from keras_remat.backends.jax.measure import memory
-from keras_remat.backends.jax.profile import estimated_profile
-from keras_remat.backends.jax.trace import trace
-from keras_remat.cards.table import card
-from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule
-from keras_remat.core.simulate import simulate
-from keras_remat.errors import RematError
-from keras_remat.units import MIB
-
-SHARES = (0.7, 0.5, 0.35, 0.25)
-SOLVER_S = 60.0
-PIXELS = 96
-
-
-def transformer():
-    """Six blocks of 128 features, with dropout in both branches."""
-    inputs = keras.Input((256,))
-    x = layers.Embedding(1000, 128)(inputs)
-    for _ in range(6):
-        h = layers.LayerNormalization()(x)
-        x = x + layers.MultiHeadAttention(4, 32, dropout=0.1)(h, h)
-        h = layers.Dense(512, activation="gelu")(layers.LayerNormalization()(x))
-        x = x + layers.Dense(128)(layers.Dropout(0.1)(h))
-    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
-
-
-def unet():
-    """Three levels of two convolutions with batch normalization, and skip connections."""
-
-    def convolutions(x, filters):
-        for _ in range(2):
-            x = layers.Conv2D(filters, 3, padding="same")(x)
-            x = layers.ReLU()(layers.BatchNormalization()(x))
-        return x
-
-    inputs = x = keras.Input((PIXELS, PIXELS, 3))
-    kept = []
-    for filters in (32, 64, 128):
-        x = convolutions(x, filters)
-        kept.append(x)
-        x = layers.MaxPooling2D()(x)
-    x = convolutions(x, 256)
-    for filters in (128, 64, 32):
-        x = convolutions(layers.Concatenate()([layers.UpSampling2D()(x), kept.pop()]), filters)
-    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
-
-
-def application(name):
-    """One of Keras's own image models, with ten classes."""
-
-    def build():
-        make = getattr(keras.applications, name)
-        return make(weights=None, classes=10, input_shape=(PIXELS, PIXELS, 3))
-
-    return build
-
-
-#: Builder and batch size.
-MODELS = {
-    "transformer": (transformer, 32),
-    "mobilenet": (application("MobileNetV2"), 32),
-    "unet": (unet, 8),
-    "resnet50": (application("ResNet50"), 16),
+#: Heading of a column → key in a row, and how it is written.
+COLUMNS = {
+    "model, batch": ("case", ""),
+    "card": ("card", ""),
+    "at": ("at", "g"),
+    "plain MiB": ("plain_bytes", "MiB"),
+    "store-all simulated": ("store_all_bytes", "MiB"),
+    "limit": ("limit_bytes", "MiB"),
+    "predicted": ("predicted_bytes", "MiB"),
+    "compiled": ("compiled_bytes", "MiB"),
+    "off": ("error", "+.1%"),
+    "kept": ("kept_bytes", "MiB"),
+    "of plain": ("of_plain", ".2f"),
+    "compilations": ("compilations", "d"),
+    "overhead": ("overhead", "+.1%"),
+    "status": ("status", ""),
 }
 
 
-def cell(simulated, compiled):
-    """``simulated → compiled`` in MiB, and by how much the second is off."""
-    off = compiled / simulated - 1
-    return f"{simulated / MIB:.1f} → {compiled / MIB:.1f} ({off:+.0%})"
+def error_of(row: dict[str, Any]) -> float | None:
+    """How much more the first schedule took than was predicted, a ratio."""
+    predicted, compiled = row.get("predicted_bytes"), row.get("compiled_bytes")
+    return compiled / predicted - 1 if predicted and compiled else None
 
 
-def row(name, card_name, shares, policy):
-    """Compiles one model for one card, and returns its cells."""
-    build, batch_size = MODELS[name]
-    keras.utils.set_random_seed(0)
-    keras.config.set_dtype_policy(policy)
-    model = build()
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    whole = model.input_shape[1:]
-    x = np.zeros((batch_size, *whole), "int32" if len(whole) == 1 else "float32")
-    traced = trace(model, (x, np.zeros(batch_size, "int32")), target=card(card_name))
-    problem = Problem(traced.graph, estimated_profile(traced))
-    resident = problem.profile.resident_bytes
-
-    def simulated(schedule):
-        return simulate(problem, schedule).peak_bytes - resident
-
-    def compiled(schedule):
-        return memory(lowering.lower(traced, schedule)).added_bytes
-
-    store_all = Schedule.store_all(traced.graph)
-    most = simulated(store_all)
-    plain = memory(lowering.lower_plain(traced)).added_bytes
-    cells = [f"{name} b{batch_size}", card_name, f"{plain / MIB:.1f}"]
-    cells.append(cell(most, compiled(store_all)))
-    for share in shares:
-        budget = resident + int(share * most)
-        try:
-            solution = keras_remat.solve(
-                problem.with_budget(budget), solver="greedy", time_limit_s=SOLVER_S
-            )
-        except RematError as error:
-            cells.append(type(error).__name__)
-            continue
-        cells.append(cell(simulated(solution.schedule), compiled(solution.schedule)))
-    return cells
+def of_plain(row: dict[str, Any]) -> float | None:
+    """The least that was compiled, as a share of the plain step's bytes."""
+    least, plain = row.get("least_bytes"), row.get("plain_bytes")
+    return least / plain if least and plain else None
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--cards", nargs="+", default=["H100"])
-    parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
-    parser.add_argument("--policy", default="float32")
-    args = parser.parse_args()
-    heads = ["model", "card", "plain", "store-all", *map(str, args.shares)]
-    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
-    for name in args.models:
-        for card_name in args.cards:
-            started = time.perf_counter()
-            print(f"| {' | '.join(row(name, card_name, args.shares, args.policy))} |", flush=True)
-            print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+def line(row: dict[str, Any]) -> str:
+    """Returns a row of the table."""
+    case = f"{row['name']}, {row.get('batch_size', '?')}"
+    told = row | {"case": case, "error": error_of(row), "of_plain": of_plain(row)}
+    return line_of(cells_of(told, COLUMNS.values(), ""))
+
+
+def failures(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns what falls short of what is demanded, a sentence each."""
+    if any(row["framework"] == "tensorflow" for row in rows):
+        return [
+            f"{row['name']} on {row['card']}: {share or 1:.2f} of plain at half"
+            for row in rows
+            if row["at"] == 0.5 and ((share := of_plain(row)) is None or share > TENSORFLOW_HALF)
+        ]
+    found = []
+    for row in rows:
+        where = f"{row['name']} on {row['card']} at {row['at']:g}"
+        has_plan = row["limit_bytes"] >= row["floor_bytes"] if "floor_bytes" in row else True
+        if row["status"] != "kept" and has_plan:
+            found.append(f"{where}: {row['status']}")
+        elif row.get("compilations", 0) > COMPILATIONS:
+            found.append(f"{where}: {row['compilations']} compilations")
+    errors = {
+        (row["name"], row["card"], row["at"]): error
+        for row in rows
+        if (error := error_of(row)) is not None
+    }
+    if errors:
+        usual, worst = median(map(abs, errors.values())), max(errors, key=lambda e: abs(errors[e]))
+        if usual > MEDIAN_ERROR:
+            found.append(f"predictions are off by {usual:.1%} in the median")
+        if abs(errors[worst]) > WORST_ERROR:
+            name, card, at = worst
+            found.append(f"the worst is off by {errors[worst]:+.1%}: {name} on {card} at {at:g}")
+    costs = [row["overhead"] for row in rows if row["at"] == 0.5 and "overhead" in row]
+    if costs and median(costs) > HALF_OVERHEAD:
+        found.append(f"plans at half cost {median(costs):.1%} in the median")
+    return found
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Returns what the rows show together, in one line."""
+    errors = [abs(error) for row in rows if (error := error_of(row)) is not None]
+    costs = [row["overhead"] for row in rows if row["at"] == 0.5 and "overhead" in row]
+    told = [f"{sum(row['status'] == 'kept' for row in rows)} of {len(rows)} limits kept"]
+    if errors:
+        told.append(f"predictions off by {median(errors):.1%} (median), {max(errors):.1%} (worst)")
+    if costs:
+        told.append(f"overhead at half {median(costs):.1%} (median)")
+    return "; ".join(told)
+
+
+def measured(name: str, card: str, shares: tuple[float, ...], options: Any) -> Any:
+    """Yields the rows of one model on one card; a failure is a row for each share."""
+    words = {"name": name, "card_name": card, "shares": shares}
+    words |= {"policy": options.policy, "seconds": options.seconds}
+    left = list(shares)
+    try:
+        told = printed_by(
+            "cards_case.py", json.dumps(words),
+            timeout_s=options.timeout, KERAS_BACKEND=options.framework,
+        )  # fmt: skip
+        for row in told:
+            left.remove(row["at"])
+            yield row
+    except Failed as error:
+        known = {"name": name, "card": card, "policy": options.policy}
+        known |= {"framework": options.framework}
+        yield from (known | {"at": at, "status": f"error: {error}"[:160]} for at in left)
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is of."""
+    return tuple(row[part] for part in ("name", "card", "framework", "policy", "at"))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns what reads the command line."""
+    words = command_line(__doc__)
+    told = "separated by commas"
+    words.add_argument("--models", help=f"{told} (default: {', '.join(MODELS)})")
+    words.add_argument("--cards", default=",".join(CARDS), help=f"{told} (default: H100,T4)")
+    words.add_argument("--at", default=",".join(map(str, SHARES)), help=f"shares, {told}")
+    words.add_argument("--framework", choices=("jax", "tensorflow"), default="jax")
+    words.add_argument("--policy", default="float32", help="a dtype policy of Keras's")
+    words.add_argument("--seconds", type=float, default=30.0, help="of solving for one limit")
+    words.add_argument("--timeout", type=float, default=1800.0, help="seconds for model and card")
+    words.add_argument("--json", type=Path, metavar="FILE.jsonl", help="rows, added as they come")
+    words.add_argument("--output", type=Path, metavar="FILE.md", help="the table")
+    words.add_argument("--check", action="store_true", help="exit with 1 when a bound fails")
+    return words
+
+
+def main() -> int:
+    """Compiles what is missing, and writes the table."""
+    options = parser().parse_args()
+    shares = tuple(map(float, options.at.split(",")))
+    known = {key_of(row): row for row in kept(options.json)}
+    shown, report = [], Report()
+    of = f"Keras on {options.framework}, {options.policy}; XLA:GPU of JAX {version_of('jax')}"
+    report.add(of, "", head(COLUMNS, 2))
+    models = MODELS if options.framework == "jax" else TENSORFLOW_MODELS
+    for name in options.models.split(",") if options.models else models:
+        for card in options.cards.split(","):
+            case = [(name, card, options.framework, options.policy, at) for at in shares]
+            missing = tuple(key[-1] for key in case if key not in known)
+            for row in measured(name, card, missing, options) if missing else ():
+                keep(row, options.json)
+                known[key_of(row)] = row
+            shown += [known[key] for key in case]
+            report.add(*(line(known[key]) for key in case))
+    report.add("", summary(shown))
+    report.write(options.output)
+    return failed(failures(shown), options.check)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

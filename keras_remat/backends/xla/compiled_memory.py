@@ -16,10 +16,9 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 
-FIRST_RATIO = 1.15
-"""Before anything was compiled: about what XLA:CPU needed on the models of
-``benchmarks/compiled_step.py``. It serves until the first compilation, which comes before the first
-plan; nothing else is known of GPUs."""
+FIRST_RATIO, GPU_FIRST_RATIO = 1.15, 1.02
+"""Before any schedule was compiled: about what XLA:CPU needed on the models of
+``benchmarks/compiled_step.py``, and XLA:GPU on those of ``benchmarks/cards.py``."""
 
 #: Activation bytes of a compiled schedule, or of Keras's own step (``None``); ``None`` where only a
 #: run tells.
@@ -31,13 +30,15 @@ class CompiledMemory:
 
     Args:
         compile_bytes: compiles a schedule and tells what it adds to the resident bytes.
+        on_gpu: whether XLA:GPU does, or XLA:CPU.
     """
 
     order_matters = False
 
-    def __init__(self, compile_bytes: Compile):
+    def __init__(self, compile_bytes: Compile, *, on_gpu: bool = False):
         self._compile_bytes = compile_bytes
-        self._plain, self._lowered = Calibration(FIRST_RATIO), Calibration(FIRST_RATIO)
+        first_ratio = GPU_FIRST_RATIO if on_gpu else FIRST_RATIO
+        self._plain, self._lowered = Calibration(first_ratio), Calibration(first_ratio)
         self._known: dict[tuple[str, tuple[int, ...] | None], int] = {}
 
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:

@@ -2,7 +2,11 @@
 
 from fake_backend import chain_problem
 
-from keras_remat.backends.xla.compiled_memory import FIRST_RATIO, CompiledMemory
+from keras_remat.backends.xla.compiled_memory import (
+    FIRST_RATIO,
+    GPU_FIRST_RATIO,
+    CompiledMemory,
+)
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.solvers import solve
@@ -22,6 +26,13 @@ def test_where_only_a_run_tells():
     memory.observe(PROBLEM, TIGHT, RESIDENT + 600)
     assert memory.peak_bytes(PROBLEM, TIGHT) == RESIDENT + 700
     assert not memory.order_matters
+
+
+def test_nothing_is_known_of_a_schedule_but_what_the_compiler_adds_to_others():
+    for on_gpu, ratio in ((False, FIRST_RATIO), (True, GPU_FIRST_RATIO)):
+        memory = CompiledMemory(lambda problem, schedule: None, on_gpu=on_gpu)
+        simulated = simulate(PROBLEM, TIGHT).peak_bytes - RESIDENT
+        assert memory.peak_bytes(PROBLEM, TIGHT) == RESIDENT + int(simulated * ratio)
 
 
 def test_where_compiling_tells_every_schedule_is_compiled_once():
