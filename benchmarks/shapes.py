@@ -98,7 +98,7 @@ def fit(lengths: list[int], epochs: int, limit_bytes: int | None) -> Fit:
         )
 
         def look(epoch: int, logs: Any) -> None:
-            schedules = remat._session.steps.trainer.schedules
+            schedules = remat._session._fit.record.running.schedules
             orders.update({signature[0][0][1]: order for signature, order in schedules.items()})
 
         callbacks = [remat, watch, keras.callbacks.LambdaCallback(on_epoch_end=look)]

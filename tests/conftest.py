@@ -78,9 +78,7 @@ def known_objects():
 def over_any_limit(monkeypatch):
     """Every batch goes through the rematerialized step: the plain peak, which is 0 bytes of the
     pool if nothing was trained before, is taken as over any limit; plans are made for the limit."""
-    monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTrainer.plain_fits", lambda *_: False
-    )
+    monkeypatch.setattr("keras_remat.training.tools.Tools.plain_fits", lambda *_: False)
 
 
 @pytest.fixture(scope="module")

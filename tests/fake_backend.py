@@ -7,7 +7,6 @@ simulated peak, measured peaks above the predicted ones, a profiler that is busy
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,12 +24,6 @@ from keras_remat.errors import ScheduleNotFoundError, UnsupportedModelError
 from keras_remat.planning.background import PlanProcessError
 from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.planning.request import plan_for
-from keras_remat.reporting.fit_report import AutotuneReport
-from keras_remat.training.backend_race import BackendRace
-from keras_remat.training.costs import StepCosts
-from keras_remat.training.first_plan import FirstPlans
-from keras_remat.training.fit_state import FitState, limit_of
-from keras_remat.training.step_trainer import StepTrainer
 
 #: Bytes of one sample in every value of the chain.
 SAMPLE_BYTES = 1024
@@ -214,6 +207,7 @@ class FakeBackend:
             restore=lambda: None,
             as_given=lambda batch: batch,
             changed_layers=list,
+            variables=nullcontext,
         )
 
     def check(self, model):
@@ -336,30 +330,6 @@ class FakeBackend:
         return [number for _, numbers in self.ran for number in numbers]
 
 
-def trainer_on(backend, options, most_steps=None):
-    """A trainer whose plain step is the backend's, and its report."""
-    fit = fit_on(backend, options, most_steps=most_steps)
-    return StepTrainer(fit, backend, options), fit.report
-
-
-def fit_on(backend, options, model=MODEL, most_steps=None):
-    """What the steps of a fit share."""
-    limit, installed = partial(limit_of, backend, options), backend.installed
-    return FitState(model, AutotuneReport(), limit, nullcontext, installed, most_steps)
-
-
-def requests_on(backend, options):
-    """What asks for plans under the limit that the options ask for."""
-    fit = fit_on(backend, options)
-    return FirstPlans(fit, backend, options, StepCosts(fit, backend))
-
-
-def race_on(*backends, options, model=MODEL, **more):
-    """What trains by the best of several ways, and its report."""
-    fit, options = fit_on(backends[0], options, model), replace(options, **more)
-    return BackendRace(fit, backends, options), fit.report
-
-
 def quick_plan(problem, budget_bytes, backend=None, **options):
     """A plan by a quick solver, unless another one is asked for."""
     options = {"solver": "greedy", "time_limit_s": 5.0, **options}
@@ -412,7 +382,7 @@ class FakePlanProcess:
 def plan_in_fake_processes(monkeypatch, **attributes):
     """Returns the list that the processes beside training will be in."""
     kind = type("FakePlanProcess", (FakePlanProcess,), {"all": [], **attributes})
-    monkeypatch.setattr("keras_remat.training.moves.PlanProcess", kind)
+    monkeypatch.setattr("keras_remat.training.effects.PlanProcess", kind)
     return kind.all
 
 

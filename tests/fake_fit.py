@@ -6,15 +6,23 @@ callbacks begin, looks it up at every step, counts the batches it has handed out
 callbacks.
 """
 
+import re
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
-from fake_backend import batch_of
+from fake_backend import MODEL, batch_of
 
 import keras_remat
 from keras_remat.backends.base import Caller, Installed
+from keras_remat.core.events import EventKind
+from keras_remat.reporting.fit_report import AutotuneReport
+from keras_remat.training import batches, driver, modes, sizes, steps
+from keras_remat.training.fit_state import FitState
+from keras_remat.training.shape_state import USUAL_TERMS, Known
+from keras_remat.training.tools import running_tools
 
 
 class FakeInstalled(Installed):
@@ -128,3 +136,126 @@ def fitted(*backends, **options):
         mock.patch("keras_remat.callback.load_backends", return_value=list(backends)),
     ):
         yield model, keras_remat.RematAutotune(**{"solver": "greedy", "verbose": 0, **options})
+
+
+class Driven:
+    """Drives a fit on backends without a framework, batch by batch and without Keras's loop.
+
+    Args:
+        backends: in the order in which they are tried.
+        options: of the callback.
+        most_steps, steps_per_epoch: as far as the fit knows.
+
+    Attributes:
+        fit: what its steps share, and the record.
+        report: of it.
+    """
+
+    def __init__(self, *backends, options, model=MODEL, most_steps=None, steps_per_epoch=None):
+        self.report = AutotuneReport()
+        self.fit = FitState(
+            model,
+            self.report,
+            options,
+            backends,
+            nullcontext,
+            backends[0].installed,
+            most_steps=most_steps,
+            steps_per_epoch=steps_per_epoch,
+        )
+        driver.note(self.fit, modes.begun)
+
+    def run(self, batch, terms=USUAL_TERMS, *, timed=False):
+        """Trains one batch at once."""
+        return driver.train_batch(self.fit, batch, terms, timed=timed)
+
+    def train(self, batch):
+        """Trains a loader batch, in batches of the size in force."""
+        return driver.train(self.fit, batch)
+
+    def finish(self):
+        """Trains what is held back."""
+        return driver.finish(self.fit)
+
+    def epoch_begins(self):
+        """Does what the callback does when an epoch begins."""
+        self.fit.baseline.epoch_begins()
+        driver.note(self.fit, batches.in_new_epoch)
+
+    def epoch_ends(self):
+        """Does what the callback does when an epoch ends."""
+        driver.note(self.fit, sizes.after_epoch)
+
+    def close(self):
+        """Stops what runs beside the steps."""
+        driver.note(self.fit, modes.stopped)
+
+    def begin_shape(self, costs=None, **contest):
+        """Makes the next batch's shape the one that training is about."""
+        record = self.fit.record
+        known = Known(costs=() if costs is None else (costs,))
+        record = record.with_steps(record.mode, record.running.expecting(known))
+        self.fit.record = replace(record, contest=replace(record.contest, **contest))
+
+    def reference_costs(self, batch):
+        """What a search for larger batches asks for."""
+        self.fit.record = steps.with_reference_traced(self.fit, self.fit.record, batch)
+        return steps.reference_costs(self.fit, self.fit.record)
+
+    @property
+    def tools(self):
+        """Those of the mode in force."""
+        return running_tools(self.fit)
+
+    @property
+    def backend(self):
+        """The one in force."""
+        return self.tools.backend
+
+    @property
+    def record(self):
+        """How the mode in force trains."""
+        return self.fit.record.running
+
+    @property
+    def sizes(self):
+        """What is known of batch sizes."""
+        return self.fit.record.sizes
+
+    @property
+    def pieces(self):
+        """In how many micro-batches the mode in force is asked to train."""
+        return self.fit.record.mode.micro_batches
+
+    @property
+    def settled(self):
+        """Whether nothing is to be found out."""
+        return self.fit.record.is_settled
+
+    @property
+    def settled_peak_bytes(self):
+        """The measured peak of a final step."""
+        return steps.settled_peak_bytes(self.tools)
+
+    @property
+    def changes(self):
+        """The batch sizes that followed each other, before and after, by what was told."""
+        told = (e.message for e in self.report.events if e.kind is EventKind.BATCH)
+        found = (re.match(r"The batch size is (\d+) .*\((\d+) before\)", text) for text in told)
+        return [(int(one[2]), int(one[1])) for one in found]
+
+    def __getattr__(self, name):
+        """Asks the record of the mode in force."""
+        return getattr(self.fit.record.running, name)
+
+
+def driven(backend, options, **more):
+    """A fit on one backend, and its report."""
+    fit = Driven(backend, options=options, **more)
+    return fit, fit.report
+
+
+def race_on(*backends, options, model=MODEL, **more):
+    """A fit in which modes compete, and its report."""
+    fit = Driven(*backends, options=replace(options, **more), model=model)
+    return fit, fit.report

@@ -14,7 +14,7 @@ from tight_limit import tight_limit as limit_of
 import keras_remat
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 from keras_remat.reporting.fit_report import LOG_KEYS
-from keras_remat.training.step_trainer import StepTrainer
+from keras_remat.training.tools import Tools
 from keras_remat.units import MIB
 
 QUICK = {"solver": "greedy", "profile_steps": 1, "solver_time_limit_s": 5.0, "verbose": 0}
@@ -83,7 +83,7 @@ def test_recomputes_and_keeps_to_the_limit(tight_run):
 
 def test_on_a_gpu_training_goes_on_while_a_process_solves(monkeypatch):
     """The solver has five seconds; the steps take milliseconds."""
-    monkeypatch.setattr(StepTrainer, "on_gpu", property(lambda trainer: True))
+    monkeypatch.setattr(Tools, "on_gpu", property(lambda tools: True))
     model, data = model_and_data(BATCH)
     limit = tight_limit(model, data)
     remat, last = callback(limit), []
@@ -311,16 +311,16 @@ def test_malformed_plan_file_is_refused_by_name(tmp_path):
 def test_putting_batches_together_counts_as_training(monkeypatch):
     """A stopwatch around the epoch would count it; ``remat_samples_per_s`` and ``remat_speedup`` do
     too."""
-    from keras_remat.training.grouping import BatchGrouper
+    from keras_remat.training.grouping import HeldBatches
 
-    real, taken = BatchGrouper.take, []
+    real, taken = HeldBatches.taking, []
 
     def take(self, samples):
         taken.append(samples)
         time.sleep(0.2)
         return real(self, samples)
 
-    monkeypatch.setattr(BatchGrouper, "take", take)
+    monkeypatch.setattr(HeldBatches, "taking", take)
     model, data = small()
     remat = keras_remat.RematAutotune(batch_size=48, **QUICK)
     fit(model, data, remat, epochs=6)

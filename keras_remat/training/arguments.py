@@ -34,7 +34,7 @@ class FitOptions:
     micro_batches: int = 1
     learning_rate_scaling: str | None = None
     compilation: str = "auto"
-    chooses_pieces: bool = False
+    chooses_micro_batches: bool = False
 
     @property
     def shared(self) -> dict[str, str]:
@@ -75,7 +75,7 @@ def checked_options(
         check_among("batch_size", batch_size, BATCH_SIZES, "a positive int")
     else:
         check_int("batch_size", batch_size, least=1)
-    chooses_pieces = micro_batches == "auto"
+    chooses_micro_batches = micro_batches == "auto"
     if isinstance(micro_batches, str):
         check_among("micro_batches", micro_batches, ("auto", None), "a positive int")
     elif micro_batches is not None:
@@ -86,14 +86,14 @@ def checked_options(
         plan = load_plan(plan)
     if not isinstance(batch_size, str):
         batch_size = int(batch_size)
-    elif chooses_pieces:
+    elif chooses_micro_batches:
         batch_size = "keep"
     return FitOptions(
         memory_limit=memory_limit, solver=solver, solver_time_limit_s=float(solver_time_limit_s),
         profile_steps=profile_steps, margin=float(margin), seed=seed, plan=plan,
         cache_dir=cache_dir, batch_size=batch_size, learning_rate_scaling=learning_rate_scaling,
-        micro_batches=1 if chooses_pieces or micro_batches is None else int(micro_batches),
-        compilation=compilation, chooses_pieces=chooses_pieces,
+        micro_batches=1 if chooses_micro_batches or micro_batches is None else int(micro_batches),
+        compilation=compilation, chooses_micro_batches=chooses_micro_batches,
     )  # fmt: skip
 
 

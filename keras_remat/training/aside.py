@@ -14,7 +14,9 @@ from typing import Any
 from keras_remat.backends.base import Installed
 from keras_remat.backends.keras_private import samples_counted, samples_of_batches
 from keras_remat.core.schedule import Usage
-from keras_remat.training.backend_race import BackendRace
+from keras_remat.training import driver, steps
+from keras_remat.training.fit_state import FitState
+from keras_remat.training.tools import running_tools
 from keras_remat.training.watch import Watch, Watched
 
 
@@ -23,7 +25,7 @@ class Aside:
 
     Args:
         installed: stands aside from now on.
-        steps: would train them.
+        fit: would train them.
         loader_size: the samples of a batch.
         ended: gets the numbers of the batches that Keras has trained, the newest ones at least.
         may_grow: whether larger batches may come.
@@ -35,18 +37,18 @@ class Aside:
     def __init__(
         self,
         installed: Installed,
-        steps: BackendRace,
+        fit: FitState,
         loader_size: int,
         ended: deque[int],
         may_grow: bool,
     ):
         installed.stand_aside()
         self.stays = True
-        self._installed, self._steps, self._may_grow = installed, steps, may_grow
-        self._a_call = steps.fit.model.steps_per_execution  # batches
+        self._installed, self._fit, self._may_grow = installed, fit, may_grow
+        self._a_call = fit.model.steps_per_execution  # batches
         self._loader_size = loader_size
-        trainer = steps.trainer
-        self._watch = Watch(installed, trainer.backend.device, trainer.measured_steps)
+        device = running_tools(fit).backend.device
+        self._watch = Watch(installed, device, fit.options.profile_steps)
         self._newest_begun = -1
         self._ended = ended
         self._counted: int | None = None
@@ -73,7 +75,7 @@ class Aside:
     def pauses(self) -> None:
         """Looks at the steps before something that is no training."""
         if self._watch.steps:
-            self._counted = samples_counted(self._steps.fit.model)
+            self._counted = samples_counted(self._fit.model)
             self._take(self._watch.look())
 
     def epoch_ends(self, epoch_iterator: Any) -> None:
@@ -92,7 +94,7 @@ class Aside:
         else:
             samples, batches = known
             missing = begun * self._loader_size - samples, begun - batches
-        self._steps.fit.count_watched(-missing[1], -missing[0], Usage(0.0, 0))
+        self._fit.count_watched(-missing[1], -missing[0], Usage(0.0, 0))
 
     def _missing_of_the_last_call(self, *, is_loop: bool) -> tuple[int, int]:
         """Returns how many samples and steps fewer the last call got than others, by what Keras has
@@ -103,7 +105,7 @@ class Aside:
             is_loop: whether a loop of the user's own trains: ``train_on_batch`` resets the metrics,
                 so that the count is the last batch's.
         """
-        fit, size = self._steps.fit, self._loader_size
+        fit, size = self._fit, self._loader_size
         is_empty = not any(batch >= self._newest_begun for batch in self._ended)
         samples, steps = (size * self._a_call, self._a_call) if is_empty else (0, 0)
         if self._counted is None:
@@ -119,12 +121,11 @@ class Aside:
 
     def _take(self, watched: Watched) -> None:
         """Takes in what was seen, which may be near the limit."""
-        steps = self._a_call * watched.steps
+        count = self._a_call * watched.steps
         usage = Usage(watched.usage.time_s / self._a_call, watched.usage.peak_bytes)
-        self._steps.fit.count_watched(steps, self._loader_size * steps, usage)
-        trainer = self._steps.trainer
-        is_near = not self._steps.fit.limit.fits(usage.peak_bytes)
+        self._fit.count_watched(count, self._loader_size * count, usage)
+        is_near = not self._fit.limit.fits(usage.peak_bytes)
         if not (is_near and self._may_grow):  # one of another shape may have taken it
-            trainer.watched(usage)
-        self.stays = not is_near and self._steps.runs_plain(may_grow=self._may_grow)
+            driver.watched(self._fit, usage)
+        self.stays = not is_near and steps.runs_plain(self._fit, may_grow=self._may_grow)
         self._watch.look_ends()

@@ -15,7 +15,7 @@ from statistics import median
 from keras_remat.core.schedule import Usage
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting.fit_report import AutotuneReport
-from keras_remat.training.phases import Phase
+from keras_remat.training.decide import Phase
 from keras_remat.training.shape_state import PlainShape, PlannedShape, ShapeState, Signature
 
 #: How a step is trained: how it is compiled, and in how many pieces.

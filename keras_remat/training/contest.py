@@ -51,7 +51,7 @@ class Tried:
         over_bytes: by how much one op alone is over the limit; at most 0 where none is.
     """
 
-    pieces: int
+    micro_batches: int
     time_s: float = math.inf
     least_s: float = 0.0
     over_bytes: int = 0
@@ -104,7 +104,7 @@ class Contest(Generic[Side]):
     Args:
         running: who trains the next batch.
         modes_left: how many modes were not tried.
-        chooses_pieces: whether a batch may be trained in (more) pieces where that is faster.
+        chooses_micro_batches: whether a batch may be trained in (more) pieces where that is faster.
         tried: what came of the best way so far, and of the newest.
         is_judged: whether what runs is among them.
         has_grown: whether the batch is not the one that ``fit`` was given: one that does not fit is
@@ -114,7 +114,7 @@ class Contest(Generic[Side]):
 
     running: Side
     modes_left: int
-    chooses_pieces: bool
+    chooses_micro_batches: bool
     tried: tuple[Tried, ...] = ()
     is_judged: bool = False
     has_grown: bool = False
@@ -123,7 +123,7 @@ class Contest(Generic[Side]):
     @property
     def may_try(self) -> bool:
         """Whether there is a way that was not tried."""
-        return self.modes_left > 0 or self.chooses_pieces
+        return self.modes_left > 0 or self.chooses_micro_batches
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -133,23 +133,23 @@ class Contest(Generic[Side]):
 
     def after_failure(self, tried: Tried, *, is_unsupported: bool) -> Self:
         """Returns the contest after what runs has failed."""
-        trial, chooses = self.trial, self.chooses_pieces
+        trial, chooses = self.trial, self.chooses_micro_batches
         return replace(
             self,
             tried=(*self.tried, tried),
             is_judged=trial is not None and self.running is trial.rival,
-            chooses_pieces=chooses and not (is_unsupported and not self.modes_left),
+            chooses_micro_batches=chooses and not (is_unsupported and not self.modes_left),
         )
 
     def judging(self, tried: Tried) -> Self:
         """Returns the contest where what runs is among what was tried."""
         return self if self.is_judged else replace(self, tried=(*self.tried, tried), is_judged=True)
 
-    def next_pieces(self, most: int) -> int | None:
+    def next_micro_batches(self, most: int) -> int | None:
         """Returns how many pieces are tried next, where no mode is left; ``None`` where none is."""
-        if not self.chooses_pieces or self.has_grown:
+        if not self.chooses_micro_batches or self.has_grown:
             return None
-        return next_pieces(self.tried, most)
+        return next_micro_batches(self.tried, most)
 
     def trying(self, rival: Side, size: int) -> Self:
         """Returns the contest where another way trains until its step is final."""
@@ -164,15 +164,17 @@ class Contest(Generic[Side]):
         return replace(self, running=side, trial=None, tried=tried or self.tried)
 
 
-def better(trial: Trial[Side], old: Usage, new: Usage, limit: Limit, *, more_pieces: bool) -> Side:
+def better(
+    trial: Trial[Side], old: Usage, new: Usage, limit: Limit, *, more_micro_batches: bool
+) -> Side:
     """Returns the side that stays: the faster one of those within the limit, or, where neither is,
     the smaller one. More pieces have to pay.
 
     Args:
         old, new: what steps of the champion and of the rival take.
-        more_pieces: whether the rival trains in more pieces than the champion.
+        more_micro_batches: whether the rival trains in more pieces than the champion.
     """
-    if more_pieces and limit.holds(max(old.peak_bytes, new.peak_bytes)):
+    if more_micro_batches and limit.holds(max(old.peak_bytes, new.peak_bytes)):
         return trial.rival if pays(new.time_s, old.time_s) else trial.champion
     return trial.champion if _rank(old, limit) <= _rank(new, limit) else trial.rival
 
@@ -188,7 +190,7 @@ def pays(time_s: float, best_s: float) -> bool:
     return time_s < best_s * (1 - NOISE)
 
 
-def next_pieces(tried: Sequence[Tried], most: int) -> int | None:
+def next_micro_batches(tried: Sequence[Tried], most: int) -> int | None:
     """Returns how many pieces are tried next; ``None`` where the fastest of those tried is the
     answer.
 
@@ -197,22 +199,25 @@ def next_pieces(tried: Sequence[Tried], most: int) -> int | None:
         most: no larger number is tried.
 
     Example:
-        >>> next_pieces([Tried(1, 2.0, 1.9)], 8)
+        >>> next_micro_batches([Tried(1, 2.0, 1.9)], 8)
         2
-        >>> next_pieces([Tried(1, 2.0, 1.9), Tried(2, 2.0, 2.0)], 8) is None
+        >>> next_micro_batches([Tried(1, 2.0, 1.9), Tried(2, 2.0, 2.0)], 8) is None
         True
-        >>> next_pieces([Tried(1, over_bytes=50), Tried(2, over_bytes=40)], 8) is None
+        >>> next_micro_batches([Tried(1, over_bytes=50), Tried(2, over_bytes=40)], 8) is None
         True
     """
-    newest, following = tried[-1], 2 * tried[-1].pieces
+    newest, following = tried[-1], 2 * tried[-1].micro_batches
     before = tried[-2] if len(tried) > 1 else newest
-    if newest.pieces > before.pieces and 2 * newest.over_bytes > before.over_bytes > 0:
+    if (
+        newest.micro_batches > before.micro_batches
+        and 2 * newest.over_bytes > before.over_bytes > 0
+    ):
         return None  # halving what depends on the batch again and again leaves too much
     before_s = min((other.time_s for other in tried[:-1]), default=math.inf)
     recomputes = newest.least_s < newest.time_s
     hopeless = newest.least_s > before_s * (1 + _HOPELESS_SHARE)
     goes_on = (
-        newest.pieces == 1
+        newest.micro_batches == 1
         or math.isinf(min(before_s, newest.time_s))
         or pays(newest.time_s, before_s)
         or (recomputes and not hopeless)

@@ -36,8 +36,8 @@ from keras_remat.planning.slicing import in_slices_of, plan_in_slices, told_whol
 from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.costs import ROOM, StepCosts
+from keras_remat.training.decide import MICRO_BATCHES, Phase
 from keras_remat.training.fit_state import FitState
-from keras_remat.training.phases import MICRO_BATCHES, Phase
 from keras_remat.training.shape_state import Costs, Known, PlannedShape, ShapeState
 
 logger = logging.getLogger(__name__)
@@ -66,13 +66,13 @@ class FirstPlans:
         """Returns the request for a plan in earnest, but for what is ``asked`` besides."""
         options = self._options
         told = {
-            "solver": options.solver, "seconds": options.solver_time_limit_s, "seed": options.seed,
+            "limit": self._fit.limit, "solver": options.solver,
+            "seconds": options.solver_time_limit_s, "seed": options.seed,
         }  # fmt: skip
         return PlanRequest.on(
             self._backend,
             problem=problem,
             batch_size=batch_size,
-            limit=self._fit.limit,
             where=self._backend.processes,
             **told | asked,
         )

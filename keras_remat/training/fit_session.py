@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from keras_remat.backends.base import Backend, Caller, check_train_function
@@ -25,17 +24,16 @@ from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import UnsupportedModelError
+from keras_remat.planning.plan import Plan
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.reporting.records import EpochUsage, Event
-from keras_remat.training import tell
+from keras_remat.training import batches, driver, modes, sizes, steps, tell
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.aside import Aside
-from keras_remat.training.backend_race import BackendRace
-from keras_remat.training.batch_trainer import BatchTrainer
 from keras_remat.training.callers import Callers, RunningFit, data_of_fit, is_profiled
-from keras_remat.training.fit_state import FitState, limit_of
-from keras_remat.training.learning_rate import LearningRateScaling
+from keras_remat.training.fit_state import FitState
 from keras_remat.training.other_phases import validation_news, whole_data_news
+from keras_remat.training.tools import running_tools
 from keras_remat.training.watch import Pace
 
 #: How often the callback may stand aside in one fit: each time but the first, a step came near the
@@ -83,7 +81,7 @@ class FitSession:
         epochs: int | None = None,
     ):
         self._callback, self._model, self._backends = callback, model, backends
-        self._options, self._report = options, report
+        self._report = report
         self._steps_per_epoch, self._epochs, self._epoch = steps_per_epoch, epochs, Epoch()
         self._callers = Callers(model, callback)
         if model.train_function is None:  # a loop of the user's own has made none so far
@@ -92,22 +90,15 @@ class FitSession:
         self._fit = FitState(
             model,
             report,
-            partial(limit_of, backends[0], options),
+            options,
+            backends,
             progress,
             self._installed,
-            self._most_steps(0),
-            lambda: is_profiled(self._callers.running_fit),
+            most_steps=self._most_steps(0),
+            steps_per_epoch=steps_per_epoch,
+            is_profiled=lambda: is_profiled(self._callers.running_fit),
         )
-        rate = LearningRateScaling(model, options.learning_rate_scaling, self._installed.variables)
-        self._trainer = BatchTrainer(
-            model,
-            self._new_steps(),
-            report,
-            options.batch_size,
-            steps_per_epoch,
-            rate,
-            options.seed,
-        )
+        driver.note(self._fit, modes.begun)
         #: The newest batches that Keras has trained; it says so from several threads, in no order.
         self.ended: deque[int] = deque(maxlen=64)
         self._validates = False  # whether its validation runs
@@ -119,12 +110,14 @@ class FitSession:
         self._unmeasured: tuple[Problem | None, int] = (None, 0)
 
     @property
-    def steps(self) -> BackendRace:
-        """What trains single batches."""
-        return self._trainer.steps
+    def plan(self) -> Plan | None:
+        """The plan in force; ``None`` while Keras's own step runs."""
+        return self._fit.record.running.plan
 
-    def _new_steps(self) -> BackendRace:
-        return BackendRace(self._fit, self._backends, self._options)
+    @property
+    def problem(self) -> Problem | None:
+        """The traced step with its costs; ``None`` before the first batch."""
+        return self._fit.record.running.problem
 
     def _most_steps(self, epoch: int) -> int | None:
         """Returns how many steps there can be from an epoch on; ``None`` where nobody knows."""
@@ -151,32 +144,31 @@ class FitSession:
             return self._go_on_unmodified(UnsupportedModelError(f"{error}."), batch)
         try:
             with self._training():
-                return self._trainer.run(batch)
+                return driver.train(self._fit, batch)
         except UnsupportedModelError as error:
             return self._go_on_unmodified(error)
 
     def run_settled(self, batch: Any) -> Any:
         """Trains one loader batch, where its step is settled; see
         :class:`~keras_remat.backends.base.StepRunner`."""
-        trainer = None if self._is_unmodified else self._trainer.settled_trainer
-        shape = None if trainer is None else trainer.settled_shape(batch)
-        if trainer is None or shape is None:
+        settled = None if self._is_unmodified else modes.settled(self._fit, batch)
+        if settled is None:
             return None
         started = time.perf_counter()
-        logs = trainer.run_final(shape, batch)
-        self._trainer.note_settled(logs)
+        logs = driver.train_settled(*settled, batch)
         self._epoch = self._epoch.having_trained(time.perf_counter() - started)
         return logs
 
-    def _go_on_unmodified(self, error: UnsupportedModelError, *batches: Any) -> Any:
-        """Trains by Keras's own step from here on: what is held back, and ``batches``."""
+    def _go_on_unmodified(self, error: UnsupportedModelError, *others: Any) -> Any:
+        """Trains by Keras's own step from here on: what is held back, and ``others``."""
         self._is_unmodified = True
         warn_unmodified(self._report, error, self._fit.steps_run)
-        return self._run_unmodified(*batches)
+        return self._run_unmodified(*others)
 
-    def _run_unmodified(self, *batches: Any) -> Any:
-        """Trains what is held back, and ``batches``, by Keras's own step."""
-        left = [*self._trainer.take_held(), *batches]
+    def _run_unmodified(self, *others: Any) -> Any:
+        """Trains what is held back, and ``others``, by Keras's own step."""
+        left = [*self._fit.record.held.batches, *others]
+        driver.note(self._fit, batches.none_held)
         return [self._installed.run_plain(one) for one in left][-1]
 
     def run_alone(self, batch: Any, caller: Caller) -> Any:
@@ -185,12 +177,12 @@ class FitSession:
         One of another callback before the first of ``fit`` is trained by Keras's own step: what is
         planned is planned for the batches of ``fit``.
         """
-        too_early = caller is Caller.GUEST and not self._trainer.sizes.loader
+        too_early = caller is Caller.GUEST and not self._fit.record.sizes.loader
         if too_early or self._is_unmodified:
             return self._installed.run_plain(batch)
         with self._training():
             try:
-                return self.steps.run(batch)
+                return driver.train_batch(self._fit, batch)
             except UnsupportedModelError as error:
                 self._fit.warn(*tell.trained_plainly(error))
                 return self._installed.run_plain(batch)
@@ -199,7 +191,7 @@ class FitSession:
         """Trains what was held back of this epoch; ``None`` where nothing was."""
         try:
             with self._training():
-                return self._trainer.finish()
+                return driver.finish(self._fit)
         except UnsupportedModelError as error:
             return self._go_on_unmodified(error)
 
@@ -222,8 +214,8 @@ class FitSession:
         self._callers.epoch_begins()
         self._fit.take_counter()
         with self._training(), self._fit.long_task("looking at the device's memory"):
-            self.steps.trainer.epoch_begins()
-        self._trainer.epoch_begins()
+            self._fit.baseline.epoch_begins()
+        driver.note(self._fit, batches.in_new_epoch)
         if self._aside is not None:
             self._aside.epoch_begins()
 
@@ -244,20 +236,20 @@ class FitSession:
         self._aside = None
         fit = self._callers.announce(batch, self._steps_per_epoch)
         if self._installed.take_place():  # another train function: the model may be another one
-            self.steps.close()
+            driver.note(self._fit, modes.begun_anew)
             self._fit.begin_epoch(self._most_steps(self._epoch.number))
             self._is_unmodified = False
-            self._trainer.begin_anew(self._new_steps())
             self._check(lambda: check_train_function(self._model, self._installed.original))
             self._check(lambda: self._backends[0].check(self._model))
         self._check(self._installed.check_runs_as_graph)
-        if self._is_unmodified and not self._trainer.holds_samples:
+        record = self._fit.record
+        if self._is_unmodified and not record.held.samples:
             self._installed.stand_aside()
         elif self._is_idle(fit):
             self._asides_left -= 1
             may_grow = fit is None or fit.may_grow
-            size = self._trainer.sizes.loader or self.steps.trainer.batch_size  # of train_on_batch
-            self._aside = Aside(self._installed, self.steps, size, self.ended, may_grow)
+            size = record.sizes.loader or record.running.batch_size  # of train_on_batch
+            self._aside = Aside(self._installed, self._fit, size, self.ended, may_grow)
             self._aside.batch_begins(batch)
 
     def _check(self, check: Callable[[], object]) -> None:
@@ -278,9 +270,9 @@ class FitSession:
         return (
             self._asides_left > 0
             and self._backends[0].processes.count == 1
-            and self._trainer.trains_as_given
-            and self.steps.runs_plain(may_grow=False)
-            and self.steps.runs_plain(may_grow=fit is None or fit.may_grow)
+            and self._fit.record.trains_as_given
+            and steps.runs_plain(self._fit, may_grow=False)
+            and steps.runs_plain(self._fit, may_grow=fit is None or fit.may_grow)
         )
 
     def passes(self, batch: int) -> bool:
@@ -306,8 +298,8 @@ class FitSession:
 
     def _tell_validation(self) -> None:
         """Warns, before it runs, of validation that is predicted to need more than the limit."""
-        trainer, size = self.steps.trainer, validation_batch_size(self._model)
-        problem, trained = trainer.problem, trainer.batch_size
+        known, size = self._fit.record.running, validation_batch_size(self._model)
+        problem, trained = known.problem, known.batch_size
         if problem is None or size is None or not trained:
             return
         news = validation_news(problem, trained, size, self._fit.limit)
@@ -319,7 +311,7 @@ class FitSession:
         if self._report.epochs or self._report.limit_bytes is None:
             return
         data = data_of_fit(self._model)
-        news = whole_data_news(data, not self.steps.trainer.on_gpu, self._fit.limit)
+        news = whole_data_news(data, not running_tools(self._fit).on_gpu, self._fit.limit)
         if news is not None:
             self._fit.event(*news)
 
@@ -340,7 +332,7 @@ class FitSession:
             news = tell.other_updates()
             if not self._fit.is_told(news.message):
                 self._fit.event(*news)
-        self._trainer.epoch_ends()
+        driver.note(self._fit, sizes.after_epoch)
         self._tell_whole_data()
         self._note_what_is_held()
         counter = self._fit.take_counter()
@@ -354,7 +346,7 @@ class FitSession:
             self._report.batch_size or 0,
             self._report.baseline_samples_per_s,
         )
-        if not self._trainer.sizes.has_changed:  # this epoch's steps are the plain ones
+        if not self._fit.record.sizes.has_changed:  # this epoch's steps are the plain ones
             usage = replace(usage, plain_samples_per_s=usage.samples_per_s)
         self._report.epochs.append(usage)
         rest = {name: _as_number(value) for name, value in self._epoch.rest_logs.items()}
@@ -370,20 +362,19 @@ class FitSession:
     def _predicted_peak_bytes(self) -> int:
         """Returns what stands for a measured peak where the allocator keeps no statistics; nothing
         changes it while the step stays."""
-        trainer = self.steps.trainer
-        plan, problem = trainer.plan, trainer.problem
-        if trainer.backend.device.has_statistics or problem is None:
+        plan, problem, backend = self.plan, self.problem, running_tools(self._fit).backend
+        if backend.device.has_statistics or problem is None:
             return 0
         if plan is not None:
             return plan.predicted.peak_bytes
         if self._unmeasured[0] is not problem:
             order = Schedule.store_all(problem.graph)
-            self._unmeasured = problem, trainer.backend.memory.peak_bytes(problem, order)
+            self._unmeasured = problem, backend.memory.peak_bytes(problem, order)
         return self._unmeasured[1]
 
     def stop(self) -> None:
         """Ends what runs beside the steps; see :class:`~keras_remat.backends.base.StepRunner`."""
-        self.steps.close()
+        driver.note(self._fit, modes.stopped)
 
     def close(self) -> None:
         """Gives the train function back; a second time, it does nothing."""

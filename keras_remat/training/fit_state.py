@@ -1,11 +1,11 @@
-"""Holds what all steps of one ``fit`` share, whichever backend runs them."""
+"""Holds what all steps of one ``fit`` share, whichever backend runs them, and its record."""
 
 from __future__ import annotations
 
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,9 @@ from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.baseline import Baseline
 from keras_remat.training.device_facts import DeviceFacts
+from keras_remat.training.learning_rate import LearningRateScaling
+from keras_remat.training.record import FitRecord, Mode
+from keras_remat.training.shape_state import Signatures
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +49,23 @@ class StepCounter:
 
 
 class FitState:
-    """The report, the counters and the train function of one ``fit``, and what is known of its
-    device: the limit in force above all.
+    """The report, the counters and the train function of one ``fit``, and its record.
 
     Args:
-        read_limit: asked once for the limit, when it is first needed.
+        options: of the callback.
+        backends: those that can train the model, the one to begin with first.
         progress: ``progress(text)`` as a context manager around everything that takes long.
         most_steps: that the ``fit`` can have; ``None`` where that is not known.
+        steps_per_epoch: of the batches that ``fit`` was given; ``None`` where that is not known.
         is_profiled: whether another callback records, or is going to.
 
     Attributes:
+        record: what is known of the fit; :mod:`keras_remat.training.driver` alone assigns it.
         facts: what steps have shown of the device.
         baseline: tells what Keras's own step takes.
+        learning_rate: scales it in the steps of larger batches.
+        signatures: of the batches that came.
+        handles: mode → what a framework holds for it; see :mod:`keras_remat.training.tools`.
         steps_run: how many steps this ``fit`` has trained.
         counter: what was counted since :meth:`take_counter`.
     """
@@ -66,36 +74,58 @@ class FitState:
         self,
         model: Any,
         report: AutotuneReport,
-        read_limit: Callable[[], Limit],
+        options: FitOptions,
+        backends: Sequence[Backend],
         progress: Callable[[str], Any],
         installed: Installed,
+        *,
         most_steps: int | None = None,
+        steps_per_epoch: int | None = None,
         is_profiled: Callable[[], bool] = lambda: False,
     ):
-        self.model, self.report = model, report
+        self.model, self.report, self.options, self.backends = model, report, options, backends
         self.progress, self.installed, self.is_profiled = progress, installed, is_profiled
         self.facts, self.baseline = DeviceFacts(), Baseline(report)
+        self.learning_rate = LearningRateScaling(
+            model, options.learning_rate_scaling, installed.variables
+        )
+        self.signatures = Signatures()
+        self.handles: dict[Mode, Any] = {}
+        self.steps_per_epoch, self._most_steps = steps_per_epoch, most_steps
         self.steps_run = 0
-        self._most_steps = most_steps
         self.counter = StepCounter()
         self._is_planning = False
-        self._read_limit = read_limit
-        self._limit: Limit | None = None
+        self._record: FitRecord | None = None
+        self._asked_limit: Limit | None = None
+
+    @property
+    def record(self) -> FitRecord:
+        """What is known of the fit.
+
+        Raises:
+            LookupError: it has not begun.
+        """
+        if self._record is None:
+            raise LookupError("the fit has not begun")
+        return self._record
+
+    @record.setter
+    def record(self, record: FitRecord) -> None:
+        self._record = record
+        if self._asked_limit is not None:
+            self.report.limit_bytes = self.limit.total_bytes
 
     @property
     def limit(self) -> Limit:
         """The limit in force: what was asked for, or less where the device turned out to have less.
 
-        It is read after the first trace: on the host, tracing takes from the same memory.
+        What was asked for is read after the first trace: on the host, tracing takes from the same
+        memory.
         """
-        if self._limit is None:
-            return self.set_limit(self._read_limit())
-        return self._limit
-
-    def set_limit(self, limit: Limit) -> Limit:
-        """Puts a limit in force for all steps of the ``fit`` and for its report; returns it."""
-        self._limit, self.report.limit_bytes = limit, limit.total_bytes
-        return limit
+        if self._asked_limit is None:
+            self._asked_limit = limit_of(self.backends[0], self.options)
+            self.report.limit_bytes = self._asked_limit.total_bytes
+        return self.record.lowered_limit or self._asked_limit
 
     @property
     def most_steps_left(self) -> int | None:

@@ -5,7 +5,8 @@ Batches are held, joined and sliced in the host's memory, so that a GPU gets one
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -14,19 +15,23 @@ from keras_remat.backends.batches import batch_size_of, sliced
 from keras_remat.errors import UnsupportedModelError
 
 
-class BatchGrouper:
+@dataclass(frozen=True)
+class HeldBatches:
     """Holds loader batches back until enough samples are there.
 
-    Samples stay in order, and none is dropped or repeated: what goes in by :meth:`add` comes out by
-    :meth:`take`.
+    Samples stay in order, and none is dropped or repeated: what goes in by :meth:`adding` comes out
+    by :meth:`taking`.
+
+    Args:
+        batches: the oldest first.
+        samples: of all of them.
     """
 
-    def __init__(self) -> None:
-        self._held: list[Any] = []
-        self.samples = 0
+    batches: tuple[Any, ...] = ()
+    samples: int = 0
 
-    def add(self, batch: Any) -> None:
-        """Holds one loader batch.
+    def adding(self, batch: Any) -> Self:
+        """Returns the batches with one more, which can be joined with those before it.
 
         Raises:
             UnsupportedModelError: its arrays do not all have the samples in their first dimension,
@@ -39,31 +44,37 @@ class BatchGrouper:
                     f"Batches cannot be joined: an array of shape {tuple(leaf.shape)} does not "
                     f"have the {size} samples of its batch."
                 )
-        if self._held and _sample_shapes(self._held[-1]) != _sample_shapes(batch):
+        if self.batches and _sample_shapes(self.batches[-1]) != _sample_shapes(batch):
             raise UnsupportedModelError(
                 f"Batches cannot be joined: samples have the shapes {_sample_shapes(batch)} in one "
-                f"and {_sample_shapes(self._held[-1])} in the other."
+                f"and {_sample_shapes(self.batches[-1])} in the other."
             )
-        self._held.append(keras.tree.map_structure(_on_host, batch))
-        self.samples += size
+        return self.with_newest(keras.tree.map_structure(_on_host, batch))
 
-    def take_oldest(self) -> Any:
-        """Returns the oldest batch that is held, or what is left of it.
+    def with_newest(self, batch: Any) -> Self:
+        """Returns the batches with one more, which is trained as it is."""
+        return replace(
+            self, batches=(*self.batches, batch), samples=self.samples + batch_size_of(batch)
+        )
+
+    def with_oldest(self, batch: Any) -> Self:
+        """Returns what there was before a :meth:`taking`: the samples are the oldest again."""
+        return replace(
+            self, batches=(batch, *self.batches), samples=self.samples + batch_size_of(batch)
+        )
+
+    def taking_oldest(self) -> tuple[Any, Self]:
+        """Returns the oldest batch that is held, or what is left of it, and the others.
 
         Raises:
             IndexError: none is held.
         """
-        batch = self._held.pop(0)
-        self.samples -= batch_size_of(batch)
-        return batch
+        batch = self.batches[0]
+        samples = self.samples - batch_size_of(batch)
+        return batch, replace(self, batches=self.batches[1:], samples=samples)
 
-    def put_back(self, batch: Any) -> None:
-        """Undoes a :meth:`take`: the samples are the oldest again."""
-        self._held.insert(0, batch)
-        self.samples += batch_size_of(batch)
-
-    def take(self, size: int) -> Any:
-        """Returns the oldest ``size`` samples as one batch.
+    def taking(self, size: int) -> tuple[Any, Self]:
+        """Returns the oldest ``size`` samples as one batch, and the others.
 
         Raises:
             ValueError: fewer are held.
@@ -71,18 +82,19 @@ class BatchGrouper:
         if not 0 < size <= self.samples:
             raise ValueError(f"{size} samples asked for, {self.samples} held")
         taken: list[Any] = []
-        missing = size
+        missing, left = size, list(self.batches)
         with keras.device("cpu:0"):
             while missing:
-                batch = keras.tree.map_structure(_on_host, self._held.pop(0))
+                batch = keras.tree.map_structure(_on_host, left.pop(0))
                 count = batch_size_of(batch)
                 if count > missing:
-                    self._held.insert(0, sliced(batch, slice(missing, None)))
+                    left.insert(0, sliced(batch, slice(missing, None)))
                     batch, count = sliced(batch, slice(missing)), missing
                 taken.append(batch)
                 missing -= count
-            self.samples -= size
-            return taken[0] if len(taken) == 1 else keras.tree.map_structure(_joined, *taken)
+            others = replace(self, batches=tuple(left), samples=self.samples - size)
+            joined = taken[0] if len(taken) == 1 else keras.tree.map_structure(_joined, *taken)
+            return joined, others
 
 
 def _on_host(leaf: Any) -> Any:

@@ -1,9 +1,8 @@
 """Records what is known of a ``fit``; frozen, and made anew by what is seen.
 
-How batches of all shapes are trained in one way, which
-:mod:`keras_remat.training.step_trainer` alone assigns, and which batch size trains, which
-:mod:`keras_remat.training.batch_trainer` does. The record of one shape is in
-:mod:`keras_remat.training.shape_state`, that of the ways in :mod:`keras_remat.training.contest`.
+:class:`FitRecord` is all of it, and :mod:`keras_remat.training.driver` alone assigns it. The record
+of one shape is in :mod:`keras_remat.training.shape_state`, that of the modes that compete in
+:mod:`keras_remat.training.contest`.
 """
 
 from __future__ import annotations
@@ -11,20 +10,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.found import BatchSearch
 from keras_remat.batch_size.scaling import BatchScaling
+from keras_remat.core.limit import Limit
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.planning.plan import Plan
-from keras_remat.training.phases import Phase
+from keras_remat.training.contest import Contest
+from keras_remat.training.decide import Phase
+from keras_remat.training.grouping import HeldBatches
 from keras_remat.training.shape_state import (
-    Costs,
     Known,
     PlannedShape,
     Recording,
     ShapeState,
     Signature,
+    TracedShape,
     is_within,
 )
 
@@ -32,23 +36,38 @@ from keras_remat.training.shape_state import (
 COMPARED_STEPS = 5
 
 
+@dataclass(frozen=True)
+class Mode:
+    """Names how batches are trained: by which backend's steps, in how many micro-batches.
+
+    Args:
+        at: which of the backends that can train the model, from 0 on.
+        micro_batches: that a batch is asked to be trained in.
+        plain_may_run: ``False`` where it is known that Keras's own step does not fit.
+        is_on_trial: whether another mode keeps to the limit, so that solving is worth little time.
+    """
+
+    at: int
+    micro_batches: int
+    plain_may_run: bool = True
+    is_on_trial: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepsRecord:
-    """Says how batches of all shapes are trained.
+    """Says how batches of all shapes are trained in one mode.
 
     Args:
         shapes: signature → how its batches are trained.
         reference: the shape that training is about; ``None`` before the first batch of one.
         shown: the shape whose plan is in force: the reference, or the one before it.
         expected: what is known of a reference that has not come yet.
-        traced_ops: how many ops the newest step that was traced has; 0 before.
     """
 
     shapes: Mapping[Signature, ShapeState] = field(default_factory=dict)
     reference: Signature | None = None
     shown: Signature | None = None
     expected: Known = field(default_factory=Known)
-    traced_ops: int = 0
 
     # ---------------------------------------------------------------- what was seen
 
@@ -69,10 +88,6 @@ class StepsRecord:
         shapes = {**self.shapes, key: shape}
         return replace(self, shapes=shapes, reference=reference, shown=reference)
 
-    def after_trace(self, costs: Costs) -> Self:
-        """Returns the record after a step was traced."""
-        return replace(self, traced_ops=len(costs.problem.graph.ops))
-
     def expecting(self, known: Known) -> Self:
         """Returns the record where the next batch's shape is the reference."""
         return replace(self, reference=None, expected=known)
@@ -89,6 +104,48 @@ class StepsRecord:
         """The plan in force; ``None`` while Keras's own step runs."""
         shape = None if self.shown is None else self.shapes[self.shown]
         return shape.plan if isinstance(shape, PlannedShape) else None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the reference shape's step is final."""
+        shape = self.reference_shape
+        return shape is not None and shape.phase is Phase.FINAL
+
+    @property
+    def settled_usage(self) -> Usage:
+        """What the newest steps of the reference shape measured.
+
+        Raises:
+            LookupError: it is not final.
+        """
+        shape = self.reference_shape
+        if shape is None or shape.phase is not Phase.FINAL:
+            raise LookupError("the step is not final")
+        return shape.measured
+
+    @property
+    def problem(self) -> Problem | None:
+        """The reference shape's traced step with its costs, measured ones once there are any."""
+        shape = self.reference_shape
+        return shape.costs.problem if isinstance(shape, TracedShape) else None
+
+    @property
+    def batch_size(self) -> int:
+        """The samples of a batch of the reference shape; 0 before there is one."""
+        shape = self.reference_shape
+        return 0 if shape is None else shape.batch_size
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches the reference shape's step trains its batch in."""
+        shape = self.reference_shape
+        return shape.costs.micro_batches if isinstance(shape, PlannedShape) else 1
+
+    @property
+    def schedules(self) -> dict[Signature, Schedule]:
+        """The order of every batch shape that is trained under a plan."""
+        shapes = self.shapes.items()
+        return {key: shape.schedule for key, shape in shapes if isinstance(shape, PlannedShape)}
 
     @cached_property
     def is_settled(self) -> bool:
@@ -201,3 +258,63 @@ class SizesRecord:
             climb=None,
             largest=self.largest,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRecord:
+    """Says all that is known of a ``fit``.
+
+    Args:
+        contest: which mode trains, and what is known of others.
+        steps: mode → how it trains, of those that train.
+        sizes: which batch size trains, and what is known of others.
+        held: samples that wait for a later step.
+        lowered_limit: in force; ``None`` while what was asked for is.
+        logs: of the newest step.
+    """
+
+    contest: Contest[Mode]
+    sizes: SizesRecord
+    steps: Mapping[Mode, StepsRecord] = field(default_factory=dict)
+    held: HeldBatches = field(default_factory=HeldBatches)
+    lowered_limit: Limit | None = None
+    logs: Any = None
+
+    def of(self, mode: Mode) -> StepsRecord:
+        """Returns how a mode trains."""
+        return self.steps.get(mode) or StepsRecord()
+
+    @property
+    def mode(self) -> Mode:
+        """The mode that is in force, or on trial."""
+        return self.contest.running
+
+    @property
+    def running(self) -> StepsRecord:
+        """How the mode that is in force, or on trial, trains."""
+        return self.of(self.contest.running)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the reference shape's step is final, and no other is on trial."""
+        return self.contest.trial is None and self.running.is_final
+
+    @property
+    def trains_as_given(self) -> bool:
+        """Whether batches are trained as they come, and no other size is looked for."""
+        sizes = self.sizes
+        return sizes.chosen is None and not sizes.is_looking and not self.held.samples
+
+    def with_steps(self, mode: Mode, steps: StepsRecord) -> Self:
+        """Returns the record where a mode trains so from now on."""
+        return replace(self, steps={**self.steps, mode: steps})
+
+    def with_shape(self, mode: Mode, shape: ShapeState) -> Self:
+        """Returns the record where a mode trains a shape so from now on."""
+        return self.with_steps(mode, self.of(mode).with_shape(shape))
+
+    def in_contest(self, contest: Contest[Mode]) -> Self:
+        """Returns the record with what is known of the modes now; of those that train no more
+        nothing is kept."""
+        kept = {mode: steps for mode, steps in self.steps.items() if mode in contest.sides}
+        return replace(self, contest=contest, steps=kept)

@@ -17,7 +17,7 @@ from keras_remat.batch_size.scaling import GraphScaling
 from keras_remat.core.graph import Graph
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
-from keras_remat.training.phases import Phase
+from keras_remat.training.decide import Phase
 from keras_remat.training.shape_state import (
     Costs,
     Known,

@@ -19,7 +19,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.planning.background import PlanProcess
 from keras_remat.planning.plan import Plan
-from keras_remat.training.phases import Phase, Recorded, Tries
+from keras_remat.training.decide import Move, Phase, Recorded, Tries
 
 #: Of every array of a batch its shape, the name of its dtype and the structure that it is a leaf
 #: of; ``None`` stays ``None``.
@@ -185,6 +185,14 @@ class ShapeState:
         steps = (usage,) if newest_only else (*self.steps, usage)
         resident = max(self.resident_bytes, bytes_in_use)
         return replace(self, steps=steps, resident_bytes=resident)
+
+    def trying(self, move: Move) -> Self:
+        """Returns the record where a move is counted, made or found impossible."""
+        return replace(self, tries=self.tries.after(move))
+
+    def without(self, move: Move) -> Self:
+        """Returns the record after a move that could not be made."""
+        return replace(self, tries=self.tries.without(move))
 
     def plainly(self, run: RunStep, costs: Costs, phase: Phase) -> PlainShape:
         """Returns the record of Keras's own step, traced."""

@@ -114,7 +114,7 @@ class StepGuard:
         """Runs a step that is neither guarded nor waited for; it is said to have taken what the
         last one did that was."""
         result, usage = self._backend.measure(partial(step, batch), wait=False)
-        self._facts.pending = result
+        self._facts.pending, self._facts.is_scattered = result, False
         return Trained(batch, result, Usage(self._facts.step_s, usage.peak_bytes))
 
     def _is_cheap(self) -> bool:

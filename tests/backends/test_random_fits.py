@@ -365,9 +365,7 @@ def check(seed, path, monkeypatch):
     case = Case(seed)
     plain, history, diary, interrupted = case.run(path)
     if case.remat:
-        monkeypatch.setattr(
-            "keras_remat.training.step_trainer.StepTrainer.plain_fits", lambda *_: False
-        )
+        monkeypatch.setattr("keras_remat.training.tools.Tools.plain_fits", lambda *_: False)
     remat = keras_remat.RematAutotune(
         memory_limit="1GiB", batch_size=case.mode, solver="greedy", solver_time_limit_s=1.0,
         profile_steps=1, verbose=0, report_path=path / "report.json",

@@ -3,7 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
-from fake_backend import FakeBackend, batch_of, store_all_peak, trainer_on
+from fake_backend import (
+    FakeBackend,
+    batch_of,
+    store_all_peak,
+)
+from fake_fit import driven
 
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.arguments import FitOptions
@@ -16,7 +21,7 @@ TIGHT = int(store_all_peak(SIZE) * 0.7)
 
 def test_the_baseline_of_a_fit_follows_the_steps_of_the_epoch():
     backend = FakeBackend(slowness=1.0)
-    trainer, report = trainer_on(
+    trainer, report = driven(
         backend, FitOptions(memory_limit=TIGHT, solver="greedy", margin=0.0, profile_steps=2)
     )
 
@@ -42,7 +47,7 @@ def test_long_plain_steps_are_measured_more_often_where_larger_ones_will_follow(
     slowness, grows, steps
 ):
     backend = FakeBackend(slowness=slowness)
-    trainer, report = trainer_on(backend, FitOptions(memory_limit=None, profile_steps=2))
+    trainer, report = driven(backend, FitOptions(memory_limit=None, profile_steps=2))
     for step in range(12):
         assert (report.baseline is not None) == (step >= 2)
         assert trainer.settled == (step >= steps)

@@ -7,7 +7,7 @@ import pytest
 
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Usage
-from keras_remat.training.contest import Contest, Trial, Tried, better, compared, next_pieces
+from keras_remat.training.contest import Contest, Trial, Tried, better, compared, next_micro_batches
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ from keras_remat.training.contest import Contest, Trial, Tried, better, compared
     ],
 )
 def test_what_is_tried_next(tried, following):
-    assert next_pieces(tried, most=8) == following
+    assert next_micro_batches(tried, most=8) == following
 
 
 def test_every_path_ends_at_the_fastest():
@@ -51,8 +51,8 @@ def test_every_path_ends_at_the_fastest():
                 Tried(pieces) if math.isinf(time_s) else Tried(pieces, time_s, share * time_s)
             )
             best = min(tried[:-1], key=lambda one: one.time_s, default=None)
-            pieces = next_pieces(([] if best is None else [best]) + tried[-1:], most=8)
-        assert [one.pieces for one in tried] == [1, 2, 4, 8][: len(tried)]
+            pieces = next_micro_batches(([] if best is None else [best]) + tried[-1:], most=8)
+        assert [one.micro_batches for one in tried] == [1, 2, 4, 8][: len(tried)]
         newest, before_s = tried[-1], min((t.time_s for t in tried[:-1]), default=math.inf)
         if len(tried) < 4:
             assert newest.least_s == newest.time_s or newest.least_s > 1.25 * before_s
@@ -87,7 +87,7 @@ def test_a_side_without_turns_took_what_its_settled_step_did():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "more_pieces", "stays"),
+    ("old", "new", "more_micro_batches", "stays"),
     [
         (FAST, SLOW, False, "first"),
         (SLOW, FAST, False, "second"),
@@ -100,21 +100,23 @@ def test_a_side_without_turns_took_what_its_settled_step_did():
         (LARGE, SLOW, True, "second"),
     ],
 )
-def test_the_faster_side_within_the_limit_stays(old, new, more_pieces, stays):
-    assert better(trial_of([]), old, new, Limit(100), more_pieces=more_pieces) == stays
+def test_the_faster_side_within_the_limit_stays(old, new, more_micro_batches, stays):
+    assert (
+        better(trial_of([]), old, new, Limit(100), more_micro_batches=more_micro_batches) == stays
+    )
 
 
 def test_a_failure_of_the_last_mode_that_cannot_be_carried_ends_the_search_for_pieces():
-    contest = Contest(running="compiled", modes_left=1, chooses_pieces=True)
+    contest = Contest(running="compiled", modes_left=1, chooses_micro_batches=True)
     assert contest.after_failure(Tried(1), is_unsupported=True).may_try
-    last = Contest(running="ordered", modes_left=0, chooses_pieces=True)
+    last = Contest(running="ordered", modes_left=0, chooses_micro_batches=True)
     assert not last.after_failure(Tried(1), is_unsupported=True).may_try
-    assert last.after_failure(Tried(1), is_unsupported=False).next_pieces(8) == 2
+    assert last.after_failure(Tried(1), is_unsupported=False).next_micro_batches(8) == 2
 
 
 def test_a_batch_that_has_grown_is_not_cut():
-    contest = Contest(running="ordered", modes_left=0, chooses_pieces=True, has_grown=True)
-    assert contest.judging(Tried(1, 1.0, 0.9)).next_pieces(8) is None
+    contest = Contest(running="ordered", modes_left=0, chooses_micro_batches=True, has_grown=True)
+    assert contest.judging(Tried(1, 1.0, 0.9)).next_micro_batches(8) is None
 
 
 @pytest.mark.parametrize(

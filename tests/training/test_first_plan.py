@@ -9,7 +9,8 @@ import keras_models
 import numpy as np
 import pytest
 import tensorflow as tf
-from fake_backend import FakeBackend, chain_problem, requests_on
+from fake_backend import FakeBackend, chain_problem
+from fake_fit import Driven
 
 import keras_remat
 import keras_remat.backends.tensorflow as tensorflow_backend
@@ -120,9 +121,7 @@ class Seen(keras.callbacks.Callback):
 
 
 def test_random_numbers_do_not_repeat_where_a_swap_would_lose_their_state(monkeypatch):
-    monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTrainer.plain_fits", lambda *_: False
-    )
+    monkeypatch.setattr("keras_remat.training.tools.Tools.plain_fits", lambda *_: False)
 
     def noise(*callbacks):
         keras.utils.set_random_seed(0)
@@ -147,7 +146,7 @@ def test_a_first_plan_leaves_room_until_something_was_measured(source, roomy):
     problem = chain_problem(64)
     profile = dataclasses.replace(problem.profile, source=source, resident_bytes=0)
     costs = types.SimpleNamespace(problem=dataclasses.replace(problem, profile=profile))
-    plans = requests_on(FakeBackend(), FitOptions(2**20, margin=0.0))
+    plans = Driven(FakeBackend(), options=FitOptions(2**20, margin=0.0)).tools.plans
     shape = types.SimpleNamespace(batch_size=64)
     first = plans.roomy(shape, costs, Known(), is_final=False)
     assert first.is_quick

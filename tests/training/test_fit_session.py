@@ -176,9 +176,7 @@ def test_a_batch_of_a_callback_may_name_the_inputs_that_fit_is_given_in_order(mo
         return model.get_weights()
 
     plain = trained()
-    monkeypatch.setattr(
-        "keras_remat.training.step_trainer.StepTrainer.plain_fits", lambda *_: False
-    )
+    monkeypatch.setattr("keras_remat.training.tools.Tools.plain_fits", lambda *_: False)
     for mine, theirs in zip(trained(autotune(batch_size="keep")), plain, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
@@ -290,7 +288,7 @@ def test_a_larger_batch_is_searched_from_a_batch_of_the_shape_that_was_traced(mo
         asked.append((tuple(batch[0].shape), {shape for shape in inputs if shape[0] == 4}))
         raise UnsupportedModelError("enough is known")
 
-    monkeypatch.setattr("keras_remat.training.batch_trainer.batch_scaling", scaling)
+    monkeypatch.setattr("keras_remat.training.sizes.batch_scaling", scaling)
     model, data = texts_of((9, 3, 9, 3, 3, 9, 3, 9, 3))
     model.fit(data, epochs=2, verbose=0, callbacks=[autotune(batch_size="fastest")])
     assert asked == [((4, 9), {(4, 9), (4, 1)})]
@@ -643,7 +641,7 @@ def test_a_fit_that_begins_late_knows_the_steps_that_are_left():
 
         def on_train_batch_begin(self, batch, logs=None):
             if self.left is None:
-                self.left = remat._session.steps.fit.most_steps_left
+                self.left = remat._session._fit.most_steps_left
 
     model, remat, see = counting_model(), autotune(batch_size="keep"), See()
     how = {"initial_epoch": 99, "epochs": 100, "verbose": 0, "callbacks": [remat, see]}

@@ -10,8 +10,8 @@ from fake_backend import (
     note_solves,
     store_all_peak,
     texts_of,
-    trainer_on,
 )
+from fake_fit import driven
 
 from keras_remat.core.schedule import Schedule
 from keras_remat.training.arguments import FitOptions
@@ -34,7 +34,7 @@ def trainer_of(limit=LIMIT, **more):
     options = FitOptions(
         memory_limit=limit, solver="greedy_first", margin=0.0, profile_steps=2, seed=0
     )
-    trainer, report = trainer_on(backend, options)
+    trainer, report = driven(backend, options)
     return backend, trainer, report
 
 
@@ -61,7 +61,7 @@ def test_ragged_lengths_need_few_orders_and_no_solve_after_the_first_epoch(order
     lengths.sort(key=lambda length: {"random": 0, "up": length, "down": -length}[order])
     for _ in range(3):
         train(trainer, lengths)
-        assert trainer._fit.take_counter().peak_bytes <= LIMIT
+        assert trainer.fit.take_counter().peak_bytes <= LIMIT
     before = len(solved), len(backend.traced)
     train(trainer, lengths)
     assert (len(solved), len(backend.traced)) == before
@@ -101,7 +101,7 @@ def test_a_longer_batch_that_no_order_fits_is_an_event_and_is_solved_for_once(so
     assert "512" in next(event.message for event in report.events if event.kind == "shape")
     train(trainer, [512, 516] * 4)
     assert len(solved) == before + 1, "it was planned with room for a little more"
-    assert trainer._fit.take_counter().peak_bytes <= LIMIT
+    assert trainer.fit.take_counter().peak_bytes <= LIMIT
     assert trainer.settled
 
 

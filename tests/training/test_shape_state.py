@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from keras_remat.core.schedule import Usage
-from keras_remat.training.phases import Phase
+from keras_remat.training.decide import Phase
 from keras_remat.training.shape_state import ShapeState, is_within, signature_of
 
 

@@ -136,6 +136,10 @@ class Facts:
     out_of_memory: bool = False
     failed: frozenset[Move] = frozenset()
 
+    def without(self, move: Move) -> Facts:
+        """Returns the facts after a move that could not be made."""
+        return replace(self, failed=self.failed | {move})
+
 
 @dataclass(frozen=True)
 class Row:

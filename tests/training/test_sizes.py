@@ -13,80 +13,84 @@ from fake_backend import (
     batch_of,
     event_kinds,
     note_solves,
-    race_on,
     store_all_peak,
 )
+from fake_fit import Driven, driven
 
 from keras_remat.backends.batches import batch_bytes
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.core.limit import Limit
+from keras_remat.core.schedule import Usage
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
-from keras_remat.training import batch_trainer
+from keras_remat.training import driver, modes, sizes
+from keras_remat.training import steps as measuring
 from keras_remat.training.arguments import FitOptions
-from keras_remat.training.batch_trainer import BatchTrainer
+from keras_remat.training.decide import Phase
+from keras_remat.training.shape_state import ShapeState
 from keras_remat.units import format_bytes
 
 LOADER = 10
 
 
 class FakeSteps:
-    """What :class:`BatchTrainer` asks of a tuner; steps of more than ``fits`` samples are refused.
+    """Stands in for the steps of a fit; those of more than ``fits`` samples are refused.
 
     Args:
         fits: the largest batch that a schedule is found for.
         settle_after: steps of one shape until its step is final.
-        peak_bytes: batch size → measured peak of a settled step, or ``None`` for a plain one.
+        peak_bytes: batch size → measured peak of a settled step.
     """
 
-    limit = Limit(1000, 0.1)
-
-    def __init__(self, fits=10**9, settle_after=2, peak_bytes=lambda size: None):
+    def __init__(self, fits=10**9, settle_after=2, peak_bytes=lambda size: 0):
         self.fits, self.settle_after, self.peak_bytes = fits, settle_after, peak_bytes
-        self.trained, self.events, self.forgotten = [], [], 0
+        self.backend, self.most_steps = FakeBackend(device_name="GPU:0"), None
+        self.trained, self.forgotten = [], -1
         self._of_shape = 0
-        self.trainer = self.fit = self
 
-    micro_batches, plan, problem, backend, on_gpu = 1, None, None, FakeBackend(), True
-    estimated_step_s, in_slices = 0.5, False
-    installed, most_steps_left = SimpleNamespace(as_given=lambda batch: batch), None
-
-    def long_task(self, text):
-        return nullcontext()
-
-    def is_reference(self, batch):
-        return True
-
-    def reference_costs(self, batch):
-        return None, {}
-
-    def run(self, batch, terms=None, *, timed=False):
-        size = len(batch[0])
+    def __call__(self, fit, mode, batch, terms, *, timed):
+        size, known = len(batch[0]), fit.record.of(mode)
         if size > self.fits:
-            raise ScheduleNotFoundError(self.limit.total_bytes, 1)
+            raise ScheduleNotFoundError(fit.limit.total_bytes, 1)
         self.trained.append([int(number) for number in batch[0]])
+        if known.reference is None:
+            self.forgotten, self._of_shape = self.forgotten + 1, 0
         self._of_shape += 1
+        shape = ShapeState(
+            signature=fit.signatures.of(batch),
+            batch_size=size,
+            run=fit.installed.run_plain,
+            phase=Phase.FINAL if self._of_shape >= self.settle_after else Phase.PLAIN,
+            called=True,
+            steps=(Usage(0.5, self.peak_bytes(size)),),
+        )
+        known = known.with_shape(shape).after_batch(shape.signature, may_miss=True)
+        if known.reference != shape.signature and self._of_shape >= self.settle_after:
+            known = known.with_shape(replace(known.reference_shape, phase=Phase.FINAL))
+        fit.record = fit.record.with_steps(mode, known)
         return len(self.trained)
 
-    @property
-    def settled(self):
-        return self._of_shape >= self.settle_after
 
-    @property
-    def settled_peak_bytes(self):
-        return self.peak_bytes(len(self.trained[-1])) if self.settled else None
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    """Has the steps and the search of a fit stood in for, where it has such."""
+    real_step, real_search = driver._step, sizes._searched
 
-    def begin_shape(self, expected=None, costs=None):
-        self.forgotten, self._of_shape = self.forgotten + 1, 0
+    def step(fit, *args, **options):
+        return getattr(fit, "stand_in", real_step)(fit, *args, **options)
 
-    def event(self, kind, message):
-        self.events.append(kind)
+    def searched(fit, record, batch):
+        found = getattr(fit, "found", None)
+        return real_search(fit, record, batch) if not found else sizes._changed(fit, record, found)
+
+    monkeypatch.setattr(driver, "_step", step)
+    monkeypatch.setattr(sizes, "_searched", searched)
 
 
 class OfSeveral(FakeBackend):
     """Divides its batches among several devices."""
 
     def __init__(self, count):
-        super().__init__()
+        super().__init__(device_name="GPU:0")
         self.batch_multiple = count
 
 
@@ -113,32 +117,18 @@ class Rate:
         return nullcontext()
 
 
-class Noting(BatchTrainer):
-    """A batch trainer that notes every change of its size."""
-
-    def __init__(self, steps, report, batch_size, steps_per_epoch=None):
-        self.changes = []
-        super().__init__(None, steps, report, batch_size, steps_per_epoch, Rate())
-
-    def _change(self, new, expected=None):
-        self.changes.append((self.sizes.size, new))
-        super()._change(new, expected)
-
-
-class Fixed(Noting):
-    """A batch trainer whose search finds ``found``."""
+class Fixed(Driven):
+    """A fit whose steps are stood in for, and whose search finds ``found``."""
 
     def __init__(self, steps, batch_size, found=None, steps_per_epoch=None):
-        report = SimpleNamespace(max_batch_size=None, batch_size=None)
-        super().__init__(steps, report, batch_size, steps_per_epoch)
-        self.report, self.found = report, found
-
-    def _search(self, batch):
-        if self.found is None:
-            super()._search(batch)
-        else:
-            self.sizes = replace(self.sizes, is_searching=False)
-            self._change(self.found)
+        super().__init__(
+            steps.backend,
+            options=FitOptions(batch_size=batch_size),
+            most_steps=steps.most_steps,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.fit.stand_in, self.fit.found, self.fit.learning_rate = steps, found, Rate()
+        self.fit.record = replace(self.fit.record, lowered_limit=Limit(1000, 0.1))
 
 
 class FakeClimb:
@@ -163,7 +153,8 @@ def climbing(steps, found, batch_size="max"):
     """A trainer at the size ``found``, that climbs by the fake rule."""
     trainer = Fixed(steps, batch_size, found=found)
     scaling = SimpleNamespace(at=lambda size: None)
-    trainer.sizes = replace(trainer.sizes, climb=FakeClimb(), scaling=scaling)
+    known = replace(trainer.sizes, climb=FakeClimb(), scaling=scaling)
+    trainer.fit.record = replace(trainer.fit.record, sizes=known)
     return trainer
 
 
@@ -172,7 +163,7 @@ def epoch(trainer, batches=12, size=LOADER, last=None):
     first = 0
     for at in range(batches):
         count = last if last is not None and at == batches - 1 else size
-        trainer.run(batch_of(first, count))
+        trainer.train(batch_of(first, count))
         first += count
     trainer.finish()
     return first
@@ -208,7 +199,7 @@ def test_joined_batches_train_every_sample_once_and_the_rest_at_the_epochs_end()
 
 def test_logs_are_the_newest_step_s():
     trainer = Fixed(FakeSteps(), "max", found=30)
-    assert [trainer.run(batch_of(0, LOADER)) for _ in range(6)] == [1, 2, 2, 2, 3, 3]
+    assert [trainer.train(batch_of(0, LOADER)) for _ in range(6)] == [1, 2, 2, 2, 3, 3]
     assert trainer.finish() == 4
 
 
@@ -232,7 +223,7 @@ def test_size_below_the_loaders_is_left_where_batches_cannot_be_cut():
     total = epoch(trainer, batches=5, last=7)
     assert_all_once(steps.trained, total)
     assert trainer.changes == []
-    assert steps.events == ["search"]
+    assert event_kinds(trainer.report) == ["search"]
 
 
 @pytest.mark.parametrize(("wanted", "trained"), [(7, 6), (4, 3), (2, 3)])
@@ -275,11 +266,12 @@ def test_a_search_takes_no_longer_than_the_steps_that_are_left_are_worth(
         limits.append(time_limit_s + late_time_limit_s)
         raise ScheduleNotFoundError(1, 1)
 
-    monkeypatch.setattr(batch_trainer, "search_batch_size", search)
-    monkeypatch.setattr(batch_trainer, "batch_scaling", lambda *arguments: None)
-    monkeypatch.setattr(batch_trainer, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(sizes, "search_batch_size", search)
+    monkeypatch.setattr(sizes, "batch_scaling", lambda *arguments: None)
+    monkeypatch.setattr(driver, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(measuring, "estimated_step_s", lambda *arguments: 0.5)
     steps = FakeSteps()
-    steps.most_steps_left = left
+    steps.most_steps = left
     epoch(Fixed(steps, "max"))
     assert limits == [pytest.approx(seconds)]
 
@@ -309,7 +301,7 @@ def test_infeasible_group_is_stepped_down_before_anything_of_it_was_trained():
     assert_all_once(steps.trained, total)
     assert max(map(len, steps.trained)) <= 25
     assert trainer.changes == [(10, 40), (40, 30), (30, 20)]
-    assert steps.events.count("step-down") == 2
+    assert event_kinds(trainer.report).count("step-down") == 2
 
 
 def test_what_cannot_be_stepped_down_is_an_error_and_nothing_of_it_was_trained():
@@ -324,7 +316,7 @@ def test_rest_that_fits_under_no_schedule_is_trained_in_the_loaders_batches():
     steps = FakeSteps(fits=10**9)
     trainer = Fixed(steps, "max", found=40)
     for first in range(0, 90, LOADER):
-        trainer.run(batch_of(first, LOADER))
+        trainer.train(batch_of(first, LOADER))
         steps.fits = LOADER if first == 80 else steps.fits
     trainer.finish()
     assert_all_once(steps.trained, 90)
@@ -335,7 +327,7 @@ def test_a_rest_runs_in_order_where_the_plain_step_would_fit():
     """It would move variables, and what larger batches need depends on where those are."""
     backend, limit = FakeBackend(), store_all_peak(4 * LOADER)
     backend.memory.order_matters = True
-    trainer, _, _ = on_tuner(backend, "max", limit)
+    trainer, _ = on_tuner(backend, "max", limit)
     total = epoch(trainer, batches=60)
     assert backend.samples == list(range(total))
     assert 0 < len(backend.ran[-1][1]) < trainer.sizes.search.max_batch_size
@@ -351,7 +343,7 @@ def test_a_rest_for_which_nothing_can_be_planned_is_trained_as_it_would_be_witho
 
     backend, limit = Stubborn(), store_all_peak(4 * LOADER)
     backend.memory.order_matters = True
-    trainer, _, _ = on_tuner(backend, "max", limit)
+    trainer, _ = on_tuner(backend, "max", limit)
     epoch(trainer, batches=61)
     size = trainer.sizes.search.max_batch_size
     rest = 3 if (size + 3) % LOADER else 4
@@ -370,7 +362,7 @@ def test_measured_peak_over_the_limit_steps_down():
 
 
 def test_no_size_but_the_loaders_trains_goes_back_to_it():
-    steps = FakeSteps(settle_after=1, peak_bytes=lambda size: 2000 if size > LOADER else None)
+    steps = FakeSteps(settle_after=1, peak_bytes=lambda size: 2000 if size > LOADER else 0)
     trainer = climbing(steps, 30)
     total = epoch(trainer, batches=14)
     assert_all_once(steps.trained, total)
@@ -382,9 +374,9 @@ def test_batches_that_cannot_be_joined_train_as_they_come():
     steps = FakeSteps()
     trainer = Fixed(steps, "max", found=35)
     for first in (0, 10, 20, 30):
-        trainer.run(batch_of(first, LOADER))
-    trainer.run((batch_of(40, LOADER)[0], np.zeros((LOADER, 3))))
-    trainer.run(batch_of(50, LOADER))
+        trainer.train(batch_of(first, LOADER))
+    trainer.train((batch_of(40, LOADER)[0], np.zeros((LOADER, 3))))
+    trainer.train(batch_of(50, LOADER))
     trainer.finish()
     assert_all_once(steps.trained, 60)
     assert [len(numbers) for numbers in steps.trained] == [LOADER] * 6
@@ -394,13 +386,13 @@ def test_batches_that_cannot_be_joined_train_as_they_come():
 def test_learning_rate_follows_the_samples_of_every_step_down_to_the_loaders():
     trainer = Fixed(FakeSteps(), "max", found=35)
     epoch(trainer, last=1)
-    assert trainer._learning_rate.factors == [1.0, 1.0, 3.5, 3.5, 2.1]
+    assert trainer.fit.learning_rate.factors == [1.0, 1.0, 3.5, 3.5, 2.1]
     trainer = Fixed(FakeSteps(), "max", found=35)
     epoch(trainer, batches=6, last=1)
-    assert trainer._learning_rate.factors == [1.0, 1.0, 3.1]
+    assert trainer.fit.learning_rate.factors == [1.0, 1.0, 3.1]
     trainer = Fixed(FakeSteps(), 4)
     epoch(trainer, batches=4, last=1)
-    assert trainer._learning_rate.factors == [1.0, 1.0, 0.4, 0.4, 0.4]
+    assert trainer.fit.learning_rate.factors == [1.0, 1.0, 0.4, 0.4, 0.4]
 
 
 def test_length_that_becomes_known_keeps_ten_updates():
@@ -436,27 +428,25 @@ class Timed(FakeSteps):
         super().__init__()
         self.clock, self.seconds = clock, seconds
 
-    def run(self, batch, terms=None, *, timed=False):
+    def __call__(self, fit, mode, batch, terms, *, timed):
         self.clock[0] += self.seconds(len(batch[0]))
-        return super().run(batch, terms)
+        return super().__call__(fit, mode, batch, terms, timed=timed)
 
 
 def fastest_of(monkeypatch, seconds, seconds_before=None):
     """The sizes of the steps of a fit with ``"fastest"``; of those after the model was compiled
     anew, where it was before."""
-    import keras_remat.training.batch_trainer as module
-
     clock = [0.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(driver.time, "perf_counter", lambda: clock[0])
     steps = Timed(clock, seconds)
-    trainer = Noting(steps, SimpleNamespace(max_batch_size=None, batch_size=None), "fastest")
+    trainer = Fixed(steps, "fastest")
     search = SimpleNamespace(max_batch_size=80, plan=None, orders=[], __str__=lambda self: "")
-    monkeypatch.setattr(trainer, "_predicted", lambda batch, at_most: search)
+    monkeypatch.setattr(sizes, "_search", lambda *arguments: search)
     if seconds_before is not None:
         steps.seconds = seconds_before
         epoch(trainer, batches=200)
-        steps = Timed(clock, seconds)
-        trainer.begin_anew(steps)
+        trainer.fit.stand_in = steps = Timed(clock, seconds)
+        driver.note(trainer.fit, modes.begun_anew)
     total = epoch(trainer, batches=200)
     assert_all_once(steps.trained, total)
     assert trainer.sizes.climb is None, "the comparison has ended"
@@ -496,22 +486,25 @@ def test_a_model_that_is_compiled_anew_is_compared_anew(monkeypatch):
 
 def on_tuner(backend, batch_size, limit, *, steps_per_epoch=None):
     options = FitOptions(
-        limit, solver="greedy", solver_time_limit_s=5.0, profile_steps=2, margin=0.0
+        limit,
+        batch_size=batch_size,
+        solver="greedy",
+        solver_time_limit_s=5.0,
+        profile_steps=2,
+        margin=0.0,
     )
-    race, report = race_on(backend, options=options)
-    trainer = Noting(race, report, batch_size, steps_per_epoch)
-    return trainer, report, trainer.changes
+    return driven(backend, options, steps_per_epoch=steps_per_epoch)
 
 
 def test_max_finds_more_than_fits_plainly_and_trains_with_it():
     backend = FakeBackend()
-    trainer, report, changes = on_tuner(backend, "max", store_all_peak(4 * LOADER))
+    trainer, report = on_tuner(backend, "max", store_all_peak(4 * LOADER))
     total = epoch(trainer, batches=60)
     assert backend.samples == list(range(total))
     found = trainer.sizes.search.max_batch_size
     assert report.max_batch_size == report.batch_size >= found > 4 * LOADER
     assert trainer.sizes.search.plain_batch_size == 4 * LOADER - 1  # a batch waits beside a step
-    assert changes[0] == (LOADER, found)
+    assert trainer.changes[0] == (LOADER, found)
     assert report.baseline_source == "measured"
     assert {"fits", "search", "batch", "risk"} <= set(event_kinds(report))
 
@@ -521,7 +514,7 @@ def test_max_finds_more_than_fits_plainly_and_trains_with_it():
 )
 def test_framework_that_folds_an_op_at_some_sizes_is_no_error(rule):
     backend = FakeBackend(folds=rule)
-    trainer, report, _ = on_tuner(backend, "max", store_all_peak(4 * LOADER))
+    trainer, report = on_tuner(backend, "max", store_all_peak(4 * LOADER))
     total = epoch(trainer, batches=60)
     assert backend.samples == list(range(total))
     assert report.batch_size > LOADER
@@ -529,10 +522,10 @@ def test_framework_that_folds_an_op_at_some_sizes_is_no_error(rule):
 
 def test_int_above_the_loaders_is_the_most_it_becomes():
     backend = FakeBackend()
-    trainer, report, changes = on_tuner(backend, 24, 2**40)
+    trainer, report = on_tuner(backend, 24, 2**40)
     total = epoch(trainer, batches=30)
     assert backend.samples == list(range(total))
-    assert changes == [(LOADER, 24)]
+    assert trainer.changes == [(LOADER, 24)]
     assert report.max_batch_size == 24
     assert len(backend.ran[-2][1]) == 24
 
@@ -540,7 +533,7 @@ def test_int_above_the_loaders_is_the_most_it_becomes():
 @pytest.mark.parametrize(("wanted", "largest"), [("max", 40), (1000, 400), (200, 200)])
 def test_an_epoch_keeps_ten_updates_unless_a_number_was_asked_for(wanted, largest):
     backend = FakeBackend()
-    trainer, report, _ = on_tuner(backend, wanted, 2**40, steps_per_epoch=40)
+    trainer, report = on_tuner(backend, wanted, 2**40, steps_per_epoch=40)
     for _ in range(2):
         epoch(trainer, batches=40)
     assert len(backend.samples) == 800
@@ -550,10 +543,10 @@ def test_an_epoch_keeps_ten_updates_unless_a_number_was_asked_for(wanted, larges
 
 def test_epoch_too_short_for_larger_batches_keeps_the_loaders():
     backend = FakeBackend()
-    trainer, report, changes = on_tuner(backend, "max", 2**40, steps_per_epoch=8)
+    trainer, report = on_tuner(backend, "max", 2**40, steps_per_epoch=8)
     total = epoch(trainer, batches=8)
     assert backend.samples == list(range(total))
-    assert changes == []
+    assert trainer.changes == []
     assert report.max_batch_size == LOADER
 
 
@@ -561,11 +554,11 @@ def test_measured_plain_peak_that_no_schedule_meets_trains_no_sample_twice():
     """Batches above the loader's take far more than predicted: found out only after the first steps
     of them were trained."""
     backend = FakeBackend(surplus_bytes=lambda what, size: 0 if size <= LOADER else 2**40)
-    trainer, _, changes = on_tuner(backend, 40, store_all_peak(64))
+    trainer, _ = on_tuner(backend, 40, store_all_peak(64))
     total = epoch(trainer, batches=40)
     assert backend.samples == list(range(total))
-    assert changes[0] == (LOADER, 40)
-    assert changes[-1][1] < 40
+    assert trainer.changes[0] == (LOADER, 40)
+    assert trainer.changes[-1][1] < 40
 
 
 def sizes_of(backend):
@@ -578,14 +571,14 @@ def test_measured_peak_that_leaves_room_is_stepped_up_to():
     are trained."""
     limit = store_all_peak(4 * LOADER)
     backend = FakeBackend(surplus_bytes=lambda what, size: 0 if size <= LOADER else -limit // 4)
-    trainer, report, changes = on_tuner(backend, "max", limit)
+    trainer, report = on_tuner(backend, "max", limit)
     total = epoch(trainer, batches=400)
     assert backend.samples == list(range(total))
     found = trainer.sizes.search.max_batch_size
-    assert changes[0] == (LOADER, found)
-    assert report.batch_size == changes[-1][1] > 1.1 * found
-    assert 1 <= event_kinds(report).count("step-up") == len(changes) - 1 <= 3
-    assert [new for _, new in changes] == sorted(new for _, new in changes)
+    assert trainer.changes[0] == (LOADER, found)
+    assert report.batch_size == trainer.changes[-1][1] > 1.1 * found
+    assert 1 <= event_kinds(report).count("step-up") == len(trainer.changes) - 1 <= 3
+    assert [new for _, new in trainer.changes] == sorted(new for _, new in trainer.changes)
     assert f"a batch of {found} measured" in next(
         event.message for event in report.events if event.kind == "step-up"
     )
@@ -594,9 +587,9 @@ def test_measured_peak_that_leaves_room_is_stepped_up_to():
 def test_a_search_whose_sizes_are_not_reached_after_all_leaves_the_loaders_batch(monkeypatch):
     monkeypatch.setattr(SizeClimb, "choose", lambda *_: None)
     limit = store_all_peak(4 * LOADER)
-    trainer, report, changes = on_tuner(FakeBackend(), "max", limit)
+    trainer, report = on_tuner(FakeBackend(), "max", limit)
     epoch(trainer, batches=40)
-    assert changes == []
+    assert trainer.changes == []
     assert report.max_batch_size == LOADER
     told = [event.message for event in report.events if event.kind == "search"]
     assert "No larger batch" in told[-1]
@@ -607,10 +600,10 @@ def test_a_plan_that_recomputes_more_than_the_search_allowed_is_an_event(monkeyp
     """Measured op times change what an order costs; the steps are kept all the same."""
     for allowed in (True, False):
         monkeypatch.setattr(
-            "keras_remat.training.batch_trainer.overhead_bound",
+            "keras_remat.training.sizes.overhead_bound",
             lambda *_, allowed=allowed: 9.0 if allowed else -1.0,
         )
-        trainer, report, _ = on_tuner(FakeBackend(), "max", store_all_peak(4 * LOADER))
+        trainer, report = on_tuner(FakeBackend(), "max", store_all_peak(4 * LOADER))
         epoch(trainer, batches=200)
         told = [event.message for event in report.events if event.kind == "remark"]
         assert allowed == (not told)
@@ -628,10 +621,10 @@ def test_step_up_that_measures_over_the_limit_goes_back_to_the_size_before_and_s
         return -limit // 4 if size <= found[0] else limit
 
     backend = FakeBackend(surplus_bytes=surplus)
-    trainer, report, changes = on_tuner(backend, "max", limit)
+    trainer, report = on_tuner(backend, "max", limit)
     total = epoch(trainer, batches=400)
     assert backend.samples == list(range(total))
-    up, down = changes[1:]
+    up, down = trainer.changes[1:]
     assert up[0] == down[1] == report.batch_size == trainer.sizes.search.max_batch_size
     assert up[1] == down[0] > up[0]
     assert event_kinds(report).count("step-up") == event_kinds(report).count("step-down") == 1
@@ -648,20 +641,20 @@ def test_after_a_step_down_there_is_a_way_up_again_below_the_size_that_failed():
         return limit // 4 if size >= found[0] else -limit // 4
 
     backend = FakeBackend(surplus_bytes=surplus)
-    trainer, report, changes = on_tuner(backend, "max", limit)
+    trainer, report = on_tuner(backend, "max", limit)
     total = epoch(trainer, batches=400)
     assert backend.samples == list(range(total))
     kinds = [kind for kind in event_kinds(report) if kind.startswith("step-")]
     assert kinds[0] == "step-down"
     assert "step-up" in kinds
-    assert changes[1][1] < report.batch_size < found[0] == changes[0][1]
+    assert trainer.changes[1][1] < report.batch_size < found[0] == trainer.changes[0][1]
 
 
 def test_no_step_up_is_above_what_was_asked_for_or_the_epoch():
     limit = store_all_peak(4 * LOADER)
     for batch_size, steps in ((50, None), ("max", 50)):
         backend = FakeBackend(surplus_bytes=lambda what, size: 0 if size <= LOADER else -limit // 4)
-        trainer, _, _ = on_tuner(backend, batch_size, limit, steps_per_epoch=steps)
+        trainer, _ = on_tuner(backend, batch_size, limit, steps_per_epoch=steps)
         total = epoch(trainer, batches=100)
         assert backend.samples == list(range(total))
         assert max(sizes_of(backend)) == 50
@@ -672,7 +665,7 @@ def test_steps_up_begin_with_an_order_that_is_known(monkeypatch):
     the plan that the given batch is recorded under."""
     backend, solved = FakeBackend(), []
     note_solves(monkeypatch, lambda *_, **__: solved.append(len(backend.ran)))
-    trainer, _, _ = on_tuner(backend, "max", store_all_peak(4 * LOADER))
+    trainer, _ = on_tuner(backend, "max", store_all_peak(4 * LOADER))
     epoch(trainer, batches=60)
     first = next(at for at, (_, numbers) in enumerate(backend.ran) if len(numbers) > LOADER)
     (recorded,) = set(solved)
@@ -683,11 +676,11 @@ def test_search_that_fails_keeps_the_loaders_batch(monkeypatch):
     def fail(*args, **options):
         raise InfeasibleBudgetError(1, 2)
 
-    monkeypatch.setattr("keras_remat.training.batch_trainer.search_batch_size", fail)
+    monkeypatch.setattr("keras_remat.training.sizes.search_batch_size", fail)
     backend = FakeBackend()
-    trainer, report, changes = on_tuner(backend, "max", 2**40)
+    trainer, report = on_tuner(backend, "max", 2**40)
     total = epoch(trainer)
     assert backend.samples == list(range(total))
-    assert changes == []
+    assert trainer.changes == []
     assert report.max_batch_size == LOADER
     assert "No larger batch" in report.events[-1].message

@@ -5,7 +5,7 @@ from itertools import combinations, product
 
 import pytest
 
-from keras_remat.training.phases import (
+from keras_remat.training.decide import (
     MAX_OUT_OF_MEMORY,
     MAX_TIGHTENINGS,
     MICRO_BATCHES,

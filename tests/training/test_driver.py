@@ -16,9 +16,8 @@ from fake_backend import (
     note_solves,
     plan_in_fake_processes,
     store_all_peak,
-    trainer_on,
 )
-from fake_fit import Clock
+from fake_fit import Clock, driven
 
 from keras_remat.core.schedule import Schedule
 from keras_remat.errors import (
@@ -54,7 +53,7 @@ def train(trainer, steps, size=SIZE):
 
 def test_plain_step_that_fits_is_left_alone():
     backend = FakeBackend()
-    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    trainer, report = driven(backend, options(limit=PLAIN))
     assert trainer.run(batch_of(0, SIZE)) == {"loss": 1.0}
     assert not trainer.settled
     train(trainer, 5)
@@ -75,7 +74,7 @@ def test_plain_step_that_fits_is_left_alone():
 def test_a_plain_step_that_fits_is_recorded_where_a_larger_batch_is_searched(profiler):
     """Once, in order, and Keras's own step comes back whatever the profiler saw."""
     backend = FakeBackend(profiler=profiler)
-    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    trainer, report = driven(backend, options(limit=PLAIN))
     for step in range(20):
         trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
     assert backend.kinds[:3] == ["plain"] * 3
@@ -103,7 +102,7 @@ def gathering(**more):
 def test_a_plain_step_whose_peak_differs_from_step_to_step_needs_room(order_matters, first):
     backend, _ = gathering()
     backend.memory.order_matters = order_matters
-    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    trainer, report = driven(backend, options(limit=PLAIN))
     train(trainer, 10)
     assert backend.kinds == [first] * 10
     assert ("risk" in event_kinds(report)) == order_matters
@@ -111,7 +110,7 @@ def test_a_plain_step_whose_peak_differs_from_step_to_step_needs_room(order_matt
 
 def test_variables_are_brought_together_before_steps_in_order_that_follow_plain_ones():
     backend, gathered = gathering()
-    trainer, _ = trainer_on(backend, options(limit=2 * PLAIN))
+    trainer, _ = driven(backend, options(limit=2 * PLAIN))
     for step in range(20):
         trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
     first = backend.kinds.index("remat")
@@ -121,7 +120,7 @@ def test_variables_are_brought_together_before_steps_in_order_that_follow_plain_
 @pytest.mark.parametrize(("device_name", "times"), [("CPU:0", [0]), ("GPU:0", [])])
 def test_on_a_gpu_variables_stay_where_they_are(device_name, times):
     backend, gathered = gathering(device_name=device_name)
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     train(trainer, 2)
     assert set(backend.kinds) == {"remat"}
     assert gathered == times
@@ -130,7 +129,7 @@ def test_on_a_gpu_variables_stay_where_they_are(device_name, times):
 def test_where_the_order_does_not_matter_variables_stay_where_they_are():
     backend, gathered = gathering()
     backend.memory.order_matters = False
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     train(trainer, 10)
     assert gathered == []
 
@@ -139,7 +138,7 @@ def test_where_the_order_does_not_matter_variables_stay_where_they_are():
 def test_a_batch_that_is_to_run_in_order_does_so_where_the_plain_step_fits(order_matters):
     backend, _ = gathering()
     backend.memory.order_matters = order_matters
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     train(trainer, 10)
     small = SIZE // 10
     for step in range(6):
@@ -155,7 +154,7 @@ def test_what_plain_steps_held_between_them_is_not_what_steps_in_order_hold():
     backend.device.in_use_bytes = lambda: scattered[(backend.kinds or ["remat"])[-1]]
     stop = backend._stop_recording
     backend._stop_recording = lambda run, nbytes: (seen.append(nbytes), stop(run, nbytes))[1]
-    trainer, _ = trainer_on(backend, options(limit=PLAIN))
+    trainer, _ = driven(backend, options(limit=PLAIN))
     for step in range(12):
         trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
     assert seen == [RESIDENT_BYTES]
@@ -164,7 +163,7 @@ def test_what_plain_steps_held_between_them_is_not_what_steps_in_order_hold():
 def test_a_recorded_step_that_runs_out_of_memory_gives_way_to_the_plain_one():
     backend = FakeBackend()
     backend.fails_at = {4}
-    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    trainer, report = driven(backend, options(limit=PLAIN))
     for step in range(10):
         trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
     assert backend.kinds == ["plain"] * 10
@@ -178,26 +177,24 @@ def test_a_plain_step_stays_where_no_plan_is_found_to_record(monkeypatch):
         raise ScheduleNotFoundError(1, 1)
 
     note_solves(monkeypatch, nothing)
-    trainer, report = trainer_on(FakeBackend(), options(limit=PLAIN))
+    trainer, report = driven(FakeBackend(), options(limit=PLAIN))
     for step in range(6):
         trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=True))
     assert event_kinds(report) == ["fits"]
 
 
 def test_without_a_limit_the_devices_memory_is_it():
-    trainer, report = trainer_on(
-        FakeBackend(memory_bytes=PLAIN * 2), options(limit=None, margin=0.25)
-    )
+    trainer, report = driven(FakeBackend(memory_bytes=PLAIN * 2), options(limit=None, margin=0.25))
     assert report.limit_bytes is None
     train(trainer, 1)
     assert report.limit_bytes == PLAIN * 2
-    assert trainer.plain_fits(int(PLAIN * 1.5))
-    assert not trainer.plain_fits(int(PLAIN * 1.5) + 1)
+    assert trainer.tools.plain_fits(int(PLAIN * 1.5))
+    assert not trainer.tools.plain_fits(int(PLAIN * 1.5) + 1)
 
 
 def test_risky_step_is_planned_recorded_planned_again_verified_and_settled():
     backend = FakeBackend()
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     trainer.run(batch_of(0, SIZE))
     assert trainer.plan.profile_source == "estimated"
     train(trainer, 2)
@@ -225,7 +222,7 @@ def test_solving_takes_no_longer_than_the_steps_that_are_left_can_save(left, mon
     kept = tmp_path if left == "kept for other fits" else None
     most_steps = {None: None, 2: 5}.get(left, 3)
     chosen = options(solver_time_limit_s=25.0, cache_dir=kept)
-    trainer, report = trainer_on(FakeBackend(), chosen, most_steps)
+    trainer, report = driven(FakeBackend(), chosen, most_steps=most_steps)
     train(trainer, 1)
     first = trainer.plan
     overhead_s = first.predicted.time_s - first.store_all.time_s
@@ -243,7 +240,7 @@ def test_solving_takes_no_longer_than_the_steps_that_are_left_can_save(left, mon
 def test_a_settled_step_asks_for_no_prediction(limit, monkeypatch):
     """A replay takes as long as a step of a small model."""
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options(limit=limit))
+    trainer, _ = driven(backend, options(limit=limit))
     train(trainer, 10)
     assert trainer.settled
     asked = []
@@ -254,7 +251,7 @@ def test_a_settled_step_asks_for_no_prediction(limit, monkeypatch):
 
 def test_a_settled_step_is_neither_copied_nor_waited_for_until_a_look_is_due(monkeypatch):
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     train(trainer, 10)
     assert trainer.settled
     assert trainer.plan is not None
@@ -273,19 +270,19 @@ def test_a_settled_step_is_neither_copied_nor_waited_for_until_a_look_is_due(mon
 
 def test_counter_has_every_sample_and_starts_again():
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     train(trainer, 3)
-    counter = trainer._fit.take_counter()
+    counter = trainer.fit.take_counter()
     assert (counter.steps, counter.samples) == (3, 3 * SIZE)
     assert counter.step_time_s >= 3 * 0.016
     assert RESIDENT_BYTES < counter.peak_bytes <= TIGHT
-    assert trainer._fit.take_counter().samples == 0
+    assert trainer.fit.take_counter().samples == 0
 
 
 def test_limit_no_schedule_meets_is_refused_before_anything_is_trained():
     backend = FakeBackend()
     floor = chain_problem(SIZE).floor_bytes
-    trainer, _ = trainer_on(backend, options(limit=floor - 1))
+    trainer, _ = driven(backend, options(limit=floor - 1))
     with pytest.raises(InfeasibleBudgetError, match="batch of") as caught:
         trainer.run(batch_of(0, SIZE))
     assert caught.value.floor_bytes == floor
@@ -304,7 +301,7 @@ def test_first_plan_gets_more_time_where_less_finds_none(monkeypatch):
             raise ScheduleNotFoundError(budget, problem.floor_bytes)
 
     note_solves(monkeypatch, note)
-    trainer, _ = trainer_on(FakeBackend(), options(solver="anneal", solver_time_limit_s=8.0))
+    trainer, _ = driven(FakeBackend(), options(solver="anneal", solver_time_limit_s=8.0))
     train(trainer, 1)
     quick = ("greedy_first", 4.0)  # with room first
     assert asked == [quick, quick, ("anneal", 4.0), ("anneal", 8.0)]
@@ -313,7 +310,7 @@ def test_first_plan_gets_more_time_where_less_finds_none(monkeypatch):
 def test_surplus_seen_while_recording_is_in_the_plan_that_is_swapped_in():
     surplus = 2 * SIZE * 1024
     backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     train(trainer, 20)
     assert event_kinds(report) == ["risk", "exceeded", "swap", "measured"]
     assert "while it was recorded" in report.events[1].message
@@ -327,7 +324,7 @@ def test_measured_peak_over_the_limit_tightens_until_it_holds():
     backend.surplus_bytes = lambda what, size: (
         surplus if backend.calls > 3 else 0
     )  # the recorded steps do not show it
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     train(trainer, 20)
     # the first plan left room: what it told of tighter schedules was no longer so
     assert event_kinds(report).count("tighten") == 2
@@ -340,7 +337,7 @@ def test_final_step_that_comes_to_take_more_than_the_limit_is_planned_again():
     surplus = 2 * SIZE * 1024
     backend = FakeBackend()
     backend.surplus_bytes = lambda what, size: surplus if backend.calls > 30 else 0
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     train(trainer, 25)
     assert trainer.settled
     assert "tighten" not in event_kinds(report)
@@ -356,12 +353,12 @@ def test_final_step_that_comes_to_take_more_than_the_limit_is_planned_again():
 def test_a_final_step_that_cannot_be_tightened_is_tried_once(monkeypatch):
     """The solver has nothing that needs less: asking it again would change nothing."""
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     train(trainer, 25)
     assert trainer.settled
     running, asked = trainer.plan, []
     monkeypatch.setattr(
-        "keras_remat.training.moves.plan_for", lambda request: asked.append(request) or running
+        "keras_remat.training.effects.plan_for", lambda request: asked.append(request) or running
     )
     backend.surplus_bytes = lambda what, size: TIGHT
     train(trainer, 10)
@@ -380,7 +377,7 @@ def test_tightening_ends_and_the_plan_that_measured_least_stays():
         return TIGHT + len(what.recomputed) - backend.predicted(chain_problem(size), what)
 
     backend.surplus_bytes = surplus
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     with pytest.warns(UserWarning, match="over the limit"):
         train(trainer, 30)
     assert 1 <= event_kinds(report).count("tighten") <= 3
@@ -395,7 +392,7 @@ def test_tightening_ends_and_the_plan_that_measured_least_stays():
 def test_plain_step_that_fits_by_what_was_measured_comes_back():
     """The estimate was too high: what the recorded steps measure leaves room for the plain step."""
     backend = FakeBackend(surplus_bytes=lambda what, size: -120_000)
-    trainer, report = trainer_on(backend, options(limit=PLAIN - 5_000))
+    trainer, report = driven(backend, options(limit=PLAIN - 5_000))
     train(trainer, 12)
     assert event_kinds(report) == ["risk", "plain", "fits"]
     assert backend.kinds == ["remat"] * 3 + ["plain"] * 9
@@ -405,7 +402,7 @@ def test_plain_step_that_fits_by_what_was_measured_comes_back():
 
 def test_plain_step_that_came_back_and_does_not_fit_is_not_tried_again():
     backend = FakeBackend(surplus_bytes=lambda what, size: 0 if what == "plain" else -120_000)
-    trainer, report = trainer_on(backend, options(limit=PLAIN - 5_000))
+    trainer, report = driven(backend, options(limit=PLAIN - 5_000))
     train(trainer, 12)
     assert event_kinds(report)[:3] == ["risk", "plain", "exceeded"]
     assert backend.kinds == ["remat"] * 3 + ["plain"] * 2 + ["remat"] * 7
@@ -421,7 +418,7 @@ def test_what_keras_own_step_needs_more_is_counted(need, nbytes):
     is computed twice."""
     backend = FakeBackend()
     setattr(backend, need, nbytes)
-    trainer, report = trainer_on(backend, options(limit=PLAIN + 2_000))
+    trainer, report = driven(backend, options(limit=PLAIN + 2_000))
     train(trainer, 12)
     assert backend.kinds == ["remat"] * 12
     assert event_kinds(report)[0] == "risk"
@@ -436,7 +433,7 @@ def test_what_keras_own_step_needs_more_is_counted(need, nbytes):
 def test_step_that_runs_out_of_memory_is_undone_and_trained_again(call):
     backend = FakeBackend()
     backend.fails_at = {call}
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     for step in range(12):
         assert trainer.run(batch_of(step * SIZE, SIZE)) == {"loss": step + 1.0}
     assert backend.samples == list(range(12 * SIZE)), "every sample once, in order"
@@ -449,7 +446,7 @@ def test_step_that_runs_out_of_memory_is_undone_and_trained_again(call):
 def test_plain_step_that_runs_out_of_memory_is_planned(call):
     backend = FakeBackend()
     backend.fails_at = {call}
-    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    trainer, report = driven(backend, options(limit=PLAIN))
     train(trainer, 12)
     assert backend.samples == list(range(12 * SIZE))
     assert backend.kinds == ["plain"] * (call - 1) + ["remat"] * (13 - call)
@@ -462,7 +459,7 @@ def test_first_step_of_a_smaller_batch_is_guarded_too(monkeypatch):
     )  # no step is guarded that need not be
     backend = FakeBackend()
     backend.fails_at = {9}
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     train(trainer, 8)
     trainer.run(batch_of(8 * SIZE, SIZE // 4))
     assert [what for what, _ in backend.ran[8:]] != ["plain"], (
@@ -475,7 +472,7 @@ def test_first_step_of_a_smaller_batch_is_guarded_too(monkeypatch):
 def test_device_that_has_less_than_it_says_lowers_the_limit():
     backend = FakeBackend(memory_bytes=2 * PLAIN)
     backend.has_bytes = TIGHT
-    trainer, report = trainer_on(backend, options(limit=None))
+    trainer, report = driven(backend, options(limit=None))
     train(trainer, 12)
     assert backend.samples == list(range(12 * SIZE))
     assert event_kinds(report).count("out-of-memory") == 1
@@ -486,7 +483,7 @@ def test_device_that_has_less_than_it_says_lowers_the_limit():
 def test_batch_for_which_the_device_has_too_little_raises_from_the_frameworks_error():
     backend = FakeBackend()
     backend.has_bytes = RESIDENT_BYTES
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     with pytest.raises((ScheduleNotFoundError, InfeasibleBudgetError)) as caught:
         trainer.run(batch_of(0, SIZE))
     assert isinstance(caught.value.__cause__, FakeOutOfMemoryError)
@@ -496,7 +493,7 @@ def test_batch_for_which_the_device_has_too_little_raises_from_the_frameworks_er
 
 def test_other_errors_pass_through():
     backend = FakeBackend()
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     backend.lower = lambda *args: lambda batch: 1 / 0
     with pytest.raises(ZeroDivisionError):
         trainer.run(batch_of(0, SIZE))
@@ -520,7 +517,7 @@ def test_the_plain_step_comes_back_where_no_plan_takes_less(plain_surplus, runs_
     """Whether it was never run, as it was predicted over the limit, or was measured over it."""
     backend = over_whatever_runs(plain_surplus, 2 * PLAIN)
     limit = TIGHT if runs_first == "remat" else PLAIN
-    trainer, report = trainer_on(backend, options(limit=limit))
+    trainer, report = driven(backend, options(limit=limit))
     with pytest.warns(UserWarning, match="The plain step of 100 samples takes .* over the limit"):
         train(trainer, 40)
     assert backend.kinds[0] == runs_first
@@ -534,9 +531,9 @@ def test_the_plain_step_comes_back_where_no_plan_takes_less(plain_surplus, runs_
 
 
 def test_a_plan_that_is_smaller_than_the_plain_step_stays(monkeypatch):
-    monkeypatch.setattr("keras_remat.training.step_trainer._PLAIN_OFF", 10.0)
+    monkeypatch.setattr("keras_remat.training.steps._PLAIN_OFF", 10.0)
     backend = over_whatever_runs(PLAIN, PLAIN // 2)
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     with pytest.warns(UserWarning, match="The step of 100 samples takes"):
         train(trainer, 40)
     assert "plain" in backend.kinds, "it was measured"
@@ -548,7 +545,7 @@ def test_a_plan_that_is_smaller_than_the_plain_step_stays(monkeypatch):
 
 def test_a_plain_step_that_keeps_to_the_limit_after_all_stays():
     backend = over_whatever_runs(TIGHT - PLAIN, 2 * PLAIN)
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     train(trainer, 40)
     assert backend.kinds[-20:] == ["plain"] * 20
     assert event_kinds(report)[-2:] == ["plain", "fits"]
@@ -558,7 +555,7 @@ def test_a_plain_step_that_is_tried_and_runs_out_of_memory_is_undone():
     backend = over_whatever_runs(0, PLAIN)
     plain = backend.run_plain
     backend.run_plain = lambda batch: (backend.fails_at.add(backend.calls + 1), plain(batch))[1]
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     with pytest.warns(UserWarning, match="The step of 100 samples takes"):
         train(trainer, 40)
     assert set(backend.kinds) == {"remat"}
@@ -573,7 +570,7 @@ def test_a_plain_step_that_is_tried_and_runs_out_of_memory_is_undone():
 def test_batch_that_fits_under_no_schedule_is_cut_where_that_is_allowed():
     backend = FakeBackend()
     limit = chain_problem(SIZE // 4).floor_bytes + 2 * SIZE * 1024 // 4
-    trainer, report = trainer_on(backend, options(limit=limit))
+    trainer, report = driven(backend, options(limit=limit))
     with pytest.raises(InfeasibleBudgetError):
         trainer.run(batch_of(0, SIZE))
     assert backend.ran == []
@@ -595,7 +592,7 @@ def test_batch_that_fits_under_no_schedule_is_cut_where_that_is_allowed():
 def test_step_that_cannot_be_cut_is_refused_as_before():
     backend = FakeBackend()
     backend.can_be_cut = False
-    trainer, _ = trainer_on(backend, options(limit=chain_problem(SIZE).floor_bytes - 1))
+    trainer, _ = driven(backend, options(limit=chain_problem(SIZE).floor_bytes - 1))
     with pytest.raises(InfeasibleBudgetError) as caught:
         trainer.run(batch_of(0, SIZE), Terms(may_split=True))
     assert isinstance(caught.value.__cause__, UnsupportedModelError)
@@ -611,7 +608,7 @@ def test_step_that_measures_over_the_limit_under_every_plan_goes_on_in_micro_bat
     backend.surplus_bytes = lambda what, size: (
         TIGHT if backend.traced[-1] == SIZE else 0
     )  # a whole batch takes more than any plan saves
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     with pytest.warns(UserWarning, match="2 micro-batches"):
         run_cut(trainer, 30)
     assert event_kinds(report).count("tighten") >= 1
@@ -624,7 +621,7 @@ def test_step_that_measures_over_the_limit_under_every_plan_goes_on_in_micro_bat
 
 def test_micro_batches_that_do_not_help_leave_the_plan_that_measured_least():
     backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     with pytest.warns(UserWarning, match="micro-batches"):
         run_cut(trainer, 60)
     assert 1 <= event_kinds(report).count("micro-batches") <= 3
@@ -636,7 +633,7 @@ def test_micro_batches_that_do_not_help_leave_the_plan_that_measured_least():
 def test_step_that_cannot_be_cut_keeps_the_plan_that_measured_least():
     backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
     backend.can_be_cut = False
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     run_cut(trainer, 16)
     assert trainer.settled
     assert trainer.micro_batches == 1
@@ -647,7 +644,7 @@ def test_step_that_cannot_be_cut_keeps_the_plan_that_measured_least():
 def test_plain_step_over_a_limit_no_schedule_meets_goes_on_in_micro_batches():
     backend = FakeBackend()
     backend.surplus_bytes = lambda what, size: 7 * PLAIN // 10 if backend.traced[-1] == SIZE else 0
-    trainer, _ = trainer_on(backend, options(limit=PLAIN))
+    trainer, _ = driven(backend, options(limit=PLAIN))
     with pytest.warns(UserWarning, match="2 micro-batches"):
         run_cut(trainer, 24)
     assert backend.samples == list(range(24 * SIZE))
@@ -657,7 +654,7 @@ def test_plain_step_over_a_limit_no_schedule_meets_goes_on_in_micro_batches():
 def test_batch_that_runs_out_of_memory_under_every_plan_is_trained_in_micro_batches():
     backend = FakeBackend(memory_bytes=2 * PLAIN)
     backend.has_bytes = chain_problem(SIZE // 2).floor_bytes + SIZE * 1024
-    trainer, _ = trainer_on(backend, options(limit=None))
+    trainer, _ = driven(backend, options(limit=None))
     with pytest.warns(UserWarning, match="micro-batches"):
         run_cut(trainer, 12)
     assert backend.samples == list(range(12 * SIZE))
@@ -667,7 +664,7 @@ def test_batch_that_runs_out_of_memory_under_every_plan_is_trained_in_micro_batc
 
 def test_sample_that_does_not_fit_alone_is_refused():
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options(limit=RESIDENT_BYTES + 1))
+    trainer, _ = driven(backend, options(limit=RESIDENT_BYTES + 1))
     with pytest.raises(InfeasibleBudgetError):
         trainer.run(batch_of(0, 1), Terms(may_split=True))
     assert backend.traced == [1]
@@ -678,7 +675,7 @@ def test_sample_that_does_not_fit_alone_is_refused():
 
 def test_plan_that_cannot_be_tightened_enough_is_tightened_in_part_and_measured():
     backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     train(trainer, 16)
     assert 1 <= event_kinds(report).count("tighten") <= 3
     assert trainer.settled
@@ -689,7 +686,7 @@ def test_plan_that_cannot_be_tightened_enough_is_tightened_in_part_and_measured(
 def test_where_a_smaller_batch_trains_no_plan_runs_that_is_known_to_miss_the_limit(recwarn):
     """One order shows that it takes more, and no other one is predicted to fit."""
     backend = FakeBackend(surplus_bytes=lambda what, size: TIGHT)
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     for step in range(16):
         trainer.run(batch_of(step * SIZE, SIZE), Terms(may_miss=False))
     assert trainer.settled
@@ -705,7 +702,7 @@ def test_where_a_smaller_batch_trains_no_plan_runs_that_is_known_to_miss_the_lim
 def test_a_larger_batch_that_has_become_the_one_that_trains_is_not_said_to_give_way(recwarn):
     """Its step comes to take more than the limit long after it was final."""
     backend = FakeBackend()
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     for step in range(8):
         trainer.run(batch_of(step * SIZE, SIZE), Terms(may_miss=False))
     assert trainer.settled
@@ -726,7 +723,7 @@ def test_a_plan_that_is_predicted_to_save_little_is_measured():
             first.append(what)
         return TIGHT if what in first else 0
 
-    trainer, report = trainer_on(FakeBackend(surplus_bytes=surplus), options())
+    trainer, report = driven(FakeBackend(surplus_bytes=surplus), options())
     train(trainer, 16)
     assert event_kinds(report).count("tighten") == 1
     assert trainer.settled
@@ -736,7 +733,7 @@ def test_a_plan_that_is_predicted_to_save_little_is_measured():
 def test_plain_step_over_its_prediction_is_planned_with_what_was_too_much():
     surplus = SIZE * 1024
     backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
-    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    trainer, report = driven(backend, options(limit=PLAIN))
     train(trainer, 2)  # the first one tells nothing
     assert backend.kinds == ["plain"] * 2
     assert event_kinds(report) == ["exceeded"]
@@ -751,7 +748,7 @@ def test_plain_step_over_a_limit_no_schedule_meets_goes_on_and_says_so():
     """What was measured plain does not end training: each plan has its chance, and the one that
     needs least stays."""
     backend = FakeBackend(surplus_bytes=lambda what, size: 10 * PLAIN)
-    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    trainer, report = driven(backend, options(limit=PLAIN))
     train(trainer, 16)
     assert backend.samples == list(range(16 * SIZE))
     assert trainer.settled
@@ -764,7 +761,7 @@ def test_plain_step_over_a_limit_no_schedule_meets_goes_on_and_says_so():
 @pytest.mark.parametrize("profiler", ["busy", "blind"])
 def test_profiler_that_saw_too_little_leaves_the_estimated_plan(profiler):
     backend = FakeBackend(profiler=profiler)
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     train(trainer, 8)
     assert "profile" in event_kinds(report)
     assert trainer.plan.profile_source == "estimated"
@@ -775,13 +772,13 @@ def test_profiler_that_saw_too_little_leaves_the_estimated_plan(profiler):
 @pytest.mark.parametrize(("surplus", "goes_on"), [(0, True), (10 * PLAIN, False)])
 def test_a_recording_ends_with_its_first_step_over_the_limit(surplus, goes_on):
     backend = FakeBackend(surplus_bytes=lambda what, size: surplus)
-    trainer, _ = trainer_on(backend, options(profile_steps=5))
+    trainer, _ = driven(backend, options(profile_steps=5))
     train(trainer, 2)  # one that is recorded
     assert backend.recording is goes_on
 
 
 def test_why_op_times_are_estimates_is_an_event():
-    trainer, report = trainer_on(FakeBackend(profiler_remark="No kernels were seen."), options())
+    trainer, report = driven(FakeBackend(profiler_remark="No kernels were seen."), options())
     train(trainer, 8)
     assert [e.message for e in report.events if e.kind == "profile"] == ["No kernels were seen."]
 
@@ -790,7 +787,7 @@ def test_why_op_times_are_estimates_is_an_event():
 def test_a_recording_has_no_steps_of_other_shapes_and_what_it_saw_counts(first):
     larger = int(1.2 * SIZE)
     backend = FakeBackend()
-    trainer, report = trainer_on(backend, options(profile_steps=3))
+    trainer, report = driven(backend, options(profile_steps=3))
     train(trainer, first)  # in the midst of its recording
     assert backend.recording
     for _ in range(8):
@@ -808,7 +805,7 @@ def test_a_recording_has_no_steps_of_other_shapes_and_what_it_saw_counts(first):
 
 def test_close_ends_a_recording():
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     train(trainer, 2)
     assert backend.recording
     trainer.close()
@@ -821,7 +818,7 @@ def test_close_ends_a_recording():
 
 def test_smaller_batch_runs_plainly_when_it_fits():
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     train(trainer, 3)
     trainer.run(batch_of(0, SIZE // 4))
     assert backend.ran[-1] == ("plain", list(range(SIZE // 4)))
@@ -830,7 +827,7 @@ def test_smaller_batch_runs_plainly_when_it_fits():
 
 def test_smaller_batch_of_a_plain_step_that_fits_is_not_traced():
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options(limit=PLAIN))
+    trainer, _ = driven(backend, options(limit=PLAIN))
     train(trainer, 3)
     trainer.run(batch_of(0, SIZE // 4))
     assert backend.kinds == ["plain"] * 4
@@ -843,12 +840,12 @@ def test_bytes_that_do_not_shrink_with_the_batch_are_counted_for_a_smaller_one()
     plain, smaller = (store_all_peak(size, fixed_bytes=100_000) for size in (SIZE, SIZE // 4))
     limit = smaller - 1
     assert RESIDENT_BYTES + (plain - RESIDENT_BYTES) // 4 < limit
-    trainer, _ = trainer_on(backend, options(limit=limit))
+    trainer, _ = driven(backend, options(limit=limit))
     for _ in range(8):
         train(trainer, 1)
         trainer.run(batch_of(0, SIZE // 4))
     assert "plain" not in backend.kinds
-    assert trainer._fit.take_counter().peak_bytes <= limit
+    assert trainer.fit.take_counter().peak_bytes <= limit
 
 
 def test_final_plain_step_that_comes_to_take_more_than_the_limit_is_planned():
@@ -858,7 +855,7 @@ def test_final_plain_step_that_comes_to_take_more_than_the_limit_is_planned():
         backend.surplus_bytes = lambda what, size, b=backend: (
             SIZE * 1024 * (1 + 7 * (size < SIZE)) if b.calls > 8 and what == "plain" else 0
         )
-        trainer, report = trainer_on(backend, options(limit=PLAIN))
+        trainer, report = driven(backend, options(limit=PLAIN))
         train(trainer, 5)
         assert trainer.settled
         train(trainer, 4, size)
@@ -871,7 +868,7 @@ def test_final_plain_step_that_comes_to_take_more_than_the_limit_is_planned():
 
 def test_smaller_batch_that_does_not_fit_gets_a_plan_of_its_own():
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     train(trainer, 10)
     main = trainer.plan
     for _ in range(10):
@@ -884,7 +881,7 @@ def test_smaller_batch_that_does_not_fit_gets_a_plan_of_its_own():
 
 def test_signature_is_shape_and_dtype():
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options(limit=PLAIN))
+    trainer, _ = driven(backend, options(limit=PLAIN))
     trainer.run((np.zeros(SIZE, "int64"), None))
     trainer.run((np.zeros(SIZE, "int64"), None))
     assert backend.traced == [SIZE]
@@ -895,7 +892,7 @@ def test_signature_is_shape_and_dtype():
 
 def test_after_forgetting_the_main_shape_the_next_batch_is_it_even_when_it_was_seen():
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     train(trainer, 10)
     trainer.begin_shape()
     assert not trainer.settled
@@ -909,20 +906,20 @@ def test_a_new_main_shape_is_planned_from_the_costs_known_for_it():
     """Workspace does not follow from shapes: without it the first plan of a larger batch would be
     over the limit."""
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     train(trainer, 10)
     costs = chain_problem(SIZE // 2)
     costs = replace(
         costs, profile=replace(costs.profile, op_workspace_bytes=(7,) * len(costs.graph.ops))
     )
-    trainer.begin_shape(None, costs)
+    trainer.begin_shape(costs)
     trainer.run(batch_of(0, SIZE // 2))
     assert trainer.problem.profile.op_workspace_bytes == costs.profile.op_workspace_bytes
 
 
 def test_measured_main_scales_estimated_times_to_the_measured_step():
     backend = FakeBackend()
-    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    trainer, report = driven(backend, options(limit=PLAIN))
     train(trainer, 4)
     report.baseline = replace(report.baseline, time_s=4.0)
     problem, _ = trainer.reference_costs(batch_of(0, SIZE))
@@ -942,7 +939,7 @@ def plan_for(size, budget=TIGHT, backend=None):
 def test_users_plan_runs_from_the_first_batch_and_is_measured():
     plan = plan_for(SIZE)
     backend = FakeBackend()
-    trainer, report = trainer_on(backend, options(plan=plan))
+    trainer, report = driven(backend, options(plan=plan))
     train(trainer, 4)
     assert [what for what, _ in backend.ran] == [plan.solution.schedule] * 4
     assert trainer.settled
@@ -952,7 +949,7 @@ def test_users_plan_runs_from_the_first_batch_and_is_measured():
 
 def test_users_plan_is_for_the_first_shape_only():
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options(limit=PLAIN, plan=plan_for(SIZE)))
+    trainer, _ = driven(backend, options(limit=PLAIN, plan=plan_for(SIZE)))
     train(trainer, 4)
     trainer.begin_shape()
     trainer.run(batch_of(0, SIZE // 2))
@@ -961,7 +958,7 @@ def test_users_plan_is_for_the_first_shape_only():
 
 def test_users_plan_for_another_graph_is_refused():
     backend = FakeBackend()
-    trainer, _ = trainer_on(backend, options(plan=plan_for(SIZE + 1, PLAIN)))
+    trainer, _ = driven(backend, options(plan=plan_for(SIZE + 1, PLAIN)))
     with pytest.raises(PlanMismatchError):
         trainer.run(batch_of(0, SIZE))
     assert backend.ran == []
@@ -969,13 +966,13 @@ def test_users_plan_for_another_graph_is_refused():
 
 def test_measured_plan_is_cached_and_found_again(tmp_path, monkeypatch):
     cache = tmp_path / "plans"
-    trainer, _ = trainer_on(FakeBackend(), options(cache_dir=cache))
+    trainer, _ = driven(FakeBackend(), options(cache_dir=cache))
     train(trainer, 10)
     (path,) = cache.iterdir()
     assert load_plan(path).measured == trainer.plan.measured
     backend = FakeBackend()
     monkeypatch.setattr("keras_remat.planning.request.plan_problem", None)
-    again, report = trainer_on(backend, options(cache_dir=cache))
+    again, report = driven(backend, options(cache_dir=cache))
     train(again, 5)
     assert event_kinds(report)[:2] == ["risk", "cache"]
     assert {what for what, _ in backend.ran} == {trainer.plan.solution.schedule}
@@ -983,7 +980,7 @@ def test_measured_plan_is_cached_and_found_again(tmp_path, monkeypatch):
 
 
 def test_plan_that_did_not_hold_its_limit_is_not_cached(tmp_path):
-    trainer, _ = trainer_on(
+    trainer, _ = driven(
         FakeBackend(surplus_bytes=lambda what, size: TIGHT), options(cache_dir=tmp_path)
     )
     train(trainer, 12)
@@ -997,11 +994,11 @@ def test_plan_that_did_not_hold_its_limit_is_not_cached(tmp_path):
     ids=["no JSON", "numbers that cannot be"],
 )
 def test_broken_cache_file_is_planned_anew_and_replaced(tmp_path, broken):
-    trainer, _ = trainer_on(FakeBackend(), options(cache_dir=tmp_path))
+    trainer, _ = driven(FakeBackend(), options(cache_dir=tmp_path))
     train(trainer, 10)
     (path,) = tmp_path.iterdir()
     path.write_text(broken(path.read_text()))
-    trainer, report = trainer_on(FakeBackend(), options(cache_dir=tmp_path))
+    trainer, report = driven(FakeBackend(), options(cache_dir=tmp_path))
     train(trainer, 10)
     assert "cannot be used" in next(e.message for e in report.events if e.kind == "cache")
     assert trainer.settled
@@ -1025,7 +1022,7 @@ def test_first_calls_that_take_more_decide_nothing(limit):
     quiet, tuning = FakeBackend(), FakeBackend(first_call_bytes=4 * GIB)
     reports = []
     for backend in (quiet, tuning):
-        trainer, report = trainer_on(backend, options(limit=limit))
+        trainer, report = driven(backend, options(limit=limit))
         train(trainer, 12)
         trainer.run(batch_of(0, SIZE // 2))
         assert trainer.settled
@@ -1043,7 +1040,7 @@ def test_on_a_gpu_only_the_first_call_of_a_step_is_guarded(device, monkeypatch):
     monkeypatch.setattr("keras_remat.training.undo.CHEAP_SHARE", -1.0)
     plan_in_fake_processes(monkeypatch)
     backend = FakeBackend(device_name=device)
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     train(trainer, 12)
     assert trainer.settled
     if device.startswith("GPU"):
@@ -1057,7 +1054,7 @@ def test_on_a_gpu_a_settled_step_is_waited_for_at_every_20th_call_at_most(monkey
     backend, clock = FakeBackend(device_name="GPU:0"), Clock()
     clock.follow(backend)
     monkeypatch.setattr(time, "perf_counter", clock)
-    trainer, _ = trainer_on(backend, options(profile_steps=2))
+    trainer, _ = driven(backend, options(profile_steps=2))
     while not trainer.settled:
         train(trainer, 1)
     assert backend.waits == len(backend.ran)
@@ -1070,7 +1067,7 @@ def test_on_a_gpu_a_settled_step_is_waited_for_at_every_20th_call_at_most(monkey
 def gpu_trainer(most_steps=None, **more):
     """A backend on a GPU, its trainer and the report."""
     backend = FakeBackend(device_name="GPU:0", **more)
-    trainer, report = trainer_on(backend, options(), most_steps)
+    trainer, report = driven(backend, options(), most_steps=most_steps)
     return backend, trainer, report
 
 
@@ -1126,7 +1123,7 @@ def test_a_process_that_cannot_be_started_is_told(monkeypatch):
     def none(request):
         raise BlockingIOError("no more processes")
 
-    monkeypatch.setattr("keras_remat.training.moves.PlanProcess", none)
+    monkeypatch.setattr("keras_remat.training.effects.PlanProcess", none)
     _, trainer, _ = gpu_trainer()
     with pytest.warns(UserWarning, match="no more processes"):
         train(trainer, 12)
@@ -1201,7 +1198,7 @@ def test_no_process_is_started_for_what_the_steps_that_are_left_cannot_repay(rep
 @pytest.mark.parametrize("limit", [PLAIN, TIGHT], ids=["plain", "plan"])
 def test_without_statistics_plans_are_made_by_predicted_peaks(limit):
     backend = FakeBackend(has_statistics=False)
-    trainer, report = trainer_on(backend, options(limit=limit))
+    trainer, report = driven(backend, options(limit=limit))
     with pytest.warns(UserWarning, match="enable_cpu_memory_stats") as warned:
         train(trainer, 12)
     assert len(warned) == 1
@@ -1223,7 +1220,7 @@ def test_without_statistics_plans_are_made_by_predicted_peaks(limit):
 @pytest.mark.parametrize("wants_profile", [False, True])
 def test_random_state_in_kernels_is_no_reason_to_refuse_a_plain_step(wants_profile):
     backend = FakeBackend(kind="RandomStandardNormal")
-    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    trainer, report = driven(backend, options(limit=PLAIN))
     for step in range(5):
         trainer.run(batch_of(step * SIZE, SIZE), Terms(wants_profile=wants_profile))
     assert backend.kinds == ["plain"] * 5
@@ -1232,7 +1229,7 @@ def test_random_state_in_kernels_is_no_reason_to_refuse_a_plain_step(wants_profi
 
 def test_a_plain_step_that_cannot_be_swapped_and_measures_over_the_limit_trains_once(recwarn):
     backend = FakeBackend(kind="RandomStandardNormal", surplus_bytes=lambda what, size: PLAIN)
-    trainer, report = trainer_on(backend, options(limit=PLAIN))
+    trainer, report = driven(backend, options(limit=PLAIN))
     train(trainer, 5)
     assert backend.samples == list(range(5 * SIZE))
     assert backend.kinds == ["plain"] * 5
@@ -1243,7 +1240,7 @@ def test_a_plain_step_that_cannot_be_swapped_and_measures_over_the_limit_trains_
 def test_a_step_with_random_state_in_its_kernels_is_not_swapped():
     """A kernel that is built anew draws its first numbers again."""
     backend = FakeBackend(kind="RandomStandardNormal")
-    trainer, _ = trainer_on(backend, options())
+    trainer, _ = driven(backend, options())
     with pytest.raises(UnsupportedModelError, match=r"keras\.random"):
         train(trainer, 1)
     assert backend.ran == []
@@ -1255,7 +1252,7 @@ def test_a_step_with_random_state_in_its_kernels_is_not_swapped():
 def test_cache_that_cannot_be_written_is_warned_of_once(tmp_path):
     (tmp_path / "file").write_text("")
     backend = FakeBackend()
-    trainer, report = trainer_on(backend, options(cache_dir=tmp_path / "file"))
+    trainer, report = driven(backend, options(cache_dir=tmp_path / "file"))
     with pytest.warns(UserWarning, match="cannot be kept") as warned:
         train(trainer, 10)
     assert len(warned) == 1
@@ -1269,12 +1266,10 @@ def test_cache_that_cannot_be_written_is_warned_of_once(tmp_path):
     "other", [{"device": "GPU:0"}, {"seed": 1}, {"solver": "chen"}], ids=lambda other: str(other)
 )
 def test_a_cached_plan_is_for_its_device_and_options(tmp_path, other):
-    trainer, _ = trainer_on(FakeBackend(), options(cache_dir=tmp_path))
+    trainer, _ = driven(FakeBackend(), options(cache_dir=tmp_path))
     train(trainer, 10)
     device = other.pop("device", "CPU:0")
-    again, report = trainer_on(
-        FakeBackend(device_name=device), options(cache_dir=tmp_path, **other)
-    )
+    again, report = driven(FakeBackend(device_name=device), options(cache_dir=tmp_path, **other))
     train(again, 1)
     assert "cache" not in event_kinds(report)
 
@@ -1296,12 +1291,12 @@ def test_limit_that_is_missed_by_a_little_is_trained_with_a_warning(monkeypatch)
     note_solves(monkeypatch, note)
     monkeypatch.setattr("keras_remat.planning.request.closest_plan", closest)
     backend = FakeBackend()
-    trainer, report = trainer_on(backend, options(limit=int(0.79 * PLAIN)))
+    trainer, report = driven(backend, options(limit=int(0.79 * PLAIN)))
     with pytest.warns(UserWarning, match="the limit is"):
         train(trainer, 12)
     assert "over-limit" in event_kinds(report)
     assert backend.samples == list(range(12 * SIZE))
-    trainer, _ = trainer_on(FakeBackend(), options(limit=int(0.7 * PLAIN)))
+    trainer, _ = driven(FakeBackend(), options(limit=int(0.7 * PLAIN)))
     with pytest.raises(ScheduleNotFoundError):
         train(trainer, 1)
 
@@ -1310,9 +1305,7 @@ def test_errors_name_the_solver_that_was_asked_for(monkeypatch):
     backend = FakeBackend()
     backend.auto_solver = "greedy"
     floor = chain_problem(SIZE).floor_bytes
-    trainer, _ = trainer_on(
-        backend, options(limit=floor + 1, solver="auto", solver_time_limit_s=1.0)
-    )
+    trainer, _ = driven(backend, options(limit=floor + 1, solver="auto", solver_time_limit_s=1.0))
     backend.allocator_bytes = lambda problem, schedule: PLAIN
     with pytest.raises(ScheduleNotFoundError) as caught:
         train(trainer, 1)
@@ -1322,7 +1315,7 @@ def test_errors_name_the_solver_that_was_asked_for(monkeypatch):
 def test_events_tell_the_step_that_they_come_after():
     backend = FakeBackend()
     backend.surplus_bytes = lambda what, size: 2 * SIZE * 1024 if backend.calls > 30 else 0
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     train(trainer, 50)
     steps = {event.kind: event.step for event in report.events}
     assert steps["risk"] == 0
@@ -1340,7 +1333,7 @@ def test_a_shape_that_cannot_be_traced_stays_plain_and_the_others_are_planned():
             return super().trace(model, batch, micro_batches)
 
     backend = Backend()
-    trainer, report = trainer_on(backend, options())
+    trainer, report = driven(backend, options())
     train(trainer, 8)
     assert trainer.settled
     with pytest.warns(UserWarning, match="an odd batch"):

@@ -12,10 +12,9 @@ from fake_backend import (
     batch_of,
     chain_problem,
     event_kinds,
-    race_on,
     store_all_peak,
-    trainer_on,
 )
+from fake_fit import driven, race_on
 
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedModelError
@@ -65,7 +64,7 @@ def test_both_are_measured_and_the_faster_stays(slowness, stays):
     race, report = race_of(compiled, ordered)
     train(race, 30)
     assert race.settled
-    assert race.trainer.backend.compilation == stays
+    assert race.backend.compilation == stays
     assert trained(compiled, ordered) == list(range(30 * SIZE)), "every sample once"
     assert "plain" not in compiled.kinds + ordered.kinds
     assert event_kinds(report).count("compilation") == 2
@@ -73,15 +72,15 @@ def test_both_are_measured_and_the_faster_stays(slowness, stays):
     assert report.events[-1].step < 30
     counter = race.fit.take_counter()
     assert (counter.steps, counter.samples) == (30, 30 * SIZE)
-    assert race.trainer.plan.measured.peak_bytes <= TIGHT
+    assert race.plan.measured.peak_bytes <= TIGHT
 
 
 def test_within_the_limit_comes_before_faster():
     compiled, ordered = Compiled(surplus_bytes=lambda what, size: PLAIN), FakeBackend(slowness=3e-3)
     race, _ = race_of(compiled, ordered)
     train(race, 40)
-    assert race.trainer.backend is ordered
-    assert race.trainer.settled_peak_bytes <= TIGHT
+    assert race.backend is ordered
+    assert race.settled_peak_bytes <= TIGHT
     assert trained(compiled, ordered) == list(range(40 * SIZE))
     assert compiled.calls < 20, "a step over the limit does not run once there is one within it"
 
@@ -91,7 +90,7 @@ def test_no_compiled_schedule_under_the_limit_gives_way():
     race, report = race_of(compiled, ordered)
     train(race, 20)
     assert compiled.ran == []
-    assert race.trainer.backend is ordered
+    assert race.backend is ordered
     assert event_kinds(report)[:2] == ["risk", "compilation"]
     assert "training goes on ordered" in report.events[1].message
     assert trained(ordered) == list(range(20 * SIZE))
@@ -114,7 +113,7 @@ def test_what_is_tried_and_fails_changes_nothing():
     race, report = race_of(compiled, Late())
     train(race, 20)
     assert race.settled
-    assert race.trainer.backend is compiled
+    assert race.backend is compiled
     assert "no order" in report.events[-1].message
     assert trained(compiled) == list(range(20 * SIZE))
 
@@ -147,7 +146,7 @@ def test_odd_batches_do_not_disturb_a_trial():
         for size in (SIZE, SIZE - 1):
             race.run(batch_of(at, size))
             at += size
-    assert race.trainer.backend is compiled
+    assert race.backend is compiled
     assert set(ordered.traced) == {SIZE}
     assert trained(compiled, ordered) == list(range(at))
 
@@ -156,7 +155,7 @@ def test_a_grown_batch_that_does_not_fit_is_refused_and_not_handed_on():
     compiled, ordered = Compiled(), FakeBackend()
     race, _ = race_of(compiled, ordered, limit=PLAIN)
     train(race, 5)
-    race.begin_shape()
+    race.begin_shape(has_grown=True)
     with pytest.raises(InfeasibleBudgetError):
         race.run(batch_of(0, 10 * SIZE))
     assert ordered.traced == []
@@ -167,12 +166,12 @@ def test_a_given_plan_finds_its_backend_and_is_not_questioned():
     compiled, ordered = Compiled(layers=9), FakeBackend()
     race, _ = race_of(compiled, ordered, plan=plan)
     train(race, 10)
-    assert race.trainer.backend is ordered
-    assert race.trainer.plan.solution.schedule == plan.solution.schedule
+    assert race.backend is ordered
+    assert race.plan.solution.schedule == plan.solution.schedule
     compiled, ordered = Compiled(), FakeBackend()
     race, _ = race_of(compiled, ordered, plan=plan)
     train(race, 10)
-    assert race.trainer.backend is compiled
+    assert race.backend is compiled
     assert ordered.traced == []
     race, _ = race_of(Compiled(layers=9), FakeBackend(layers=9), plan=plan)
     with pytest.raises(PlanMismatchError):
@@ -206,12 +205,14 @@ class Cut(FakeBackend):
 
 def auto_race(*backends, limit=TIGHT, model=None, **more):
     model = {} if model is None else {"model": model}
-    return race_on(*backends, options=options_for(limit, **more), chooses_pieces=True, **model)
+    return race_on(
+        *backends, options=options_for(limit, **more), chooses_micro_batches=True, **model
+    )
 
 
 def step_s(backend, pieces, limit):
     """What a settled step takes where the number of pieces is given; infinite where none fits."""
-    trainer, _ = trainer_on(backend, options_for(limit, micro_batches=pieces))
+    trainer, _ = driven(backend, options_for(limit, micro_batches=pieces))
     try:
         train(trainer, 12)
     except InfeasibleBudgetError:
@@ -228,13 +229,13 @@ def test_pieces_and_recomputation_are_chosen_together_by_time(cost, share):
     race, report = auto_race(backend := Cut(cost), limit=limit)
     train(race, 150)
     assert race.settled
-    assert race.trainer.plan.measured.peak_bytes <= limit
+    assert race.plan.measured.peak_bytes <= limit
     assert trained(backend) == list(range(150 * SIZE)), "every sample once"
     best = min(step_s(Cut(cost), pieces, limit) for pieces in (1, 2, 4, 8))
-    assert race.trainer.settled_usage.time_s <= best / (1 - 0.03)
+    assert race.settled_usage.time_s <= best / (1 - 0.03)
     assert set(backend.kinds) == {"remat"}
     assert "compilation" not in event_kinds(report)
-    assert race.trainer.micro_batches == race.trainer.pieces
+    assert race.micro_batches == race.pieces
     assert report.events[-1].step < 150
 
 
@@ -243,7 +244,7 @@ def test_a_whole_batch_that_fits_under_no_schedule_gives_way_to_pieces():
     race, report = auto_race(backend := Cut(0.1), limit=limit)
     train(race, 80)
     assert race.settled
-    assert race.trainer.pieces == 2
+    assert race.pieces == 2
     assert "No ordered step, training goes on ordered in 2 pieces" in report.events[1].message
     assert trained(backend) == list(range(80 * SIZE))
 
@@ -269,7 +270,7 @@ def test_a_step_that_cannot_be_cut_stays_whole():
     race, report = auto_race(backend)
     train(race, 60)
     assert race.settled
-    assert race.trainer.pieces == 1
+    assert race.pieces == 1
     assert backend.traced == [SIZE]
     assert "a train_step of its own" in report.events[-1].message
 
@@ -285,7 +286,7 @@ def test_what_sees_pieces_is_said_once():
     race, report = auto_race(Cut(-0.05))
     with pytest.warns(UserWarning, match="one piece at a time") as caught:
         train(race, 150)
-    assert race.trainer.pieces > 2
+    assert race.pieces > 2
     told = [one for one in caught if "one piece" in str(one.message)]
     assert len(told) == 1
     assert sum("one piece" in event.message for event in report.events) == 1
@@ -295,8 +296,8 @@ def test_both_ways_of_running_come_before_pieces():
     compiled, ordered = Compiled(slowness=5e-3), Cut(-0.05)
     race, _ = auto_race(compiled, ordered)
     train(race, 150)
-    assert race.trainer.backend is ordered
-    assert race.trainer.pieces > 1
+    assert race.backend is ordered
+    assert race.pieces > 1
     assert set(compiled.traced) == {SIZE}
     assert trained(compiled, ordered) == list(range(150 * SIZE))
 
@@ -309,15 +310,15 @@ def test_odd_batches_are_cut_in_as_many_pieces():
             race.run(batch_of(at, size))
             at += size
     assert race.settled
-    assert (SIZE // 2 + 1, race.trainer.pieces) in backend.traced
+    assert (SIZE // 2 + 1, race.pieces) in backend.traced
     assert trained(backend) == list(range(at))
 
 
 def test_the_plain_step_s_time_is_told_by_the_whole_batch():
     race, report = auto_race(Cut(0.0))
     train(race, 150)
-    assert race.trainer.pieces > 1
-    whole, told = trainer_on(Cut(0.0), options_for())
+    assert race.pieces > 1
+    whole, told = driven(Cut(0.0), options_for())
     train(whole, 30)
     assert report.baseline.time_s == pytest.approx(told.baseline.time_s, rel=0.01)
     assert report.baseline.peak_bytes == told.baseline.peak_bytes
@@ -335,9 +336,9 @@ def test_a_plain_step_that_no_way_undercuts_stays():
         train(race, 60)
     assert race.settled
     assert ordered.lowered, "the other way was tried"
-    assert race.trainer.plan is None
+    assert race.plan is None
     assert compiled.kinds[-1] == "plain"
-    assert race.trainer.backend is compiled
+    assert race.backend is compiled
     assert report.events[-1].message.endswith("Training goes on plain.")
     assert trained(compiled, ordered) == list(range(60 * SIZE))
 
@@ -377,7 +378,7 @@ def test_two_ways_run_out_of_memory_once(compiles):
     assert event_kinds(report).count("out-of-memory") == 1
     assert report.limit_bytes == race.fit.limit.total_bytes <= TIGHT
     assert ordered.lowered, "the second way was tried"
-    assert race.trainer.settled_usage.peak_bytes <= TIGHT
+    assert race.settled_usage.peak_bytes <= TIGHT
     assert trained(compiled, ordered) == list(range(40 * SIZE)), "every sample once"
 
 
@@ -400,5 +401,5 @@ def test_whole_and_in_pieces_run_out_of_memory_once(whole_fits):
     assert event_kinds(report).count("out-of-memory") == 1
     assert report.limit_bytes == race.fit.limit.total_bytes <= TIGHT
     assert (SIZE, 2) in backend.traced, "pieces were tried"
-    assert race.trainer.settled_usage.peak_bytes <= TIGHT
+    assert race.settled_usage.peak_bytes <= TIGHT
     assert trained(backend) == list(range(60 * SIZE))

@@ -1,0 +1,140 @@
+"""Puts batches together: which of the samples that came are the next step's.
+
+Samples keep their order and each is trained exactly once per epoch: what is left when the epoch's
+data ends is one smaller step, before validation. Knows no plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from keras_remat.backends.batches import batch_size_of
+from keras_remat.training.fit_state import FitState
+from keras_remat.training.grouping import HeldBatches
+from keras_remat.training.record import FitRecord
+
+
+def arrived(record: FitRecord, batch: Any) -> FitRecord:
+    """Returns what is known after a loader batch has come, which is held until it is trained.
+
+    Raises:
+        UnsupportedModelError: it cannot be joined with what is held.
+    """
+    sizes, samples = record.sizes, batch_size_of(batch)
+    if not sizes.loader:
+        sizes = replace(sizes, loader=samples)
+    joins = sizes.chosen is not None
+    held = record.held.adding(batch) if joins else record.held.with_newest(batch)
+    return replace(record, held=held, sizes=sizes.after_arrival(samples))
+
+
+@dataclass(frozen=True)
+class Due:
+    """Says what the next step of held samples is.
+
+    Args:
+        size: its samples.
+        is_rest: whether they are too few for a full batch.
+        is_joined: whether such a rest is one step, and not trained in the loader's batches.
+    """
+
+    size: int
+    is_rest: bool = False
+    is_joined: bool = False
+
+
+def due(fit: FitState, *, is_end: bool, with_rest: bool = False) -> Iterator[Due]:
+    """Yields the steps that can be made of what is held; whoever asks trains one, or fails to,
+    before the next: what is held, and the size in force, may be other ones then.
+
+    A rest is one step, unless the devices do not divide it; where that cannot be trained, the
+    loader's batches are, which have trained before.
+
+    Args:
+        is_end: whether the newest batch is the epoch's last, as far as its size tells.
+        with_rest: whether less than a full batch is trained, too.
+    """
+    while (size := _next_size(fit, is_end=is_end)) is not None:
+        yield Due(size)
+    rest, loader = fit.record.held.samples if with_rest else 0, fit.record.sizes.loader
+    if rest and (rest <= loader or rest == divisible(fit, rest)):
+        yield Due(rest, is_rest=True, is_joined=True)
+    while with_rest and fit.record.held.samples:
+        size = _without_small_rest(fit, min(loader, fit.record.held.samples))
+        yield Due(size, is_rest=True)
+
+
+def _next_size(fit: FitState, *, is_end: bool) -> int | None:
+    """Returns the samples of the next full batch: as many as were chosen, or those of the oldest
+    batch that is held; ``None`` where too few are held."""
+    held, chosen = fit.record.held, fit.record.sizes.chosen
+    if chosen is None:
+        return batch_size_of(held.batches[0]) if held.samples else None
+    if held.samples < chosen:
+        return None
+    return _without_small_rest(fit, chosen) if is_end else chosen
+
+
+def taken(record: FitRecord, due: Due) -> tuple[Any, FitRecord]:
+    """Returns the next step's batch, as it came where none are joined, and the record without
+    it."""
+    as_it_came = record.sizes.chosen is None
+    batch, held = record.held.taking_oldest() if as_it_came else record.held.taking(due.size)
+    return batch, replace(record, held=held)
+
+
+def given_back(record: FitRecord, batch: Any) -> FitRecord:
+    """Returns the record where a batch that was taken is held again: it was not trained."""
+    return replace(record, held=record.held.with_oldest(batch))
+
+
+def divisible(fit: FitState, size: int) -> int:
+    """Returns the largest size up to ``size`` that the devices divide evenly."""
+    return size - size % _devices(fit)
+
+
+def learning_rate(fit: FitState, size: int) -> AbstractContextManager[None]:
+    """Makes a context in which the learning rate is that of a step of ``size`` samples."""
+    loader, chosen, rate = fit.record.sizes.loader, fit.record.sizes.chosen, fit.learning_rate
+    if chosen is None:  # the loader's own batches may differ in size
+        return rate.during(1.0)
+    # a rest that is smaller than the loader's batches is trained as such a rest always is
+    return rate.during(rate.factor(max(size, min(loader, chosen)), loader))
+
+
+def in_new_epoch(fit: FitState) -> FitRecord:
+    """Returns the record of an epoch that begins."""
+    return replace(fit.record, sizes=fit.record.sizes.in_new_epoch())
+
+
+def none_held(fit: FitState) -> FitRecord:
+    """Returns the record where nothing is held: others train it."""
+    return replace(fit.record, held=HeldBatches())
+
+
+def after_step(fit: FitState, size: int, logs: Any, time_s: float) -> FitRecord:
+    """Returns what is known after a step of so many samples, which took ``time_s`` seconds."""
+    record, sizes = fit.record, fit.record.sizes
+    is_final = record.is_settled and size == sizes.size
+    sizes = sizes.after_step(
+        size,
+        changed=sizes.chosen is not None or record.running.plan is not None,
+        final_s=time_s if is_final else None,
+    )
+    fit.report.batch_size = sizes.largest
+    return replace(record, sizes=sizes, logs=logs)
+
+
+def _without_small_rest(fit: FitState, size: int) -> int:
+    """Returns the size of the next step of joined batches: a little less than ``size`` where it
+    would leave fewer samples than there are devices, some of which would then get none."""
+    multiple = _devices(fit)
+    leaves_too_few = 0 < fit.record.held.samples - size < multiple < size
+    return size - multiple if leaves_too_few else size
+
+
+def _devices(fit: FitState) -> int:
+    return fit.backends[fit.record.mode.at].batch_multiple

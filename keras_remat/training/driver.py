@@ -1,0 +1,168 @@
+"""Drives a ``fit``: what comes is put together, tried, noted, decided on, and done.
+
+Nobody else assigns ``fit.record`` (:mod:`keras_remat.training.record`), all that is known of a fit.
+A batch is put together in :mod:`~keras_remat.training.batches` and tried in
+:mod:`~keras_remat.training.steps`. What follows is decided by a table
+(:mod:`~keras_remat.training.decide`) and a contest (:mod:`~keras_remat.training.contest`), and done
+in :mod:`~keras_remat.training.effects` for one shape, in :mod:`~keras_remat.training.modes` between
+modes, and in :mod:`~keras_remat.training.sizes` between batch sizes.
+
+Every batch that comes in is trained exactly once: a step that runs out of memory is undone, and its
+batch trained again, under a plan for what the device had.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from keras_remat.backends.batches import batch_size_of
+from keras_remat.core.schedule import Usage
+from keras_remat.errors import RematError, UnsupportedModelError
+from keras_remat.training import batches, effects, modes, sizes, steps
+from keras_remat.training.decide import Move, decide
+from keras_remat.training.fit_state import FitState
+from keras_remat.training.record import FitRecord, Mode
+from keras_remat.training.shape_state import USUAL_TERMS, PlannedShape, Recording, Signature, Terms
+from keras_remat.training.tools import Tools, running_tools, tools_of
+from keras_remat.training.undo import Outcome, Trained
+
+
+def note(fit: FitState, seen: Callable[[FitState], FitRecord]) -> None:
+    """Notes what is known after something that is no step: a begin, an epoch's end."""
+    fit.record = seen(fit)
+
+
+def train(fit: FitState, arrived: Any) -> Any:
+    """Trains a loader batch, in batches of the size in force; returns the newest logs."""
+    size = batch_size_of(arrived)
+    if size == 0:  # joined with others it adds nothing
+        return train_batch(fit, arrived) if fit.record.sizes.chosen is None else fit.record.logs
+    try:
+        fit.record = batches.arrived(fit.record, arrived)
+    except UnsupportedModelError as error:  # it cannot be joined with what is held, or be cut
+        if fit.record.held.samples and fit.record.sizes.size <= fit.record.sizes.loader:
+            finish(fit)
+        else:
+            fit.record = sizes.after_other_samples(fit, error)
+        return train(fit, arrived)
+    return _train_due(fit, is_end=size < fit.record.sizes.loader)
+
+
+def finish(fit: FitState) -> Any:
+    """Trains what is held back; returns the newest logs, or ``None`` where nothing is."""
+    return _train_due(fit, is_end=True, with_rest=True) if fit.record.held.samples else None
+
+
+def _train_due(fit: FitState, *, is_end: bool, with_rest: bool = False) -> Any:
+    for due in batches.due(fit, is_end=is_end, with_rest=with_rest):
+        _train_one(fit, due)
+    return fit.record.logs
+
+
+def _train_one(fit: FitState, due: batches.Due) -> None:
+    batch, fit.record = batches.taken(fit.record, due)
+    terms, is_compared = sizes.terms_of(fit, due), sizes.is_comparing(fit)
+    started = time.perf_counter()
+    try:
+        with batches.learning_rate(fit, due.size):
+            logs = train_batch(fit, fit.installed.as_given(batch), terms, timed=is_compared)
+    except RematError as error:  # it was not trained
+        fit.record = batches.given_back(fit.record, batch)
+        fit.record = sizes.after_failure(fit, due, error)
+    else:
+        fit.record = batches.after_step(fit, due.size, logs, time.perf_counter() - started)
+        fit.record = sizes.after_step(fit, due, batch)
+
+
+def train_batch(
+    fit: FitState, batch: Any, terms: Terms = USUAL_TERMS, *, timed: bool = False
+) -> Any:
+    """Trains one batch in the mode in force, or another one where that cannot; returns its logs.
+
+    Args:
+        timed: whether the step is waited for, whatever that costs.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError: no mode can train it.
+    """
+    size, limit, trial = batch_size_of(batch), fit.record.lowered_limit, fit.record.contest.trial
+    if size == 0:  # there is nothing to plan
+        return fit.installed.run_plain(batch)
+    if trial is not None and size != trial.size:
+        return _step(fit, trial.champion, batch, USUAL_TERMS, timed=False)
+    while True:
+        contest = fit.record.contest
+        allowed, waits = modes.terms_in(contest, terms), timed or contest.trial is not None
+        try:
+            logs = _step(fit, contest.running, batch, allowed, timed=waits)
+        except modes.FAILURES as error:
+            fit.record = modes.after_failure(fit, limit, size, error)
+            if fit.record.mode is contest.running:
+                raise
+        else:
+            fit.record = modes.after_step(fit, size)
+            return logs
+
+
+def _step(fit: FitState, mode: Mode, batch: Any, terms: Terms, *, timed: bool) -> Any:
+    """Trains one batch in a mode: again, another way, until it is trained or nothing is left."""
+    tools, key = tools_of(fit, mode), fit.signatures.of(batch)
+    settled = None if timed else steps.settled_shape(tools, key, terms)
+    if settled is not None:
+        return train_settled(tools, settled, batch)
+    fit.record = steps.arrived(tools, batch, key, terms)
+    while True:
+        while steps.is_overtaken(tools, tools.steps.shapes[key]):
+            _follow(tools, key, Outcome(batch))
+        shape = tools.steps.shapes[key]
+        if isinstance(shape, Recording) and not shape.started:  # an interrupt may come any time
+            fit.record = fit.record.with_shape(mode, replace(shape, started=True))
+            fit.record = fit.record.with_shape(mode, steps.begin_recording(tools, shape))
+        fit.record, outcome = steps.attempt(tools, key, batch, timed=timed)
+        before = tools.steps.shapes[key]
+        _follow(tools, key, outcome)
+        tools.learn(before, tools.steps.shapes[key])
+        if isinstance(outcome, Trained):
+            return outcome.result
+
+
+def _follow(tools: Tools, key: Signature, outcome: Outcome) -> None:
+    """Decides what follows for a shape, and does it; where that cannot be made, the next best."""
+    fit, shape = tools.fit, tools.steps.shapes[key]
+    facts, failure = steps.facts(tools, shape, outcome), None
+    while True:
+        move, phase = decide(facts)
+        shape = shape.trying(move)
+        if move is Move.REFUSE:
+            raise effects.refusal(tools, shape, outcome, failure)
+        fit.record, failure = effects.make(tools, move, shape, outcome, phase)
+        if failure is None:
+            return
+        facts, shape = facts.without(move), shape.without(move)
+
+
+def train_settled(tools: Tools, shape: PlannedShape, batch: Any) -> Any:
+    """Runs a final step and returns its logs, at the cost of little more than a call of it."""
+    fit, outcome = tools.fit, tools.guard.run_settled(shape.run, batch)
+    fit.count(shape.batch_size, outcome.usage)
+    if not fit.record.sizes.has_changed:
+        fit.record = replace(fit.record, sizes=replace(fit.record.sizes, has_changed=True))
+    if tools.backend.device.has_statistics and not fit.limit.holds(outcome.usage.peak_bytes):
+        fit.record = fit.record.with_shape(tools.mode, replace(shape, steps=(outcome.usage,)))
+        _follow(tools, shape.signature, outcome)
+    return outcome.result
+
+
+def watched(fit: FitState, usage: Usage) -> None:
+    """Takes in what steps of the reference shape took that were watched from outside; where that is
+    over the limit, its next batch is planned for."""
+    tools, before = running_tools(fit), steps.seen(fit.record.running, usage)
+    if before is None:
+        return
+    fit.record = fit.record.with_shape(tools.mode, before)
+    if not tools.is_over(before):
+        _follow(tools, before.signature, Trained(None, None, usage))
+    tools.learn(before, tools.steps.shapes[before.signature])

@@ -1,0 +1,388 @@
+"""Makes the moves that the table decides on: each returns how a shape is trained next.
+
+One function a move, called by the move's name. One that needs a plan raises
+:class:`~keras_remat.errors.InfeasibleBudgetError` or
+:class:`~keras_remat.errors.ScheduleNotFoundError` where none is found, and
+:class:`~keras_remat.errors.UnsupportedModelError` where the step cannot be swapped; :func:`make`
+returns that as a fact for the next decision (:mod:`keras_remat.training.decide`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from keras_remat.batch_size.cost_fit import transfer_costs
+from keras_remat.core.schedule import Usage
+from keras_remat.errors import UnsupportedModelError
+from keras_remat.planning.background import PlanProcess, PlanProcessError
+from keras_remat.planning.plan import Plan
+from keras_remat.planning.request import NOT_FOUND, plan_for
+from keras_remat.planning.slicing import told_whole
+from keras_remat.training import tell
+from keras_remat.training.decide import Move, Phase, Recorded
+from keras_remat.training.record import FitRecord
+from keras_remat.training.shape_state import (
+    Costs,
+    PlainShape,
+    PlannedShape,
+    Recording,
+    ShapeState,
+    Solving,
+    TracedShape,
+)
+from keras_remat.training.tools import Tools
+from keras_remat.training.undo import Outcome, OutOfMemory
+
+logger = logging.getLogger(__name__)
+
+#: Seconds below which solving for a faster plan is not begun.
+_LEAST_SOLVE_S = 0.5
+
+
+def costs_of(tools: Tools, shape: ShapeState, batch: Any) -> Costs:
+    """Returns the costs of a shape's step, which is traced where it was not."""
+    if isinstance(shape, TracedShape):
+        return shape.costs
+    return tools.costs.trace(batch, tools.known(shape))
+
+
+def stay(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Changes nothing."""
+    return shape
+
+
+def plan(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Plans for a plain step that measured over the limit.
+
+    It ran in no order and by other ops, which says little about ours: those are planned for as
+    if it had not run.
+    """
+    costs = costs_of(tools, shape, outcome.batch)
+    predicted = tools.costs.plain_peak_bytes(costs)
+    tools.fit.event(
+        *tell.plain_exceeds(shape.batch_size, shape.peak_bytes, predicted, tools.fit.limit)
+    )
+    is_final = costs.problem.profile.source == "measured"
+    with tools.fit.progress("planning"):
+        found = plan_for(tools.plans.roomy(shape, costs, tools.known(shape), is_final=is_final))
+    shape = shape.traced(costs) if not isinstance(shape, TracedShape) else shape
+    shape = shape.with_over_limit()
+    return tools.plans.lowered(shape, costs, found, phase)
+
+
+def profile(tools: Tools, shape: PlainShape, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Runs a quick plan in place of the plain step, which fits, so that it can be recorded."""
+    costs, known = shape.costs, tools.known(shape)
+    with tools.fit.progress("planning steps that are recorded"):
+        found = plan_for(tools.plans.roomy(shape, costs, known, is_final=False))
+    planned = tools.plans.lowered(shape, costs, found, phase)
+    tools.fit.event(*tell.will_record())
+    return planned
+
+
+def start_recorder(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Records the next steps, unless the same ops were measured at a larger shape."""
+    recording = shape.recording(tools.backend.recorder(), phase)
+    problem, seen = shape.costs.problem, tools.known(shape).costs
+    larger = [c for c in seen if c.graph.input_bytes >= problem.graph.input_bytes]
+    if not shape.costs.is_whole or not larger or larger[0].profile.source != "measured":
+        return recording
+    profile = transfer_costs(larger[0], problem.graph).profile
+    profile = replace(profile, resident_bytes=problem.profile.resident_bytes)
+    known = replace(shape.costs, problem=replace(problem, profile=profile))
+    return replace(recording, recorded=Recorded.MEASURED, costs=known)
+
+
+def end_recording(tools: Tools, shape: Recording) -> Recording:
+    """Returns the shape with what the recorder has seen of its steps."""
+    with tools.fit.long_task("reading the profile"):
+        profile = shape.recorder.stop(shape.run, shape.resident_bytes)
+        if shape.recorder.remark:
+            tools.fit.event(*tell.recorded(shape.recorder.remark))
+        if profile is None:
+            return replace(shape, started=False, recorded=Recorded.BLIND)
+        costs = replace(shape.costs, problem=replace(shape.costs.problem, profile=profile))
+        shape = replace(shape, started=False, recorded=Recorded.MEASURED, costs=costs)
+        _observe(tools, shape)
+        return shape
+
+
+def _observe(tools: Tools, shape: PlannedShape) -> None:
+    """Tells the memory model what the steps of this phase measured."""
+    if tools.backend.device.has_statistics and shape.steps:
+        problem, peak = shape.costs.problem, shape.peak_bytes
+        tools.backend.memory.observe(problem, shape.schedule, peak)
+
+
+def keep_plan(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Keeps the plan; what it predicts follows the newest profile."""
+    if shape.recorded is not Recorded.MEASURED:
+        tools.fit.event(*tell.recorded_nothing(is_busy=shape.recorded is Recorded.BUSY))
+    problem = shape.costs.problem
+    now = tools.costs.predict(problem, shape.schedule)
+    told = replace(
+        shape.plan,
+        predicted=now,
+        store_all=tools.costs.predict(problem, shape.costs.store_all),
+        profile_source=problem.profile.source,
+    )
+    told = told_whole(told, shape.costs.traced, problem, tools.backend.memory)
+    return replace(shape.planned(shape.run, shape.costs, told, phase), called=True)
+
+
+def run_plain(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Goes on with Keras's own step, which fits by what was measured."""
+    if shape.tries.profiled:
+        tools.fit.event(*tell.plain_is_back())
+    else:
+        needed = tools.costs.plain_peak_bytes(shape.costs)
+        tools.fit.event(*tell.plain_fits_after_all(needed, tools.fit.limit))
+    return shape.plainly(tools.fit.installed.run_plain, shape.costs, phase)
+
+
+def start_solver(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Lets a process solve while training goes on, unless there is nothing to solve."""
+    costs, known = shape.costs, tools.known(shape)
+    most_s = _most_saved_s(tools, costs, tools.costs.predict(costs.problem, shape.schedule))
+    reused = tools.plans.reused(costs.problem, known, Phase.VERIFY)
+    if most_s < _LEAST_SOLVE_S or reused is not None:
+        return shape.solving(None, phase)
+    request = tools.plans.roomy(shape, costs, known, shape.schedule, most_s=most_s)
+    try:
+        process = PlanProcess(request)
+    except OSError as error:
+        tools.fit.warn(*tell.cannot_solve_beside(error))
+        return shape.solving(None, phase)
+    tools.fit.event(*tell.solves_beside())
+    return shape.solving(process, phase)
+
+
+def _solved_beside(tools: Tools, shape: PlannedShape) -> Plan | None:
+    """Returns what the process beside training found; ``None`` where it cannot be used.
+
+    Raises:
+        ScheduleNotFoundError: it found nothing.
+    """
+    if not isinstance(shape, Solving) or shape.process is None:
+        return None
+    problem = shape.costs.problem
+    try:
+        found = shape.process.answer()
+    except PlanProcessError as error:
+        tools.fit.warn(*tell.solved_nothing_beside(error))
+        return None
+    except NOT_FOUND as error:  # of a part of the limit
+        raise tools.plans.not_found(problem) from error
+    # steps were measured meanwhile
+    now = tools.costs.predict(problem, found.solution.schedule)
+    return replace(found, predicted=now) if tools.fit.limit.fits(now.peak_bytes) else None
+
+
+def replan(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Plans again from the measured profile, or keeps the plan where it is as good.
+
+    An order that was made so for another shape will do, where it fits.
+    """
+    costs, known = shape.costs, tools.known(shape)
+    now = tools.costs.predict(costs.problem, shape.schedule)
+    fits = tools.fit.limit.fits(now.peak_bytes)
+    most_s = _most_saved_s(tools, costs, now)
+    if most_s < _LEAST_SOLVE_S:
+        tools.fit.event(*tell.saves_too_little(tools.fit.most_steps_left, _LEAST_SOLVE_S))
+        return keep_plan(tools, shape, outcome, phase)
+    try:
+        with tools.fit.progress("solving for the schedule"):
+            request = tools.plans.roomy(shape, costs, known, shape.schedule, most_s=most_s)
+            found = (
+                tools.plans.reused(costs.problem, known, Phase.VERIFY)
+                or _solved_beside(tools, shape)
+                or plan_for(request)
+            )
+    except NOT_FOUND as error:
+        tools.fit.event(*tell.kept(error))
+        raise
+    if fits and found.predicted.time_s >= now.time_s:
+        return keep_plan(tools, shape, outcome, phase)
+    tools.fit.event(*tell.swapped(found))
+    return tools.plans.lowered(shape, costs, found, phase)
+
+
+def _most_saved_s(tools: Tools, costs: Costs, now: Usage) -> float:
+    """Returns the seconds that a faster plan can save: solving for it may take as long. There
+    is no bound where the one that runs does not fit, the steps that are left are not known, or
+    a plan is kept for other fits."""
+    steps, fits = tools.fit.most_steps_left, tools.fit.limit.fits(now.peak_bytes)
+    if steps is None or tools.plans.keeps_plans or not fits:
+        return math.inf
+    return steps * (now.time_s - costs.problem.store_all_time_s)
+
+
+def tighten(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Plans again for what the measured peak was too much."""
+    peak, limit = shape.peak_bytes, tools.fit.limit
+    tools.fit.event(*tell.tightens(peak, shape.plan.predicted.peak_bytes, limit))
+    costs = shape.costs
+    _observe(tools, shape)
+    needed = tools.costs.predict(costs.problem, shape.schedule).peak_bytes
+    shape, known = shape.with_over_limit(), tools.known(shape)
+    orders = {other.schedule for other in shape.over_limit if isinstance(other, PlannedShape)}
+    with tools.fit.progress("solving for the schedule"):
+        request = tools.plans.request(
+            costs.problem, shape.batch_size, below_bytes=needed, avoid=frozenset(orders)
+        )
+        found = tools.plans.reused(costs.problem, known, Phase.VERIFY, orders) or plan_for(request)
+    misses = not limit.holds(found.predicted.peak_bytes)
+    if found.solution.schedule in orders or (misses and not shape.terms.may_miss):
+        raise tools.plans.not_found(costs.problem, peak)
+    tools.fit.event(*tell.swapped(found))
+    return tools.plans.lowered(shape, costs, found, phase)
+
+
+def split(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Trains the batch in micro-batches, or in more of them."""
+    costs = costs_of(tools, shape, outcome.batch)
+    too_large = tools.plans.not_found(costs.problem, shape.peak_bytes or None)
+    found, costs = tools.plans.split(shape, costs, outcome.batch, too_large)
+    if isinstance(shape, PlannedShape) and shape.steps:
+        shape = shape.with_over_limit()
+    if shape.recorded is not Recorded.BLIND:
+        shape = replace(shape, recorded=Recorded.NONE)
+    return tools.plans.lowered(shape, costs, found, phase)
+
+
+def try_plain(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Measures Keras's own step where no plan keeps to the limit."""
+    tools.fit.event(*tell.plain_is_tried(tools.fit.limit))
+    run = tools.fit.installed.run_plain
+    return shape.with_over_limit().plainly(run, shape.costs, phase)
+
+
+def keep_smallest(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Goes on with the step that measured least of those over the limit."""
+    measured = [other for other in (*shape.over_limit, shape) if other.steps]
+    kept = min(measured, key=lambda other: other.peak_bytes)
+    goes_on = shape.terms.may_miss
+    news = tell.stays_over(
+        shape.batch_size,
+        kept.peak_bytes,
+        tools.fit.limit,
+        is_plain=not isinstance(kept, PlannedShape),
+        goes_on=goes_on,
+    )
+    (tools.fit.warn if goes_on else tools.fit.event)(*news)
+    if isinstance(kept, Recording | Solving):
+        plainer = kept.planned(kept.run, kept.costs, kept.plan, phase)
+        kept = replace(plainer, called=True, steps=kept.steps)
+    return finish(tools, replace(kept, tries=shape.tries), outcome, phase)
+
+
+def finish(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> ShapeState:
+    """Goes on with what was measured."""
+    usage, limit = shape.measured, tools.fit.limit
+    if isinstance(shape, PlannedShape):
+        return _finish_plan(tools, shape, usage, phase)
+    if limit.holds(usage.peak_bytes):
+        seen = usage.peak_bytes if tools.backend.device.has_statistics else None
+        tools.fit.event(*tell.plain_fits(shape.batch_size, seen, limit))
+    return replace(shape, phase=phase, steps=(usage,))
+
+
+def _finish_plan(tools: Tools, shape: PlannedShape, usage: Usage, phase: Phase) -> ShapeState:
+    """Goes on with a plan; what it measured is the plan's, where peaks can be measured."""
+    final, limit = shape.plan, tools.fit.limit
+    has_peak = tools.backend.device.has_statistics
+    if has_peak:
+        final = replace(final, measured=usage)
+    try:
+        tools.plans.keep(final, shape.costs.problem.graph)
+    except OSError as error:
+        tools.fit.warn(*tell.cache_is_closed(error))
+    predicted = final.predicted.peak_bytes
+    tools.fit.event(*tell.measured(shape.batch_size, predicted, usage, limit, has_peak=has_peak))
+    return replace(shape, plan=final, phase=phase, steps=(usage,))
+
+
+def lower_limit(
+    tools: Tools, shape: ShapeState, outcome: OutOfMemory, phase: Phase
+) -> tuple[FitRecord, Exception | None]:
+    """Plans for what the device had when the step failed, which holds whatever is found."""
+    fit, before = tools.fit, tools.fit.limit
+    costs = costs_of(tools, shape, outcome.batch)
+    schedule = shape.schedule if isinstance(shape, PlannedShape) else costs.store_all
+    needed = tools.costs.predict(costs.problem, schedule).peak_bytes
+    fit.event(*tell.out_of_memory(shape.batch_size, needed, outcome.peak_bytes))
+    limit = before.lowered(min(needed - 1, outcome.peak_bytes))
+    try:
+        with fit.progress("solving for the schedule"):
+            found = plan_for(
+                tools.plans.request(
+                    costs.problem, shape.batch_size, limit=limit, below_bytes=needed
+                )
+            )
+        if not limit.fits(found.predicted.peak_bytes):
+            # out of reach; all that is known for certain is what was too much
+            limit = before.lowered(needed - 1)
+        fit.event(*tell.lowered_limit(limit, found))
+        shape = tools.plans.lowered(shape, costs, found, phase)
+    except (*NOT_FOUND, UnsupportedModelError) as error:
+        return replace(fit.record, lowered_limit=limit), error
+    return replace(fit.record.with_shape(tools.mode, shape), lowered_limit=limit), None
+
+
+def refusal(tools: Tools, shape: ShapeState, outcome: Any, failure: Exception | None) -> Exception:
+    """Returns the error of a batch that cannot be trained; its cause is the framework's."""
+    if failure is None:
+        failure = tools.plans.not_found(costs_of(tools, shape, outcome.batch).problem)
+    # Keras drops the cause of what fit raises; a note stays
+    what = f"{type(outcome.cause).__name__}: {str(outcome.cause)[:500]}"
+    failure.add_note(f"The device ran out of memory: {what}")
+    failure.__cause__ = outcome.cause
+    return failure
+
+
+_DO: Mapping[Move, Callable[..., ShapeState]] = {
+    Move.STAY: stay,
+    Move.FINISH: finish,
+    Move.PLAN: plan,
+    Move.PROFILE: profile,
+    Move.START_RECORDER: start_recorder,
+    Move.KEEP_PLAN: keep_plan,
+    Move.RUN_PLAIN: run_plain,
+    Move.START_SOLVER: start_solver,
+    Move.REPLAN: replan,
+    Move.TIGHTEN: tighten,
+    Move.SPLIT: split,
+    Move.TRY_PLAIN: try_plain,
+    Move.KEEP_SMALLEST: keep_smallest,
+}
+
+
+def make(
+    tools: Tools, move: Move, shape: ShapeState, outcome: Outcome, phase: Phase
+) -> tuple[FitRecord, Exception | None]:
+    """Makes a move other than REFUSE.
+
+    Returns:
+        What is known then, and why the move could not be made: no plan was found that it needs, or
+        none can be run.
+    """
+    failure: Exception | None
+    fit = tools.fit
+    try:
+        with fit.planning():
+            if isinstance(outcome, OutOfMemory) and move is Move.LOWER_LIMIT:
+                record, failure = lower_limit(tools, shape, outcome, phase)
+            else:
+                made = _DO[move](tools, shape, outcome, phase)
+                record, failure = fit.record.with_shape(tools.mode, made), None
+    except (*NOT_FOUND, UnsupportedModelError) as error:
+        record, failure = fit.record, error
+    if failure is not None:
+        logger.debug("keras_remat: %s cannot be made: %s", move.name, failure)
+        if isinstance(failure, UnsupportedModelError):
+            fit.event(*tell.remark(failure))
+    return record, failure

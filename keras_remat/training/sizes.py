@@ -1,0 +1,361 @@
+"""Chooses the batch size that a running ``fit`` trains with: the loader's, or a larger one.
+
+With ``batch_size="keep"`` every loader batch is one step. Otherwise the first steps train loader
+batches as they come; once their costs are known, the largest batch that fits is searched
+(:mod:`keras_remat.batch_size.search`), and from then on samples are held back until a batch of the
+chosen size is full.
+
+The search only predicts; the steps that train tell, and the size goes up or down by the same rule
+as outside of ``fit`` (:mod:`keras_remat.batch_size.sizes`). With ``"fastest"``, sizes are doubled
+as long as the steps that train take less time for a sample; before a larger size stays, the
+loader's is measured once more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from math import inf
+from statistics import median
+from typing import Any
+
+from keras_remat.backends.batches import batch_bytes, batch_size_of
+from keras_remat.batch_size.climb import SizeClimb
+from keras_remat.batch_size.found import BatchSearch, overhead_bound
+from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
+from keras_remat.batch_size.search import search_batch_size
+from keras_remat.batch_size.sizes import largest_wanted
+from keras_remat.core.limit import Limit
+from keras_remat.errors import RematError, UnsupportedModelError
+from keras_remat.planning.plan import Plan
+from keras_remat.planning.request import NOT_FOUND
+from keras_remat.training import steps, tell
+from keras_remat.training.batches import Due, divisible
+from keras_remat.training.contest import compared
+from keras_remat.training.decide import Phase
+from keras_remat.training.fit_state import FitState
+from keras_remat.training.record import COMPARED_STEPS, FitRecord, SizesRecord
+from keras_remat.training.shape_state import Known, Terms
+from keras_remat.training.tools import running_tools
+
+#: The search may take as long as this many steps of training, or this share of those that are left,
+#: but at least and at most so many seconds.
+_SEARCH_STEPS, _SEARCH_SHARE, _LEAST_SEARCH_S, _MOST_SEARCH_S = 200, 0.2, 1.0, 60.0
+#: The quick solver's share of that, and the share of one solve afterwards.
+_QUICK_SHARE, _SOLVE_SHARE = 0.4, 0.1
+#: A plain step is recorded where so many are left: recording it, and measuring it again, takes 8 to
+#: 20 of them.
+_LEAST_PROFILED_STEPS = 100
+
+
+def terms_of(fit: FitState, due: Due) -> Terms:
+    """Returns on what terms a batch is trained: one that is larger than those that have trained is
+    refused where it misses the limit."""
+    sizes = fit.record.sizes
+    if due.is_rest:
+        return Terms(in_order=due.is_joined)
+    if sizes.chosen is None:
+        may_split = fit.options.batch_size != "keep"
+        return Terms(may_split=may_split, wants_profile=_wants_profile(fit, sizes))
+    climbs = sizes.climb is not None and due.size > sizes.climb.trained
+    return Terms(may_miss=not climbs)
+
+
+def is_comparing(fit: FitState) -> bool:
+    """Returns whether the times of steps decide which size trains."""
+    return fit.options.batch_size == "fastest" and fit.record.sizes.is_looking
+
+
+# -------------------------------------------------------------------- what was seen
+
+
+def after_step(fit: FitState, due: Due, batch: Any) -> FitRecord:
+    """Returns what is known after a batch was trained: another size may follow."""
+    record, size, is_fastest = fit.record, due.size, fit.options.batch_size == "fastest"
+    if due.is_rest:
+        return record
+    if record.sizes.chosen is not None:
+        return _after_measured(fit, record, size)
+    if record.sizes.is_searching and record.is_settled and _tells(fit, batch):
+        if record.running.micro_batches > 1 or _runs_in_slices(record):
+            return _with(record, is_searching=False)
+        if not is_fastest or len(record.sizes.step_s) == COMPARED_STEPS:
+            return _searched(fit, _with(record, is_searching=False), batch)
+    elif not record.sizes.is_searching and size == record.sizes.loader and is_fastest:
+        return _after_measured(fit, record, size)
+    return record
+
+
+def after_failure(fit: FitState, due: Due, error: RematError) -> FitRecord:
+    """Returns what is known after a batch could not be trained: a smaller one follows.
+
+    Raises:
+        RematError: ``error``, where none does.
+    """
+    sizes, cannot_be_run = fit.record.sizes, isinstance(error, UnsupportedModelError)
+    if not cannot_be_run and not isinstance(error, NOT_FOUND):
+        raise error
+    if due.is_joined:
+        return fit.record
+    if due.is_rest or sizes.chosen is None:
+        raise error
+    if cannot_be_run and due.size > sizes.loader:
+        return _as_given(fit, fit.record, tell.no_larger_batch(error))
+    if cannot_be_run or sizes.climb is None:
+        raise error
+    sizes.climb.note(due.size, None, 0, fits=False)
+    return _go_on(fit, fit.record, tell.does_not_fit(due.size, error))
+
+
+def after_other_samples(fit: FitState, error: UnsupportedModelError) -> FitRecord:
+    """Returns what is known after a batch came that cannot be joined with others, or be cut."""
+    sizes = fit.record.sizes
+    if sizes.size > sizes.loader:
+        return _as_given(fit, fit.record, tell.no_larger_batch(error))
+    fit.event(*tell.no_other_batch(error))
+    return _changed(fit, fit.record, sizes.loader)
+
+
+def after_epoch(fit: FitState) -> FitRecord:
+    """Returns what is known after an epoch: the updates of one whose length was not known before
+    are kept. Says why no larger batch was searched in it."""
+    record, sizes, wanted = fit.record, fit.record.sizes, fit.options.batch_size
+    if sizes.is_searching and sizes.mostly_others:
+        fit.warn(*tell.first_batch_is_odd(sizes.loader))
+        record = _with(record, is_searching=False)
+    if isinstance(wanted, int) or sizes.chosen is None or not sizes.epoch_samples:
+        return record
+    most = largest_wanted(wanted, sizes.loader, sizes.epoch_samples)
+    if most is None or sizes.chosen <= most:
+        return record
+    size = max(sizes.loader, divisible(fit, most))
+    return _changed(fit, _with(record, climb=None), size)
+
+
+# -------------------------------------------------------------------- the search
+
+
+def _tells(fit: FitState, batch: Any) -> bool:
+    """Returns whether a batch is of the loader's size and, where batches differ in shape, of the
+    one that training is about."""
+    is_of_size = batch_size_of(batch) == fit.record.sizes.loader
+    return is_of_size and fit.signatures.of(batch) == fit.record.running.reference
+
+
+def _runs_in_slices(record: FitRecord) -> bool:
+    plan = record.running.plan
+    return plan is not None and plan.slicing is not None
+
+
+def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
+    loader, wanted, at_most = record.sizes.loader, fit.options.batch_size, _at_most(fit, record)
+    if isinstance(wanted, int) and wanted <= loader:
+        return record if wanted == loader else _made_smaller(fit, record, batch, wanted)
+    if at_most is not None and at_most <= loader:
+        return _as_given(fit, record, tell.keeps_updates())
+    backend = running_tools(fit).backend
+    record = _with(record, held_bytes=_bytes_held_beside(fit, batch))
+    try:
+        with fit.long_task("searching the largest batch that fits"):
+            record = steps.with_reference_traced(fit, record, batch)
+            costs = steps.reference_costs(fit, record)
+            scaling = batch_scaling(backend, fit.model, costs[0], batch, costs[1])
+            record = _with(record, scaling=scaling)
+            search = _search(fit, record, scaling, at_most)
+    except (UnsupportedModelError, *NOT_FOUND) as error:
+        return _as_given(fit, record, tell.no_larger_batch(error))
+    fit.event(*tell.searched(search))
+    fit.report.max_batch_size = search.max_batch_size
+    climb = SizeClimb(
+        backend,
+        search,
+        at_most=at_most,
+        trained=loader,
+        solve_s=_SOLVE_SHARE * _search_s(fit, record),
+        multiple=backend.batch_multiple,
+        seed=fit.options.seed,
+    )
+    record = _with(record, search=search, climb=climb)
+    if wanted == "fastest":
+        return _compared(fit, record, loader)
+    return _go_on(fit, record) if search.max_batch_size > loader else record
+
+
+def _search(
+    fit: FitState, record: FitRecord, scaling: BatchScaling, at_most: int | None
+) -> BatchSearch:
+    """Searches the largest batch by prediction."""
+    backend, search_s = running_tools(fit).backend, _search_s(fit, record)
+    return search_batch_size(
+        scaling,
+        record.sizes.loader,
+        _limit(fit, record),
+        backend,
+        at_most=at_most,
+        time_limit_s=_QUICK_SHARE * search_s,
+        late_solver="auto",
+        late_time_limit_s=(1 - _QUICK_SHARE) * search_s,
+        multiple=backend.batch_multiple,
+        seed=fit.options.seed,
+    )
+
+
+def _made_smaller(fit: FitState, record: FitRecord, batch: Any, size: int) -> FitRecord:
+    backend = running_tools(fit).backend
+    size = divisible(fit, size) or backend.batch_multiple
+    try:
+        graph_at(backend, fit.model, batch, size)
+    except UnsupportedModelError as error:
+        fit.event(*tell.no_other_batch(error))
+        return record
+    return _changed(fit, record, size)
+
+
+def _at_most(fit: FitState, record: FitRecord) -> int | None:
+    """Returns the largest batch that is wanted; ``None`` where only memory bounds it."""
+    samples = _samples_per_epoch(fit, record.sizes)
+    at_most = largest_wanted(fit.options.batch_size, record.sizes.loader, samples)
+    return None if at_most is None else divisible(fit, at_most)
+
+
+def _wants_profile(fit: FitState, sizes: SizesRecord) -> bool:
+    """Returns whether a larger batch will be searched, and trained for long enough."""
+    at_most = _at_most(fit, fit.record) if sizes.is_searching else 0
+    left = fit.most_steps_left
+    may_grow = at_most is None or at_most > sizes.loader
+    return may_grow and (left is None or left >= _LEAST_PROFILED_STEPS)
+
+
+def _samples_per_epoch(fit: FitState, sizes: SizesRecord) -> int | None:
+    return None if fit.steps_per_epoch is None else fit.steps_per_epoch * sizes.loader
+
+
+def _limit(fit: FitState, record: FitRecord) -> Limit:
+    """Returns what a step of joined batches may use."""
+    return fit.limit.reserving(record.sizes.held_bytes)
+
+
+def _bytes_held_beside(fit: FitState, batch: Any) -> int:
+    """Returns what lies in the device's memory beside a step of joined batches: where that is the
+    host's, the loader's newest batch and what was cut off it."""
+    tools = running_tools(fit)
+    return 0 if tools.on_gpu else 2 * batch_bytes(batch) // tools.backend.batch_multiple
+
+
+def _search_s(fit: FitState, record: FitRecord) -> float:
+    """Returns the seconds that a search is worth, by what a step is estimated to take: what is
+    measured depends on what else the machine does."""
+    step_s, left = steps.estimated_step_s(fit, record), fit.most_steps_left
+    count = float(_SEARCH_STEPS) if left is None else min(_SEARCH_STEPS, _SEARCH_SHARE * left)
+    return min(_MOST_SEARCH_S, max(_LEAST_SEARCH_S, count * step_s))
+
+
+# -------------------------------------------------------------------- the next size
+
+
+def _after_measured(fit: FitState, record: FitRecord, size: int) -> FitRecord:
+    """Chooses the next size by what the final steps of this one measured."""
+    climb, plan = record.sizes.climb, record.running.plan
+    if climb is None or not record.is_settled or size == climb.failed[0]:
+        return record
+    peak = steps.settled_peak_bytes(running_tools(fit))
+    if peak is not None and not fit.limit.holds(peak):
+        climb.note(size, plan, peak, fits=False)
+        return _go_on(fit, record, tell.is_over(size, peak))
+    if fit.options.batch_size == "fastest":
+        return _compared(fit, record, size)
+    if plan is None or size <= climb.trained:
+        return record
+    climb.note(size, plan, peak or 0, fits=True)
+    bound = inf if plan.problem is None else overhead_bound(plan.problem, "forward")
+    if plan.overhead > bound:
+        fit.event(*tell.recomputes_more(size, plan.overhead, bound))
+    return _go_on(fit, record, tell.more_fits(size, peak or 0))
+
+
+def _go_on(fit: FitState, record: FitRecord, reason: str = "") -> FitRecord:
+    """Goes on with the size that the rule says: another one, or the largest that trained.
+
+    Args:
+        reason: what was measured, if anything was.
+    """
+    climb, scaling, size = record.sizes.climb, record.sizes.scaling, record.sizes.size
+    if climb is None or scaling is None:
+        return record
+    problem, chosen = record.running.problem, None
+    if problem is not None and record.is_settled:
+        scaling.learn(size, problem)
+    if fit.options.batch_size != "fastest":
+        with fit.long_task("looking for the largest batch"):
+            chosen = climb.choose(scaling, _limit(fit, record))
+    new, plan = (climb.trained, None) if chosen is None else chosen
+    if chosen is None and climb.trained == size == record.sizes.loader:
+        predicted = fit.report.max_batch_size or 0
+        news = tell.reaches_no_further(predicted, size, _limit(fit, record))
+        return _as_given(fit, record, news)
+    if chosen is None:
+        record = _with(record, climb=None)
+        fit.report.max_batch_size = climb.trained
+    if new == size:
+        return record
+    if reason:
+        fit.event(*tell.goes_on(reason, up=new > size))
+    return _changed(fit, record, new, plan)
+
+
+def _compared(fit: FitState, record: FitRecord, size: int) -> FitRecord:
+    """Goes on with the size that trains the most samples per second, once it is known."""
+    sizes = record.sizes
+    climb, search = sizes.climb, sizes.search
+    if len(sizes.step_s) < COMPARED_STEPS or climb is None or search is None:
+        return record
+    rates, new, is_over = compared(
+        sizes.samples_per_s, size, median(sizes.step_s), sizes.loader, search.max_batch_size
+    )
+    climb.trained = max(size, climb.trained)
+    record = _with(record, samples_per_s=rates, climb=None if is_over else climb)
+    if is_over:
+        fit.event(*tell.sizes_were_compared(rates, new))
+    return record if new == size else _changed(fit, record, new, search.plan)
+
+
+def _as_given(fit: FitState, record: FitRecord, why: tell.News) -> FitRecord:
+    """Goes on with the batches as they come."""
+    fit.event(*why)
+    fit.report.max_batch_size = record.sizes.loader
+    record = _with(record, climb=None)
+    return record if record.sizes.chosen is None else _changed(fit, record, record.sizes.loader)
+
+
+def _changed(fit: FitState, record: FitRecord, new: int, expected: Plan | None = None) -> FitRecord:
+    """Trains ``new`` samples a step from here on: the next batch's shape is what training is about.
+
+    Args:
+        expected: a plan for it to begin with, or for another size of the same step.
+    """
+    old, scaling, loader = record.sizes.size, record.sizes.scaling, record.sizes.loader
+    known = Known(costs=() if scaling is None else (scaling.at(new),))
+    if expected is not None and expected.problem is not None:
+        known = replace(known, plans=((expected, expected.problem.graph, Phase.WARM_UP),))
+    # a batch that has grown and does not fit is refused, not handed to another mode
+    contest = replace(record.contest, has_grown=True)
+    record = replace(record, sizes=record.sizes.with_size(new), contest=contest)
+    record = record.with_steps(record.mode, record.running.expecting(known))
+    fit.event(*tell.new_size(new, old, running_tools(fit).backend.batch_multiple))
+    if new > loader and isinstance(fit.options.batch_size, str) and not record.sizes.has_warned:
+        record = _with(record, has_warned=True)
+        _warn(fit, new, record.sizes)
+    return record
+
+
+def _warn(fit: FitState, new: int, sizes: SizesRecord) -> None:
+    """Says what a larger batch means for the training."""
+    fit.learning_rate.leave_schedule_alone()
+    factor = fit.learning_rate.factor(new, sizes.loader)
+    told = tell.larger_batch(new, sizes.loader, _samples_per_epoch(fit, sizes), factor)
+    warnings.warn(f"keras_remat: {told}", stacklevel=2)
+
+
+def _with(record: FitRecord, **known: Any) -> FitRecord:
+    """Returns the record with what is known of sizes now."""
+    return replace(record, sizes=replace(record.sizes, **known))

@@ -1,0 +1,408 @@
+"""Runs steps: what a batch of a new shape is trained by, one attempt at it, and what that measured.
+
+Nothing here decides what follows (:mod:`keras_remat.training.decide`), and nothing is assigned: a
+record comes in and another one goes out. A step that runs out of memory is undone
+(:mod:`keras_remat.training.undo`).
+
+The first call of a step traces and tunes kernels, which takes time and memory that later calls do
+not: nothing that it measures decides, except that it ran out of memory.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from keras_remat.backends.batches import batch_size_of
+from keras_remat.core.problem import Problem
+from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Usage
+from keras_remat.errors import UnsupportedBatchError
+from keras_remat.training import effects, tell
+from keras_remat.training.decide import Facts, Phase, Recorded, Tries
+from keras_remat.training.fit_state import FitState
+from keras_remat.training.record import FitRecord, StepsRecord
+from keras_remat.training.shape_state import (
+    PlainShape,
+    PlannedShape,
+    Recording,
+    ShapeState,
+    Signature,
+    Solving,
+    Terms,
+    TracedShape,
+)
+from keras_remat.training.tools import Tools, running_tools
+from keras_remat.training.undo import Outcome, OutOfMemory, Trained
+
+#: Plain steps from so many seconds on are compared with larger ones in earnest; in shorter ones,
+#: what is not the ops' weighs more than what is. So many of them are measured then.
+_LONG_STEP_S, _COMPARED_STEPS = 0.1, 8
+#: How much more than it takes a plain step may be predicted to need: one of ConvLSTM layers is
+#: predicted at 92 MiB and takes 88, and ours may be as far off.
+_PLAIN_OFF = 1.25
+#: One of so many steps that go on for long on a GPU, or in several processes, is waited for.
+_TIMED_EVERY = 20
+#: What it costs to wait for a step on a GPU, as a share of the step.
+_GAP_SHARE = 0.08
+
+
+# -------------------------------------------------------------------- a batch of a new shape
+
+
+def arrived(tools: Tools, batch: Any, key: Signature, terms: Terms) -> FitRecord:
+    """Returns what is known after a batch has come, and what trains it.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: no schedule keeps to the limit.
+    """
+    steps = tools.steps
+    if key not in steps.shapes:
+        with tools.fit.planning():
+            steps = steps.with_shape(_first_step(tools, batch, key, terms))
+    steps = steps.after_batch(key, may_miss=terms.may_miss)
+    for shape in steps.recorded_beside(key):  # this step is none of its
+        steps = steps.with_shape(effects.end_recording(tools, shape))
+    return tools.fit.record.with_steps(tools.mode, steps)
+
+
+def _first_step(tools: Tools, batch: Any, key: Signature, terms: Terms) -> ShapeState:
+    """Returns how a batch of a new shape is trained first."""
+    fit, plans, size = tools.fit, tools.plans, batch_size_of(batch)
+    fit.report.batch_size = fit.report.batch_size or size
+    fit.tell_statistics(tools.backend.device)
+    rules_plain_out = _in_order(tools, terms) or not tools.mode.plain_may_run
+    shape = ShapeState(
+        signature=key,
+        batch_size=size,
+        run=fit.installed.run_plain,
+        phase=Phase.FINAL,
+        terms=terms,
+        tries=Tries(plain_ruled_out=rules_plain_out),
+        recorded=Recorded.NONE if tools.backend.measures_op_times else Recorded.BLIND,
+    )
+    if _is_known_to_fit(tools, shape):
+        return shape
+    known, is_first = tools.known(shape), not tools.traced_ops
+    try:
+        costs = tools.costs.trace_as_asked(batch, known, _micro_batches(tools, shape))
+    except UnsupportedBatchError as error:
+        fit.warn(*tell.remark(error))
+        return replace(shape, tries=Tries(plain_ruled_out=True))  # nothing can be planned
+    tools.traced_ops = len(costs.problem.graph.ops)
+    tools.family.learn(key, costs)
+    given = plans.given(costs) if is_first else None
+    if given is not None:
+        return plans.lowered(shape, plans.costs_under(given, costs), given, Phase.VERIFY)
+    if _may_run_plain(tools, shape):
+        peak = tools.costs.plain_bound_bytes(costs)
+        if tools.plain_fits(peak):
+            return shape.plainly(fit.installed.run_plain, costs, Phase.PLAIN)
+        fit.event(*tell.plain_risks(size, peak, fit.limit))
+    plan, costs, phase = plans.find(shape, costs, batch, known)
+    return plans.lowered(shape, costs, plan, phase)
+
+
+def _is_known_to_fit(tools: Tools, shape: ShapeState) -> bool:
+    """Returns whether Keras's own step fits by what other shapes tell, without a trace."""
+    steps = tools.steps
+    if steps.reference is None or not _may_run_plain(tools, shape):
+        return False
+    if tools.family.is_within_plain(steps.shapes, shape.signature):
+        return True
+    costs = tools.family.costs_at(steps.shapes, shape.signature)
+    if costs is None:
+        return False
+    return tools.plain_fits(tools.costs.plain_bound_bytes(costs, is_traced=False))
+
+
+def _may_run_plain(tools: Tools, shape: ShapeState) -> bool:
+    is_whole = _micro_batches(tools, shape) == 1
+    return tools.mode.plain_may_run and is_whole and not _in_order(tools, shape.terms)
+
+
+def _micro_batches(tools: Tools, shape: ShapeState) -> int:
+    return min(shape.batch_size, tools.mode.micro_batches)
+
+
+def _in_order(tools: Tools, terms: Terms) -> bool:
+    return terms.in_order and tools.backend.memory.order_matters
+
+
+# -------------------------------------------------------------------- one attempt
+
+
+def is_overtaken(tools: Tools, shape: ShapeState) -> bool:
+    """Returns whether something follows for a shape before its next step: a step of another shape
+    has ended its recording, or it was seen from outside to take more than the limit."""
+    if isinstance(shape, Recording) and shape.recorded is not Recorded.NONE:
+        return True
+    is_plain = not isinstance(shape, PlannedShape) and not shape.tries.plain_ruled_out
+    return is_plain and tools.is_over(shape)
+
+
+def begin_recording(tools: Tools, shape: Recording) -> Recording:
+    """Returns a shape whose recorder has started, if it can."""
+    started = not tools.fit.is_profiled() and shape.recorder.start()
+    recorded = Recorded.NONE if started else Recorded.BUSY
+    return replace(shape, started=started, recorded=recorded)
+
+
+def attempt(
+    tools: Tools, key: Signature, batch: Any, *, timed: bool
+) -> tuple[FitRecord, Trained | OutOfMemory]:
+    """Runs a shape's step on a batch once; returns what is known then, and the outcome.
+
+    Args:
+        timed: whether the step is waited for, whatever that costs.
+    """
+    fit, shape = tools.fit, tools.steps.shapes[key]
+    timed = timed or _is_timed(tools, shape)
+    began_s = time.perf_counter()
+    outcome = tools.guard.attempt(
+        shape.run,
+        batch,
+        guarded=_is_guarded(tools, shape),
+        gathered=_is_gathered(tools, shape),
+        timed=timed,
+    )
+    fit.facts.is_scattered = not isinstance(shape, PlannedShape)
+    if isinstance(outcome, OutOfMemory):
+        return fit.record.with_steps(tools.mode, stopped(tools.steps)), outcome
+    fit.count(shape.batch_size, outcome.usage)
+    in_use_bytes = tools.backend.device.in_use_bytes()
+    fit.note_phase("between steps", in_use_bytes)
+    shape = shape.after_step(outcome.usage, in_use_bytes)
+    if timed and isinstance(shape, PlannedShape) and shape.phase is Phase.FINAL:
+        _looked(tools, began_s, outcome.usage.time_s)
+    # no step more than needed runs over the limit
+    is_over = tools.is_over(shape)
+    enough = is_over or len(shape.steps) >= fit.options.profile_steps
+    if isinstance(shape, Recording) and enough:
+        if is_over:
+            fit.event(*tell.recorded_exceeds(shape.batch_size, shape.peak_bytes, fit.limit))
+        shape = effects.end_recording(tools, shape)
+    return fit.record.with_shape(tools.mode, shape), outcome
+
+
+def stopped(steps: StepsRecord) -> StepsRecord:
+    """Returns how a mode trains once its recordings and solvers are stopped."""
+    for shape in steps.shapes.values():
+        if isinstance(shape, Recording) and shape.started:
+            shape.recorder.stop(shape.run, 0)
+            steps = steps.with_shape(replace(shape, started=False))
+        if isinstance(shape, Solving) and shape.process is not None:
+            shape.process.end()
+            steps = steps.with_shape(replace(shape, process=None))
+    return steps
+
+
+def _looked(tools: Tools, began_s: float, step_s: float) -> None:
+    """Notes what it costs to wait for a final step: on a GPU, gaps between kernels, too."""
+    cost_s = time.perf_counter() - began_s - step_s
+    tools.pace.looked(max(cost_s, _GAP_SHARE * step_s if tools.on_gpu else 0.0))
+
+
+def _is_guarded(tools: Tools, shape: ShapeState) -> bool:
+    """Returns whether the next step has to be undone if it runs out of memory, whatever the copy
+    costs: copies make steps up to a fifth slower, and plain steps are compared with others."""
+    first_only = tools.on_gpu or shape.phase in (Phase.PLAIN, Phase.FINAL)
+    return not (first_only and shape.called)
+
+
+def _is_gathered(tools: Tools, shape: ShapeState) -> bool:
+    """Returns whether the variables are brought together before the next step, if it is guarded:
+    Keras's own step leaves them anywhere in the allocator's pool, in chunks of up to twice their
+    size (of VGG19's 180 MiB made 237), and a step in order leaves them where they are."""
+    in_order = isinstance(shape, PlannedShape) and tools.backend.memory.order_matters
+    return in_order and tools.fit.facts.is_scattered and not tools.on_gpu
+
+
+def _is_timed(tools: Tools, shape: ShapeState) -> bool:
+    """Returns whether the next step is waited for. On a GPU that leaves gaps between kernels, and a
+    final step's peak is known when its call returns. Several processes tell each other what such a
+    step took, which takes time."""
+    processes = tools.backend.processes.count
+    if isinstance(shape, PlannedShape) and shape.phase is Phase.FINAL:
+        return processes == 1 or _is_look_due(tools)
+    costs_time = tools.on_gpu or processes > 1
+    asynchronous = costs_time and shape.phase in (Phase.SOLVE, Phase.FINAL) and shape.called
+    return not asynchronous or tools.fit.steps_run % _TIMED_EVERY == 0
+
+
+def _is_look_due(tools: Tools) -> bool:
+    """Returns whether the next final step is waited for and timed. What one of several processes
+    measures is told to the others, which have to ask at the same step."""
+    if tools.backend.processes.count > 1:
+        return tools.fit.steps_run % _TIMED_EVERY == 0
+    return tools.pace.is_due()
+
+
+# -------------------------------------------------------------------- what follows depends on
+
+
+def facts(tools: Tools, shape: ShapeState, outcome: Outcome) -> Facts:
+    """Returns all that the next move of a shape depends on."""
+    out_of_memory = isinstance(outcome, OutOfMemory)
+    return Facts(
+        phase=shape.phase,
+        enough_steps=len(shape.steps) >= _wanted_steps(shape, tools.fit.options.profile_steps),
+        over_limit=tools.is_over(shape),
+        attempts_left=shape.tries.attempts_left(out_of_memory=out_of_memory),
+        may_split=shape.terms.may_split and shape.tries.splits_left,
+        may_miss=shape.terms.may_miss or not tools.backend.device.has_statistics,
+        runs_a_plan=isinstance(shape, PlannedShape),
+        # a plain step was measured to fit before it is profiled
+        plain_fits=shape.tries.profiled or _plain_is_predicted_to_fit(tools, shape),
+        plain_ruled_out=shape.tries.plain_ruled_out,
+        plain_may_be_smaller=_plain_may_be_smaller(tools, shape),
+        wants_profile=shape.terms.wants_profile
+        and shape.recorded is Recorded.NONE
+        and not shape.tries.profiled,
+        recorded=shape.recorded,
+        # on a CPU, solving would share the cores with the steps that are measured
+        solves_beside=tools.on_gpu and tools.backend.processes.count == 1,
+        solved=isinstance(shape, Solving) and shape.solved,
+        out_of_memory=out_of_memory,
+    )
+
+
+def _plain_is_predicted_to_fit(tools: Tools, shape: ShapeState) -> bool:
+    """Returns whether by the costs that were just recorded Keras's own step fits."""
+    if not isinstance(shape, Recording) or shape.recorded is not Recorded.MEASURED:
+        return False
+    peak_bytes = tools.costs.plain_bound_bytes(shape.costs)
+    return shape.costs.micro_batches == 1 and tools.plain_fits(peak_bytes)
+
+
+def _plain_may_be_smaller(tools: Tools, shape: ShapeState) -> bool:
+    """Returns whether Keras's own step is worth measuring where no plan keeps to the limit:
+    predicted, it does not take much more than what measured least."""
+    if not isinstance(shape, PlannedShape) or not tools.is_over(shape):
+        return False
+    tried = (*shape.over_limit, shape)
+    is_measured = shape.tries.plain_tried or any(isinstance(one, PlainShape) for one in tried)
+    if not tools.mode.plain_may_run:  # another mode may have measured it
+        is_measured |= tools.fit.report.baseline_source == "measured"
+    is_whole = shape.costs.micro_batches == tools.mode.micro_batches == 1
+    if is_measured or not is_whole or shape.terms.in_order:
+        return False
+    least_bytes = min(one.peak_bytes for one in tried)
+    return tools.costs.plain_peak_bytes(shape.costs) <= _PLAIN_OFF * least_bytes
+
+
+def _wanted_steps(shape: ShapeState, profile_steps: int) -> int:
+    """Returns how many steps of a phase are measured: more plain ones where larger ones will take
+    over that are compared with them."""
+    compared = shape.phase is Phase.PLAIN and shape.terms.may_split and bool(shape.steps)
+    if compared and min(step.time_s for step in shape.steps) >= _LONG_STEP_S:
+        return max(profile_steps, _COMPARED_STEPS)
+    return profile_steps
+
+
+# -------------------------------------------------------------------- steps that are final
+
+
+def settled_shape(tools: Tools, key: Signature, terms: Terms) -> PlannedShape | None:
+    """Returns a batch's shape where its step is final under a plan, and no look at it is due;
+    ``None`` where something is to be found out or to be done."""
+    shape = tools.steps.settled_shape(key, may_miss=terms.may_miss)
+    return None if shape is None or _is_look_due(tools) else shape
+
+
+def seen(steps: StepsRecord, usage: Usage) -> PlainShape | None:
+    """Returns the reference shape with what its plain steps took that were watched from outside;
+    ``None`` where another step trains it."""
+    shape = steps.reference_shape
+    if not isinstance(shape, PlainShape):
+        return None
+    return replace(shape, steps=(*shape.steps, usage) if shape.phase is Phase.PLAIN else (usage,))
+
+
+def settled_peak_bytes(tools: Tools) -> int | None:
+    """Returns the measured peak of the reference shape's final step, where it has a plan, or stays
+    though it is over the limit; ``None`` for a plain step that keeps it."""
+    steps, shape = tools.steps, tools.steps.reference_shape
+    if shape is None or not steps.is_final:
+        return None
+    if steps.plan is None:
+        return shape.peak_bytes if tools.is_over(shape) else None
+    return None if steps.plan.measured is None else steps.plan.measured.peak_bytes
+
+
+def runs_plain(fit: FitState, *, may_grow: bool) -> bool:
+    """Returns whether Keras's own step trains all shapes, with room to spare: nothing is to be
+    done.
+
+    Args:
+        may_grow: whether batches may come that are larger than those that came. Then there has to
+            be as much room again as the step takes.
+    """
+    tools, steps = running_tools(fit), fit.record.running
+    shape, shapes = steps.reference_shape, steps.shapes.values()
+    if fit.record.contest.trial is not None or shape is None or not shape.called:
+        return False
+    if shape.phase is not Phase.FINAL and (may_grow or shape.phase is not Phase.PLAIN):
+        return False
+    if any(isinstance(one, PlannedShape) or one.tries.plain_ruled_out for one in shapes):
+        return False
+    peak_bytes = shape.peak_bytes
+    if not peak_bytes and isinstance(shape, TracedShape):
+        peak_bytes = tools.costs.plain_bound_bytes(shape.costs)
+    return fit.limit.fits((1 + may_grow) * peak_bytes)
+
+
+# -------------------------------------------------------------------- what steps cost
+
+
+def with_reference_traced(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
+    """Returns the record where the reference shape's step is traced.
+
+    Args:
+        batch: of the reference shape; it is traced where it was known to fit without that.
+
+    Raises:
+        LookupError: there is no reference shape.
+        UnsupportedModelError: nothing can be planned for it.
+    """
+    tools, shape = running_tools(fit), record.running.reference_shape
+    if shape is None:
+        raise LookupError("no batch was trained")
+    if isinstance(shape, TracedShape):
+        return record
+    with fit.planning():
+        costs = effects.costs_of(tools, shape, batch)
+    tools.family.learn(shape.signature, costs)
+    return record.with_shape(record.mode, shape.traced(costs))
+
+
+def reference_costs(fit: FitState, record: FitRecord) -> tuple[Problem, dict[int, Profile]]:
+    """Returns the costs of the reference shape's traced step, and the profiles of its ops that were
+    measured at other batch sizes, by size.
+
+    After plain steps, estimated op times are scaled to the measured step.
+
+    Raises:
+        LookupError: no step was traced.
+    """
+    steps, baseline = record.running, fit.report.baseline
+    shape, problem = steps.reference_shape, steps.problem
+    if shape is None or problem is None:
+        raise LookupError("no step was traced")
+    if problem.profile.source == "estimated" and baseline and problem.store_all_time_s > 0:
+        ratio = baseline.time_s / problem.store_all_time_s
+        op_time_s = tuple(time_s * ratio for time_s in problem.profile.op_time_s)
+        problem = replace(problem, profile=replace(problem.profile, op_time_s=op_time_s))
+    family = running_tools(fit).family
+    return problem, family.profiles_by_size(steps.shapes, shape.signature, problem.graph)
+
+
+def estimated_step_s(fit: FitState, record: FitRecord) -> float:
+    """Returns the seconds that the reference shape's plain step is estimated to take, without a
+    measurement; 0 where it was not traced."""
+    shape = record.running.reference_shape
+    if not isinstance(shape, TracedShape):
+        return 0.0
+    backend = running_tools(fit).backend
+    return sum(backend.estimated_profile(shape.costs.traced, 0).op_time_s)
