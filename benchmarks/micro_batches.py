@@ -93,7 +93,9 @@ class Bench:
         pieces = micro_batches if isinstance(micro_batches, int) else 1
         for event in remat.report.events:
             print(f"  {event.step} {event.kind} {event.message}", file=sys.stderr)
-            told = re.search(r"goes on \w+( in (\d+) pieces)?|(\w+) one stays", event.message)
+            told = re.search(
+                r"goes on \w+( in (\d+) micro-batches)?|(\w+) one stays", event.message
+            )
             if event.kind == "micro-batches" and told and "goes on" in told[0]:
                 pieces = int(told[2] or 1)
         return Way(pieces, remat.plan)

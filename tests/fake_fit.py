@@ -167,7 +167,7 @@ class Driven:
 
     def run(self, batch, terms=USUAL_TERMS, *, timed=False):
         """Trains one batch at once."""
-        return driver.train_batch(self.fit, batch, terms, timed=timed)
+        return driver.train_batch(self.fit, batch, terms, timed)
 
     def train(self, batch):
         """Trains a loader batch, in batches of the size in force."""

@@ -16,6 +16,7 @@ from keras_remat.backends.keras_private import samples_counted, samples_of_batch
 from keras_remat.core.schedule import Usage
 from keras_remat.training import driver, steps
 from keras_remat.training.fit_state import FitState
+from keras_remat.training.shape_state import PlainShape
 from keras_remat.training.tools import running_tools
 from keras_remat.training.watch import Watch, Watched
 
@@ -125,7 +126,9 @@ class Aside:
         usage = Usage(watched.usage.time_s / self._a_call, watched.usage.peak_bytes)
         self._fit.count_watched(count, self._loader_size * count, usage)
         is_near = not self._fit.limit.fits(usage.peak_bytes)
-        if not (is_near and self._may_grow):  # one of another shape may have taken it
-            driver.watched(self._fit, usage)
+        shape = self._fit.record.running.reference_shape
+        # where batches may grow, one of another shape may have taken it
+        if isinstance(shape, PlainShape) and not (is_near and self._may_grow):
+            driver.watched(self._fit, shape, usage)
         self.stays = not is_near and steps.runs_plain(self._fit, may_grow=self._may_grow)
         self._watch.look_ends()

@@ -107,7 +107,8 @@ def learning_rate(fit: FitState, size: int) -> AbstractContextManager[None]:
 
 def in_new_epoch(fit: FitState) -> FitRecord:
     """Returns the record of an epoch that begins."""
-    return replace(fit.record, sizes=fit.record.sizes.in_new_epoch())
+    has_plan = fit.record.running.plan is not None
+    return replace(fit.record, sizes=fit.record.sizes.in_new_epoch(has_plan=has_plan))
 
 
 def none_held(fit: FitState) -> FitRecord:

@@ -1,19 +1,18 @@
-"""Decides which way trains a batch, by what was measured; pure.
+"""Decides which mode trains a batch, by what was measured; pure.
 
-A way is a mode, compiled as one (XLA) or op by op in order, and a number of pieces that a batch is
-trained in. A compiled step fuses and may be faster; the executor obeys an order exactly and can
-time single ops, so its plans hold tighter limits. Which of the two wins depends on device and model
-(XLA on a CPU is slow at convolutions). Fewer samples at a time need less memory, and less
-recomputation under a limit; but more pieces mean more calls of smaller ops, which take longer for a
-sample on most devices, and less time on some.
+A mode says whether a step is compiled as one (XLA) or runs op by op in order, and in how many
+micro-batches it trains a batch. A compiled step fuses and may be faster; the executor obeys an
+order exactly and can time single ops, so its plans hold tighter limits. Which of the two wins
+depends on device and model (XLA on a CPU is slow at convolutions). Fewer samples at a time need
+less memory, and less recomputation under a limit; but more micro-batches mean more calls of smaller
+ops, which take longer for a sample on most devices, and less time on some.
 
-So ways are measured while training, one against another: first the modes, then the whole batch
-under its schedule, two pieces under theirs, then four, until pieces need no recomputation, and as
-long as more of them pay. Both sides of a trial train the same batches in turn, because devices slow
-down and speed up from one minute to the next.
+So modes are measured while training, one against another: first compiled against ordered, then the
+whole batch under its schedule, two micro-batches under theirs, then four, until they need no
+recomputation, and as long as more of them pay. Both sides of a trial train the same batches in
+turn, because devices slow down and speed up from one minute to the next.
 
-Without a framework, a clock or a log: the driver is :mod:`keras_remat.training.backend_race`, and
-what a side is, it alone knows.
+Without a framework, a clock or a log: what a side is, :mod:`keras_remat.training.modes` knows.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ from keras_remat.batch_size.sizes import NOISE, faster_size
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Usage
 
-#: What trains a batch in one way.
+#: What trains a batch.
 Side = TypeVar("Side")
 
-#: No step in pieces that has more ops is traced: the step is written out piece after piece.
+#: No step in micro-batches that has more ops is traced: it is written out one after the other.
 MOST_OPS = 20_000
-#: Pieces that are predicted to be this share slower, even without recomputation, end the search.
+#: Micro-batches that are predicted to be this share slower, even without recomputation, end the
+#: search.
 _HOPELESS_SHARE = 0.25
 #: Both sides of a trial train so many steps in turn, so many times, before it ends; the first one
 #: after a change of sides tells nothing.
@@ -42,7 +42,7 @@ _STEPS_A_TURN, _TURNS = 3, 2
 
 @dataclass(frozen=True)
 class Tried:
-    """Says what came of training a batch in so many pieces.
+    """Says what came of training a batch in so many micro-batches.
 
     Args:
         time_s: measured for a step; infinite where no schedule keeps to the limit.
@@ -99,17 +99,18 @@ class Trial(Generic[Side]):
 
 @dataclass(frozen=True, kw_only=True)
 class Contest(Generic[Side]):
-    """Says who trains, and what is known of the ways that were tried.
+    """Says who trains, and what is known of the modes that were tried.
 
     Args:
         running: who trains the next batch.
-        modes_left: how many modes were not tried.
-        chooses_micro_batches: whether a batch may be trained in (more) pieces where that is faster.
-        tried: what came of the best way so far, and of the newest.
+        modes_left: how many backends were not tried.
+        chooses_micro_batches: whether a batch may be trained in (more) micro-batches where that is
+            faster.
+        tried: what came of the best mode so far, and of the newest.
         is_judged: whether what runs is among them.
         has_grown: whether the batch is not the one that ``fit`` was given: one that does not fit is
-            refused then, and no other way is tried for it.
-        trial: of the way in force and another one.
+            refused then, and no other mode is tried for it.
+        trial: of the mode in force and another one.
     """
 
     running: Side
@@ -122,7 +123,7 @@ class Contest(Generic[Side]):
 
     @property
     def may_try(self) -> bool:
-        """Whether there is a way that was not tried."""
+        """Whether there is a mode that was not tried."""
         return self.modes_left > 0 or self.chooses_micro_batches
 
     @property
@@ -146,13 +147,14 @@ class Contest(Generic[Side]):
         return self if self.is_judged else replace(self, tried=(*self.tried, tried), is_judged=True)
 
     def next_micro_batches(self, most: int) -> int | None:
-        """Returns how many pieces are tried next, where no mode is left; ``None`` where none is."""
+        """Returns how many micro-batches are tried next, where no backend is left; ``None`` where
+        no number is."""
         if not self.chooses_micro_batches or self.has_grown:
             return None
         return next_micro_batches(self.tried, most)
 
     def trying(self, rival: Side, size: int) -> Self:
-        """Returns the contest where another way trains until its step is final."""
+        """Returns the contest where another mode trains until its step is final."""
         return replace(self, running=rival, trial=Trial(self.running, rival, size))
 
     def going_on(self, side: Side, *tried: Tried) -> Self:
@@ -168,11 +170,11 @@ def better(
     trial: Trial[Side], old: Usage, new: Usage, limit: Limit, *, more_micro_batches: bool
 ) -> Side:
     """Returns the side that stays: the faster one of those within the limit, or, where neither is,
-    the smaller one. More pieces have to pay.
+    the smaller one. More micro-batches have to pay.
 
     Args:
         old, new: what steps of the champion and of the rival take.
-        more_micro_batches: whether the rival trains in more pieces than the champion.
+        more_micro_batches: whether the rival trains in more micro-batches than the champion.
     """
     if more_micro_batches and limit.holds(max(old.peak_bytes, new.peak_bytes)):
         return trial.rival if pays(new.time_s, old.time_s) else trial.champion
@@ -186,13 +188,14 @@ def _rank(usage: Usage, limit: Limit) -> tuple[bool, float]:
 
 
 def pays(time_s: float, best_s: float) -> bool:
-    """Returns whether a step of ``time_s`` seconds is worth more pieces than one of ``best_s``."""
+    """Returns whether a step of ``time_s`` seconds is worth more micro-batches than one of
+    ``best_s``."""
     return time_s < best_s * (1 - NOISE)
 
 
 def next_micro_batches(tried: Sequence[Tried], most: int) -> int | None:
-    """Returns how many pieces are tried next; ``None`` where the fastest of those tried is the
-    answer.
+    """Returns how many micro-batches are tried next; ``None`` where the fastest number of those
+    tried is the answer.
 
     Args:
         tried: what was measured; at least one, the newest last.

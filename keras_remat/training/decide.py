@@ -5,7 +5,7 @@ once (WARM_UP), is recorded by the profiler (RECORD), goes on while a better one
 beside it (SOLVE), and the plan made from that is measured (VERIFY), until a step is final and only
 watched (FINAL). Where a larger batch is searched, a step that runs plainly is recorded once, too:
 in order, under a plan, and Keras's own comes back. After every step the driver
-(:mod:`keras_remat.training.step_trainer`) states the :class:`Facts`, asks :func:`decide`, and makes
+(:mod:`keras_remat.training.driver`) states the :class:`Facts`, asks :func:`decide`, and makes
 the move. A move that cannot be made (no plan was found) is noted among the facts, and the table is
 asked again: the row below is what is done instead.
 

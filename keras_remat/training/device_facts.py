@@ -1,7 +1,7 @@
-"""Holds what the steps of one ``fit`` have shown of its device, whichever way they ran.
+"""Holds what the steps of one ``fit`` have shown of its device, in whichever mode they ran.
 
-A ``fit`` may train in several ways, one after the other or in turn
-(:mod:`keras_remat.training.backend_race`). They share the device, so that what one of them has seen
+A ``fit`` may train in several modes, one after the other or in turn
+(:mod:`keras_remat.training.modes`). They share the device, so that what one of them has seen
 is true for all. Each of these facts has its one place here, as the limit has in
 :class:`~keras_remat.training.fit_state.FitState`.
 """

@@ -1,11 +1,9 @@
 """Drives a ``fit``: what comes is put together, tried, noted, decided on, and done.
 
-Nobody else assigns ``fit.record`` (:mod:`keras_remat.training.record`), all that is known of a fit.
-A batch is put together in :mod:`~keras_remat.training.batches` and tried in
-:mod:`~keras_remat.training.steps`. What follows is decided by a table
-(:mod:`~keras_remat.training.decide`) and a contest (:mod:`~keras_remat.training.contest`), and done
-in :mod:`~keras_remat.training.effects` for one shape, in :mod:`~keras_remat.training.modes` between
-modes, and in :mod:`~keras_remat.training.sizes` between batch sizes.
+Nobody else assigns ``fit.record``, which is all that is known of a fit. Batches are put together in
+``batches``, tried in ``steps``; what follows is decided by the table in ``decide`` and the rules of
+``contest``, and done in ``effects`` for one shape, in ``modes`` between compiled and ordered steps
+and numbers of micro-batches, in ``sizes`` between batch sizes. ``tell`` has every sentence.
 
 Every batch that comes in is trained exactly once: a step that runs out of memory is undone, and its
 batch trained again, under a plan for what the device had.
@@ -23,9 +21,10 @@ from keras_remat.core.schedule import Usage
 from keras_remat.errors import RematError, UnsupportedModelError
 from keras_remat.training import batches, effects, modes, sizes, steps
 from keras_remat.training.decide import Move, decide
+from keras_remat.training.facts import facts_of
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.record import FitRecord, Mode
-from keras_remat.training.shape_state import USUAL_TERMS, PlannedShape, Recording, Signature, Terms
+from keras_remat.training.shape_state import USUAL_TERMS, PlainShape, PlannedShape, Signature, Terms
 from keras_remat.training.tools import Tools, running_tools, tools_of
 from keras_remat.training.undo import Outcome, Trained
 
@@ -38,8 +37,9 @@ def note(fit: FitState, seen: Callable[[FitState], FitRecord]) -> None:
 def train(fit: FitState, arrived: Any) -> Any:
     """Trains a loader batch, in batches of the size in force; returns the newest logs."""
     size = batch_size_of(arrived)
-    if size == 0:  # joined with others it adds nothing
-        return train_batch(fit, arrived) if fit.record.sizes.chosen is None else fit.record.logs
+    if size == 0:  # there is nothing to plan, and joined with others it adds nothing
+        is_joined = fit.record.sizes.chosen is not None
+        return fit.record.logs if is_joined else fit.installed.run_plain(arrived)
     try:
         fit.record = batches.arrived(fit.record, arrived)
     except UnsupportedModelError as error:  # it cannot be joined with what is held, or be cut
@@ -48,16 +48,16 @@ def train(fit: FitState, arrived: Any) -> Any:
         else:
             fit.record = sizes.after_other_samples(fit, error)
         return train(fit, arrived)
-    return _train_due(fit, is_end=size < fit.record.sizes.loader)
+    for due in batches.due(fit, is_end=size < fit.record.sizes.loader):
+        _train_one(fit, due)
+    return fit.record.logs
 
 
 def finish(fit: FitState) -> Any:
     """Trains what is held back; returns the newest logs, or ``None`` where nothing is."""
-    return _train_due(fit, is_end=True, with_rest=True) if fit.record.held.samples else None
-
-
-def _train_due(fit: FitState, *, is_end: bool, with_rest: bool = False) -> Any:
-    for due in batches.due(fit, is_end=is_end, with_rest=with_rest):
+    if not fit.record.held.samples:
+        return None
+    for due in batches.due(fit, is_end=True, with_rest=True):
         _train_one(fit, due)
     return fit.record.logs
 
@@ -68,7 +68,7 @@ def _train_one(fit: FitState, due: batches.Due) -> None:
     started = time.perf_counter()
     try:
         with batches.learning_rate(fit, due.size):
-            logs = train_batch(fit, fit.installed.as_given(batch), terms, timed=is_compared)
+            logs = train_batch(fit, fit.installed.as_given(batch), terms, is_compared)
     except RematError as error:  # it was not trained
         fit.record = batches.given_back(fit.record, batch)
         fit.record = sizes.after_failure(fit, due, error)
@@ -77,27 +77,19 @@ def _train_one(fit: FitState, due: batches.Due) -> None:
         fit.record = sizes.after_step(fit, due, batch)
 
 
-def train_batch(
-    fit: FitState, batch: Any, terms: Terms = USUAL_TERMS, *, timed: bool = False
-) -> Any:
+def train_batch(fit: FitState, batch: Any, terms: Terms = USUAL_TERMS, timed: bool = False) -> Any:
     """Trains one batch in the mode in force, or another one where that cannot; returns its logs.
 
-    Args:
-        timed: whether the step is waited for, whatever that costs.
-
-    Raises:
-        InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError: no mode can train it.
+    A step that is ``timed`` is waited for. What the last mode raises is the user's.
     """
     size, limit, trial = batch_size_of(batch), fit.record.lowered_limit, fit.record.contest.trial
-    if size == 0:  # there is nothing to plan
-        return fit.installed.run_plain(batch)
     if trial is not None and size != trial.size:
-        return _step(fit, trial.champion, batch, USUAL_TERMS, timed=False)
+        return _step(fit, trial.champion, batch, USUAL_TERMS, False)
     while True:
         contest = fit.record.contest
         allowed, waits = modes.terms_in(contest, terms), timed or contest.trial is not None
         try:
-            logs = _step(fit, contest.running, batch, allowed, timed=waits)
+            logs = _step(fit, contest.running, batch, allowed, waits)
         except modes.FAILURES as error:
             fit.record = modes.after_failure(fit, limit, size, error)
             if fit.record.mode is contest.running:
@@ -107,7 +99,7 @@ def train_batch(
             return logs
 
 
-def _step(fit: FitState, mode: Mode, batch: Any, terms: Terms, *, timed: bool) -> Any:
+def _step(fit: FitState, mode: Mode, batch: Any, terms: Terms, timed: bool) -> Any:
     """Trains one batch in a mode: again, another way, until it is trained or nothing is left."""
     tools, key = tools_of(fit, mode), fit.signatures.of(batch)
     settled = None if timed else steps.settled_shape(tools, key, terms)
@@ -118,7 +110,7 @@ def _step(fit: FitState, mode: Mode, batch: Any, terms: Terms, *, timed: bool) -
         while steps.is_overtaken(tools, tools.steps.shapes[key]):
             _follow(tools, key, Outcome(batch))
         shape = tools.steps.shapes[key]
-        if isinstance(shape, Recording) and not shape.started:  # an interrupt may come any time
+        if steps.is_to_be_recorded(shape):  # an interrupt may come at any time
             fit.record = fit.record.with_shape(mode, replace(shape, started=True))
             fit.record = fit.record.with_shape(mode, steps.begin_recording(tools, shape))
         fit.record, outcome = steps.attempt(tools, key, batch, timed=timed)
@@ -132,7 +124,7 @@ def _step(fit: FitState, mode: Mode, batch: Any, terms: Terms, *, timed: bool) -
 def _follow(tools: Tools, key: Signature, outcome: Outcome) -> None:
     """Decides what follows for a shape, and does it; where that cannot be made, the next best."""
     fit, shape = tools.fit, tools.steps.shapes[key]
-    facts, failure = steps.facts(tools, shape, outcome), None
+    facts, failure = facts_of(tools, shape, outcome), None
     while True:
         move, phase = decide(facts)
         shape = shape.trying(move)
@@ -148,20 +140,16 @@ def train_settled(tools: Tools, shape: PlannedShape, batch: Any) -> Any:
     """Runs a final step and returns its logs, at the cost of little more than a call of it."""
     fit, outcome = tools.fit, tools.guard.run_settled(shape.run, batch)
     fit.count(shape.batch_size, outcome.usage)
-    if not fit.record.sizes.has_changed:
-        fit.record = replace(fit.record, sizes=replace(fit.record.sizes, has_changed=True))
     if tools.backend.device.has_statistics and not fit.limit.holds(outcome.usage.peak_bytes):
         fit.record = fit.record.with_shape(tools.mode, replace(shape, steps=(outcome.usage,)))
         _follow(tools, shape.signature, outcome)
     return outcome.result
 
 
-def watched(fit: FitState, usage: Usage) -> None:
-    """Takes in what steps of the reference shape took that were watched from outside; where that is
-    over the limit, its next batch is planned for."""
-    tools, before = running_tools(fit), steps.seen(fit.record.running, usage)
-    if before is None:
-        return
+def watched(fit: FitState, shape: PlainShape, usage: Usage) -> None:
+    """Notes what a shape's plain steps took that were watched from outside, and what follows; where
+    that is over the limit, its next batch is planned for."""
+    tools, before = running_tools(fit), steps.seen(shape, usage)
     fit.record = fit.record.with_shape(tools.mode, before)
     if not tools.is_over(before):
         _follow(tools, before.signature, Trained(None, None, usage))

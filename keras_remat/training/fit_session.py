@@ -178,7 +178,7 @@ class FitSession:
         planned is planned for the batches of ``fit``.
         """
         too_early = caller is Caller.GUEST and not self._fit.record.sizes.loader
-        if too_early or self._is_unmodified:
+        if too_early or self._is_unmodified or batch_size_of(batch) == 0:
             return self._installed.run_plain(batch)
         with self._training():
             try:

@@ -140,7 +140,7 @@ def name_of(fit: FitState, mode: Mode) -> str:
     known = fit.record.of(mode)
     is_plain = known.plan is None and known.is_final
     name = "plain" if is_plain else fit.backends[mode.at].compilation
-    return name if mode.micro_batches == 1 else f"{name} in {mode.micro_batches} pieces"
+    return name if mode.micro_batches == 1 else f"{name} in {mode.micro_batches} micro-batches"
 
 
 def _begin_trial(fit: FitState, size: int) -> FitRecord:

@@ -238,9 +238,9 @@ class SizesRecord:
         largest, changed = max(self.largest, samples), self.has_changed or changed
         return replace(self, largest=largest, has_changed=changed, step_s=step_s)
 
-    def in_new_epoch(self) -> Self:
-        """Returns the record of an epoch that begins."""
-        return replace(self, has_changed=False, epoch_samples=0, other_samples=0)
+    def in_new_epoch(self, *, has_plan: bool) -> Self:
+        """Returns the record of an epoch that begins, whose first step may be under a plan."""
+        return replace(self, has_changed=has_plan, epoch_samples=0, other_samples=0)
 
     def with_size(self, new: int) -> Self:
         """Returns the record where so many samples are a step from here on."""

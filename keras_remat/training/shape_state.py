@@ -1,6 +1,6 @@
 """Records of how batches of one shape are trained; one frozen record for every kind of step.
 
-The driver (:mod:`keras_remat.training.step_trainer`) replaces a shape's record after every step. A
+The driver (:mod:`keras_remat.training.driver`) replaces a shape's record after every step. A
 record holds just what its kind of step has: a planned step has a plan and costs, a recorded one a
 recorder, and Keras's own step may run without ever having been traced.
 """
@@ -106,7 +106,7 @@ class Costs:
     """What the traced step of a batch shape costs.
 
     Args:
-        micro_batches: how many pieces it trains its batch in.
+        micro_batches: how many micro-batches it trains its batch in.
     """
 
     traced: TracedStep

@@ -111,7 +111,7 @@ def unknown_sizes(count: int) -> News:
 
 
 def differs(difference: str) -> News:
-    """Tells what differs between a step in pieces and Keras's own."""
+    """Tells what differs between a step in micro-batches and Keras's own."""
     return News(EventKind.MICRO_BATCHES, difference)
 
 
@@ -296,7 +296,7 @@ def measured(
 
 
 def in_micro_batches(size: int, count: int, limit: Limit) -> News:
-    """Tells that a batch is trained in pieces because nothing else fits."""
+    """Tells that a batch is trained in micro-batches because nothing else fits."""
     return News(
         EventKind.MICRO_BATCHES,
         f"No schedule trains {size} samples at once within "
@@ -377,21 +377,21 @@ def lowered_limit(limit: Limit, plan: Plan) -> News:
     )
 
 
-# -------------------------------------------------------------------- ways
+# -------------------------------------------------------------------- modes
 
 
 def gives_way(kind: EventKind, failed: str, following: str, error: Exception) -> News:
-    """Tells why another way takes over."""
+    """Tells why another mode takes over."""
     return News(kind, f"No {failed} step, training goes on {following}: {statement_of(error)}")
 
 
 def is_tried(kind: EventKind, first: str, rival: str) -> News:
-    """Tells that another way is tried."""
+    """Tells that another mode is tried."""
     return News(kind, f"The {first} step is final; {rival} is tried.")
 
 
 def cannot_be_used(kind: EventKind, failed: str, stays: str, error: Exception) -> News:
-    """Tells why a way that was tried is given up."""
+    """Tells why a mode that was tried is given up."""
     return News(
         kind,
         f"The {failed} step was tried and cannot be used, the {stays} one "
@@ -400,10 +400,10 @@ def cannot_be_used(kind: EventKind, failed: str, stays: str, error: Exception) -
 
 
 def were_compared(kind: EventKind, usages: Mapping[str, Usage], stays: str) -> News:
-    """Tells what the steps of two ways took, and which one stays."""
+    """Tells what the steps of two modes took, and which one stays."""
     told = ", ".join(
-        f"{way} {format_seconds(usage.time_s)} and {format_bytes(usage.peak_bytes)}"
-        for way, usage in usages.items()
+        f"{mode} {format_seconds(usage.time_s)} and {format_bytes(usage.peak_bytes)}"
+        for mode, usage in usages.items()
     )
     return News(kind, f"Measured per step: {told}. Training goes on {stays}.")
 

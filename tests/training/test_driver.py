@@ -531,7 +531,7 @@ def test_the_plain_step_comes_back_where_no_plan_takes_less(plain_surplus, runs_
 
 
 def test_a_plan_that_is_smaller_than_the_plain_step_stays(monkeypatch):
-    monkeypatch.setattr("keras_remat.training.steps._PLAIN_OFF", 10.0)
+    monkeypatch.setattr("keras_remat.training.facts._PLAIN_OFF", 10.0)
     backend = over_whatever_runs(PLAIN, PLAIN // 2)
     trainer, _ = driven(backend, options())
     with pytest.warns(UserWarning, match="The step of 100 samples takes"):

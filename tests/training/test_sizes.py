@@ -47,7 +47,7 @@ class FakeSteps:
         self.trained, self.forgotten = [], -1
         self._of_shape = 0
 
-    def __call__(self, fit, mode, batch, terms, *, timed):
+    def __call__(self, fit, mode, batch, terms, timed):
         size, known = len(batch[0]), fit.record.of(mode)
         if size > self.fits:
             raise ScheduleNotFoundError(fit.limit.total_bytes, 1)
@@ -428,9 +428,9 @@ class Timed(FakeSteps):
         super().__init__()
         self.clock, self.seconds = clock, seconds
 
-    def __call__(self, fit, mode, batch, terms, *, timed):
+    def __call__(self, fit, mode, batch, terms, timed):
         self.clock[0] += self.seconds(len(batch[0]))
-        return super().__call__(fit, mode, batch, terms, timed=timed)
+        return super().__call__(fit, mode, batch, terms, timed)
 
 
 def fastest_of(monkeypatch, seconds, seconds_before=None):
