@@ -380,6 +380,7 @@ class FitSession:
         """Gives the train function back; a second time, it does nothing."""
         self._callers.forget()
         self._installed.give_back()
+        self._fit.handles.clear()
         self._backends[0].processes.end()
 
 

@@ -1,8 +1,10 @@
 """Which step runs for which batch: every transition of the state machine, on a backend without a
 framework."""
 
+import ast
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from keras_remat.errors import (
 from keras_remat.planning import request as door
 from keras_remat.planning.plan import load_plan
 from keras_remat.planning.plan_problem import closest_plan, plan_problem
+from keras_remat.training import driver
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.shape_state import Terms
 from keras_remat.training.watch import Pace
@@ -1343,3 +1346,17 @@ def test_a_shape_that_cannot_be_traced_stays_plain_and_the_others_are_planned():
     assert backend.kinds[8:] == ["plain"] * 4 + [backend.kinds[7]]
     assert trainer.plan is not None
     assert event_kinds(report).count("remark") == 1
+
+
+def test_nobody_but_the_driver_assigns_the_record():
+    folder = Path(driver.__file__).parent
+    for path in folder.glob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        stored = [
+            node
+            for node in nodes
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and node.attr == "record"
+        ]
+        assert bool(stored) == (path.name == "driver.py"), path.name

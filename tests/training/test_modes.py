@@ -245,9 +245,8 @@ def test_a_whole_batch_that_fits_under_no_schedule_gives_way_to_pieces():
     train(race, 80)
     assert race.settled
     assert race.pieces == 2
-    assert (
-        "No ordered step, training goes on ordered in 2 micro-batches" in report.events[1].message
-    )
+    told = report.events[1].message
+    assert "No ordered step, training goes on ordered in 2 micro-batches" in told
     assert trained(backend) == list(range(80 * SIZE))
 
 
