@@ -92,9 +92,9 @@ class Tools:
 
 def tools_of(fit: FitState, mode: Mode) -> Tools:
     """Returns the tools of a mode, which are made when they are first asked for."""
-    if mode not in fit.handles:
-        fit.handles[mode] = Tools(fit, mode)
-    tools: Tools = fit.handles[mode]
+    tools: Tools | None = fit.handles.get(mode)
+    if tools is None:
+        tools = fit.handles[mode] = Tools(fit, mode)
     return tools
 
 
