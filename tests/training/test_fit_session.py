@@ -135,7 +135,7 @@ def test_a_model_that_takes_no_other_batch_keeps_its_batches(options):
         history = model.fit(x, y, **how, callbacks=[remat]).history["loss"]
     assert history == pytest.approx(expected, rel=1e-5)
     told = " ".join(event.message for event in remat.report.events)
-    assert "The model takes no batch of 3" in told or "in 2 pieces" in told
+    assert "The model takes no batch of 3" in told or "in 2 slices" in told
 
 
 def test_a_callback_gets_what_keras_raises_for_a_batch_that_the_model_does_not_take():
