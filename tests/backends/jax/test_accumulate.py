@@ -72,7 +72,7 @@ def test_fit_chooses_pieces_and_recomputation_together():
     )  # fmt: skip
     history = dense().fit(x, y, **options, callbacks=[remat]).history
     told = [event.message for event in remat.report.events if event.kind == "micro-batches"]
-    assert any("in 2 pieces" in message for message in told)
+    assert any("in 2 micro-batches" in message for message in told)
     assert any(message.startswith("Measured per step") for message in told)
     assert {(epoch.samples, epoch.steps) for epoch in remat.report.epochs} == {(len(x), 4)}
     for key in ("loss", "mae"):
