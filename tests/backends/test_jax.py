@@ -13,6 +13,11 @@ FOLDER = Path(__file__).parent / "jax"
 ROOT = FOLDER.parents[2]
 #: Half of the time would go into LLVM's passes. Buffers are assigned before them.
 QUICK_CODE = "--xla_backend_optimization_level=0"
+#: Half of the rest would go into programs that were compiled before: many tests train one model.
+COMPILED_ONCE = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 #: What is asked of every framework.
 OF_ALL = (
     "test_accumulate.py", "test_batches.py", "test_fit.py", "test_random_fits.py",
@@ -29,11 +34,13 @@ def run(keras_backend, *words, **variables):
     output_of(*words, env=variables, cwd=ROOT, timeout=None)
 
 
-def test_folder():
+def test_folder(tmp_path):
     files = [FOLDER, *(FOLDER.parent / name for name in OF_ALL)]
     marked = "not slow and not card"  # .ci/run has a line of its own for the cards
     words = ("-m", "pytest", "-q", "-m", marked, "-p", "no:cacheprovider", *files)
-    run("jax", *words, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {QUICK_CODE}".strip())
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_CODE}".strip()
+    kept = COMPILED_ONCE | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    run("jax", *words, XLA_FLAGS=flags, **kept)
 
 
 def test_no_tensorflow_and_no_solver_is_imported():
