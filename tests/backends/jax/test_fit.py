@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from tight_limit import tight_limit as limit_of
+from tight_limit import with_margin
 
 import keras_remat
 from keras_remat.backends.base import load_backend
@@ -203,7 +204,7 @@ def test_a_model_s_own_bytes_are_not_taken_for_those_of_the_batch_that_waits():
     model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(256), keras.layers.Dense(1)])
     model.compile("adam", "mse")
     data = np.ones((12 * BATCH, 256), "float32"), np.ones((12 * BATCH, 1), "float32")
-    remat = callback(Device().in_use_bytes() + 2 * MIB, 2 * BATCH)
+    remat = callback(with_margin(Device().in_use_bytes() + 2 * MIB), 2 * BATCH)
     fit(model, data, remat)
     assert remat.report.batch_size == 2 * BATCH
     assert remat.report.epochs[0].samples == 12 * BATCH

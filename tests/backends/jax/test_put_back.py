@@ -20,7 +20,7 @@ def planned(model, batch, **options):
 
 def search(model, batch):
     limit = JaxBackend().device.in_use_bytes() + 2**20
-    return keras_remat.find_max_batch_size(model, batch, limit, time_limit_s=2.0)
+    return keras_remat.find_max_batch_size(model, batch, limit, margin=0.0, time_limit_s=2.0)
 
 
 def built():

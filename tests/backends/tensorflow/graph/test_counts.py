@@ -107,7 +107,7 @@ def test_the_data_set_says_whether_the_batch_has_a_fixed_size(last):
 
 @pytest.mark.parametrize("last", [0, 2])
 def test_a_fit_under_a_tight_limit_has_plain_bits_with_and_without_a_smaller_last_batch(last):
-    size, rows = 250, 14  # large enough for the allocator to count
+    size, rows = 2500, 14  # what other tests hold is nothing beside it
 
     def fit(share=None):
         keras.utils.set_random_seed(0)
