@@ -38,12 +38,12 @@ def wide_mlp(batch=2048, width=512, blocks=6, **options):
     return mlp(batch, width, blocks, **options)
 
 
-def convnet(batch=8, size=16, filters=8, **options):
-    """Convolutions with batch normalization, ReLU, a skip connection and dropout."""
+def convnet(batch=8, size=16, filters=8, blocks=1, **options):
+    """Convolutions with batch normalization, ReLU, skip connections and dropout."""
     rng = _seeded()
     inputs = layers.Input((size, size, 3))
     x = layers.Conv2D(filters, 3, padding="same")(inputs)
-    for _ in range(2):
+    for _ in range(blocks):
         h = layers.Conv2D(2 * filters, 1)(x)
         h = layers.ReLU()(layers.BatchNormalization()(h))
         h = layers.DepthwiseConv2D(3, padding="same")(h)

@@ -20,7 +20,7 @@ def peaks(optimizer):
     from keras_remat.backends.tensorflow import backend
 
     tensorflow = backend()
-    model, data = keras_models.convnet(batch=32, size=64, filters=16, optimizer=optimizer)
+    model, data = keras_models.convnet(32, 64, 16, blocks=2, optimizer=optimizer)
     batch = tensorflow.example_batch(model, data)
     traced = tensorflow.trace(model, batch)
     gc.collect()

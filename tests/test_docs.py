@@ -74,13 +74,17 @@ def all_snippets(page):
 ALONE = [code for page in PAGES for code in all_snippets(page) if code.startswith("# needs ")]
 
 
+@pytest.fixture(scope="module")
+def help_text():
+    return output_of("-m", "keras_remat", "--help")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_snippet_is_python_and_every_command_exists(page):
+def test_every_snippet_is_python_and_every_command_exists(page, help_text):
     text = page.read_text(encoding="utf-8")
     for code in all_snippets(page):
         ast.parse(code)
     used = set(re.findall(r"^keras-remat ([\w-]+)", text, re.M))
-    help_text = output_of("-m", "keras_remat", "--help")
     assert [name for name in used if not re.search(rf"^ +{name}\b", help_text, re.M)] == []
 
 

@@ -93,7 +93,7 @@ SMALL: dict[str, tuple[Problem, Sequence[float]]] = {
     "training": (training_problem(random.Random(5), 14), (0.85,)),
     "chain": (chain_problem(12, rng=random.Random(2)), (0.85, 0.7, 0.55)),
     "u_shape": (u_shape_problem(random.Random(1), 8), (0.85, 0.7, 0.55)),
-    "layered": (layered(60, 2), (0.7, 0.55)),
+    "layered": (layered(60, 2), (0.7,)),
 }
 
 

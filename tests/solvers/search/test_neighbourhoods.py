@@ -28,13 +28,12 @@ def problem_and_start(seed: int) -> tuple[Problem, tuple[int, ...]]:
 
 
 @needs_ortools
-@pytest.mark.parametrize("seed", [4, 14])
-def test_improves_and_repeats_itself(seed: int) -> None:
-    problem, start = problem_and_start(seed)
+def test_improves_and_repeats_itself() -> None:
+    problem, start = problem_and_start(4)
     runs = [
         list(
             neighbourhoods.improve(
-                problem, start, deadline=Deadline(60.0), work=0.3, depth=4, seed=1
+                problem, start, deadline=Deadline(60.0), work=0.15, depth=4, seed=1
             )
         )
         for _ in range(2)

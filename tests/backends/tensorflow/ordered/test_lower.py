@@ -60,7 +60,7 @@ class Bench:
 
 @functools.cache
 def bench(name):
-    return Bench(keras_models.MODELS[name])
+    return Bench((keras_models.MODELS | {"residual network": residual_network})[name])
 
 
 @pytest.mark.parametrize("name", keras_models.MODELS)
@@ -121,13 +121,11 @@ def residual_network():
     )
 
 
-@pytest.mark.parametrize(
-    "make", [residual_network, keras_models.convnet, keras_models.mixed_precision]
-)
-def test_store_all_is_plain_fit_bit_for_bit(make):
+@pytest.mark.parametrize("name", ["residual network", "convnet", "mixed_precision"])
+def test_store_all_is_plain_fit_bit_for_bit(name):
     """The traced graph is the one that plain ``fit`` runs: as many terms in the same order, the
     same kernels fused."""
-    b = Bench(make)
+    b = bench(name)
     b.model.make_train_function()
     plain, logs = b.train_with(lambda data: b.model.train_function(iter([data])), steps=6)
     ours, our_logs = b.train(b.store_all, steps=6)
@@ -204,7 +202,7 @@ def wide():
 def measured_peak(b, schedule):
     run = LoweredStep(b.traced, b.problem.with_budget(2**40), schedule, ONEDNN_SMALL_BYTES)
     b.train_with(run, 1)
-    return max(BACKEND.measure(lambda: run(b.data))[1].peak_bytes for _ in range(3))
+    return max(BACKEND.measure(lambda: run(b.data))[1].peak_bytes for _ in range(2))
 
 
 def test_recomputing_lowers_the_measured_peak_by_what_is_predicted(wide):
@@ -215,16 +213,17 @@ def test_recomputing_lowers_the_measured_peak_by_what_is_predicted(wide):
     peak = simulate(wide.problem, wide.store_all).peak_bytes
     resident = wide.problem.profile.resident_bytes
     budget = resident + (peak - resident) // 2
-    schedule = solve(wide.problem.with_budget(budget), solver="greedy").schedule
+    schedule = solve(wide.problem.with_budget(budget), solver="greedy_first").schedule
     assert schedule.recomputed
-    saved = measured_peak(wide, wide.store_all) - measured_peak(wide, schedule)
+    whole, least = measured_peak(wide, wide.store_all), measured_peak(wide, schedule)
     predicted = BACKEND.memory.peak_bytes(wide.problem, wide.store_all) - BACKEND.memory.peak_bytes(
         wide.problem, schedule
     )
     assert predicted > 20 * MIB
-    assert saved == pytest.approx(predicted, rel=0.25)
-    assert measured_peak(wide, schedule) <= 1.1 * budget
-    keras_models.assert_same_bits(wide.train(schedule)[0], wide.train(wide.store_all)[0])
+    assert whole - least == pytest.approx(predicted, rel=0.25)
+    assert least <= 1.1 * budget
+    again, plain = (wide.train(order, 1)[0] for order in (schedule, wide.store_all))
+    keras_models.assert_same_bits(again, plain)
 
 
 def test_every_step_takes_the_same_peak_and_about_the_predicted_one():

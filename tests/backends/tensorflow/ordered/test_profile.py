@@ -43,6 +43,12 @@ def mlp():
     return model, batch, traced_of(model, batch)
 
 
+@pytest.fixture(scope="module")
+def convnet():
+    """A step with convolutions."""
+    return traced_of(keras_models.convnet()[0], 8)
+
+
 # ------------------------------------------------------------------ estimates
 
 
@@ -174,10 +180,8 @@ def test_times_are_the_median_of_an_ops_runs_and_copies(mlp):
     assert profile.resident_bytes == 123
 
 
-def test_time_of_an_op_of_two_nodes_is_the_sum_of_theirs():
-    model, _ = keras_models.convnet()
-    traced = traced_of(model, 8)
-    lowered = lowered_with(traced)
+def test_time_of_an_op_of_two_nodes_is_the_sum_of_theirs(convnet):
+    traced, lowered = convnet, lowered_with(convnet)
     trace = full_trace(lowered, duration_us=7)
     (kernel, bias), *_ = (names for names in lowered.names if len(names) == 2)
     without = measured_profile(lowered, recorded(trace), 0).op_time_s[traced.op_id[kernel]]
@@ -419,9 +423,8 @@ def test_only_the_device_s_own_allocator_counts(mlp, monkeypatch):
     assert profile.op_workspace_bytes[lowered.schedule.order[0]] == 1000
 
 
-def test_estimates_on_a_gpu_have_its_rates_and_room_for_convolutions(monkeypatch):
-    model, _ = keras_models.convnet()
-    traced = traced_of(model, 8)
+def test_estimates_on_a_gpu_have_its_rates_and_room_for_convolutions(convnet, monkeypatch):
+    traced = convnet
     on_cpu = estimated_profile(traced)
     convolutions = [op for op in traced.graph.ops if op.kind in kinds.CONVOLUTIONS]
     with gpu_stand_in.gpu():
@@ -436,10 +439,8 @@ def test_estimates_on_a_gpu_have_its_rates_and_room_for_convolutions(monkeypatch
     assert max(profile.op_time_s) < max(on_cpu.op_time_s)
 
 
-def test_measured_workspace_replaces_the_guess():
-    model, _ = keras_models.convnet()
-    traced = traced_of(model, 8)
-    lowered = lowered_with(traced)
+def test_measured_workspace_replaces_the_guess(convnet):
+    traced, lowered = convnet, lowered_with(convnet)
     trace = full_trace(lowered)
     (first, *_) = lowered.names[0]
     with gpu_stand_in.gpu():
