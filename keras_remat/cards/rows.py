@@ -115,9 +115,12 @@ class AskedStep:
         with ThreadPoolExecutor(1) as compiler:
             begun = [self._begin(target, compiler) for target in targets[:_AHEAD]]
             for at in range(len(targets)):
-                if at + _AHEAD < len(targets):
+                row = self._early_row(begun[at])
+                if row.verdict is not None:
+                    tell(row)
+                if at + _AHEAD < len(targets):  # not before an answer that waits to be told
                     begun.append(self._begin(targets[at + _AHEAD], compiler))
-                yield self._row(begun[at], tell)
+                yield row if row.verdict is None else self._with_batches(row, begun[at])
 
     def _begin(self, target: Target, compiler: ThreadPoolExecutor) -> _Begun:
         """Has Keras's own step compiled for a card, beside what goes on here."""
@@ -129,7 +132,8 @@ class AskedStep:
         compiled = compiler.submit(backend.written_plain(problem))
         return _Begun(row, Limit(usable, self._margin), backend, problem, compiled)
 
-    def _row(self, begun: _Begun, tell: Callable[[CardRow], None]) -> CardRow:
+    def _early_row(self, begun: _Begun) -> CardRow:
+        """Returns a row with its verdict, or with the remark that the compiler refuses the card."""
         try:
             begun.compiled.result()
             row = self._judged(begun)
@@ -138,8 +142,7 @@ class AskedStep:
             return replace(begun.row, remark=f"The compiler does not take it: {told[0][:200]}")
         if not self.layers:
             self.layers = activations_by_layer(begun.problem)
-        tell(row)
-        return self._with_batches(row, begun.backend, begun.problem, begun.limit)
+        return row
 
     def _on(self, target: Target) -> tuple[CardBackend, Problem]:
         """Returns the step on a card with its costs there, and the backend that compiles it."""
@@ -215,10 +218,9 @@ class AskedStep:
                 return None
         return int(plan.predicted.peak_bytes)
 
-    def _with_batches(
-        self, row: CardRow, backend: Backend, problem: Problem, limit: Limit
-    ) -> CardRow:
+    def _with_batches(self, row: CardRow, begun: _Begun) -> CardRow:
         """Returns the row with the largest batches, by prediction."""
+        backend, problem, limit = begun.backend, begun.problem, begun.limit
         fixed = fixed_batch(self._model)
         if fixed is not None:
             return replace(row, remark=f"The model takes batches of {fixed[1][0]} samples only.")
