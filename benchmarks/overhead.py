@@ -38,13 +38,13 @@ VARIABLES = ("2", "250", "1000")
 MOST_IDLE_RATIO, MOST_ADDED_S = 1.02, 1e-4
 
 _COLUMNS = (
-    "backend", "variables", "plain (ms)", "idle (ms)", "idle / plain", "lowered step (ms)",
-    "planned (ms)", "planned / lowered", "added (ms)",
+    "backend", "variables", "plain (ms)", "idle (ms)", "idle / plain", "hooks (µs)",
+    "lowered step (ms)", "planned (ms)", "planned / lowered", "added (ms)",
 )  # fmt: skip
 _CELLS = (
     ("backend", ""), ("variables", "d"), ("plain_ms", ".3f"), ("idle_ms", ".3f"),
-    ("idle_ratio", ".3f"), ("bare_ms", ".3f"), ("planned_ms", ".3f"), ("planned_ratio", ".3f"),
-    ("added_ms", ".3f"),
+    ("idle_ratio", ".3f"), ("hooks_us", ".1f"), ("bare_ms", ".3f"), ("planned_ms", ".3f"),
+    ("planned_ratio", ".3f"), ("added_ms", ".3f"),
 )  # fmt: skip
 
 

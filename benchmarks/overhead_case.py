@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import keras
@@ -71,6 +72,25 @@ class Case:
         )  # fmt: skip
         return min(epochs.times_s[_UNTIMED:]) / self.steps
 
+    def hooks_s(self) -> float:
+        """Returns what the callback's own hooks of a batch take where nothing is to be done, by
+        the median step; seen from inside, what else runs on the machine hardly changes it."""
+        remat = keras_remat.RematAutotune(None, "keep", verbose=0)
+        taken: dict[str, list[float]] = {"on_train_batch_begin": [], "on_train_batch_end": []}
+
+        def timed(hook: Callable[..., None], times_s: list[float]) -> Callable[..., None]:
+            def called(batch: int, logs: Any = None) -> None:
+                began_s = time.perf_counter()
+                hook(batch, logs)
+                times_s.append(time.perf_counter() - began_s)
+
+            return called
+
+        for name, times_s in taken.items():
+            setattr(remat, name, timed(getattr(remat, name), times_s))
+        self.step_s(remat)
+        return sum(map(median, taken.values()))
+
     def idle(self) -> tuple[float, float]:
         """Returns what a step takes in a plain fit, and in one with nothing to do."""
         return self.step_s(), self.step_s(keras_remat.RematAutotune(None, "keep", verbose=0))
@@ -125,7 +145,7 @@ def main() -> None:
     case = Case(options.variables, steps)
     case.step_s()  # traces and compiles
     idle = [case.idle() for _ in range(options.pairs)]
-    plan = case.plan()
+    hooks_s, plan = case.hooks_s(), case.plan()
     planned = [case.planned(plan) for _ in range(options.pairs)]
     (plain_s, idle_s), (bare_s, planned_s) = map(quickest, (idle, planned))
     row = {
@@ -135,6 +155,7 @@ def main() -> None:
         "plain_s": plain_s,
         "idle_s": idle_s,
         "idle_ratio": idle_s / plain_s,
+        "hooks_us": 1e6 * hooks_s,
         "bare_s": bare_s,
         "planned_s": planned_s,
         "planned_ratio": planned_s / bare_s,
