@@ -5,6 +5,8 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
+        if sys._getframe(2).f_code.co_name == "find_spec":
+            return None  # PyTorch only asks where it lies
         if name.partition(".")[0] in {blocked}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 

@@ -51,6 +51,14 @@ def test_planning_without_training_writes_a_plan(tmp_path):
     assert (tmp_path / "plan.json").stat().st_size > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["lora", "diffusion", "volumes"])
+def test_recipes_keep_their_limits(recipe):
+    said = run("examples/recipes.py", recipe, timeout_s=3000)
+    assert ": kept" in said
+    assert "losses          the same" in said
+
+
 def test_benchmark_help_names_every_model(step_memory):
     said = run("benchmarks/step_memory.py", "--help", timeout_s=60)
     assert all(name in said for name in step_memory.MODELS)
