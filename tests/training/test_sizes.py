@@ -70,9 +70,15 @@ class FakeSteps:
         return len(self.trained)
 
 
+MOST_SEARCH_S = sizes._MOST_SEARCH_S
+#: Seconds of work that a search of sizes takes: fake steps are long, and worth a minute of it.
+SEARCH_S = 2.0
+
+
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
-    """Has the steps and the search of a fit stood in for, where it has such."""
+    """Has the steps and the search of a fit stood in for, where it has such; searches are short."""
+    monkeypatch.setattr(sizes, "_MOST_SEARCH_S", SEARCH_S)
     real_step, real_search = driver._step, sizes._searched
 
     def step(fit, *args, **options):
@@ -260,6 +266,7 @@ def test_a_search_takes_no_longer_than_the_steps_that_are_left_are_worth(
     monkeypatch, left, seconds
 ):
     """Steps are estimated to take half a second here, whatever the clock says."""
+    monkeypatch.setattr(sizes, "_MOST_SEARCH_S", MOST_SEARCH_S)
     limits, ticks = [], itertools.count(0.0, 7.5)
 
     def search(*arguments, time_limit_s, late_time_limit_s, **options):
