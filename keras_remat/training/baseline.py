@@ -1,8 +1,7 @@
 """Tells what Keras's own step takes: measured where it runs, predicted where it cannot.
 
-The steps of a plan are measured, and by op times a plain one takes so much less. What that leaves
-out: a rematerialized step runs its ops one after the other, and Keras's own runs those at once that
-do not wait for each other.
+Under a plan, the plain step's time is the measured time less that of the recomputed ops. This
+ignores that the plain step runs independent ops in parallel.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Baseline:
         Args:
             before: the shape, right after the step.
             after: the shape after the move that followed.
-            reference: of the shape that training is about; the first one that tells is the one that
-                the baseline is told from.
+            reference: signature of the main shape. The first shape measured defines the baseline.
             compilation: how its step is compiled.
             plain_peak_bytes: asked for the peak of a plain step that was measured.
         """

@@ -211,7 +211,7 @@ class Callers:
         if in_another_fit(self._model, self._callback):
             if fit is not None:
                 return Caller.INNER
-            is_awaited = False  # the batch that was announced went down with the fit before
+            is_awaited = False  # the fit before failed in the announced batch
         return caller_of(iterator, fit, announced=is_awaited)
 
     def forget(self) -> None:

@@ -17,8 +17,8 @@ from keras_remat.training.shape_state import (
 from keras_remat.training.tools import Tools
 from keras_remat.training.undo import Outcome, OutOfMemory
 
-#: Plain steps from so many seconds on are compared with larger ones in earnest; in shorter ones,
-#: what is not the ops' weighs more than what is. So many of them are measured then.
+#: Plain steps of at least so many seconds are compared with larger ones after so many measurements;
+#: shorter ones are dominated by what is not their ops.
 _LONG_STEP_S, _COMPARED_STEPS = 0.1, 8
 #: How much more than it takes a plain step may be predicted to need: one of ConvLSTM layers is
 #: predicted at 92 MiB and takes 88, and ours may be as far off.

@@ -87,13 +87,14 @@ class FirstPlans:
         is_final: bool = True,
         most_s: float = math.inf,
     ) -> PlanRequest:
-        """Returns the request for a plan that leaves room for longer batches, the more the more
-        came, and for what was not measured yet; or, where there is none, one that does not.
+        """Returns the request for a plan with headroom for longer batches, or without it if none
+        exists. The headroom grows with the plans that were too short, and while costs are
+        estimated.
 
         Args:
-            running: the order that runs now, which may do.
-            is_final: whether it is made in earnest, or quickly.
-            most_s: seconds that a plan in earnest may take.
+            running: the order that runs now; it may do.
+            is_final: whether to use the full solver instead of the quick one.
+            most_s: seconds that the full solver may take.
         """
         problem, seconds = costs.problem, self._options.solver_time_limit_s
         is_final = is_final or not self._backend.measures_op_times

@@ -56,7 +56,7 @@ def arrived(tools: Tools, batch: Any, key: Signature, terms: Terms) -> FitRecord
         with tools.fit.planning():
             steps = steps.with_shape(_first_step(tools, batch, key, terms))
     steps = steps.after_batch(key, may_miss=terms.may_miss)
-    for shape in steps.recorded_beside(key):  # this step is none of its
+    for shape in steps.recorded_beside(key):  # another shape's step ends it
         steps = steps.with_shape(effects.end_recording(tools, shape))
     return tools.fit.record.with_steps(tools.mode, steps)
 

@@ -31,7 +31,7 @@ CHEAP_SHARE = 0.02
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a batch; by itself, nothing yet."""
+    """Is the base of a step's results: trained, or out of memory."""
 
     batch: Any
 
@@ -84,8 +84,8 @@ class StepGuard:
             guarded: whether the step must be undone if it fails, whatever the copy costs.
             gathered: whether a copy that is taken is put back at once: the variables then lie close
                 together in the allocator's pool.
-            timed: whether the step is waited for; else it is said to have taken what the last one
-                did that was.
+            timed: whether the call waits until the step ends; else its time is reported as that of
+                the last step that was waited for.
         """
         facts = self._facts
         if timed and facts.pending is not None:

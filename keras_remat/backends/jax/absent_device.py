@@ -6,7 +6,7 @@ compiled for it, and ``memory_analysis()`` is the buffer assignment of XLA:GPU. 
 GPU is asked, so the scratch memory of a library's kernels is not in the bytes.
 
 Buffers are assigned before kernels are written. What is compiled here never runs, so its kernels
-are not assembled, which took two fifths of the time (:func:`without_assembler`).
+are not assembled (:func:`without_assembler`): for a step of LSTM layers that took 4 of 10 seconds.
 
 Reference: ``jax.experimental.topologies``; the fields are those of XLA's ``GpuDeviceInfoProto``.
 """
