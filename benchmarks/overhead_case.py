@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from scipy.stats import bootstrap
 
 import keras_remat
 from keras_remat.backends.base import load_backend
@@ -21,9 +24,11 @@ BATCH, WIDTH = 8, 8
 #: Epochs of a fit that are not timed: the callback traces, measures and settles in them.
 _UNTIMED = 2
 #: Epochs that are. The quickest counts: what else runs on the machine makes single ones slower.
-_TIMED = 6
+_TIMED = 4
 #: Seconds that an epoch takes about, where that is fewer steps than were asked for; and the fewest.
-_EPOCH_S, _FEWEST_STEPS = 1.0, 50
+_EPOCH_S, _FEWEST_STEPS = 0.25, 50
+#: A fit under a plan makes its step anew, which takes long with many variables: fewer rounds.
+_PLANNED_ROUNDS_SHARE = 0.5
 
 
 class Epochs(keras.callbacks.Callback):
@@ -91,9 +96,9 @@ class Case:
         self.step_s(remat)
         return sum(map(median, taken.values()))
 
-    def idle(self) -> tuple[float, float]:
-        """Returns what a step takes in a plain fit, and in one with nothing to do."""
-        return self.step_s(), self.step_s(keras_remat.RematAutotune(None, "keep", verbose=0))
+    def idle_s(self) -> float:
+        """Returns what a step of a fit with nothing to do takes."""
+        return self.step_s(keras_remat.RematAutotune(None, "keep", verbose=0))
 
     @contextmanager
     def _bare(self, plan: keras_remat.Plan) -> Any:
@@ -114,13 +119,14 @@ class Case:
         finally:
             self.model.train_function = own
 
-    def planned(self, plan: keras_remat.Plan) -> tuple[float, float]:
-        """Returns what a call of the lowered step takes in fit's loop, and a step of a fit under
-        the same plan."""
+    def bare_s(self, plan: keras_remat.Plan) -> float:
+        """Returns what a call of the lowered step takes in fit's loop."""
         with self._bare(plan):
-            bare_s = self.step_s()
-        remat = keras_remat.RematAutotune(None, "keep", plan=plan, verbose=0)
-        return bare_s, self.step_s(remat)
+            return self.step_s()
+
+    def planned_s(self, plan: keras_remat.Plan) -> float:
+        """Returns what a step of a fit under a plan takes."""
+        return self.step_s(keras_remat.RematAutotune(None, "keep", plan=plan, verbose=0))
 
     def plan(self) -> keras_remat.Plan:
         """Returns a plan for the model's step."""
@@ -128,38 +134,66 @@ class Case:
         return keras_remat.make_plan(self.model, batch, "80%", solver="greedy")
 
 
-def quickest(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the smallest number of each side: what else runs on a machine only adds to them."""
-    one, other = zip(*pairs, strict=True)
-    return min(one), min(other)
+class Compared(NamedTuple):
+    """What a step takes in two kinds of fits."""
+
+    one_s: float
+    other_s: float
+    least_ratio: float  # of the 95 % interval of the other over the one
+    most_ratio: float
+
+
+def lower_quartile(times_s: Any, axis: int = -1) -> Any:
+    return np.quantile(times_s, 0.25, axis=axis)
+
+
+def compared(one: Callable[[], float], other: Callable[[], float], rounds: int) -> Compared:
+    """Returns what two kinds of fits take, of rounds in which each kind runs once, in random order.
+
+    A kind's number is the lower quartile of its fits; the interval is a bootstrap of these.
+    """
+    order, times_s = random.Random(0), tuple[list[float], ...](([], []))
+    for _ in range(rounds):
+        for kind in order.sample(range(2), 2):
+            times_s[kind].append((one, other)[kind]())
+
+    def ratio(ones_s: Any, others_s: Any, axis: int = -1) -> Any:
+        return lower_quartile(others_s, axis) / lower_quartile(ones_s, axis)
+
+    interval = bootstrap(times_s, ratio, method="percentile", rng=0).confidence_interval
+    return Compared(*map(lower_quartile, times_s), interval.low, interval.high)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("variables", type=int)
     parser.add_argument("steps", type=int)
-    parser.add_argument("pairs", type=int)
+    parser.add_argument("rounds", type=int)
     options = parser.parse_args()
     step_s = Case(options.variables, _FEWEST_STEPS).step_s()
     steps = max(_FEWEST_STEPS, min(options.steps, int(_EPOCH_S / step_s)))
     case = Case(options.variables, steps)
     case.step_s()  # traces and compiles
-    idle = [case.idle() for _ in range(options.pairs)]
+    idle = compared(case.step_s, case.idle_s, options.rounds)
     hooks_s, plan = case.hooks_s(), case.plan()
-    planned = [case.planned(plan) for _ in range(options.pairs)]
-    (plain_s, idle_s), (bare_s, planned_s) = map(quickest, (idle, planned))
+    rounds = max(2, round(_PLANNED_ROUNDS_SHARE * options.rounds))
+    planned = compared(partial(case.bare_s, plan), partial(case.planned_s, plan), rounds)
     row = {
         "backend": keras.backend.backend(),
         "variables": options.variables,
         "steps": steps,
-        "plain_s": plain_s,
-        "idle_s": idle_s,
-        "idle_ratio": idle_s / plain_s,
+        "plain_s": idle.one_s,
+        "idle_s": idle.other_s,
+        "idle_ratio": idle.other_s / idle.one_s,
+        "idle_least": idle.least_ratio,
+        "idle_most": idle.most_ratio,
         "hooks_us": 1e6 * hooks_s,
-        "bare_s": bare_s,
-        "planned_s": planned_s,
-        "planned_ratio": planned_s / bare_s,
-        "added_s": planned_s - bare_s,
+        "bare_s": planned.one_s,
+        "planned_s": planned.other_s,
+        "planned_ratio": planned.other_s / planned.one_s,
+        "added_s": planned.other_s - planned.one_s,
+        "added_least_s": (planned.least_ratio - 1) * planned.one_s,
+        "added_most_s": (planned.most_ratio - 1) * planned.one_s,
     }
     print(json.dumps(row), flush=True)
 
