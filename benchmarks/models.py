@@ -172,7 +172,7 @@ def build_bilstm(length: int = 96, width: int = 128) -> keras.Model:
 
 class VariationalAutoencoder(keras.Model):
     """A convolutional VAE (Kingma & Welling 2013) with a train step of its own, written for
-    TensorFlow."""
+    TensorFlow and PyTorch."""
 
     def __init__(self, pixels: int = 64, latent: int = 16, filters: int = 32):
         super().__init__()
@@ -216,25 +216,46 @@ class VariationalAutoencoder(keras.Model):
     def call(self, images: Any) -> Any:
         return self.decoder(self.encoder(images)[:, : self.latent])
 
-    def train_step(self, data: Any) -> dict[str, Any]:
-        import tensorflow as tf
+    def losses_of(self, images: Any) -> tuple[Any, Any]:
+        """Returns the loss, and the divergence in it."""
+        encoded = self.encoder(images, training=True)
+        mean, log_variance = encoded[:, : self.latent], encoded[:, self.latent :]
+        noise = keras.random.normal(keras.ops.shape(mean), seed=self.seed)
+        decoded = self.decoder(mean + keras.ops.exp(0.5 * log_variance) * noise, training=True)
+        pixel_loss = keras.losses.binary_crossentropy(images, decoded)
+        reconstruction = keras.ops.mean(keras.ops.sum(pixel_loss, axis=(1, 2)))
+        terms = 1 + log_variance - keras.ops.square(mean) - keras.ops.exp(log_variance)
+        divergence = -0.5 * keras.ops.mean(keras.ops.sum(terms, axis=1))
+        return reconstruction + divergence, divergence
 
+    def train_step(self, data: Any) -> dict[str, Any]:
         images, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape() as tape:
-            encoded = self.encoder(images, training=True)
-            mean, log_variance = encoded[:, : self.latent], encoded[:, self.latent :]
-            noise = keras.random.normal(keras.ops.shape(mean), seed=self.seed)
-            decoded = self.decoder(mean + keras.ops.exp(0.5 * log_variance) * noise, training=True)
-            pixel_loss = keras.losses.binary_crossentropy(images, decoded)
-            reconstruction = keras.ops.mean(keras.ops.sum(pixel_loss, axis=(1, 2)))
-            terms = 1 + log_variance - keras.ops.square(mean) - keras.ops.exp(log_variance)
-            divergence = -0.5 * keras.ops.mean(keras.ops.sum(terms, axis=1))
-            loss = reconstruction + divergence
-        gradients = tape.gradient(loss, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        on_torch = keras.backend.backend() == "torch"
+        step = self._torch_step if on_torch else self._tensorflow_step
+        loss, divergence = step(images)
         self.loss_mean.update_state(loss)
         self.divergence_mean.update_state(divergence)
         return {metric.name: metric.result() for metric in self.metrics}
+
+    def _tensorflow_step(self, images: Any) -> tuple[Any, Any]:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss, divergence = self.losses_of(images)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return loss, divergence
+
+    def _torch_step(self, images: Any) -> tuple[Any, Any]:
+        import torch
+
+        self.zero_grad()
+        loss, divergence = self.losses_of(images)
+        loss.backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([weight.value.grad for weight in weights], weights)
+        return loss.detach(), divergence.detach()
 
 
 def build_vae() -> keras.Model:

@@ -40,6 +40,8 @@ _REFILL_S = 0.05
 #: Probes of the search for the least predicted peak; the last interval is at most the range divided
 #: by two to this power.
 _PROBES = 4
+#: Epochs of a plain ``fit``, and of one under a limit.
+_PLAIN_EPOCHS, _EPOCHS = 2, 3
 #: Limits that are tried, each above the one before, until ``fit`` keeps one.
 _LIMITS = 4
 
@@ -48,12 +50,14 @@ class Probe(StepWatch):
     """A watch that knows when the schedule changed.
 
     Args:
+        epochs: of this ``fit``.
+        batch_bytes: of one batch.
         callback: the ``RematAutotune`` of this ``fit``; listed after it, so that its plan can be
             looked at.
     """
 
-    def __init__(self, callback: Any = None):
-        super().__init__()
+    def __init__(self, epochs: int, batch_bytes: int, callback: Any = None):
+        super().__init__(watched_epoch=epochs - 1, batch_bytes=batch_bytes)
         self._remat = callback
         self.started_s = self.swapped_after_s = 0.0
         self._schedule: Any = None
@@ -211,13 +215,6 @@ def _memory_high_water(reset: bool = False) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _fit(model: keras.Model, data: Any, batch_size: int, callbacks: list[Any], epochs: int) -> None:
-    """On a CPU the whole data set is in the allocator's bytes; as tensors it is there once, in the
-    same place in every fit."""
-    gc.collect()  # what the fit before had is held by reference cycles
-    long_fit(model, **data, batch_size=batch_size, epochs=epochs, callbacks=callbacks)
-
-
 class Measurement:
     """Everything that is measured on one case."""
 
@@ -247,8 +244,9 @@ class Measurement:
         self._begin_anew = backend.snapshot(model)  # variables lie where they lie in a first fit
         # without a limit that bites the callback leaves the step alone, and tells what is resident
         # when it comes to plan
-        watching, probe = keras_remat.RematAutotune(batch_size="keep", verbose=0), Probe()
-        _fit(model, data, self.case.batch_size, [watching, probe], epochs=2)
+        watching = keras_remat.RematAutotune(batch_size="keep", verbose=0)
+        probe = self._probe(_PLAIN_EPOCHS)
+        self._fit(_PLAIN_EPOCHS, watching, probe)
         plain_peak = max(probe.peaks[1:])
         resident = max(probe.resident_bytes, watching.problem.profile.resident_bytes)
         self.result |= {"plain_peak_bytes": plain_peak, "resident_bytes": resident}
@@ -283,6 +281,17 @@ class Measurement:
         batches = models.batches(data, self.case.batch_size)
         take_turns(model, self.state, variants, batches, options["steps"], backend)
         self._compare(variants)
+
+    def _probe(self, epochs: int, callback: Any = None) -> Probe:
+        of_batch = sum(leaf.nbytes for leaf in keras.tree.flatten(self.case.steps(1)))
+        return Probe(epochs, of_batch, callback)
+
+    def _fit(self, epochs: int, *callbacks: Any) -> None:
+        """On a CPU the whole data set is in the allocator's bytes; as tensors it is there once, in
+        the same place in every fit."""
+        gc.collect()  # what the fit before had is held by reference cycles
+        told = {"batch_size": self.case.batch_size, "callbacks": list(callbacks)}
+        long_fit(self.model, **self.data, **told, epochs=epochs)
 
     def _plan(self, batch: Any) -> tuple[TracedStep, keras_remat.Problem, RunStep]:
         """Traces, profiles store-all steps and searches for the smallest limit; what that takes is
@@ -384,9 +393,9 @@ class Measurement:
             seed=options["seed"],
             verbose=0,
         )
-        probe = Probe(remat)
+        probe = self._probe(_EPOCHS, remat)
         try:
-            _fit(self.model, self.data, self.case.batch_size, [remat, probe], epochs=3)
+            self._fit(_EPOCHS, remat, probe)
         finally:
             row["events"] = [event.message for event in remat.report.events]
         plan = remat.plan
@@ -432,6 +441,8 @@ class Measurement:
 def _plain_step(model: keras.Model) -> RunStep:
     """Keras's own train function, one batch at a time."""
     function = model.make_train_function() or model.train_function
+    if keras.backend.backend() == "torch":  # it is given the loader's batches, not an iterator
+        return lambda batch: function([batch])
     return lambda batch: function(iter([batch]))
 
 

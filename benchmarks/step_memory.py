@@ -12,6 +12,9 @@ least predicted peak; a limit below 1.1 × the peak measured there is raised to 
 the measure for "loss difference", which is ours against plain. A model is trained by ``model.fit``
 with :class:`keras_remat.RematAutotune`; peaks are read by a callback beside it. ``--check`` holds
 the results against the bounds below and exits with 1 when one fails.
+
+``--backend torch`` measures on PyTorch. Of a CPU the bytes of the last epoch's steps are told
+there, by the profiler.
 """
 
 from __future__ import annotations
@@ -55,7 +58,6 @@ MODELS = (
     "mixed_float16",
 )
 
-
 #: What ``--check`` demands: of every predicted peak, and of their median; of losses, relative
 #: to plain steps'; of geometric means of times over the CNNs, at 0.5 and without recomputation; of
 #: what planning takes in memory.
@@ -69,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = command_line(__doc__)
     add_names(result, "--models", MODELS)
+    result.add_argument("--backend", choices=("tensorflow", "torch"), default="tensorflow")
     result.add_argument(
         "--budgets",
         type=_budgets,
@@ -121,7 +124,7 @@ def run_case(name: str, options: dict[str, Any], timeout_s: float) -> dict[str, 
     started = time.perf_counter()
     try:
         told = json.dumps(options | {"model": name})
-        result = row_of("step_case.py", told, timeout_s=timeout_s)
+        result = row_of("step_case.py", told, timeout_s=timeout_s, KERAS_BACKEND=options["backend"])
     except Failed as error:
         return {"model": name, "error": str(error)}
     return result | {"wall_s": time.perf_counter() - started}
@@ -292,6 +295,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.quick:
         budgets, steps, solve_s = ("0.5",), 4, min(3.0, solve_s)
     options = {
+        "backend": arguments.backend,
         "budgets": budgets,
         "steps": steps,
         "solver": arguments.solver,
@@ -301,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
         "probe_time_limit_s": 2.0 if arguments.quick else 4.0,
     }
     solved = f"solver {arguments.solver}, {solve_s:g} s"
-    header = f"{machine()}; {solved}; {steps} steps; margin {arguments.margin:.0%}"
+    header = f"{machine(arguments.backend)}; {solved}; {steps} steps; margin {arguments.margin:.0%}"
     print(header, head(COLUMNS, left=2), sep="\n", flush=True)
     results = []
     for name in arguments.models:
