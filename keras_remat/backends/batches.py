@@ -50,7 +50,7 @@ def example_batch(
         UnsupportedModelError: a sparse or ragged array, spec or input.
         UnknownBatchError: an int, and inputs or targets that do not follow from the model.
         ValueError: an int that is not positive or not the model's fixed batch size, arrays without
-            samples, or a shape that is not fully known.
+            samples or of another shape than the model's inputs, or a shape that is not fully known.
         TypeError: a bool, another type, or numbers and lists in the place of arrays.
     """
     import keras
@@ -74,7 +74,49 @@ def example_batch(
     arrays = keras.tree.map_structure(lambda leaf: _array(leaf, rng), batch)
     if batch_size_of(arrays) == 0:
         raise ValueError("batch must have samples, got arrays without any")
+    check_shapes(model, arrays)
     return arrays
+
+
+def check_shapes(model: Any, batch: Any) -> None:
+    """Raises :class:`ValueError` where arrays have another shape, without the batch, than their
+    inputs of a functional or built Sequential model that trains as Keras's models do.
+
+    Args:
+        batch: ``(x, y[, sample_weight])`` or ``x``, of arrays or specs with every dimension.
+    """
+    import keras
+
+    own_step = getattr(type(model), "train_step", None)
+    if own_step is None or not own_step.__module__.startswith("keras."):
+        return  # it may make anything of a batch
+    given = batch[0] if isinstance(batch, (tuple, list)) else batch
+    inputs = keras.tree.flatten(_symbolic(model)[0])
+    arrays = keras.tree.flatten(given)
+    if isinstance(given, dict) and all(getattr(t, "name", None) in given for t in inputs):
+        arrays = [given[tensor.name] for tensor in inputs]
+    if len(inputs) != len(arrays):
+        return  # Keras says what it makes of them
+    for tensor, array in zip(inputs, arrays, strict=True):
+        if tensor is None or array is None:
+            continue
+        wanted, shape = tuple(tensor.shape[1:]), tuple(array.shape[1:])
+        if not any(_may_be(wanted, one) for one in (shape, (*shape, 1), _without_last_one(shape))):
+            raise ValueError(
+                f"input {tensor.name!r} has the shape {wanted} without the batch, and the batch "
+                f"has {shape}: give arrays of the input's shape"
+            )
+
+
+def _without_last_one(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape as Keras takes it where the last dimension is one too many."""
+    return shape[:-1] if shape[-1:] == (1,) else shape
+
+
+def _may_be(wanted: tuple[int | None, ...], shape: tuple[int, ...]) -> bool:
+    return len(wanted) == len(shape) and all(
+        a in (None, b) for a, b in zip(wanted, shape, strict=True)
+    )
 
 
 def check_dense(leaf: Any) -> None:

@@ -141,6 +141,26 @@ def samples_counted(model: Any) -> int | None:
     return int(count.numpy())
 
 
+def attention_layers(model: Any) -> dict[Any, bool | None]:
+    """Returns the layers of a model that may leave attention to a library's kernel (flash
+    attention), and whether they ask for that; ``None`` where Keras decides."""
+    chosen = {layer: getattr(layer, "_flash_attention", False) for layer in layers(model)}
+    return {layer: asks for layer, asks in chosen.items() if asks is not False}
+
+
+@contextmanager
+def without_flash_attention(model: Any) -> Iterator[None]:
+    """Has a model's layers compute attention themselves."""
+    before = attention_layers(model)
+    try:
+        for layer in before:
+            layer._flash_attention = False
+        yield
+    finally:
+        for layer, chosen in before.items():
+            layer._flash_attention = chosen
+
+
 @contextmanager
 def wrapped(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Puts ``replacement`` in the place of a method, which becomes its first argument."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 from keras_remat.backends.versions import check_card_compiler
 from keras_remat.core.target import Target
@@ -84,7 +85,7 @@ def answer(request: Request, tell: Tell) -> None:
     sys.path += [folder for folder in request.search_path if folder not in sys.path]
     import keras
 
-    from keras_remat.backends.batches import batch_size_of, example_batch
+    from keras_remat.backends.batches import batch_size_of, check_shapes, example_batch
     from keras_remat.cards.rows import AskedStep
 
     initialize_with_zeros()
@@ -94,6 +95,7 @@ def answer(request: Request, tell: Tell) -> None:
     model.run_eagerly, model.jit_compile = False, True  # what is asked about is compiled
     if isinstance(batch, int):
         batch = example_batch(model, batch, seed=None)
+    check_shapes(model, batch)
     tell(BEGUN, (model.name, batch_size_of(batch)))
     step = AskedStep(
         model, batch, _card_backend(),
@@ -117,9 +119,18 @@ def _model_and_batch(request: Request) -> tuple[Any, Any]:
     if isinstance(request.model, str):
         try:
             return model_and_batch(request.model, request.batch, request.shapes, request.dtypes)
-        except (RematError, NamedModelError, OSError):
+        except (RematError, NamedModelError):
             raise
         except Exception as error:  # whatever a user's function or layers raise
+            if _wants_network(error):
+                raise UnsupportedModelError(
+                    f"{request.model!r} fetches what cannot be fetched here ({_told(error)}). "
+                    "Weights do not change the answer: build the model without them, with "
+                    "weights=None for instance; or build it once where there is a network, if it "
+                    "keeps what it fetched."
+                ) from error
+            if isinstance(error, OSError):
+                raise
             raise _not_taken(error) from error
 
     try:  # it is the caller's own model, so its functions are safe to load
@@ -156,9 +167,24 @@ def _own_classes(config: Any) -> dict[str, Any]:
     return found
 
 
+def _wants_network(error: BaseException | None) -> bool:
+    """Whether an exception, or what led to it, says that something was not fetched."""
+    while error is not None:
+        of_requests = type(error).__module__.split(".")[0] in ("requests", "httpx", "urllib3")
+        if isinstance(error, (URLError, ConnectionError)) or of_requests:
+            return True
+        if "URL fetch failure" in str(error):  # keras.utils.get_file
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def _not_taken(error: Exception) -> NotTakenError:
-    told = " ".join(str(error).split())[:300]
-    return NotTakenError(f"{type(error).__name__}: {told}")
+    return NotTakenError(_told(error))
 
 
 def _card_backend() -> Callable[[Target], Any]:

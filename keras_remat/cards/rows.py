@@ -124,11 +124,16 @@ class AskedStep:
 
     def _begin(self, target: Target, compiler: ThreadPoolExecutor) -> _Begun:
         """Has Keras's own step compiled for a card, beside what goes on here."""
+        backend = self._backend_of(target)
         usable = target.usable_bytes or target.total_bytes or 0
         row = CardRow(
-            card=target.card or target.device, usable_bytes=usable, plain_bytes=None, verdict=None
+            card=target.card or target.device,
+            usable_bytes=usable,
+            plain_bytes=None,
+            verdict=None,
+            remark=backend.check(self._model) or "",
         )
-        backend, problem = self._on(target)
+        problem = self._on(backend)
         compiled = compiler.submit(backend.written_plain(problem))
         return _Begun(row, Limit(usable, self._margin), backend, problem, compiled)
 
@@ -144,18 +149,15 @@ class AskedStep:
             self.layers = activations_by_layer(begun.problem)
         return row
 
-    def _on(self, target: Target) -> tuple[CardBackend, Problem]:
-        """Returns the step on a card with its costs there, and the backend that compiles it."""
-        backend = self._backend_of(target)
+    def _on(self, backend: CardBackend) -> Problem:
+        """Returns the step with its costs on the card that a backend compiles for."""
         taken = (backend.taken_over(traced) for traced in self._traced)
         traced = next((step for step in taken if step is not None), None)
         if traced is None:
-            backend.check(self._model)
             self._batch = backend.example_batch(self._model, self._batch)
             traced = backend.trace(self._model, self._batch)
             self._traced.append(traced)
-        problem = Problem(traced.graph, backend.estimated_profile(traced), name=self._model.name)
-        return backend, problem
+        return Problem(traced.graph, backend.estimated_profile(traced), name=self._model.name)
 
     def _judged(self, begun: _Begun) -> CardRow:
         """Returns a row with its verdict, and with what that rests on."""
@@ -223,11 +225,11 @@ class AskedStep:
         backend, problem, limit = begun.backend, begun.problem, begun.limit
         fixed = fixed_batch(self._model)
         if fixed is not None:
-            return replace(row, remark=f"The model takes batches of {fixed[1][0]} samples only.")
+            return _and_told(row, f"The model takes batches of {fixed[1][0]} samples only.")
         try:
             scaling = self._scaling(backend, problem)
         except UnsupportedModelError as error:
-            return replace(row, remark=f"Other batches are not known: {error}")
+            return _and_told(row, f"Other batches are not known: {error}")
         try:
             search = search_batch_size(
                 scaling, batch_size_of(self._batch), limit, backend,
@@ -248,3 +250,8 @@ class AskedStep:
         if problem.graph.has_ops_of(double):
             return BatchScaling(problem, size, double, 2 * size)
         return batch_scaling(backend, self._model, problem, self._batch)  # tries other sizes
+
+
+def _and_told(row: CardRow, sentence: str) -> CardRow:
+    """Returns a row that says one sentence more."""
+    return replace(row, remark=f"{row.remark} {sentence}".lstrip())

@@ -203,7 +203,9 @@ def traced_model(
         UnsupportedModelError: the model cannot be rematerialized.
         ValueError, TypeError: wrong arguments.
     """
-    backend.check(model)
+    remark = backend.check(model)
+    if remark and target is not None and not target.is_live:
+        warnings.warn(remark, stacklevel=2)
     gc.collect()  # steps that ran before are in reference cycles
     if memory_limit is None and target is not None:
         memory_limit = target.usable_bytes

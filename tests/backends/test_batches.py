@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from keras_remat.backends.batches import batch_bytes, batch_size_of, example_batch, fixed_batch
+from keras_remat.backends.batches import (
+    batch_bytes,
+    batch_size_of,
+    check_shapes,
+    example_batch,
+    fixed_batch,
+)
 from keras_remat.errors import UnknownBatchError, UnsupportedModelError
 
 
@@ -237,3 +243,19 @@ def test_a_model_without_a_loss_has_no_targets():
     own.compile("sgd")
     with pytest.raises(UnknownBatchError, match=r"no targets follow.*give a batch"):
         example_batch(own, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"), [((5, 8), True), ((5, 8, 1), True), ((5, 9), False), ((5, 4, 8), False)]
+)
+def test_arrays_have_the_shapes_of_the_model_s_inputs(shape, fits):
+    """Or one dimension of 1 more, which Keras takes off."""
+    inputs = keras.Input((8,), name="features")
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    batch = np.zeros(shape, "float32"), np.zeros((5, 1), "float32")
+    if fits:
+        check_shapes(model, batch)
+        check_shapes(model, ({"features": batch[0], "unread": np.zeros((5, 99))}, batch[1]))
+    else:
+        with pytest.raises(ValueError, match=r"input 'features' has the shape \(8,\)"):
+            check_shapes(model, batch)

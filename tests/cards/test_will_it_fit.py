@@ -4,6 +4,7 @@ The process is real in one test, which asks about CPUs, so that it needs no comp
 """
 
 import pickle
+import urllib.error
 from dataclasses import replace
 
 import keras
@@ -225,6 +226,34 @@ def test_a_model_in_tensorflow_s_own_ops():
         assert row.verdict == FITS
         assert 2 * MIB < row.plain_bytes < 64 * MIB
         assert row.max_batch_planned >= row.max_batch_plain > 2**15
+
+
+def unreachable():
+    """A function that fetches weights."""
+    raise urllib.error.URLError("no route to host")
+
+
+def unreachable_hub():
+    try:
+        raise ConnectionRefusedError("a hub")
+    except ConnectionRefusedError as error:
+        raise RuntimeError("could not load the preset") from error
+
+
+@pytest.mark.parametrize("function", [unreachable, unreachable_hub])
+def test_a_model_that_is_fetched_where_no_network_is(function):
+    request = request_of(f"{__name__}:{function.__name__}", batch=None)
+    with pytest.raises(UnsupportedModelError, match=r"cannot be fetched here .* weights=None"):
+        process._model_and_batch(request)
+
+
+def test_a_batch_of_another_shape_is_told_before_anything_is_traced():
+    config = keras.saving.serialize_keras_object(model_of())
+    batch = ArraySpec((8, 32), "float32"), ArraySpec((8, 10), "float32")
+    told = []
+    with pytest.raises(ValueError, match=r"shape \(64,\) without the batch.* has \(32,\)"):
+        process.answer(request_of(config, batch=batch), lambda *what: told.append(what))
+    assert not told
 
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch):

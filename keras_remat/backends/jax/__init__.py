@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from keras_remat.backends import batches
 from keras_remat.backends.base import Installed, RunStep, StepRunner
+from keras_remat.backends.jax import attention
 from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax import trace as tracing
 from keras_remat.backends.jax.device import AbsentDevice, Device
@@ -103,7 +104,7 @@ class JaxBackend:
 
     def check(self, model: Any) -> str | None:
         tracing.check_supported(model)
-        return check_device(self.target)
+        return check_device(self.target) or attention.remark(model, self.target)
 
     is_out_of_memory = staticmethod(is_out_of_memory)
 

@@ -2,8 +2,8 @@
 
 Keras's train step comes as a few hundred calls (``jit``, ``custom_jvp_call``, ``remat`` …) of small
 jaxprs. A planner must see through them, so calls are inlined; control flow (``while``, ``scan``,
-``cond``) is one equation each and carried whole. A ``remat`` the user wrote is inlined too: what it
-recomputes is the planner's decision now.
+``cond``) is one equation each and carried whole. A ``remat`` the user wrote is inlined too, and
+what it names or holds back is read directly: what is recomputed is the planner's decision now.
 
 Dead equations are dropped and equal ones merged. XLA would do both, and a graph with equations that
 will not exist plans for memory that will not be used.
@@ -100,6 +100,9 @@ def flatten(closed: Any) -> FlatProgram:
             stack = private.name_stack(eqn)
             inner_scope = f"{scope}/{stack}" if scope and stack else scope or stack
             inputs = [read(a) for a in eqn.invars]
+            if private.is_identity(eqn, inner_scope):
+                env.update(zip(eqn.outvars, inputs, strict=True))
+                continue
             called = private.called_jaxpr(eqn)
             if called is not None:
                 env.update(zip(eqn.outvars, walk(*called, inputs, inner_scope), strict=True))

@@ -1,7 +1,7 @@
 """What JAX calls the operations that the model of XLA's fusion
 (:mod:`keras_remat.backends.xla.fusion`) knows; tables, no logic."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +80,46 @@ def is_emulated(dtype: Any, target: Target) -> bool:
     capability = target.capability
     old = target.on_gpu and capability is not None and capability < TRITON_CAPABILITY
     return old and str(dtype) == "bfloat16"
+
+
+def is_of_transposed(params: Mapping[str, Any]) -> bool:
+    """Whether the gradient of a kernel is that of a transposed convolution's, whose image is
+    dilated and whose gradient is not; one of groups is not told apart."""
+    groups = max(params["feature_group_count"], params["batch_group_count"])
+    strides = max([*params["window_strides"], *params["rhs_dilation"]], default=1)
+    return max(params["lhs_dilation"], default=1) > 1 and groups == strides == 1
+
+
+def turned(
+    params: Mapping[str, Any], image: Sequence[int], gradient: Sequence[int]
+) -> dict[str, Any]:
+    """Returns the parameters with which the gradient slides over the dilated image, in place of the
+    image over the gradient; the result is turned round.
+
+    Args:
+        params: of an equation that :func:`is_of_transposed`.
+        image: shape of its first input.
+        gradient: shape of its second one.
+    """
+    numbers, dilation = params["dimension_numbers"], params["lhs_dilation"]
+    of_image, of_gradient, of_kernel = numbers
+    padding = []
+    for (low, high), apart, i, g in zip(
+        params["padding"], dilation, of_image[2:], of_gradient[2:], strict=True
+    ):
+        reach = low + high + (image[i] - 1) * apart + 1 - gradient[g]  # the kernel's size less 1
+        padding.append((reach - low, reach - high))
+    same = ("window_strides", "feature_group_count", "batch_group_count", "precision")
+    return {key: params[key] for key in (*same, "preferred_element_type")} | {
+        "padding": tuple(padding),
+        "lhs_dilation": (1,) * len(padding),
+        "rhs_dilation": dilation,
+        "dimension_numbers": numbers._replace(
+            lhs_spec=of_gradient,
+            rhs_spec=of_image,
+            out_spec=(of_kernel[1], of_kernel[0], *of_kernel[2:]),
+        ),
+    }
 
 
 def reads_a_copy(params: Mapping[str, Any], dtype: Any, target: Target) -> bool:

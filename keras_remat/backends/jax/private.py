@@ -51,9 +51,17 @@ _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """The parameters that hold it."""
 
 
+HIGH_CALL = "call_hi_primitive"
+"""Calls what has its own rules for differentiation, such as ``jax.checkpoint`` with
+``jax_remat3``."""
+
+
 def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     """Returns the jaxpr an equation merely calls and its constants, or ``None`` when the equation
     is an operation."""
+    if eqn.primitive.name == HIGH_CALL:
+        expanded = _expanded(eqn.params["_prim"])
+        return expanded.jaxpr, expanded.consts
     held = [eqn.params[parameter] for parameter in _CALLED if parameter in eqn.params]
     if eqn.primitive.name not in CALLS or not held:
         return None
@@ -61,6 +69,33 @@ def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     if isinstance(inner, core.ClosedJaxpr):
         return inner.jaxpr, inner.consts
     return inner, ()
+
+
+def is_identity(eqn: Any, scope: str) -> bool:
+    """Returns whether an equation's outputs are its inputs, and all that it says is what a
+    ``jax.checkpoint`` is to keep, or to compute late: the planner decides that.
+
+    Args:
+        eqn: of a jaxpr.
+        scope: it was traced under. A barrier of the forward phase is the user's own.
+    """
+    name = eqn.primitive.name
+    return name == "name" or (name == "optimization_barrier" and is_backward(scope))
+
+
+def is_backward(scope: str) -> bool:
+    """Returns whether what was traced under a scope was traced by differentiation."""
+    return "transpose(" in scope
+
+
+def _expanded(called: Any) -> Any:
+    """Returns what a :data:`HIGH_CALL` computes, as a closed jaxpr."""
+
+    def run(*leaves: Any) -> Any:
+        return called.expand(*jax.tree.unflatten(called.in_tree, leaves))
+
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in called.in_avals_flat]
+    return jax.make_jaxpr(run)(*shapes)
 
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
@@ -216,6 +251,13 @@ def _address(array: jax.Array) -> Any:
     if array.is_deleted() or len(array.sharding.device_set) > 1:
         return object()
     return array.sharding, array.unsafe_buffer_pointer()
+
+
+def lacks_cudnn(error: Exception) -> bool:
+    """Returns whether an exception of tracing says that cuDNN's attention is not to be had: no
+    cuDNN, or no GPU that it runs on."""
+    told = str(error)
+    return "cudnn" in told.lower() or "Require at least Ampere" in told
 
 
 def is_ref(constant: Any) -> bool:

@@ -24,7 +24,9 @@ from keras_remat.backends.jax.kinds import (
     POOLING_PIECES,
     in_pieces,
     is_emulated,
+    is_of_transposed,
     reads_a_copy,
+    turned,
 )
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
@@ -165,6 +167,11 @@ def _gpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
         if is_emulated(image.dtype, traced.target):
             # a result is converted when the rest is no longer needed
             return copied + sum(EMULATED * program.sizes[number] for number in reads)
+        if equation.kind == KERNEL_GRADIENT and is_of_transposed(params):
+            gradient = program.avals[reads[1]]
+            other = turned(params, image.shape, gradient.shape)
+            uneven = reads_a_copy(other, gradient.dtype, traced.target)
+            return copied + (_padded_bytes(other, gradient) if uneven else 0)
         if strided:  # the input gradient of a convolution is no padded image unless it is grouped
             return copied + (_padded_bytes(params, image) if grouped else 0)
         uneven = reads_a_copy(params, image.dtype, traced.target)

@@ -13,6 +13,7 @@ random ones included (the seed is an input).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from keras_remat.backends import keras_private
 from keras_remat.backends.batches import check_dense
-from keras_remat.backends.jax import private
+from keras_remat.backends.jax import attention, private
 from keras_remat.backends.jax.accumulate import accumulated_train_step
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import kinds_of
@@ -45,7 +46,8 @@ class JaxTracedStep(FusedStep):
         out_tree: structure of ``(logs, state)``.
         model: whose ``train_step`` it is.
         micro_batches: in how many micro-batches it trains the batch.
-        pieces_step: ``(state, batch) → (logs, state)``, what was traced where there are several.
+        other_step: ``(state, batch) → (logs, state)``, what was traced where it is not the model's
+            own: of several micro-batches, or with another attention.
         mesh: the devices it trains on, where they are several; else ``None``.
         layouts: how every number of the program lies on them.
         target: where it will run.
@@ -58,7 +60,7 @@ class JaxTracedStep(FusedStep):
     out_tree: Any
     model: Any
     micro_batches: int
-    pieces_step: Callable[[Any, Any], Any] | None
+    other_step: Callable[[Any, Any], Any] | None
     mesh: Any
     layouts: tuple[Layout, ...]
     target: Target
@@ -69,7 +71,7 @@ class JaxTracedStep(FusedStep):
 
         The model's own is not kept: see :meth:`~keras_remat.backends.jax.device.Device.own_step`.
         """
-        step: Callable[[Any, Any], Any] = self.pieces_step or self.model.train_step
+        step: Callable[[Any, Any], Any] = self.other_step or self.model.train_step
         return step
 
 
@@ -131,7 +133,8 @@ def trace(
 
     Raises:
         UnsupportedModelError: not compiled, eager, a sparse batch, micro-batches or a card under a
-            ``keras.distribution``, variables on another device, or a step that cannot be cut.
+            ``keras.distribution``, variables on another device, a step that cannot be cut, or
+            attention that only a device with cuDNN has.
     """
     check_supported(model)
     for leaf in keras.tree.flatten(batch):
@@ -147,14 +150,21 @@ def trace(
             "laid over the devices anew."
         )
     batch_specs = as_specs(batch)
-    keras_private.build(model, batch_specs)
-    state_specs = private.state_specs(model, state)
-    pieces_step = None if micro_batches == 1 else accumulated_train_step(model, micro_batches)
-    if keras.distribution.distribution() is None:
-        check_placed(private.state_values(model) if state is None else state)
-    train_step = pieces_step or own_step or model.train_step
-    with watched_micro_batches(model, micro_batches, jax.ensure_compile_time_eval) as differences:
-        closed, out_shape = jax.make_jaxpr(train_step, return_shape=True)(state_specs, batch_specs)
+    other_step = None if micro_batches == 1 else accumulated_train_step(model, micro_batches)
+    if not target.is_live and keras_private.attention_layers(model):
+        other_step = attention.without_cudnn(model, other_step or model.train_step)
+    with nullcontext() if target.is_live else attention.refused(model):
+        keras_private.build(model, batch_specs)
+        state_specs = private.state_specs(model, state)
+        if keras.distribution.distribution() is None:
+            check_placed(private.state_values(model) if state is None else state)
+        train_step = other_step or own_step or model.train_step
+        with watched_micro_batches(
+            model, micro_batches, jax.ensure_compile_time_eval
+        ) as differences:
+            closed, out_shape = jax.make_jaxpr(train_step, return_shape=True)(
+                state_specs, batch_specs
+            )
     program = flatten(closed)
     mesh = mesh_of((state_specs, batch_specs))
     lying: tuple[Layout, ...] = ()
@@ -167,7 +177,7 @@ def trace(
         program,
         kinds_of(target),
         list(enumerate(program.outputs[n_logs:])),  # the new state, in the old one's order
-        lambda e: "transpose(" in e.scope,
+        lambda e: private.is_backward(e.scope),
         None if like is None else like.program,
     )
     return JaxTracedStep(
@@ -181,7 +191,7 @@ def trace(
         out_tree=jax.tree.structure(out_shape),
         model=model,
         micro_batches=micro_batches,
-        pieces_step=pieces_step,
+        other_step=other_step,
         mesh=mesh,
         layouts=lying,
         target=target,

@@ -23,7 +23,9 @@ from keras_remat.backends.jax.kinds import (
     SCAN,
     in_pieces,
     is_emulated,
+    is_of_transposed,
     reads_a_copy,
+    turned,
 )
 from keras_remat.backends.jax.sharding import Layout
 from keras_remat.backends.jax.trace import JaxTracedStep
@@ -136,6 +138,9 @@ class GpuWriter(JaxWriter):
         if equation.kind == POOLING_GRADIENT:
             with jax.named_scope(equation.scope):
                 return [_with_late_zero(equation.source.params, *inputs)]
+        if equation.kind == KERNEL_GRADIENT and is_of_transposed(equation.source.params):
+            with jax.named_scope(equation.scope):
+                return [_row_major(_transposed_kernel_gradient(equation.source.params, *inputs))]
         if equation.kind == CONVOLUTION and self._is_given(equation.inputs[1]):
             image, kernel = inputs
             inputs = [image, self.guard(kernel, self.never([image]))]
@@ -247,6 +252,19 @@ def _with_late_zero(params: Any, gradient: Any, image: Any) -> Any:
     """
     zero = lax.convert_element_type(never([gradient]), gradient.dtype)
     return private.select_and_scatter_add(params, image, gradient, zero)
+
+
+def _transposed_kernel_gradient(params: Any, image: Any, gradient: Any) -> Any:
+    """The gradient of a transposed convolution's kernel, written as that of the convolution that it
+    transposes: the two change places, and the result is turned round.
+
+    As JAX writes it, the dilated image is what slides over the gradient; cuDNN has no such call, so
+    XLA:GPU copies both, zeros and padding included, with channels for samples.
+    """
+    result = lax.conv_general_dilated(
+        gradient, image, **turned(params, image.shape, gradient.shape)
+    )
+    return lax.rev(result, params["dimension_numbers"].out_spec[2:])
 
 
 def writer_of(traced: JaxTracedStep) -> JaxWriter:

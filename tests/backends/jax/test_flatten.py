@@ -1,12 +1,14 @@
 """A jaxpr as a flat list of equations: what is inlined, merged, dropped and numbered, and that the
 numbers stay the same."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from keras_remat.backends.jax import private
@@ -14,6 +16,20 @@ from keras_remat.backends.jax.flatten import flatten, nbytes
 from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT
 
 VECTOR = jax.ShapeDtypeStruct((4,), "float32")
+
+
+@contextmanager
+def remat_primitives(enabled):
+    """Has ``jax.checkpoint`` written as what is on its way to being JAX's default."""
+    if not enabled:
+        yield
+        return
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_remat3", before)
 
 
 def flat(function, *specs):
@@ -89,6 +105,39 @@ def test_calls_are_inlined_and_compute_the_same(name):
         program = flat(whole)
         assert not set(kinds(program)) & set(private.CALLS)
         np.testing.assert_allclose(run(program, x)[0], whole(x), rtol=1e-6)
+
+
+def named(x):
+    return jnp.cos(checkpoint_name(jnp.sin(jnp.tanh(x @ WEIGHTS)), "kept"))
+
+
+@pytest.mark.parametrize("as_primitives", [False, True])
+def test_what_a_remat_recomputes_is_not_decided_before(as_primitives):
+    """As JAX writes it today and with ``jax_remat3``, where barriers hold back what it computes
+    again, its names are calls, and what is not differentiated is one."""
+    if as_primitives and not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this version of JAX has no jax_remat3")
+
+    def of(block):
+        def function(x):
+            gradient = jax.grad(lambda x: block(block(x)).sum())(x)
+            return gradient, block(x)
+
+        return jax.make_jaxpr(function)(VECTOR)
+
+    with remat_primitives(as_primitives):
+        before, inside = of(named), of(jax.checkpoint(named))
+    names = {eqn.primitive.name for eqn in inside.eqns}
+    assert names & ({private.HIGH_CALL} if as_primitives else set(private.CALLS))
+    assert sorted(kinds(flatten(inside))) == sorted(kinds(flatten(before)))
+    x = jnp.asarray([0.5, -1.0, 2.0, 0.25])
+    for result, wanted in zip(run(flatten(inside), x), run(flatten(before), x), strict=True):
+        np.testing.assert_allclose(result, wanted, rtol=1e-6)
+
+
+def test_a_barrier_of_the_forward_phase_stays():
+    program = flat(jax.grad(lambda x: jnp.sin(jax.lax.optimization_barrier(x) * 2.0).sum()))
+    assert kinds(program).count("optimization_barrier") == 1
 
 
 def test_control_flow_is_one_equation_and_carried_whole():

@@ -1,13 +1,25 @@
 """What XLA does to JAX's operations, by target: rules read in buffer assignments of XLA:GPU."""
 
+import jax
+import jax.numpy as jnp
 import jax_models as models
 import keras
+import numpy as np
 import pytest
 from keras import layers
 
-from keras_remat.backends.jax.kinds import is_emulated, kinds_of, reads_a_copy
+from keras_remat.backends.jax import private
+from keras_remat.backends.jax.flatten import flatten
+from keras_remat.backends.jax.kinds import (
+    KERNEL_GRADIENT,
+    is_emulated,
+    is_of_transposed,
+    kinds_of,
+    reads_a_copy,
+)
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
+from keras_remat.backends.jax.writer import GpuWriter
 from keras_remat.cards.table import card
 from keras_remat.core.target import live
 
@@ -21,6 +33,37 @@ def test_what_a_convolution_reads_a_copy_of():
         assert reads_a_copy(uneven, "float16", card(name))
         assert reads_a_copy(even, "bfloat16", card(name)) == (name != "H100")
     assert not is_emulated("bfloat16", live("cpu", "a CPU"))
+
+
+@pytest.mark.parametrize(("padding", "size", "strides"), [("SAME", 3, 2), ("VALID", 2, 3)])
+def test_the_gradient_of_a_transposed_convolution_s_kernel(padding, size, strides):
+    """Written as that of the convolution it transposes, it is the same; no other is."""
+
+    def loss(kernel, image):
+        made = jax.lax.conv_transpose(image, kernel, (strides, strides), padding)
+        return jnp.sum(jnp.sin(made))
+
+    rng = np.random.default_rng(0)
+    kernel = jnp.asarray(rng.normal(size=(size, size, 5, 7)), "float32")
+    image = jnp.asarray(rng.normal(size=(3, 4, 5, 5)), "float32")
+    program = flatten(jax.make_jaxpr(jax.grad(loss))(kernel, image))
+    writer, env = GpuWriter(program, card("H100")), [kernel, image]
+    for at, equation in enumerate(program.equations):
+        inputs = [env[a] if isinstance(a, int) else a.val for a in equation.inputs]
+        results = private.bind(equation.source, inputs)
+        env += results
+        if equation.kind == KERNEL_GRADIENT:
+            assert is_of_transposed(equation.source.params)
+            written = jax.jit(lambda *given, at=at: writer.write(at, given))(*inputs)
+            np.testing.assert_allclose(written[0], results[0], rtol=1e-4, atol=1e-5)
+    assert env[program.outputs[0]].shape == kernel.shape
+    strided = jax.make_jaxpr(
+        jax.grad(
+            lambda k: jnp.sum(jnp.sin(jax.lax.conv(jnp.ones((2, 3, 8, 8)), k, (2, 2), "SAME")))
+        )
+    )(jnp.ones((4, 3, 3, 3)))
+    gradients = [e for e in flatten(strided).equations if e.kind == KERNEL_GRADIENT]
+    assert [is_of_transposed(e.source.params) for e in gradients] == [False]
 
 
 @pytest.fixture(scope="module")
