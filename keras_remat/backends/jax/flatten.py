@@ -70,8 +70,14 @@ def nbytes(aval: Any) -> int:
     return prod(map(int, aval.shape)) * int(aval.dtype.itemsize)
 
 
-def flatten(closed: Any) -> FlatProgram:
-    """Returns a closed jaxpr without calls, dead and duplicate equations."""
+def flatten(closed: Any, *, as_slices: bool = False) -> FlatProgram:
+    """Returns a closed jaxpr without calls, dead and duplicate equations.
+
+    Args:
+        closed: a ``ClosedJaxpr``.
+        as_slices: whether a ``split``, such as the gradient of a concatenation, is written as the
+            slices that XLA makes of it, each with a fate of its own.
+    """
     avals: list[Any] = [v.aval for v in closed.jaxpr.invars]
     n_inputs = len(avals)
     constant_numbers: dict[int, int] = {}
@@ -103,7 +109,7 @@ def flatten(closed: Any) -> FlatProgram:
             if private.is_identity(eqn, inner_scope):
                 env.update(zip(eqn.outvars, inputs, strict=True))
                 continue
-            called = private.called_jaxpr(eqn)
+            called = private.called_jaxpr(eqn, as_slices=as_slices)
             if called is not None:
                 env.update(zip(eqn.outvars, walk(*called, inputs, inner_scope), strict=True))
                 continue

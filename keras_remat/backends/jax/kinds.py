@@ -54,6 +54,7 @@ GPU_KINDS = replace(
     | {POOLING_GRADIENT},
     transposing=frozenset(),
     in_tuples=frozenset({CONVOLUTION, KERNEL_GRADIENT}),
+    cut=names("slice"),
     pooling_gradients={POOLING_GRADIENT: 1},
 )
 """On a GPU: pooling and concatenation take what they read into their own loops; cuDNN reads an

@@ -34,8 +34,7 @@ def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, A
         writer = writer_of(traced)
         writer.given(given)
         run = Run(traced, kinds_of(traced.target), writer, given, early)
-        for op_id in schedule.order:
-            run.op(op_id)
+        run.order(schedule.order)
         logs, new_state = jax.tree.unflatten(
             traced.out_tree, [run.output(a) for a in program.outputs]
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,9 +57,17 @@ HIGH_CALL = "call_hi_primitive"
 ``jax_remat3``."""
 
 
-def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+def called_jaxpr(eqn: Any, *, as_slices: bool = False) -> tuple[Any, Sequence[Any]] | None:
     """Returns the jaxpr an equation merely calls and its constants, or ``None`` when the equation
-    is an operation."""
+    is an operation.
+
+    Args:
+        eqn: of a jaxpr.
+        as_slices: whether a ``split`` is taken for a call of slices.
+    """
+    if as_slices and eqn.primitive.name == "split":
+        cut = _slices(eqn)
+        return cut.jaxpr, cut.consts
     if eqn.primitive.name == HIGH_CALL:
         expanded = _expanded(eqn.params["_prim"])
         return expanded.jaxpr, expanded.consts
@@ -96,6 +105,20 @@ def _expanded(called: Any) -> Any:
 
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in called.in_avals_flat]
     return jax.make_jaxpr(run)(*shapes)
+
+
+def _slices(eqn: Any) -> Any:
+    """Returns what a ``split`` computes, in slices, as a closed jaxpr."""
+    axis, ends = eqn.params["axis"], [*accumulate(eqn.params["sizes"])]
+
+    def run(x: Any) -> list[Any]:
+        return [
+            lax.slice_in_dim(x, begin, end, axis=axis)
+            for begin, end in zip([0, *ends], ends, strict=False)
+        ]
+
+    whole = eqn.invars[0].aval
+    return jax.make_jaxpr(run)(jax.ShapeDtypeStruct(whole.shape, whole.dtype))
 
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:

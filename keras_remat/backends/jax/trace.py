@@ -165,7 +165,7 @@ def trace(
             closed, out_shape = jax.make_jaxpr(train_step, return_shape=True)(
                 state_specs, batch_specs
             )
-    program = flatten(closed)
+    program = flatten(closed, as_slices=target.on_gpu)
     mesh = mesh_of((state_specs, batch_specs))
     lying: tuple[Layout, ...] = ()
     if mesh is not None:

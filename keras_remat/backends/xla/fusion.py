@@ -30,6 +30,7 @@ neither is modelled.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from keras_remat.backends.micro_batches import SEPARATION
+
+HELD_BYTES = 65536
+"""A smaller value is not held by a barrier: it costs no more than this to keep what it is made
+of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,8 @@ class Kinds:
         transposing: XLA:CPU makes a transposed copy of their first input.
         in_tuples: their result comes in a tuple with scratch memory, as that of a library's kernel
             on a GPU: no reader takes over its buffer.
+        cut: those of ``cheap`` that take a part of their input. Where a product comes before the
+            part is read, it exists: a barrier holds it, and what it is cut from is let go.
         pooling_gradients: which of their inputs is the image: what XLA:GPU computes of it alone can
             be larger than the gradient, and start long before it.
     """
@@ -125,6 +132,7 @@ class Kinds:
     reshapes: frozenset[str]
     transposing: frozenset[str] = frozenset()
     in_tuples: frozenset[str] = frozenset()
+    cut: frozenset[str] = frozenset()
     pooling_gradients: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -199,6 +207,7 @@ def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None)
     kept = {a for a in program.outputs if isinstance(a, int)}
     size = program.sizes if sizes is None else sizes
     in_memory = _read_from_memory(program, kinds, kept)
+    in_memory |= _waiting_parts(program, kinds, readers, size)
 
     chains: dict[int, _Chain] = {}
     result: list[Cluster] = []
@@ -259,6 +268,28 @@ def _read_from_memory(program: Program, kinds: Kinds, kept: set[int]) -> set[int
             elif equation.kind not in kinds.fusible and equation.kind not in kinds.reductions:
                 needed.add(number)
     return needed
+
+
+def _waiting_parts(
+    program: Program, kinds: Kinds, readers: dict[int, list[int]], size: Sequence[int]
+) -> set[int]:
+    """Numbers of the large parts of computed values that are read behind a product or the like."""
+    reads_memory = [
+        at
+        for at, e in enumerate(program.equations)
+        if e.kind not in kinds.fusible and e.kind not in kinds.reductions
+    ]
+    found = set()
+    for at, equation in enumerate(program.equations):
+        if equation.kind in kinds.cut and min(equation.reads, default=0) >= program.n_given:
+            (part,) = equation.outputs
+            if size[part] < HELD_BYTES:
+                continue
+            after = bisect_right(reads_memory, at)
+            end = max(readers[part], default=at)
+            if after < len(reads_memory) and reads_memory[after] < end:
+                found.add(part)
+    return found
 
 
 def _reader_count(

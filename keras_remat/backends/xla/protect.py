@@ -28,7 +28,8 @@ every reader where all of them can take it into their loops, however many values
 (``ComputeGloballyUnfusible`` in ``xla/service/instruction_fusion.cc``), and all of those then live
 until the last reader: a sum of residual branches that is recomputed, or read by the backward phase
 only, would exist nowhere, and what it was made of everywhere. A branch takes nothing into its loop,
-so what it reads exists. On a GPU an optimization barrier does the same.
+so what it reads exists. On a GPU an optimization barrier does the same, also for values with one
+reader (:mod:`keras_remat.backends.xla.holding`).
 
 On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says
 why).
@@ -46,7 +47,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from keras_remat.backends.xla.fused_graph import FusedStep
-from keras_remat.backends.xla.fusion import Equation, Kinds
+from keras_remat.backends.xla.fusion import HELD_BYTES, Equation, Kinds
+from keras_remat.backends.xla.holding import waiting
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
 
 SMALL_RESULT_BYTES = 16384
@@ -54,9 +56,6 @@ SMALL_RESULT_BYTES = 16384
 
 MAX_TRIGGERS = 6
 """Most values a trigger is made of; the newest are taken."""
-
-HELD_BYTES = 65536
-"""A smaller sum is not held: it costs no more than this to keep what it is made of."""
 
 STALE_OPS = 8
 """A spread bias makes do with a trigger that is this many ops old."""
@@ -177,8 +176,19 @@ class Run:
         self._trigger = 1  # the newest one's number; what is drawn before any depends on it, too
         self._guards: dict[_Value, _Value] = {}  # by what is guarded with the newest trigger
 
-    def op(self, op_id: int) -> None:
-        """Runs one position of the order."""
+    def order(self, order: Sequence[int]) -> None:
+        """Runs a whole order."""
+        held = waiting(self._graph, order, self._kinds) if self._writer.uses_barriers else ()
+        for at, op_id in enumerate(order):
+            self.op(op_id, waits=at in held)
+
+    def op(self, op_id: int, *, waits: bool = False) -> None:
+        """Runs one position of an order.
+
+        Args:
+            op_id: what runs.
+            waits: whether its result has to exist before it is read.
+        """
         op = self._graph.ops[op_id]
         again = op_id in self._ran
         early = all(self._numbers[v] in self._early for v in op.inputs)
@@ -188,7 +198,7 @@ class Run:
         else:
             results = self._chain(op_id, again)
             if self._writer.uses_barriers:
-                self._hold(op_id, results)
+                self._hold(op_id, results, waits=waits)
             else:
                 self._pin(op_id, results)
         for value_id in op.outputs:
@@ -237,14 +247,21 @@ class Run:
                 return
             (number,) = operands
 
-    def _hold(self, op_id: int, results: dict[int, _Value]) -> None:
-        """Replaces the sum of two large values that several ops read by one that exists.
+    def _hold(self, op_id: int, results: dict[int, _Value], *, waits: bool) -> None:
+        """Replaces the sum of two large values that several ops read, or what waits for its reader,
+        by one that exists.
 
         Args:
             op_id: an op that has just run.
             results: by number, all that it computed.
+            waits: whether it waits.
         """
         op, sizes = self._graph.ops[op_id], self._program.sizes
+        if waits:
+            number = self._numbers[op.outputs[0]]
+            held = results[number]
+            results[number] = replace(held, written=self._writer.hold(held.written))
+            return
         if not op.outputs or len(self._graph.readers[op.outputs[0]]) < 2:
             return
         number = self._numbers[op.outputs[0]]

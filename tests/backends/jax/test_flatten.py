@@ -135,6 +135,19 @@ def test_what_a_remat_recomputes_is_not_decided_before(as_primitives):
         np.testing.assert_allclose(result, wanted, rtol=1e-6)
 
 
+def test_a_split_is_slices_where_that_is_asked_for():
+    def function(x):
+        low, high = jnp.split(x, [1])
+        return jnp.sin(low).sum() + high.sum()
+
+    closed = jax.make_jaxpr(function)(VECTOR)
+    assert "split" in kinds(flatten(closed))
+    program = flatten(closed, as_slices=True)
+    assert kinds(program).count("slice") == 2
+    x = jnp.asarray([0.5, -1.0, 2.0, 0.25])
+    np.testing.assert_allclose(run(program, x)[0], function(x), rtol=1e-6)
+
+
 def test_a_barrier_of_the_forward_phase_stays():
     program = flat(jax.grad(lambda x: jnp.sin(jax.lax.optimization_barrier(x) * 2.0).sum()))
     assert kinds(program).count("optimization_barrier") == 1

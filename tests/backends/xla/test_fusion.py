@@ -145,6 +145,21 @@ def test_a_literal_is_no_read_and_a_separation_is_known():
     assert not Equation(None, "add", "a/b", (0,), (1,)).separates
 
 
+@pytest.mark.parametrize(("between", "exists"), [("dot", True), ("exp", False)])
+def test_a_part_that_waits_behind_a_product_exists(between, exists):
+    """The gradient of a skip connection, a part of that of a concatenation."""
+    kinds = replace(KINDS, cheap=KINDS.cheap | {"cut"}, cut=frozenset({"cut"}))
+    program = FlatProgram(LARGE)
+    whole = program.add("dot", 0)
+    part = program.add("cut", whole, nbytes=LARGE // 4)
+    given = program.add("cut", 0, nbytes=LARGE // 4)
+    late = program.add(between, whole, nbytes=LARGE // 4)
+    program.returns(program.add("add", part, given, late, nbytes=LARGE // 4))
+    made = [c.outputs for c in clusters(program, kinds)]
+    assert ((part,) in made) is exists
+    assert (given,) not in made
+
+
 def test_the_buffer_of_what_comes_in_a_tuple_is_not_taken_over():
     program = FlatProgram(LARGE)
     one = program.add("library", 0)

@@ -19,8 +19,7 @@ def ran(program, order=None, *, uses_branches=False, uses_barriers=False, early=
     writer = TextWriter(program, uses_branches=uses_branches, uses_barriers=uses_barriers)
     given = [Written(f"x{n}", n) for n in range(program.n_given)]
     run = Run(FusedStep(graph, handles, program, numbers), kinds, writer, given, early)
-    for op_id in range(len(graph.ops)) if order is None else order:
-        run.op(op_id)
+    run.order(range(len(graph.ops)) if order is None else order)
     return [run.output(atom) for atom in program.outputs], writer
 
 
@@ -180,6 +179,25 @@ def test_a_sum_that_two_ops_read_is_behind_a_barrier_where_barriers_last():
     (out,), _ = ran(program, uses_barriers=True)
     held = "dot(hold(add(dot(x0), dot(x0))))"
     assert out.text == f"call({held}, {held})"
+
+
+def test_what_waits_behind_a_product_is_held_where_its_inputs_are_let_go():
+    program = FlatProgram(LARGE)
+    one, other = program.add("dot", 0), program.add("dot", 0)
+    total = program.add("exp", program.add("add", one, other))
+    late = program.add("dot", 0)
+    program.returns(program.add("call", total, late))
+    (out,), _ = ran(program, uses_barriers=True)
+    assert "hold(exp(add(dot(x0), dot(x0))))" in out.text
+    (out,), _ = ran(program, [0, 1, 3, 2, 4], uses_barriers=True)
+    assert "hold" not in out.text, "nothing comes between"
+    program.returns(program.add("call", out_of(program), one, other))
+    (out,), _ = ran(program, uses_barriers=True)
+    assert "hold" not in out.text, "what it is made of is kept all the same"
+
+
+def out_of(program):
+    return program.outputs[0]
 
 
 def test_the_image_of_a_kernel_gradient_is_guarded_only_where_it_is_transposed():

@@ -149,8 +149,7 @@ class LoweredStep:
                 [*leaves, *variables, *map(private.capture, stateless.captured)],
                 range(batch, program.n_given),
             )
-            for op_id in schedule.order:
-                run.op(op_id)
+            run.order(schedule.order)
             for number, atom in stateless.written.items():
                 tf.raw_ops.AssignVariableOp(
                     resource=stateless.handles[number - batch], value=run.output(atom)
