@@ -13,6 +13,13 @@ what the plan needs that keeps to it. A limit below the floor of the step has no
     python benchmarks/cards.py --cards H100,T4 --models unet --at 0.5,0.35 --json rows.jsonl
     python benchmarks/cards.py --framework tensorflow --cards H100 --at 0.5 --check
 
+``--peers`` sets others beside plans, each at the bytes that it takes itself: ``jax.checkpoint``
+around parts of a model, XLA's own rematerialization, ``keras.RematScope``
+(:mod:`cards_peers`). FLOPs, bytes moved and time are counted from the compiled modules, so what a
+plan's guards and barriers cost is in them; all are shares of the plain step's.
+
+    python benchmarks/cards.py --peers --cards H100 --models vae,bert --json peers.jsonl
+
 On TensorFlow the step is that of ``jit_compile=True``, lowered to HLO and compiled by the same
 compiler; four models stand for all.
 
@@ -25,6 +32,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,6 +80,24 @@ COLUMNS = {
     "overhead": ("overhead", "+.1%"),
     "status": ("status", ""),
 }
+
+
+#: The same with ``--peers``.
+PEER_COLUMNS = {
+    "model, batch": ("case", ""),
+    "card": ("card", ""),
+    "peer": ("peer", ""),
+    "MiB": ("peer_bytes", "MiB"),
+    "FLOPs": ("peer_flops_share", ".2f"),
+    "bytes moved": ("peer_moved_share", ".2f"),
+    "time": ("peer_s_share", ".2f"),
+    "ours, MiB": ("ours_bytes", "MiB"),
+    "FLOPs ": ("ours_flops_share", ".2f"),
+    "bytes moved ": ("ours_moved_share", ".2f"),
+    "time ": ("ours_s_share", ".2f"),
+    "status": ("status", ""),
+}
+COUNTED = {"flops": "FLOPs", "moved": "bytes moved"}
 
 
 def error_of(row: dict[str, Any]) -> float | None:
@@ -139,6 +165,61 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "; ".join(told)
 
 
+def peer_line(row: dict[str, Any]) -> str:
+    """Returns a row of the table of peers."""
+    told = row | {"case": f"{row['name']}, {row.get('batch_size', '?')}"}
+    for whose in ("peer", "ours"):
+        for what in (*COUNTED, "s"):
+            counted, plain = row.get(f"{whose}_{what}"), row.get(f"plain_{what}")
+            told[f"{whose}_{what}_share"] = counted / plain if counted and plain else None
+    if row.get("ours") not in (None, "kept"):
+        told["status"] = f"ours {row['ours']}"
+    return line_of(cells_of(told, PEER_COLUMNS.values(), ""))
+
+
+def peer_failures(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns where a plan computes or moves more than a peer at its bytes, a sentence each."""
+    return [
+        f"{row['name']} on {row['card']}: {row[f'ours_{what}'] / row[f'peer_{what}'] - 1:.0%} "
+        f"more {called} than {row['peer']}"
+        for row in rows
+        if row.get("ours") == "kept"
+        for what, called in COUNTED.items()
+        if row[f"ours_{what}"] > row[f"peer_{what}"]
+    ]
+
+
+def measured_peers(
+    name: str, card: str, known: list[dict[str, Any]], options: Any
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of one model's peers on one card that are not known."""
+    there = [row["peer"] for row in known if (row["name"], row["card"]) == (name, card)]
+    words = {"name": name, "card_name": card, "seconds": options.seconds, "known": there}
+    try:
+        yield from printed_by(
+            "cards_peers.py", json.dumps(words), timeout_s=options.timeout, KERAS_BACKEND="jax"
+        )
+    except Failed as error:
+        print(f"{name} on {card}: {error}", file=sys.stderr)
+
+
+def with_peers(options: Any) -> int:
+    """Compiles what is missing of the table of peers, and writes it."""
+    known, report, shown = kept(options.json), Report(), []
+    of = f"Keras on JAX, float32; XLA:GPU of JAX {version_of('jax')}"
+    report.add(of, "", head(PEER_COLUMNS, 3))
+    for name in options.models.split(",") if options.models else MODELS:
+        for card in options.cards.split(","):
+            for row in measured_peers(name, card, known, options):
+                keep(row, options.json)
+                known.append(row)
+            of_case = [row for row in known if (row["name"], row["card"]) == (name, card)]
+            report.add(*map(peer_line, of_case))
+            shown += of_case
+    report.write(options.output)
+    return failed(peer_failures(shown), options.check)
+
+
 def measured(name: str, card: str, shares: tuple[float, ...], options: Any) -> Any:
     """Yields the rows of one model on one card; a failure is a row for each share."""
     words = {"name": name, "card_name": card, "shares": shares}
@@ -174,6 +255,7 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--policy", default="float32", help="a dtype policy of Keras's")
     words.add_argument("--seconds", type=float, default=30.0, help="of solving for one limit")
     words.add_argument("--timeout", type=float, default=1800.0, help="seconds for model and card")
+    words.add_argument("--peers", action="store_true", help="others beside plans, at equal bytes")
     words.add_argument("--json", type=Path, metavar="FILE.jsonl", help="rows, added as they come")
     words.add_argument("--output", type=Path, metavar="FILE.md", help="the table")
     words.add_argument("--check", action="store_true", help="exit with 1 when a bound fails")
@@ -183,6 +265,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Compiles what is missing, and writes the table."""
     options = parser().parse_args()
+    if options.peers:
+        return with_peers(options)
     shares = tuple(map(float, options.at.split(",")))
     known = {key_of(row): row for row in kept(options.json)}
     shown, report = [], Report()

@@ -13,7 +13,7 @@ CONVOLUTION = "conv_general_dilated"
 KERNEL_GRADIENT = "conv_kernel_gradient"
 """A ``conv_general_dilated`` that sums over the samples."""
 
-SCAN = "scan"
+PRODUCT, SCAN = "dot_general", "scan"
 
 KINDS = Kinds(
     views=names("""
@@ -71,7 +71,7 @@ def kinds_of(target: Target) -> Kinds:
     if not target.on_gpu:
         return KINDS
     if target.capability is not None and target.capability < TRITON_CAPABILITY:
-        return replace(GPU_KINDS, in_tuples=GPU_KINDS.in_tuples | names("dot_general"))
+        return replace(GPU_KINDS, in_tuples=GPU_KINDS.in_tuples | {PRODUCT})
     return GPU_KINDS
 
 

@@ -22,9 +22,11 @@ from keras_remat.backends.jax.kinds import (
     KINDS,
     POOLING_GRADIENT,
     POOLING_PIECES,
+    PRODUCT,
     in_pieces,
     is_emulated,
     is_of_transposed,
+    kinds_of,
     reads_a_copy,
     turned,
 )
@@ -34,6 +36,7 @@ from keras_remat.backends.xla.kernel_costs import op_time_s
 from keras_remat.core.graph import Op
 from keras_remat.core.profile import Profile
 from keras_remat.core.target import Rates, Target
+from keras_remat.units import MIB
 
 CPU_BUFFERS = {"random_bits": 4, "threefry2x32": 2, "erfc": 3}
 """Primitives XLA:CPU expands into loops or pieces that need buffers of the result's size, and how
@@ -49,6 +52,10 @@ EMULATED = 2
 
 INDEX_BYTES = 4
 """XLA:GPU looks for the largest elements of pooling's windows with one index per dimension."""
+
+
+CUBLAS_BYTES = 4 * MIB
+"""Scratch memory that XLA:GPU gives every product of cuBLAS's."""
 
 
 def estimated_profile(traced: JaxTracedStep, resident_bytes: int | None = None) -> Profile:
@@ -89,7 +96,7 @@ def _flops(equation: Equation, avals: Sequence[Any], rates: Rates) -> float:
     out = avals[equation.outputs[0]].shape if equation.outputs else ()
     of_two_bytes = any(avals[a].dtype.itemsize == 2 for a in equation.reads)
     each = rates.half_flop if of_two_bytes else 1.0
-    if equation.kind == "dot_general":
+    if equation.kind == PRODUCT:
         (contracted, _), _ = params["dimension_numbers"]
         return float(2 * each * math.prod(out) * math.prod(shape[0][d] for d in contracted))
     if equation.kind in (CONVOLUTION, KERNEL_GRADIENT):
@@ -119,7 +126,7 @@ def _body_flops(jaxpr: Any) -> float:
         inner = private.inner_jaxprs(eqn.params)
         if inner:
             total += math.fsum(_body_flops(body) for body in inner) * eqn.params.get("length", 1)
-        elif eqn.primitive.name == "dot_general":
+        elif eqn.primitive.name == PRODUCT:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             width = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
             total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * width
@@ -176,6 +183,8 @@ def _gpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
             return copied + (_padded_bytes(params, image) if grouped else 0)
         uneven = reads_a_copy(params, image.dtype, traced.target)
         return copied + (_padded_bytes(params, image) if uneven else 0)
+    if equation.kind == PRODUCT:
+        return CUBLAS_BYTES if PRODUCT in kinds_of(traced.target).in_tuples else 0
     if equation.kind == POOLING_GRADIENT:
         pooled = program.avals[reads[0]]
         shards = program.shards[reads[0]] if program.shards else 1

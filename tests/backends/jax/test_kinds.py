@@ -1,5 +1,7 @@
 """What XLA does to JAX's operations, by target: rules read in buffer assignments of XLA:GPU."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import jax_models as models
@@ -17,7 +19,7 @@ from keras_remat.backends.jax.kinds import (
     kinds_of,
     reads_a_copy,
 )
-from keras_remat.backends.jax.profile import estimated_profile
+from keras_remat.backends.jax.profile import CUBLAS_BYTES, estimated_profile
 from keras_remat.backends.jax.trace import trace
 from keras_remat.backends.jax.writer import GpuWriter
 from keras_remat.cards.table import card
@@ -128,5 +130,9 @@ def test_workspaces_on_a_gpu(steps):
         assert workspace[op.id] >= bound
     (pooling,) = ops(traced, "select_and_scatter_add")
     assert workspace[pooling.id] == 4 * 4 * (8 * 8 * 8 * 16)
+    product, *_ = ops(traced, "dot_general")
+    assert workspace[product.id] == 0, "XLA's own, not cuBLAS's"
+    on_t4 = estimated_profile(replace(traced, target=card("T4"))).op_workspace_bytes
+    assert on_t4[product.id] == CUBLAS_BYTES
     strided = ops(traced, "conv_general_dilated", "backward")
     assert max(workspace[op.id] for op in strided) >= 8 * 17 * 17 * 32 * 4

@@ -1,0 +1,262 @@
+"""What others give for the same bytes: one model of ``cards.py --peers`` on one card.
+
+Each peer's step is compiled for the card, and a plan is made for the bytes that it takes. FLOPs,
+bytes moved and roofline time of both are counted from the compiled modules
+(:mod:`hlo_costs`). A row is printed as soon as it is known. The peers:
+
+* ``jax.checkpoint``, around the parts that a functional model falls into every so many layers,
+  where the least is alive; nothing is kept inside of them, or products are;
+* XLA's own rematerialization, which begins where a step does not fit the card: a card with less
+  memory is named;
+* ``keras.RematScope``, with which the model is built.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+# fmt: off
+import jax
+import keras
+from cards_case import MODELS, Planner, compiled_model  # says that JAX runs on the CPU
+from hlo_costs import Costs, costs
+
+from keras_remat.backends.jax import JaxBackend
+from keras_remat.backends.jax import lower as lowering
+from keras_remat.backends.jax.measure import memory
+from keras_remat.backends.xla.compiled_memory import CompiledMemory
+from keras_remat.cards.process import initialize_with_zeros
+from keras_remat.cards.table import card
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.target import Target
+from keras_remat.errors import InfeasibleBudgetError, RematError
+from keras_remat.planning.plan_problem import plan_problem
+
+# fmt: on
+
+#: Layers that a checkpointed part has at least, and what is kept inside of it.
+PART_LAYERS = (4, 10)
+POLICIES = {"nothing": "nothing_saveable", "dots": "dots_saveable"}
+#: Of the plain step's bytes, what XLA's own pass is asked for; it counts the arguments, too, and
+#: takes this share of the card.
+XLA_SHARES, XLA_USES = (0.5, 0.35), 0.95
+REMAT_MODES = ("full", "activations")
+
+
+def parts(model: Any, least: int) -> list[tuple[keras.Function, list[Any]]]:
+    """Returns a functional model as functions that run one after the other, each with the
+    operations in it."""
+    operations = [o for o in model.operations if not isinstance(o, keras.layers.InputLayer)]
+    last: dict[int, int] = {id(x): len(operations) for x in keras.tree.flatten(model.outputs)}
+    for at, operation in enumerate(operations):
+        for x in keras.tree.flatten(operation.input):
+            last[id(x)] = max(at, last.get(id(x), 0))
+    made = {id(x): x for x in keras.tree.flatten(model.inputs)}
+    alive = dict(made)
+    held: list[int] = []
+    for at, operation in enumerate(operations):
+        alive.update((id(x), x) for x in keras.tree.flatten(operation.output))
+        alive = {key: x for key, x in alive.items() if last.get(key, 0) > at}
+        held.append(sum(math.prod(x.shape[1:]) for x in alive.values()))
+    cuts = [0]
+    while len(operations) - cuts[-1] >= 2 * least:
+        window = range(cuts[-1] + least - 1, min(cuts[-1] + 2 * least - 1, len(operations)))
+        cuts.append(min(reversed(window), key=lambda at: held[at]) + 1)
+    cuts = [*cuts, len(operations)] if cuts[-1] < len(operations) else cuts
+    found = []
+    for begin, end in pairwise(cuts):
+        inside = operations[begin:end]
+        written = {id(x): x for o in inside for x in keras.tree.flatten(o.output)}
+        read = {id(x): x for o in inside for x in keras.tree.flatten(o.input)}
+        given = [x for key, x in read.items() if key not in written]
+        results = [x for key, x in written.items() if last.get(key, 0) >= end]
+        found.append((keras.Function(given, results), inside))
+    return found
+
+
+def checkpointed(model: Any, least: int, policy: str) -> None:
+    """Has the parts of a functional model run under ``jax.checkpoint``."""
+    keeps = getattr(jax.checkpoint_policies, policy)
+    pieces = parts(model, least)
+
+    def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        env = dict(zip(map(id, model.inputs), keras.tree.flatten(inputs), strict=True))
+        for function, inside in pieces:
+            run = jax.checkpoint(_stateless(function, inside), policy=keeps)
+            variables = _variables(inside)
+            given = [env[id(x)] for x in keras.tree.flatten(function.inputs)]
+            results, state, losses = run(given, [v.value for v in variables])
+            env.update(zip(map(id, keras.tree.flatten(function.outputs)), results, strict=True))
+            for variable, value in zip(variables, state, strict=True):
+                if not variable.trainable:
+                    variable.assign(value)
+            for loss in losses:
+                next(o for o in inside if isinstance(o, keras.layers.Layer)).add_loss(loss)
+        outputs = [env[id(x)] for x in model.outputs]
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    model.call = call
+
+
+def _variables(operations: list[Any]) -> list[Any]:
+    return [v for o in operations for v in getattr(o, "variables", ())]
+
+
+def _stateless(function: keras.Function, inside: list[Any]) -> Callable[..., Any]:
+    """A part as a pure function of what it reads and its variables."""
+    variables = _variables(inside)
+
+    def run(given: list[Any], values: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        state = list(zip(variables, values, strict=True))
+        with keras.StatelessScope(state_mapping=state, collect_losses=True) as scope:
+            results = keras.tree.flatten(function(given))
+        after = [scope.get_current_value(v) for v in variables]
+        return results, after, list(scope.losses)
+
+    return run
+
+
+class Step:
+    """A step of Keras's, compiled for a card.
+
+    Args:
+        name: of a model.
+        target: the card; its rates count.
+        batch: shapes.
+        change: is done to the model before it is traced.
+        scope: in which the model is built.
+        compile_for: another card to compile for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        *,
+        change: Callable[[Any], None] | None = None,
+        scope: AbstractContextManager[Any] | None = None,
+        compile_for: Target | None = None,
+    ):
+        with scope or nullcontext():
+            model, batch_size = compiled_model(name)
+            backend = JaxBackend(target)
+            batch = backend.example_batch(model, batch_size)
+            if change is not None:
+                change(model)
+            self.traced = backend.trace(model, batch)
+            written = replace(self.traced, target=compile_for or target)
+            compiled = lowering.lower_plain(written)
+        self.added_bytes = memory(compiled).added_bytes
+        self.costs = costs(compiled.as_text(), target.rates)
+
+
+def told(prefix: str, added_bytes: int, of: Costs) -> dict[str, Any]:
+    """Returns what a row says of a step."""
+    numbers = {"bytes": added_bytes, "flops": of.flops, "moved": of.bytes_moved, "s": of.time_s}
+    return {f"{prefix}_{key}": value for key, value in numbers.items()}
+
+
+class Ours:
+    """Plans of one step, for the bytes that others take."""
+
+    def __init__(self, plain: Step, target: Target, seconds: float):
+        self._traced, self._target, self._seconds = plain.traced, target, seconds
+        self._plain = plain
+        self._compiled: dict[Schedule, Any] = {}
+        profile = JaxBackend(target).estimated_profile(plain.traced)
+        self.problem = Problem(plain.traced.graph, profile)
+        self._memory = CompiledMemory(self._added_bytes, on_gpu=True)
+
+    def _added_bytes(self, problem: Problem, schedule: Schedule | None) -> int:
+        if schedule is None:
+            return self._plain.added_bytes
+        self._compiled[schedule] = lowering.lower(self._traced, schedule)
+        return memory(self._compiled[schedule]).added_bytes
+
+    def at(self, limit_bytes: int) -> dict[str, Any]:
+        """Returns what a row says of a plan for so many bytes above the resident ones."""
+        before, resident = len(self._compiled), self.problem.profile.resident_bytes
+        try:
+            plan = plan_problem(
+                self.problem,
+                resident + limit_bytes,
+                Planner(self._memory, "greedy"),
+                time_limit_s=self._seconds,
+            )
+        except InfeasibleBudgetError:
+            return {"ours": "below the floor"}
+        except RematError:
+            return {"ours": "not found"}
+        compilations = len(self._compiled) - before
+        schedule = plan.solution.schedule
+        if schedule not in self._compiled:  # the plain step's bytes are as good
+            found = told("ours", self._plain.added_bytes, self._plain.costs)
+        else:
+            compiled = self._compiled[schedule]
+            of = costs(compiled.as_text(), self._target.rates)
+            found = told("ours", memory(compiled).added_bytes, of)
+        return {"ours": "kept", "compilations": compilations} | found
+
+
+def peers(name: str, plain: Step, target: Target) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """Yields peers: what each is called, and what compiles it."""
+    for key, policy in POLICIES.items():
+        for least in PART_LAYERS:
+            yield (
+                f"jax.checkpoint, {key} kept, {least} layers",
+                lambda least=least, policy=policy: Step(
+                    name, target, change=lambda model: checkpointed(model, least, policy)
+                ),
+            )
+    resident = sum(v.nbytes for v in plain.traced.graph.values if v.producer is None)
+    for share in XLA_SHARES:
+        total = int((resident + share * plain.added_bytes) / XLA_USES)
+        smaller = replace(target, total_bytes=total)
+        yield (
+            f"XLA's own pass, {share:g} asked",
+            lambda smaller=smaller: Step(name, target, compile_for=smaller),
+        )
+    for mode in REMAT_MODES:
+        yield (
+            f"keras.RematScope({mode!r})",
+            lambda mode=mode: Step(name, target, scope=keras.RematScope(mode=mode)),
+        )
+
+
+def rows(name: str, card_name: str, seconds: float, known: list[str]) -> Iterator[dict[str, Any]]:
+    """Yields a row for each peer that is not known yet."""
+    initialize_with_zeros()
+    target = card(card_name)
+    plain = Step(name, target)
+    ours = Ours(plain, target, seconds)
+    of_model = {"name": name, "card": card_name, "batch_size": MODELS[name][-1]}
+    of_model |= told("plain", plain.added_bytes, plain.costs)
+    for peer, compiled in peers(name, plain, target):
+        if peer in known:
+            continue
+        row = of_model | {"peer": peer}
+        try:
+            step = compiled()
+        except Exception as error:  # whatever a peer raises is its row
+            yield row | {"status": f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]}
+            continue
+        row |= told("peer", step.added_bytes, step.costs) | {"status": "compiled"}
+        yield row | (ours.at(step.added_bytes) if step.added_bytes < plain.added_bytes else {})
+
+
+def main() -> None:
+    """Prints a JSON object for every row."""
+    for row in rows(**json.loads(sys.argv[1])):
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""FLOPs, bytes moved and roofline time of a compiled module, counted from its HLO text.
+
+The compiler's own ``cost_analysis`` counts neither cuDNN's nor cuBLAS's calls, which are most of a
+step on a GPU. Here every instruction that becomes a kernel is one: a fusion, a call of a library, a
+copy. It reads its operands and writes its results once; of an operand that is only sliced it reads
+the slices, and what it updates in place it writes alone. Products and convolutions count two FLOPs
+for a multiplication and addition, anything else one for an element. The body of a loop counts as
+often as it runs, and of branches the dearest.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from keras_remat.backends.tables import names
+from keras_remat.backends.xla.kernel_costs import kernel_time_s
+from keras_remat.core.target import Rates
+
+BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128}
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+#: What is no kernel.
+FREE = names("""
+    parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id
+    optimization-barrier
+""")
+#: They move elements, and compute nothing.
+MOVING = FREE | names("""
+    copy transpose reshape broadcast iota slice dynamic-slice dynamic-update-slice concatenate pad
+    reverse gather select convert bitcast-convert
+""")
+_EXPENSIVE = names("""
+    exponential exponential-minus-one log log-plus-one tanh sine cosine power rsqrt sqrt logistic
+    erf cbrt atan2 tan
+""")
+_SLICING = frozenset(["slice", "dynamic-slice", "gather"])
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of a type: its name in HLO, and its dimensions."""
+
+    kind: str
+    dims: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return math.prod(self.dims)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        digits = re.search(r"\d+", self.kind)
+        bits = BITS.get(self.kind) or (int(digits[0]) if digits else 0)
+        return self.elements * bits // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    arrays: tuple[Array, ...]  # of its result; several in a tuple
+    kind: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+    number: int = 0  # of a parameter
+
+    def of(self, pattern: str) -> str:
+        """What a pattern's group finds in its attributes; empty where nothing is found."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its result."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+Computation = dict[str, Instruction]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a module takes."""
+
+    flops: float = 0.0
+    bytes_moved: int = 0
+    time_s: float = 0.0
+
+    def __add__(self, other: Costs) -> Costs:
+        return Costs(
+            self.flops + other.flops,
+            self.bytes_moved + other.bytes_moved,
+            self.time_s + other.time_s,
+        )
+
+    def times(self, count: int) -> Costs:
+        """The same, so many times."""
+        return Costs(self.flops * count, self.bytes_moved * count, self.time_s * count)
+
+
+def costs(text: str, rates: Rates) -> Costs:
+    """Returns what the entry computation of an optimized module takes.
+
+    Args:
+        text: ``Compiled.as_text()``.
+        rates: of the card.
+    """
+    module = _Module(*_parsed(text), rates)
+    return module.of(module.entry)
+
+
+@dataclass
+class _Module:
+    computations: dict[str, Computation]
+    entry: str
+    rates: Rates
+    known: dict[str, Costs] = field(default_factory=dict)
+
+    def of(self, name: str) -> Costs:
+        """Costs of a computation whose instructions are kernels."""
+        if name not in self.known:
+            inside = self.computations[name]
+            self.known[name] = sum((self._cost(i, inside) for i in inside.values()), Costs())
+        return self.known[name]
+
+    def _cost(self, one: Instruction, inside: Computation) -> Costs:
+        if one.kind in FREE:
+            return Costs()
+        if one.kind == "while":
+            return self.of(one.of(r"body=%([^\s,]+)")).times(
+                int(one.of(r'known_trip_count":\{"n":"(\d+)"') or 1)
+            )
+        if one.kind == "conditional":
+            branches = re.findall(r"%([^\s,}]+)", one.of(r"branch_computations=\{([^}]*)\}"))
+            named = [one.of(rf"{word}_computation=%([^\s,]+)") for word in ("true", "false")]
+            return max(map(self.of, branches or named), key=lambda cost: cost.time_s)
+        if one.kind in ("call", "async-start"):
+            return self.of(one.of(r"(?:to_apply|calls|called_computations=\{)=?%([^\s,}]+)"))
+        if one.kind.endswith(("-done", "-update")):
+            return Costs()
+        called = one.of(r"calls=%([^\s,]+)") if one.kind == "fusion" else ""
+        operands = [inside[name] for name in one.operands]
+        if called:
+            body = self.computations[called]
+            flops, weighted = self._flops(body)
+            moved = _fused_bytes(body, operands)
+        else:
+            flops, weighted = self._flops_of(one, operands)
+            moved = sum(operand.nbytes for operand in operands) + one.nbytes
+        return Costs(flops, moved, kernel_time_s(weighted, moved, self.rates))
+
+    def _flops(self, body: Computation) -> tuple[float, float]:
+        found = [self._flops_of(i, [body[name] for name in i.operands]) for i in body.values()]
+        return math.fsum(f for f, _ in found), math.fsum(w for _, w in found)
+
+    def _flops_of(self, one: Instruction, operands: Sequence[Instruction]) -> tuple[float, float]:
+        """FLOPs of an instruction, and the same in those of a 32-bit product."""
+        if one.kind in MOVING or not one.arrays:
+            return 0.0, 0.0
+        target = one.of(r'custom_call_target="([^"]+)"')
+        half = any(i.arrays and i.arrays[0].nbytes == 2 * i.arrays[0].elements for i in operands)
+        factor = self.rates.half_flop if half else 1.0
+        if one.kind == "dot" or "gemm" in target or "matmul" in target:
+            flops = _dot_flops(one, operands[0])
+            return flops, flops * factor
+        if one.kind == "convolution" or "conv" in target:
+            flops = _convolution_flops(one, operands, target)
+            grouped = int(one.of(r"feature_group_count=(\d+)") or 1) > 1
+            return flops, flops * factor * (self.rates.grouped_factor if grouped else 1.0)
+        read = [array.elements for operand in operands for array in operand.arrays]
+        flops = float(max([one.arrays[0].elements, *read]))
+        return flops, flops * (self.rates.expensive_flops if one.kind in _EXPENSIVE else 1.0)
+
+
+def _dot_flops(one: Instruction, left: Instruction) -> float:
+    contracted = one.of(r"lhs_contracting_dims=\{([\d,]*)\}") or one.of(
+        r'lhs_contracting_dimensions":\[([^\]]*)\]'
+    )
+    width = math.prod(left.arrays[0].dims[int(d)] for d in re.findall(r"\d+", contracted))
+    return 2.0 * one.arrays[0].elements * width
+
+
+def _convolution_flops(one: Instruction, operands: Sequence[Instruction], target: str) -> float:
+    """Every element of the output is a sum over the kernel's places and input channels; for the
+    gradients, too."""
+    result, first, second = one.arrays[0], operands[0].arrays[0], operands[1].arrays[0]
+    kernel, output = second, result
+    if "BackwardInput" in target:
+        output = first
+    elif "BackwardFilter" in target:
+        kernel, output = result, second
+    labels = one.of(r"dim_labels=\w+_(\w+)->")
+    return 2.0 * output.elements * kernel.elements / kernel.dims[labels.index("o")]
+
+
+def _fused_bytes(body: Computation, operands: Sequence[Instruction]) -> int:
+    """What a fusion reads and writes."""
+    readers: dict[str, list[Instruction]] = {name: [] for name in body}
+    for one in body.values():
+        for name in one.operands:
+            readers[name].append(one)
+    moved = 0
+    for one in body.values():
+        if one.kind != "parameter":
+            continue
+        moved += min(operands[one.number].nbytes, _read_bytes(one, readers))
+    (root,) = (one for one in body.values() if one.is_root)
+    results = [body[name] for name in root.operands] if root.kind == "tuple" else [root]
+    return moved + sum(_written_bytes(result, body) for result in results)
+
+
+def _read_bytes(one: Instruction, readers: dict[str, list[Instruction]]) -> int:
+    """Bytes that are read of a parameter, or of what it is called after a bitcast."""
+    total = 0
+    for reader in readers[one.name]:
+        if reader.kind in _SLICING and reader.operands[0] == one.name:
+            total += reader.nbytes
+        elif reader.kind == "dynamic-update-slice" and reader.operands[0] == one.name:
+            continue
+        elif reader.kind == "bitcast":
+            total += _read_bytes(reader, readers)
+        else:
+            return one.nbytes
+    return min(total, one.nbytes)
+
+
+def _written_bytes(result: Instruction, body: Computation) -> int:
+    while result.kind == "bitcast":
+        result = body[result.operands[0]]
+    if result.kind == "dynamic-update-slice":
+        return body[result.operands[1]].nbytes
+    return result.nbytes
+
+
+# ------------------------------------------------------------------ reading
+
+
+def _parsed(text: str) -> tuple[dict[str, Computation], str]:
+    """Returns the computations of a module by name, and the name of the entry."""
+    found: dict[str, Computation] = {}
+    entry = current = ""
+    for line in text.splitlines():
+        begins = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
+        if begins:
+            current = begins[2]
+            found[current] = {}
+            entry = current if begins[1] else entry
+        elif line.startswith("  ") and " = " in line and current:
+            one = _instruction(line)
+            found[current][one.name] = one
+    return found, entry
+
+
+def _instruction(line: str) -> Instruction:
+    left, _, right = line.strip().partition(" = ")
+    is_root = left.startswith("ROOT ")
+    cut = _closing(right) + 1 if right.startswith("(") else right.index(" ")
+    kind, _, rest = right[cut:].strip().partition("(")
+    end = _closing("(" + rest) - 1
+    operands = tuple(re.findall(r"%([^\s,()]+)", rest[:end]))
+    number = int(rest[:end]) if kind == "parameter" else 0
+    arrays = tuple(
+        Array(name, tuple(map(int, filter(None, dims.split(",")))))
+        for name, dims in _ARRAY.findall(right[:cut])
+    )
+    name = left.removeprefix("ROOT ").removeprefix("%")
+    return Instruction(name, arrays, kind, operands, rest[end:], is_root, number)
+
+
+def _closing(text: str) -> int:
+    """Position of the bracket that closes the first one."""
+    depth = 0
+    for at, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return at
+    raise ValueError(f"no closing bracket in {text[:80]!r}")
