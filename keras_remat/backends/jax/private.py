@@ -45,7 +45,7 @@ _GROUPS = (
 
 CALLS = names("""
     jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat
-    remat2 checkpoint
+    remat2 checkpoint eval_jaxpr
 """)
 """Primitives that only call a jaxpr."""
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
