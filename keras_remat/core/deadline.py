@@ -1,4 +1,12 @@
-"""The end of a time limit: the one place where solvers read the clock."""
+"""The end of a time limit, and the work that it stands for: the one place where solvers read the
+clock.
+
+A search that ends by the clock gives another answer whenever the machine is busier. The heuristics
+therefore count steps (ops run, moves tried, CP-SAT's deterministic time), and each has a rate of
+steps per second that an idle machine of today exceeds. Work limits follow from the time limit by
+these rates (:func:`effort_s`), and results depend on the clock only if the time limit really
+strikes.
+"""
 
 from __future__ import annotations
 
@@ -48,3 +56,9 @@ class Deadline:
 
 NO_DEADLINE = Deadline(float("inf"))
 """Is never over."""
+
+
+def effort_s(time_limit_s: float) -> float:
+    """Returns the seconds that work limits are computed from: whole ones, so that limits that
+    differ by an instant mean the same work."""
+    return float(round(time_limit_s)) if time_limit_s >= 1 else time_limit_s

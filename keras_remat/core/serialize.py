@@ -214,6 +214,23 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
         [Fields(raw, source, f"{key}[{at}]") for at, raw in enumerate(top.get(key, list))]
         for key in ("values", "ops")
     )
+    try:
+        return Problem(
+            _graph_of(top, value_fields, op_fields),
+            _profile_of(top, op_fields),
+            top.get("budget_bytes", (int, type(None)), None),
+            top.get("name", str, ""),
+            _offload_of(top),
+        )
+    except InvalidProblemError as error:
+        if error.source is not None or source is None:
+            raise
+        raise InvalidProblemError(
+            error.message, source=source, field=error.field, value=error.value
+        ) from None
+
+
+def _graph_of(top: Fields, value_fields: list[Fields], op_fields: list[Fields]) -> Graph:
     ops = [
         Op(
             at,
@@ -243,29 +260,18 @@ def problem_from_dict(document: object, *, source: str | None = None) -> Problem
         )
         for at, fields in enumerate(value_fields)
     ]
-    try:
-        graph = Graph(tuple(ops), tuple(values), top.ids("outputs"))
-        profile = Profile(
-            tuple(fields.get("time_s", (int, float)) for fields in op_fields),
-            tuple(fields.get("workspace_bytes", int, 0) for fields in op_fields),
-            top.get("resident_bytes", int, 0),
-            source=top.get("source", str, "measured"),
-            device=top.get("device", str, ""),
-            backend=top.get("backend", str, ""),
-        )
-        return Problem(
-            graph,
-            profile,
-            top.get("budget_bytes", (int, type(None)), None),
-            top.get("name", str, ""),
-            _offload_of(top),
-        )
-    except InvalidProblemError as error:
-        if error.source is not None or source is None:
-            raise
-        raise InvalidProblemError(
-            error.message, source=source, field=error.field, value=error.value
-        ) from None
+    return Graph(tuple(ops), tuple(values), top.ids("outputs"))
+
+
+def _profile_of(top: Fields, op_fields: list[Fields]) -> Profile:
+    return Profile(
+        tuple(fields.get("time_s", (int, float)) for fields in op_fields),
+        tuple(fields.get("workspace_bytes", int, 0) for fields in op_fields),
+        top.get("resident_bytes", int, 0),
+        source=top.get("source", str, "measured"),
+        device=top.get("device", str, ""),
+        backend=top.get("backend", str, ""),
+    )
 
 
 def save_problem(problem: Problem, path: str | os.PathLike[str]) -> None:

@@ -30,6 +30,37 @@ def validate(problem: Problem, schedule: Schedule) -> None:
 def check_rules(problem: Problem, schedule: Schedule) -> None:
     """Raises :class:`InvalidScheduleError` unless the schedule obeys S1 to S5; the budget plays no
     part."""
+    graph, seen = problem.graph, _check_runs(problem, schedule)
+    missing = graph.needed - seen
+    if missing:
+        op_id = min(missing)
+        raise InvalidScheduleError(
+            "S2",
+            f"{len(missing)} needed ops never run, the first is op {op_id} "
+            f"({graph.ops[op_id].name!r})",
+            op_id=op_id,
+        )
+    successors: dict[int, list[int]] = {}
+    for op in graph.ops:
+        for earlier in op.after:
+            successors.setdefault(earlier, []).append(op.id)
+    started: set[int] = set()
+    for position, op_id in enumerate(schedule.order):
+        for later in successors.get(op_id, ()):
+            if later in started:
+                raise InvalidScheduleError(
+                    "S4",
+                    f"op {op_id} ({problem.ops[op_id].name!r}) runs at position {position}, "
+                    f"after op {later} that must follow it",
+                    position=position,
+                    op_id=op_id,
+                )
+        started.add(op_id)
+
+
+def _check_runs(problem: Problem, schedule: Schedule) -> set[int]:
+    """Raises :class:`InvalidScheduleError` where a run breaks S1, S2, S3 or S5; returns the ops
+    that run."""
     graph = problem.graph
     seen: set[int] = set()
     for position, op_id in enumerate(schedule.order):
@@ -65,31 +96,7 @@ def check_rules(problem: Problem, schedule: Schedule) -> None:
                 op_id=op_id,
             )
         seen.add(op_id)
-    missing = graph.needed - seen
-    if missing:
-        op_id = min(missing)
-        raise InvalidScheduleError(
-            "S2",
-            f"{len(missing)} needed ops never run, the first is op {op_id} "
-            f"({graph.ops[op_id].name!r})",
-            op_id=op_id,
-        )
-    successors: dict[int, list[int]] = {}
-    for op in graph.ops:
-        for earlier in op.after:
-            successors.setdefault(earlier, []).append(op.id)
-    started: set[int] = set()
-    for position, op_id in enumerate(schedule.order):
-        for later in successors.get(op_id, ()):
-            if later in started:
-                raise InvalidScheduleError(
-                    "S4",
-                    f"op {op_id} ({problem.ops[op_id].name!r}) runs at position {position}, "
-                    f"after op {later} that must follow it",
-                    position=position,
-                    op_id=op_id,
-                )
-        started.add(op_id)
+    return seen
 
 
 def executed_peak_bytes(problem: Problem, schedule: Schedule) -> int:

@@ -22,10 +22,10 @@ its work is done.
 7. After the first turn, on small graphs, :mod:`keras_remat.solvers.bounds.window_bound` with all
    cuts tries to close the gap from below.
 
-Graphs of more than ``LARGE_OPS`` ops are coarsened first
+Graphs of more than ``OPTIONS.large_ops`` ops are coarsened first
 (:mod:`keras_remat.solvers.orders.coarsen`), and steps 2, 5 and 6 work on the coarse problem; step 4
-is left out, its program is too large. Without OR-Tools, and in less than ``PROCESS_S`` seconds,
-annealing does all of 4 and 6.
+is left out, its program is too large. Without OR-Tools, and in less than ``OPTIONS.process_s``
+seconds, annealing does all of 4 and 6.
 Recomputations there turns out to be room for are taken back
 (:mod:`keras_remat.solvers.orders.trim`) wherever a schedule comes from.
 
@@ -36,10 +36,10 @@ Every schedule is checked by :func:`keras_remat.core.validate.validate` before i
 ``KeyboardInterrupt`` ends the search and keeps the best schedule; before there is one it passes
 through. The bound is that of step 3 or 7; both hold for every legal order.
 
-All steps but 3 and 7 end by counted work (:mod:`keras_remat.solvers.orders.effort`), and a schedule
-replaces another only if it is faster by more than the tolerance of the proofs. So the same seed
-gives the same schedule, unless the clock ends one of these steps after all: on a machine that is
-very busy or very slow. How far the *bound* gets depends on the clock.
+All steps but 3 and 7 end by counted work (:func:`keras_remat.core.deadline.effort_s`), and a
+schedule replaces another only if it is faster by more than the tolerance of the proofs. So the same
+seed gives the same schedule, unless the clock ends one of these steps after all: on a machine that
+is very busy or very slow. How far the *bound* gets depends on the clock.
 
 One file, though long: the steps share what they know.
 """
@@ -52,14 +52,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 
-from keras_remat.core.deadline import Deadline
+from keras_remat.core.deadline import Deadline, effort_s
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.solvers.bounds import cut_bound, window_bound
 from keras_remat.solvers.engines import cp_sat, native
 from keras_remat.solvers.orders import coarsen
-from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Incumbent, seconds_of
 from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
@@ -71,41 +70,61 @@ logger = logging.getLogger(__name__)
 
 Order = tuple[int, ...]
 
-PROOF_TOLERANCE = 3e-6
-"""Relative; the bounds give away a millionth for their solver's tolerances, so that meeting them
-exactly is not possible."""
-LARGE_OPS = 700
-"""Graphs with more needed ops are coarsened."""
-FEW_CUTS = 3
-"""Cuts of the window bound that is tried before the interval search, on every graph that is not
-coarsened."""
-PROCESS_S = 5.0
-"""Shorter time limits are not worth a process of its own for CP-SAT, which takes a second to
-start."""
-PROVABLE_OPS = 150
-"""Graphs up to this size are worth the integer program of
-:mod:`keras_remat.solvers.bounds.window_bound`."""
-GREEDY_SHARE, FIRST_BACKWARD_SHARE, BACKWARD_SHARE, INTERVALS_SHARE = 0.15, 0.04, 0.2, 0.3
-EXACT_SHARE = 0.15
-"""The work of these steps, as shares of the time limit."""
-TURNS = 12
-"""Turns of step 6."""
-FIRST_ANNEAL_SHARE, ANNEAL_SHARE, NEIGHBOURHOODS_SHARE = 0.15, 0.12, 0.04
-"""The work of step 5, and of a turn of annealing and of neighbourhoods."""
-COARSE_ANNEAL_SHARE = 0.18
-"""The work of a turn of annealing on a coarse problem: with less, DenseNet121's step at half of its
-peak was not improved in 10 s (8.2 % instead of 7.4)."""
-DTR_SCORES = ("dtr", "local", "msps", "eq")
-DTR_OPS_PER_S = 1_500
-"""Ops that DTR runs per score and second of the whole time limit."""
-TIGHTENINGS = 4
-"""Times that greedy is tried on a coarse problem whose schedules do not fit the whole one, each
-time with less room."""
-NEIGHBOURHOODS_DEPTH = 2
-"""Of the candidates of neighbourhoods in coarsened problems; twice that in others."""
-BOUND_SHARE, PROOF_SHARE, LAST_SHARE = 0.3, 0.7, 0.9
-"""The shares of the time limit by which the quick bounds, the exact one, and everything else
-end."""
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """Rules which steps of ``auto`` run, and for how long. A share is one of the time limit, and
+    where a step counts its work, that of the work.
+
+    Args:
+        proof_tolerance: relative; the bounds give away a millionth for their solver's tolerances,
+            so that meeting them exactly is not possible.
+        large_ops: graphs with more needed ops are coarsened.
+        provable_ops: graphs up to this size are worth the integer program of
+            :mod:`keras_remat.solvers.bounds.window_bound`.
+        few_cuts: of the window bound that is tried before the interval search, on every graph that
+            is not coarsened.
+        process_s: shorter time limits are not worth a process of its own for CP-SAT, which takes a
+            second to start.
+        dtr_scores: that DTR is tried with.
+        dtr_ops_per_s: ops that DTR runs per score and second of the time limit.
+        tightenings: times that greedy is tried on a coarse problem whose schedules do not fit the
+            whole one, each time with less room.
+        turns: of step 6.
+        neighbourhoods_depth: of candidates in coarsened problems; twice that in others.
+        greedy, exact, first_backward, backward, intervals: shares of these steps.
+        first_anneal: share of step 5.
+        anneal, coarse_anneal, neighbourhoods: shares of a turn. With less on a coarse problem,
+            DenseNet121's step at half of its peak was not improved in 10 s (8.2 % instead of 7.4).
+        bounds_end, proof_ends, last_ends: shares by which the quick bounds, the exact one, and
+            everything else end.
+    """
+
+    proof_tolerance: float = 3e-6
+    large_ops: int = 700
+    provable_ops: int = 150
+    few_cuts: int = 3
+    process_s: float = 5.0
+    dtr_scores: tuple[str, ...] = ("dtr", "local", "msps", "eq")
+    dtr_ops_per_s: int = 1_500
+    tightenings: int = 4
+    turns: int = 12
+    neighbourhoods_depth: int = 2
+    greedy: float = 0.15
+    exact: float = 0.15
+    first_backward: float = 0.04
+    backward: float = 0.2
+    intervals: float = 0.3
+    first_anneal: float = 0.15
+    anneal: float = 0.12
+    coarse_anneal: float = 0.18
+    neighbourhoods: float = 0.04
+    bounds_end: float = 0.3
+    proof_ends: float = 0.7
+    last_ends: float = 0.9
+
+
+OPTIONS = AutoOptions()
 
 
 def solve(incumbent: Incumbent, seed: int) -> None:
@@ -130,8 +149,8 @@ class _Search:
     def __init__(self, incumbent: Incumbent, seed: int):
         self.incumbent, self.problem, self.seed = incumbent, incumbent.problem, seed
         self.deadline, self.limit_s = incumbent.deadline, incumbent.deadline.seconds
-        incumbent.tolerance = PROOF_TOLERANCE
-        self.last = self.deadline.share(LAST_SHARE)
+        incumbent.tolerance = OPTIONS.proof_tolerance
+        self.last = self.deadline.share(OPTIONS.last_ends)
         self.view = self.whole = _View(self.problem, tuple, tuple)
         self.coarse_best: Order | None = None
         self.has_cp_sat = False
@@ -140,7 +159,7 @@ class _Search:
         """Keeps ``order``, trimmed, if it is legal, within the budget and faster than the best;
         returns whether it fits at all."""
         seconds = seconds_of(self.problem, order)
-        if seconds < self.incumbent.best_s * (1 - PROOF_TOLERANCE):
+        if seconds < self.incumbent.best_s * (1 - OPTIONS.proof_tolerance):
             if self.problem.budget_bytes is not None:
                 order = trimmed(self.problem, order, self.problem.budget_bytes)
             self.incumbent.solver = solver
@@ -166,39 +185,39 @@ class _Search:
         if any(self.offer(base, "greedy") for base in bases):
             return
         native.begin()
-        large = ops > LARGE_OPS
+        large = ops > OPTIONS.large_ops
         known: list[Order] = []
         if large:
             self._coarsen(bases)
         else:
             known = self._heuristics(bases)
         self.raise_bound(
-            cut_bound.lower_bound_s(self.problem, deadline=self.deadline.share(BOUND_SHARE))
+            cut_bound.lower_bound_s(self.problem, deadline=self.deadline.share(OPTIONS.bounds_end))
         )
         if not large:
             chain = window_bound.longest_chain(self.problem)
             widest = sorted(
                 chain, key=lambda op_id: -cut_bound.crossing_bytes(self.problem, op_id)
-            )[:FEW_CUTS]
-            self._window_bound(sorted(widest), self.deadline.share(BOUND_SHARE))
+            )[: OPTIONS.few_cuts]
+            self._window_bound(sorted(widest), self.deadline.share(OPTIONS.bounds_end))
         if self.incumbent.proved:
             return
-        self.has_cp_sat = self.limit_s >= PROCESS_S and cp_sat.available()
+        self.has_cp_sat = self.limit_s >= OPTIONS.process_s and cp_sat.available()
         solve_intervals = partial(self._with_cp_sat, partial(self._intervals, known))
         begins_with_intervals = self.incumbent.order is not None and not large
         if begins_with_intervals:
             solve_intervals()
         if not self.incumbent.proved:
-            self._anneal((anneal.LOOSE, anneal.STIFF), FIRST_ANNEAL_SHARE, self.seed)
+            self._anneal((anneal.LOOSE, anneal.STIFF), OPTIONS.first_anneal, self.seed)
         if self.incumbent.order is None and not large:
-            known += self._backward(BACKWARD_SHARE)
+            known += self._backward(OPTIONS.backward)
         if not begins_with_intervals and not large:
             solve_intervals()
-        self._take_turns(small=ops <= PROVABLE_OPS)
+        self._take_turns(small=ops <= OPTIONS.provable_ops)
 
     def _take_turns(self, *, small: bool) -> None:
         """Gives turns to what improves the best schedule (step 6)."""
-        share = ANNEAL_SHARE if self.view is self.whole else COARSE_ANNEAL_SHARE
+        share = OPTIONS.anneal if self.view is self.whole else OPTIONS.coarse_anneal
         arms: list[Callable[[int], None]] = [
             partial(self._anneal, (anneal.COOL,), share, from_best=True),
             lambda seed: self._with_cp_sat(partial(self._neighbourhoods, seed)),
@@ -206,7 +225,7 @@ class _Search:
             partial(self._anneal, (anneal.STIFF, anneal.COOL), share),
         ]
         turns = Turns(len(arms))
-        for turn in range(TURNS):
+        for turn in range(OPTIONS.turns):
             if self.incumbent.proved or self.last.is_over:
                 return
             # only the last two need no schedule to begin with
@@ -216,7 +235,8 @@ class _Search:
             turns.report(ready, found=self.incumbent.best_s < before_s)
             if not turn and small and not self.incumbent.proved:
                 self._window_bound(
-                    window_bound.longest_chain(self.problem), self.deadline.share(PROOF_SHARE)
+                    window_bound.longest_chain(self.problem),
+                    self.deadline.share(OPTIONS.proof_ends),
                 )
 
     def _with_cp_sat(self, step: Callable[[], None]) -> None:
@@ -245,7 +265,7 @@ class _Search:
         self.view = _View(coarse.problem, coarse.expand, coarse.project)
         budget = limit = self.problem.budget_bytes or 0
         bases = [tuple(range(len(coarse.ops)))]
-        for _ in range(TIGHTENINGS):
+        for _ in range(OPTIONS.tightenings):
             first = self._greedy(self.view, bases, most=1)
             if not first:
                 break
@@ -264,20 +284,20 @@ class _Search:
         known = self._greedy(self.whole, bases)
         if self.incumbent.proved:
             return known
-        for score in DTR_SCORES:
-            left_s = max(0.1, self.deadline.share(BOUND_SHARE).left_s())
+        for score in OPTIONS.dtr_scores:
+            left_s = max(0.1, self.deadline.share(OPTIONS.bounds_end).left_s())
             trial = Incumbent(self.problem, "dtr", left_s, patience=self.deadline.patience)
-            max_ops_run = int(DTR_OPS_PER_S * effort_s(self.limit_s))
+            max_ops_run = int(OPTIONS.dtr_ops_per_s * effort_s(self.limit_s))
             dtr.solve(trial, self.seed, score=score, max_ops_run=max_ops_run)
             if trial.order is not None and self.offer(trial.order, "dtr"):
                 known.append(trial.order)
         if len(self.problem.graph.needed) <= checkmate_milp.EXACT_OPS:
-            exact = Incumbent(self.problem, "checkmate_milp", EXACT_SHARE * self.limit_s)
+            exact = Incumbent(self.problem, "checkmate_milp", OPTIONS.exact * self.limit_s)
             checkmate_milp.solve(exact, self.seed)
             if exact.order is not None:
                 self.offer(exact.order, exact.solver)
                 known.append(exact.order)
-        return known + self._backward(FIRST_BACKWARD_SHARE)
+        return known + self._backward(OPTIONS.first_backward)
 
     def _backward(self, share: float) -> list[Order]:
         """The orders that the search backwards finds in a share of the time limit, if it does.
@@ -292,7 +312,7 @@ class _Search:
     def _greedy(self, view: _View, bases: Sequence[Order], most: int | None = None) -> list[Order]:
         """The orders of the view that greedy gives, the first ``most`` of them; those that fit the
         problem are offered."""
-        steps = greedy.steps_limit(GREEDY_SHARE * self.limit_s)
+        steps = greedy.steps_limit(OPTIONS.greedy * self.limit_s)
         candidates = greedy.candidates(
             view.problem,
             deadline=self.deadline,
@@ -327,7 +347,7 @@ class _Search:
             base,
             known,
             deadline=self.last,
-            work=intervals.work_limit(INTERVALS_SHARE * self.limit_s),
+            work=intervals.work_limit(OPTIONS.intervals * self.limit_s),
             seed=self.seed,
         ):
             self.offer(order, "intervals")
@@ -373,8 +393,8 @@ class _Search:
             self.view.problem,
             self._start(),
             deadline=self.last,
-            work=intervals.work_limit(NEIGHBOURHOODS_SHARE * self.limit_s),
-            depth=NEIGHBOURHOODS_DEPTH * (2 if self.view is self.whole else 1),
+            work=intervals.work_limit(OPTIONS.neighbourhoods * self.limit_s),
+            depth=OPTIONS.neighbourhoods_depth * (2 if self.view is self.whole else 1),
             seed=seed,
         ):
             self._offer_of_view(order, "neighbourhoods")

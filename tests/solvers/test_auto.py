@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from random_problems import (
@@ -119,7 +120,7 @@ def test_the_first_schedule_needs_no_clock(plain: Problem, share: float, no_time
 
 
 def test_the_large_problem_is_one_that_is_coarsened() -> None:
-    assert len(LARGE.graph.needed) > auto.LARGE_OPS
+    assert len(LARGE.graph.needed) > auto.OPTIONS.large_ops
 
 
 def test_what_comes_after_the_first_schedule_ends_by_the_clock(no_time: None) -> None:
@@ -153,7 +154,7 @@ def test_progress_gets_better_solutions() -> None:
 
 
 def test_large_graphs_are_coarsened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "LARGE_OPS", 10)
+    monkeypatch.setattr(auto, "OPTIONS", replace(auto.OPTIONS, large_ops=10))
     problem = training_problem(random.Random(1), 20)
     problem = with_budget_fraction(problem, 0.8)
     assert solve(problem, time_limit_s=4).usage is not None
@@ -163,7 +164,7 @@ def test_a_large_graph_keeps_its_first_schedule_where_the_time_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Greedy finds one schedule of the coarse graph, and none again."""
-    monkeypatch.setattr(auto, "LARGE_OPS", 10)
+    monkeypatch.setattr(auto, "OPTIONS", replace(auto.OPTIONS, large_ops=10))
     real = auto._Search._greedy
 
     def in_time(self, view, bases, most=None):  # type: ignore[no-untyped-def]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,11 @@ from random_problems import (
 from benchmarks.suite import check as check_file
 from benchmarks.suite import make_problems
 from benchmarks.suite.layered import layered
-from keras_remat.core import serialize
+from keras_remat.core import deadline, serialize
 from keras_remat.core.problem import Problem
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.solvers import SOLVERS, auto, solve
 from keras_remat.solvers.engines import cp_sat, native
-from keras_remat.solvers.orders import effort
 from keras_remat.solvers.search import anneal, backward, greedy, intervals
 
 WHOLE_PARTS = ("greedy", "dtr", "dtr_local", "dtr_msps", "backward")
@@ -72,11 +72,11 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The work of two seconds under a time limit of a minute, so that the clock decides nothing."""
 
     def effort_s(time_limit_s: float) -> float:
-        return effort.effort_s(time_limit_s) / 30
+        return deadline.effort_s(time_limit_s) / 30
 
     for module in (auto, anneal, backward, greedy, intervals):
         monkeypatch.setattr(module, "effort_s", effort_s)
-    monkeypatch.setattr(auto, "PROVABLE_OPS", 0)
+    monkeypatch.setattr(auto, "OPTIONS", replace(auto.OPTIONS, provable_ops=0))
     monkeypatch.setattr(cp_sat, "available", lambda: False)
 
 

@@ -139,137 +139,175 @@ def build(
     Raises:
         TimeoutError: the deadline was over before.
     """
-    graph, profile = problem.graph, problem.profile
     limit = problem.budget_bytes if budget_bytes is None else budget_bytes
     if limit is None:
         raise ValueError("a budget is needed")
-    ops = Schedule.store_all(graph).order
-    n = len(ops)
-    inputs = [
-        [v for v in dict.fromkeys(graph.ops[i].inputs) if graph.values[v].producer is not None]
-        for i in ops
-    ]
-    outputs = [graph.ops[i].outputs for i in ops]
-    made_by = {v: t for t, made in enumerate(outputs) for v in made}
-    readers: dict[int, list[int]] = {v: [] for v in made_by}
-    for t, read in enumerate(inputs):
-        for v in read:
-            readers[v].append(t)
-    run_until, fetch_until, read_until = last_useful_stages(problem, ops)
-    scale = 1.0 / limit
-    cost_scale = COST_OF_STORE_ALL / (problem.store_all_time_s or 1.0)
-    size = {v: graph.values[v].nbytes * scale for v in made_by}
-    workspace = [profile.op_workspace_bytes[i] * scale for i in ops]
-    resident = profile.resident_bytes * scale
+    writer = _Writer(problem, limit, deadline)
+    writer.add_variables()
+    writer.add_existence()
+    writer.add_stage_ends()
+    for t in range(writer.n + 1) if detailed is None else sorted(detailed):
+        writer.add_stage(t)
+    return writer.program
 
-    program = Program(problem, ops, deadline)
-    for t in range(n + 1):
-        for i in range(t):
-            if t <= run_until[i]:
-                program.run[t, i] = program.variable(
-                    profile.op_time_s[ops[i]] * cost_scale, integral=True
-                )
-            if t <= fetch_until[i]:
-                seconds = problem.op_time_s[len(graph.ops) + ops[i]]
-                program.fetch[t, i] = program.variable(seconds * cost_scale, integral=True)
-    for v, i in made_by.items():
-        for t in range(i + 1, read_until[v] + 1):
-            program.keep[t, v] = program.variable(integral=True)
-    run, fetch, keep = program.run, program.fetch, program.keep
 
-    def running(t: int, i: int) -> tuple[list[tuple[int, float]], float]:
+Terms = list[tuple[int, float]]
+"""A sum of variables, each with its factor."""
+
+
+class _Writer:
+    """Writes the rows of a program; bytes are shares of the limit."""
+
+    def __init__(self, problem: Problem, limit_bytes: int, deadline: Deadline):
+        graph, profile = problem.graph, problem.profile
+        self.problem, self.graph = problem, graph
+        self.ops = Schedule.store_all(graph).order
+        self.n = len(self.ops)
+        self.inputs = [
+            [v for v in dict.fromkeys(graph.ops[i].inputs) if graph.values[v].producer is not None]
+            for i in self.ops
+        ]
+        self.outputs = [graph.ops[i].outputs for i in self.ops]
+        self.made_by = {v: t for t, made in enumerate(self.outputs) for v in made}
+        self.readers: dict[int, list[int]] = {v: [] for v in self.made_by}
+        for t, read in enumerate(self.inputs):
+            for v in read:
+                self.readers[v].append(t)
+        self.scale = 1.0 / limit_bytes
+        self.size = {v: graph.values[v].nbytes * self.scale for v in self.made_by}
+        self.workspace = [profile.op_workspace_bytes[i] * self.scale for i in self.ops]
+        self.resident = profile.resident_bytes * self.scale
+        self.program = Program(problem, self.ops, deadline)
+
+    def add_variables(self) -> None:
+        """Adds R, G and S where they can help."""
+        program, ops = self.program, self.ops
+        run_until, fetch_until, read_until = last_useful_stages(self.problem, ops)
+        cost_scale = COST_OF_STORE_ALL / (self.problem.store_all_time_s or 1.0)
+        op_time_s, count = self.problem.op_time_s, len(self.graph.ops)
+        for t in range(self.n + 1):
+            for i in range(t):
+                if t <= run_until[i]:
+                    cost = op_time_s[ops[i]] * cost_scale
+                    program.run[t, i] = program.variable(cost, integral=True)
+                if t <= fetch_until[i]:
+                    cost = op_time_s[count + ops[i]] * cost_scale
+                    program.fetch[t, i] = program.variable(cost, integral=True)
+        for v, i in self.made_by.items():
+            for t in range(i + 1, read_until[v] + 1):
+                program.keep[t, v] = program.variable(integral=True)
+
+    def running(self, t: int, i: int) -> tuple[Terms, float]:
         """Returns R[t, i] as (terms, constant)."""
         if i == t:
             return [], 1.0
+        run = self.program.run
         return ([(run[t, i], 1.0)], 0.0) if (t, i) in run else ([], 0.0)
 
-    def made(t: int, i: int) -> tuple[list[tuple[int, float]], float]:
+    def made(self, t: int, i: int) -> tuple[Terms, float]:
         """Returns R[t, i] + G[t, i] as (terms, constant)."""
-        terms, constant = running(t, i)
+        (terms, constant), fetch = self.running(t, i), self.program.fetch
         return terms + ([(fetch[t, i], 1.0)] if (t, i) in fetch else []), constant
 
-    def kept(t: int, v: int) -> list[tuple[int, float]]:
+    def kept(self, t: int, v: int) -> Terms:
         """Returns S[t, v] as terms."""
+        keep = self.program.keep
         return [(keep[t, v], 1.0)] if (t, v) in keep else []
 
-    def stage_ops(t: int) -> list[int]:
+    def stage_ops(self, t: int) -> list[int]:
         """Returns the ops that may run in stage t, ascending; the last has none of its own."""
-        return [i for i in range(min(t + 1, n)) if i == t or (t, i) in run or (t, i) in fetch]
+        run, fetch = self.program.run, self.program.fetch
+        return [i for i in range(min(t + 1, self.n)) if i == t or (t, i) in run or (t, i) in fetch]
 
-    for t in range(n + 1):  # eq. 1b: an op runs only if its inputs are there
-        for j in stage_ops(t):
-            terms, constant = running(t, j)
-            for v in inputs[j]:
-                made_now, _ = made(t, made_by[v])
-                negative = [(c, -1.0) for c, _ in made_now + kept(t, v)]
-                program.at_most(terms + negative, -constant)
-    for (t, v), c in keep.items():  # eq. 1c: what is kept was computed or kept before
-        made_before, constant = made(t - 1, made_by[v])
-        program.at_most([(c, 1.0)] + [(d, -1.0) for d, _ in made_before + kept(t - 1, v)], constant)
-        if t == n + 1:
-            program.between([(c, 1.0)], 1.0, 1.0)
-    for t in range(n):  # while the last op of a stage runs
-        touched = set(inputs[t]) | set(outputs[t])
-        op = graph.ops[ops[t]]
-        reuse = reused_bytes(op, graph.values, frozenset(op.may_reuse)) * scale
-        fixed = resident + sum(size[v] for v in touched) + workspace[t] - reuse
-        held = [
-            (keep[t + 1, v], size[v])
-            for v in made_by
-            if v not in touched and (t + 1, v) in keep and size[v]
-        ]
-        program.at_most(held, 1.0 - fixed)
+    def add_existence(self) -> None:
+        """Adds eq. 1b and 1c: what is read or kept is there."""
+        program = self.program
+        for t in range(self.n + 1):  # eq. 1b: an op runs only if its inputs are there
+            for j in self.stage_ops(t):
+                terms, constant = self.running(t, j)
+                for v in self.inputs[j]:
+                    made_now, _ = self.made(t, self.made_by[v])
+                    negative = [(c, -1.0) for c, _ in made_now + self.kept(t, v)]
+                    program.at_most(terms + negative, -constant)
+        for (t, v), c in program.keep.items():  # eq. 1c: what is kept was computed or kept before
+            made_before, constant = self.made(t - 1, self.made_by[v])
+            before = [(d, -1.0) for d, _ in made_before + self.kept(t - 1, v)]
+            program.at_most([(c, 1.0), *before], constant)
+            if t == self.n + 1:
+                program.between([(c, 1.0)], 1.0, 1.0)
 
-    for t in range(n + 1) if detailed is None else sorted(detailed):  # eq. 2 to 8
-        for v, i in made_by.items():
-            if (t, v) in keep and i < t and made(t, i)[0]:
-                program.at_most([(keep[t, v], 1.0), *made(t, i)[0]], 1.0)
+    def add_stage_ends(self) -> None:
+        """Adds a row for every stage: what is alive while its last op runs."""
+        keep, size = self.program.keep, self.size
+        for t in range(self.n):
+            touched = set(self.inputs[t]) | set(self.outputs[t])
+            op = self.graph.ops[self.ops[t]]
+            reuse = reused_bytes(op, self.graph.values, frozenset(op.may_reuse)) * self.scale
+            fixed = self.resident + sum(size[v] for v in touched) + self.workspace[t] - reuse
+            held = [
+                (keep[t + 1, v], size[v])
+                for v in self.made_by
+                if v not in touched and (t + 1, v) in keep and size[v]
+            ]
+            self.program.at_most(held, 1.0 - fixed)
+
+    def add_stage(self, t: int) -> None:
+        """Adds eq. 2 to 8: the memory within a stage."""
+        program, keep, size = self.program, self.program.keep, self.size
+        for v, i in self.made_by.items():
+            if (t, v) in keep and i < t and self.made(t, i)[0]:
+                program.at_most([(keep[t, v], 1.0), *self.made(t, i)[0]], 1.0)
         # U[t, 0] without resident
-        before = [(keep[t, v], size[v]) for v in made_by if (t, v) in keep]
-        previous: list[tuple[int, float]] = before
-        freed: list[tuple[int, float]] = []
-        for k in stage_ops(t):
-            runs, runs_constant = running(t, k)
-            makes, _ = made(t, k)  # the same constant
+        previous: Terms = [(keep[t, v], size[v]) for v in self.made_by if (t, v) in keep]
+        freed: Terms = []
+        for k in self.stage_ops(t):
+            runs, constant = self.running(t, k)
+            makes, _ = self.made(t, k)  # the same constant
             alive = program.variable(ceiling=np.inf)
-            made_bytes = sum(size[v] for v in outputs[k])
+            made_bytes = sum(size[v] for v in self.outputs[k])
             # eq. 3: U[t, k] = U[t, k − 1] − freed after k − 1 + what k computes
-            terms = (
-                [(alive, 1.0)]
-                + [(c, -a) for c, a in previous]
-                + freed
-                + [(c, -made_bytes) for c, _ in makes]
-            )
-            program.between(terms, made_bytes * runs_constant, made_bytes * runs_constant)
-            taken: list[tuple[int, float]] = []
-            by_size: dict[int, list[int]] = {}
-            freed = []
-            for v in [*inputs[k], *outputs[k]]:
-                free = program.variable()
-                freed.append((free, size[v]))
-                program.at_most(
-                    [(free, 1.0)] + [(c, -1.0) for c, _ in (makes if v in outputs[k] else runs)],
-                    runs_constant,
-                )
-                if (t + 1, v) in keep:
-                    program.at_most([(free, 1.0), (keep[t + 1, v], 1.0)], 1.0)
-                for j in readers[v]:
-                    if j > k and j == t:
-                        program.at_most([(free, 1.0)], 0.0)
-                    elif j > k and (t, j) in run:
-                        program.at_most([(free, 1.0), (run[t, j], 1.0)], 1.0)
-                if v in graph.ops[ops[k]].may_reuse and v in inputs[k]:
-                    take = program.variable()
-                    program.at_most([(take, 1.0), (free, -1.0)], 0.0)
-                    taken.append((take, -size[v]))
-                    by_size.setdefault(graph.values[v].nbytes, []).append(take)
-            for nbytes, takes in by_size.items():
-                count = sum(graph.values[v].nbytes == nbytes for v in outputs[k])
-                program.at_most([(c, 1.0) for c in takes], float(count))
+            terms = [(alive, 1.0), *((c, -a) for c, a in previous), *freed]
+            terms += [(c, -made_bytes) for c, _ in makes]
+            program.between(terms, made_bytes * constant, made_bytes * constant)
+            freed, taken = self._add_frees(t, k)
             # eq. 8: within the budget
             program.at_most(
-                [(alive, 1.0), *taken] + [(c, workspace[k]) for c, _ in runs],
-                1.0 - resident - workspace[k] * runs_constant,
+                [(alive, 1.0), *taken] + [(c, self.workspace[k]) for c, _ in runs],
+                1.0 - self.resident - self.workspace[k] * constant,
             )
             previous = [(alive, 1.0)]
-    return program
+
+    def _add_frees(self, t: int, k: int) -> tuple[Terms, Terms]:
+        """Adds what op k of stage t may free and take over; returns what is freed after it, and,
+        negative, what it takes over."""
+        program, keep, run, outputs = (
+            self.program,
+            self.program.keep,
+            self.program.run,
+            self.outputs,
+        )
+        (runs, constant), (makes, _) = self.running(t, k), self.made(t, k)
+        freed: Terms = []
+        taken: Terms = []
+        by_size: dict[int, list[int]] = {}
+        for v in [*self.inputs[k], *outputs[k]]:
+            free = program.variable()
+            freed.append((free, self.size[v]))
+            there = [(c, -1.0) for c, _ in (makes if v in outputs[k] else runs)]
+            program.at_most([(free, 1.0), *there], constant)
+            if (t + 1, v) in keep:
+                program.at_most([(free, 1.0), (keep[t + 1, v], 1.0)], 1.0)
+            for j in self.readers[v]:
+                if j > k and j == t:
+                    program.at_most([(free, 1.0)], 0.0)
+                elif j > k and (t, j) in run:
+                    program.at_most([(free, 1.0), (run[t, j], 1.0)], 1.0)
+            if v in self.graph.ops[self.ops[k]].may_reuse and v in self.inputs[k]:
+                take = program.variable()
+                program.at_most([(take, 1.0), (free, -1.0)], 0.0)
+                taken.append((take, -self.size[v]))
+                by_size.setdefault(self.graph.values[v].nbytes, []).append(take)
+        for nbytes, takes in by_size.items():
+            count = sum(self.graph.values[v].nbytes == nbytes for v in outputs[k])
+            program.at_most([(c, 1.0) for c in takes], float(count))
+        return freed, taken

@@ -15,14 +15,16 @@ graphs small enough for more runs some are made with the scores blurred at rando
 left to evict the run goes on over its budget, and simulation decides. An op that must not run again
 (see :mod:`keras_remat.solvers.orders.demand`) pins its outputs, and the run starts over.
 
-Speed: scores are one vectorized minimum over the candidates; up to ``EXACT_CANDIDATES`` of them all
-neighbourhoods are computed afresh for each eviction, beyond that only the winner's, again and again
-until it stays the winner (so a score may be out of date, not below its true value for long).
+Speed: scores are one vectorized minimum over the candidates; up to ``OPTIONS.exact_candidates`` of
+them all neighbourhoods are computed afresh for each eviction, beyond that only the winner's, again
+and again until it stays the winner (so a score may be out of date, not below its true value for
+long).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,14 +37,33 @@ from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.trim import trimmed
 from keras_remat.solvers.papers.eviction_scores import SCORES, Neighbourhood
 
-EXACT_CANDIDATES = 500
-RECHECKS = 20
-MAX_RUNS_PER_OP = 40  # on average; a run that needs more is thrashing and given up
-# of the room, added to the budget of a run
-BUDGET_PERCENTS = (0, 1, 2, -1, 3, -2, 4, -3, 5, 6, -5, 8, 10, -8, 13, 16, 20, 25)
-NOISE, NOISY_TRIALS = 0.3, 40
-# by all runs together: limits that do not depend on the machine
-MAX_OPS_RUN, OPS_RUN_PER_OP = 150_000, 500
+
+@dataclass(frozen=True)
+class DtrOptions:
+    """Rules the runs of DTR.
+
+    Args:
+        exact_candidates: up to so many, all neighbourhoods are computed afresh for each eviction.
+        rechecks: of the winner's neighbourhood otherwise, at most.
+        runs_per_op: on average; a run that needs more is thrashing and given up.
+        budget_percents: of the room, added to the budget of a run.
+        noise, noisy_trials: of runs with blurred scores, how much, and how many there are.
+        ops_run, ops_run_per_op: by all runs together: limits that do not depend on the machine.
+    """
+
+    exact_candidates: int = 500
+    rechecks: int = 20
+    runs_per_op: int = 40
+    budget_percents: tuple[int, ...] = (
+        0, 1, 2, -1, 3, -2, 4, -3, 5, 6, -5, 8, 10, -8, 13, 16, 20, 25,
+    )  # fmt: skip
+    noise: float = 0.3
+    noisy_trials: int = 40
+    ops_run: int = 150_000
+    ops_run_per_op: int = 500
+
+
+OPTIONS = DtrOptions()
 
 
 class _Run:
@@ -143,7 +164,7 @@ class _Run:
             self.candidate[v] = v in self.alive and self.allowed[v] and not self.locks[v]
 
     def _run(self, op_id: int) -> None:
-        if len(self.walk.order) > MAX_RUNS_PER_OP * len(self.default_order):
+        if len(self.walk.order) > OPTIONS.runs_per_op * len(self.default_order):
             raise TimeoutError("the run recomputes too much")
         op = self.ops[op_id]
         for v in op.outputs:  # the instance before this one is dead weight
@@ -199,13 +220,13 @@ class _Run:
         weight = self.weight[found]
         if self.uses_staleness:
             weight = weight * (self.clock - self.last_use[found] + self.tick)
-        if self.refreshes and len(found) <= EXACT_CANDIDATES:
+        if self.refreshes and len(found) <= OPTIONS.exact_candidates:
             for v in map(int, found):
                 self.numerator[v] = self.numerator_of(v)
         score = self.numerator[found] / weight
         at = int(np.argmin(score))
-        if self.refreshes and len(found) > EXACT_CANDIDATES:
-            for _ in range(RECHECKS):
+        if self.refreshes and len(found) > OPTIONS.exact_candidates:
+            for _ in range(OPTIONS.rechecks):
                 v = int(found[at])
                 self.numerator[v] = self.numerator_of(v)
                 score[at] = self.numerator[v] / weight[at]
@@ -279,7 +300,7 @@ def planned_order(
 
 
 def solve(
-    incumbent: Incumbent, seed: int, *, score: str = "dtr", max_ops_run: int = MAX_OPS_RUN
+    incumbent: Incumbent, seed: int, *, score: str = "dtr", max_ops_run: int = OPTIONS.ops_run
 ) -> None:
     """Runs DTR with one of ``SCORES`` under several budgets around the real one, then with noise,
     and offers the orders.
@@ -295,12 +316,15 @@ def solve(
     if incumbent.offer_store_all() or problem.budget_bytes is None:
         return
     budget, room = problem.budget_bytes, problem.budget_bytes - problem.profile.resident_bytes
-    trials = [(percent, seed, 0.0) for percent in BUDGET_PERCENTS]
-    trials += [(BUDGET_PERCENTS[i % 9], seed + 1 + i, NOISE) for i in range(NOISY_TRIALS)]
+    trials = [(percent, seed, 0.0) for percent in OPTIONS.budget_percents]
+    trials += [
+        (OPTIONS.budget_percents[i % 9], seed + 1 + i, OPTIONS.noise)
+        for i in range(OPTIONS.noisy_trials)
+    ]
     ops_run = 0
     for percent, trial_seed, noise in trials:
         if incumbent.deadline.is_over or ops_run > min(
-            max_ops_run, OPS_RUN_PER_OP * len(problem.graph.needed)
+            max_ops_run, OPTIONS.ops_run_per_op * len(problem.graph.needed)
         ):
             break
         order = planned_order(
@@ -312,7 +336,7 @@ def solve(
             noise=noise,
         )
         if order is None:
-            ops_run += MAX_RUNS_PER_OP * len(problem.graph.needed)
+            ops_run += OPTIONS.runs_per_op * len(problem.graph.needed)
             continue
         ops_run += len(order)
         if incumbent.offer(order):

@@ -66,72 +66,80 @@ def revolve_order(linear: Linearized, slots: int, deadline: Deadline = NO_DEADLI
     Raises:
         TimeoutError: the deadline was over before.
     """
-    graph = linear.problem.graph
-    position, last_read = linear.position, linear.last_forward_read
+    return order_of(linear.problem, lambda walk: _Reversal(linear, slots, walk).run(), deadline)
 
-    def policy(walk: Walk) -> None:
-        checkpoints: list[int] = []  # forward positions of the cuts kept, ascending
 
-        def kept(value_id: int) -> bool:
-            """Returns whether a value crosses one of the checkpoints."""
-            producer = graph.values[value_id].producer
-            if producer is None:
-                return True
-            at = bisect_left(checkpoints, position[producer])
-            return at < len(checkpoints) and checkpoints[at] < last_read[value_id]
+class _Reversal:
+    """Reverses the forward phase by a walk, with at most ``slots`` checkpoints.
 
-        def place(start: int, end: int) -> None:
-            """Fills the free slots between a checkpoint at ``start`` and the position ``end`` that
-            is asked for."""
-            free = slots - len(checkpoints)
-            while free > 0 and end - start >= 2:
-                # the start is one to reverse, too
-                start += min(binomial_split(end - start + 1, free), end - start - 1)
-                checkpoints.append(start)
-                free -= 1
-            checkpoints.sort()
+    Attributes:
+        checkpoints: forward positions of the cuts kept, ascending.
+        alive: forward values that are alive.
+    """
 
-        place(-1, len(linear.forward) - 1)
-        alive: set[int] = set()  # forward values that are alive
+    def __init__(self, linear: Linearized, slots: int, walk: Walk):
+        self.linear, self.slots, self.walk = linear, slots, walk
+        self.graph, self.position = linear.problem.graph, linear.position
+        self.last_read = linear.last_forward_read
+        self.checkpoints: list[int] = []
+        self.alive: set[int] = set()
 
-        def drop(value_ids: Iterable[int]) -> None:
-            gone = [v for v in value_ids if not kept(v)]
-            walk.drop(gone)
-            alive.difference_update(gone)
-
-        def rerun(op_id: int) -> None:
-            """Recomputes what a backward op is missing, from the nearest checkpoint below."""
-            target = max((position[i] for i in walk.missing(op_id) if i in position), default=None)
-            if target is None:
-                walk.demand(op_id)
-                return
-            del checkpoints[bisect_left(checkpoints, target) :]
-            wanted = set(graph.ops[op_id].inputs)
-            drop(alive - wanted)
-            place(checkpoints[-1] if checkpoints else -1, target)
-            again = walk.missing(op_id)
-            last_use = {
-                v: at
-                for at, i in enumerate(again)
-                for v in (*graph.ops[i].outputs, *graph.ops[i].inputs)
-            }
-            for at, i in enumerate(again):
-                walk.run(i)
-                if i in position:
-                    alive.update(graph.ops[i].outputs)
-                touched = (*graph.ops[i].inputs, *graph.ops[i].outputs)
-                drop([v for v in touched if v in alive and last_use[v] == at and v not in wanted])
-            walk.run(op_id)
-
-        for op_id in linear.default_order:
-            if op_id in position:
-                drop([v for v in alive if last_read[v] < position[op_id]])
-                walk.demand(op_id)
-                alive.update(graph.ops[op_id].outputs)
+    def run(self) -> None:
+        """Runs the default order."""
+        self._place(-1, len(self.linear.forward) - 1)
+        for op_id in self.linear.default_order:
+            if op_id in self.position:
+                self._drop([v for v in self.alive if self.last_read[v] < self.position[op_id]])
+                self.walk.demand(op_id)
+                self.alive.update(self.graph.ops[op_id].outputs)
             else:
-                rerun(op_id)
+                self._rerun(op_id)
 
-    return order_of(linear.problem, policy, deadline)
+    def _is_kept(self, value_id: int) -> bool:
+        """Returns whether a value crosses one of the checkpoints."""
+        producer = self.graph.values[value_id].producer
+        if producer is None:
+            return True
+        at = bisect_left(self.checkpoints, self.position[producer])
+        return at < len(self.checkpoints) and self.checkpoints[at] < self.last_read[value_id]
+
+    def _place(self, start: int, end: int) -> None:
+        """Fills the free slots between a checkpoint at ``start`` and the position ``end`` that is
+        asked for."""
+        free = self.slots - len(self.checkpoints)
+        while free > 0 and end - start >= 2:
+            # the start is one to reverse, too
+            start += min(binomial_split(end - start + 1, free), end - start - 1)
+            self.checkpoints.append(start)
+            free -= 1
+        self.checkpoints.sort()
+
+    def _drop(self, value_ids: Iterable[int]) -> None:
+        gone = [v for v in value_ids if not self._is_kept(v)]
+        self.walk.drop(gone)
+        self.alive.difference_update(gone)
+
+    def _rerun(self, op_id: int) -> None:
+        """Recomputes what a backward op is missing, from the nearest checkpoint below."""
+        ops, position, walk = self.graph.ops, self.position, self.walk
+        target = max((position[i] for i in walk.missing(op_id) if i in position), default=None)
+        if target is None:
+            walk.demand(op_id)
+            return
+        del self.checkpoints[bisect_left(self.checkpoints, target) :]
+        wanted = set(ops[op_id].inputs)
+        self._drop(self.alive - wanted)
+        self._place(self.checkpoints[-1] if self.checkpoints else -1, target)
+        again = walk.missing(op_id)
+        last_use = {v: at for at, i in enumerate(again) for v in (*ops[i].outputs, *ops[i].inputs)}
+        for at, i in enumerate(again):
+            walk.run(i)
+            if i in position:
+                self.alive.update(ops[i].outputs)
+            touched = (*ops[i].inputs, *ops[i].outputs)
+            done = (v for v in touched if v in self.alive and last_use[v] == at)
+            self._drop([v for v in done if v not in wanted])
+        walk.run(op_id)
 
 
 def solve(incumbent: Incumbent, seed: int) -> None:

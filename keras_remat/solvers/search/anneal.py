@@ -23,14 +23,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keras_remat.core.deadline import NO_DEADLINE, Deadline
+from keras_remat.core.deadline import NO_DEADLINE, Deadline, effort_s
 from keras_remat.core.graph import chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.solvers.engines import native
-from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.timeline import Timeline, order_of

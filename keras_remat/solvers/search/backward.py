@@ -37,11 +37,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from keras_remat.core.deadline import NO_DEADLINE, Deadline
+from keras_remat.core.deadline import NO_DEADLINE, Deadline, effort_s
 from keras_remat.core.graph import reused_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.errors import InfeasibleBudgetError
-from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.trim import trimmed
 
@@ -51,6 +50,8 @@ second."""
 
 Sort = Literal["few", "once"]
 _Path = tuple[int, "_Path | None"]
+_Position = tuple[int, int, int, _Path | None]
+"""Values alive, ops left, bytes held, and the runs that come after."""
 
 
 def solve(incumbent: Incumbent, seed: int) -> None:
@@ -107,36 +108,15 @@ def search(
     effects, wanted = game.start()
     start = (wanted, game.closure(wanted, effects))
     seen = {(wanted, effects)}
-    stack: list[tuple[int, int, int, _Path | None]] = [(*start, game.bytes_of(wanted), None)]
+    stack: list[_Position] = [(*start, game.bytes_of(wanted), None)]
     while stack:
-        alive, left, held, path = stack.pop()
+        position = stack.pop()
         if game.looked > max_steps or deadline.is_over:
             return None
-        while True:  # as long as a step is taken at once
-            if not left:
-                return _order(path)
-            steps = []
-            at_once: _Step | None = None
-            for step in game.steps(alive, left, held):
-                if (moves and step.first and step.held <= held) or (
-                    merges and not step.alive & ~alive
-                ):
-                    at_once = step
-                    break
-                steps.append(step)
-            if at_once is None:
-                break
-            alive, left, held, path = (
-                at_once.alive,
-                at_once.left,
-                at_once.held,
-                (at_once.op_id, path),
-            )
-            key = (alive, left & game.effects)
-            if key in seen and left:
-                steps = []
-                break
-            seen.add(key)
+        position, steps = _at_once(game, position, seen, merges=merges, moves=moves)
+        _, left, _, path = position
+        if not left:
+            return _order(path)
         if merges:
             steps.sort(key=lambda step: -step.held)
         else:
@@ -150,6 +130,33 @@ def search(
         return None
     budget = problem.budget_bytes or 0
     raise InfeasibleBudgetError(budget, budget + 1, by_search=True)
+
+
+def _at_once(
+    game: _Game, position: _Position, seen: set[tuple[int, int]], *, merges: bool, moves: bool
+) -> tuple[_Position, list[_Step]]:
+    """Returns where the steps that are taken at once lead, and the steps that there are from there;
+    none where the way is over, or it was seen before.
+
+    Args:
+        seen: values alive and effects left of the positions before; what is passed is added.
+        merges, moves: which of the two kinds of step is taken at once.
+    """
+    alive, left, held, path = position
+    while left:
+        steps = []
+        for step in game.steps(alive, left, held):
+            if (moves and step.first and step.held <= held) or (merges and not step.alive & ~alive):
+                break
+            steps.append(step)
+        else:
+            return (alive, left, held, path), steps
+        alive, left, held, path = step.alive, step.left, step.held, (step.op_id, path)
+        key = (alive, left & game.effects)
+        if key in seen and left:
+            break
+        seen.add(key)
+    return (alive, left, held, path), []
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, product
 
-from keras_remat.core.deadline import NO_DEADLINE, Deadline
+from keras_remat.core.deadline import NO_DEADLINE, Deadline, effort_s
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Incumbent
 from keras_remat.solvers.orders.reorder import base_orders
 from keras_remat.solvers.orders.trim import trimmed
@@ -110,36 +109,72 @@ def candidates(
             return
     if budget is None:
         return
-    best_s, left = float("inf"), max_steps
-    sure = FIRST_PASSES * len(problem.graph.needed) if anyway else 0  # steps left without a clock
+    sure = FIRST_PASSES * len(problem.graph.needed) if anyway else 0
+    passes = _Passes(problem, budget, deadline, max_steps, sure)
     room = max(0, budget - problem.floor_bytes)
     # most runs per op; a policy that thrashes is seldom worth waiting for
     for patience in (5, 12, 30):
         for share in TIGHTER:
             tighter = problem.with_budget(budget - int((1 - share) * room))
-            before_s = best_s
-            for order in orders:
-                for policy in policies:
-                    clock = NO_DEADLINE if sure > 0 else deadline
-                    if max(left, sure) <= 0 or clock.is_over:
-                        return
-                    known_s = problem.store_all_time_s
-                    run = Eviction(
-                        tighter, order, policy, clock, known_s + TRIM_GAIN * (best_s - known_s)
-                    )
-                    try:
-                        found = run.run(min(max(left, sure), patience * len(order) + 1000))
-                    except StuckError:
-                        continue
-                    finally:
-                        left, sure = left - run.steps, sure - run.steps
-                    sure = 0
-                    found = trimmed(problem, found, budget)
-                    seconds = simulate(problem, Schedule(found)).time_s
-                    if seconds < best_s:
-                        best_s = seconds
-                        yield found
-            if best_s < float("inf") and best_s == before_s:
+            before_s = passes.best_s
+            for order, policy in product(orders, policies):
+                if passes.is_over:
+                    return
+                found = passes.faster(tighter, order, policy, patience * len(order) + 1000)
+                if found is not None:
+                    yield found
+            if passes.best_s < float("inf") and passes.best_s == before_s:
                 return
-        if best_s < float("inf"):
+        if passes.best_s < float("inf"):
             return
+
+
+class _Passes:
+    """Runs policies, and counts their steps.
+
+    Args:
+        left: steps of all of them together.
+        sure: steps until the first schedule that no clock ends.
+
+    Attributes:
+        best_s: seconds of the fastest schedule so far.
+    """
+
+    def __init__(self, problem: Problem, budget: int, deadline: Deadline, left: int, sure: int):
+        self._problem, self._budget, self._deadline = problem, budget, deadline
+        self._left, self._sure, self.best_s = left, sure, float("inf")
+
+    @property
+    def _clock(self) -> Deadline:
+        return NO_DEADLINE if self._sure > 0 else self._deadline
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether no policy may run any more."""
+        return max(self._left, self._sure) <= 0 or self._clock.is_over
+
+    def faster(
+        self, tighter: Problem, order: Sequence[int], policy: Policy, most_steps: int
+    ) -> tuple[int, ...] | None:
+        """Returns a schedule within the budget that is faster than those before; ``None`` where a
+        policy finds none.
+
+        Args:
+            tighter: the problem with a budget that may be lower.
+        """
+        known_s = self._problem.store_all_time_s
+        most_s = known_s + TRIM_GAIN * (self.best_s - known_s)
+        run = Eviction(tighter, order, policy, self._clock, most_s)
+        try:
+            found = run.run(min(max(self._left, self._sure), most_steps))
+        except StuckError:
+            return None
+        finally:
+            self._left, self._sure = self._left - run.steps, self._sure - run.steps
+        self._sure = 0
+        found = trimmed(self._problem, found, self._budget)
+        seconds = simulate(self._problem, Schedule(found)).time_s
+        if seconds >= self.best_s:
+            return None
+        self.best_s = seconds
+        return found

@@ -25,13 +25,12 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from keras_remat.core.deadline import Deadline
+from keras_remat.core.deadline import Deadline, effort_s
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import live_bytes, simulate
 from keras_remat.core.topology import last_runs
 from keras_remat.solvers.engines import cp_sat
-from keras_remat.solvers.orders.effort import effort_s
 from keras_remat.solvers.orders.incumbent import Incumbent, seconds_of
 from keras_remat.solvers.search import greedy
 from keras_remat.solvers.search.interval_program import (

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.problem import Problem
@@ -26,15 +27,32 @@ from keras_remat.solvers.orders.incumbent import seconds_of
 from keras_remat.solvers.search import intervals
 from keras_remat.solvers.search.interval_program import Model, Pair, recomputations
 
-FIRST_SIZE, FIRST_SHARE, LEAST_SIZE = 160, 0.1, 20
-"""Candidates of a neighbourhood; the first ones have the larger of a number and a share of all."""
-GROWTH, SHRINKAGE = 1.2, 0.7
-WORK_PER_SOLVE = 0.04
-"""Units of CP-SAT's deterministic time for one neighbourhood."""
-BUILD_WORK_PER_OP = 8e-6
-"""What writing and sending the program of a neighbourhood counts as per op, in the same units."""
-NOTHING_NEW = 60
-"""Rounds without improvement after which the search ends."""
+
+@dataclass(frozen=True)
+class NeighbourhoodOptions:
+    """Rules the size of neighbourhoods, and when the search ends.
+
+    Args:
+        first_size, first_share: the first ones have the larger of a number of candidates and a
+            share of all.
+        least_size: of any.
+        growth, shrinkage: factors of the size after one that was solved, and one that was not.
+        work_per_solve: units of CP-SAT's deterministic time for one neighbourhood.
+        build_work_per_op: what writing and sending its program counts as per op, in these units.
+        nothing_new: rounds without improvement after which the search ends.
+    """
+
+    first_size: int = 160
+    first_share: float = 0.1
+    least_size: int = 20
+    growth: float = 1.2
+    shrinkage: float = 0.7
+    work_per_solve: float = 0.04
+    build_work_per_op: float = 8e-6
+    nothing_new: int = 60
+
+
+OPTIONS = NeighbourhoodOptions()
 
 
 def improve(
@@ -70,40 +88,22 @@ def improve(
         return
     rng = random.Random(seed)
     best_s, known_s = seconds_of(problem, order_of(base, chosen)), seconds_of(problem, tuple(start))
-    size, done, idle = max(FIRST_SIZE, FIRST_SHARE * len(pairs)), 0.0, 0
+    size, done, idle = max(OPTIONS.first_size, OPTIONS.first_share * len(pairs)), 0.0, 0
     half = cp_sat.MEMORY_LIMIT_BYTES // 2
     with cp_sat.Worker(half) as first, cp_sat.Worker(half) as second:
         workers = first, second
-        while done < work and idle < NOTHING_NEW and deadline.left_s() > intervals.MINIMUM_S:
-            windows: list[set[Pair]] = []
-            models: list[Model] = []
-            left = pairs
-            for worker in workers:
-                window = neighbourhood(left, int(size), rng)
-                left = [pair for pair in left if pair not in window]
-                model = Model(problem, base, window, order_of(base, chosen), chosen - window)
-                worker.start(
-                    model.program,
-                    time_limit_s=deadline.left_s(),
-                    work_limit=WORK_PER_SOLVE,
-                    seed=seed,
-                )
-                windows.append(window)
-                models.append(model)
-            spent, solved = 0.0, True
-            options = [chosen]  # what both find, and what each finds
-            for worker, model, window in zip(workers, models, windows, strict=True):
-                answer = chosen & window
-                for incumbent in worker.answers():
-                    if incumbent.ones is not None:
-                        answer = model.chosen(incumbent.ones)
-                    if incumbent.status:
-                        solved &= incumbent.status in ("OPTIMAL", "INFEASIBLE")
-                        spent = max(spent, incumbent.work or 0.0)
-                options[0] = (options[0] - window) | answer
-                options.append((chosen - window) | answer)
-            done += spent + BUILD_WORK_PER_OP * len(base)
-            size = max(LEAST_SIZE, min(len(pairs), size * (GROWTH if solved else SHRINKAGE)))
+        while (
+            done < work and idle < OPTIONS.nothing_new and deadline.left_s() > intervals.MINIMUM_S
+        ):
+            windows, left = list[set[Pair]](), pairs
+            for _ in workers:
+                windows.append(neighbourhood(left, int(size), rng))
+                left = [pair for pair in left if pair not in windows[-1]]
+            left_s = deadline.left_s()
+            options, spent, solved = _solved(problem, base, chosen, windows, workers, left_s, seed)
+            done += spent + OPTIONS.build_work_per_op * len(base)
+            size *= OPTIONS.growth if solved else OPTIONS.shrinkage
+            size = max(OPTIONS.least_size, min(len(pairs), size))
             seconds, at = min(
                 (seconds_of(problem, order_of(base, option)), at)
                 for at, option in enumerate(options)
@@ -113,6 +113,49 @@ def improve(
                 best_s, chosen, idle = seconds, options[at], 0
                 if best_s < known_s * (1 - 1e-9):
                     yield order_of(base, chosen)
+
+
+def _solved(
+    problem: Problem,
+    base: Sequence[int],
+    chosen: set[Pair],
+    windows: Sequence[set[Pair]],
+    workers: Sequence[cp_sat.Worker],
+    time_limit_s: float,
+    seed: int,
+) -> tuple[list[set[Pair]], float, bool]:
+    """Solves one neighbourhood in each process.
+
+    Args:
+        chosen: what is chosen now.
+        windows: the neighbourhoods, of which no two share a candidate.
+
+    Returns:
+        What is chosen with what all of them found, and with what each found; the most work that one
+        of them took; and whether all were solved.
+    """
+    models: list[Model] = []
+    for worker, window in zip(workers, windows, strict=True):
+        model = Model(problem, base, window, order_of(base, chosen), chosen - window)
+        worker.start(
+            model.program,
+            time_limit_s=time_limit_s,
+            work_limit=OPTIONS.work_per_solve,
+            seed=seed,
+        )
+        models.append(model)
+    spent, solved, options = 0.0, True, [chosen]
+    for worker, model, window in zip(workers, models, windows, strict=True):
+        answer = chosen & window
+        for incumbent in worker.answers():
+            if incumbent.ones is not None:
+                answer = model.chosen(incumbent.ones)
+            if incumbent.status:
+                solved &= incumbent.status in ("OPTIMAL", "INFEASIBLE")
+                spent = max(spent, incumbent.work or 0.0)
+        options[0] = (options[0] - window) | answer
+        options.append((chosen - window) | answer)
+    return options, spent, solved
 
 
 def order_of(base: Sequence[int], chosen: Collection[Pair]) -> tuple[int, ...]:

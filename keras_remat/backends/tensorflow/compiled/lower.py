@@ -22,8 +22,8 @@ from keras_remat.backends.tensorflow.compiled.kinds import (
     POOLING_GRADIENTS,
     kinds_of,
 )
-from keras_remat.backends.tensorflow.compiled.nodes import run_node
 from keras_remat.backends.tensorflow.compiled.trace import CompiledStep
+from keras_remat.backends.tensorflow.graph.nodes import run_node
 from keras_remat.backends.tensorflow.graph.step import given_leaves, packed
 from keras_remat.backends.tensorflow.memory import exhausted, measure
 from keras_remat.backends.xla.protect import Run

@@ -15,10 +15,9 @@ import tensorflow as tf
 
 from keras_remat.backends.tensorflow import private
 from keras_remat.backends.tensorflow.compiled.kinds import ALIASES, NOTHING
-from keras_remat.backends.tensorflow.compiled.nodes import run_node
 from keras_remat.backends.tensorflow.graph import kinds as op_kinds
 from keras_remat.backends.tensorflow.graph.effects import calls_without_effect
-from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, tensor_key
+from keras_remat.backends.tensorflow.graph.nodes import data_inputs, node_of, run_node, tensor_key
 from keras_remat.errors import UnsupportedModelError
 
 

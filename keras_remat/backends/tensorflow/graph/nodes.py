@@ -5,7 +5,7 @@ An input is ``"node"`` or ``"node:1"``, a tensor, or ``"^node"``, a control edge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -76,3 +76,10 @@ def is_compiled(node: Any) -> bool:
     """Returns whether a node is a call that XLA compiles, also in a step that it does not compile:
     Keras calls grouped convolutions so on a CPU."""
     return "_XlaMustCompile" in node.attr and node.attr["_XlaMustCompile"].b
+
+
+def run_node(node: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Adds a copy of a node of a pure graph to the graph that is traced; returns its outputs."""
+    attributes = {k: v for k, v in node.attr.items() if k not in ("_output_shapes", "_class")}
+    graph = tf.compat.v1.get_default_graph()
+    return list(graph.create_op(node.op, inputs, name=node.name, attrs=attributes).outputs)

@@ -7,7 +7,7 @@ nodes, and each needs the others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from graphlib import TopologicalSorter
 from math import prod
@@ -291,65 +291,15 @@ class Translation:
         nodes_of = {name: [name] for name in order}
         for name, holder in self.attached.items():
             nodes_of[holder].append(name)
-        values: list[Value] = []
-        value_of: dict[str, int] = {}
-
-        def value(tensor: str, producer: int | None) -> int:
-            if tensor not in value_of:
-                shape, dtype = self.shapes.get(tensor, (None, None))
-                value_of[tensor] = len(values)
-                nbytes = self._nbytes(tensor)
-                values.append(
-                    Value(
-                        len(values), tensor, nbytes, shape, getattr(dtype, "name", None), producer
-                    )
-                )
-            return value_of[tensor]
-
-        ops: list[Op] = []
-        for name in order:
-            node = self.nodes[name]
-            owners = [self.owner(tensor_key(i)) for i in data_inputs(node)]
-            owners += self._hidden_inputs(node, owners)
-            tried = tuple(owners)  # a kernel looks for a buffer to take over in this order
-            if (
-                node.op in kinds.COMMUTATIVE
-            ):  # Grappler sorts these by name; the fingerprint must not see names
-                owners.sort(
-                    key=lambda owner: (
-                        ids.get(node_of(owner), -1),
-                        self.order.get(node_of(owner), -1),
-                    )
-                )
-            owners += self._shapes_read(name)
-            reads = tuple(dict.fromkeys(value(o, ids.get(node_of(o))) for o in owners))
-            writes = tuple(
-                value(tensor, ids[name])
-                for part in nodes_of[name]
-                for tensor in _outputs_of(part, self.shapes)
-            )
-            # nodes that the layout pass fuses run once: it would fuse them crosswise with copies
-            # that read the same gradient
-            fused = len(nodes_of[name]) > 1
-            reusable = dict.fromkeys(value_of[owner] for owner in self._reusable(node, tried))
-            ops.append(
-                Op(
-                    ids[name],
-                    name,
-                    node.op,
-                    reads,
-                    writes,
-                    phases[name],
-                    not has_effect(node.op) and not fused,
-                    tuple(sorted(ids[a] for a in after[name])),
-                    tuple(v for v in reusable if values[v].producer is not None),
-                )
-            )
+        table = _Values(self)
+        ops = [
+            self._op(name, ids, nodes_of[name], table, phases[name], after[name]) for name in order
+        ]
         returned = (*map(self.owner, outputs), *self._shapes_read(*map(node_of, outputs)))
-        finals = tuple(dict.fromkeys(value_of[o] for o in returned if o in value_of))
+        finals = tuple(dict.fromkeys(table.ids[o] for o in returned if o in table.ids))
         resident = sum(self._resident(name) for name in self.step_inputs if name in self.nodes)
         return TensorFlowStep(
-            graph=Graph(tuple(ops), tuple(values), finals),
+            graph=Graph(tuple(ops), tuple(table.values), finals),
             handles={ids[name]: self.nodes[name] for name in order},
             resident_bytes=resident,
             nodes=self.nodes,
@@ -358,6 +308,52 @@ class Translation:
             effects_behind=self.effects_behind,
             tensor_shapes={tensor: shape for tensor, (shape, _) in self.shapes.items()},
             **rest,
+        )
+
+    def _op(
+        self,
+        name: str,
+        ids: Mapping[str, int],
+        parts: Sequence[str],
+        table: _Values,
+        phase: str,
+        after: Collection[str],
+    ) -> Op:
+        """Returns the op of a node.
+
+        Args:
+            ids: node → op.
+            parts: the nodes that run with it, itself first.
+            table: of the values; those that the op reads and writes are added.
+            phase: of the op.
+            after: nodes that it has to follow.
+        """
+        node = self.nodes[name]
+        owners = [self.owner(tensor_key(i)) for i in data_inputs(node)]
+        owners += self._hidden_inputs(node, owners)
+        tried = tuple(owners)  # a kernel looks for a buffer to take over in this order
+        if node.op in kinds.COMMUTATIVE:
+            # Grappler sorts these by name; the fingerprint must not see names
+            owners.sort(
+                key=lambda owner: (ids.get(node_of(owner), -1), self.order.get(node_of(owner), -1))
+            )
+        owners += self._shapes_read(name)
+        reads = tuple(dict.fromkeys(table.id_of(o, ids.get(node_of(o))) for o in owners))
+        written = (tensor for part in parts for tensor in _outputs_of(part, self.shapes))
+        writes = tuple(table.id_of(tensor, ids[name]) for tensor in written)
+        reusable = dict.fromkeys(table.ids[owner] for owner in self._reusable(node, tried))
+        return Op(
+            ids[name],
+            name,
+            node.op,
+            reads,
+            writes,
+            phase,
+            # nodes that the layout pass fuses run once: it would fuse them crosswise with copies
+            # that read the same gradient
+            not has_effect(node.op) and len(parts) == 1,
+            tuple(sorted(ids[a] for a in after)),
+            tuple(v for v in reusable if table.values[v].producer is not None),
         )
 
     def _reusable(self, node: Any, owners: Sequence[str]) -> Sequence[str]:
@@ -393,6 +389,30 @@ class Translation:
             spec = private.variable_spec(external)
             return 0 if spec is None else (spec.shape.num_elements() or 0) * spec.dtype.size
         return self._nbytes(f"{name}:0")
+
+
+class _Values:
+    """Numbers tensors in the order in which ops read and write them.
+
+    Attributes:
+        ids: tensor → value.
+        values: by id.
+    """
+
+    def __init__(self, translation: Translation):
+        self._translation = translation
+        self.ids: dict[str, int] = {}
+        self.values: list[Value] = []
+
+    def id_of(self, tensor: str, producer: int | None) -> int:
+        """Returns the value of a tensor, which is made where there is none."""
+        if tensor not in self.ids:
+            at, nbytes = len(self.values), self._translation._nbytes(tensor)
+            shape, dtype = self._translation.shapes.get(tensor, (None, None))
+            self.ids[tensor] = at
+            dtype_name = getattr(dtype, "name", None)
+            self.values.append(Value(at, tensor, nbytes, shape, dtype_name, producer))
+        return self.ids[tensor]
 
 
 def _outputs_of(name: str, shapes: Mapping[str, Any]) -> Iterator[str]:
