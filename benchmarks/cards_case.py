@@ -24,11 +24,12 @@ from keras_remat.backends.memory import MemoryModel
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
 from keras_remat.cards.process import initialize_with_zeros
 from keras_remat.cards.table import card
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, RematError
-from keras_remat.planning.plan_problem import plan_problem
+from keras_remat.planning.request import PlanRequest, plan_for
 
 PIXELS, TOKENS, WORDS = 64, 256, 4000
 
@@ -251,14 +252,6 @@ class Compiler:
         return self.compiled[-1]
 
 
-@dataclass
-class Planner:
-    """What planning asks of a backend."""
-
-    memory: MemoryModel
-    auto_solver: str
-
-
 def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: float) -> Any:
     """Yields one row for each share of what the plain step adds to the resident bytes."""
     initialize_with_zeros()
@@ -292,10 +285,16 @@ def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: f
         limit = int(share * plain_bytes)
         row = known | {"at": share, "limit_bytes": limit}
         try:
-            plan = plan_problem(
-                problem, resident + limit, Planner(compiler.memory, backend.auto_solver),
-                time_limit_s=seconds,
-            )  # fmt: skip
+            plan = plan_for(
+                PlanRequest(
+                    problem=problem,
+                    batch_size=batch_size,
+                    limit=Limit(resident + limit),
+                    memory=compiler.memory,
+                    auto_solver=backend.auto_solver,
+                    seconds=seconds,
+                )
+            )
         except InfeasibleBudgetError:
             row["status"] = "below the floor"
         except RematError:

@@ -25,7 +25,7 @@ from typing import Any
 # fmt: off
 import jax
 import keras
-from cards_case import MODELS, Planner, compiled_model  # says that JAX runs on the CPU
+from cards_case import MODELS, compiled_model  # says that JAX runs on the CPU
 from hlo_costs import Costs, costs
 
 from keras_remat.backends.jax import JaxBackend
@@ -38,7 +38,7 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
 from keras_remat.errors import InfeasibleBudgetError, RematError
-from keras_remat.planning.plan_problem import plan_problem
+from keras_remat.planning.calibrated_solve import within_budget
 
 # fmt: on
 
@@ -185,10 +185,11 @@ class Ours:
         """Returns what a row says of a plan for so many bytes above the resident ones."""
         before, resident = len(self._compiled), self.problem.profile.resident_bytes
         try:
-            plan = plan_problem(
+            planned = within_budget(
                 self.problem,
                 resident + limit_bytes,
-                Planner(self._memory, "greedy"),
+                self._memory,
+                solver="greedy",
                 time_limit_s=self._seconds,
             )
         except InfeasibleBudgetError:
@@ -196,7 +197,7 @@ class Ours:
         except RematError:
             return {"ours": "not found"}
         compilations = len(self._compiled) - before
-        schedule = plan.solution.schedule
+        schedule = planned.schedule
         if schedule not in self._compiled:  # the plain step's bytes are as good
             found = told("ours", self._plain.added_bytes, self._plain.costs)
         else:

@@ -170,9 +170,10 @@ def compile_ours(model, batch, budget, smallest):
     """Returns the compiled step for a budget, or for the smallest peak that can be planned, and its
     numbers."""
     from keras_remat.backends.jax import backend
+    from keras_remat.core.limit import Limit
     from keras_remat.core.problem import Problem
     from keras_remat.errors import RematError
-    from keras_remat.planning.plan_problem import plan_problem
+    from keras_remat.planning.request import PlanRequest, plan_for
 
     device, compilations = backend(), []
     batch = device.example_batch(model, batch)
@@ -187,7 +188,8 @@ def compile_ours(model, batch, budget, smallest):
     device.memory.compiled_peak_bytes = noted
 
     def plan(limit):
-        return plan_problem(problem, limit, device, solver="auto", time_limit_s=10.0)
+        asked = {"problem": problem, "batch_size": len(batch[0]), "limit": Limit(limit)}
+        return plan_for(PlanRequest.on(device, **asked, seconds=10.0))
 
     best = plan(budget) if not smallest else None
     resident = problem.profile.resident_bytes

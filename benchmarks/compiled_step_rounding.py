@@ -45,7 +45,7 @@ def trained(name, case, weights, smooth):
     from keras_remat.backends.jax.private import state_values
     from keras_remat.core.problem import Problem
     from keras_remat.core.schedule import Schedule
-    from keras_remat.planning.plan_problem import plan_problem
+    from keras_remat.planning.calibrated_solve import within_budget
 
     if case == "float64":
         jax.config.update("jax_enable_x64", True)
@@ -68,8 +68,9 @@ def trained(name, case, weights, smooth):
     elif case == "half":
         used = memory(lower_plain(traced))
         limit = used.peak_bytes - used.temp_bytes // 2
-        plan = plan_problem(problem, limit, device, time_limit_s=10.0)
-        step = lower(traced, plan.solution.schedule)
+        solver = device.auto_solver
+        found = within_budget(problem, limit, device.memory, solver=solver, time_limit_s=10.0)
+        step = lower(traced, found.schedule)
     else:
         step = lower_plain(traced)
     state, losses, updates = copy_state(state_values(model)), [], np.zeros(0)

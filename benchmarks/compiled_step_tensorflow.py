@@ -19,9 +19,10 @@ from keras_remat.backends.base import preserved_state
 from keras_remat.backends.tensorflow.compiled import CompiledBackend
 from keras_remat.backends.tensorflow.memory import measure
 from keras_remat.backends.tensorflow.profiler.device import device_name
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.errors import RematError
-from keras_remat.planning.plan_problem import plan_problem
+from keras_remat.planning.request import PlanRequest, plan_for
 
 #: Room for every case's buffer twice over; untouched, so no memory of the machine.
 REGION_BYTES = 8 * 2**30
@@ -60,7 +61,8 @@ def ours(model, batch, budget, smallest):
     while tries < (TRIES_FOR_LEAST if smallest else TRIES):
         tries += 1
         try:
-            plan = plan_problem(problem, resident + budget, backend, time_limit_s=10.0)
+            asked = {"problem": problem, "batch_size": 1, "limit": Limit(resident + budget)}
+            plan = plan_for(PlanRequest.on(backend, **asked, seconds=10.0))
         except RematError:
             if not smallest:
                 break

@@ -391,7 +391,7 @@ def out_of_memory(options: dict[str, Any], answer: Answer) -> None:
         started = time.perf_counter()
         outcome: dict[str, Any] = {"error": "none", "recognized": ""}
         try:
-            attempt = guard.attempt(lambda _, provoke=provoke: provoke(), None, guarded=True)
+            attempt, _ = guard.attempt(lambda _, provoke=provoke: provoke(), None, guarded=True)
             error = attempt.cause if isinstance(attempt, OutOfMemory) else None
         except Exception as raised:  # whatever it is, is what was asked
             error = raised

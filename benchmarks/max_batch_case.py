@@ -32,14 +32,14 @@ from keras_remat.backends.batches import repeated_batch
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.find import SizeRunner, verified_search
-from keras_remat.batch_size.found import BatchSearch, overhead_bound
+from keras_remat.batch_size.found import BatchSearch, is_allowed, overhead_bound
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import shorter_by
 from keras_remat.batch_size.step_scaling import step_scaling
 from keras_remat.core.limit import Limit
+from keras_remat.planning.calibrated_solve import within_budget
 from keras_remat.planning.make_plan import traced_model
-from keras_remat.planning.plan_problem import plan_problem
 
 #: How far one step up goes from a batch that trained.
 STEP_UP = 0.03
@@ -228,7 +228,7 @@ class Measurement:
             seed=options["seed"],
         )
         train = SizeRunner(self.backend, self.model, self.batch, self.traced.slicing)
-        climb = SizeClimb(
+        climb = SizeClimb.after(
             self.backend,
             search,
             solver=name,
@@ -247,10 +247,10 @@ class Measurement:
         if not traced.graph.has_ops_of(
             self.scaling.at(size).graph
         ):  # TensorFlow folds an op at some sizes: the order is another
-            plan = plan_problem(
-                problem, self.limit_bytes, self.backend, solver="greedy", seed=self.options["seed"]
-            )
-            schedule = plan.solution.schedule
+            memory, seed = self.backend.memory, self.options["seed"]
+            schedule = within_budget(
+                problem, self.limit_bytes, memory, solver="greedy", seed=seed
+            ).schedule
         keras_remat.validate(problem, schedule)
         predicted = self.backend.memory.peak_bytes(problem, schedule)
         run = self.backend.lower(traced, problem.with_budget(self.limit_bytes), schedule)
@@ -270,19 +270,19 @@ class Measurement:
                 over = max(0, self.limit_bytes - int(less))
             problem = self.scaling.at(size)
             try:
-                plan = plan_problem(
+                found = within_budget(
                     problem,
                     self.limit_bytes - over,
-                    self.backend,
+                    self.backend.memory,
                     solver=name,
                     time_limit_s=self.options["search_s"] / 6,
                     seed=self.options["seed"],
                 )
             except (keras_remat.InfeasibleBudgetError, keras_remat.ScheduleNotFoundError):
                 break
-            if plan.overhead > overhead_bound(problem, "forward"):
+            if not is_allowed(problem, found.time_s, "forward"):
                 break
-            tried.append(self.train(size, plan.solution.schedule))
+            tried.append(self.train(size, found.schedule))
         return min(tried, key=lambda one: one.peak_bytes)
 
     # ---------------------------------------------------------------- inside fit

@@ -30,7 +30,7 @@ from watch import StepWatch, long_fit, statistics
 
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend, preserved_state
-from keras_remat.planning.plan_problem import plan_problem
+from keras_remat.planning.calibrated_solve import within_budget
 
 #: Steps each variant runs before the next one takes its turn; the first of them is not timed.
 _TURN_STEPS = 5
@@ -154,12 +154,14 @@ def smallest_budget(problem: keras_remat.Problem, backend: Backend, time_limit_s
     for _ in range(_PROBES):
         probe = (low + best) // 2
         try:
-            plan = plan_problem(problem, probe, backend, solver="greedy", time_limit_s=time_limit_s)
+            found = within_budget(
+                problem, probe, backend.memory, solver="greedy", time_limit_s=time_limit_s
+            )
         except keras_remat.ScheduleNotFoundError as error:
             low = probe
             best = min(best, error.best_peak_bytes or best)
         else:
-            best = min(best, plan.predicted.peak_bytes)
+            best = min(best, found.peak_bytes)
     return best
 
 

@@ -197,8 +197,8 @@ class ScheduleNotFoundError(_OfBudget):
         best_peak_bytes: the smallest peak any tried schedule reached, or ``None``.
         floor_bytes: no schedule needs less than this.
         limit_bytes: the memory limit that the budget is a part of, or ``None`` where there is none.
-        closest: the plan that takes ``best_peak_bytes``, where one was made; it can be trained
-            under where the budget is missed by a little.
+        closest: what takes ``best_peak_bytes``, where a schedule was found; it can be trained under
+            where the budget is missed by a little.
         solver: which did not find one.
         reason: why one that was found does not do, or ``""``.
     """

@@ -26,7 +26,7 @@ collect_ignore = (
         "test_memory_cap.py",
         "test_shapes_benchmark.py",
         "backends/test_statistics.py",
-        "training/test_first_plan.py",
+        "training/test_requests.py",
         "training/test_fit_session.py",
     ]
 )

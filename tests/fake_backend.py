@@ -16,14 +16,15 @@ from keras_remat.backends.memory import CalibratedMemory
 from keras_remat.backends.processes import Processes
 from keras_remat.batch_size.scaling import BatchScaling
 from keras_remat.core.graph import BACKWARD, FORWARD, Graph, Op, Value
+from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import ScheduleNotFoundError, UnsupportedModelError
+from keras_remat.planning import calibrated_solve
 from keras_remat.planning.background import PlanProcessError
-from keras_remat.planning.plan_problem import plan_problem
-from keras_remat.planning.request import plan_for
+from keras_remat.planning.request import PlanRequest, plan_for
 
 #: Bytes of one sample in every value of the chain.
 SAMPLE_BYTES = 1024
@@ -330,10 +331,11 @@ class FakeBackend:
         return [number for _, numbers in self.ran for number in numbers]
 
 
-def quick_plan(problem, budget_bytes, backend=None, **options):
-    """A plan by a quick solver, unless another one is asked for."""
-    options = {"solver": "greedy", "time_limit_s": 5.0, **options}
-    return plan_problem(problem, budget_bytes, backend or FakeBackend(), **options)
+def quick_plan(problem, budget_bytes, backend=None, *, time_limit_s=5.0, **asked):
+    """A plan that keeps to a budget, by a quick solver, unless another one is asked for."""
+    told = {"problem": problem, "batch_size": 1, "limit": Limit(budget_bytes), "solver": "greedy"}
+    told |= {"seconds": time_limit_s, **asked}
+    return plan_for(PlanRequest.on(backend or FakeBackend(), **told))
 
 
 def note_solves(monkeypatch, note):
@@ -341,9 +343,9 @@ def note_solves(monkeypatch, note):
 
     def noted(*given, **options):
         note(*given, **options)
-        return plan_problem(*given, **options)
+        return calibrated_solve.within_budget(*given, **options)
 
-    monkeypatch.setattr("keras_remat.planning.request.plan_problem", noted)
+    monkeypatch.setattr("keras_remat.planning.request.within_budget", noted)
 
 
 class FakePlanProcess:

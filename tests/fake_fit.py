@@ -16,7 +16,7 @@ from unittest import mock
 from fake_backend import MODEL, batch_of
 
 import keras_remat
-from keras_remat.backends.base import Caller, Installed
+from keras_remat.backends.installed import Caller, Installed
 from keras_remat.core.events import EventKind
 from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training import batches, driver, modes, sizes, steps
@@ -179,7 +179,6 @@ class Driven:
 
     def epoch_begins(self):
         """Does what the callback does when an epoch begins."""
-        self.fit.baseline.epoch_begins()
         driver.note(self.fit, batches.in_new_epoch)
 
     def epoch_ends(self):

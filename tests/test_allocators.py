@@ -109,7 +109,9 @@ def test_a_compiled_step_is_undone_each_time_its_launch_fails():
     held = in_use()
     too_many = tuple(np.repeat(part, 1024 * LIMIT_MIB // 512, axis=0) for part in data)
     for _ in range(2):
-        outcome = guard.attempt(lambda batch: model.train_on_batch(*batch), too_many, guarded=True)
+        outcome, _ = guard.attempt(
+            lambda batch: model.train_on_batch(*batch), too_many, guarded=True
+        )
         assert isinstance(outcome, OutOfMemory)
         assert in_use() <= held + MIB  # the failed step's batch is not kept
         for variable, value in zip(model.variables, before, strict=True):

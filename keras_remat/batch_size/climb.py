@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from keras_remat.backends.base import Backend
 from keras_remat.batch_size.found import BatchSearch, MaxOverhead
 from keras_remat.batch_size.scaling import Scaling
-from keras_remat.batch_size.search import SearchWork, SizeSearch
+from keras_remat.batch_size.search import SizeSearch
+from keras_remat.batch_size.search_work import SearchWork
 from keras_remat.batch_size.sizes import Facts, Move, next_size, shorter_by, worth_running
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Schedule
@@ -28,13 +31,14 @@ MOST_SIZES = 10
 MOST_SOLVES = 3
 
 
+@dataclass(frozen=True, kw_only=True)
 class SizeClimb:
-    """What is known of the sizes that ran.
+    """Says what is known of the sizes that ran, and chooses the next one.
 
     Args:
-        search: by prediction.
-        at_most: no size above it is chosen; ``None`` where only memory bounds it.
-        trained: a size that has trained; 0 for none.
+        predicted: the largest size by prediction.
+        orders: known ones; those that reach furthest last.
+        at_most: no size above it is chosen.
         max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
         solver: for the sizes that no known order fits.
         solve_s: seconds for one solve.
@@ -42,88 +46,96 @@ class SizeClimb:
             after it.
         multiple: every size is a multiple of it, because so many devices divide it. The size rule
             decides on one device's part.
-
-    Attributes:
         trained: the largest size that trained; 0 for none.
         failed: the smallest size that did not, or 0, and its measured peak, or 0 where that is not
             known.
+        newest: size, plan and measured peak of what ran last.
+        failures, ran_out: sizes that did not fit since one trained, and those of them that ran out
+            of memory.
+        runs: sizes that ran, or could not.
+        chosen_at_s: when the newest size was chosen, by ``time.perf_counter``.
+        longest_s: the most seconds from there until it had run.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        search: BatchSearch,
-        *,
-        at_most: int | None = None,
-        trained: int = 0,
-        max_overhead: MaxOverhead = "forward",
-        solver: str = "auto",
-        solve_s: float = 6.0,
-        deadline_s: float = math.inf,
-        multiple: int = 1,
-        seed: int = 0,
-    ):
-        self.backend, self.max_overhead = backend, max_overhead
-        self.solve_s, self.seed = solve_s, seed
-        self._predicted = search.max_batch_size
-        self._at_most = self._predicted * 2**10 if at_most is None else at_most
-        self._solver, self._deadline_s, self._multiple = solver, deadline_s, multiple
-        self._orders = list(dict.fromkeys(search.orders))
-        self._newest: tuple[int, Plan, int] | None = None  # size, plan, measured peak
-        self._failures = self._ran_out = self._runs = 0  # the first two since a size trained
-        self._longest_s = self._chosen_at_s = 0.0
-        self.trained = trained
-        self.failed: tuple[int, int] = 0, 0
+    backend: Backend
+    predicted: int
+    orders: tuple[Schedule, ...]
+    at_most: int
+    max_overhead: MaxOverhead = "forward"
+    solver: str = "auto"
+    solve_s: float = 6.0
+    deadline_s: float = math.inf
+    multiple: int = 1
+    seed: int = 0
+    trained: int = 0
+    failed: tuple[int, int] = (0, 0)
+    newest: tuple[int, Plan, int] | None = None
+    failures: int = 0
+    ran_out: int = 0
+    runs: int = 0
+    chosen_at_s: float = 0.0
+    longest_s: float = 0.0
 
-    def choose(self, scaling: Scaling, limit: Limit) -> tuple[int, Plan] | None:
-        """Returns the next size and its plan; ``None`` when the largest that trained is the answer.
+    @classmethod
+    def after(
+        cls, backend: Backend, search: BatchSearch, *, at_most: int | None = None, **known: Any
+    ) -> Self:
+        """Returns what a search by prediction tells.
+
+        Args:
+            at_most: ``None`` where only memory bounds the size.
+        """
+        predicted, orders = search.max_batch_size, tuple(dict.fromkeys(search.orders))
+        most = predicted * 2**10 if at_most is None else at_most
+        return cls(backend=backend, predicted=predicted, orders=orders, at_most=most, **known)
+
+    def choose(self, scaling: Scaling, limit: Limit) -> tuple[Self, tuple[int, Plan] | None]:
+        """Returns what is known then, and the next size with its plan; ``None`` for that when the
+        largest that trained is the answer.
 
         Args:
             limit: the one in force: it may be lower than when the last size was chosen.
             scaling: the problem at any size as it would run now.
         """
-        self._chosen_at_s = time.perf_counter()
-        facts = self._facts(0, 0)
-        sizes = worth_running(facts)
+        orders = self._orders_with_newest(scaling)
+        climb = replace(self, orders=orders, chosen_at_s=time.perf_counter())
+        sizes = worth_running(climb._facts(0, 0))
         if not sizes:
-            return None
+            return climb, None
         search = SizeSearch(
-            lambda size: scaling.at(size * self._multiple),
+            lambda size: scaling.at(size * self.multiple),
             self.corrected(limit, scaling),
             self.backend,
             self.max_overhead,
             sizes[-1],
             self.seed,
-            SearchWork(deadline_s=self._deadline_s),
+            SearchWork(deadline_s=self.deadline_s),
         )
         first = sizes[0] if self.trained else sizes[-1]
-        self._learn_newest(scaling)
-        store_all = Schedule.store_all(scaling.at(self._multiple).graph)
-        search.best_of([*reversed(self._orders), store_all], first, downwards=not self.trained)
+        store_all = Schedule.store_all(scaling.at(self.multiple).graph)
+        search.best_of([*reversed(orders), store_all], first, downwards=not self.trained)
         solves = 0
         while True:
-            move, size = next_size(self._facts(search.largest, solves))
+            move, size = next_size(climb._facts(search.largest, solves))
             if move is Move.STOP:
-                return None
+                return climb, None
             if move is Move.RUN:
                 plan = search.fastest
-                if plan.solution.schedule not in self._orders:
-                    self._orders.append(plan.solution.schedule)
-                return size * self._multiple, plan
-            search.solve_at(size, self._solver, self.solve_s)
+                known = dict.fromkeys((*orders, plan.solution.schedule))
+                return replace(climb, orders=tuple(known)), (size * self.multiple, plan)
+            search.solve_at(size, self.solver, self.solve_s)
             search.seed, solves = search.seed + 1, solves + 1
 
-    def _learn_newest(self, scaling: Scaling) -> None:
-        """Adds the order that ran last to the known ones; ``fit`` has made it anew, from measured
-        op times."""
-        if self._newest is None:
-            return
-        size, plan, _ = self._newest
-        fits_here = plan.problem is not None and plan.problem.graph.has_ops_of(
-            scaling.at(size).graph
-        )
-        if fits_here and plan.solution.schedule not in self._orders:
-            self._orders.append(plan.solution.schedule)
+    def _orders_with_newest(self, scaling: Scaling) -> tuple[Schedule, ...]:
+        """Returns the known orders and the one that ran last, which ``fit`` has made anew, from
+        measured op times."""
+        if self.newest is None:
+            return self.orders
+        size, plan, _ = self.newest
+        graph = None if plan.problem is None else plan.problem.graph
+        if graph is None or not graph.has_ops_of(scaling.at(size).graph):
+            return self.orders
+        return tuple(dict.fromkeys((*self.orders, plan.solution.schedule)))
 
     def corrected(self, limit: Limit, scaling: Scaling) -> Limit:
         """Returns what predictions are held against, by what the last size that ran measured.
@@ -134,36 +146,36 @@ class SizeClimb:
         because a faster order fills the same bytes: the bytes shrink as the sizes do.
         """
         error = 0
-        if self._newest is not None:
-            size, plan, peak = self._newest
+        if self.newest is not None:
+            size, plan, peak = self.newest
             problem, predicted = scaling.at(size), plan.predicted.peak_bytes
             if plan.problem is not None and plan.problem.graph.has_ops_of(problem.graph):
                 predicted = self.backend.memory.peak_bytes(problem, plan.solution.schedule)
-            error = peak - predicted if self._failures > 1 else (peak - predicted) // 2
-        if self._ran_out:
-            error = max(error, int(shorter_by(self._ran_out) * limit.usable_bytes))
+            error = peak - predicted if self.failures > 1 else (peak - predicted) // 2
+        if self.ran_out:
+            error = max(error, int(shorter_by(self.ran_out) * limit.usable_bytes))
         return limit.reserving(error)
 
     def _facts(self, reached: int, solves: int) -> Facts:
-        (failed, failed_peak), multiple = self.failed, self._multiple
-        at_most = self._at_most // multiple
-        left_s = self._deadline_s - time.perf_counter() - self._longest_s
+        (failed, failed_peak), multiple = self.failed, self.multiple
+        at_most = self.at_most // multiple
+        left_s = self.deadline_s - time.perf_counter() - self.longest_s
         return Facts(
-            predicted=self._predicted // multiple,
+            predicted=self.predicted // multiple,
             at_most=at_most,
             trained=self.trained // multiple,
             failed=failed // multiple or at_most + 1,
             failed_is_measured=failed_peak > 0,
-            failures=self._failures,
+            failures=self.failures,
             reached=reached,
             solves_left=MOST_SOLVES - solves,
             time_to_run=left_s >= 0,
             time_to_solve=left_s >= self.solve_s,
-            runs_left=max(0, MOST_SIZES - self._runs),
+            runs_left=max(0, MOST_SIZES - self.runs),
         )
 
-    def note(self, size: int, plan: Plan | None, peak_bytes: int, *, fits: bool) -> None:
-        """Notes how the trial of a size ended.
+    def after_trial(self, size: int, plan: Plan | None, peak_bytes: int, *, fits: bool) -> Self:
+        """Returns what is known after the trial of a size.
 
         Args:
             size: that ran, or could not.
@@ -171,14 +183,18 @@ class SizeClimb:
             peak_bytes: measured; 0 where the device ran out of memory.
             fits: whether it trained within the limit.
         """
-        self._runs += 1
-        self._longest_s = max(self._longest_s, time.perf_counter() - self._chosen_at_s)
-        if plan is not None and peak_bytes:
-            self._newest = size, plan, peak_bytes
+        climb = replace(
+            self,
+            runs=self.runs + 1,
+            longest_s=max(self.longest_s, time.perf_counter() - self.chosen_at_s),
+            newest=(size, plan, peak_bytes) if plan is not None and peak_bytes else self.newest,
+        )
         if fits:
-            self.trained, self._failures, self._ran_out = max(size, self.trained), 0, 0
-            return
-        self._failures += 1
-        self._ran_out += plan is not None and not peak_bytes
-        if not self.failed[0] or size < self.failed[0]:
-            self.failed = size, peak_bytes
+            return replace(climb, trained=max(size, self.trained), failures=0, ran_out=0)
+        is_smallest = not self.failed[0] or size < self.failed[0]
+        return replace(
+            climb,
+            failures=self.failures + 1,
+            ran_out=self.ran_out + (plan is not None and not peak_bytes),
+            failed=(size, peak_bytes) if is_smallest else self.failed,
+        )

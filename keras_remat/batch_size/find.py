@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from keras_remat.backends.base import Backend, TracedStep, preserved_state
@@ -56,18 +56,30 @@ from keras_remat.planning.make_plan import (
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import PlanRequest, plan_for
 
-#: Share of the search's work that the quick solver gets. The thorough solver gets the rest.
-_QUICK_SHARE = 0.25
-#: Most of the thorough search's time that is kept for running a size.
-_RUNNING_SHARE = 0.9
-#: Share of the whole time limit that one solve afterwards gets.
-_SOLVE_SHARE = 0.1
-#: A first step, with its compilation, takes about so many times the predicted seconds.
-_LATER = 2.5
-#: The share of the time limit that the search's work is counted by, and the least that the clock
-#: leaves it, however long tracing took.
-_WORK_SHARE, _LEAST_SHARE = 0.7, 0.3
 
+@dataclass(frozen=True)
+class FindOptions:
+    """Rules what the parts of the time limit are for.
+
+    Args:
+        work, least_clock: the share of the limit that the search's work is counted by, and the
+            least that the clock leaves it, however long tracing took.
+        quick: of that work, what the quick solver gets. The thorough solver gets the rest.
+        running: of the thorough search's time, what is kept for running a size at most.
+        first_step: a first step, with its compilation, takes about so many times the predicted
+            seconds.
+        solve: of the limit, what one solve afterwards gets.
+    """
+
+    work: float = 0.7
+    least_clock: float = 0.3
+    quick: float = 0.25
+    running: float = 0.9
+    first_step: float = 2.5
+    solve: float = 0.1
+
+
+_OPTIONS = FindOptions()
 #: Trains a size under a plan; what a step takes, or ``None`` when the device ran out of memory.
 Train = Callable[[int, Plan], Usage | None]
 
@@ -117,57 +129,28 @@ def find_max_batch_size(
             batch size.
         ValueError, TypeError: wrong arguments.
     """
-    is_bound = is_number(max_overhead) and max_overhead >= 0
-    if not is_bound and max_overhead is not None and max_overhead != "forward":
-        raise ValueError(
-            f'max_overhead must be at least 0, None or "forward", got {max_overhead!r}'
-        )
+    _check_bound(max_overhead)
     check_seconds("time_limit_s", time_limit_s)
-    target = target_of(card)
-    started = time.perf_counter()
-
-    def traced(batch: Any) -> tuple[Backend, TracedModel]:
-        return traced_as_it_trains(
+    target, started = target_of(card), time.perf_counter()
+    backend, step = _first_that_fits(
+        model,
+        batch,
+        lambda batch: traced_as_it_trains(
             model, batch, memory_limit, margin, profile, seed, compilation, target
-        )
-
+        ),
+    )
     runs = target is None and profile != "estimated"
-    backend, step = _first_that_fits(model, batch, traced)
-    traced_s = time.perf_counter() - started
     scaling, slicing = step_scaling(backend, model, step), step.traced.slicing
     parts = 1 if slicing is None else slicing.parts
-    deadline_s = max(started + time_limit_s, time.perf_counter() + _LEAST_SHARE * time_limit_s)
-    work_s = _WORK_SHARE * time_limit_s
-    late_s = (1 - _QUICK_SHARE) * work_s
-
-    def running_s(plan: Plan) -> float:
-        """Estimates how long a trial of one batch size takes: trace, solve, first step."""
-        return min(_RUNNING_SHARE * late_s, traced_s + _LATER * plan.predicted.time_s)
-
-    # what cannot be met is one sample, or one for each slice
-    with advising(scaling.at(parts), step.limit, parts, backend, seed=seed):
-        search = search_batch_size(
-            scaling,
-            batch_size_of(step.batch),
-            step.limit,
-            backend,
-            max_overhead=max_overhead,
-            time_limit_s=_QUICK_SHARE * work_s,
-            late_solver="auto",
-            late_time_limit_s=late_s,
-            afterwards_s=running_s if runs else None,
-            deadline_s=deadline_s,
-            multiple=parts,
-            seed=seed,
-        )
-    search = replace(search, search_time_s=time.perf_counter() - started)
+    bounds = _Bounds(started, time_limit_s, max_overhead, parts, seed)
+    search = _searched(backend, step, scaling, bounds, runs=runs)
     if not runs:
         return search.on_card(step.card)
-    climb = SizeClimb(
+    climb = SizeClimb.after(
         backend,
         search,
         max_overhead=max_overhead,
-        solve_s=_SOLVE_SHARE * time_limit_s,
+        solve_s=_OPTIONS.solve * time_limit_s,
         deadline_s=started + time_limit_s,
         multiple=parts,
         seed=seed,
@@ -175,6 +158,70 @@ def find_max_batch_size(
     runner = SizeRunner(backend, model, step.batch, slicing)
     found = verified_search(search, scaling, climb, step.limit, runner, runner.graph)
     return found.in_slices(slicing)
+
+
+def _check_bound(max_overhead: Any) -> None:
+    is_bound = is_number(max_overhead) and max_overhead >= 0
+    if not is_bound and max_overhead is not None and max_overhead != "forward":
+        raise ValueError(
+            f'max_overhead must be at least 0, None or "forward", got {max_overhead!r}'
+        )
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Says what bounds a search.
+
+    Args:
+        started_s: when it began, by ``time.perf_counter``.
+        time_limit_s, max_overhead, seed: as of :func:`find_max_batch_size`.
+        parts: every size is a multiple of it.
+    """
+
+    started_s: float
+    time_limit_s: float
+    max_overhead: float | Literal["forward"] | None
+    parts: int
+    seed: int
+
+
+def _searched(
+    backend: Backend, step: TracedModel, scaling: Scaling, bounds: _Bounds, *, runs: bool
+) -> BatchSearch:
+    """Returns what a search by prediction finds.
+
+    Args:
+        runs: whether sizes run afterwards, which takes time of the limit.
+    """
+    now_s, limit_s = time.perf_counter(), bounds.time_limit_s
+    traced_s, parts = now_s - bounds.started_s, bounds.parts
+    deadline_s = max(bounds.started_s + limit_s, now_s + _OPTIONS.least_clock * limit_s)
+    work_s = _OPTIONS.work * limit_s
+    late_s = (1 - _OPTIONS.quick) * work_s
+
+    def running_s(plan: Plan) -> float:
+        """Estimates how long a trial of one batch size takes: trace, solve, first step."""
+        return min(
+            _OPTIONS.running * late_s, traced_s + _OPTIONS.first_step * plan.predicted.time_s
+        )
+
+    # what cannot be met is one sample, or one for each slice
+    with advising(scaling.at(parts), step.limit, parts, backend, seed=bounds.seed):
+        search = search_batch_size(
+            scaling,
+            batch_size_of(step.batch),
+            step.limit,
+            backend,
+            max_overhead=bounds.max_overhead,
+            time_limit_s=_OPTIONS.quick * work_s,
+            late_solver="auto",
+            late_time_limit_s=late_s,
+            afterwards_s=running_s if runs else None,
+            deadline_s=deadline_s,
+            multiple=parts,
+            seed=bounds.seed,
+        )
+    return replace(search, search_time_s=time.perf_counter() - bounds.started_s)
 
 
 def _first_that_fits(
@@ -280,7 +327,7 @@ def verified_search(
     """
     started, probes = time.perf_counter(), list(search.probes)
     while True:
-        chosen = climb.choose(scaling, limit)
+        climb, chosen = climb.choose(scaling, limit)
         if chosen is None:
             break
         size, plan = chosen
@@ -293,16 +340,17 @@ def verified_search(
             own = _for_its_graph(size, plan, problem, graph, climb)
         if isinstance(own, SizeTrial):  # the reason why not
             probes.append(own)
-            climb.note(size, None, 0, fits=False)
+            climb = climb.after_trial(size, None, 0, fits=False)
             continue
         usage = train(size, own)
         if usage is None:
-            climb.note(size, own, 0, fits=False)
+            climb = climb.after_trial(size, own, 0, fits=False)
             continue
         probes.append(
             SizeTrial(size, replace(own, measured=usage, budget_bytes=limit.usable_bytes))
         )
-        climb.note(size, own, usage.peak_bytes, fits=limit.holds(usage.peak_bytes))
+        fits = limit.holds(usage.peak_bytes)
+        climb = climb.after_trial(size, own, usage.peak_bytes, fits=fits)
     return _with_verified(search, probes, climb, verification_time_s=time.perf_counter() - started)
 
 

@@ -18,8 +18,8 @@ size that fails wastes little, and one that succeeds says more than that it fits
 The solver's budget is the allowed one less what the allocator was seen to waste.
 
 What is found must not depend on how busy the machine is. So the time limits stand for counted work
-(:class:`SearchWork`): every solve costs the seconds that an idle machine takes for it at most, and
-the clock ends the search only where it shows several times as much.
+(:mod:`keras_remat.batch_size.search_work`): every solve costs the seconds that an idle machine
+takes for it at most, and the clock ends the search only where it shows several times as much.
 
 Feasibility need not be monotone in the size: a schedule that was found is never given up
 because a solver failed at a smaller size, and the thorough solver begins with the whole bracket
@@ -48,6 +48,7 @@ from keras_remat.batch_size.found import (
     overhead_bound,
 )
 from keras_remat.batch_size.scaling import Scaling
+from keras_remat.batch_size.search_work import OPTIONS, SearchWork
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
@@ -55,65 +56,9 @@ from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, RematError, ScheduleNotFoundError
 from keras_remat.planning.calibrated_solve import new_order
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.plan_problem import reused_plan
+from keras_remat.planning.request import plan_by
 from keras_remat.solvers import check_floor
-from keras_remat.solvers.search.greedy import STEPS_PER_S
 from keras_remat.units import format_bytes
-
-#: The search stops when a size that fits and one that does not are this share apart.
-_RESOLUTION = 0.01
-#: The largest size is below this; beyond it nothing is tried.
-_LARGEST_SIZE = 2**40
-#: An order that reaches this share of the size it was made for has not failed.
-_REACHED_SHARE = 0.97
-#: Sizes up to this many times the largest get another chance.
-_RETRIED_RATIO = 1.1
-#: The first and the longest step up from a known order, as shares of the size; after so many steps
-#: without a find their search ends.
-_FIRST_STEP_SHARE, _LONGEST_STEP_SHARE, _MOST_FAILED_STEPS = 0.02, 0.3, 16
-#: The shares of the budget that new orders are solved for in those steps, and the least of all.
-_TARGET_SHARES, _LEAST_TARGET_SHARE = (0.98, 1.0, 0.96), 0.88
-#: Of the time limit, what one solve may take.
-_SOLVE_TIME_SHARE = 0.25
-#: Of the time of the thorough solver, what is left for steps, and what one step may take.
-_IMPROVE_TIME_SHARE, _STEP_TIME_SHARE = 0.6, 0.12
-#: Problems that are kept for sizes that come up again.
-_REMEMBERED_PROBLEMS = 12
-#: How many of the last orders tell how much the allocator fragments, and from which ratio on that
-#: is more than under most.
-_REMEMBERED_RATIOS, _HIGH_RATIO = 5, 1.03
-
-
-#: Passes over the ops that a solve by name takes at most, with those that predict its peak at a few
-#: sizes; those of other solvers take their seconds.
-_PASSES = {"greedy_first": 40.0, "greedy": 60.0}
-#: How many times its seconds the clock may show before it ends a solve or the search, and what it
-#: may show at least.
-_PATIENCE, _LEAST_SOLVE_CLOCK_S, _LEAST_CLOCK_S = 4.0, 2.0, 10.0
-
-
-class SearchWork:
-    """Counts the work of a search, in seconds of an idle machine.
-
-    Args:
-        seconds: of work; infinite where something else bounds it.
-        deadline_s: by ``time.perf_counter``; nothing is begun after it.
-    """
-
-    def __init__(self, seconds: float = math.inf, deadline_s: float = math.inf):
-        self._seconds, self.deadline_s = seconds, deadline_s
-
-    def left_s(self, afterwards_s: float = 0.0) -> float:
-        """Returns the seconds of work that are left; 0 where the clock leaves no more than
-        ``afterwards_s``."""
-        return self._seconds if time.perf_counter() + afterwards_s < self.deadline_s else 0.0
-
-    def take(self, problem: Problem, solver: str, solve_s: float) -> float:
-        """Takes one solve off what is left, and returns with how much patience it may run."""
-        passes = _PASSES.get(solver, math.inf)
-        self._seconds -= min(solve_s, passes * len(problem.graph.ops) / STEPS_PER_S)
-        clock_s = self.deadline_s - time.perf_counter()
-        return max(1.0, min(max(_PATIENCE, _LEAST_SOLVE_CLOCK_S / solve_s), clock_s / solve_s))
 
 
 def search_batch_size(
@@ -129,7 +74,7 @@ def search_batch_size(
     late_solver: str | None = None,
     late_time_limit_s: float = 60.0,
     afterwards_s: Callable[[Plan], float] | None = None,
-    deadline_s: float | None = None,
+    deadline_s: float = math.inf,
     multiple: int = 1,
     seed: int = 0,
 ) -> BatchSearch:
@@ -149,28 +94,27 @@ def search_batch_size(
             the others; no solve gets more than a quarter of it.
         afterwards_s: seconds that have to be left until the deadline when a plan is the result;
             ``None`` for none.
-        deadline_s: by ``time.perf_counter``; ``None`` is several times both time limits from now.
+        deadline_s: by ``time.perf_counter``; several times both time limits from now at the latest.
         multiple: every size is a multiple of it: see
             :attr:`~keras_remat.backends.base.Backend.batch_multiple`.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
     """
-    if deadline_s is None:
-        late_s = 0.0 if late_solver is None else late_time_limit_s
-        clock_s = max(_LEAST_CLOCK_S, _PATIENCE * (time_limit_s + late_s))
-        deadline_s = time.perf_counter() + clock_s
+    both_s = time_limit_s + (late_time_limit_s if late_solver else 0.0)
+    clock_s = max(OPTIONS.least_clock_s, OPTIONS.patience * both_s)
+    deadline_s = min(deadline_s, time.perf_counter() + clock_s)
     search = SizeSearch(
         lambda size: scaling.at(size * multiple),
         limit,
         backend,
         max_overhead,
-        (_LARGEST_SIZE if at_most is None else at_most) // multiple,
+        (OPTIONS.largest_size if at_most is None else at_most) // multiple,
         seed,
         SearchWork(time_limit_s, deadline_s),
     )
-    search.begin(min(start // multiple, search.at_most), solver, _SOLVE_TIME_SHARE * time_limit_s)
-    search.bisect(solver, _SOLVE_TIME_SHARE * time_limit_s, try_again=late_solver is None)
+    search.begin(min(start // multiple, search.at_most), solver, OPTIONS.solve * time_limit_s)
+    search.bisect(solver, OPTIONS.solve * time_limit_s, try_again=late_solver is None)
     if late_solver is not None:
         search.afterwards_s = afterwards_s
         late_s = late_time_limit_s + max(0.0, search.work.left_s())
@@ -200,7 +144,7 @@ class SizeSearch:
     ):
         self.work = work
         self.limit, self.backend, self.max_overhead = limit, backend, max_overhead
-        self._problem_at = lru_cache(_REMEMBERED_PROBLEMS)(problem_at)
+        self._problem_at = lru_cache(OPTIONS.remembered_problems)(problem_at)
         self.at_most, self.seed = at_most, seed
         self.started = time.perf_counter()
         self.largest = self.plain = 0
@@ -211,7 +155,7 @@ class SizeSearch:
         # of the budget, that solvers get: the rest is what the allocator wastes
         self.target_share = 1.0
         # what it needed for the last orders, over the bytes alive; 1 where none was found
-        self.fragmentation_ratios = deque([1.0], _REMEMBERED_RATIOS)
+        self.fragmentation_ratios = deque([1.0], OPTIONS.remembered_ratios)
         self.fragmentation_ratio = 1.0
 
     def begin(self, size: int, solver: str, solve_s: float) -> None:
@@ -251,23 +195,23 @@ class SizeSearch:
         while again:
             begun = self.largest
             while (
-                fails - self.largest > max(1, int(self.largest * _RESOLUTION))
+                fails - self.largest > max(1, int(self.largest * OPTIONS.resolution))
                 and self._left_s() > keep_s
             ):
                 mean = (self.largest * fails) ** 0.5
-                least = max(self.largest + 1, math.ceil(_REACHED_SHARE * mean))
-                size = _round(least, max(least, min(fails - 1, int(mean / _REACHED_SHARE))))
+                least = max(self.largest + 1, math.ceil(OPTIONS.reached * mean))
+                size = _round(least, max(least, min(fails - 1, int(mean / OPTIONS.reached))))
                 if fails > self.at_most and self.at_most <= 2 * self.largest:
                     size = self.at_most
                 before = self.largest
                 self.solve_at(size, solver, solve_s)
-                wastes = self.fragmentation_ratio > _HIGH_RATIO
+                wastes = self.fragmentation_ratio > OPTIONS.high_ratio
                 if self.largest < size and wastes:  # with another order the allocator may not
-                    self.target_share = _TARGET_SHARES[0]
+                    self.target_share = OPTIONS.targets[0]
                     self.solve_at(size, "greedy_first", solve_s)
                 if self.largest == before:
                     fails = size
-            fails = min(self.at_most + 1, int(self.largest * _RETRIED_RATIO) + 1)
+            fails = min(self.at_most + 1, int(self.largest * OPTIONS.retried) + 1)
             self.seed += 1
             again = try_again and begun < self.largest < self.at_most and self._left_s() > keep_s
 
@@ -278,9 +222,9 @@ class SizeSearch:
         It begins with the order that reaches furthest, or anew with another share of the budget,
         with a quick solver or with ``solver``, in turn.
         """
-        step, failures, most = _FIRST_STEP_SHARE, 0, self._ceiling - 1
+        step, failures, most = OPTIONS.first_step, 0, self._ceiling - 1
         for turn in count():
-            is_over = self.largest >= most or failures >= _MOST_FAILED_STEPS
+            is_over = self.largest >= most or failures >= OPTIONS.most_failed_steps
             if is_over or self._left_s() <= 0:
                 return
             before = self.largest
@@ -288,7 +232,7 @@ class SizeSearch:
             allowed_s = min(solve_s, self._left_s())
             self.seed += 1
             if turn % 2:
-                self.target_share = _TARGET_SHARES[turn // 2 % len(_TARGET_SHARES)]
+                self.target_share = OPTIONS.targets[turn // 2 % len(OPTIONS.targets)]
                 self.solve_at(size, solver if turn % 4 == 3 else "greedy_first", allowed_s)
             else:
                 # the allocator will waste about as much as with the order to begin with, or nothing
@@ -296,22 +240,25 @@ class SizeSearch:
                 assert best.problem is not None
                 alive = simulate(best.problem, best.solution.schedule).peak_bytes
                 used = alive / best.predicted.peak_bytes
-                self.target_share = max(_LEAST_TARGET_SHARE, min(1.0, used)) if turn % 4 else 1.0
+                self.target_share = max(OPTIONS.least_target, min(1.0, used)) if turn % 4 else 1.0
                 self.solve_at(size, "nearby", allowed_s, start=best.solution.schedule)
             if self.largest > before:
-                step, failures = min(2 * step, _LONGEST_STEP_SHARE), 0
+                step, failures = min(2 * step, OPTIONS.longest_step), 0
             else:
-                step, failures = step / 2 if step > _RESOLUTION else _FIRST_STEP_SHARE, failures + 1
+                step, failures = (
+                    step / 2 if step > OPTIONS.resolution else OPTIONS.first_step,
+                    failures + 1,
+                )
 
     def bisect_and_improve(self, solver: str, time_limit_s: float) -> None:
         """Tries new orders first, then improves the best of them, in one time limit."""
         self.bisect(
             solver,
-            _SOLVE_TIME_SHARE * time_limit_s,
-            _RETRIED_RATIO * self.largest,
-            keep_s=_IMPROVE_TIME_SHARE * self._left_s(),
+            OPTIONS.solve * time_limit_s,
+            OPTIONS.retried * self.largest,
+            keep_s=OPTIONS.improve * self._left_s(),
         )
-        self.improve_from_best(solver, _STEP_TIME_SHARE * time_limit_s)
+        self.improve_from_best(solver, OPTIONS.step * time_limit_s)
 
     def _left_s(self) -> float:
         """Returns the seconds of work that are left for solving."""
@@ -330,7 +277,7 @@ class SizeSearch:
         fits, fails = self.largest, 2 * self.largest
         while fits < self.at_most and is_possible(min(fails, self.at_most)):
             fits, fails = min(fails, self.at_most), 2 * fails
-        while fits < self.at_most and fails - fits > max(1, int(fits * _RESOLUTION)):
+        while fits < self.at_most and fails - fits > max(1, int(fits * OPTIONS.resolution)):
             middle = min(self.at_most, (fits + fails) // 2)
             fits, fails = (middle, fails) if is_possible(middle) else (fits, middle)
         return self.at_most + 1 if fits == self.at_most else fails
@@ -366,7 +313,7 @@ class SizeSearch:
         self.fragmentation_ratio = ratio
         self.fragmentation_ratios.append(ratio)
         usual = median_low(self.fragmentation_ratios)  # most waste little, now and then one much
-        self.target_share = max(_LEAST_TARGET_SHARE, min(1.0, 1 / usual))
+        self.target_share = max(OPTIONS.least_target, min(1.0, 1 / usual))
         self.largest_fitting(order, size, self.largest + 1)
         if self.largest < size:
             reason = self._reason(problem, order)
@@ -410,14 +357,16 @@ class SizeSearch:
                 fits = other
             else:
                 fails, step = other, 2 * step
-        while fits and fails - fits > max(1, int(fits * _RESOLUTION)) and fails <= self.at_most:
+        while (
+            fits and fails - fits > max(1, int(fits * OPTIONS.resolution)) and fails <= self.at_most
+        ):
             quarter = (fails - fits) // 4
             middle = _round(max(fits + 1, fits + quarter), min(fails - 1, fails - quarter))
             fits, fails = (middle, fails) if self.fits(order, middle) else (fits, middle)
         if not fits:
             return 0
         problem, usable = self._problem_at(fits), self.limit.usable_bytes
-        plan = reused_plan(problem, order, usable, self.backend.memory)
+        plan = plan_by(problem, order, usable, self.backend.memory)
         if plan is not None:
             self.probes.append(SizeTrial(fits, plan))
             self.largest = max(self.largest, fits)

@@ -26,8 +26,7 @@ from keras_remat.errors import (
     UnsupportedModelError,
 )
 from keras_remat.planning.make_plan import TracedModel, measured_problem
-from keras_remat.planning.plan_problem import reused_plan
-from keras_remat.planning.request import PlanRequest, plan_for
+from keras_remat.planning.request import PlanRequest, plan_by, plan_for
 from keras_remat.planning.slicing import sliced_costs
 
 #: Seconds for a plan to measure a second size under.
@@ -136,7 +135,7 @@ def _profile_at(
     )
     usable = step.limit.usable_bytes
     try:
-        plan = reused_plan(problem, order, usable, backend.memory) or plan_for(request)
+        plan = plan_by(problem, order, usable, backend.memory) or plan_for(request)
     except (InfeasibleBudgetError, ScheduleNotFoundError):
         return None
     measured = measured_problem(

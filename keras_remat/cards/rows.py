@@ -27,10 +27,10 @@ from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
-from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError, UnsupportedModelError
-from keras_remat.planning.plan_problem import closest_plan, plan_problem
+from keras_remat.errors import UnsupportedModelError
+from keras_remat.planning.calibrated_solve import closest_to_budget
+from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
 
-NOT_FOUND = (InfeasibleBudgetError, ScheduleNotFoundError)
 #: Of the seconds for one card, what solving for a plan may take, finding the smallest peak where
 #: there is none, and searching for the largest batch.
 _PLAN_SHARE, _SMALLEST_SHARE, _SEARCH_SHARE = 0.5, 0.25, 0.25
@@ -179,10 +179,16 @@ class AskedStep:
         if limit.fits(plain_bytes):
             return replace(row, verdict=FITS, overhead=0.0, samples_per_s_planned=rate(plain_s))
         try:
-            plan = plan_problem(
-                problem, limit.usable_bytes, backend,
-                time_limit_s=_PLAN_SHARE * self._time_limit_s, seed=self._seed,
-            )  # fmt: skip
+            plan = plan_for(
+                PlanRequest.on(
+                    backend,
+                    problem=problem,
+                    batch_size=samples,
+                    limit=limit,
+                    seconds=_PLAN_SHARE * self._time_limit_s,
+                    seed=self._seed,
+                )
+            )
         except NOT_FOUND as error:
             smallest = self._smallest_bytes(error, backend, problem, limit)
             return replace(row, verdict=DOES_NOT_FIT, smallest_bytes=smallest)
@@ -208,17 +214,17 @@ class AskedStep:
         self, failure: Exception, backend: Backend, problem: Problem, limit: Limit
     ) -> int | None:
         """Returns the least peak of a schedule that was found; ``None`` without one."""
-        plan = getattr(failure, "closest", None)
-        if plan is None:
+        closest = getattr(failure, "closest", None)
+        if closest is None:
             try:
-                plan = closest_plan(
-                    problem, limit.usable_bytes, backend,
+                closest = closest_to_budget(
+                    problem, limit.usable_bytes, backend.memory,
                     time_limit_s=max(_LEAST_SMALLEST_S, _SMALLEST_SHARE * self._time_limit_s),
                     seed=self._seed,
                 )  # fmt: skip
             except NOT_FOUND:
                 return None
-        return int(plan.predicted.peak_bytes)
+        return int(closest.peak_bytes)
 
     def _with_batches(self, row: CardRow, begun: _Begun) -> CardRow:
         """Returns the row with the largest batches, by prediction."""

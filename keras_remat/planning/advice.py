@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from keras_remat.backends.memory import DeviceMemory
+from keras_remat.backends.memory import DeviceMemory, MemoryModel
 from keras_remat.core.deadline import Deadline
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
@@ -24,23 +24,42 @@ from keras_remat.errors import (
     limit_for,
     rounded_up,
 )
-from keras_remat.planning.plan_problem import PlanningBackend, plan_problem
+from keras_remat.planning.calibrated_solve import within_budget
 from keras_remat.units import format_bytes
 
-#: The shares of the way from what is needed at least to the plain step's peak that are tried.
-_SHARES = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)
-#: Limits between the last one without a plan and the first one with a plan that are tried, and the
-#: seconds after which no other one is.
-_BISECTIONS, _MOST_S = 3, 10.0
-#: Seconds that one plan may take once an order was found.
-_PLAN_S = 2.0
-#: What a plan that is advised leaves free, as a share of the limit, and for one more batch at most:
-#: the input pipeline holds a batch more or less from one fit to the next.
-_SPARE_SHARE, _MOST_SPARE_SHARE = 0.01, 0.05
+
+@dataclass(frozen=True)
+class AdviceOptions:
+    """Rules which limits are tried, and for how long.
+
+    Args:
+        shares: of the way from what is needed at least to the plain step's peak.
+        bisections: limits that are tried between the last one without a plan and the first one with
+            one.
+        most_s: seconds after which no other one is.
+        plan_s: seconds that one plan may take once an order was found.
+        spare, most_spare: what a plan that is advised leaves free, as a share of the limit, and for
+            one more batch at most: the input pipeline holds a batch more or less from one fit to
+            the next.
+    """
+
+    shares: tuple[float, ...] = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)
+    bisections: int = 3
+    most_s: float = 10.0
+    plan_s: float = 2.0
+    spare: float = 0.01
+    most_spare: float = 0.05
 
 
-class AdvisingBackend(PlanningBackend, Protocol):
-    """What advice asks of a backend."""
+_OPTIONS = AdviceOptions()
+
+
+class Adviser(Protocol):
+    """What advice asks of a backend, or of a request."""
+
+    @property
+    def memory(self) -> MemoryModel:
+        """Predicts the peaks that the device will show."""
 
     @property
     def device(self) -> DeviceMemory | None:
@@ -49,7 +68,7 @@ class AdvisingBackend(PlanningBackend, Protocol):
 
 @contextmanager
 def advising(
-    problem: Problem, limit: Limit, batch_size: int, backend: AdvisingBackend, *, seed: int = 0
+    problem: Problem, limit: Limit, batch_size: int, adviser: Adviser, *, seed: int = 0
 ) -> Iterator[None]:
     """Errors inside speak of the user's limit, and say what limit or batch would do.
 
@@ -57,18 +76,18 @@ def advising(
         problem: what is planned for.
         limit: that its budget is a part of.
         batch_size: the samples of its step.
-        backend: tries limits, and says what would lower an op's need.
+        adviser: predicts peaks, and says what would lower an op's need.
         seed: for the solver.
     """
     try:
         yield
     except (InfeasibleBudgetError, ScheduleNotFoundError) as error:
-        if backend.device is None:
+        if adviser.device is None:
             raise
         failure = error
 
         def advice() -> str:
-            return _advice(failure, problem, limit.total_bytes, batch_size, backend, seed)
+            return _advice(failure, problem, limit.total_bytes, batch_size, adviser, seed)
 
         raise error.retold(limit_bytes=limit.total_bytes, advice=advice) from error.__cause__
 
@@ -78,7 +97,7 @@ def _advice(
     problem: Problem,
     limit_bytes: int,
     batch_size: int,
-    backend: AdvisingBackend,
+    adviser: Adviser,
     seed: int,
 ) -> str:
     """Returns what limit or batch would do; empty where no limit that was tried does.
@@ -88,7 +107,7 @@ def _advice(
     resident_bytes, budget_bytes = problem.profile.resident_bytes, error.budget_bytes
     is_proved = isinstance(error, InfeasibleBudgetError)
     known = error.floor_bytes if isinstance(error, InfeasibleBudgetError) else error.best_peak_bytes
-    enough = tried_budget(problem, max(known or 0, budget_bytes + 1), backend, seed)
+    enough = tried_budget(problem, max(known or 0, budget_bytes + 1), adviser.memory, seed)
     if enough is None:
         return ""
     does = f"A limit of {rounded_up(limit_for(enough, budget_bytes, limit_bytes))}"
@@ -105,47 +124,47 @@ def _advice(
     more = "More solver time may do, too."
     if is_proved:
         op = None if problem.floor_op is None else problem.graph.ops[problem.floor_op]
-        more = "" if op is None or backend.device is None else backend.device.floor_advice(op)
+        more = "" if op is None or adviser.device is None else adviser.device.floor_advice(op)
     return f"{advice} {more}".rstrip()
 
 
 def tried_budget(
-    problem: Problem, least_bytes: int, backend: PlanningBackend, seed: int = 0
+    problem: Problem, least_bytes: int, memory: MemoryModel, seed: int = 0
 ) -> int | None:
     """Returns a budget that a plan was found for, about the least; ``None`` where none was found.
 
     Args:
         problem: what is planned for, without a budget.
         least_bytes: no plan is expected to need less.
-        backend: predicts peaks.
+        memory: predicts peaks.
         seed: for the solver.
     """
-    memory, clock = backend.memory, Deadline(_MOST_S)
+    clock = Deadline(_OPTIONS.most_s)
     plain = memory.peak_bytes(problem, Schedule.store_all(problem.graph))
     most_bytes = max(plain + plain // 8, least_bytes + least_bytes // 4)
 
     def has_plan(budget_bytes: int) -> bool:
-        batch_bytes = min(problem.graph.input_bytes, int(_MOST_SPARE_SHARE * budget_bytes))
-        spare = int(_SPARE_SHARE * budget_bytes) + batch_bytes
+        batch_bytes = min(problem.graph.input_bytes, int(_OPTIONS.most_spare * budget_bytes))
+        spare = int(_OPTIONS.spare * budget_bytes) + batch_bytes
         resident = problem.profile.resident_bytes + spare
         fuller = replace(problem, profile=replace(problem.profile, resident_bytes=resident))
         try:
-            plan_problem(
-                fuller, budget_bytes, backend, solver="greedy_first",
-                time_limit_s=_PLAN_S, seed=seed,
+            within_budget(
+                fuller, budget_bytes, memory, solver="greedy_first",
+                time_limit_s=_OPTIONS.plan_s, seed=seed,
             )  # fmt: skip
         except (InfeasibleBudgetError, ScheduleNotFoundError):
             return False
         return True
 
     fails, enough = least_bytes, None
-    for share in _SHARES:
+    for share in _OPTIONS.shares:
         budget_bytes = least_bytes + int(share * (most_bytes - least_bytes))
         if has_plan(budget_bytes):
             enough = budget_bytes
             break
         fails = budget_bytes
-    for _ in range(_BISECTIONS if enough is not None else 0):
+    for _ in range(_OPTIONS.bisections if enough is not None else 0):
         middle = (fails + (enough or 0)) // 2
         if middle <= fails or clock.is_over:
             break

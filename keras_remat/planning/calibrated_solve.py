@@ -8,58 +8,99 @@ that no schedule reaches, one between is tried.
 Where compiling tells the peak, that decides. It takes long, so only so many schedules are compiled:
 first those that are predicted to fit, then, of all that any target gave, those that are predicted
 to come nearest. A compiler's peak is no monotone function of the bytes alive.
+
+:mod:`keras_remat.planning.request` asks :func:`within_budget` and :func:`closest_to_budget`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from keras_remat.backends.memory import MemoryModel
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule, Solution
+from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
-from keras_remat.solvers import solve
+from keras_remat.solvers import check_floor, solve
 from keras_remat.solvers.search import nearby
 
-#: How often a target is corrected.
-_CORRECTIONS = 10
-#: Of the time that is left, what one solve may take.
-_SOLVE_SHARE = 0.7
-#: Minimum seconds for one solve, past the deadline, too.
-_LEAST_SOLVE_S = 0.5
-#: How many schedules are compiled whatever it takes, and how many before the deadline.
-_SURE_COMPILATIONS, _MOST_COMPILATIONS = 3, 6
-#: The least a correction takes off, as a share of what is above the floor.
-_LEAST_STEP = 0.05
-#: How much faster, as a share of the step, a schedule over the budget must be for another try.
-_WORTH_ANOTHER = 0.02
-#: How many of the orders that a solver finds are asked for their peak, the last ones.
-_ASKED_ORDERS = 8
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CorrectionOptions:
+    """Rules how a target is corrected until the device agrees.
+
+    Args:
+        corrections: of a target, at most.
+        solve: of the time that is left, what one solve may take.
+        least_solve_s: minimum seconds for one solve, past the deadline, too.
+        sure_compilations, most_compilations: how many schedules are compiled whatever it takes, and
+            how many before the deadline.
+        least_step: the least a correction takes off, as a share of what is above the floor.
+        worth_another: how much faster, as a share of the step, a schedule over the budget must be
+            for another try.
+        asked_orders: of the orders that a solver finds, so many of the last are asked for their
+            peak.
+        quick, slow: of the time for a budget, what the quick solver may take before "auto", and
+            what "auto" has at least.
+    """
+
+    corrections: int = 10
+    solve: float = 0.7
+    least_solve_s: float = 0.5
+    sure_compilations: int = 3
+    most_compilations: int = 6
+    least_step: float = 0.05
+    worth_another: float = 0.02
+    asked_orders: int = 8
+    quick: float = 0.25
+    slow: float = 0.5
+
+
+OPTIONS = CorrectionOptions()
 
 
 @dataclass(frozen=True)
 class BudgetCandidate:
-    """A solution with its time and the peak that the device will show.
+    """A solution with the peak that the device will show.
 
     Args:
         solution: the schedule, with its usage.
-        time_s: predicted seconds of a step.
+        usage: predicted seconds of a step, and the most bytes alive.
         peak_bytes: what the device will have in use.
         is_exact: whether compiling has told the peak.
     """
 
     solution: Solution
-    time_s: float
+    usage: Usage
     peak_bytes: int
     is_exact: bool = False
 
+    @classmethod
+    def of(cls, problem: Problem, solution: Solution, memory: MemoryModel) -> BudgetCandidate:
+        """Returns a solution with the peak that the device is predicted to show."""
+        usage = solution.usage or simulate(problem, solution.schedule)
+        peak_bytes = memory.peak_bytes(problem, solution.schedule)
+        return cls(replace(solution, usage=usage), usage, peak_bytes)
+
     @property
     def schedule(self) -> Schedule:
-        """The solution's."""
+        """Returns what would run."""
         return self.solution.schedule
+
+    @property
+    def time_s(self) -> float:
+        """Returns the predicted seconds of a step."""
+        return self.usage.time_s
+
+    @property
+    def surplus_bytes(self) -> int:
+        """Returns what the device needs above the bytes alive."""
+        return self.peak_bytes - self.usage.peak_bytes
 
 
 class BudgetSearch:
@@ -77,9 +118,8 @@ class BudgetSearch:
     ):
         self.problem, self.budget_bytes, self.memory = problem, budget_bytes, memory
         self._solver, self._seed = solver, seed
-        self._chosen: tuple[BudgetCandidate, int] | None = (
-            None  # the fastest that fits, and its target
-        )
+        # the fastest that fits, and its target
+        self._chosen: tuple[BudgetCandidate, int] | None = None
         self._misses = 0  # compilations that told more than the budget
         self._untried: dict[Schedule, BudgetCandidate] = {}  # that could be compiled
         self._tried: set[Schedule] = set()  # that were
@@ -99,21 +139,22 @@ class BudgetSearch:
                 that :attr:`closest` says how near one comes.
 
         Raises:
-            InfeasibleBudgetError, ScheduleNotFoundError: none was found.
+            InfeasibleBudgetError, ScheduleNotFoundError: none was found; the second one has the
+                :attr:`closest`.
         """
         floor = self.problem.floor_bytes
         store_all = Schedule.store_all(self.problem.graph)
         most = simulate(self.problem, store_all).peak_bytes if approach else start
         target, reached, unreachable = start, max(start, most), floor
-        for turn in range(_CORRECTIONS):
+        for turn in range(OPTIONS.corrections):
             left_s = deadline_s - time.perf_counter()
-            is_late = left_s < _LEAST_SOLVE_S if self._chosen else left_s < 0 and not patient
+            is_late = left_s < OPTIONS.least_solve_s if self._chosen else left_s < 0 and not patient
             if target < floor or (turn and is_late):
                 break
             if self._tried and not self._may_compile(deadline_s):
                 break
             try:
-                found = self.solve_at(target, max(_SOLVE_SHARE * left_s, _LEAST_SOLVE_S))
+                found = self.solve_at(target, max(OPTIONS.solve * left_s, OPTIONS.least_solve_s))
             except (InfeasibleBudgetError, ScheduleNotFoundError):
                 # what is proved is proved of this target, and a higher one is within the budget
                 if self._chosen is not None:
@@ -127,12 +168,14 @@ class BudgetSearch:
                 break
             reached = target
             # a few bytes less give the same schedule
-            less = max(surplus, int(_LEAST_STEP * (target - unreachable)))
+            less = max(surplus, int(OPTIONS.least_step * (target - unreachable)))
             target = max(target - less, (unreachable + target) // 2)
         self._compile_nearest(deadline_s)
         if self._chosen is None:
             over = None if self.closest is None else self.closest.peak_bytes
-            raise ScheduleNotFoundError(self.budget_bytes, floor, over, solver=self._solver)
+            raise ScheduleNotFoundError(
+                self.budget_bytes, floor, over, solver=self._solver, closest=self.closest
+            )
         return self._chosen
 
     def solve_at(
@@ -155,29 +198,24 @@ class BudgetSearch:
         problem = self.problem.with_budget(target)
         seen: list[Solution] = []
         if near is None:
-            final = solve(
+            solve(
                 problem, solver=self._solver, time_limit_s=time_limit_s, seed=self._seed,
                 progress=seen.append, patience=patience,
             )  # fmt: skip
-            seen.append(final)
         else:
             orders = nearby.schedules(
                 problem, near, time_limit_s=time_limit_s, seed=self._seed, patience=patience
             )
             seen.extend(
                 Solution(order, "nearby", "feasible", 0.0)
-                for order in islice(orders, _ASKED_ORDERS)
+                for order in islice(orders, OPTIONS.asked_orders)
             )
             if not seen:
                 raise ScheduleNotFoundError(target, problem.floor_bytes, solver="nearby")
         newest = {solution.schedule: solution for solution in seen}
-        found = [self._found(solution) for solution in list(newest.values())[-_ASKED_ORDERS:]]
+        asked = list(newest.values())[-OPTIONS.asked_orders :]
+        found = [BudgetCandidate.of(self.problem, solution, self.memory) for solution in asked]
         return sorted(found, key=lambda one: one.time_s)
-
-    def _found(self, solution: Solution) -> BudgetCandidate:
-        usage = simulate(self.problem, solution.schedule)
-        peak = self.memory.peak_bytes(self.problem, solution.schedule)
-        return BudgetCandidate(replace(solution, usage=usage), usage.time_s, peak)
 
     def _surplus(self, found: list[BudgetCandidate], target: int) -> int | None:
         """Keeps the best of what was found; returns the bytes to take off the target for another
@@ -193,13 +231,12 @@ class BudgetSearch:
         nearest = fitting or min(found, key=lambda one: one.peak_bytes)
         self._keep_if_closest(nearest)
         if fitting is None or fitting.peak_bytes > self.budget_bytes:
-            alive = simulate(self.problem, nearest.schedule).peak_bytes
-            unused = 0 if self.memory.order_matters else max(0, target - alive)
+            unused = 0 if self.memory.order_matters else max(0, target - nearest.usage.peak_bytes)
             return unused + step * (nearest.peak_bytes - self.budget_bytes)
         if self._chosen is None or fitting.time_s < self._chosen[0].time_s:
             self._chosen = fitting, target
         gain = 1 - fastest.time_s / self._chosen[0].time_s if self._chosen[0].time_s > 0 else 0.0
-        if not self.memory.order_matters or gain <= _WORTH_ANOTHER:
+        if not self.memory.order_matters or gain <= OPTIONS.worth_another:
             return None
         return fastest.peak_bytes - self.budget_bytes
 
@@ -240,11 +277,13 @@ class BudgetSearch:
                 return
             self._keep_if_closest(one)
             if one.peak_bytes <= self.budget_bytes:
-                self._chosen = one, simulate(self.problem, one.schedule).peak_bytes
+                self._chosen = one, one.usage.peak_bytes
 
     def _may_compile(self, deadline_s: float) -> bool:
         in_time = time.perf_counter() < deadline_s
-        return len(self._tried) < (_MOST_COMPILATIONS if in_time else _SURE_COMPILATIONS)
+        return len(self._tried) < (
+            OPTIONS.most_compilations if in_time else OPTIONS.sure_compilations
+        )
 
 
 def new_order(
@@ -277,4 +316,89 @@ def new_order(
     search = BudgetSearch(problem, budget_bytes, memory, solver, seed)
     found = search.solve_at(target, time_limit_s, near, patience)
     least = min(found, key=lambda one: one.peak_bytes)
-    return least.schedule, least.peak_bytes / max(1, simulate(problem, least.schedule).peak_bytes)
+    return least.schedule, least.peak_bytes / max(1, least.usage.peak_bytes)
+
+
+def within_budget(
+    problem: Problem,
+    budget_bytes: int,
+    memory: MemoryModel,
+    *,
+    solver: str = "auto",
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+    known: Schedule | None = None,
+) -> BudgetCandidate:
+    """Returns the fastest schedule found that the *allocator* keeps to a budget.
+
+    Args:
+        budget_bytes: what the device may have in use.
+        solver, seed: as in :func:`keras_remat.solvers.solve`.
+        time_limit_s: seconds for all solves together; each gets a part of what is left.
+        known: a legal order that may keep to the budget and will do where "auto" finds no faster
+            one, the one that runs now for instance. Where it does not keep to it, solvers stop at
+            the time limit all the same, also with nothing found.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: none was found; the second one has the
+            candidate that came closest.
+    """
+    check_floor(problem.with_budget(budget_bytes))
+    # may compile, which is no solver's time; remembered
+    memory.peak_bytes(problem, Schedule.store_all(problem.graph))
+    deadline_s = time.perf_counter() + time_limit_s
+    search = BudgetSearch(problem, budget_bytes, memory, solver, seed)
+    if solver != "auto":
+        return search.run(budget_bytes, deadline_s)[0]
+    # what the allocator needs above a schedule is told by the known one or by a quick solver; the
+    # slow one starts from there
+    patient, start = known is None, budget_bytes
+    quick = None if known is None else known_order(problem, known, budget_bytes, memory)
+    if quick is not None:
+        start -= max(0, quick.surplus_bytes)
+    else:
+        quick_search = BudgetSearch(problem, budget_bytes, memory, "greedy_first", seed)
+        quick_deadline_s = time.perf_counter() + OPTIONS.quick * time_limit_s
+        try:
+            quick, start = quick_search.run(budget_bytes, quick_deadline_s, patient=patient)
+        except ScheduleNotFoundError as error:
+            logger.debug("keras_remat: %s", error)
+    deadline_s = max(deadline_s, time.perf_counter() + OPTIONS.slow * time_limit_s)
+    try:
+        slow, _ = search.run(start, deadline_s, patient=patient)
+    except (InfeasibleBudgetError, ScheduleNotFoundError):
+        if quick is None:
+            raise
+        return quick
+    return slow if quick is None or slow.time_s <= quick.time_s else quick
+
+
+def closest_to_budget(
+    problem: Problem, budget_bytes: int, memory: MemoryModel, *, time_limit_s: float, seed: int = 0
+) -> BudgetCandidate:
+    """Returns what a quick solver finds closest to a budget that no schedule may keep to.
+
+    Raises:
+        ScheduleNotFoundError: not even one over the budget was found.
+    """
+    search = BudgetSearch(problem, budget_bytes, memory, "greedy_first", seed)
+    start, deadline_s = max(budget_bytes, problem.floor_bytes), time.perf_counter() + time_limit_s
+    try:
+        return search.run(start, deadline_s, patient=False, approach=True)[0]
+    except ScheduleNotFoundError:
+        if search.closest is None:
+            raise
+        return search.closest
+
+
+def known_order(
+    problem: Problem, schedule: Schedule, budget_bytes: int, memory: MemoryModel
+) -> BudgetCandidate | None:
+    """Returns a known order as a candidate; ``None`` where it needs more than the budget.
+
+    Args:
+        schedule: an order of ops with the same ids, inputs and outputs, found for another batch
+            size; it is therefore legal here.
+    """
+    found = BudgetCandidate.of(problem, Solution(schedule, "reused", "feasible", 0.0), memory)
+    return found if found.peak_bytes <= budget_bytes else None

@@ -1,5 +1,5 @@
-"""From a model to a plan, without training: trace → profile, and then what is solved for
-(:mod:`keras_remat.planning.plan_problem`).
+"""From a model to a plan, without training: trace → profile → the door for plans
+(:mod:`keras_remat.planning.request`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The contract that gets installed: a schedule for one graph under one budget, as a record, a file,
-and an entry of a cache.
+"""The contract that gets installed: a schedule for one graph under one budget, as a record and a
+file.
 
 A :class:`Plan` tells its graph by fingerprint, and carries what it was predicted to take and, once
-it has run, what it took. Plans are made in :mod:`keras_remat.planning.plan_problem`.
+it has run, what it took. Plans are made in :mod:`keras_remat.planning.request`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -33,7 +32,6 @@ from keras_remat.errors import (
     InvalidProblemError,
     InvalidScheduleError,
     PlanMismatchError,
-    RematError,
     ScheduleNotFoundError,
 )
 from keras_remat.reporting import html as page
@@ -346,34 +344,3 @@ def _optional_slicing(top: Fields) -> Slicing | None:
 
 def _optional_usage(fields: Fields, key: str) -> Usage | None:
     return None if fields.get(key, (dict, type(None)), None) is None else _usage(fields, key)
-
-
-def cache_path(
-    cache_dir: str | os.PathLike[str], graph: Graph, budget_bytes: int, setting: tuple[str, ...]
-) -> Path:
-    """Returns where a cache keeps the plan of a graph under a budget.
-
-    Args:
-        setting: what else it depends on: device, versions, options.
-    """
-    key = hashlib.sha256("\n".join(setting).encode()).hexdigest()
-    return Path(cache_dir) / f"{graph.fingerprint[:32]}_{budget_bytes}_{key[:16]}.plan.json"
-
-
-def cached_plan(path: Path, problem: Problem) -> Plan | None:
-    """Returns the measured plan that a cache holds for a problem, or ``None``.
-
-    Raises:
-        InvalidProblemError: the cached file is no plan for this graph.
-        OSError: it cannot be read.
-    """
-    if not path.exists():
-        return None
-    plan = load_plan(path)
-    if any(usage.time_s < 0 or usage.peak_bytes < 0 for usage in (plan.store_all, plan.predicted)):
-        raise InvalidProblemError("a predicted time or peak is negative", source=os.fspath(path))
-    try:
-        plan.check(problem)
-    except RematError as error:
-        raise InvalidProblemError(str(error), source=os.fspath(path)) from error
-    return plan

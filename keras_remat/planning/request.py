@@ -3,6 +3,9 @@
 A request says all that the answer depends on, so that it can be answered anywhere: here, by the
 first of several processes for all of them, or in a process beside training
 (:mod:`keras_remat.planning.background`). Without a framework and without state.
+
+What keeps to a budget is found in :mod:`keras_remat.planning.calibrated_solve`. Here is decided
+which budgets and solvers are asked, and what will do where none of them finds anything.
 """
 
 from __future__ import annotations
@@ -16,11 +19,16 @@ from keras_remat.backends.memory import DeviceMemory, MemoryModel
 from keras_remat.backends.processes import Processes
 from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
-from keras_remat.core.schedule import Schedule
+from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning.advice import advising
+from keras_remat.planning.calibrated_solve import (
+    BudgetCandidate,
+    closest_to_budget,
+    known_order,
+    within_budget,
+)
 from keras_remat.planning.plan import Plan
-from keras_remat.planning.plan_problem import closest_plan, plan_problem
 
 logger = logging.getLogger(__name__)
 
@@ -98,24 +106,27 @@ def plan_for(request: PlanRequest) -> Plan:
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: there is none.
     """
-    return request.where.of_first(lambda: _planned(request))
+    return request.where.of_first(lambda: _plan_for(request))
 
 
-def _planned(request: PlanRequest) -> Plan:
-    failure = request.failure
+def _plan_for(request: PlanRequest) -> Plan:
+    failure, budget_bytes = request.failure, request.limit.usable_bytes
     if failure is None:
         try:
-            return _within_limit(request)
+            found, asked_bytes = _within_limit(request)
+            budget_bytes = budget_bytes if request.is_quick else asked_bytes
+            return plan_of(request.problem, budget_bytes, request.memory, found)
         except NOT_FOUND as error:
             if request.below_bytes is None:
                 raise
             failure = error
-    return _closest(request, failure)
+    found = _closest(request, failure)
+    return plan_of(request.problem, budget_bytes, request.memory, found)
 
 
-def _within_limit(request: PlanRequest) -> Plan:
-    """Returns the plan of the first try that finds one: with headroom, or else without; a quick
-    solver's, where that will do, or else the chosen one's."""
+def _within_limit(request: PlanRequest) -> tuple[BudgetCandidate, int]:
+    """Returns what the first try finds that finds anything, and its budget: with headroom, or else
+    without; by a quick solver, where that will do, or else by the chosen one."""
     usable, solver, seconds = request.limit.usable_bytes, request.solver, request.seconds
     tries = [(solver, seconds, budget) for budget in request.budgets_bytes]
     if request.is_quick:
@@ -125,33 +136,39 @@ def _within_limit(request: PlanRequest) -> Plan:
     *tries, last = tries
     for solver, seconds, budget in tries:
         try:
-            found = _solved(replace(request, solver=solver, seconds=seconds), budget)
-            return replace(found, budget_bytes=usable) if request.is_quick else found
+            return _solved(request, solver, seconds, budget), budget
         except InfeasibleBudgetError:
             if budget == usable:
                 raise
         except ScheduleNotFoundError as error:
             logger.debug("keras_remat: %s", error)
-    solver, seconds, budget = last
-    return _solved(replace(request, solver=solver, seconds=seconds), budget)
+    return _solved(request, *last), last[-1]
 
 
-def _solved(request: PlanRequest, budget_bytes: int) -> Plan:
-    with advising(request.problem, request.limit, request.batch_size, request, seed=request.seed):
-        return plan_problem(
-            request.problem,
-            budget_bytes,
-            request,
-            solver=request.solver,
-            time_limit_s=request.seconds,
-            seed=request.seed,
-            known=request.known,
-        )
+def _solved(
+    request: PlanRequest, solver: str, seconds: float, budget_bytes: int
+) -> BudgetCandidate:
+    problem = request.problem
+    with advising(problem, request.limit, request.batch_size, request, seed=request.seed):
+        try:
+            return within_budget(
+                problem,
+                budget_bytes,
+                request.memory,
+                solver=request.auto_solver if solver == "auto" else solver,
+                time_limit_s=seconds,
+                seed=request.seed,
+                known=request.known,
+            )
+        except ScheduleNotFoundError as error:  # names the solver that was asked for
+            raise error.retold(solver=solver) from error
 
 
-def _closest(request: PlanRequest, failure: InfeasibleBudgetError | ScheduleNotFoundError) -> Plan:
-    """Returns the plan that comes closest to the limit: the closest that was found when none kept
-    to it, or, where no compiler has told its peak, one by a quick solver.
+def _closest(
+    request: PlanRequest, failure: InfeasibleBudgetError | ScheduleNotFoundError
+) -> BudgetCandidate:
+    """Returns what comes closest to the limit: the closest that was found when nothing kept to it,
+    or, where no compiler has told its peak, what a quick solver finds.
 
     It is worth a measured step, however little it is predicted to save; where the allocator
     decides and other orders were measured, whatever is predicted: what a pool adds differs from
@@ -160,27 +177,55 @@ def _closest(request: PlanRequest, failure: InfeasibleBudgetError | ScheduleNotF
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: ``failure``, where there is none.
     """
-    seen: Plan | None = getattr(failure, "closest", None)
+    problem, memory, usable = request.problem, request.memory, request.limit.usable_bytes
+    seen: BudgetCandidate | None = getattr(failure, "closest", None)
     found = [] if seen is None else [seen]
-    if seen is None or request.memory.order_matters:
+    if seen is None or memory.order_matters:
         try:
-            found.append(
-                closest_plan(
-                    request.problem,
-                    request.limit.usable_bytes,
-                    request,
-                    time_limit_s=_QUICK_SOLVE_S,
-                    seed=request.seed,
-                )
+            quick = closest_to_budget(
+                problem, usable, memory, time_limit_s=_QUICK_SOLVE_S, seed=request.seed
             )
+            found.append(quick)
         except NOT_FOUND as error:
             logger.debug("keras_remat: %s", error)
-        found = [one for one in found if one.solution.schedule not in request.avoid]
-    closest = min(found, key=lambda one: one.predicted.peak_bytes, default=None)
-    measuring_tells = bool(request.avoid) and request.memory.order_matters
+        found = [one for one in found if one.schedule not in request.avoid]
+    closest = min(found, key=lambda one: one.peak_bytes, default=None)
+    measuring_tells = bool(request.avoid) and memory.order_matters
     if closest is None:
         raise failure
     below = request.below_bytes
-    if below is not None and closest.predicted.peak_bytes >= below and not measuring_tells:
+    if below is not None and closest.peak_bytes >= below and not measuring_tells:
         raise failure
     return closest
+
+
+def plan_by(
+    problem: Problem, schedule: Schedule, budget_bytes: int, memory: MemoryModel
+) -> Plan | None:
+    """Returns the plan for a known order; ``None`` where it needs more than the budget.
+
+    Args:
+        schedule: as of :func:`keras_remat.planning.calibrated_solve.known_order`.
+    """
+    found = known_order(problem, schedule, budget_bytes, memory)
+    return None if found is None else plan_of(problem, budget_bytes, memory, found)
+
+
+def plan_of(
+    problem: Problem, budget_bytes: int, memory: MemoryModel, found: BudgetCandidate
+) -> Plan:
+    """Returns what was found as a plan."""
+    store_all = Schedule.store_all(problem.graph)
+    predicted = Usage(found.time_s, found.peak_bytes)
+    return Plan(
+        problem.graph.fingerprint,
+        budget_bytes,
+        found.solution,
+        Usage(problem.store_all_time_s, memory.peak_bytes(problem, store_all)),
+        predicted,
+        compiled=predicted if found.is_exact else None,
+        profile_source=problem.profile.source,
+        device=problem.profile.device,
+        name=problem.name,
+        problem=problem,
+    )

@@ -119,13 +119,21 @@ def solve(
     check_int("seed", seed, least=0)
     check_floor(problem)
     _check_bytes(problem)
+
+    def told(solution: Solution) -> None:
+        validate(problem, solution.schedule)
+        if progress is not None:
+            progress(solution)
+
     solution = SOLVERS[solver](
-        problem, time_limit_s=time_limit_s, seed=seed, progress=progress, patience=patience
+        problem,
+        time_limit_s=time_limit_s,
+        seed=seed,
+        progress=None if progress is None else told,
+        patience=patience,
     )
-    validate(problem, solution.schedule)
     solution = replace(solution, usage=simulate(problem, solution.schedule))
-    if progress is not None:
-        progress(solution)
+    told(solution)
     return solution
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from keras_remat.backends.base import Installed
+from keras_remat.backends.installed import Installed
 from keras_remat.backends.keras_private import samples_counted, samples_of_batches
 from keras_remat.core.schedule import Usage
 from keras_remat.training import driver, steps

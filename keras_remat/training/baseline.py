@@ -1,4 +1,4 @@
-"""Tells what Keras's own step takes: measured where it runs, predicted where it cannot.
+"""Records what Keras's own step takes: measured where it runs, predicted where it cannot.
 
 Under a plan, the plain step's time is the measured time less that of the recomputed ops. This
 ignores that the plain step runs independent ops in parallel.
@@ -6,14 +6,13 @@ ignores that the plain step runs independent ops in parallel.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Literal, Self
 
 from keras_remat.core.schedule import Usage
 from keras_remat.planning.plan import Plan
-from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.training.decide import Phase
 from keras_remat.training.shape_state import PlainShape, PlannedShape, ShapeState, Signature
 
@@ -24,32 +23,38 @@ TrainedBy = tuple[str, int]
 _STEPS = 100
 
 
+@dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The plain step's time and peak in a report.
+    """Says what the plain step takes.
 
     A predicted one follows the plan's steps from epoch to epoch: a device that slows down would
     slow the plain step down, too. Where a ``fit`` trains in several modes, each has a plan of its
     own, and all of them tell of the one plain step.
+
+    Args:
+        usage: seconds and peak; ``None`` before anything is known.
+        batch_size: of that step.
+        shape: that it is told from.
+        shares: mode → what a plain step takes, as a share of a step of its plan.
+        plain_s: seconds of a plain step by the epoch's newest steps.
     """
 
-    def __init__(self, report: AutotuneReport):
-        self._report = report
-        self._shape: Signature | None = None  # of the one that the baseline is told from
-        self._shares: dict[
-            TrainedBy, float
-        ] = {}  # of the steps of a mode's plan, what a plain one takes
-        self._peak_bytes = 0
-        self._plain_s: deque[float] = deque(maxlen=_STEPS)
+    usage: Usage | None = None
+    source: Literal["measured", "predicted"] | None = None
+    batch_size: int | None = None
+    shape: Signature | None = None
+    shares: Mapping[TrainedBy, float] = field(default_factory=dict)
+    plain_s: tuple[float, ...] = ()
 
-    def follow(
+    def after_step(
         self,
         before: ShapeState,
         after: ShapeState,
         reference: Signature,
         compilation: str,
         plain_peak_bytes: Callable[[PlainShape], int],
-    ) -> None:
-        """Tells the baseline from a step that was trained.
+    ) -> Self:
+        """Returns the baseline after a step was trained.
 
         Args:
             before: the shape, right after the step.
@@ -58,52 +63,57 @@ class Baseline:
             compilation: how its step is compiled.
             plain_peak_bytes: asked for the peak of a plain step that was measured.
         """
-        if before.signature != (self._shape or reference) or not before.steps:
-            return
+        if before.signature != (self.shape or reference) or not before.steps:
+            return self
         if isinstance(before, PlainShape) and before.phase in (Phase.PLAIN, Phase.VERIFY):
-            self._shape = before.signature
-            self._report.baseline = replace(before.measured, peak_bytes=plain_peak_bytes(before))
-            self._report.baseline_source = "measured"
-            self._report.baseline_batch_size = before.batch_size
-        elif before.phase is Phase.FINAL:
-            self.step(before.steps[-1].time_s, _mode(compilation, before))
-        elif isinstance(after, PlannedShape) and after.phase is Phase.FINAL:
-            self._shape = after.signature
-            mode = _mode(compilation, after)
-            self.predict(after.plan, after.batch_size, after.measured.time_s, mode)
+            return replace(
+                self,
+                usage=replace(before.measured, peak_bytes=plain_peak_bytes(before)),
+                source="measured",
+                batch_size=before.batch_size,
+                shape=before.signature,
+            )
+        if before.phase is Phase.FINAL:
+            return self.after_planned(before.steps[-1].time_s, _mode(compilation, before))
+        if isinstance(after, PlannedShape) and after.phase is Phase.FINAL:
+            mode, time_s = _mode(compilation, after), after.measured.time_s
+            told = replace(self, shape=after.signature)
+            return told.predicting(after.plan, after.batch_size, time_s, mode)
+        return self
 
-    def predict(self, plan: Plan, batch_size: int, time_s: float, mode: TrainedBy) -> None:
-        """Notes a plan whose steps were seen to take ``time_s`` seconds; the steps that follow tell
-        better. Nothing is predicted where plain steps were measured.
+    def predicting(self, plan: Plan, batch_size: int, time_s: float, mode: TrainedBy) -> Self:
+        """Returns the baseline by a plan whose steps were seen to take ``time_s`` seconds; the
+        steps that follow tell better. Nothing is predicted where plain steps were measured.
 
         Where the plan trains in micro-batches, one for the whole batch tells better what a plain
         step takes, if there was one.
         """
-        known, (_, micro_batches) = self._report.baseline, mode
-        if self._report.baseline_source == "measured":
-            return
-        self._plain_s.clear()
+        (_, micro_batches), known = mode, self.usage
+        if self.source == "measured":
+            return self
         if micro_batches > 1 and known is not None and time_s > 0:
-            self._shares[mode] = known.time_s / time_s
-            return
+            return replace(self, shares={**self.shares, mode: known.time_s / time_s}, plain_s=())
         predicted_s = plan.predicted.time_s
-        self._shares[mode] = plan.store_all.time_s / predicted_s if predicted_s > 0 else 1.0
-        self._peak_bytes = plan.store_all.peak_bytes
-        self._report.baseline_batch_size, self._report.baseline_source = batch_size, "predicted"
-        self._set(self._shares[mode] * time_s)
+        share = plan.store_all.time_s / predicted_s if predicted_s > 0 else 1.0
+        return replace(
+            self,
+            usage=Usage(share * time_s, plan.store_all.peak_bytes),
+            source="predicted",
+            batch_size=batch_size,
+            shares={**self.shares, mode: share},
+            plain_s=(),
+        )
 
-    def epoch_begins(self) -> None:
-        """Compares with the steps of this epoch from here on."""
-        self._plain_s.clear()
+    def in_new_epoch(self) -> Self:
+        """Returns the baseline that is compared with the steps of this epoch from here on."""
+        return replace(self, plain_s=())
 
-    def step(self, time_s: float, mode: TrainedBy) -> None:
-        """Notes one more step of a plan that the baseline is predicted from."""
-        if self._report.baseline_source == "predicted" and mode in self._shares:
-            self._plain_s.append(self._shares[mode] * time_s)
-            self._set(median(self._plain_s))
-
-    def _set(self, time_s: float) -> None:
-        self._report.baseline = Usage(time_s, self._peak_bytes)
+    def after_planned(self, time_s: float, mode: TrainedBy) -> Self:
+        """Returns the baseline after one more step of a plan that it is predicted from."""
+        if self.source != "predicted" or self.usage is None or mode not in self.shares:
+            return self
+        plain_s = (*self.plain_s, self.shares[mode] * time_s)[-_STEPS:]
+        return replace(self, usage=replace(self.usage, time_s=median(plain_s)), plain_s=plain_s)
 
 
 def _mode(compilation: str, shape: ShapeState) -> TrainedBy:

@@ -107,8 +107,9 @@ def learning_rate(fit: FitState, size: int) -> AbstractContextManager[None]:
 
 def in_new_epoch(fit: FitState) -> FitRecord:
     """Returns the record of an epoch that begins."""
-    has_plan = fit.record.running.plan is not None
-    return replace(fit.record, sizes=fit.record.sizes.in_new_epoch(has_plan=has_plan))
+    record, has_plan = fit.record, fit.record.running.plan is not None
+    sizes, baseline = record.sizes.in_new_epoch(has_plan=has_plan), record.baseline.in_new_epoch()
+    return replace(record, sizes=sizes, baseline=baseline)
 
 
 def none_held(fit: FitState) -> FitRecord:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from keras_remat.backends.base import Caller
+from keras_remat.backends.installed import Caller
 from keras_remat.backends.keras_private import batches_may_grow, records_steps
 
 

@@ -18,6 +18,7 @@ from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning.make_plan import counted_bytes
 from keras_remat.planning.slicing import in_micro_batches
 from keras_remat.training import tell
+from keras_remat.training.device_facts import DeviceFacts
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.shape_state import Costs, Known
 
@@ -150,7 +151,7 @@ class StepCosts:
 
     @property
     def _plain_seen(self) -> tuple[int, float]:
-        return self._fit.facts.plain_seen.get(self._backend.compilation, (0, 1.0))
+        return self._fit.record.device.plain_seen.get(self._backend.compilation, (0, 1.0))
 
     def _plain_bytes(self, costs: Costs) -> int:
         """Returns what the backend predicts. Where nothing is measured nothing changes that, and
@@ -162,11 +163,14 @@ class StepCosts:
             self._unmeasured = costs, nbytes
         return nbytes
 
-    def observe_plain(self, costs: Costs, measured_bytes: int) -> None:
-        """Learns how much more than predicted Keras's own step takes, from the largest that ran: it
-        runs its ops in no order, several at once."""
+    def plain_observed(self, costs: Costs, measured_bytes: int) -> DeviceFacts:
+        """Returns what is known of the device after a plain step: how much more than predicted the
+        largest one took. It runs its ops in no order, several at once."""
+        facts = self._fit.record.device
         resident = costs.problem.profile.resident_bytes
         predicted, measured = self._plain_bytes(costs) - resident, measured_bytes - resident
         if predicted > 0 and predicted >= self._plain_seen[0]:
             seen = predicted, max(1.0, measured / predicted)
-            self._fit.facts.plain_seen[self._backend.compilation] = seen
+            plain_seen = {**facts.plain_seen, self._backend.compilation: seen}
+            return replace(facts, plain_seen=plain_seen)
+        return facts

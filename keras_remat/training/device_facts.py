@@ -1,22 +1,22 @@
-"""Holds what the steps of one ``fit`` have shown of its device, in whichever mode they ran.
+"""Records what the steps of one ``fit`` have shown of its device, in whichever mode they ran.
 
 A ``fit`` may train in several modes, one after the other or in turn
 (:mod:`keras_remat.training.modes`). They share the device, so that what one of them has seen
-is true for all. Each of these facts has its one place here, as the limit has in
-:class:`~keras_remat.training.fit_state.FitState`.
+is true for all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """Holds what was seen so far.
+    """Says what was seen so far.
 
-    Attributes:
+    Args:
         copy_s: seconds that copying the model's state to the host took; ``None`` before the first
             copy.
         step_s: seconds of the newest step that was waited for.
@@ -32,4 +32,4 @@ class DeviceFacts:
     step_s: float = 0.0
     pending: Any = None
     is_scattered: bool = True
-    plain_seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+    plain_seen: Mapping[str, tuple[int, float]] = field(default_factory=dict)

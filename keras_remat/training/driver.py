@@ -116,7 +116,7 @@ def _step(fit: FitState, mode: Mode, batch: Any, terms: Terms, timed: bool) -> A
         fit.record, outcome = steps.attempt(tools, key, batch, timed=timed)
         before = tools.steps.shapes[key]
         _follow(tools, key, outcome)
-        tools.learn(before, tools.steps.shapes[key])
+        fit.record = tools.learnt(before, tools.steps.shapes[key])
         if isinstance(outcome, Trained):
             return outcome.result
 
@@ -138,7 +138,9 @@ def _follow(tools: Tools, key: Signature, outcome: Outcome) -> None:
 
 def train_settled(tools: Tools, shape: PlannedShape, batch: Any) -> Any:
     """Runs a final step and returns its logs, at the cost of little more than a call of it."""
-    fit, outcome = tools.fit, tools.guard.run_settled(shape.run, batch)
+    fit = tools.fit
+    outcome, device = tools.guard.run_settled(shape.run, batch, fit.record.device)
+    fit.record = replace(fit.record, device=device)
     fit.count(shape.batch_size, outcome.usage)
     if tools.backend.device.has_statistics and not fit.limit.holds(outcome.usage.peak_bytes):
         fit.record = fit.record.with_shape(tools.mode, replace(shape, steps=(outcome.usage,)))
@@ -153,4 +155,4 @@ def watched(fit: FitState, shape: PlainShape, usage: Usage) -> None:
     fit.record = fit.record.with_shape(tools.mode, before)
     if not tools.is_over(before):
         _follow(tools, before.signature, Trained(None, None, usage))
-    tools.learn(before, tools.steps.shapes[before.signature])
+    fit.record = tools.learnt(before, tools.steps.shapes[before.signature])

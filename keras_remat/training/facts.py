@@ -67,7 +67,7 @@ def _plain_may_be_smaller(tools: Tools, shape: ShapeState) -> bool:
     tried = (*shape.over_limit, shape)
     is_measured = shape.tries.plain_tried or any(isinstance(one, PlainShape) for one in tried)
     if not tools.mode.plain_may_run:  # another mode may have measured it
-        is_measured |= tools.fit.report.baseline_source == "measured"
+        is_measured |= tools.fit.record.baseline.source == "measured"
     is_whole = shape.costs.micro_batches == tools.mode.micro_batches == 1
     if is_measured or not is_whole or shape.terms.in_order:
         return False

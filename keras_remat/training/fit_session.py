@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from keras_remat.backends.base import Backend, Caller, check_train_function
+from keras_remat.backends.base import Backend
 from keras_remat.backends.batches import batch_size_of
+from keras_remat.backends.installed import Caller, check_train_function
 from keras_remat.backends.keras_private import validation_batch_size
 from keras_remat.core.events import EventKind
 from keras_remat.core.problem import Problem
@@ -135,7 +136,7 @@ class FitSession:
         return self._callers.announced.is_last
 
     def run(self, batch: Any) -> Any:
-        """Trains one loader batch; see :class:`~keras_remat.backends.base.StepRunner`."""
+        """Trains one loader batch; see :class:`~keras_remat.backends.installed.StepRunner`."""
         if self._is_unmodified:
             return self._run_unmodified(batch)
         try:
@@ -150,7 +151,7 @@ class FitSession:
 
     def run_settled(self, batch: Any) -> Any:
         """Trains one loader batch, where its step is settled; see
-        :class:`~keras_remat.backends.base.StepRunner`."""
+        :class:`~keras_remat.backends.installed.StepRunner`."""
         settled = None if self._is_unmodified else modes.settled(self._fit, batch)
         if settled is None:
             return None
@@ -213,8 +214,6 @@ class FitSession:
         self._fit.begin_epoch(self._most_steps(epoch))
         self._callers.epoch_begins()
         self._fit.take_counter()
-        with self._training(), self._fit.long_task("looking at the device's memory"):
-            self._fit.baseline.epoch_begins()
         driver.note(self._fit, batches.in_new_epoch)
         if self._aside is not None:
             self._aside.epoch_begins()
@@ -373,7 +372,8 @@ class FitSession:
         return self._unmeasured[1]
 
     def stop(self) -> None:
-        """Ends what runs beside the steps; see :class:`~keras_remat.backends.base.StepRunner`."""
+        """Ends what runs beside the steps; see
+        :class:`~keras_remat.backends.installed.StepRunner`."""
         driver.note(self._fit, modes.stopped)
 
     def close(self) -> None:

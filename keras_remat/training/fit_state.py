@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from keras_remat.backends.base import Backend, Installed
+from keras_remat.backends.base import Backend
+from keras_remat.backends.installed import Installed
 from keras_remat.backends.memory import DeviceMemory
 from keras_remat.core.events import EventKind
 from keras_remat.core.limit import Limit
@@ -20,8 +21,6 @@ from keras_remat.reporting.fit_report import AutotuneReport
 from keras_remat.reporting.records import Event
 from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
-from keras_remat.training.baseline import Baseline
-from keras_remat.training.device_facts import DeviceFacts
 from keras_remat.training.learning_rate import LearningRateScaling
 from keras_remat.training.record import FitRecord, Mode
 from keras_remat.training.shape_state import Signatures
@@ -61,8 +60,6 @@ class FitState:
 
     Attributes:
         record: what is known of the fit; :mod:`keras_remat.training.driver` alone assigns it.
-        facts: what steps have shown of the device.
-        baseline: tells what Keras's own step takes.
         learning_rate: scales it in the steps of larger batches.
         signatures: of the batches that came.
         handles: mode → what a framework holds for it; see :mod:`keras_remat.training.tools`.
@@ -85,7 +82,6 @@ class FitState:
     ):
         self.model, self.report, self.options, self.backends = model, report, options, backends
         self.progress, self.installed, self.is_profiled = progress, installed, is_profiled
-        self.facts, self.baseline = DeviceFacts(), Baseline(report)
         self.learning_rate = LearningRateScaling(
             model, options.learning_rate_scaling, installed.variables
         )
@@ -111,7 +107,9 @@ class FitState:
 
     @record.setter
     def record(self, record: FitRecord) -> None:
-        self._record = record
+        self._record, report, baseline = record, self.report, record.baseline
+        report.baseline, report.baseline_source = baseline.usage, baseline.source
+        report.baseline_batch_size = baseline.batch_size
         if self._asked_limit is not None:
             self.report.limit_bytes = self.limit.total_bytes
 

@@ -19,8 +19,10 @@ from keras_remat.core.limit import Limit
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.planning.plan import Plan
+from keras_remat.training.baseline import Baseline
 from keras_remat.training.contest import Contest
 from keras_remat.training.decide import Phase
+from keras_remat.training.device_facts import DeviceFacts
 from keras_remat.training.grouping import HeldBatches
 from keras_remat.training.shape_state import (
     Known,
@@ -269,6 +271,8 @@ class FitRecord:
         steps: mode → how it trains, of those that train.
         sizes: which batch size trains, and what is known of others.
         held: samples that wait for a later step.
+        device: what steps have shown of it.
+        baseline: what Keras's own step takes.
         lowered_limit: in force; ``None`` while what was asked for is.
         logs: of the newest step.
     """
@@ -277,6 +281,8 @@ class FitRecord:
     sizes: SizesRecord
     steps: Mapping[Mode, StepsRecord] = field(default_factory=dict)
     held: HeldBatches = field(default_factory=HeldBatches)
+    device: DeviceFacts = field(default_factory=DeviceFacts)
+    baseline: Baseline = field(default_factory=Baseline)
     lowered_limit: Limit | None = None
     logs: Any = None
 

@@ -14,7 +14,7 @@ loader's is measured once more.
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 from typing import Any
@@ -38,14 +38,30 @@ from keras_remat.training.record import COMPARED_STEPS, FitRecord, SizesRecord
 from keras_remat.training.shape_state import Known, Terms
 from keras_remat.training.tools import running_tools
 
-#: The search may take as long as this many steps of training, or this share of those that are left,
-#: but at least and at most so many seconds.
-_SEARCH_STEPS, _SEARCH_SHARE, _LEAST_SEARCH_S, _MOST_SEARCH_S = 200, 0.2, 1.0, 60.0
-#: The quick solver's share of that, and the share of one solve afterwards.
-_QUICK_SHARE, _SOLVE_SHARE = 0.4, 0.1
-#: A plain step is recorded where so many are left: recording it, and measuring it again, takes 8 to
-#: 20 of them.
-_LEAST_PROFILED_STEPS = 100
+
+@dataclass(frozen=True)
+class SizeOptions:
+    """Rules how much of a ``fit`` may go into the choice of a batch size.
+
+    Args:
+        search_steps, search_share: a search may take as long as so many steps of training, or this
+            share of those that are left.
+        least_search_s, most_search_s: what it may take at least and at most.
+        quick, solve: of that, the share of the quick solver, and of one solve afterwards.
+        least_profiled_steps: a plain step is recorded where so many are left: recording it, and
+            measuring it again, takes 8 to 20 of them.
+    """
+
+    search_steps: int = 200
+    search_share: float = 0.2
+    least_search_s: float = 1.0
+    most_search_s: float = 60.0
+    quick: float = 0.4
+    solve: float = 0.1
+    least_profiled_steps: int = 100
+
+
+OPTIONS = SizeOptions()
 
 
 def terms_of(fit: FitState, due: Due) -> Terms:
@@ -103,8 +119,8 @@ def after_failure(fit: FitState, due: Due, error: RematError) -> FitRecord:
         return _as_given(fit, fit.record, tell.no_larger_batch(error))
     if cannot_be_run or sizes.climb is None:
         raise error
-    sizes.climb.note(due.size, None, 0, fits=False)
-    return _go_on(fit, fit.record, tell.does_not_fit(due.size, error))
+    climb = sizes.climb.after_trial(due.size, None, 0, fits=False)
+    return _go_on(fit, _with(fit.record, climb=climb), tell.does_not_fit(due.size, error))
 
 
 def after_other_samples(fit: FitState, error: UnsupportedModelError) -> FitRecord:
@@ -166,12 +182,12 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
         return _as_given(fit, record, tell.no_larger_batch(error))
     fit.event(*tell.searched(search))
     fit.report.max_batch_size = search.max_batch_size
-    climb = SizeClimb(
+    climb = SizeClimb.after(
         backend,
         search,
         at_most=at_most,
         trained=loader,
-        solve_s=_SOLVE_SHARE * _search_s(fit, record),
+        solve_s=OPTIONS.solve * _search_s(fit, record),
         multiple=backend.batch_multiple,
         seed=fit.options.seed,
     )
@@ -192,9 +208,9 @@ def _search(
         _limit(fit, record),
         backend,
         at_most=at_most,
-        time_limit_s=_QUICK_SHARE * search_s,
+        time_limit_s=OPTIONS.quick * search_s,
         late_solver="auto",
-        late_time_limit_s=(1 - _QUICK_SHARE) * search_s,
+        late_time_limit_s=(1 - OPTIONS.quick) * search_s,
         multiple=backend.batch_multiple,
         seed=fit.options.seed,
     )
@@ -223,7 +239,7 @@ def _wants_profile(fit: FitState, sizes: SizesRecord) -> bool:
     at_most = _at_most(fit, fit.record) if sizes.is_searching else 0
     left = fit.most_steps_left
     may_grow = at_most is None or at_most > sizes.loader
-    return may_grow and (left is None or left >= _LEAST_PROFILED_STEPS)
+    return may_grow and (left is None or left >= OPTIONS.least_profiled_steps)
 
 
 def _samples_per_epoch(fit: FitState, sizes: SizesRecord) -> int | None:
@@ -246,8 +262,12 @@ def _search_s(fit: FitState, record: FitRecord) -> float:
     """Returns the seconds that a search is worth, by what a step is estimated to take: what is
     measured depends on what else the machine does."""
     step_s, left = steps.estimated_step_s(fit, record), fit.most_steps_left
-    count = float(_SEARCH_STEPS) if left is None else min(_SEARCH_STEPS, _SEARCH_SHARE * left)
-    return min(_MOST_SEARCH_S, max(_LEAST_SEARCH_S, count * step_s))
+    count = (
+        float(OPTIONS.search_steps)
+        if left is None
+        else min(OPTIONS.search_steps, OPTIONS.search_share * left)
+    )
+    return min(OPTIONS.most_search_s, max(OPTIONS.least_search_s, count * step_s))
 
 
 # -------------------------------------------------------------------- the next size
@@ -260,13 +280,13 @@ def _after_measured(fit: FitState, record: FitRecord, size: int) -> FitRecord:
         return record
     peak = steps.settled_peak_bytes(running_tools(fit))
     if peak is not None and not fit.limit.holds(peak):
-        climb.note(size, plan, peak, fits=False)
+        record = _with(record, climb=climb.after_trial(size, plan, peak, fits=False))
         return _go_on(fit, record, tell.is_over(size, peak))
     if fit.options.batch_size == "fastest":
         return _compared(fit, record, size)
     if plan is None or size <= climb.trained:
         return record
-    climb.note(size, plan, peak or 0, fits=True)
+    record = _with(record, climb=climb.after_trial(size, plan, peak or 0, fits=True))
     bound = inf if plan.problem is None else overhead_bound(plan.problem, "forward")
     if plan.overhead > bound:
         fit.event(*tell.recomputes_more(size, plan.overhead, bound))
@@ -287,7 +307,8 @@ def _go_on(fit: FitState, record: FitRecord, reason: str = "") -> FitRecord:
         scaling.learn(size, problem)
     if fit.options.batch_size != "fastest":
         with fit.long_task("looking for the largest batch"):
-            chosen = climb.choose(scaling, _limit(fit, record))
+            climb, chosen = climb.choose(scaling, _limit(fit, record))
+    record = _with(record, climb=climb)
     new, plan = (climb.trained, None) if chosen is None else chosen
     if chosen is None and climb.trained == size == record.sizes.loader:
         predicted = fit.report.max_batch_size or 0
@@ -312,8 +333,8 @@ def _compared(fit: FitState, record: FitRecord, size: int) -> FitRecord:
     rates, new, is_over = compared(
         sizes.samples_per_s, size, median(sizes.step_s), sizes.loader, search.max_batch_size
     )
-    climb.trained = max(size, climb.trained)
-    record = _with(record, samples_per_s=rates, climb=None if is_over else climb)
+    climb = None if is_over else replace(climb, trained=max(size, climb.trained))
+    record = _with(record, samples_per_s=rates, climb=climb)
     if is_over:
         fit.event(*tell.sizes_were_compared(rates, new))
     return record if new == size else _changed(fit, record, new, search.plan)

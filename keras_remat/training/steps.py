@@ -159,16 +159,18 @@ def attempt(
     fit, shape = tools.fit, tools.steps.shapes[key]
     timed = timed or _is_timed(tools, shape)
     began_s = time.perf_counter()
-    outcome = tools.guard.attempt(
+    outcome, device = tools.guard.attempt(
         shape.run,
         batch,
+        fit.record.device,
         guarded=_is_guarded(tools, shape),
         gathered=_is_gathered(tools, shape),
         timed=timed,
     )
-    fit.facts.is_scattered = not isinstance(shape, PlannedShape)
+    device = replace(device, is_scattered=not isinstance(shape, PlannedShape))
+    record = replace(fit.record, device=device)
     if isinstance(outcome, OutOfMemory):
-        return fit.record.with_steps(tools.mode, stopped(tools.steps)), outcome
+        return record.with_steps(tools.mode, stopped(tools.steps)), outcome
     fit.count(shape.batch_size, outcome.usage)
     in_use_bytes = tools.backend.device.in_use_bytes()
     fit.note_phase("between steps", in_use_bytes)
@@ -182,7 +184,7 @@ def attempt(
         if is_over:
             fit.event(*tell.recorded_exceeds(shape.batch_size, shape.peak_bytes, fit.limit))
         shape = effects.end_recording(tools, shape)
-    return fit.record.with_shape(tools.mode, shape), outcome
+    return record.with_shape(tools.mode, shape), outcome
 
 
 def stopped(steps: StepsRecord) -> StepsRecord:
@@ -215,7 +217,7 @@ def _is_gathered(tools: Tools, shape: ShapeState) -> bool:
     Keras's own step leaves them anywhere in the allocator's pool, in chunks of up to twice their
     size (of VGG19's 180 MiB made 237), and a step in order leaves them where they are."""
     in_order = isinstance(shape, PlannedShape) and tools.backend.memory.order_matters
-    return in_order and tools.fit.facts.is_scattered and not tools.on_gpu
+    return in_order and tools.fit.record.device.is_scattered and not tools.on_gpu
 
 
 def _is_timed(tools: Tools, shape: ShapeState) -> bool:
@@ -319,7 +321,7 @@ def reference_costs(fit: FitState, record: FitRecord) -> tuple[Problem, dict[int
     Raises:
         LookupError: no step was traced.
     """
-    steps, baseline = record.running, fit.report.baseline
+    steps, baseline = record.running, record.baseline.usage
     shape, problem = steps.reference_shape, steps.problem
     if shape is None or problem is None:
         raise LookupError("no step was traced")

@@ -12,9 +12,9 @@ from keras_remat.backends.base import Backend
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.costs import StepCosts
 from keras_remat.training.decide import Phase
-from keras_remat.training.first_plan import FirstPlans
 from keras_remat.training.fit_state import FitState
-from keras_remat.training.record import Mode, StepsRecord
+from keras_remat.training.record import FitRecord, Mode, StepsRecord
+from keras_remat.training.requests import PlanRequests
 from keras_remat.training.shape_family import ShapeFamily
 from keras_remat.training.shape_state import Known, PlainShape, ShapeState
 from keras_remat.training.undo import StepGuard
@@ -41,8 +41,8 @@ class Tools:
         self.fit, self.mode = fit, mode
         self.backend: Backend = fit.backends[mode.at]
         self.costs = StepCosts(fit, self.backend)
-        self.plans = FirstPlans(fit, self.backend, options, self.costs)
-        self.guard = StepGuard(fit.model, self.backend, fit.facts)
+        self.plans = PlanRequests(fit, self.backend, options, self.costs)
+        self.guard = StepGuard(fit.model, self.backend)
         self.family, self.pace = ShapeFamily(), Pace(options.profile_steps)
         self.traced_ops = 0
 
@@ -71,9 +71,11 @@ class Tools:
             return steps.expected
         return self.family.known(steps.shapes, shape.signature)
 
-    def learn(self, before: ShapeState, after: ShapeState) -> None:
-        """Tells those who predict what a step took, before and after the move that followed."""
-        self.fit.baseline.follow(
+    def learnt(self, before: ShapeState, after: ShapeState) -> FitRecord:
+        """Returns what is known by what a step took, before and after the move that followed."""
+        record = self.fit.record
+        baseline, device = record.baseline, record.device
+        baseline = baseline.after_step(
             before,
             after,
             self.steps.reference or before.signature,
@@ -81,7 +83,8 @@ class Tools:
             self._plain_peak_bytes,
         )
         if isinstance(before, PlainShape) and before.phase is Phase.PLAIN and before.peak_bytes:
-            self.costs.observe_plain(before.costs, before.peak_bytes)
+            device = self.costs.plain_observed(before.costs, before.peak_bytes)
+        return replace(record, baseline=baseline, device=device)
 
     def _plain_peak_bytes(self, shape: PlainShape) -> int:
         """Returns what plain steps measured; where they cannot, what is predicted."""

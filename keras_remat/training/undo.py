@@ -27,6 +27,8 @@ from keras_remat.training.device_facts import DeviceFacts
 
 #: A copy is taken before every step while it takes less than this share of the step's time.
 CHEAP_SHARE = 0.02
+#: What is known of a device before the first step.
+NOTHING_SEEN = DeviceFacts()
 
 
 @dataclass(frozen=True)
@@ -58,41 +60,39 @@ class OutOfMemory(Outcome):
 
 
 class StepGuard:
-    """Measures steps of a model and undoes those that run out of memory.
+    """Measures steps of a model and undoes those that run out of memory."""
 
-    Args:
-        facts: what steps have shown of the device, those of other guards, too; ``None`` where
-            nothing was.
-    """
-
-    def __init__(self, model: Any, backend: Backend, facts: DeviceFacts | None = None):
+    def __init__(self, model: Any, backend: Backend):
         self._model, self._backend = model, backend
-        self._facts = DeviceFacts() if facts is None else facts
 
     def attempt(
         self,
         step: RunStep,
         batch: Any,
+        facts: DeviceFacts = NOTHING_SEEN,
         *,
         guarded: bool,
         gathered: bool = False,
         timed: bool = True,
-    ) -> Trained | OutOfMemory:
-        """Runs a step once and returns what came of it.
+    ) -> tuple[Trained | OutOfMemory, DeviceFacts]:
+        """Runs a step once and returns what came of it, and what is known of the device then.
 
         Args:
+            facts: what steps have shown of the device, in other modes, too.
             guarded: whether the step must be undone if it fails, whatever the copy costs.
             gathered: whether a copy that is taken is put back at once: the variables then lie close
                 together in the allocator's pool.
             timed: whether the call waits until the step ends; else its time is reported as that of
                 the last step that was waited for.
         """
-        facts = self._facts
         if timed and facts.pending is not None:
             self._backend.measure(lambda: facts.pending)  # what is queued is not this step's time
         # of several processes one alone cannot train a batch again
         is_alone = self._backend.processes.count == 1
-        put_back = self._snapshot() if is_alone and (guarded or self._is_cheap()) else None
+        put_back: Callable[[], None] | None = None
+        copy_s = facts.copy_s
+        if is_alone and (guarded or _is_cheap(facts)):
+            put_back, copy_s = self._snapshot()
         if gathered and put_back is not None:
             put_back()
         try:
@@ -104,28 +104,29 @@ class StepGuard:
             peak = self._backend.device.peak_bytes()
             _forget_locals(error)
             put_back()
-            return OutOfMemory(batch, peak, error)
-        facts.pending = None if timed else result
-        facts.step_s = usage.time_s if timed else facts.step_s
-        usage = replace(usage, time_s=facts.step_s)
-        return Trained(batch, result, usage)
+            return OutOfMemory(batch, peak, error), replace(facts, copy_s=copy_s)
+        step_s = usage.time_s if timed else facts.step_s
+        facts = replace(facts, copy_s=copy_s, step_s=step_s, pending=None if timed else result)
+        return Trained(batch, result, replace(usage, time_s=step_s)), facts
 
-    def run_settled(self, step: RunStep, batch: Any) -> Trained:
-        """Runs a step that is neither guarded nor waited for; it is said to have taken what the
-        last one did that was."""
+    def run_settled(
+        self, step: RunStep, batch: Any, facts: DeviceFacts
+    ) -> tuple[Trained, DeviceFacts]:
+        """Runs a planned step that is neither guarded nor waited for; it is said to have taken what
+        the last one did that was."""
         result, usage = self._backend.measure(partial(step, batch), wait=False)
-        self._facts.pending, self._facts.is_scattered = result, False
-        return Trained(batch, result, Usage(self._facts.step_s, usage.peak_bytes))
+        trained = Trained(batch, result, Usage(facts.step_s, usage.peak_bytes))
+        return trained, replace(facts, pending=result, is_scattered=False)
 
-    def _is_cheap(self) -> bool:
-        copy_s = self._facts.copy_s
-        return copy_s is not None and copy_s <= CHEAP_SHARE * self._facts.step_s
-
-    def _snapshot(self) -> Callable[[], None]:
+    def _snapshot(self) -> tuple[Callable[[], None], float]:
+        """Returns what puts the model's state back, and the seconds that copying it took."""
         started = time.perf_counter()
         put_back = self._backend.snapshot(self._model)
-        self._facts.copy_s = time.perf_counter() - started
-        return put_back
+        return put_back, time.perf_counter() - started
+
+
+def _is_cheap(facts: DeviceFacts) -> bool:
+    return facts.copy_s is not None and facts.copy_s <= CHEAP_SHARE * facts.step_s
 
 
 def _forget_locals(error: BaseException | None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from keras_remat.backends.base import Installed
+from keras_remat.backends.installed import Installed
 from keras_remat.backends.memory import DeviceMemory
 from keras_remat.core.schedule import Usage
 

@@ -13,7 +13,7 @@ import pytest
 import scipy.sparse
 
 import keras_remat
-from keras_remat.backends.base import Installed
+from keras_remat.backends.installed import Installed
 from keras_remat.reporting.fit_report import LOG_KEYS
 
 BATCH, SAMPLES = 32, 96

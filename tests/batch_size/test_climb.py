@@ -4,14 +4,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from fake_backend import FakeBackend, chain_problem, store_all_peak
+from fake_backend import FakeBackend, chain_problem, quick_plan, store_all_peak
 
 from keras_remat.batch_size.climb import MOST_SIZES, SizeClimb
 from keras_remat.batch_size.sizes import RESOLUTION
 from keras_remat.core.limit import Limit
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
-from keras_remat.planning.plan_problem import plan_problem
 
 LIMIT = store_all_peak(100)
 
@@ -34,7 +33,7 @@ def climb(predicted, **options):
         "solver": "greedy",
         "solve_s": 1.0,
     } | options
-    return SizeClimb(FakeBackend(), search, **arguments)
+    return SizeClimb.after(FakeBackend(), search, **arguments)
 
 
 def corrected_bytes(climbing):
@@ -44,13 +43,24 @@ def corrected_bytes(climbing):
 
 def sizes_until(largest, predicted, **options):
     """The sizes that are chosen where those up to ``largest`` train."""
-    climbing, ran = climb(predicted, **options), []
-    while (chosen := climbing.choose(Scaling(), Limit(LIMIT))) is not None:
-        size, plan = chosen
+    ran = []
+
+    def train(size, plan):
         ran.append(size)
         peak = plan.predicted.peak_bytes if size <= largest else LIMIT + 1
-        climbing.note(size, plan, peak, fits=size <= largest)
-    return ran, climbing
+        return peak, size <= largest
+
+    return ran, climbed(climb(predicted, **options), train)
+
+
+def climbed(climbing, train):
+    """What is known at the end, where ``train(size, plan)`` returns a peak and whether it fits."""
+    while True:
+        climbing, chosen = climbing.choose(Scaling(), Limit(LIMIT))
+        if chosen is None:
+            return climbing
+        peak, fits = train(*chosen)
+        climbing = climbing.after_trial(*chosen, peak, fits=fits)
 
 
 def test_the_first_size_is_the_one_that_an_order_reaches():
@@ -82,23 +92,24 @@ def test_no_size_above_the_most_is_chosen():
 
 def test_what_ran_above_its_prediction_is_taken_off_the_budget():
     climbing = climb(100)
-    size, plan = climbing.choose(Scaling(), Limit(LIMIT))
+    climbing, (size, plan) = climbing.choose(Scaling(), Limit(LIMIT))
     assert corrected_bytes(climbing) == LIMIT
-    climbing.note(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
+    climbing = climbing.after_trial(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
     assert corrected_bytes(climbing) == LIMIT - 500
-    climbing.note(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
+    climbing = climbing.after_trial(size, plan, plan.predicted.peak_bytes + 1000, fits=False)
     assert corrected_bytes(climbing) == LIMIT - 1000
 
 
 def test_out_of_memory_has_no_peak():
     climbing = climb(100)
-    size, plan = climbing.choose(Scaling(), Limit(LIMIT))
-    climbing.note(size, plan, 0, fits=False)
+    climbing, (size, plan) = climbing.choose(Scaling(), Limit(LIMIT))
+    climbing = climbing.after_trial(size, plan, 0, fits=False)
     assert climbing.failed == (100, 0)
     assert corrected_bytes(climbing) == LIMIT - int(RESOLUTION * LIMIT)
-    climbing.note(size, None, 0, fits=False)  # it could not be planned, which tells no bytes
+    # it could not be planned, which tells no bytes
+    climbing = climbing.after_trial(size, None, 0, fits=False)
     assert corrected_bytes(climbing) == LIMIT - int(RESOLUTION * LIMIT)
-    climbing.note(size, plan, plan.predicted.peak_bytes, fits=True)
+    climbing = climbing.after_trial(size, plan, plan.predicted.peak_bytes, fits=True)
     assert corrected_bytes(climbing) == LIMIT
 
 
@@ -110,18 +121,18 @@ def test_it_ends(largest):
 
 def test_after_the_deadline_nothing_larger_is_tried():
     climbing = climb(60, deadline_s=0.0)
-    size, plan = climbing.choose(Scaling(), Limit(LIMIT))
-    climbing.note(size, plan, plan.predicted.peak_bytes, fits=True)
-    assert climbing.choose(Scaling(), Limit(LIMIT)) is None
+    climbing, (size, plan) = climbing.choose(Scaling(), Limit(LIMIT))
+    climbing = climbing.after_trial(size, plan, plan.predicted.peak_bytes, fits=True)
+    assert climbing.choose(Scaling(), Limit(LIMIT))[1] is None
 
 
 def test_the_order_that_ran_last_is_known_even_where_it_was_made_anew():
     """There is time to run a size, and none to solve for one."""
     climbing = climb(100, max_overhead=None, solve_s=1000.0, deadline_s=time.perf_counter() + 100.0)
-    size, _ = climbing.choose(Scaling(), Limit(LIMIT))
-    made_anew = plan_problem(chain_problem(size), LIMIT // 2, FakeBackend(), solver="greedy")
-    climbing.note(size, made_anew, made_anew.predicted.peak_bytes, fits=True)
-    larger, plan = climbing.choose(Scaling(), Limit(LIMIT))
+    climbing, (size, _) = climbing.choose(Scaling(), Limit(LIMIT))
+    made_anew = quick_plan(chain_problem(size), LIMIT // 2)
+    climbing = climbing.after_trial(size, made_anew, made_anew.predicted.peak_bytes, fits=True)
+    climbing, (larger, plan) = climbing.choose(Scaling(), Limit(LIMIT))
     assert larger >= 1.5 * size
     assert plan.solution.schedule == made_anew.solution.schedule
 
@@ -130,14 +141,15 @@ def test_after_out_of_memory_an_order_is_not_taken_that_fills_the_same_bytes():
     """Sizes that shrink alone would be trained by faster and faster orders, each as large."""
     has_bytes = 0.85 * LIMIT
     orders = [
-        plan_problem(chain_problem(size), LIMIT, FakeBackend(), solver="greedy").solution.schedule
-        for size in range(100, 151, 2)
+        quick_plan(chain_problem(size), LIMIT).solution.schedule for size in range(100, 151, 2)
     ]
     climbing = climb(150, orders=orders, max_overhead=None)
-    while (chosen := climbing.choose(Scaling(), Limit(LIMIT))) is not None:
-        size, plan = chosen
+
+    def train(size, plan):
         peak = plan.predicted.peak_bytes
-        climbing.note(size, plan, peak if peak <= has_bytes else 0, fits=peak <= has_bytes)
+        return (peak, True) if peak <= has_bytes else (0, False)
+
+    climbing = climbed(climbing, train)
     fits = [
         size
         for size in range(1, 150)

@@ -12,6 +12,7 @@ from fake_backend import (
     batch_of,
     chain_graph,
     chain_problem,
+    quick_plan,
     scaling_of,
     store_all_peak,
 )
@@ -25,7 +26,6 @@ from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, UnsupportedModelError
-from keras_remat.planning.plan_problem import plan_problem
 
 BUDGET = store_all_peak(400)
 
@@ -55,7 +55,7 @@ def verified(surplus, *, max_overhead="forward", budget=BUDGET, limit=BUDGET, **
         trained.append((size, peak))
         return None if peak is None else Usage(1.0, peak)
 
-    climb = SizeClimb(
+    climb = SizeClimb.after(
         backend, search, solver="greedy", solve_s=2.0, max_overhead=max_overhead, **options
     )
     found = verified_search(search, scaling, climb, limit, train)
@@ -137,7 +137,7 @@ def test_sizes_that_the_model_does_not_take_are_passed_by():
         return chain_graph(size)
 
     search = search_batch_size(scaling_of(), 40, Limit(BUDGET), FakeBackend(), time_limit_s=20.0)
-    climb = SizeClimb(FakeBackend(), search, solver="greedy", solve_s=2.0)
+    climb = SizeClimb.after(FakeBackend(), search, solver="greedy", solve_s=2.0)
     found = verified_search(
         search, scaling_of(), climb, Limit(BUDGET), lambda size, plan: plan.predicted, graph_of
     )
@@ -160,7 +160,7 @@ def test_size_whose_graph_has_other_ops_is_planned_anew():
         trained.append(size)
         return usage
 
-    climb = SizeClimb(backend, search, solver="greedy", solve_s=2.0)
+    climb = SizeClimb.after(backend, search, solver="greedy", solve_s=2.0)
     found = verified_search(search, scaling_of(), climb, Limit(budget), train, graph_of)
     assert any(size % 2 == 0 for size in trained)
     assert found.max_batch_size in trained
@@ -172,7 +172,7 @@ def test_size_whose_own_graph_fits_under_no_schedule_says_so():
         return chain_graph(size, 8) if size <= 300 else chain_graph(20 * size, 7)
 
     search = search_batch_size(scaling_of(), 40, Limit(BUDGET), FakeBackend(), time_limit_s=20.0)
-    climb = SizeClimb(FakeBackend(), search, solver="greedy", solve_s=2.0)
+    climb = SizeClimb.after(FakeBackend(), search, solver="greedy", solve_s=2.0)
     found = verified_search(
         search, scaling_of(), climb, Limit(BUDGET), lambda size, plan: plan.predicted, graph_of
     )
@@ -261,7 +261,7 @@ def test_variables_lie_close_together_before_a_size_runs_in_order(monkeypatch, i
     batch = batch_of(0, 40)
     traced = backend.trace(None, batch)
     problem = Problem(traced.graph, backend.estimated_profile(traced))
-    plan = plan_problem(problem, BUDGET, backend, solver="greedy")
+    plan = quick_plan(problem, BUDGET, backend)
     runner = SizeRunner(backend, None, batch)
     runner._traced = 40, traced
     assert runner(40, plan) is not None

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from fake_backend import FakeBackend, chain_problem, store_all_peak
+from fake_backend import chain_problem, quick_plan, store_all_peak
 
 from keras_remat.batch_size.found import (
     BatchSearch,
@@ -12,13 +12,12 @@ from keras_remat.batch_size.found import (
     overhead_bound,
 )
 from keras_remat.core.schedule import Usage
-from keras_remat.planning.plan_problem import plan_problem
 
 LIMIT = int(0.9 * store_all_peak(64))
 
 
 def plan_at(size):
-    return plan_problem(chain_problem(size), LIMIT, FakeBackend(), solver="greedy")
+    return quick_plan(chain_problem(size), LIMIT)
 
 
 @pytest.fixture(scope="module")

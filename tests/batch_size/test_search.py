@@ -10,6 +10,7 @@ from fake_backend import (
     FakeBackend,
     chain_graph,
     chain_problem,
+    quick_plan,
     scaling_of,
     store_all_peak,
 )
@@ -26,7 +27,6 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
     UnsupportedModelError,
 )
-from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.units import MIB
 
 # ------------------------------------------------------------------ the search
@@ -45,9 +45,7 @@ def search(budget, *, start=4, backend=None, **options):
 def fits(size, budget, backend=None, bound=math.inf):
     """Whether a schedule is found for a batch, by itself."""
     try:
-        plan = plan_problem(
-            chain_problem(size), budget, backend or FakeBackend(), solver="greedy", time_limit_s=5.0
-        )
+        plan = quick_plan(chain_problem(size), budget, backend)
     except (InfeasibleBudgetError, ScheduleNotFoundError):
         return False
     return plan.overhead <= bound

@@ -8,7 +8,7 @@ from dataclasses import replace
 import keras
 import numpy as np
 import pytest
-from fake_backend import FakeBackend, chain_problem, store_all_peak
+from fake_backend import FakeBackend, chain_problem, quick_plan, store_all_peak
 from random_problems import mixed_problem
 
 import keras_remat
@@ -16,7 +16,6 @@ from keras_remat.core.limit import Limit
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning import advice
 from keras_remat.planning.advice import advising, tried_budget
-from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.units import MIB, parse_bytes
 
 PROBLEM = chain_problem(8)
@@ -39,7 +38,7 @@ def test_a_limit_that_is_advised_has_a_plan():
     budget = PROBLEM.floor_bytes - 1
     message = str(refusal(InfeasibleBudgetError(budget, PROBLEM.floor_bytes, "conv")))
     limit = Limit(advised(message), 0.05)
-    assert plan_problem(PROBLEM, limit.usable_bytes, FakeBackend(), solver="greedy_first")
+    assert quick_plan(PROBLEM, limit.usable_bytes, solver="greedy_first")
     assert limit.total_bytes < store_all_peak(8) * 9 / 8
     assert re.search(r"or perhaps a batch of [1-7] instead of 8\. Give op\d+ less\.$", message)
     not_found = str(refusal(ScheduleNotFoundError(budget, 150, budget + 1, solver="dtr")))
@@ -83,8 +82,8 @@ def test_where_no_budget_has_a_plan_none_is_advised(monkeypatch):
     def none(*arguments, **options):
         raise ScheduleNotFoundError(1, 1)
 
-    monkeypatch.setattr(advice, "plan_problem", none)
-    assert tried_budget(PROBLEM, PROBLEM.floor_bytes, FakeBackend()) is None
+    monkeypatch.setattr(advice, "within_budget", none)
+    assert tried_budget(PROBLEM, PROBLEM.floor_bytes, FakeBackend().memory) is None
 
 
 @pytest.mark.parametrize(
@@ -93,8 +92,8 @@ def test_where_no_budget_has_a_plan_none_is_advised(monkeypatch):
 def test_what_is_advised_for_random_problems_is_found_and_no_more_than_plain(seed):
     problem = mixed_problem(seed, budget=False)
     backend = FakeBackend()
-    enough = tried_budget(problem, problem.floor_bytes, backend)
-    plan = plan_problem(problem, enough, backend, solver="greedy_first")
+    enough = tried_budget(problem, problem.floor_bytes, backend.memory)
+    plan = quick_plan(problem, enough, backend, solver="greedy_first")
     assert plan.predicted.peak_bytes <= enough
     most = max(plan.store_all.peak_bytes * 9 // 8, problem.floor_bytes * 5 // 4)
     assert problem.floor_bytes <= enough <= most

@@ -1,16 +1,19 @@
-"""Targets and compiled peaks: what is solved, what is compiled, and what is kept of it."""
+"""Targets, what the allocator needs above them, compiled peaks, and patience."""
+
+from dataclasses import replace
 
 import pytest
-from fake_backend import FakeBackend, chain_problem, store_all_peak
+from fake_backend import FakeBackend, chain_problem, quick_plan, store_all_peak
 
-from keras_remat.core.schedule import Schedule
+from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.core.simulate import simulate
-from keras_remat.errors import ScheduleNotFoundError
+from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning import calibrated_solve
-from keras_remat.planning.plan_problem import plan_problem
 
-PROBLEM = chain_problem(64)
-PLAIN = store_all_peak(64)
+SIZE = 64
+PROBLEM = chain_problem(SIZE)
+PLAIN = store_all_peak(SIZE)
+BUDGET = int(PLAIN * 0.7)
 STORE_ALL = Schedule.store_all(PROBLEM.graph)
 
 
@@ -34,7 +37,7 @@ class Compiling(FakeBackend):
 
 
 def planned(backend, budget):
-    return plan_problem(PROBLEM, budget, backend, solver="auto", time_limit_s=5.0)
+    return quick_plan(PROBLEM, budget, backend, solver="auto")
 
 
 def test_a_step_that_recomputes_nothing_may_fit_where_keras_own_does_not():
@@ -65,13 +68,183 @@ def test_the_nearest_of_all_that_were_compiled_is_told():
         planned(backend, floor)
     peaks = [backend.compiled_peak_bytes(PROBLEM, s) for s in list(backend.compiled)]
     assert caught.value.best_peak_bytes == min(peaks) > floor
-    assert caught.value.closest.predicted.peak_bytes == min(peaks)
-    assert caught.value.closest.problem == PROBLEM
+    assert caught.value.closest.peak_bytes == min(peaks)
 
 
 def test_so_many_are_compiled_and_no_more(monkeypatch):
-    monkeypatch.setattr(calibrated_solve, "_MOST_COMPILATIONS", calibrated_solve._SURE_COMPILATIONS)
+    sure = calibrated_solve.OPTIONS.sure_compilations
+    fewer = replace(calibrated_solve.OPTIONS, most_compilations=sure)
+    monkeypatch.setattr(calibrated_solve, "OPTIONS", fewer)
     backend = Compiling(lambda schedule: 3.0)
     with pytest.raises(ScheduleNotFoundError):
         planned(backend, int(0.9 * PLAIN))
-    assert len(set(backend.compiled)) == calibrated_solve._SURE_COMPILATIONS
+    assert len(set(backend.compiled)) == sure
+
+
+# ------------------------------------------------------------------ what the allocator needs
+
+
+def test_allocators_overhead_is_made_up_for():
+    """The allocator needs one value more than simulated, so schedules are solved for less until
+    that fits."""
+    extra = SIZE * 1024
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: extra)
+    plan = quick_plan(PROBLEM, BUDGET, backend=backend)
+    simulated = simulate(PROBLEM, plan.solution.schedule).peak_bytes
+    assert plan.predicted.peak_bytes == simulated + extra <= BUDGET
+    assert plan.budget_bytes == BUDGET
+    assert plan.store_all == Usage(16.0, PLAIN + extra)
+    assert quick_plan(PROBLEM, BUDGET).predicted.time_s <= plan.predicted.time_s
+
+
+def test_a_lowered_step_over_the_budget_is_planned_again():
+    """Where lowering tells the peak, it decides, and not the prediction that the schedule was found
+    by."""
+    backend = FakeBackend()
+    backend.memory.compiled_peak_bytes = lambda problem, schedule: int(
+        1.1 * simulate(problem, schedule).peak_bytes
+    )
+    made = quick_plan(PROBLEM, BUDGET, backend=backend)
+    assert made.predicted.peak_bytes == backend.memory.compiled_peak_bytes(
+        PROBLEM, made.solution.schedule
+    )
+    assert made.predicted.peak_bytes <= BUDGET
+
+
+@pytest.mark.parametrize("error", [ScheduleNotFoundError, InfeasibleBudgetError])
+def test_target_between_is_tried_where_the_full_correction_is_unreachable(monkeypatch, error):
+    """The allocator needs more for the first order only; a solver that finds nothing at the lower
+    target, or proves that there is nothing, is asked in between."""
+    asked = []
+    real = calibrated_solve.solve
+
+    def solve(problem, **options):
+        asked.append(problem.budget_bytes)
+        if len(asked) == 2:
+            raise error(problem.budget_bytes, problem.floor_bytes)
+        return real(problem, **options)
+
+    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    backend = FakeBackend(
+        allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) == 1 else 0
+    )
+    plan = quick_plan(PROBLEM, BUDGET, backend=backend)
+    assert asked[0] == BUDGET > asked[2] > asked[1]
+    assert len(asked) == 3
+    assert plan.predicted.peak_bytes <= BUDGET
+
+
+def test_budget_below_the_floor_is_refused_before_solving(monkeypatch):
+    monkeypatch.setattr(
+        "keras_remat.planning.calibrated_solve.solve",
+        lambda *args, **options: pytest.fail("solved"),
+    )
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        quick_plan(PROBLEM, PROBLEM.floor_bytes - 1)
+    assert (caught.value.budget_bytes, caught.value.floor_bytes) == (
+        PROBLEM.floor_bytes - 1,
+        PROBLEM.floor_bytes,
+    )
+
+
+def test_what_is_proved_of_a_lower_target_is_not_said_of_the_budget(monkeypatch):
+    """With what the allocator wastes nothing fits, though the bytes alive would."""
+    real = calibrated_solve.solve
+
+    def solve(problem, **options):
+        if problem.budget_bytes < BUDGET:
+            raise InfeasibleBudgetError(problem.budget_bytes, problem.budget_bytes + 1)
+        return real(problem, **options)
+
+    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    waste = SIZE * 512
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: waste)
+    with pytest.raises(ScheduleNotFoundError) as caught:
+        quick_plan(PROBLEM, BUDGET, backend=backend)
+    assert caught.value.budget_bytes == BUDGET < caught.value.best_peak_bytes
+
+
+def test_allocator_that_always_needs_more_ends_in_not_found():
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: PLAIN)
+    with pytest.raises(ScheduleNotFoundError) as caught:
+        quick_plan(PROBLEM, BUDGET, backend=backend)
+    assert caught.value.budget_bytes == BUDGET
+    assert caught.value.best_peak_bytes > PLAIN
+    assert caught.value.floor_bytes == PROBLEM.floor_bytes
+
+
+@pytest.mark.parametrize("error", [ScheduleNotFoundError, InfeasibleBudgetError])
+def test_known_order_is_the_plan_where_the_solver_finds_none_and_tells_what_the_allocator_wastes(
+    monkeypatch, error
+):
+    waste = SIZE * 512
+    backend = FakeBackend(allocator_bytes=lambda problem, schedule: waste)
+    known = quick_plan(PROBLEM, BUDGET, backend=backend).solution.schedule
+    asked = []
+
+    def solve(problem, *, solver, **options):
+        asked.append((solver, problem.budget_bytes))
+        raise error(problem.budget_bytes, problem.floor_bytes)
+
+    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    plan = quick_plan(PROBLEM, BUDGET, backend=backend, solver="auto", known=known)
+    assert asked == [("auto", BUDGET - waste)]
+    assert plan.solution.schedule == known
+    assert plan.predicted.peak_bytes <= BUDGET
+
+
+def test_known_order_over_the_budget_is_left_out():
+    known = Schedule.store_all(PROBLEM.graph)
+    plan = quick_plan(PROBLEM, BUDGET, solver="auto", known=known)
+    assert plan.solution.schedule != known
+    assert plan.predicted.peak_bytes <= BUDGET
+
+
+def test_solver_that_finds_nothing_at_all_is_not_asked_again(monkeypatch):
+    asked = []
+
+    def solve(problem, **options):
+        asked.append(problem.budget_bytes)
+        raise ScheduleNotFoundError(problem.budget_bytes, problem.floor_bytes)
+
+    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    with pytest.raises(ScheduleNotFoundError):
+        quick_plan(PROBLEM, BUDGET)
+    assert asked == [BUDGET]
+
+
+@pytest.mark.parametrize("solver", ["auto", "greedy"])
+def test_a_plan_is_looked_for_however_little_time_there_is(solver):
+    plan = quick_plan(PROBLEM, PLAIN, solver=solver, time_limit_s=1e-9)
+    assert plan.predicted.peak_bytes <= PLAIN
+
+
+@pytest.mark.parametrize(
+    ("patient", "deadline_s", "solves"), [(True, 2.5, 2), (True, -1e6, 2), (False, 2.5, 1)]
+)
+def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, deadline_s, solves):
+    """With nothing found that the allocator agrees to, the target is corrected once more, unless
+    something runs already; also where the time was over before anything began."""
+    asked, late_s = [], 5.0
+    clock = {"s": 0.0}
+    monkeypatch.setattr(
+        "keras_remat.planning.calibrated_solve.time.perf_counter", lambda: clock["s"]
+    )
+    real = calibrated_solve.solve
+
+    def solve(problem, **options):
+        asked.append(problem.budget_bytes)
+        clock["s"] += late_s
+        return real(problem, **{**options, "time_limit_s": 1.0})
+
+    monkeypatch.setattr(calibrated_solve, "solve", solve)
+    backend = FakeBackend(
+        allocator_bytes=lambda problem, schedule: 2 * SIZE * 1024 if len(asked) < 2 else 0
+    )
+    way = calibrated_solve.BudgetSearch(PROBLEM, BUDGET, backend.memory, "greedy", 0)
+    if patient:
+        assert way.run(BUDGET, deadline_s)[0].peak_bytes <= BUDGET
+    else:
+        with pytest.raises(ScheduleNotFoundError):
+            way.run(BUDGET, deadline_s, patient=False)
+    assert len(asked) == solves

@@ -15,7 +15,7 @@ from keras_remat.errors import (
     InvalidScheduleError,
     PlanMismatchError,
 )
-from keras_remat.planning.plan import Plan, cache_path, cached_plan, load_plan, plan_from_dict
+from keras_remat.planning.plan import Plan, load_plan, plan_from_dict
 
 SIZE = 64
 PROBLEM = chain_problem(SIZE)
@@ -181,36 +181,3 @@ def test_text_has_the_numbers_and_where_they_are_from():
     assert plan.recomputes
     assert plan.overhead == pytest.approx(plan.predicted.time_s / 16 - 1)
     assert "1 KiB measured" in str(replace(plan, measured=Usage(1.0, 1024)))
-
-
-# ------------------------------------------------------------------ the cache
-
-
-def test_cache_finds_a_plan_by_graph_and_budget(tmp_path):
-    def find(folder, problem, budget, *setting):
-        return cached_plan(cache_path(folder, problem.graph, budget, setting), problem)
-
-    assert find(tmp_path / "missing", PROBLEM, BUDGET, "CPU:0", "1.0") is None
-    plan = quick_plan(PROBLEM, BUDGET)
-    plan.save(cache_path(tmp_path, PROBLEM.graph, BUDGET, ("CPU:0", "1.0")))
-    assert find(tmp_path, PROBLEM, BUDGET, "CPU:0", "1.0") == plan
-    assert find(tmp_path, PROBLEM, BUDGET, "GPU:0", "1.0") is None
-    assert find(tmp_path, PROBLEM, BUDGET, "CPU:0", "1.1") is None
-    assert find(tmp_path, PROBLEM, BUDGET + 1, "CPU:0", "1.0") is None
-    assert find(tmp_path, chain_problem(SIZE + 1), BUDGET, "CPU:0", "1.0") is None
-
-
-def test_cached_plan_of_another_graph_is_refused_by_name(tmp_path):
-    other = chain_problem(SIZE + 1)
-    path = cache_path(tmp_path, PROBLEM.graph, BUDGET, ())
-    quick_plan(other, BUDGET).save(path)
-    with pytest.raises(InvalidProblemError, match=path.name):
-        cached_plan(path, PROBLEM)
-
-
-def test_cached_plan_with_a_negative_prediction_is_refused(tmp_path):
-    path = tmp_path / "plan.json"
-    plan = quick_plan(PROBLEM, BUDGET)
-    replace(plan, predicted=replace(plan.predicted, peak_bytes=-1)).save(path)
-    with pytest.raises(InvalidProblemError, match="negative"):
-        cached_plan(path, PROBLEM)

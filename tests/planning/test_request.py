@@ -10,6 +10,7 @@ from keras_remat.core.limit import Limit
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning import request as door
+from keras_remat.planning.calibrated_solve import within_budget
 from keras_remat.planning.request import PlanRequest, plan_for
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.fit_state import limit_of
@@ -40,26 +41,26 @@ def asked_for(share, backend=None, **more):
 def test_a_limit_that_is_missed_names_the_plan_that_came_closest():
     with pytest.raises(ScheduleNotFoundError) as caught:
         plan_for(asked_for(0.97 * 0.7, NeedsALittleMore()))
-    assert caught.value.closest.predicted.peak_bytes == int(0.7 * store_all_peak(64))
+    assert caught.value.closest.peak_bytes == int(0.7 * store_all_peak(64))
 
 
 def test_the_closest_plan_is_the_best_of_what_the_search_saw_and_a_quick_one(monkeypatch):
     """The search has more time; where the allocator decides, a quick solver may be luckier."""
-    tight, loose = (quick(share) for share in (0.6, 1.0))
+    tight, loose = (candidate(share) for share in (0.6, 1.0))
     failure = ScheduleNotFoundError(1, 0, closest=tight)
     backend = FakeBackend()
     backend.memory.order_matters = True
     asked = asked_for(0.7, backend, failure=failure)
     for other in (loose, tight):
-        monkeypatch.setattr(door, "closest_plan", lambda *_, other=other, **__: other)
-        assert plan_for(asked) is tight
+        monkeypatch.setattr(door, "closest_to_budget", lambda *_, other=other, **__: other)
+        assert plan_for(asked).solution == tight.solution
         failure.closest = loose
 
     def none(*arguments, **options):
         raise ScheduleNotFoundError(1, 0)
 
-    monkeypatch.setattr(door, "closest_plan", none)
-    assert plan_for(asked) is loose
+    monkeypatch.setattr(door, "closest_to_budget", none)
+    assert plan_for(asked).solution == loose.solution
     failure.closest = None
     with pytest.raises(ScheduleNotFoundError):
         plan_for(asked)
@@ -82,6 +83,12 @@ def quick(share, roomy_share=None):
     )
 
 
+def candidate(share):
+    """What a quick solver finds under a share of the plain peak."""
+    memory, budget = FakeBackend().memory, int(share * store_all_peak(64))
+    return within_budget(PROBLEM, budget, memory, solver="greedy_first")
+
+
 def test_a_quick_plan_leaves_the_room_it_is_asked_for():
     plain = store_all_peak(64)
     assert quick(1.0).predicted.peak_bytes == plain
@@ -101,26 +108,26 @@ def test_room_is_given_up_where_no_schedule_leaves_it():
 def test_another_order_is_measured_whatever_is_predicted_where_the_allocator_decides(
     order_matters, monkeypatch
 ):
-    ran, other = (quick(share) for share in (0.6, 1.0))
+    ran, other = (candidate(share) for share in (0.6, 1.0))
     backend = FakeBackend()
     backend.memory.order_matters = order_matters
 
     def none(*arguments, **options):
         raise ScheduleNotFoundError(1, 0, closest=ran if order_matters else other)
 
-    monkeypatch.setattr(door, "plan_problem", none)
-    monkeypatch.setattr(door, "closest_plan", lambda *_, **__: other)
-    asked = asked_for(0.7, backend, below_bytes=ran.predicted.peak_bytes)
-    after = replace(asked, avoid=frozenset([ran.solution.schedule]))
+    monkeypatch.setattr(door, "within_budget", none)
+    monkeypatch.setattr(door, "closest_to_budget", lambda *_, **__: other)
+    asked = asked_for(0.7, backend, below_bytes=ran.peak_bytes)
+    after = replace(asked, avoid=frozenset([ran.schedule]))
     with pytest.raises(ScheduleNotFoundError):
         plan_for(asked)
     if not order_matters:
         with pytest.raises(ScheduleNotFoundError):
             plan_for(after)
         return
-    assert plan_for(after) is other
+    assert plan_for(after).solution == other.solution
     with pytest.raises(ScheduleNotFoundError):
-        plan_for(replace(after, avoid=after.avoid | {other.solution.schedule}))
+        plan_for(replace(after, avoid=after.avoid | {other.schedule}))
 
 
 def test_headroom_is_given_up_in_earnest_too_where_no_schedule_leaves_it():

@@ -9,11 +9,13 @@ import pytest
 from keras_remat.core.graph import chain_example
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
+from keras_remat.core.schedule import Schedule, Solution
 from keras_remat.core.simulate import simulate
 from keras_remat.core.validate import validate
 from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
+    InvalidScheduleError,
     RematError,
     ScheduleNotFoundError,
 )
@@ -197,3 +199,19 @@ def test_unknown_solver_and_time_limit() -> None:
     for limit_s in (0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="time_limit_s"):
             solve(chain_problem(2), solver="store_all", time_limit_s=limit_s)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_an_illegal_order_is_neither_told_nor_returned(monkeypatch, tells):
+    wrong, told = Solution(Schedule((1, 2, 3, 4)), "store_all", "feasible", 0.0), []
+
+    def solver(problem, *, progress, **options):
+        if tells:
+            progress(wrong)
+        return wrong
+
+    monkeypatch.setitem(SOLVERS, "store_all", solver)
+    problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0))
+    with pytest.raises(InvalidScheduleError):
+        solve(problem, solver="store_all", progress=told.append)
+    assert told == []

@@ -10,7 +10,7 @@ from fake_backend import (
 )
 from fake_fit import driven
 
-from keras_remat.reporting.fit_report import AutotuneReport
+from keras_remat.core.schedule import Usage
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.baseline import Baseline
 from keras_remat.training.shape_state import Terms
@@ -63,31 +63,27 @@ def plan_of(store_all_s, predicted_s):
 
 
 def test_the_prediction_follows_the_steps():
-    report = AutotuneReport()
-    baseline = Baseline(report)
-    plan, way = plan_of(3.0, 4.0), ("ordered", 1)
-    baseline.predict(plan, 10, 1.0, way)
-    assert (report.baseline.time_s, report.baseline.peak_bytes) == (0.75, 7)
-    assert (report.baseline_batch_size, report.baseline_source) == (10, "predicted")
+    plan, mode = plan_of(3.0, 4.0), ("ordered", 1)
+    baseline = Baseline().predicting(plan, 10, 1.0, mode)
+    assert baseline.usage == Usage(0.75, 7)
+    assert (baseline.batch_size, baseline.source) == (10, "predicted")
     for seconds in (2.0, 4.0, 100.0):
-        baseline.step(seconds, way)
-    assert report.baseline.time_s == 3.0
-    baseline.epoch_begins()
-    assert report.baseline.time_s == 3.0
-    baseline.step(8.0, way)
-    assert report.baseline.time_s == 6.0
-    baseline.predict(plan, 20, 1.0, way)
-    assert report.baseline.time_s == 0.75
-    assert report.baseline_batch_size == 20
+        baseline = baseline.after_planned(seconds, mode)
+    assert baseline.usage.time_s == 3.0
+    baseline = baseline.in_new_epoch()
+    assert baseline.usage.time_s == 3.0
+    baseline = baseline.after_planned(8.0, mode)
+    assert baseline.usage.time_s == 6.0
+    baseline = baseline.predicting(plan, 20, 1.0, mode)
+    assert (baseline.usage.time_s, baseline.batch_size) == (0.75, 20)
 
 
-def test_every_way_tells_of_the_one_plain_step_by_its_own_plan():
-    report = AutotuneReport()
-    baseline, ways = Baseline(report), (("compiled", 1), ("ordered", 1), ("ordered", 2))
-    baseline.predict(plan_of(3.0, 4.0), 10, 4.0, ways[0])
-    baseline.predict(plan_of(3.0, 6.0), 10, 6.0, ways[1])
-    baseline.predict(plan_of(5.0, 5.0), 10, 5.0, ways[2])  # pieces: the whole batch tells better
-    for way, seconds in zip(ways, (4.0, 6.0, 5.0), strict=True):
-        baseline.epoch_begins()
-        baseline.step(seconds, way)
-        assert report.baseline.time_s == 3.0
+def test_every_mode_tells_of_the_one_plain_step_by_its_own_plan():
+    modes = (("compiled", 1), ("ordered", 1), ("ordered", 2))
+    baseline = Baseline().predicting(plan_of(3.0, 4.0), 10, 4.0, modes[0])
+    baseline = baseline.predicting(plan_of(3.0, 6.0), 10, 6.0, modes[1])
+    # of micro-batches, the plan for the whole batch tells better
+    baseline = baseline.predicting(plan_of(5.0, 5.0), 10, 5.0, modes[2])
+    for mode, seconds in zip(modes, (4.0, 6.0, 5.0), strict=True):
+        baseline = baseline.in_new_epoch().after_planned(seconds, mode)
+        assert baseline.usage.time_s == 3.0

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from keras_remat.backends.base import Caller
+from keras_remat.backends.installed import Caller
 from keras_remat.training.callers import (
     Callers,
     RunningFit,

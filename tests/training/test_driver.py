@@ -17,11 +17,13 @@ from fake_backend import (
     event_kinds,
     note_solves,
     plan_in_fake_processes,
+    quick_plan,
     store_all_peak,
 )
 from fake_fit import Clock, driven
 
-from keras_remat.core.schedule import Schedule
+from keras_remat.batch_size.climb import SizeClimb
+from keras_remat.core.schedule import Schedule, Usage
 from keras_remat.errors import (
     InfeasibleBudgetError,
     PlanMismatchError,
@@ -30,11 +32,16 @@ from keras_remat.errors import (
     UnsupportedModelError,
 )
 from keras_remat.planning import request as door
+from keras_remat.planning.calibrated_solve import closest_to_budget
 from keras_remat.planning.plan import load_plan
-from keras_remat.planning.plan_problem import closest_plan, plan_problem
 from keras_remat.training import driver
 from keras_remat.training.arguments import FitOptions
-from keras_remat.training.shape_state import Terms
+from keras_remat.training.baseline import Baseline
+from keras_remat.training.contest import Contest
+from keras_remat.training.device_facts import DeviceFacts
+from keras_remat.training.grouping import HeldBatches
+from keras_remat.training.record import FitRecord, Mode, SizesRecord, StepsRecord
+from keras_remat.training.shape_state import ShapeState, Terms
 from keras_remat.training.watch import Pace
 
 SIZE = 100
@@ -923,9 +930,11 @@ def test_a_new_main_shape_is_planned_from_the_costs_known_for_it():
 
 def test_measured_main_scales_estimated_times_to_the_measured_step():
     backend = FakeBackend()
-    trainer, report = driven(backend, options(limit=PLAIN))
+    trainer, _ = driven(backend, options(limit=PLAIN))
     train(trainer, 4)
-    report.baseline = replace(report.baseline, time_s=4.0)
+    record = trainer.fit.record
+    baseline = replace(record.baseline, usage=Usage(4.0, 0))
+    trainer.fit.record = replace(record, baseline=baseline)
     problem, _ = trainer.reference_costs(batch_of(0, SIZE))
     assert problem.store_all_time_s == pytest.approx(4.0)
     assert problem.profile.op_workspace_bytes == trainer.problem.profile.op_workspace_bytes
@@ -935,9 +944,7 @@ def test_measured_main_scales_estimated_times_to_the_measured_step():
 
 
 def plan_for(size, budget=TIGHT, backend=None):
-    return plan_problem(
-        chain_problem(size), budget, backend or FakeBackend(), solver="greedy", time_limit_s=5.0
-    )
+    return quick_plan(chain_problem(size), budget, backend)
 
 
 def test_users_plan_runs_from_the_first_batch_and_is_measured():
@@ -975,7 +982,7 @@ def test_measured_plan_is_cached_and_found_again(tmp_path, monkeypatch):
     (path,) = cache.iterdir()
     assert load_plan(path).measured == trainer.plan.measured
     backend = FakeBackend()
-    monkeypatch.setattr("keras_remat.planning.request.plan_problem", None)
+    monkeypatch.setattr("keras_remat.planning.request.within_budget", None)
     again, report = driven(backend, options(cache_dir=cache))
     train(again, 5)
     assert event_kinds(report)[:2] == ["risk", "cache"]
@@ -1289,11 +1296,11 @@ def test_limit_that_is_missed_by_a_little_is_trained_with_a_warning(monkeypatch)
             raise ScheduleNotFoundError(budget, problem.floor_bytes, int(least))
 
     def closest(problem, *args, **options):
-        found = closest_plan(problem, *args, **options)
-        return replace(found, predicted=replace(found.predicted, peak_bytes=int(least)))
+        found = closest_to_budget(problem, *args, **options)
+        return replace(found, peak_bytes=int(least))
 
     note_solves(monkeypatch, note)
-    monkeypatch.setattr("keras_remat.planning.request.closest_plan", closest)
+    monkeypatch.setattr("keras_remat.planning.request.closest_to_budget", closest)
     backend = FakeBackend()
     trainer, report = driven(backend, options(limit=int(0.79 * PLAIN)))
     with pytest.warns(UserWarning, match="the limit is"):
@@ -1361,3 +1368,9 @@ def test_nobody_but_the_driver_assigns_the_record():
             and node.attr == "record"
         ]
         assert bool(stored) == (path.name == "driver.py"), path.name
+
+
+def test_what_the_record_holds_is_frozen():
+    for kind in (FitRecord, StepsRecord, SizesRecord, ShapeState, Contest, SizeClimb, DeviceFacts,
+                 Baseline, HeldBatches, Mode):  # fmt: skip
+        assert kind.__dataclass_params__.frozen, kind

@@ -12,13 +12,13 @@ from fake_backend import (
     batch_of,
     chain_problem,
     event_kinds,
+    quick_plan,
     store_all_peak,
 )
 from fake_fit import driven, race_on
 
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import InfeasibleBudgetError, PlanMismatchError, UnsupportedModelError
-from keras_remat.planning.plan_problem import plan_problem
 from keras_remat.training.arguments import FitOptions
 
 SIZE = 100
@@ -162,7 +162,7 @@ def test_a_grown_batch_that_does_not_fit_is_refused_and_not_handed_on():
 
 
 def test_a_given_plan_finds_its_backend_and_is_not_questioned():
-    plan = plan_problem(chain_problem(SIZE), TIGHT, FakeBackend(), solver="greedy")
+    plan = quick_plan(chain_problem(SIZE), TIGHT)
     compiled, ordered = Compiled(layers=9), FakeBackend()
     race, _ = race_of(compiled, ordered, plan=plan)
     train(race, 10)

@@ -70,7 +70,7 @@ class FakeSteps:
         return len(self.trained)
 
 
-MOST_SEARCH_S = sizes._MOST_SEARCH_S
+OPTIONS = sizes.OPTIONS
 #: Seconds of work that a search of sizes takes: fake steps are long, and worth a minute of it.
 SEARCH_S = 2.0
 
@@ -78,7 +78,7 @@ SEARCH_S = 2.0
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
     """Has the steps and the search of a fit stood in for, where it has such; searches are short."""
-    monkeypatch.setattr(sizes, "_MOST_SEARCH_S", SEARCH_S)
+    monkeypatch.setattr(sizes, "OPTIONS", replace(OPTIONS, most_search_s=SEARCH_S))
     real_step, real_search = driver._step, sizes._searched
 
     def step(fit, *args, **options):
@@ -140,19 +140,15 @@ class Fixed(Driven):
 class FakeClimb:
     """Chooses 10 samples fewer after every failure; what trained is the answer."""
 
-    def __init__(self, trained=LOADER):
-        self.trained, self.failed, self.noted = trained, (0, 0), []
+    def __init__(self, trained=LOADER, failed=(0, 0)):
+        self.trained, self.failed = trained, failed
 
-    def note(self, size, plan, peak_bytes, *, fits):
-        self.noted.append((size, fits))
-        if fits:
-            self.trained = size
-        else:
-            self.failed = size, peak_bytes
+    def after_trial(self, size, plan, peak_bytes, *, fits):
+        return FakeClimb(size, self.failed) if fits else FakeClimb(self.trained, (size, peak_bytes))
 
     def choose(self, scaling, limit):
         smaller = self.failed[0] - 10
-        return (smaller, None) if self.failed[0] and smaller > self.trained else None
+        return self, (smaller, None) if self.failed[0] and smaller > self.trained else None
 
 
 def climbing(steps, found, batch_size="max"):
@@ -266,7 +262,7 @@ def test_a_search_takes_no_longer_than_the_steps_that_are_left_are_worth(
     monkeypatch, left, seconds
 ):
     """Steps are estimated to take half a second here, whatever the clock says."""
-    monkeypatch.setattr(sizes, "_MOST_SEARCH_S", MOST_SEARCH_S)
+    monkeypatch.setattr(sizes, "OPTIONS", OPTIONS)
     limits, ticks = [], itertools.count(0.0, 7.5)
 
     def search(*arguments, time_limit_s, late_time_limit_s, **options):
@@ -592,7 +588,7 @@ def test_measured_peak_that_leaves_room_is_stepped_up_to():
 
 
 def test_a_search_whose_sizes_are_not_reached_after_all_leaves_the_loaders_batch(monkeypatch):
-    monkeypatch.setattr(SizeClimb, "choose", lambda *_: None)
+    monkeypatch.setattr(SizeClimb, "choose", lambda self, *_: (self, None))
     limit = store_all_peak(4 * LOADER)
     trainer, report = on_tuner(FakeBackend(), "max", limit)
     epoch(trainer, batches=40)

@@ -9,6 +9,7 @@ import pytest
 
 from keras_remat.backends.processes import Processes
 from keras_remat.core.schedule import Usage
+from keras_remat.training.device_facts import DeviceFacts
 from keras_remat.training.undo import OutOfMemory, StepGuard, Trained
 
 BATCH = 3
@@ -46,6 +47,17 @@ class Device:
         return isinstance(error, RanOut)
 
 
+class Guard:
+    """Attempts steps one after the other, and remembers what they show of the device."""
+
+    def __init__(self, device):
+        self.guard, self.facts = StepGuard(SimpleNamespace(), device), DeviceFacts()
+
+    def attempt(self, step, **terms):
+        outcome, self.facts = self.guard.attempt(step, BATCH, self.facts, **terms)
+        return outcome
+
+
 def failing(device, error):
     def step(batch):
         device.state.append("half a step")
@@ -56,10 +68,10 @@ def failing(device, error):
 
 def test_guarded_step_is_undone():
     device = Device()
-    guard = StepGuard(SimpleNamespace(), device)
-    outcome = guard.attempt(device.state.append, BATCH, guarded=True)
+    guard = Guard(device)
+    outcome = guard.attempt(device.state.append, guarded=True)
     assert outcome == Trained(BATCH, None, Usage(1.0, 7))
-    outcome = guard.attempt(failing(device, RanOut()), BATCH, guarded=True)
+    outcome = guard.attempt(failing(device, RanOut()), guarded=True)
     assert device.state == [BATCH]
     assert isinstance(outcome, OutOfMemory)
     assert outcome.peak_bytes == 5
@@ -70,8 +82,8 @@ def test_guarded_step_is_undone():
 def test_variables_are_put_back_at_once_where_a_guarded_step_asks_for_it(guarded, gathered, times):
     device, called = Device(copy_s=0.01), []
     device.snapshot = lambda model: lambda: called.append(len(device.state))
-    guard = StepGuard(SimpleNamespace(), device)
-    outcome = guard.attempt(device.state.append, BATCH, guarded=guarded, gathered=gathered)
+    guard = Guard(device)
+    outcome = guard.attempt(device.state.append, guarded=guarded, gathered=gathered)
     assert isinstance(outcome, Trained)
     assert called == [0] * times, "before the step"
 
@@ -81,7 +93,7 @@ def test_of_several_processes_one_alone_does_not_train_a_batch_again():
     device = Device()
     device.processes = SimpleNamespace(count=2)
     with pytest.raises(RanOut):
-        StepGuard(SimpleNamespace(), device).attempt(failing(device, RanOut()), BATCH, guarded=True)
+        Guard(device).attempt(failing(device, RanOut()), guarded=True)
     assert device.copies == 0
 
 
@@ -111,46 +123,46 @@ def test_what_the_failed_call_held_is_free_before_the_state_comes_back():
             last = error.__traceback__.tb_next.tb_next  # as TensorFlow's and Keras's filters do
             raise RanOut from error.with_traceback(last)
 
-    outcome = StepGuard(SimpleNamespace(), device).attempt(step, BATCH, guarded=True)
+    outcome = Guard(device).attempt(step, guarded=True)
     assert isinstance(outcome, OutOfMemory)
     assert alive == [[False, False]]
 
 
 def test_other_errors_and_interrupts_are_not_touched():
     device = Device()
-    guard = StepGuard(SimpleNamespace(), device)
+    guard = Guard(device)
     for error in (ValueError(), KeyboardInterrupt()):
         with pytest.raises(type(error)):
-            guard.attempt(failing(device, error), BATCH, guarded=True)
+            guard.attempt(failing(device, error), guarded=True)
     assert device.state == ["half a step"] * 2
 
 
 def test_unguarded_step_is_guarded_all_the_same_where_a_copy_is_cheap():
     device = Device(step_s=60.0)
-    guard = StepGuard(SimpleNamespace(), device)
-    guard.attempt(lambda batch: None, BATCH, guarded=True)
-    guard.attempt(lambda batch: None, BATCH, guarded=False)
+    guard = Guard(device)
+    guard.attempt(lambda batch: None, guarded=True)
+    guard.attempt(lambda batch: None, guarded=False)
     assert device.copies == 2
-    outcome = guard.attempt(failing(device, RanOut()), BATCH, guarded=False)
+    outcome = guard.attempt(failing(device, RanOut()), guarded=False)
     assert isinstance(outcome, OutOfMemory)
     assert device.state == []
 
 
 def test_unguarded_step_whose_copy_is_dear_raises_what_the_framework_raises():
     device = Device(copy_s=0.01, step_s=1e-6)
-    guard = StepGuard(SimpleNamespace(), device)
-    guard.attempt(lambda batch: None, BATCH, guarded=True)
+    guard = Guard(device)
+    guard.attempt(lambda batch: None, guarded=True)
     with pytest.raises(RanOut):
-        guard.attempt(failing(device, RanOut()), BATCH, guarded=False)
+        guard.attempt(failing(device, RanOut()), guarded=False)
     assert device.copies == 1
 
 
 def test_a_step_that_is_not_timed_is_not_waited_for_and_a_timed_one_waits_for_it_first():
     device = Device()
-    guard = StepGuard(SimpleNamespace(), device)
+    guard = Guard(device)
     results = []
     for timed in (True, False, False, True):
-        outcome = guard.attempt(lambda batch: 5, BATCH, guarded=False, timed=timed)
+        outcome = guard.attempt(lambda batch: 5, guarded=False, timed=timed)
         results.append(outcome)
         device.step_s += 1.0 if timed else 0.5
     assert [outcome.usage.time_s for outcome in results] == [1.0, 1.0, 1.0, 3.0]

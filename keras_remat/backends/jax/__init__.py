@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from keras_remat.backends import batches
-from keras_remat.backends.base import Installed, RunStep, StepRunner
+from keras_remat.backends.base import RunStep
+from keras_remat.backends.installed import Installed, StepRunner
 from keras_remat.backends.jax import attention
 from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax import trace as tracing

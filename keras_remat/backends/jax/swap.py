@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from keras_remat.backends.base import Caller, Installed, StepRunner
+from keras_remat.backends.installed import Caller, Installed, StepRunner
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.device import Device
 from keras_remat.backends.jax.sharding import laid_out
@@ -31,7 +31,7 @@ class InstalledTrainFunction(Installed):
     """The train function of one ``fit``; asks ``runner`` for every batch.
 
     Args:
-        model, runner: as in :class:`~keras_remat.backends.base.Installed`.
+        model, runner: as in :class:`~keras_remat.backends.installed.Installed`.
         device: holds the state while a call runs.
     """
 

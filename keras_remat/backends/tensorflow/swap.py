@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.base import Caller, Installed
+from keras_remat.backends.installed import Caller, Installed
 from keras_remat.backends.tensorflow import private
 from keras_remat.errors import without_inner_frames
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from keras_remat.backends import batches
-from keras_remat.backends.base import Installed, RunStep, StepRunner
+from keras_remat.backends.base import RunStep
+from keras_remat.backends.installed import Installed, StepRunner
 from keras_remat.backends.memory import SimulatedMemory
 from keras_remat.backends.processes import Processes
 from keras_remat.backends.torch import trace as tracing

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from keras_remat.backends.base import Caller, Installed, StepRunner
+from keras_remat.backends.installed import Caller, Installed, StepRunner
 from keras_remat.backends.torch.device import Device, shapes_of
 from keras_remat.errors import without_inner_frames
 
@@ -19,7 +19,7 @@ class InstalledTrainFunction(Installed):
     """The train function of one ``fit``; asks ``runner`` for every batch.
 
     Args:
-        model, runner: as in :class:`~keras_remat.backends.base.Installed`.
+        model, runner: as in :class:`~keras_remat.backends.installed.Installed`.
         device: notes what Keras's own step takes.
     """
 

@@ -1,8 +1,8 @@
 """The best schedule a solver has seen so far, what it claims of it, and the clock it works against.
 
 A solver is a function ``solve(incumbent, seed)`` that offers every order it makes; simulation alone
-decides whether it fits and what it costs. What leaves :meth:`Incumbent.solution` has passed
-:func:`keras_remat.core.validate.validate`, so no solver can return a schedule over the budget.
+decides whether it fits and what it costs. Whether it is legal, :func:`keras_remat.solvers.solve`
+checks of every solution that is told or returned.
 """
 
 from __future__ import annotations
@@ -112,7 +112,6 @@ class Incumbent:
                 solver=name,
             )
         schedule = Schedule(self.order)
-        validate(self.problem, schedule)
         # sums of floats in another order may differ in the last digit
         bound = min(self.bound_s, self.usage.time_s)
         is_plain = len(self.order) == len(self.problem.graph.needed)

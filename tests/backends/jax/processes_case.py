@@ -22,7 +22,7 @@ import keras_remat
 from keras_remat.backends.jax import JaxBackend, device
 from keras_remat.errors import UnsupportedModelError
 from keras_remat.planning import request
-from keras_remat.training.first_plan import FirstPlans
+from keras_remat.training.requests import PlanRequests
 
 RANK, PORT = int(sys.argv[1]), sys.argv[2]
 WHERE, CALL, AT, KIND = (sys.argv[3] if len(sys.argv) > 3 else "nowhere:0:0:").split(":")
@@ -39,8 +39,8 @@ PLACES = {
     "plain": (device.Device, "run_plain"),
     "trace": (JaxBackend, "trace"),
     "lower": (JaxBackend, "lower"),
-    "solve": (request, "plan_problem"),
-    "keep": (FirstPlans, "keep"),
+    "solve": (request, "within_budget"),
+    "keep": (PlanRequests, "keep"),
     "data": (None, None),
 }
 

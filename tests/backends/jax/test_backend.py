@@ -12,8 +12,9 @@ import keras_remat
 from keras_remat.backends.base import load_backend, preserved_state
 from keras_remat.backends.jax import LoweredStep, lowering
 from keras_remat.backends.jax.private import state_values
+from keras_remat.core.limit import Limit
 from keras_remat.core.target import live
-from keras_remat.planning.plan_problem import plan_problem
+from keras_remat.planning.request import PlanRequest, plan_for
 from keras_remat.units import MIB
 
 
@@ -63,8 +64,9 @@ def planned(step, budget_bytes=None):
         traced.graph, backend.estimated_profile(traced, backend.device.in_use_bytes())
     )
     resident = problem.profile.resident_bytes
-    plan = plan_problem(problem, budget_bytes or resident + 100 * MIB, backend, time_limit_s=5.0)
-    return backend, traced, problem, plan
+    limit = Limit(budget_bytes or resident + 100 * MIB)
+    request = PlanRequest.on(backend, problem=problem, batch_size=1, limit=limit, seconds=5.0)
+    return backend, traced, problem, plan_for(request)
 
 
 def test_before_the_first_step_three_programs_are_compiled_on_a_gpu(step, compiler, monkeypatch):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from keras_remat.backends.base import Caller
+from keras_remat.backends.installed import Caller
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.base import Installed, StepRunner
+from keras_remat.backends.installed import Installed, StepRunner
 from keras_remat.backends.tensorflow.graph import replicas
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
 from keras_remat.backends.tensorflow.memory import measure

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_remat.backends.base import Caller
+from keras_remat.backends.installed import Caller
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray, divided
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 

@@ -11,7 +11,8 @@ import keras
 import tensorflow as tf
 
 from keras_remat.backends import batches
-from keras_remat.backends.base import Installed, ProfileRecorder, RunStep, StepRunner
+from keras_remat.backends.base import ProfileRecorder, RunStep
+from keras_remat.backends.installed import Installed, StepRunner
 from keras_remat.backends.memory import MemoryModel, SimulatedMemory
 from keras_remat.backends.processes import Processes
 from keras_remat.backends.tensorflow.graph import trace as tracing

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from keras_remat.backends.base import Caller
+from keras_remat.backends.installed import Caller
 from keras_remat.backends.tensorflow.graph.sharded import ShardedArray
 from keras_remat.backends.tensorflow.mirrored.swap import MirroredTrainFunction
 

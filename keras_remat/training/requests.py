@@ -29,9 +29,9 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
     UnsupportedModelError,
 )
-from keras_remat.planning.plan import Plan, cache_path, cached_plan
-from keras_remat.planning.plan_problem import reused_plan
-from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_for
+from keras_remat.planning.cache import PlanCache
+from keras_remat.planning.plan import Plan
+from keras_remat.planning.request import NOT_FOUND, PlanRequest, plan_by, plan_for
 from keras_remat.planning.slicing import in_slices_of, plan_in_slices, told_whole
 from keras_remat.training import tell
 from keras_remat.training.arguments import FitOptions
@@ -54,8 +54,8 @@ _STATEFUL_RANDOM = frozenset(
 )  # fmt: skip
 
 
-class FirstPlans:
-    """Finds plans for the batch shapes of one ``fit`` and backend."""
+class PlanRequests:
+    """Asks for the plans of the batch shapes of one ``fit`` and backend."""
 
     def __init__(self, fit: FitState, backend: Backend, options: FitOptions, costs: StepCosts):
         self._fit, self._backend, self._options, self._costs = fit, backend, options, costs
@@ -216,7 +216,7 @@ class FirstPlans:
             check_rules(problem, order)
         except InvalidScheduleError:
             return None
-        reused = reused_plan(problem, order, limit.usable_bytes, memory)
+        reused = plan_by(problem, order, limit.usable_bytes, memory)
         if reused is None:
             return None
         told = memory.compiled_peak_bytes(problem, order)
@@ -324,8 +324,8 @@ class FirstPlans:
 
     @decided_once
     def _read(self, problem: Problem) -> Plan | None:
-        path = self._cache_path(problem.graph)
-        return None if path is None else cached_plan(path, problem)
+        cache = self._cache
+        return None if cache is None else cache.read(problem, self._fit.limit.usable_bytes)
 
     @decided_once
     def keep(self, measured: Plan, graph: Graph) -> None:
@@ -334,14 +334,13 @@ class FirstPlans:
         Raises:
             OSError: it cannot be written.
         """
-        path, usage = self._cache_path(graph), measured.measured
-        if path is not None and usage is not None and self._fit.limit.holds(usage.peak_bytes):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            measured.save(path)
+        cache, usage, limit = self._cache, measured.measured, self._fit.limit
+        if cache is not None and usage is not None and limit.holds(usage.peak_bytes):
+            cache.keep(measured, graph, limit.usable_bytes)
 
-    def _cache_path(self, graph: Graph) -> Path | None:
-        """Returns where the plan of a graph is kept; a plan is one device's, under one set of
-        versions and options."""
+    @property
+    def _cache(self) -> PlanCache | None:
+        """The plans that are kept; they are one device's, under one set of versions and options."""
         options, backend = self._options, self._backend
         if options.cache_dir is None:
             return None
@@ -354,7 +353,7 @@ class FirstPlans:
             options.solver,
             f"{options.solver_time_limit_s} s, seed {options.seed}",
         )
-        return cache_path(options.cache_dir, graph, self._fit.limit.usable_bytes, setting)
+        return PlanCache(Path(options.cache_dir), setting)
 
     # ---------------------------------------------------------------- steps
 

@@ -1,9 +1,18 @@
-"""Two processes on one plan cache, killed at any moment: a plan is there whole, or not at all."""
+"""Plans that are kept for other fits: by graph, budget and setting; whole, or not at all."""
 
 import os
+from dataclasses import replace
 
 import pytest
+from fake_backend import chain_problem, quick_plan, store_all_peak
 from own_process import output_of
+
+from keras_remat.errors import InvalidProblemError
+from keras_remat.planning.cache import PlanCache
+
+SIZE = 64
+PROBLEM = chain_problem(SIZE)
+BUDGET = int(store_all_peak(SIZE) * 0.7)
 
 _SCRIPT = """
 import os, random, signal, sys, time
@@ -11,7 +20,8 @@ from pathlib import Path
 
 from keras_remat import Problem, Profile, Schedule, Solution, Usage, simulate
 from keras_remat.core.graph import chain_example
-from keras_remat.planning.plan import Plan, cached_plan
+from keras_remat.planning.cache import PlanCache
+from keras_remat.planning.plan import Plan
 
 problem = Problem(chain_example(), Profile((1.0,) * 5, (0,) * 5, 0))
 
@@ -22,12 +32,12 @@ def plan(order):
     return Plan(problem.graph.fingerprint, 20, solution, store_all, usage, measured=usage)
 
 plans = [plan((0, 1, 2, 3, 4)), plan((0, 1, 2, 3, 0, 4))]
-path = Path(sys.argv[1]) / "plan.json"
+cache = PlanCache(Path(sys.argv[1]), ("CPU:0",))
 
 def compete(mine):
     while True:
-        mine.save(path)
-        found = cached_plan(path, problem)
+        cache.keep(mine, problem.graph, 20)
+        found = cache.read(problem, 20)
         schedules = [plan.solution.schedule for plan in plans]
         if found is not None and found.solution.schedule not in schedules:
             os._exit(3)
@@ -50,11 +60,35 @@ for _ in range(int(sys.argv[2])):
     for child in children:
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), os.waitstatus_to_exitcode(status)
-    found = cached_plan(path, problem)
+    found = cache.read(problem, 20)
     written += found is not None
     assert found is None or found.solution.schedule in [p.solution.schedule for p in plans]
 print(written)
 """
+
+
+def test_a_plan_is_found_by_graph_budget_and_setting(tmp_path):
+    def find(problem=PROBLEM, budget=BUDGET, setting=("CPU:0", "1.0")):
+        return PlanCache(tmp_path / "plans", setting).read(problem, budget)
+
+    assert find() is None
+    plan = quick_plan(PROBLEM, BUDGET)
+    PlanCache(tmp_path / "plans", ("CPU:0", "1.0")).keep(plan, PROBLEM.graph, BUDGET)
+    assert find() == plan
+    assert find(setting=("GPU:0", "1.0")) is find(setting=("CPU:0", "1.1")) is None
+    assert find(budget=BUDGET + 1) is find(chain_problem(SIZE + 1)) is None
+
+
+def test_what_is_no_plan_of_this_graph_is_refused(tmp_path):
+    cache, plan = PlanCache(tmp_path, ()), quick_plan(PROBLEM, BUDGET)
+    other = quick_plan(chain_problem(SIZE + 1), BUDGET)
+    cache.keep(other, PROBLEM.graph, BUDGET)
+    with pytest.raises(InvalidProblemError, match=cache.path(PROBLEM.graph, BUDGET).name):
+        cache.read(PROBLEM, BUDGET)
+    negative = replace(plan, predicted=replace(plan.predicted, peak_bytes=-1))
+    cache.keep(negative, PROBLEM.graph, BUDGET)
+    with pytest.raises(InvalidProblemError, match="negative"):
+        cache.read(PROBLEM, BUDGET)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")

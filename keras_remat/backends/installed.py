@@ -1,0 +1,222 @@
+"""The train function that takes the place of Keras's own while a ``fit`` runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from typing import Any, Protocol
+
+from keras_remat.backends import keras_private
+from keras_remat.errors import UnsupportedModelError
+
+
+class Caller(Enum):
+    """Who calls an installed train function."""
+
+    FIT = "fit"
+    """The ``fit`` it was installed for: the batch may be held back."""
+    LOOP = "loop"
+    """A loop of the user's own, by ``train_on_batch``: the batch is trained at once."""
+    GUEST = "guest"
+    """Another callback, by ``train_on_batch`` in the middle of ``fit``: the same."""
+    INNER = "inner"
+    """Another ``fit`` of the model, in the middle of this one: Keras's own step trains it."""
+    NOBODY = "nobody"
+    """Nobody it was installed for: that ``fit`` has ended without notice."""
+
+
+class StepRunner(Protocol):
+    """What an installed train function asks, in Keras's loop."""
+
+    def run(self, batch: Any) -> Any:
+        """Trains a batch and returns logs. What it raises passes through, after the original train
+        function is back."""
+
+    def run_settled(self, batch: Any) -> Any:
+        """Trains a batch and returns logs, where its step is settled: at little more than the cost
+        of a call of it. Returns ``None``, and has done nothing, where it is not."""
+
+    def run_alone(self, batch: Any, caller: Caller) -> Any:
+        """Trains a batch of ``train_on_batch`` at once, and returns its logs."""
+
+    def finish(self) -> Any:
+        """The epoch's data is over: trains what was held back and returns logs, or ``None`` when
+        nothing was."""
+
+    def caller(self, iterator: Any) -> Caller:
+        """Asked once before every call with what it was given; ``NOBODY``'s is the original's."""
+
+    def stop(self) -> None:
+        """Ends what runs beside the steps; a second time, it does nothing."""
+
+    def is_last_call(self) -> bool:
+        """Whether Keras makes no further call in this epoch."""
+
+
+class Installed(ABC):
+    """A train function that has taken the place of Keras's own; see
+    :meth:`keras_remat.backends.base.Backend.install`.
+
+    Args:
+        model: inside ``fit``, whose ``train_function`` Keras has made.
+        runner: is asked for every batch, and says whose a call is. A call of nobody means that the
+            ``fit`` this was made for has ended without notice (an exception, Ctrl-C): the original
+            train function then comes back and takes it.
+
+    Attributes:
+        original: the train function that Keras has made.
+    """
+
+    returns_state = False
+    """Whether a call's result has to be Keras's, also where the call trained only what was held
+    back: the state is in it."""
+
+    counts_no_empty_step = False
+    """Whether the original counts an update where it finds no batch any more, and this one does
+    not."""
+
+    def __init__(self, model: Any, runner: StepRunner):
+        self._model, self._runner = model, runner
+        self.original: Any = original_of(model.train_function)
+        model.train_function = self
+
+    def _caller(self, iterator: Any) -> Caller | None:
+        """Returns who calls; ``None`` where the original takes the call."""
+        caller = self._runner.caller(iterator)
+        if caller is Caller.NOBODY:
+            self.give_back()
+        return None if caller in (Caller.NOBODY, Caller.INNER) else caller
+
+    @abstractmethod
+    def _read(self, batch: Any) -> Any:
+        """Returns a batch of Keras's iterator as the runner gets it."""
+
+    def _prepared(self, batch: Any) -> Any:
+        """Returns what was read as arrays of the framework, where a settled step needs none."""
+        return batch
+
+    def _steps(self, iterator: Iterator[Any]) -> Any:
+        """Trains a call's batches of ``fit``, up to ``steps_per_execution``, and returns logs."""
+        logs = None
+        for at in range(self._model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                rest = self._runner.finish()
+                # the iterator ends once more at Keras's next call
+                if at == 0 and not (self.returns_state and rest is not None):
+                    raise
+                return logs if rest is None else rest
+            batch = self._read(batch)
+            logs = self._runner.run_settled(batch)
+            if logs is None:
+                logs = self._runner.run(self._prepared(batch))
+        if self._runner.is_last_call():
+            rest = self._runner.finish()
+            return logs if rest is None else rest
+        return logs
+
+    def as_given(self, batch: Any) -> Any:
+        """Returns a batch that was held on the host as Keras's iterator would give it: divided
+        among the devices, where there are several."""
+        return batch
+
+    @abstractmethod
+    def run_plain(self, batch: Any) -> Any:
+        """Runs Keras's own step on a batch."""
+
+    def variables(self) -> AbstractContextManager[None]:
+        """A context in which the model's variables have their values, and what is assigned to them
+        counts for the next step."""
+        return nullcontext()
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether the original is in place, and called without this one."""
+        return self._model.train_function is self.original
+
+    def stand_aside(self) -> None:
+        """Puts the original in place until :meth:`take_place` is called."""
+        if self._model.train_function is self:
+            self._model.train_function = self.original
+
+    keeps_first_trace = False
+    """Whether the original trains, as long as there is one of it, what the model was when it was
+    traced."""
+
+    def changed_layers(self) -> list[str]:
+        """Returns the layers whose ``trainable`` is another one than when the original was first
+        traced, as far as a ``fit`` with the callback has seen that; only where it matters."""
+        if not self.keeps_first_trace:
+            return []
+        now = keras_private.trainable_flags(self._model)
+        before = vars(self.original).setdefault("_keras_remat_trainable", now)
+        return sorted(path for path in now if now[path] != before.get(path, now[path]))
+
+    def check_runs_as_graph(self) -> None:
+        """Raises :class:`UnsupportedModelError` where the framework was asked in mid-fit to run
+        functions eagerly."""
+        if self._runs_eagerly():
+            raise UnsupportedModelError(
+                "Functions run eagerly from here on: there is no graph to schedule."
+            )
+
+    @abstractmethod
+    def _runs_eagerly(self) -> bool:
+        """Returns whether the framework was asked to run functions eagerly."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Waits for the steps that the original was called for."""
+
+    def take_place(self) -> bool:
+        """Replaces the train function that was put back, or made anew, meanwhile.
+
+        Returns:
+            Whether it was made anew: the model may be another one since.
+        """
+        if self._model.train_function is None:  # it was compiled anew, and nothing was made since
+            self._model.make_train_function()
+        current = self._model.train_function
+        if current is self:
+            return False
+        anew = current is not self.original and not isinstance(current, Installed)
+        if anew:
+            self.original = current
+        self._model.train_function = self
+        return anew
+
+    def give_back(self) -> None:
+        """Ends what runs beside the steps, and puts the original back."""
+        try:
+            self._runner.stop()
+        finally:
+            self.restore()
+
+    def restore(self) -> None:
+        """Puts the original back, unless somebody else has replaced this one meanwhile; does
+        nothing the second time."""
+        if self._model.train_function is self:
+            self._model.train_function = self.original
+
+
+def original_of(function: Any) -> Any:
+    """Returns a train function, or the one in whose place it is: of a ``fit`` that ended without
+    notice it may be there still."""
+    while isinstance(function, Installed):
+        function = function.original
+    return function
+
+
+def check_train_function(model: Any, function: Any) -> None:
+    """Raises :class:`UnsupportedModelError` where a model is not trained by Keras's own train
+    function: what another one does with its batches is not known."""
+    name = keras_private.replaced_machinery(model, function)
+    if name is not None:
+        raise UnsupportedModelError(
+            f"The model is trained by {name}, which stands in the place of Keras's own: only "
+            "Keras's train function calls train_step once for every batch, as is planned for. "
+            "Override train_step instead."
+        )

@@ -1,0 +1,86 @@
+"""How much a search for the largest batch may do: shares and limits, and work that is counted."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from keras_remat.core.problem import Problem
+from keras_remat.solvers.search.greedy import STEPS_PER_S
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Rules a search for the largest batch.
+
+    Args:
+        resolution: the search stops when a size that fits and one that does not are this share
+            apart.
+        largest_size: beyond it nothing is tried.
+        reached: an order that reaches this share of the size it was made for has not failed.
+        retried: sizes up to this many times the largest get another chance.
+        first_step, longest_step: up from a known order, as shares of the size.
+        most_failed_steps: without a find, after which they end.
+        targets, least_target: shares of the budget that new orders are solved for in those steps,
+            and the least of all.
+        solve: of the time limit, what one solve may take.
+        improve, step: of the time of the thorough solver, what is left for steps, and what one step
+            may take.
+        remembered_problems: that are kept for sizes that come up again.
+        remembered_ratios: the last orders that tell how much the allocator fragments.
+        high_ratio: from which on that is more than under most.
+        patience: how many times its seconds the clock may show before it ends a solve or the
+            search.
+        least_solve_clock_s, least_clock_s: what it may show at least.
+    """
+
+    resolution: float = 0.01
+    largest_size: int = 2**40
+    reached: float = 0.97
+    retried: float = 1.1
+    first_step: float = 0.02
+    longest_step: float = 0.3
+    most_failed_steps: int = 16
+    targets: tuple[float, ...] = (0.98, 1.0, 0.96)
+    least_target: float = 0.88
+    solve: float = 0.25
+    improve: float = 0.6
+    step: float = 0.12
+    remembered_problems: int = 12
+    remembered_ratios: int = 5
+    high_ratio: float = 1.03
+    patience: float = 4.0
+    least_solve_clock_s: float = 2.0
+    least_clock_s: float = 10.0
+
+
+OPTIONS = SearchOptions()
+#: Passes over the ops that a solve by name takes at most, with those that predict its peak at a few
+#: sizes; those of other solvers take their seconds.
+_PASSES = {"greedy_first": 40.0, "greedy": 60.0}
+
+
+class SearchWork:
+    """Counts the work of a search, in seconds of an idle machine.
+
+    Args:
+        seconds: of work; infinite where something else bounds it.
+        deadline_s: by ``time.perf_counter``; nothing is begun after it.
+    """
+
+    def __init__(self, seconds: float = math.inf, deadline_s: float = math.inf):
+        self._seconds, self.deadline_s = seconds, deadline_s
+
+    def left_s(self, afterwards_s: float = 0.0) -> float:
+        """Returns the seconds of work that are left; 0 where the clock leaves no more than
+        ``afterwards_s``."""
+        return self._seconds if time.perf_counter() + afterwards_s < self.deadline_s else 0.0
+
+    def take(self, problem: Problem, solver: str, solve_s: float) -> float:
+        """Takes one solve off what is left, and returns with how much patience it may run."""
+        passes = _PASSES.get(solver, math.inf)
+        self._seconds -= min(solve_s, passes * len(problem.graph.ops) / STEPS_PER_S)
+        clock_s = self.deadline_s - time.perf_counter()
+        most = max(OPTIONS.patience, OPTIONS.least_solve_clock_s / solve_s)
+        return max(1.0, min(most, clock_s / solve_s))

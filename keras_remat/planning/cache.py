@@ -1,0 +1,58 @@
+"""A folder of measured plans, so that a later ``fit`` of the same step begins with its plan."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from keras_remat.core.graph import Graph
+from keras_remat.core.problem import Problem
+from keras_remat.errors import InvalidProblemError, RematError
+from keras_remat.planning.plan import Plan, load_plan
+
+
+@dataclass(frozen=True)
+class PlanCache:
+    """Keeps plans by graph and budget, for one setting.
+
+    Args:
+        folder: that they are files of; it is made when the first one is kept.
+        setting: what else a plan depends on: device, versions, options.
+    """
+
+    folder: Path
+    setting: tuple[str, ...]
+
+    def path(self, graph: Graph, budget_bytes: int) -> Path:
+        """Returns where the plan of a graph under a budget is."""
+        key = hashlib.sha256("\n".join(self.setting).encode()).hexdigest()
+        return self.folder / f"{graph.fingerprint[:32]}_{budget_bytes}_{key[:16]}.plan.json"
+
+    def read(self, problem: Problem, budget_bytes: int) -> Plan | None:
+        """Returns the measured plan for a problem; ``None`` where there is none.
+
+        Raises:
+            InvalidProblemError: the file is no plan for this graph.
+            OSError: it cannot be read.
+        """
+        path = self.path(problem.graph, budget_bytes)
+        if not path.exists():
+            return None
+        plan = load_plan(path)
+        if any(used.time_s < 0 or used.peak_bytes < 0 for used in (plan.store_all, plan.predicted)):
+            raise InvalidProblemError("a predicted time or peak is negative", source=str(path))
+        try:
+            plan.check(problem)
+        except RematError as error:
+            raise InvalidProblemError(str(error), source=str(path)) from error
+        return plan
+
+    def keep(self, plan: Plan, graph: Graph, budget_bytes: int) -> None:
+        """Keeps a measured plan.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        plan.save(self.path(graph, budget_bytes))
