@@ -5,8 +5,8 @@ on its part of what it reads. So values between two such ops exist for one part 
 schedule of the whole graph gets as low. :class:`SliceRule` says how an op may run so; which ops do
 is chosen elsewhere (:mod:`keras_remat.planning.slicing`).
 
-A part is a contiguous share of a value's buffer: the values are divided along their first axis,
-whatever views say of the others. Ops that are added:
+A part is a share of a value along one axis, the first where the backend names no other; along the
+first it is a contiguous share of the buffer. Ops that are added:
 
 * ``CutSlice`` copies one part of a value that is there whole. It is no view: a view of a part would
   keep the whole buffer alive behind the graph's back.
@@ -43,6 +43,7 @@ from keras_remat.errors import InvalidProblemError
 #: The kinds of the ops that slicing adds.
 CUT, START, JOIN, SUM = "CutSlice", "StartJoin", "JoinSlice", "SumSlices"
 DIVIDE = "DivideSum"
+_ADDED = frozenset({CUT, START, JOIN, SUM, DIVIDE})
 
 Role = Literal["whole", "part", "cut", "start", "join", "sum", "divide"]
 
@@ -134,8 +135,17 @@ class SlicedGraph:
     cuts: Mapping[tuple[int, int], int] = field(repr=False)
 
 
+def is_sliced(graph: Graph) -> bool:
+    """Returns whether some ops of a graph run part by part."""
+    return any(op.kind in _ADDED for op in graph.ops)
+
+
 def sliced_graph(
-    graph: Graph, rules: Mapping[int, SliceRule], slicing: Slicing, granule_bytes: int = 1
+    graph: Graph,
+    rules: Mapping[int, SliceRule],
+    slicing: Slicing,
+    granule_bytes: int = 1,
+    axes: Mapping[int, int] | None = None,
 ) -> SlicedGraph:
     """Returns the same computation with some ops in slices.
 
@@ -143,13 +153,14 @@ def sliced_graph(
         rules: op id → how it may run in slices.
         slicing: which do.
         granule_bytes: sizes of parts are rounded up to a multiple of it.
+        axes: value id → the axis that it is divided along; the first, if not given.
 
     Raises:
         InvalidProblemError: an op has no rule, or not for so many parts, or its partners are
             missing.
     """
     check_slicing(graph, rules, slicing)
-    return _Rewrite(graph, rules, slicing, granule_bytes).result()
+    return _Rewrite(graph, rules, slicing, granule_bytes, axes or {}).result()
 
 
 def check_slicing(graph: Graph, rules: Mapping[int, SliceRule], slicing: Slicing) -> None:
@@ -179,10 +190,15 @@ class _Rewrite:
     """Builds one sliced graph: first the order of waves and whole ops, then op by op."""
 
     def __init__(
-        self, graph: Graph, rules: Mapping[int, SliceRule], slicing: Slicing, granule_bytes: int
+        self,
+        graph: Graph,
+        rules: Mapping[int, SliceRule],
+        slicing: Slicing,
+        granule_bytes: int,
+        axes: Mapping[int, int],
     ):
         self._old, self._rules, self._slicing = graph, rules, slicing
-        self._granule = granule_bytes
+        self._granule, self._axes = granule_bytes, axes
         self._chosen = frozenset(slicing.ops)
         self._joined = {
             v
@@ -273,7 +289,8 @@ class _Rewrite:
         exact = -(-value.nbytes // self._slicing.parts)
         shape = value.shape
         if shape:
-            shape = (shape[0] // self._slicing.parts, *shape[1:])
+            at = self._axes.get(value.id, 0)
+            shape = (*shape[:at], shape[at] // self._slicing.parts, *shape[at + 1 :])
         return replace(value, nbytes=-(-exact // self._granule) * self._granule, shape=shape)
 
     def _add(self, op: Op, origin: Origin) -> None:

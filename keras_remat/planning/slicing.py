@@ -141,7 +141,8 @@ def _grown(
     large_bytes: float,
 ) -> set[int]:
     """Returns the seeds, and all that is connected with them by large values of which each side
-    makes or reads a part."""
+    makes or reads a part, and what is between such ops, however small: a part of a large value
+    would have to wait there for all the others."""
     stack, chosen = sorted(seeds), set[int]()
     while stack:
         op_id = stack.pop()
@@ -157,7 +158,33 @@ def _grown(
             if producer in able and v not in rules[producer].sums:
                 stack.append(producer)
             stack += (r for r in graph.readers[v] if r in able and v in rules[r].sliced)
-    return chosen
+    return chosen | _between(graph, rules, chosen, able)
+
+
+def _between(
+    graph: Graph, rules: Mapping[int, SliceRule], chosen: set[int], able: frozenset[int]
+) -> set[int]:
+    """Returns the ops that hand parts on from chosen ops to others, and those that nothing else
+    reads and that read parts of step inputs alone: of one, a compiler may keep more than it
+    makes."""
+    feeds = set(chosen)
+    for op in reversed(graph.ops):
+        if op.id in feeds:
+            feeds.update(graph.producers(op.id))
+    handing_on = set(chosen)
+    for op in graph.ops:
+        if op.id in able & feeds and rules[op.id].partners <= feeds:
+            made = ((v, graph.values[v].producer) for v in rules[op.id].sliced)
+            if any(p in handing_on and v not in rules[p].sums for v, p in made if p is not None):
+                handing_on |= {op.id, *rules[op.id].partners}
+    for op_id in able - handing_on if handing_on else ():
+        readers = [(r, v) for v in graph.ops[op_id].outputs for r in graph.readers[v]]
+        rule = rules[op_id]
+        is_fed = rule.sliced and all(graph.values[v].producer is None for v in rule.sliced)
+        alone = all(r in handing_on and v in rules[r].sliced for r, v in readers)
+        if is_fed and readers and alone and not rule.sums | rule.partners:
+            handing_on.add(op_id)
+    return handing_on - chosen
 
 
 def _most_ops(graph: Graph) -> int:

@@ -35,6 +35,7 @@ from keras_remat.backends.jax.measure import (
 from keras_remat.backends.jax.processes import JaxProcesses
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.sharding import batch_parts
+from keras_remat.backends.jax.sliced import StepSlicer
 from keras_remat.backends.jax.swap import InstalledTrainFunction
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.processes import Processes
@@ -73,7 +74,7 @@ class JaxBackend:
 
     name, compilation = "jax", "compiled"
     measures_op_times = False
-    runs_slices = False
+    runs_slices = True
     auto_solver = (
         "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
     )
@@ -135,7 +136,13 @@ class JaxBackend:
         arrays = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch))
         runs = arrays or batch is self._asked
         known = (
-            [] if runs else [t for t in self._traced.values() if t.micro_batches == micro_batches]
+            []
+            if runs
+            else [
+                t
+                for t in self._traced.values()
+                if t.micro_batches == micro_batches and t.whole is None
+            ]
         )
         like = known[-1] if known else None
         own_step = self.device.own_step(model)
@@ -143,17 +150,32 @@ class JaxBackend:
         traced = tracing.trace(model, batch, micro_batches, like, state, own_step, target)
         self.device.note_refs(traced)
         if runs:
-            self._traced[traced.graph.fingerprint] = traced
-        return traced
+            self._note(traced)
+        return self._with_slicer(traced, is_known=runs)
+
+    def _note(self, traced: JaxTracedStep) -> None:
+        self._traced[traced.graph.fingerprint] = traced
+
+    def _with_slicer(self, traced: JaxTracedStep, *, is_known: bool) -> JaxTracedStep:
+        """Returns a step that can be put into slices: on one device, unless it is in pieces.
+
+        Args:
+            traced: the step.
+            is_known: whether the compiler is asked about it.
+        """
+        if traced.mesh is not None or traced.micro_batches > 1:
+            return traced
+        note = self._note if is_known else (lambda _: None)
+        return replace(traced, slicer=StepSlicer(traced, note))
 
     def taken_over(self, traced: JaxTracedStep) -> JaxTracedStep | None:
         """Returns a step that was traced for another card as one for this; ``None`` where XLA does
         other things to its ops here."""
         if kinds_of(traced.target) != kinds_of(self.target):
             return None
-        traced = replace(traced, target=self.target)
-        self._traced[traced.graph.fingerprint] = traced
-        return traced
+        traced = replace(traced, target=self.target, slicer=None)
+        self._note(traced)
+        return self._with_slicer(traced, is_known=True)
 
     estimated_profile = staticmethod(estimated_profile)
 

@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from jax._src import compiler, distributed
 from jax._src.interpreters import mlir
 from jax._src.lax import windowed_reductions
 from jax._src.lib import xla_client
+from jax._src.random import threefry2x32
 from jax.extend import core
 
 from keras_remat.backends.tables import names
@@ -168,8 +170,7 @@ def scan_into(eqn: Any, inputs: Sequence[Any], stacks: Sequence[Any]) -> list[An
     first, length = params["num_consts"], params["length"]
     constants, rest = list(inputs[:first]), list(inputs[first:])
     carry, rows = rest[: params["num_carry"]], rest[params["num_carry"] :]
-    body = params["jaxpr"]
-    closed = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
+    body = closed(params["jaxpr"])
 
     def round_of(state: tuple[Any, list[Any], list[Any]]) -> tuple[Any, list[Any], list[Any]]:
         done, carry, stacks = state
@@ -178,7 +179,7 @@ def scan_into(eqn: Any, inputs: Sequence[Any], stacks: Sequence[Any]) -> list[An
             lax.dynamic_index_in_dim(x, at, 0, keepdims=False, allow_negative_indices=False)
             for x in rows
         ]
-        made = core.jaxpr_as_fun(closed)(*constants, *carry, *read)
+        made = core.jaxpr_as_fun(body)(*constants, *carry, *read)
         carry, new = made[: len(carry)], made[len(carry) :]
         stacks = [
             lax.dynamic_update_index_in_dim(x, row, at, 0, allow_negative_indices=False)
@@ -329,3 +330,100 @@ def update_metrics(
 def distributed_client() -> Any:
     """Returns the client of the key-value store that all processes share."""
     return distributed.global_state.client
+
+
+def closed(body: Any) -> Any:
+    """Returns a body as a closed jaxpr."""
+    return body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
+
+
+def array_of(literal: Any) -> jax.Array:
+    """Returns a literal as an array."""
+    return jnp.asarray(literal.val, literal.aval.dtype)
+
+
+def with_shapes(eqn: Any, params: dict[str, Any], given: Sequence[Any], made: Sequence[Any]) -> Any:
+    """Returns an equation with other parameters, that reads and makes other shapes."""
+    invars = [
+        atom if isinstance(atom, Literal) else core.Var(aval)
+        for atom, aval in zip(eqn.invars, given, strict=True)
+    ]
+    return eqn.replace(invars=invars, outvars=[core.Var(aval) for aval in made], params=params)
+
+
+def _only_equation(function: Any, *avals: Any) -> Any:
+    """Returns the one equation that a function is."""
+    specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    (eqn,) = jax.make_jaxpr(function)(*specs).eqns
+    return eqn
+
+
+def traced_body(function: Any, avals: Sequence[Any]) -> Any:
+    """Returns a loop's body, as a function computes it."""
+    specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    return jax.make_jaxpr(function)(*specs)
+
+
+def cut_equation(aval: Any, start: Sequence[int], stop: Sequence[int]) -> Any:
+    """Returns the equation that reads a part of a value."""
+    return _only_equation(lambda x: lax.slice(x, start, stop), aval)
+
+
+def nothing_equation(aval: Any) -> Any:
+    """Returns an equation that makes next to nothing, in the place of a value that is to come."""
+    return _only_equation(jax.jit(lambda: lax.full((1,), 0, aval.dtype)))
+
+
+def pad_equation(piece: Any, aval: Any) -> Any:
+    """Returns the equation that makes a value of its first part; what follows is overwritten."""
+    after = [whole - part for whole, part in zip(aval.shape, piece.shape, strict=True)]
+
+    def padded(x: Any) -> Any:
+        return lax.pad(x, lax.full((), 0, aval.dtype), [(0, n, 0) for n in after])
+
+    return _only_equation(jax.jit(padded), piece)
+
+
+def join_equation(aval: Any, piece: Any, start: Sequence[int]) -> Any:
+    """Returns the equation that writes a part into a value."""
+    return _only_equation(
+        jax.jit(lambda x, part: lax.dynamic_update_slice(x, part, start)), aval, piece
+    )
+
+
+def sum_equation(aval: Any) -> Any:
+    """Returns the equation that adds two values."""
+    return _only_equation(lax.add, aval, aval)
+
+
+#: The dtype of the keys whose bits are drawn one by one, each from its place.
+_COUNTED_KEY = "key<fry>"
+_WORD_BITS = 32
+
+
+def draws_by_place(eqn: Any) -> bool:
+    """Returns whether each of the bits that an equation draws is a function of its place alone."""
+    (key,) = eqn.invars
+    is_counted = str(key.aval.dtype) == _COUNTED_KEY and bool(eqn.ctx.threefry_partitionable)
+    return is_counted and eqn.params["bit_width"] <= _WORD_BITS
+
+
+def bits_equation(key: Any, made: Any, drawn: int) -> Any:
+    """Returns the equation that draws random bits from some place on.
+
+    Args:
+        key: the aval of the key.
+        made: what is drawn.
+        drawn: the place of the first, in what the key draws.
+    """
+
+    def draw(key: Any) -> Any:
+        words = jax.random.key_data(key)
+        places = lax.iota(jnp.uint32, prod(made.shape)) + jnp.uint32(drawn)
+        places = lax.reshape(places, made.shape)
+        high, low = threefry2x32.threefry2x32_p.bind(
+            words[0], words[1], lax.full_like(places, 0), places
+        )
+        return lax.convert_element_type(high ^ low, made.dtype)
+
+    return _only_equation(jax.jit(draw), key)

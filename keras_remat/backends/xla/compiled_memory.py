@@ -15,6 +15,7 @@ from keras_remat.backends.memory import Calibration, store_all_bytes
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
 from keras_remat.core.simulate import simulate
+from keras_remat.core.slices import is_sliced
 
 FIRST_RATIO, GPU_FIRST_RATIO = 1.15, 1.02
 """Before any schedule was compiled: about what XLA:CPU needed on the models of
@@ -43,7 +44,7 @@ class CompiledMemory:
 
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns what is known of the schedule, else what those that are known suggest."""
-        plain = schedule == Schedule.store_all(problem.graph)
+        plain = schedule == Schedule.store_all(problem.graph) and not is_sliced(problem.graph)
         added = self._added_bytes(problem, None) if plain else None
         if added is None:
             added = self._known.get(_key(problem, schedule))

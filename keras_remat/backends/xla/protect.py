@@ -31,6 +31,11 @@ only, would exist nowhere, and what it was made of everywhere. A branch takes no
 so what it reads exists. On a GPU an optimization barrier does the same, also for values with one
 reader (:mod:`keras_remat.backends.xla.holding`).
 
+Where ops run in slices, the parts wait for one another: what begins a later part is guarded like a
+recomputation, by a trigger of all that the part before left behind. Sums and joined values are
+among that, so each exists before the next part begins; XLA would add up all parts in one kernel,
+which reads them all.
+
 On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says
 why).
 
@@ -50,12 +55,17 @@ from keras_remat.backends.xla.fused_graph import FusedStep
 from keras_remat.backends.xla.fusion import HELD_BYTES, Equation, Kinds
 from keras_remat.backends.xla.holding import waiting
 from keras_remat.core.graph import BACKWARD, FORWARD, UPDATE
+from keras_remat.core.slices import Origin
 
 SMALL_RESULT_BYTES = 16384
 """An equation with a smaller result is not guarded: keeping it costs no more than this."""
 
 MAX_TRIGGERS = 6
 """Most values a trigger is made of; the newest are taken."""
+
+_FILLS = ("join", "sum")
+"""Roles of ops that fill a value part by part: on a GPU the value is held, to be filled at once by
+none of XLA's kernels."""
 
 STALE_OPS = 8
 """A spread bias makes do with a trigger that is this many ops old."""
@@ -168,6 +178,9 @@ class Run:
         self._literals: dict[int, _Value] = {}  # by id
         self._written: dict[Any, list[_Value]] = {}  # by equation and inputs
         self._ran: dict[int, int] = {}  # op → the trigger that was the newest when it ran last
+        self._origins = () if traced.whole is None else traced.whole.sliced.origins
+        self._part, self._part_trigger = 0, 0  # what runs, and the first trigger that it waits for
+        self._of_part: list[int] = []  # ops of it that ran
         self._early = set(early)
         self._since: list[int] = []  # ops that ran for the first time since the last trigger
         self._pins: list[Any] = []  # what the next trigger reads beside the newest results
@@ -191,6 +204,8 @@ class Run:
         """
         op = self._graph.ops[op_id]
         again = op_id in self._ran
+        if self._origins and not again:
+            self._begin_part(self._origins[op_id])
         early = all(self._numbers[v] in self._early for v in op.inputs)
         kinds = {self._program.equations[at].kind for at in self._handles[op_id]}
         if self._writer.uses_branches and not kinds.isdisjoint(self._kinds.random):
@@ -198,7 +213,8 @@ class Run:
         else:
             results = self._chain(op_id, again)
             if self._writer.uses_barriers:
-                self._hold(op_id, results, waits=waits)
+                fills = bool(self._origins) and self._origins[op_id].role in _FILLS
+                self._hold(op_id, results, waits=waits or fills)
             else:
                 self._pin(op_id, results)
         for value_id in op.outputs:
@@ -208,7 +224,22 @@ class Run:
                 self._early.add(number)
         if not again and op.phase != UPDATE and not early:
             self._since.append(op_id)
+            self._of_part.append(op_id)
         self._ran[op_id] = self._trigger
+
+    def _begin_part(self, origin: Origin) -> None:
+        """Has a later part wait for all that the one before left behind."""
+        if origin.role == "whole" or origin.part == self._part:
+            return
+        ran, self._of_part, self._part = self._of_part, [], origin.part
+        if self._part:
+            self._since = ran
+            self._new_trigger(most=None)
+            self._part_trigger = self._trigger
+
+    def _is_later(self, op_id: int) -> bool:
+        """Whether an op is of a part that waits for another."""
+        return bool(self._origins) and self._origins[op_id].role != "whole" and self._part > 0
 
     def _pin(self, op_id: int, results: Mapping[int, _Value]) -> None:
         """Has a value that comes from two large ones read in a branch.
@@ -288,6 +319,9 @@ class Run:
             if self._guardable(equation):
                 if again and not self._waits(op_id, inputs):
                     self._guard_cheapest(equation, inputs)
+                elif not again and self._is_later(op_id):
+                    if not any(x.trigger >= self._part_trigger for x in inputs):
+                        self._guard_cheapest(equation, inputs, anew=False)
                 elif not again and phase == BACKWARD:
                     self._keep_from_forward(equation, inputs)
             outputs = self._run(at, equation, inputs)
@@ -378,8 +412,8 @@ class Run:
                 ):
                     self._guard_input(equation, inputs, at, stale_ops=STALE_OPS)
 
-    def _guard_cheapest(self, equation: Equation, inputs: list[_Value]) -> None:
-        """Replaces the cheapest input by its guarded self."""
+    def _guard_cheapest(self, equation: Equation, inputs: list[_Value], anew: bool = True) -> None:
+        """Replaces the cheapest input by its guarded self; ``anew``: by a newer trigger, if any."""
 
         def cost(at: int) -> tuple[bool, int]:
             atom = equation.inputs[at]
@@ -395,14 +429,19 @@ class Run:
             and self._writer.may_guard(equation, inputs[at].written)
         ]
         if usable:
-            self._guard_input(equation, inputs, min(usable, key=cost))
+            self._guard_input(equation, inputs, min(usable, key=cost), anew=anew)
 
     def _guard_input(
-        self, equation: Equation, inputs: list[_Value], at: int, stale_ops: int = 1
+        self,
+        equation: Equation,
+        inputs: list[_Value],
+        at: int,
+        stale_ops: int = 1,
+        anew: bool = True,
     ) -> None:
-        """Replaces one input by its guarded self; the trigger may be almost ``stale_ops`` ops
-        old."""
-        if self._since and (
+        """Replaces one input by its guarded self; the trigger may be almost ``stale_ops`` ops old,
+        and older where it shall not be made ``anew``."""
+        if (anew and self._since) and (
             self._condition is None
             or self._condition_phase == FORWARD
             or len(self._since) >= stale_ops
@@ -417,9 +456,9 @@ class Run:
             self._guards[value] = _Value(guarded, late=True, trigger=self._trigger)
         inputs[at] = self._guards[value]
 
-    def _new_trigger(self) -> None:
-        """Makes the newest results that nothing has read yet the condition of the recomputations
-        that follow.
+    def _new_trigger(self, most: int | None = MAX_TRIGGERS) -> None:
+        """Makes the newest results that nothing has read yet, ``most`` of them or all, the
+        condition of the recomputations that follow.
 
         A loop's results come at once. Where one was read, the others are not waited for: they may
         be what is forgotten, and would be held for nothing.
@@ -441,7 +480,7 @@ class Run:
         if len(allowed) < len(made):  # what is left may be just what must not be waited for
             left = left or allowed[-1:]
         if left:
-            newest = [self._env[self._numbers[v]].written for v in left[-MAX_TRIGGERS:]]
+            newest = [self._env[self._numbers[v]].written for v in left[-(most or len(left)) :]]
             triggers = [*newest, *self._pins]
             self._condition = self._writer.never(triggers, in_branch=self._writer.uses_branches)
             self._pins = []

@@ -1,0 +1,338 @@
+"""How ops of a traced JAX step, each some equations, run on a slice of the batch.
+
+Along which axis a value is sliced is found from the batch's first axis on, by the table of
+primitives (:mod:`~keras_remat.backends.jax.slice_rules`): each equation hands the axis of what it
+reads to what it makes. A value that nothing of the batch leads to (zeros, random numbers) takes
+the axis of its reader, or its first. An op may run in slices where all its equations can, asked
+from its results on.
+
+A ``scan`` is sliced as a whole, by what its body does to a slice: a part runs the loop on its part
+of the carried values and of what is read and written row by row. What a loop adds up over the batch
+(kernels' gradients) begins at zero and is a sum over the parts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from keras_remat.backends.jax import private
+from keras_remat.backends.jax.flatten import FlatProgram, flatten
+from keras_remat.backends.jax.kinds import SCAN
+from keras_remat.backends.jax.slice_rules import PARTS, SUM, SUMS, Mode, Operands, Shape
+from keras_remat.backends.xla.fusion import Equation
+
+#: How often what a loop carries is looked at, until no axis is found any more.
+_MOST_ROUNDS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One equation of a part.
+
+    Args:
+        at: its index in the program.
+        inputs, outputs: what each is to the part.
+        loop: of a ``scan``.
+    """
+
+    at: int
+    inputs: tuple[Mode, ...]
+    outputs: tuple[Mode, ...]
+    loop: Loop | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each part computes all of it, alike."""
+        return all(mode is None for mode in self.outputs)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How a ``scan`` runs on a part.
+
+    Args:
+        body: its equations.
+        steps: the body of a part.
+        inputs, outputs: what each of the loop's is to a part.
+    """
+
+    body: FlatProgram
+    steps: tuple[Step, ...]
+    inputs: tuple[Mode, ...]
+    outputs: tuple[Mode, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How some equations run on a part.
+
+    Args:
+        steps: in program order.
+        reads: number of a value from outside → what it is to a part, more than one thing, maybe.
+    """
+
+    steps: tuple[Step, ...]
+    reads: Mapping[int, frozenset[Mode]]
+
+
+class Analysis:
+    """Along which axes the values of a program are sliced, and how its equations are.
+
+    Args:
+        program: the equations.
+        given: number of an input → its axis, where it has the batch's.
+        state: numbers of inputs that are overwritten: they are read whole.
+    """
+
+    def __init__(self, program: FlatProgram, given: Mapping[int, int], state: Iterable[int] = ()):
+        self.program, self._axes, self._state = program, dict(given), frozenset(state)
+        self._loops: dict[int, Loop | None] = {}
+        self._makers = {
+            number: equation for equation in program.equations for number in equation.outputs
+        }
+        for at, equation in enumerate(program.equations):
+            self._hand_on(at, equation)
+
+    def known_axis(self, atom: Any) -> int | None:
+        """Returns the axis that something of the batch, or a reader, gives a value."""
+        return self._axes.get(atom) if isinstance(atom, int) else None
+
+    def axis(self, number: int) -> int:
+        """Returns along which axis a value is sliced."""
+        return self._axes.get(number, 0)
+
+    def shape(self, atom: Any) -> Shape:
+        """Returns the shape of a number or literal."""
+        aval = self.program.avals[atom] if isinstance(atom, int) else atom.aval
+        return tuple(map(int, aval.shape))
+
+    def operands(self, equation: Equation) -> Operands:
+        """Returns what rules look at."""
+        shapes = tuple(self.shape(atom) for atom in equation.inputs)
+        return Operands(equation.source, shapes, self.shape(equation.outputs[0]))
+
+    # ---------------------------------------------------------------- axes
+
+    def _hand_on(self, at: int, equation: Equation) -> None:
+        """Gives what an equation makes the axes of what it reads, and what is free its result's."""
+        known = [self.known_axis(atom) for atom in equation.inputs]
+        if equation.has_effect or not equation.outputs or all(axis is None for axis in known):
+            return
+        modes: Sequence[Mode] = ()
+        made: Sequence[Mode] = ()
+        if equation.kind != SCAN:
+            modes, made = self._handed_on(equation, known)
+        elif (loop := self._loop(at)) is not None:
+            modes, made = loop.inputs, loop.outputs
+        for atom, mode in zip(equation.inputs, modes, strict=bool(modes)):
+            if isinstance(atom, int) and isinstance(mode, int):
+                self._axes.setdefault(atom, mode)
+        for number, mode in zip(equation.outputs, made, strict=bool(made)):
+            if isinstance(mode, int):
+                self._axes[number] = mode
+
+    def _handed_on(
+        self, equation: Equation, known: Sequence[int | None]
+    ) -> tuple[Sequence[Mode], Sequence[Mode]]:
+        rule, operands = PARTS.get(equation.kind), self.operands(equation)
+        for axis in range(len(operands.result)) if rule else ():
+            modes = rule(operands, axis) if rule else None
+            told = [(k, m) for k, m in zip(known, modes or (), strict=False) if k is not None]
+            if any(k == m for k, m in told) and all(m in (k, None) for k, m in told):
+                return modes or (), [axis] * len(equation.outputs)
+        return (), ()
+
+    # ---------------------------------------------------------------- equations
+
+    def way(self, equations: Sequence[int], outputs: Sequence[int]) -> Way | None:
+        """Returns how equations run on a part, the last of which computes ``outputs``; ``None``
+        where they stay whole."""
+        last = self.program.equations[equations[-1]]
+        if last.kind == SCAN:
+            loop = self._loop(equations[-1])
+            asked = [dict(zip(outputs, loop.outputs, strict=True))] if loop else []
+        else:
+            parts: dict[int, Mode] = {number: self.axis(number) for number in outputs}
+            asked = [dict.fromkeys(outputs, SUM), parts]
+        ways = (self.demanded(equations, {n: {mode} for n, mode in one.items()}) for one in asked)
+        # a term of a sum that was made elsewhere is none of the parts' own
+        return next((w for w in ways if w and not any(SUM in m for m in w.reads.values())), None)
+
+    def demanded(
+        self, equations: Sequence[int], wanted: Mapping[int, Iterable[Mode]]
+    ) -> Way | None:
+        """Returns how equations make what is wanted on a part; ``None`` where they cannot.
+
+        Args:
+            equations: indices, ascending.
+            wanted: number → what it shall be.
+        """
+        modes: dict[int, set[Mode]] = defaultdict(set)
+        for number, some in wanted.items():
+            modes[number] |= set(some)
+        steps = []
+        for at in reversed(equations):
+            equation = self.program.equations[at]
+            asked = [modes.pop(number, set()) for number in equation.outputs]
+            if not any(asked):
+                continue
+            step = self._step(at, equation, asked)
+            if step is None:
+                return None
+            steps.append(step)
+            for atom, mode in zip(equation.inputs, step.inputs, strict=True):
+                if isinstance(atom, int):
+                    modes[atom].add(mode)
+                elif mode is not None and not (mode == SUM and self._is_zero(atom)):
+                    return None
+        reads = {number: frozenset(some) for number, some in modes.items()}
+        return Way(tuple(reversed(steps)), reads)
+
+    def _step(self, at: int, equation: Equation, asked: Sequence[set[Mode]]) -> Step | None:
+        """Returns how an equation makes what is asked of its outputs, each at most one thing."""
+        if equation.has_effect or any(len(some) > 1 for some in asked):
+            return None
+        if all(some <= {None} for some in asked):
+            return Step(at, (None,) * len(equation.inputs), (None,) * len(equation.outputs))
+        if equation.kind == SCAN:
+            loop = self._loop(at)
+            if loop is None or any(some - {m} for some, m in zip(asked, loop.outputs, strict=True)):
+                return None
+            return Step(at, loop.inputs, loop.outputs, loop)
+        (mode, *others) = {one for some in asked for one in some}
+        found = None if others else self._modes(equation, mode)
+        return None if found is None else Step(at, found, (mode,) * len(equation.outputs))
+
+    def _modes(self, equation: Equation, mode: Mode) -> tuple[Mode, ...] | None:
+        """Returns what the inputs of an equation are to a part of it, or to a term of a sum."""
+        operands, found = self.operands(equation), None
+        if isinstance(mode, int):
+            rule = PARTS.get(equation.kind)
+            if rule and mode < len(operands.result):
+                found = rule(operands, mode)
+        elif equation.kind == "broadcast_in_dim" and self._is_zero(equation.inputs[0]):
+            return (None,)  # the sum of zeros
+        elif equation.kind in SUMS:
+            known = [self.known_axis(atom) for atom in equation.inputs]
+            found = SUMS[equation.kind](operands, [-1 if k is None else k for k in known])
+        if found is None:
+            return None
+        modes = []
+        for atom, one in zip(equation.inputs, found, strict=True):
+            if isinstance(one, int) and not self._has_part(atom, one):
+                return None
+            is_start = one == SUM and "scatter" in equation.kind
+            if is_start and not self._is_zero(atom):
+                return None
+            modes.append(None if is_start else one)
+        return tuple(modes)
+
+    def _has_part(self, atom: Any, axis: int) -> bool:
+        is_number = isinstance(atom, int) and atom not in self._state
+        return is_number and self.axis(atom) == axis and axis < len(self.shape(atom))
+
+    def _is_zero(self, atom: Any) -> bool:
+        """Returns whether a value is all zeros."""
+        if not isinstance(atom, int):
+            return not np.any(np.asarray(atom.val))
+        maker = self._makers.get(atom)
+        return (
+            maker is not None
+            and maker.kind in ("broadcast_in_dim", "convert_element_type")
+            and self._is_zero(maker.inputs[0])
+        )
+
+    def divisor(self, way: Way) -> int:
+        """Returns a number that the number of parts has to divide."""
+        found = 0
+        for number, some in way.reads.items():
+            found = gcd(found, *(self.shape(number)[m] for m in some if isinstance(m, int)))
+        for step in way.steps:
+            made = self.program.equations[step.at].outputs
+            for number, mode in zip(made, step.outputs, strict=True):
+                if isinstance(mode, int):
+                    found = gcd(found, self.shape(number)[mode])
+            if step.loop is not None:
+                body = Analysis(step.loop.body, {})
+                found = gcd(found, body.divisor(Way(step.loop.steps, {})))
+        return found
+
+    # ---------------------------------------------------------------- loops
+
+    def _loop(self, at: int) -> Loop | None:
+        """Returns how a ``scan`` runs on a part; ``None`` where it stays whole."""
+        if at not in self._loops:
+            self._loops[at] = self._found_loop(self.program.equations[at])
+        return self._loops[at]
+
+    def _found_loop(self, equation: Equation) -> Loop | None:
+        params = equation.source.params
+        first, carried = params["num_consts"], params["num_carry"]
+        body = flatten(private.closed(params["jaxpr"]))
+        given: dict[int, int] = {}
+        for at, atom in enumerate(equation.inputs):
+            axis = self.known_axis(atom)
+            is_row = at >= first + carried
+            if axis is not None and is_row and axis == 0:
+                return None  # it is the loop's own axis
+            if axis is not None:
+                given[at] = axis - is_row
+        if not given or body.constants:
+            return None
+        analysis, carry = Analysis(body, given), range(first, first + carried)
+        for _ in range(_MOST_ROUNDS):
+            ends = zip(carry, body.outputs, strict=False)
+            axes = {at: analysis.known_axis(atom) for at, atom in ends if at not in given}
+            found = {at: axis for at, axis in axes.items() if axis is not None}
+            if not found:
+                break
+            given |= found
+            analysis = Analysis(body, given)
+        return self._loop_of(equation, analysis, given, first, carried)
+
+    def _loop_of(
+        self,
+        equation: Equation,
+        analysis: Analysis,
+        given: Mapping[int, int],
+        first: int,
+        carried: int,
+    ) -> Loop | None:
+        body, touched = analysis.program, set(given)
+        for one in analysis.program.equations:
+            if not touched.isdisjoint(one.reads):
+                touched.update(one.outputs)
+        made: list[Mode] = []
+        wanted: dict[int, set[Mode]] = defaultdict(set)
+        for at, atom in enumerate(body.outputs):
+            mode: Mode = given.get(first + at) if at < carried else analysis.known_axis(atom)
+            if mode is None and isinstance(atom, int) and atom in touched:
+                mode = SUM
+            made.append(mode)
+            if isinstance(atom, int):
+                wanted[atom].add(mode)
+            elif mode is not None:
+                return None
+        way = analysis.demanded(range(len(body.equations)), wanted)
+        if way is None:
+            return None
+        inputs: list[Mode] = []
+        for at, atom in enumerate(equation.inputs):
+            mode = made[at - first] if first <= at < first + carried else given.get(at)
+            if way.reads.get(at, frozenset()) - {mode}:
+                return None
+            if mode == SUM and not self._is_zero(atom):
+                return None
+            is_row = at >= first + carried
+            inputs.append(mode + is_row if isinstance(mode, int) else None)
+        outputs = [
+            mode + 1 if isinstance(mode, int) and at >= carried else mode
+            for at, mode in enumerate(made)
+        ]
+        return Loop(body, way.steps, tuple(inputs), tuple(outputs))

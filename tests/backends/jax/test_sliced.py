@@ -1,0 +1,261 @@
+"""Steps in slices on JAX compute what whole ones do, in less memory once they are compiled."""
+
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import jax_models as models
+import keras
+import numpy as np
+import pytest
+
+import keras_remat
+from keras_remat.backends.jax import JaxBackend, backend, private
+from keras_remat.backends.jax.lower import lower, lower_plain
+from keras_remat.backends.jax.measure import copy_state, memory
+from keras_remat.backends.jax.sliced import part_source
+from keras_remat.backends.versions import check_card_compiler
+from keras_remat.cards.table import card
+from keras_remat.core.events import EventKind
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.slices import Slicing
+from keras_remat.errors import RematError
+from keras_remat.planning.slicing import in_micro_batches
+
+PARTS = 2
+
+
+def head(vocabulary=4096, samples=16):
+    """A language model of which all is small but the vocabulary, and a batch of its texts."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((32,), dtype="int32")
+    x = keras.layers.Dropout(0.1)(keras.layers.Embedding(512, 32)(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(vocabulary)(x))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    texts = np.random.default_rng(0).integers(0, 512, (2, samples, 32))
+    return model, tuple(texts.astype("int32"))
+
+
+def traced(model, batch, on=None):
+    made = on or backend()
+    return made.trace(model, made.example_batch(model, batch))
+
+
+def follow_the_batch(step, samples, parts):
+    """The ids of all ops that run in so many slices along the batch."""
+    rules = step.slicer.rules
+    able = (i for i, r in rules.items() if r.divides and r.divides % samples == 0)
+    return tuple(sorted(i for i in able if rules[i].divides % parts == 0))
+
+
+def compiled(step):
+    return lower(step, Schedule.store_all(step.graph))
+
+
+def cut(value, mode, part):
+    if not isinstance(mode, int):
+        return value
+    rows = value.shape[mode] // PARTS
+    return jax.lax.slice_in_dim(value, part * rows, (part + 1) * rows, axis=mode)
+
+
+@pytest.mark.parametrize("build", [models.pooled, models.recurrent, head])
+def test_each_equation_runs_on_a_part(build):
+    """Equation by equation, on what the step computes: parts are parts to the bit, and terms of a
+    sum add up to it."""
+    made = build()
+    model, batch = made if isinstance(made, tuple) else (made, models.batch(made))
+    step = traced(model, batch)
+    program, slicer = step.program, step.slicer
+    env = computed(program, [*jax.tree.leaves((private.state_values(model), batch))])
+    ways = {}  # one for equations alike
+    for way in (one for i in slicer.rules for one in slicer.ways[i].steps if not one.is_whole):
+        equation = program.equations[way.at]
+        shapes = [str(program.avals[a]) for a, _ in pairs(equation, way)]
+        ways[equation.kind, *shapes, *way.inputs, *way.outputs] = way
+    kinds = set()
+    for way in ways.values():
+        equation, terms = program.equations[way.at], []
+        for part in range(PARTS):
+            read = [
+                cut(env[a], mode, part) if isinstance(a, int) else a.val
+                for a, mode in zip(equation.inputs, way.inputs, strict=True)
+            ]
+            both = [*pairs(equation, way), *zip(equation.outputs, way.outputs, strict=True)]
+            if any(isinstance(m, int) and env[a].shape[m] % PARTS for a, m in both):
+                break
+            terms.append(private.bind(part_source(program, way, PARTS, part), read))
+        else:
+            kinds.add(equation.kind)
+            whole = private.bind(equation.source, inputs_of(equation, env))
+            for one, mode, parts in zip(whole, way.outputs, zip(*terms, strict=True), strict=True):
+                check(one, mode, parts, equation.kind)
+    wanted = {
+        models.pooled: {
+            "conv_general_dilated", "conv_kernel_gradient", "reduce_window_max",
+            "select_and_scatter_add", "reduce_sum",
+        },
+        models.recurrent: {"scan", "transpose", "random_bits"},
+        head: {"gather", "scatter-add", "random_bits", "dot_general"},
+    }[build]  # fmt: skip
+    assert wanted <= kinds
+
+
+def inputs_of(equation, env):
+    return [env[a] if isinstance(a, int) else a.val for a in equation.inputs]
+
+
+def computed(program, given):
+    """All values of a program."""
+
+    @jax.jit
+    def run(given):
+        env = dict(enumerate([*given, *program.constants]))
+        for equation in program.equations:
+            made = private.bind(equation.source, inputs_of(equation, env))
+            env.update(zip(equation.outputs, made, strict=True))
+        return env
+
+    return run(list(map(jnp.asarray, given)))
+
+
+def pairs(equation, way):
+    """The numbered inputs of an equation, and what they are to a part."""
+    both = zip(equation.inputs, way.inputs, strict=True)
+    return [(a, mode) for a, mode in both if isinstance(a, int)]
+
+
+def check(whole, mode, parts, kind):
+    if isinstance(mode, int):
+        joined = np.concatenate(parts, mode)
+        if kind in ("scan", "conv_general_dilated"):
+            # a loop's body is one program, and a convolution's blocks depend on the batch
+            scale = float(np.max(np.abs(whole)))
+            np.testing.assert_allclose(joined, whole, rtol=0, atol=1e-6 * scale)
+        else:
+            np.testing.assert_array_equal(joined, whole)
+    elif mode == "sum":
+        scale = max(1e-6, float(np.max(np.abs(np.asarray(parts, "float64")), initial=0)))
+        np.testing.assert_allclose(sum(map(np.asarray, parts)), whole, rtol=0, atol=2e-6 * scale)
+
+
+def test_a_step_in_slices_is_the_whole_step_up_to_the_order_of_sums():
+    model = models.convnet()
+    batch = models.batch(model)
+    step, samples = traced(model, batch), len(batch[0])
+    sliced = step.slicer.sliced(Slicing(follow_the_batch(step, samples, 4), 4))
+    state = private.state_values(model)
+    (logs, ours), (expected, theirs) = (
+        compiled(one)(copy_state(state), jax.tree.map(jnp.asarray, batch)) for one in (sliced, step)
+    )
+    for key in expected:
+        np.testing.assert_allclose(logs[key], expected[key], rtol=1e-6)
+    for mine, other, first in zip(*map(jax.tree.leaves, (ours, theirs, state)), strict=True):
+        if not np.issubdtype(other.dtype, np.floating):
+            np.testing.assert_array_equal(mine, other)
+            continue
+        changed = float(np.max(np.abs(np.asarray(other) - np.asarray(first)), initial=0))
+        bound = 1e-5 * changed + 3e-7 * max(1.0, float(np.max(np.abs(other), initial=0)))
+        np.testing.assert_allclose(mine, other, rtol=0, atol=bound)
+
+
+def below_the_floor(model, batch, share):
+    """A limit that leaves ``share`` of what the step's largest op needs beside what is resident."""
+    on = backend()
+    step = traced(model, batch, on)
+    problem = Problem(step.graph, on.estimated_profile(step, on.device.in_use_bytes()))
+    resident = problem.profile.resident_bytes
+    return int(resident + share * (problem.floor_bytes - resident)), problem.floor_bytes
+
+
+def test_fit_trains_below_the_floor_with_the_numbers_of_the_whole_batch(tmp_path):
+    def trained(*callbacks):
+        model, (x, y) = head()
+        fitted = model.fit(x, y, batch_size=16, epochs=4, verbose=0, callbacks=callbacks)
+        return fitted.history["loss"], model
+
+    expected, reference = trained()
+    reference = reference.get_weights()
+    keras.utils.clear_session(free_memory=True)
+    limit, floor = below_the_floor(*head(), 0.6)
+    assert limit < floor
+    options = {"margin": 0.0, "solver_time_limit_s": 4, "verbose": 0}
+    callback = keras_remat.RematAutotune(limit, "keep", **options)
+    losses, model = trained(callback)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for ours, theirs in zip(model.get_weights(), reference, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+    (event,) = [one for one in callback.report.events if one.kind == EventKind.SLICES]
+    assert f"in {callback.plan.slicing.parts} slices" in event.message
+    assert callback.plan.measured.peak_bytes <= limit
+    assert EventKind.MICRO_BATCHES not in {one.kind for one in callback.report.events}
+    callback.plan.save(tmp_path / "plan.json")
+    del model, ours
+    keras.utils.clear_session(free_memory=True)
+    again = keras_remat.RematAutotune(
+        limit, "keep", plan=keras_remat.load_plan(tmp_path / "plan.json"), **options
+    )
+    trained(again)
+    assert again.plan.solution.schedule == callback.plan.solution.schedule
+    assert again.plan.slicing == callback.plan.slicing
+
+
+def fitted(count, size, **options):
+    """History, state and callback of some epochs of a network with batch normalization and dropout;
+    without options, of plain ``fit``."""
+    keras.utils.set_random_seed(0)
+    model = models.small()
+    x, y = models.batch(model, count)
+    made = [keras_remat.RematAutotune(batch_size="keep", verbose=0, **options)] if options else []
+    history = model.fit(x, y, batch_size=size, epochs=5, shuffle=False, verbose=0, callbacks=made)
+    return history.history, private.state_values(model), made
+
+
+def test_micro_batches_are_slices_with_the_numbers_of_the_whole_batch(recwarn):
+    """Twenty steps; four do not divide ten samples, and five do; the last two are two slices."""
+    expected, state, _ = fitted(32, 10)
+    history, ours, (callback,) = fitted(32, 10, micro_batches=4)
+    assert callback.plan.slicing.parts == 5
+    assert not [one for one in recwarn if "keras_remat" in str(one.message)]
+    assert EventKind.MICRO_BATCHES not in {one.kind for one in callback.report.events}
+    for key in expected:
+        assert history[key] == pytest.approx(expected[key], rel=1e-5)
+    for mine, other in zip(*map(jax.tree.leaves, (ours, state)), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("samples", "reason"), [(7, "divides a batch of 7"), (1, "")])
+def test_micro_batches_that_cannot_be_slices_say_so(samples, reason):
+    with pytest.warns(UserWarning, match="see one micro-batch") if reason else nullcontext():
+        _, _, (callback,) = fitted(samples, samples, micro_batches=3)
+    told = [str(event.message) for event in callback.report.events]
+    assert any(reason in message for message in told)
+    assert callback.plan is None or callback.plan.slicing is None
+
+
+def test_what_depends_on_other_samples_stays_whole():
+    """A cumulative sum along the batch, and a sort of it."""
+    inputs = keras.Input((8,))
+    x = keras.layers.Dense(8)(inputs)
+    x = keras.layers.Lambda(lambda x: keras.ops.cumsum(x, 0) + keras.ops.sort(x, 0))(x)
+    model = models.compiled(keras.Model(inputs, keras.layers.Dense(10)(x)))
+    step = traced(model, models.batch(model, 16))
+    named = {op.kind for op in step.graph.ops if op.id in step.slicer.rules}
+    assert not named & {"cumsum", "sort"}
+    assert "dot_general" in named
+
+
+@pytest.mark.card
+def test_the_head_of_a_language_model_takes_a_fifth_on_a_card():
+    try:
+        check_card_compiler()
+    except RematError as error:
+        pytest.skip(str(error))
+    model, batch = head(vocabulary=32768, samples=64)
+    on = JaxBackend(card("H100"))
+    step = traced(model, batch, on)
+    problem = Problem(step.graph, on.estimated_profile(step))
+    sliced, _ = in_micro_batches(step, problem, 64, 8, on.estimated_profile)
+    took = [memory(one).added_bytes for one in (compiled(sliced), lower_plain(step))]
+    assert took[0] <= took[1] / 5
