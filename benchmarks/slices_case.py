@@ -8,6 +8,7 @@
   accumulation of the small one.
 * ``"floor"``: how far below the floor of whole ops a step trains: the least of some shares of it
   for which there is a plan in slices.
+* ``"card"``: what a step takes, planned and compiled for an H100 at a share of its plain bytes.
 """
 
 from __future__ import annotations
@@ -256,6 +257,28 @@ class Bench:
             "accumulated_samples_per_s": SMALL_BATCH / median(watch.times_s[2:]),
         }
 
+    # ---------------------------------------------------------------- cards
+
+    def card(self) -> dict[str, Any]:
+        """Returns the row of a plan for a card, at a share of what the plain step takes there."""
+        model, data = self.model(), self.data(self._batch_size)
+        options = {"card": "H100", "solver_time_limit_s": self.options["solve_s"]}
+        plain = keras_remat.make_plan(model, data, 2**40, **options).store_all.peak_bytes
+        row: dict[str, Any] = {"plain_peak": plain}
+        limit, began_s = round(self.options["aim"] * plain), time.perf_counter()
+        try:
+            plan = keras_remat.make_plan(model, data, limit, **options)
+        except keras_remat.RematError as error:
+            return row | {"refused": str(error).partition(". ")[0]}
+        peak = (plan.compiled or plan.predicted).peak_bytes
+        return row | {
+            "share": peak / plain,
+            "peak": peak,
+            "overhead": plan.overhead,
+            "parts": plan.slicing.parts if plan.slicing else 1,
+            "planned_s": time.perf_counter() - began_s,
+        }
+
     # ---------------------------------------------------------------- floors
 
     def floor(self) -> dict[str, Any]:
@@ -309,8 +332,11 @@ class Bench:
 
 def main(text: str) -> int:
     """Measures what the options ask for and prints it."""
-    keras_remat.enable_cpu_memory_stats()
     options = json.loads(text)
+    if options["part"] == "card":  # of which no step runs
+        print(json.dumps(options | Bench(options).card()))
+        return 0
+    keras_remat.enable_cpu_memory_stats()
     bench = Bench(options)
     row = bench.batch() if options["part"] == "batch" else bench.floor()
     if not statistics():

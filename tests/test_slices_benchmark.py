@@ -36,6 +36,7 @@ BATCH = {
         ("floor:head", FLOOR | {"share": 0.5}, ["0.5 of the floor, aimed at 0.2"]),
         ("floor:head", {"floor": 1}, ["1.0 of the floor"]),
         ("floor:head", {"error": "not done after 1 s"}, ["not done after 1 s"]),
+        ("card:head", FLOOR | {"share": 0.3}, ["0.3 of plain's bytes, aimed at 0.2"]),
         ("batch:resnet50", BATCH, []),
         ("batch:resnet50", BATCH | {"batch_size": 64}, ["a batch of 64, aimed at 512"]),
         ("batch:unet", BATCH | {"difference": 0.1}, ["1.0e-01 off plain's"]),

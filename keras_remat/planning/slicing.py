@@ -213,13 +213,15 @@ def in_micro_batches(
             slices; the message says which.
     """
     slicer, graph = traced.slicer, problem.graph
+    if slicer is None:
+        raise UnsupportedModelError("A step of several devices does not run in slices.")
     numbers = (*range(count, 2 * count + 1), *range(count - 1, 1, -1))
     parts = next((n for n in numbers if n > 1 and samples % n == 0), None)
     if parts is None:
         raise UnsupportedModelError(
             f"No number from 2 to {2 * count} divides a batch of {samples} samples."
         )
-    rules = {} if slicer is None else slicer.rules
+    rules = slicer.rules
     able = {op_id for op_id in _able(rules, parts) if rules[op_id].divides % samples == 0}
     able -= {op_id for op_id in able if not rules[op_id].partners <= able}
     handed_on = {op_id: _large_bytes(graph, op_id, rules[op_id]) for op_id in able}
@@ -227,7 +229,7 @@ def in_micro_batches(
         large_bytes = share * max(handed_on.values(), default=0)
         seeds = {op_id for op_id in able if handed_on[op_id] > large_bytes}
         chosen = _grown(graph, rules, seeds, frozenset(able), large_bytes)
-        if slicer and chosen and len(graph.ops) + (parts - 1) * len(chosen) <= _most_ops(graph):
+        if chosen and len(graph.ops) + (parts - 1) * len(chosen) <= _most_ops(graph):
             sliced = slicer.sliced(Slicing(tuple(sorted(chosen)), parts))
             return sliced, _costs_of(sliced, problem, estimate)
     raise UnsupportedModelError("Nothing large runs in slices.")
