@@ -15,6 +15,9 @@ KERNEL_GRADIENT = "conv_kernel_gradient"
 
 PRODUCT, SCAN = "dot_general", "scan"
 
+IMAGE_RANK = 4
+"""Rank of images and of their convolutions' kernels, the values with more than one usual layout."""
+
 KINDS = Kinds(
     views=names("""
         reshape squeeze expand_dims copy copy_p transpose stop_gradient random_wrap random_unwrap
@@ -81,6 +84,14 @@ def is_emulated(dtype: Any, target: Target) -> bool:
     capability = target.capability
     old = target.on_gpu and capability is not None and capability < TRITON_CAPABILITY
     return old and str(dtype) == "bfloat16"
+
+
+def is_channels_first(dtype: Any, target: Target) -> bool:
+    """Whether XLA:GPU lays images of a type channels first: where a card computes convolutions of
+    it in no tensor units."""
+    capability = target.capability
+    old = target.on_gpu and capability is not None and capability < TRITON_CAPABILITY
+    return old and str(dtype) != "float16"
 
 
 def is_of_transposed(params: Mapping[str, Any]) -> bool:

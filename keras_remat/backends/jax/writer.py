@@ -17,11 +17,13 @@ from keras_remat.backends.jax.barrier import guard, never
 from keras_remat.backends.jax.flatten import FlatProgram, nbytes
 from keras_remat.backends.jax.kinds import (
     CONVOLUTION,
+    IMAGE_RANK,
     KERNEL_GRADIENT,
     POOLING_GRADIENT,
     POOLING_PIECES,
     SCAN,
     in_pieces,
+    is_channels_first,
     is_emulated,
     is_of_transposed,
     reads_a_copy,
@@ -32,8 +34,8 @@ from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.core.target import Target
 
-IMAGE_RANK = 4
-"""Rank of images and of their convolutions' kernels, the values with more than one usual layout."""
+CHANNELS_FIRST = (0, 3, 1, 2)
+"""The layout of images that cuDNN reads channels first, as Keras numbers their dimensions."""
 
 
 class JaxWriter:
@@ -153,6 +155,11 @@ class GpuWriter(JaxWriter):
         if equation.kind == CONVOLUTION and is_emulated(results[0].dtype, self._target):
             results = [self.hold(results[0])]  # else what it was computed in is kept
         return [*map(_row_major, results)] if equation.kind == KERNEL_GRADIENT else results
+
+    def hold(self, value: Any) -> Any:
+        if value.ndim == IMAGE_RANK and is_channels_first(value.dtype, self._target):
+            value = layout.with_layout_constraint(value, layout.Layout(CHANNELS_FIRST))
+        return super().hold(value)
 
     def _is_given(self, atom: Any) -> bool:
         return isinstance(atom, int) and atom < self._program.n_inputs

@@ -14,6 +14,7 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import flatten
 from keras_remat.backends.jax.kinds import (
     KERNEL_GRADIENT,
+    is_channels_first,
     is_emulated,
     is_of_transposed,
     kinds_of,
@@ -35,6 +36,19 @@ def test_what_a_convolution_reads_a_copy_of():
         assert reads_a_copy(uneven, "float16", card(name))
         assert reads_a_copy(even, "bfloat16", card(name)) == (name != "H100")
     assert not is_emulated("bfloat16", live("cpu", "a CPU"))
+
+
+def test_where_images_lie_channels_first():
+    """What is held lies as convolutions read it."""
+    t4, h100 = card("T4"), card("H100")
+    assert is_channels_first("float32", t4)
+    assert not is_channels_first("float16", t4)
+    assert not is_channels_first("float32", h100)
+    assert not is_channels_first("float32", live("cpu", "a CPU"))
+    image = jax.ShapeDtypeStruct((2, 4, 4, 3), "float32")
+    for target, laid in ((t4, True), (h100, False)):
+        held = jax.make_jaxpr(GpuWriter(None, target).hold)(image)
+        assert ("layout_constraint" in str(held)) is laid
 
 
 @pytest.mark.parametrize(("padding", "size", "strides"), [("SAME", 3, 2), ("VALID", 2, 3)])
