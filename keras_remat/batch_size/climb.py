@@ -41,7 +41,8 @@ class SizeClimb:
         at_most: no size above it is chosen.
         max_overhead, seed: as in :func:`~keras_remat.batch_size.search.search_batch_size`.
         solver: for the sizes that no known order fits.
-        solve_s: seconds for one solve.
+        solve_s: seconds of work for one solve, counted as in a search.
+        work_s: that is left for all of them; infinite where something else bounds them.
         deadline_s: by ``time.perf_counter``; once a size has trained, none is chosen that would end
             after it.
         multiple: every size is a multiple of it, because so many devices divide it. The size rule
@@ -63,7 +64,8 @@ class SizeClimb:
     at_most: int
     max_overhead: MaxOverhead = "forward"
     solver: str = "auto"
-    solve_s: float = 6.0
+    solve_s: float = 2.0
+    work_s: float = math.inf
     deadline_s: float = math.inf
     multiple: int = 1
     seed: int = 0
@@ -109,7 +111,7 @@ class SizeClimb:
             self.max_overhead,
             sizes[-1],
             self.seed,
-            SearchWork(deadline_s=self.deadline_s),
+            SearchWork(self.work_s, self.deadline_s, of_solves=True),
         )
         first = sizes[0] if self.trained else sizes[-1]
         store_all = Schedule.store_all(scaling.at(self.multiple).graph)
@@ -124,6 +126,7 @@ class SizeClimb:
                 known = dict.fromkeys((*orders, plan.solution.schedule))
                 return replace(climb, orders=tuple(known)), (size * self.multiple, plan)
             search.solve_at(size, self.solver, self.solve_s)
+            climb = replace(climb, work_s=search.work.left_s())
             search.seed, solves = search.seed + 1, solves + 1
 
     def _orders_with_newest(self, scaling: Scaling) -> tuple[Schedule, ...]:
@@ -160,6 +163,7 @@ class SizeClimb:
         (failed, failed_peak), multiple = self.failed, self.multiple
         at_most = self.at_most // multiple
         left_s = self.deadline_s - time.perf_counter() - self.longest_s
+        is_work_left = not self.trained or self.work_s > 0
         return Facts(
             predicted=self.predicted // multiple,
             at_most=at_most,
@@ -168,7 +172,7 @@ class SizeClimb:
             failed_is_measured=failed_peak > 0,
             failures=self.failures,
             reached=reached,
-            solves_left=MOST_SOLVES - solves,
+            solves_left=MOST_SOLVES - solves if is_work_left else 0,
             time_to_run=left_s >= 0,
             time_to_solve=left_s >= self.solve_s,
             runs_left=max(0, MOST_SIZES - self.runs),

@@ -27,6 +27,7 @@ from keras_remat.backends.batches import (
     repeated_batch,
     sliced,
 )
+from keras_remat.batch_size import search_work
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.found import BatchSearch, SizeTrial, is_allowed
@@ -62,16 +63,16 @@ class FindOptions:
     """Rules what the parts of the time limit are for.
 
     Args:
-        work, least_clock: the share of the limit that the search's work is counted by, and the
-            least that the clock leaves it, however long tracing took.
-        quick: of that work, what the quick solver gets. The thorough solver gets the rest.
+        search, least_clock: the share of the limit that the search may take, and the least that the
+            clock leaves it, however long tracing took.
+        quick: of that, what the quick solver gets. The thorough solver gets the rest.
         running: of the thorough search's time, what is kept for running a size at most.
         first_step: a first step, with its compilation, takes about so many times the predicted
             seconds.
-        solve: of the limit, what one solve afterwards gets.
+        solve: of the limit, what one solve afterwards may take.
     """
 
-    work: float = 0.7
+    search: float = 0.8
     least_clock: float = 0.3
     quick: float = 0.25
     running: float = 0.9
@@ -150,7 +151,7 @@ def find_max_batch_size(
         backend,
         search,
         max_overhead=max_overhead,
-        solve_s=_OPTIONS.solve * time_limit_s,
+        solve_s=_OPTIONS.solve * time_limit_s / search_work.OPTIONS.patience,
         deadline_s=started + time_limit_s,
         multiple=parts,
         seed=seed,
@@ -196,8 +197,8 @@ def _searched(
     now_s, limit_s = time.perf_counter(), bounds.time_limit_s
     traced_s, parts = now_s - bounds.started_s, bounds.parts
     deadline_s = max(bounds.started_s + limit_s, now_s + _OPTIONS.least_clock * limit_s)
-    work_s = _OPTIONS.work * limit_s
-    late_s = (1 - _OPTIONS.quick) * work_s
+    search_s = _OPTIONS.search * limit_s
+    late_s = (1 - _OPTIONS.quick) * search_s
 
     def running_s(plan: Plan) -> float:
         """Estimates how long a trial of one batch size takes: trace, solve, first step."""
@@ -213,7 +214,7 @@ def _searched(
             step.limit,
             backend,
             max_overhead=bounds.max_overhead,
-            time_limit_s=_OPTIONS.quick * work_s,
+            time_limit_s=_OPTIONS.quick * search_s,
             late_solver="auto",
             late_time_limit_s=late_s,
             afterwards_s=running_s if runs else None,
@@ -221,7 +222,8 @@ def _searched(
             multiple=parts,
             seed=bounds.seed,
         )
-    return replace(search, search_time_s=time.perf_counter() - bounds.started_s)
+    spent_s = time.perf_counter() - bounds.started_s
+    return replace(search, search_time_s=spent_s, time_limit_s=limit_s)
 
 
 def _first_that_fits(

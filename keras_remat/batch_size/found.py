@@ -57,6 +57,7 @@ class BatchSearch:
         plain_batch_size: the largest batch that fits without recomputation.
         probes: every size that was tried, in order.
         search_time_s: seconds the search took.
+        time_limit_s: seconds that it might have taken; ``None`` where that is not known.
         verification_time_s: seconds it took to run what the search found; 0 where nothing was run.
         failed_batch_size: the smallest size that was run and did not fit; ``None`` when every size
             that ran fitted, or none was run.
@@ -77,6 +78,7 @@ class BatchSearch:
     failed_batch_size: int | None = None
     failed_peak_bytes: int | None = None
     fit: CostFit | None = None
+    time_limit_s: float | None = None
 
     @property
     def none_trained(self) -> bool:
@@ -138,6 +140,7 @@ class BatchSearch:
         run_s = self.verification_time_s
         ran = f" and run in {run_s:.1f} s" if run_s else ""
         limit, sizes = format_bytes(self.limit_bytes), {p.batch_size for p in self.probes}
+        most = f" of at most {self.time_limit_s:.0f} s" if self.time_limit_s else ""
         found = f"Largest batch {self.max_batch_size} under {limit}"
         if self.plan.slicing is not None:
             found += f" where {slices_text(self.plan.slicing)}"
@@ -147,7 +150,7 @@ class BatchSearch:
             f"{found} ({format_bytes(usage.peak_bytes)} {peak}, "
             f"overhead {self.plan.overhead:.1%}); without recomputation {self.plain_batch_size}; "
             f"most samples per second predicted at {self.fastest_batch_size}; "
-            f"{len(sizes)} sizes tried in {self.search_time_s:.1f} s{ran}; "
+            f"{len(sizes)} sizes tried in {self.search_time_s:.1f} s{most}{ran}; "
             f"{self._op_times()}"
         )
 

@@ -17,9 +17,11 @@ size that fails wastes little, and one that succeeds says more than that it fits
 
 The solver's budget is the allowed one less what the allocator was seen to waste.
 
-What is found must not depend on how busy the machine is. So the time limits stand for counted work
-(:mod:`keras_remat.batch_size.search_work`): every solve costs the seconds that an idle machine
-takes for it at most, and the clock ends the search only where it shows several times as much.
+What is found must not depend on how fast the machine is, or how busy. So a time limit is what the
+clock may show, and a third of it is counted work (:mod:`keras_remat.batch_size.search_work`),
+solves and predictions, by rates that an idle machine exceeds. The work ends the search, and the
+clock only where a machine is more than three times slower than the rates say; it never ends the
+search for a first size.
 
 Feasibility need not be monotone in the size: a schedule that was found is never given up
 because a solver failed at a smaller size, and the thorough solver begins with the whole bracket
@@ -58,6 +60,7 @@ from keras_remat.planning.calibrated_solve import new_order
 from keras_remat.planning.plan import Plan
 from keras_remat.planning.request import plan_by
 from keras_remat.solvers import check_floor
+from keras_remat.solvers.engines import native
 from keras_remat.units import format_bytes
 
 
@@ -87,23 +90,27 @@ def search_batch_size(
             forward pass; ``None`` is no bound.
         at_most: no size above this is tried.
         solver: a quick one, asked at many sizes.
-        time_limit_s: for this much work sizes are tried; no solve gets more than a quarter of it.
+        time_limit_s: seconds in which sizes are tried, a third of which is counted work; no solve
+            gets more than a quarter of that.
         late_solver: a thorough one, asked at sizes above the largest that ``solver`` reached;
             ``None`` for none.
-        late_time_limit_s: seconds for that and for steps from known orders, beside what is left of
-            the others; no solve gets more than a quarter of it.
+        late_time_limit_s: the same for that and for steps from known orders, beside what is left of
+            the others.
         afterwards_s: seconds that have to be left until the deadline when a plan is the result;
             ``None`` for none.
-        deadline_s: by ``time.perf_counter``; several times both time limits from now at the latest.
+        deadline_s: by ``time.perf_counter``; both time limits from now at the latest, or 10 s.
         multiple: every size is a multiple of it: see
             :attr:`~keras_remat.backends.base.Backend.batch_multiple`.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
     """
-    both_s = time_limit_s + (late_time_limit_s if late_solver else 0.0)
-    clock_s = max(OPTIONS.least_clock_s, OPTIONS.patience * both_s)
+    late_s = late_time_limit_s if late_solver else 0.0
+    clock_s = max(OPTIONS.least_clock_s, time_limit_s + late_s)
     deadline_s = min(deadline_s, time.perf_counter() + clock_s)
+    if late_solver is not None:
+        native.begin()
+    quick_s = time_limit_s / OPTIONS.patience
     search = SizeSearch(
         lambda size: scaling.at(size * multiple),
         limit,
@@ -111,16 +118,17 @@ def search_batch_size(
         max_overhead,
         (OPTIONS.largest_size if at_most is None else at_most) // multiple,
         seed,
-        SearchWork(time_limit_s, deadline_s),
+        SearchWork(quick_s, deadline_s),
     )
-    search.begin(min(start // multiple, search.at_most), solver, OPTIONS.solve * time_limit_s)
-    search.bisect(solver, OPTIONS.solve * time_limit_s, try_again=late_solver is None)
+    search.begin(min(start // multiple, search.at_most), solver, OPTIONS.solve * quick_s)
+    search.bisect(solver, OPTIONS.solve * quick_s, try_again=late_solver is None)
     if late_solver is not None:
+        native.is_compiled(OPTIONS.compiling * late_s)
         search.afterwards_s = afterwards_s
-        late_s = late_time_limit_s + max(0.0, search.work.left_s())
-        search.work = SearchWork(late_s, deadline_s)
-        search.bisect_and_improve(late_solver, late_s)
-    return replace(search.result(), fit=scaling.fit).times(multiple)
+        improving_s = late_s / OPTIONS.patience + max(0.0, search.work.left_s())
+        search.work = SearchWork(improving_s, deadline_s)
+        search.bisect_and_improve(late_solver, improving_s)
+    return replace(search.result(), fit=scaling.fit, time_limit_s=clock_s).times(multiple)
 
 
 class SizeSearch:
@@ -250,15 +258,15 @@ class SizeSearch:
                     failures + 1,
                 )
 
-    def bisect_and_improve(self, solver: str, time_limit_s: float) -> None:
-        """Tries new orders first, then improves the best of them, in one time limit."""
+    def bisect_and_improve(self, solver: str, seconds: float) -> None:
+        """Tries new orders first, then improves the best of them, in so many seconds of work."""
         self.bisect(
             solver,
-            OPTIONS.solve * time_limit_s,
+            OPTIONS.solve * seconds,
             OPTIONS.retried * self.largest,
             keep_s=OPTIONS.improve * self._left_s(),
         )
-        self.improve_from_best(solver, OPTIONS.step * time_limit_s)
+        self.improve_from_best(solver, OPTIONS.step * seconds)
 
     def _left_s(self) -> float:
         """Returns the seconds of work that are left for solving."""
@@ -397,6 +405,7 @@ class SizeSearch:
         problem = self._problem_at(size)
         if not is_allowed(problem, simulate(problem, order).time_s, self.max_overhead):
             return False
+        self.work.predict(problem)
         return self.limit.fits(self.backend.memory.peak_bytes(problem, order))
 
     def result(self) -> BatchSearch:

@@ -24,15 +24,19 @@ class SearchOptions:
         most_failed_steps: without a find, after which they end.
         targets, least_target: shares of the budget that new orders are solved for in those steps,
             and the least of all.
-        solve: of the time limit, what one solve may take.
-        improve, step: of the time of the thorough solver, what is left for steps, and what one step
+        solve: of the work, what one solve may take.
+        improve, step: of the work of the thorough solver, what is left for steps, and what one step
             may take.
         remembered_problems: that are kept for sizes that come up again.
         remembered_ratios: the last orders that tell how much the allocator fragments.
         high_ratio: from which on that is more than under most.
-        patience: how many times its seconds the clock may show before it ends a solve or the
-            search.
+        patience: how many times the seconds of counted work the clock may show before it ends a
+            solve or the search.
         least_solve_clock_s, least_clock_s: what it may show at least.
+        prediction_s: seconds of work for an op of a predicted peak, with the problem at its size:
+            an allocator's replay takes 70 to 210 microseconds.
+        compiling: of the time limit, what is waited for the moves of the searches to become machine
+            code: with slower ones they make fewer, and find less.
     """
 
     resolution: float = 0.01
@@ -50,9 +54,11 @@ class SearchOptions:
     remembered_problems: int = 12
     remembered_ratios: int = 5
     high_ratio: float = 1.03
-    patience: float = 4.0
+    patience: float = 3.0
     least_solve_clock_s: float = 2.0
     least_clock_s: float = 10.0
+    prediction_s: float = 2e-4
+    compiling: float = 0.25
 
 
 OPTIONS = SearchOptions()
@@ -67,15 +73,27 @@ class SearchWork:
     Args:
         seconds: of work; infinite where something else bounds it.
         deadline_s: by ``time.perf_counter``; nothing is begun after it.
+        of_solves: whether solves alone are counted, and no predictions.
     """
 
-    def __init__(self, seconds: float = math.inf, deadline_s: float = math.inf):
-        self._seconds, self.deadline_s = seconds, deadline_s
+    def __init__(
+        self,
+        seconds: float = math.inf,
+        deadline_s: float = math.inf,
+        *,
+        of_solves: bool = False,
+    ):
+        self._seconds, self.deadline_s, self._of_solves = seconds, deadline_s, of_solves
 
     def left_s(self, afterwards_s: float = 0.0) -> float:
         """Returns the seconds of work that are left; 0 where the clock leaves no more than
         ``afterwards_s``."""
         return self._seconds if time.perf_counter() + afterwards_s < self.deadline_s else 0.0
+
+    def predict(self, problem: Problem) -> None:
+        """Takes one prediction of a peak off what is left."""
+        if not self._of_solves:
+            self._seconds -= OPTIONS.prediction_s * len(problem.graph.ops)
 
     def take(self, problem: Problem, solver: str, solve_s: float) -> float:
         """Takes one solve off what is left, and returns with how much patience it may run."""

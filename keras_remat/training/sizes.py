@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from keras_remat.backends.batches import batch_bytes, batch_size_of
+from keras_remat.batch_size import search_work
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.found import BatchSearch, overhead_bound
 from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
@@ -46,17 +47,22 @@ class SizeOptions:
     Args:
         search_steps, search_share: a search may take as long as so many steps of training, or this
             share of those that are left.
-        least_search_s, most_search_s: what it may take at least and at most.
-        quick, solve: of that, the share of the quick solver, and of one solve afterwards.
+        least_search_s, most_search_s: what it may take at least and at most, with the solves while
+            sizes are tried.
+        quick, late, climb: the shares of that for the quick solver, for the thorough one, and for
+            the solves while sizes are tried.
+        solve: what one of those may take.
         least_profiled_steps: a plain step is recorded where so many are left: recording it, and
             measuring it again, takes 8 to 20 of them.
     """
 
     search_steps: int = 200
     search_share: float = 0.2
-    least_search_s: float = 1.0
+    least_search_s: float = 3.0
     most_search_s: float = 60.0
-    quick: float = 0.4
+    quick: float = 0.3
+    late: float = 0.4
+    climb: float = 0.3
     solve: float = 0.1
     least_profiled_steps: int = 100
 
@@ -187,7 +193,8 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
         search,
         at_most=at_most,
         trained=loader,
-        solve_s=OPTIONS.solve * _search_s(fit, record),
+        solve_s=OPTIONS.solve * _search_s(fit, record) / search_work.OPTIONS.patience,
+        work_s=OPTIONS.climb * _search_s(fit, record) / search_work.OPTIONS.patience,
         multiple=backend.batch_multiple,
         seed=fit.options.seed,
     )
@@ -210,7 +217,7 @@ def _search(
         at_most=at_most,
         time_limit_s=OPTIONS.quick * search_s,
         late_solver="auto",
-        late_time_limit_s=(1 - OPTIONS.quick) * search_s,
+        late_time_limit_s=OPTIONS.late * search_s,
         multiple=backend.batch_multiple,
         seed=fit.options.seed,
     )

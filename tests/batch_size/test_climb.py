@@ -126,6 +126,15 @@ def test_after_the_deadline_nothing_larger_is_tried():
     assert climbing.choose(Scaling(), Limit(LIMIT))[1] is None
 
 
+def test_where_the_work_is_done_known_orders_are_all_there_is():
+    """However many sizes run, they share one budget of work."""
+    solved, unsolved = (
+        sizes_until(1000, 60, max_overhead=None, trained=1, **more)[1]
+        for more in ({}, {"work_s": 0.0})
+    )
+    assert solved.trained > unsolved.trained == 100
+
+
 def test_the_order_that_ran_last_is_known_even_where_it_was_made_anew():
     """There is time to run a size, and none to solve for one."""
     climbing = climb(100, max_overhead=None, solve_s=1000.0, deadline_s=time.perf_counter() + 100.0)

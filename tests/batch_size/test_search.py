@@ -27,6 +27,7 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
     UnsupportedModelError,
 )
+from keras_remat.solvers.engines import native
 from keras_remat.units import MIB
 
 # ------------------------------------------------------------------ the search
@@ -210,19 +211,32 @@ def test_late_time_begins_with_the_best_known_order_and_leaves_what_comes_afterw
     assert clock[0] <= 150.0 - 40.0 + 25.0, "the last solve may end late"
 
 
-def test_what_is_found_does_not_depend_on_the_clock(monkeypatch):
-    """On one machine every look at the clock, solvers' too, costs nothing, on the other time."""
+def test_what_is_found_depends_on_the_clock_only_where_that_ends_the_search(monkeypatch):
+    """Every look at the clock, solvers' too, takes a time: that of an idle machine, ten times as
+    long, or so long that the seconds are over before the work is."""
     import keras_remat.batch_size.search as module
+
+    monkeypatch.setattr(native, "is_compiled", lambda wait_s=0.0: False)
+    limits, late = {"time_limit_s": 1.0, "late_time_limit_s": 1.0}, {"late_solver": "greedy"}
 
     def found(tick_s):
         clock = itertools.count(0.0, tick_s)
         monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-        return search(store_all_peak(40), time_limit_s=2.0)
+        return search(store_all_peak(40), **limits, **late), next(clock)
 
-    idle, busy = found(0.0), found(0.001)
-    assert [p.batch_size for p in idle.probes] == [p.batch_size for p in busy.probes]
-    assert idle.orders == busy.orders
+    idle, looks = found(1e-9)
+    tick_s = idle.time_limit_s / (looks / 1e-9)  # the whole search takes as long as it may
+    slow, _ = found(0.1 * tick_s)
+    slower, took_s = found(0.99 * tick_s)
+    for one in (slow, slower):
+        assert [p.batch_size for p in one.probes] == [p.batch_size for p in idle.probes]
+        assert one.orders == idle.orders
     assert len(idle.probes) > 3
+    assert took_s <= idle.time_limit_s
+    slowest, took_s = found(20 * tick_s)
+    assert took_s <= 2 * idle.time_limit_s  # what is under way ends
+    assert len(slowest.probes) < len(idle.probes)
+    assert 40 <= slowest.max_batch_size <= idle.max_batch_size
 
 
 def test_the_clock_ends_a_search_that_has_a_deadline(monkeypatch):

@@ -1,22 +1,17 @@
 """The advice where no plan is found: a limit that a plan was found for."""
 
-import gc
-import random
 import re
 from dataclasses import replace
 
-import keras
-import numpy as np
 import pytest
 from fake_backend import FakeBackend, chain_problem, quick_plan, store_all_peak
+from random_models import advised
 from random_problems import mixed_problem
 
-import keras_remat
 from keras_remat.core.limit import Limit
 from keras_remat.errors import InfeasibleBudgetError, ScheduleNotFoundError
 from keras_remat.planning import advice
 from keras_remat.planning.advice import advising, tried_budget
-from keras_remat.units import MIB, parse_bytes
 
 PROBLEM = chain_problem(8)
 
@@ -28,10 +23,6 @@ def refusal(error, problem=PROBLEM, batch_size=8, margin=0.05, backend=None):
     with pytest.raises(type(error)) as caught, advising(problem, limit, batch_size, backend):
         raise error
     return caught.value
-
-
-def advised(message):
-    return parse_bytes(re.search(r"limit of ([\d.]+ \w+) does", message)[1])
 
 
 def test_a_limit_that_is_advised_has_a_plan():
@@ -97,50 +88,3 @@ def test_what_is_advised_for_random_problems_is_found_and_no_more_than_plain(see
     assert plan.predicted.peak_bytes <= enough
     most = max(plan.store_all.peak_bytes * 9 // 8, problem.floor_bytes * 5 // 4)
     assert problem.floor_bytes <= enough <= most
-
-
-def random_model(seed):
-    """Returns a small model of dense layers or of convolutions, and a batch."""
-    rng = random.Random(seed)
-    keras.utils.set_random_seed(seed)
-    depth, is_image, act = rng.randint(3, 7), rng.random() < 0.4, rng.choice(("relu", "gelu"))
-    batch, width = (32, rng.choice((16, 24))) if is_image else (64, rng.choice((512, 768)))
-    shape = (32, 32, 16) if is_image else (width,)
-    layers = [keras.layers.Input(shape)]
-    for _ in range(depth):
-        same = {"padding": "same", "activation": act}
-        layers.append(
-            keras.layers.Conv2D(width, 3, **same)
-            if is_image
-            else keras.layers.Dense(width, activation=act)
-        )
-    model = keras.Sequential(layers)
-    model.compile(rng.choice(("sgd", "adam")), "mse")
-    x = np.random.default_rng(seed).normal(size=(3 * batch, *shape)).astype("float32")
-    return model, x, np.zeros((3 * batch, *model.output_shape[1:]), "float32"), batch
-
-
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 40))]
-)
-def test_a_program_that_follows_the_advice_trains(seed):
-    model, x, y, batch = random_model(seed)
-
-    def fit(model, limit):
-        tuner = keras_remat.RematAutotune(
-            limit, batch_size="keep", compilation="ordered", verbose=0
-        )
-        model.fit(x, y, batch_size=batch, verbose=0, callbacks=[tuner])
-        return tuner.report
-
-    slots = 3 if isinstance(model.optimizer, keras.optimizers.Adam) else 1
-    with pytest.raises((InfeasibleBudgetError, ScheduleNotFoundError)) as caught:
-        fit(model, 4 * slots * model.count_params() + 2 * MIB)
-    limit = advised(str(caught.value))
-    del caught  # it holds the data of the fit that ended
-    report = fit(model, limit)
-    assert report.batch_size == batch
-    # 0 or predicted where nothing counts; what other tests of this process hold comes and goes
-    assert report.epochs[0].peak_bytes <= 1.02 * limit
-    del model
-    gc.collect()  # the next test's bytes are its own

@@ -257,7 +257,7 @@ def test_no_step_of_joined_batches_leaves_a_device_without_samples(found, batche
     assert_all_once(steps.trained, total)
 
 
-@pytest.mark.parametrize(("left", "seconds"), [(None, 60), (10_000, 60), (300, 30), (0, 1)])
+@pytest.mark.parametrize(("left", "seconds"), [(None, 60), (10_000, 60), (300, 30), (0, 3)])
 def test_a_search_takes_no_longer_than_the_steps_that_are_left_are_worth(
     monkeypatch, left, seconds
 ):
@@ -276,7 +276,7 @@ def test_a_search_takes_no_longer_than_the_steps_that_are_left_are_worth(
     steps = FakeSteps()
     steps.most_steps = left
     epoch(Fixed(steps, "max"))
-    assert limits == [pytest.approx(seconds)]
+    assert limits == [pytest.approx(0.7 * seconds)]  # the rest is for sizes that run
 
 
 def test_an_epoch_keeps_its_updates_by_a_size_that_the_devices_divide():

@@ -20,7 +20,7 @@ from keras_remat.solvers.orders import coarsen
 from keras_remat.solvers.search import anneal
 
 ROUNDS = 4
-"""Rounds that the time limit is divided into."""
+"""Rounds that the work of a time limit is divided into at most."""
 
 
 def schedules(
@@ -46,14 +46,17 @@ def schedules(
     coarse = coarsen.Coarse(problem, base, coarsen.small_value_threshold(problem, base))
     known = coarse.project(start.order)
     compiled = native.is_compiled(anneal.WAIT_SHARE * time_limit_s * patience)
+    moves = anneal.moves_for(coarse.problem, time_limit_s, compiled=compiled)
+    # the work ends the search: one without moves enough for a round, with its repairs, has none
+    rounds = min(ROUNDS, moves // (anneal.CHUNK_MOVES * (1 + anneal.REPAIR_CHUNKS)))
     for order in anneal.improve(
         coarse.problem,
         known,
         deadline=deadline,
-        moves=anneal.moves_for(coarse.problem, time_limit_s, compiled=compiled) // ROUNDS,
+        moves=moves // max(1, rounds),
         compiled=compiled,
         seed=seed,
-        coolings=repeat(anneal.COOL),
+        coolings=repeat(anneal.COOL, rounds),
     ):
         schedule = Schedule(coarse.expand(order))
         if simulate(problem, schedule).peak_bytes <= budget:
