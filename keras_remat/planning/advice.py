@@ -140,7 +140,10 @@ def tried_budget(
         seed: for the solver.
     """
     clock = Deadline(_OPTIONS.most_s)
-    plain = memory.peak_bytes(problem, Schedule.store_all(problem.graph))
+    store_all = Schedule.store_all(problem.graph)
+    # a compiler may need more for the plain step than is predicted
+    compiled = memory.compiled_peak_bytes(problem, store_all) or 0
+    plain = max(memory.peak_bytes(problem, store_all), compiled)
     most_bytes = max(plain + plain // 8, least_bytes + least_bytes // 4)
 
     def has_plan(budget_bytes: int) -> bool:

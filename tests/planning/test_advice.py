@@ -88,3 +88,10 @@ def test_what_is_advised_for_random_problems_is_found_and_no_more_than_plain(see
     assert plan.predicted.peak_bytes <= enough
     most = max(plan.store_all.peak_bytes * 9 // 8, problem.floor_bytes * 5 // 4)
     assert problem.floor_bytes <= enough <= most
+
+
+def test_where_a_compiler_needs_more_than_is_predicted_what_it_needs_is_advised():
+    memory = FakeBackend().memory
+    memory.compiled_peak_bytes = lambda problem, schedule: int(1.4 * store_all_peak(8))
+    enough = tried_budget(PROBLEM, PROBLEM.floor_bytes, memory)
+    assert enough >= 1.4 * store_all_peak(8)
