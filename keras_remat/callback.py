@@ -57,7 +57,8 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
         solver: a name in ``keras_remat.SOLVERS``; ``"auto"`` is ``"greedy"`` for compiled steps on
             TensorFlow.
         solver_time_limit_s: seconds for the solver; less where the steps that are left cannot save
-            as much, unless ``cache_dir`` keeps the plan for other fits.
+            as much, unless ``cache_dir`` keeps the plan for other fits, and where set-up has taken
+            20 s, or 20 plain steps, before the first plan trains.
         profile_steps: real training steps that are measured before the final plan is made.
         margin: share of the limit that is kept free.
         learning_rate_scaling: ``None``, ``"linear"`` or ``"sqrt"``: how the learning rate follows a

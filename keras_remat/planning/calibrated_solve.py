@@ -15,6 +15,7 @@ to come nearest. A compiler's peak is no monotone function of the bytes alive.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -326,6 +327,7 @@ def within_budget(
     *,
     solver: str = "auto",
     time_limit_s: float = 30.0,
+    clock_s: float = math.inf,
     seed: int = 0,
     known: Schedule | None = None,
 ) -> BudgetCandidate:
@@ -335,6 +337,7 @@ def within_budget(
         budget_bytes: what the device may have in use.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
         time_limit_s: seconds for all solves together; each gets a part of what is left.
+        clock_s: seconds after which nothing improves what was found, where that is less.
         known: a legal order that may keep to the budget and will do where "auto" finds no faster
             one, the one that runs now for instance. Where it does not keep to it, solvers stop at
             the time limit all the same, also with nothing found.
@@ -346,7 +349,8 @@ def within_budget(
     check_floor(problem.with_budget(budget_bytes))
     # may compile, which is no solver's time; remembered
     memory.peak_bytes(problem, Schedule.store_all(problem.graph))
-    deadline_s = time.perf_counter() + time_limit_s
+    most_s = min(time_limit_s, clock_s)
+    deadline_s = time.perf_counter() + most_s
     search = BudgetSearch(problem, budget_bytes, memory, solver, seed)
     if solver != "auto":
         return search.run(budget_bytes, deadline_s)[0]
@@ -358,12 +362,12 @@ def within_budget(
         start -= max(0, quick.surplus_bytes)
     else:
         quick_search = BudgetSearch(problem, budget_bytes, memory, "greedy_first", seed)
-        quick_deadline_s = time.perf_counter() + OPTIONS.quick * time_limit_s
+        quick_deadline_s = time.perf_counter() + OPTIONS.quick * most_s
         try:
             quick, start = quick_search.run(budget_bytes, quick_deadline_s, patient=patient)
         except ScheduleNotFoundError as error:
             logger.debug("keras_remat: %s", error)
-    deadline_s = max(deadline_s, time.perf_counter() + OPTIONS.slow * time_limit_s)
+    deadline_s = max(deadline_s, time.perf_counter() + OPTIONS.slow * most_s)
     try:
         slow, _ = search.run(start, deadline_s, patient=patient)
     except (InfeasibleBudgetError, ScheduleNotFoundError):

@@ -11,6 +11,7 @@ which budgets and solvers are asked, and what will do where none of them finds a
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -50,6 +51,7 @@ class PlanRequest:
         auto_solver: the solver that ``"auto"`` stands for.
         solver, seed: as in :func:`keras_remat.solvers.solve`.
         seconds: for solving.
+        clock_s: seconds after which nothing improves a plan any more, where that is less.
         is_quick: whether a plan to measure under is asked for: one that a quick solver finds, or
             the chosen one in half of its time or all.
         headroom_bytes: what the plan leaves free beside the margin, where one does.
@@ -70,6 +72,7 @@ class PlanRequest:
     solver: str = "auto"
     seed: int = 0
     seconds: float = 30.0
+    clock_s: float = math.inf
     is_quick: bool = False
     headroom_bytes: int = 0
     known: Schedule | None = None
@@ -157,6 +160,7 @@ def _solved(
                 request.memory,
                 solver=request.auto_solver if solver == "auto" else solver,
                 time_limit_s=seconds,
+                clock_s=request.clock_s,
                 seed=request.seed,
                 known=request.known,
             )

@@ -48,6 +48,8 @@ class AutotuneReport:
         plan: the plan in force at the end; ``None`` where the plain step runs.
         phase_peak_bytes: the most in use in the phases beside training: ``"validation"`` inside
             ``fit``, and ``"between steps"``; without those in which nothing was measured.
+        setup_s: seconds of set-up before the first plan trained; ``None`` where none has.
+        setup_limit_s: seconds after which set-up improved no plan any more.
     """
 
     limit_bytes: int | None = None
@@ -60,6 +62,8 @@ class AutotuneReport:
     events: list[Event] = field(default_factory=list)
     plan: Planned | None = field(default=None, repr=False)
     phase_peak_bytes: dict[str, int] = field(default_factory=dict)
+    setup_s: float | None = None
+    setup_limit_s: float | None = None
 
     @property
     def baseline_samples_per_s(self) -> float | None:
@@ -151,6 +155,8 @@ class AutotuneReport:
             "events": [vars(event) | {"kind": str(event.kind)} for event in self.events],
             "plan": None if self.plan is None else self.plan.to_dict(),
             "phase_peak_bytes": self.phase_peak_bytes,
+            "setup_s": self.setup_s,
+            "setup_limit_s": self.setup_limit_s,
         }
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
@@ -246,6 +252,11 @@ class AutotuneReport:
                 f"{format_seconds(self.baseline.time_s)}{time_source}, "
                 f"{format_bytes(self.baseline.peak_bytes)} ({source})"
             )
+        if self.setup_s is not None and self.setup_limit_s is not None:
+            lines.append(
+                f"first plan: after {format_seconds(self.setup_s)} of set-up, which improves it "
+                f"for {format_seconds(self.setup_limit_s)} at most"
+            )
         for event in self.events:
             lines += textwrap.wrap(
                 f"step {event.step}: {event.message}", WIDTH, subsequent_indent="  "
@@ -286,6 +297,8 @@ def load_report(
             events=records(Event, "events"),
             plan=None if plan is None else read_plan(plan, source),
             phase_peak_bytes=top.get("phase_peak_bytes", dict, {}),
+            setup_s=top.get("setup_s", _KINDS["float | None"], None),
+            setup_limit_s=top.get("setup_limit_s", _KINDS["float | None"], None),
         )
     except InvalidProblemError:
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,10 @@ from keras_remat.training.record import FitRecord, Mode
 from keras_remat.training.shape_state import Signatures
 
 logger = logging.getLogger(__name__)
+
+#: Before the first plan trains, plans are improved until set-up has taken as long as so many plain
+#: steps are predicted to take, or so many seconds where that is more.
+SETUP_STEPS, SETUP_S = 20, 20.0
 
 
 def limit_of(backend: Backend, options: FitOptions) -> Limit:
@@ -90,7 +95,8 @@ class FitState:
         self.steps_per_epoch, self._most_steps = steps_per_epoch, most_steps
         self.steps_run = 0
         self.counter = StepCounter()
-        self._is_planning = False
+        self._planning_since: float | None = None
+        self._planned_s = 0.0
         self._record: FitRecord | None = None
         self._asked_limit: Limit | None = None
 
@@ -165,15 +171,47 @@ class FitState:
     @contextmanager
     def planning(self) -> Iterator[None]:
         """Counts what runs inside as planning, once where such contexts are nested."""
-        if self._is_planning:
+        if self._planning_since is not None:
             yield
             return
-        started, self._is_planning = time.perf_counter(), True
+        started = self._planning_since = time.perf_counter()
         try:
             yield
         finally:
-            self._is_planning = False
-            self.counter.planning_time_s += time.perf_counter() - started
+            self._planning_since = None
+            spent_s = time.perf_counter() - started
+            self.counter.planning_time_s += spent_s
+            self._planned_s += spent_s
+
+    @property
+    def _planning_s(self) -> float:
+        """The seconds of planning so far."""
+        since = self._planning_since
+        return self._planned_s + (0.0 if since is None else time.perf_counter() - since)
+
+    def setup_left_s(self, plain_s: float) -> float:
+        """Returns the seconds for which plans may still be improved before the first one trains;
+        infinite once one has.
+
+        Args:
+            plain_s: seconds that a plain step is predicted to take.
+        """
+        if self.report.setup_s is not None:
+            return math.inf
+        return max(0.0, max(SETUP_S, SETUP_STEPS * plain_s) - self._planning_s)
+
+    def plan_has_trained(self, plain_s: float) -> None:
+        """Notes the seconds of set-up when the first plan has trained, for the report.
+
+        Args:
+            plain_s: seconds that a plain step is predicted to take.
+        """
+        report = self.report
+        if report.setup_s is None:
+            report.setup_limit_s = max(SETUP_S, SETUP_STEPS * plain_s)
+            report.setup_s = self._planning_s
+            if report.setup_s > report.setup_limit_s:
+                self.event(*tell.set_up_is_over(report.setup_s, report.setup_limit_s))
 
     @contextmanager
     def long_task(self, text: str) -> Iterator[None]:

@@ -68,6 +68,7 @@ class PlanRequests:
         told = {
             "limit": self._fit.limit, "solver": options.solver,
             "seconds": options.solver_time_limit_s, "seed": options.seed,
+            "clock_s": self._fit.setup_left_s(problem.store_all_time_s),
         }  # fmt: skip
         return PlanRequest.on(
             self._backend,

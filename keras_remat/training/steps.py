@@ -171,6 +171,8 @@ def attempt(
     record = replace(fit.record, device=device)
     if isinstance(outcome, OutOfMemory):
         return record.with_steps(tools.mode, stopped(tools.steps)), outcome
+    if isinstance(shape, PlannedShape):
+        fit.plan_has_trained(shape.costs.problem.store_all_time_s)
     fit.count(shape.batch_size, outcome.usage)
     in_use_bytes = tools.backend.device.in_use_bytes()
     fit.note_phase("between steps", in_use_bytes)

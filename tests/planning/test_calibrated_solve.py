@@ -1,5 +1,6 @@
 """Targets, what the allocator needs above them, compiled peaks, and patience."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -248,3 +249,24 @@ def test_patience_is_what_comes_after_the_deadline(monkeypatch, patient, deadlin
         with pytest.raises(ScheduleNotFoundError):
             way.run(BUDGET, deadline_s, patient=False)
     assert len(asked) == solves
+
+
+@pytest.mark.parametrize(("clock_s", "last_s"), [(0.0, 0.5), (2.0, 1.4), (math.inf, 5.6)])
+def test_the_clock_ends_what_improves_a_plan(monkeypatch, clock_s, last_s):
+    """A first one is looked for all the same."""
+    given, clock = [], {"s": 0.0}
+    module, real = "keras_remat.planning.calibrated_solve", calibrated_solve.solve
+
+    def solve(problem, *, solver, time_limit_s, **options):
+        given.append((solver, time_limit_s))
+        return real(problem, solver="greedy", time_limit_s=1.0, **options)
+
+    monkeypatch.setattr(f"{module}.time.perf_counter", lambda: clock["s"])
+    monkeypatch.setattr(f"{module}.solve", solve)
+    memory = FakeBackend().memory
+    found = calibrated_solve.within_budget(
+        PROBLEM, BUDGET, memory, time_limit_s=8.0, clock_s=clock_s
+    )
+    assert found.peak_bytes <= BUDGET
+    assert [solver for solver, _ in given] == ["greedy_first", "auto"]
+    assert given[-1][1] == pytest.approx(last_s)

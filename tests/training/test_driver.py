@@ -5,6 +5,7 @@ import ast
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from keras_remat.errors import (
 from keras_remat.planning import request as door
 from keras_remat.planning.calibrated_solve import closest_to_budget
 from keras_remat.planning.plan import load_plan
-from keras_remat.training import driver
+from keras_remat.training import driver, fit_state
 from keras_remat.training.arguments import FitOptions
 from keras_remat.training.baseline import Baseline
 from keras_remat.training.contest import Contest
@@ -315,6 +316,29 @@ def test_first_plan_gets_more_time_where_less_finds_none(monkeypatch):
     train(trainer, 1)
     quick = ("greedy_first", 4.0)  # with room first
     assert asked == [quick, quick, ("anneal", 4.0), ("anneal", 8.0)]
+
+
+@pytest.mark.parametrize("first_s", [10.0, 400.0])
+def test_set_up_improves_the_first_plan_for_a_bounded_time_that_is_told(monkeypatch, first_s):
+    """Later plans are made from measured costs, and set-up is over."""
+    left, clock = [], {"s": 0.0}
+    most_s = 20 * chain_problem(SIZE).store_all_time_s  # more than 20 s
+
+    def note(*given, clock_s, **options):
+        clock["s"] += 0.0 if left else first_s
+        left.append(clock_s)
+
+    note_solves(monkeypatch, note)
+    monkeypatch.setattr(fit_state, "time", SimpleNamespace(perf_counter=lambda: clock["s"]))
+    trainer, report = driven(FakeBackend(), options())
+    assert trainer.fit.setup_left_s(0.1) == 20.0
+    train(trainer, 1)
+    assert (report.setup_s, report.setup_limit_s) == (first_s, most_s)
+    assert ("enough" in event_kinds(report)) == (first_s > most_s)
+    train(trainer, 20)
+    assert left[0] == most_s
+    assert left[-1] == float("inf")
+    assert report.setup_s == first_s
 
 
 def test_surplus_seen_while_recording_is_in_the_plan_that_is_swapped_in():
