@@ -160,6 +160,6 @@ def test_a_failed_model_is_a_row_and_hides_no_other(step_memory):
 
 
 def test_a_crashing_child_comes_back_as_an_error(step_memory):
-    outcome = step_memory.run_case("no such model", {}, 300.0)
+    outcome = step_memory.run_case("no such model", {"backend": "tensorflow"}, 300.0)
     assert outcome["model"] == "no such model"
     assert "KeyError" in outcome["error"]
