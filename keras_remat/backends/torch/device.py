@@ -182,7 +182,9 @@ class CpuDevice(Device):
         return max(self._peak_bytes, self.in_use_bytes())
 
     def begin_watch(self) -> None:
-        """Begins to watch Keras's own steps, of which it is known what they add."""
+        """Begins to watch Keras's own steps, of which it is known what they add. Nothing is noted
+        while they run: no event will tell that what they allocate is freed."""
+        self._was_watched = False
 
     def watched_peak_bytes(self) -> int:
         """Returns what Keras's own steps took that were watched."""
