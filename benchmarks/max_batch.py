@@ -17,6 +17,9 @@ is; a size that measures over it is planned again, twice at most. With ``--pool`
 hard: TensorFlow's BFC allocator has one region of so many MiB, as a GPU's has, and a size fails by
 running out of memory. Rows are printed, and written to the JSON file, as they come; models that
 the JSON file has already are not run again, so that a run can be stopped and continued.
+
+``--backend torch`` trains on PyTorch, where the profiler tells what a CPU's steps take; Keras's own
+step is the plain one. It has no pools.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     result = command_line(__doc__)
     add_names(result, "--models", MODELS)
     add_names(result, "--solvers", SOLVERS)
+    result.add_argument("--backend", choices=("tensorflow", "torch"), default="tensorflow")
     result.add_argument(
         "--limit",
         type=float,
@@ -110,6 +114,7 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What a child is told beside its model."""
     limit = arguments.pool or arguments.limit
     return {
+        "backend": arguments.backend,
         "limit_bytes": None if limit is None else int(limit * MIB),
         "pool": arguments.pool,
         "steps": arguments.steps,
@@ -142,9 +147,10 @@ def _child(name: str, options: dict[str, Any], timeout_s: float) -> Iterator[dic
         "TF_CPU_ALLOCATOR_USE_BFC": "1",
         "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(options.get("pool")),
     }
-    variables = pool if options.get("pool") else {}
+    variables: dict[str, str] = pool if options.get("pool") else {}
     told = json.dumps(options | {"model": name})
     try:
+        variables |= {"KERAS_BACKEND": options["backend"]}
         yield from printed_by("max_batch_case.py", told, timeout_s=timeout_s, **variables)
     except Failed as error:
         yield {"model": name, "row": "batch", "solver": "", "error": str(error)}
@@ -293,9 +299,11 @@ def known_rows(path: Path) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     arguments = parser().parse_args(argv)
+    if arguments.pool and arguments.backend != "tensorflow":
+        parser().error("--pool is a pool of TensorFlow's allocator: it needs --backend tensorflow")
     options = options_of(arguments)
     search = f"margin {arguments.margin:.0%}; search {arguments.search_time:g} s"
-    header = f"{machine()}; float32, SGD; {search}"
+    header = f"{machine(arguments.backend)}; float32, SGD; {search}"
     print(f"{header}\n\n{head(COLUMNS)}", flush=True)
     rows = known_rows(arguments.json) if arguments.json else []
     for row in rows:

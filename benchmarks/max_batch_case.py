@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import time
+from itertools import count
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,14 +22,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import paper_models
-import tensorflow as tf
 from max_batch import OUT_OF_MEMORY
 from rows import UNLIMITED_BYTES
-from watch import StepWatch, long_fit
+from watch import StepWatch, TorchEpoch, is_on_torch_cpu, long_fit
 
 import keras_remat
 from keras_remat.backends.base import Backend, RunStep, TracedStep, load_backend
-from keras_remat.backends.batches import repeated_batch
+from keras_remat.backends.batches import batch_bytes, repeated_batch
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.cost_fit import transfer_costs
 from keras_remat.batch_size.find import SizeRunner, verified_search
@@ -137,20 +137,26 @@ class Measurement:
     def _ran(self, run: RunStep, size: int, steps: int) -> tuple[int, float]:
         batch = repeated_batch(self.batch, size)
         peaks, times_s = [], []
+        watched = TorchEpoch(self.model) if is_on_torch_cpu() else None
         for _ in range(1 + steps):
+            if watched is not None:
+                watched.step_begins()
             logs, usage = self.backend.measure(lambda: run(batch))
             loss = float(logs["loss"])
             if not math.isfinite(loss):
                 raise RuntimeError(f"{self.paper.name} at batch {size}: the loss is {loss}")
             peaks.append(usage.peak_bytes)
             times_s.append(usage.time_s)
+        if watched is not None:
+            peaks, _ = watched.ends(batch_bytes(batch))
         return max(peaks), median(times_s[1:])
 
     def _train_plain(self, size: int) -> tuple[int, float]:
         self.model.train_function = None
         gc.collect()
         function = self.model.make_train_function() or self.model.train_function
-        return self._measured(lambda batch: function(iter([batch])), size, _PLAIN_STEPS)
+        given = list if keras.backend.backend() == "torch" else iter
+        return self._measured(lambda batch: function(given([batch])), size, _PLAIN_STEPS)
 
     def _plain(self) -> None:
         """The largest batch of plain Keras: found by training, one sample more at a time."""
@@ -293,8 +299,8 @@ class Measurement:
         remat = keras_remat.RematAutotune(
             self.limit_bytes, _ANY_SIZE, margin=self.options["margin"], verbose=0
         )
-        watch, settled = StepWatch(), _EndOnceSettled(remat)
-        data = tf.data.Dataset.from_tensors(self.batch).repeat()
+        watch = StepWatch(watched_epoch=None, batch_bytes=batch_bytes(self.batch))
+        settled, data = _EndOnceSettled(remat), endless(self.batch)
         steps = {"steps_per_epoch": _LOADER_STEPS, "epochs": _MOST_EPOCHS}
         long_fit(self.model, data, callbacks=[remat, watch, settled], **steps)
         report, plan = remat.report, remat.plan
@@ -377,8 +383,19 @@ class Measurement:
             )
 
 
+def endless(batch: Any) -> Any:
+    """Returns data that are this batch, time and again."""
+    if keras.backend.backend() != "tensorflow":
+        return (batch for _ in count())
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensors(batch).repeat()
+
+
 def one_region(nbytes: int) -> None:
     """Has BFC take all it may have at once, as a GPU's does; a first region it has already."""
+    import tensorflow as tf
+
     tf.raw_ops.Empty(shape=[nbytes - _FIRST_REGION_BYTES], dtype=tf.uint8)
 
 

@@ -69,6 +69,11 @@ def long_fit(
     model.fit(*data, **options, callbacks=[*callbacks, end])
 
 
+def is_on_torch_cpu() -> bool:
+    """Whether steps run on PyTorch, on a device that keeps no statistics."""
+    return keras.backend.backend() == "torch" and not statistics()
+
+
 class TorchEpoch:
     """Tells what every step of an epoch takes of a CPU's memory, on PyTorch.
 
@@ -116,7 +121,8 @@ class StepWatch(keras.callbacks.Callback):
     """Notes every step's peak, seconds and loss.
 
     Args:
-        watched_epoch: in which a CPU's memory is watched on PyTorch.
+        watched_epoch: in which a CPU's memory is watched on PyTorch; ``None`` for every one, which
+            makes all steps slower.
         batch_bytes: of one batch, for that.
 
     Attributes:
@@ -127,7 +133,7 @@ class StepWatch(keras.callbacks.Callback):
         resident_bytes: the most in use between two steps.
     """
 
-    def __init__(self, watched_epoch: int = 0, batch_bytes: int = 0) -> None:
+    def __init__(self, watched_epoch: int | None = 0, batch_bytes: int = 0) -> None:
         super().__init__()
         self._watched_epoch, self._batch_bytes = watched_epoch, batch_bytes
         self._torch: TorchEpoch | None = None
@@ -140,8 +146,7 @@ class StepWatch(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epochs_s.append([])
-        on_cpu = keras.backend.backend() == "torch" and not statistics()
-        if on_cpu and epoch == self._watched_epoch:
+        if is_on_torch_cpu() and self._watched_epoch in (None, epoch):
             self._torch = TorchEpoch(self.model)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

@@ -65,11 +65,17 @@ def test_models_and_solvers_exist(max_batch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--models", "AlexNet"], ["--solvers", "dtr"], ["--limit", "much"]]
+    "arguments",
+    [
+        ["--models", "AlexNet"],
+        ["--solvers", "dtr"],
+        ["--limit", "much"],
+        ["--backend", "torch", "--pool", "512"],
+    ],
 )
 def test_bad_arguments_are_refused(max_batch, arguments, capsys):
     with pytest.raises(SystemExit) as refusal:
-        max_batch.parser().parse_args(arguments)
+        max_batch.main(arguments)
     assert refusal.value.code == 2
     assert arguments[0] in capsys.readouterr().err
 
@@ -114,6 +120,7 @@ def test_every_line_has_the_columns_of_its_table(max_batch):
 
 
 def test_a_crashing_child_is_a_row(max_batch):
-    rows = list(max_batch.rows_of("no such model", {"limit_bytes": None}, 300.0))
+    options = {"backend": "tensorflow", "limit_bytes": None}
+    rows = list(max_batch.rows_of("no such model", options, 300.0))
     assert [row["model"] for row in rows] == ["no such model"]
     assert "KeyError" in rows[0]["error"]
