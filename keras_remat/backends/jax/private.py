@@ -28,10 +28,14 @@ from jax._src import compiler, distributed
 from jax._src.interpreters import mlir
 from jax._src.lax import windowed_reductions
 from jax._src.lib import xla_client
-from jax._src.random import threefry2x32
 from jax.extend import core
 
 from keras_remat.backends.tables import names
+
+try:
+    from jax._src.random import threefry2x32
+except ImportError:  # JAX 0.10.0 has it elsewhere
+    from jax._src import prng as threefry2x32
 
 TESTED = {"jax": "0.10.2", "keras": "3.15.1"}
 
