@@ -1,6 +1,6 @@
 """Programs that follow the advice of a refusal: is the limit that is advised one that does?
 
-    python benchmarks/advice.py [--ways ordered,jax] [--seeds 40] [--json FILE.jsonl] [--check]
+    python benchmarks/advice.py [--modes ordered,jax] [--seeds 40] [--json FILE.jsonl] [--check]
 
 Forty random models of dense layers or of convolutions are trained under too small a limit, which is
 refused, and then under the limit that the refusal advises. On TensorFlow that is done in order and
@@ -34,8 +34,8 @@ from rows import (
     printed_by,
 )
 
-#: Way → its option ``compilation``, and the backend of Keras.
-WAYS = {
+#: Mode → its option ``compilation``, and the backend of Keras.
+MODES = {
     "ordered": ("ordered", "tensorflow"),
     "compiled": ("compiled", "tensorflow"),
     "jax": ("auto", "jax"),
@@ -44,12 +44,12 @@ WAYS = {
 _MOST_OVER = 0.02
 _COLUMNS = (("refused", "MiB"), ("advised", "MiB"), ("refusals", "d"), ("trained", "MiB"),
             ("peak", "MiB"))  # fmt: skip
-_HEAD = ("way", "model", "refused MiB", "advised", "refusals", "trained under", "peak")
+_HEAD = ("mode", "model", "refused MiB", "advised", "refusals", "trained under", "peak")
 
 
 def failures(row: dict[str, Any]) -> list[str]:
     """Returns which bounds a row fails."""
-    name = f"{row['way']} {row['seed']}"
+    name = f"{row['mode']} {row['seed']}"
     if "error" in row:
         return [f"{name}: {row['error']}"]
     if row["refusals"] > 1 or not row["trained"]:
@@ -59,39 +59,39 @@ def failures(row: dict[str, Any]) -> list[str]:
     return []
 
 
-def _child(way: str, seeds: list[int]) -> None:
+def _child(mode: str, seeds: list[int]) -> None:
     sys.path.insert(0, str(HERE.parent / "tests"))
     import random_models
 
     import keras_remat
 
-    if WAYS[way][1] == "tensorflow":
+    if MODES[mode][1] == "tensorflow":
         keras_remat.enable_cpu_memory_stats()
     for seed in seeds:
-        print(json.dumps(random_models.follow_advice(seed, compilation=WAYS[way][0])), flush=True)
+        print(json.dumps(random_models.follow_advice(seed, compilation=MODES[mode][0])), flush=True)
 
 
-def _measure(way: str, seeds: list[int], given: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure(mode: str, seeds: list[int], given: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    words = ["--child", way, "--list", ",".join(map(str, seeds))]
-    more = {"KERAS_BACKEND": WAYS[way][1], "JAX_PLATFORMS": "cpu"}
+    words = ["--child", mode, "--list", ",".join(map(str, seeds))]
+    more = {"KERAS_BACKEND": MODES[mode][1], "JAX_PLATFORMS": "cpu"}
     try:
         for row in printed_by("advice.py", *words, timeout_s=given.timeout, **more):
-            rows.append(row | {"way": way})
+            rows.append(row | {"mode": mode})
             keep(rows[-1], given.json)
     except Failed as error:
         done = {row["seed"] for row in rows}
         left = next(seed for seed in seeds if seed not in done)
-        rows.append({"way": way, "seed": left, "error": str(error)})
+        rows.append({"mode": mode, "seed": left, "error": str(error)})
     return rows
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the table; returns 1 where ``--check`` finds a bound that fails."""
     parser = command_line(__doc__)
-    add_names(parser, "--ways", tuple(WAYS))
+    add_names(parser, "--modes", tuple(MODES))
     parser.add_argument("--seeds", type=int, default=40, help="how many models (default 40)")
-    parser.add_argument("--timeout", type=float, default=7200.0, metavar="S", help="for one way")
+    parser.add_argument("--timeout", type=float, default=7200.0, metavar="S", help="for one mode")
     parser.add_argument("--json", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--output", type=Path, metavar="FILE.md")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bound fails")
@@ -101,15 +101,17 @@ def main(argv: list[str] | None = None) -> int:
     if given.child:
         _child(given.child, [int(seed) for seed in given.list.split(",")])
         return 0
-    rows = {(row["way"], row["seed"]): row for row in kept(given.json)}
-    for way in given.ways:
-        left = [seed for seed in range(given.seeds) if (way, seed) not in rows]
-        for row in _measure(way, left, given) if left else ():
-            rows[way, row["seed"]] = row
-    chosen = [row for (way, seed), row in rows.items() if way in given.ways and seed < given.seeds]
+    rows = {(row["mode"], row["seed"]): row for row in kept(given.json)}
+    for mode in given.modes:
+        left = [seed for seed in range(given.seeds) if (mode, seed) not in rows]
+        for row in _measure(mode, left, given) if left else ():
+            rows[mode, row["seed"]] = row
+    chosen = [
+        row for (mode, seed), row in rows.items() if mode in given.modes and seed < given.seeds
+    ]
     report = Report()
     report.add(machine(), "", head(_HEAD, left=1))
-    report.add(*(line_of([row["way"], row["seed"], *cells_of(row, _COLUMNS)]) for row in chosen))
+    report.add(*(line_of([row["mode"], row["seed"], *cells_of(row, _COLUMNS)]) for row in chosen))
     short = [line for row in chosen for line in failures(row)]
     report.add("", f"{len(chosen) - len(short)} of {len(chosen)} train under what is advised.")
     report.write(given.output)

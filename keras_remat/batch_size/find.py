@@ -10,6 +10,8 @@ every size is compared with its own trace before it runs, and planned anew where
 
 Where the given batch fits under no schedule of whole ops, and fits in slices, it is sizes in the
 same slices that are searched (:mod:`keras_remat.batch_size.step_scaling`).
+
+One file, though a little long: a search and the trials that follow it share one time limit.
 """
 
 from __future__ import annotations

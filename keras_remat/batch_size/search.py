@@ -123,7 +123,7 @@ def search_batch_size(
     search.begin(min(start // multiple, search.at_most), solver, OPTIONS.solve * quick_s)
     search.bisect(solver, OPTIONS.solve * quick_s, try_again=late_solver is None)
     if late_solver is not None:
-        native.is_compiled(OPTIONS.compiling * late_s)
+        native.is_compiled(OPTIONS.compiling * late_s)  # waits for that
         search.afterwards_s = afterwards_s
         improving_s = late_s / OPTIONS.patience + max(0.0, search.work.left_s())
         search.work = SearchWork(improving_s, deadline_s)

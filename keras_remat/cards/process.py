@@ -85,7 +85,7 @@ def answer(request: Request, tell: Tell) -> None:
     sys.path += [folder for folder in request.search_path if folder not in sys.path]
     import keras
 
-    from keras_remat.backends.batches import batch_size_of, check_shapes, example_batch
+    from keras_remat.backends.batches import batch_size_of, example_batch
     from keras_remat.cards.rows import AskedStep
 
     initialize_with_zeros()
@@ -93,9 +93,7 @@ def answer(request: Request, tell: Tell) -> None:
         getattr(keras.config, name)(value)
     model, batch = _model_and_batch(request)
     model.run_eagerly, model.jit_compile = False, True  # what is asked about is compiled
-    if isinstance(batch, int):
-        batch = example_batch(model, batch, seed=None)
-    check_shapes(model, batch)
+    batch = example_batch(model, batch, seed=None)
     tell(BEGUN, (model.name, batch_size_of(batch)))
     step = AskedStep(
         model, batch, _card_backend(),

@@ -9,7 +9,8 @@ Where compiling tells the peak, that decides. It takes long, so only so many sch
 first those that are predicted to fit, then, of all that any target gave, those that are predicted
 to come nearest. A compiler's peak is no monotone function of the bytes alive.
 
-:mod:`keras_remat.planning.request` asks :func:`within_budget` and :func:`closest_to_budget`.
+:mod:`keras_remat.planning.request` asks :func:`within_budget` and :func:`closest_to_budget`. One
+file, though a little long: they decide with what targets, and for how long, the one search runs.
 """
 
 from __future__ import annotations
@@ -282,9 +283,8 @@ class BudgetSearch:
 
     def _may_compile(self, deadline_s: float) -> bool:
         in_time = time.perf_counter() < deadline_s
-        return len(self._tried) < (
-            OPTIONS.most_compilations if in_time else OPTIONS.sure_compilations
-        )
+        most = OPTIONS.most_compilations if in_time else OPTIONS.sure_compilations
+        return len(self._tried) < most
 
 
 def new_order(

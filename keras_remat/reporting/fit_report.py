@@ -254,8 +254,8 @@ class AutotuneReport:
             )
         if self.setup_s is not None and self.setup_limit_s is not None:
             lines.append(
-                f"first plan: after {format_seconds(self.setup_s)} of set-up, which improves it "
-                f"for {format_seconds(self.setup_limit_s)} at most"
+                f"the first plan trained after {format_seconds(self.setup_s)} of set-up "
+                f"(improving it ends after {format_seconds(self.setup_limit_s)})"
             )
         for event in self.events:
             lines += textwrap.wrap(

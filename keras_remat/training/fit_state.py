@@ -30,7 +30,16 @@ logger = logging.getLogger(__name__)
 
 #: Before the first plan trains, plans are improved until set-up has taken as long as so many plain
 #: steps are predicted to take, or so many seconds where that is more.
-SETUP_STEPS, SETUP_S = 20, 20.0
+_SETUP_STEPS, _SETUP_S = 20, 20.0
+
+
+def setup_limit_s(plain_s: float) -> float:
+    """Returns the seconds after which set-up improves no plan any more.
+
+    Args:
+        plain_s: seconds that a plain step is predicted to take.
+    """
+    return max(_SETUP_S, _SETUP_STEPS * plain_s)
 
 
 def limit_of(backend: Backend, options: FitOptions) -> Limit:
@@ -96,7 +105,6 @@ class FitState:
         self.steps_run = 0
         self.counter = StepCounter()
         self._planning_since: float | None = None
-        self._planned_s = 0.0
         self._record: FitRecord | None = None
         self._asked_limit: Limit | None = None
 
@@ -116,6 +124,8 @@ class FitState:
         self._record, report, baseline = record, self.report, record.baseline
         report.baseline, report.baseline_source = baseline.usage, baseline.source
         report.baseline_batch_size = baseline.batch_size
+        if record.setup is not None:
+            report.setup_s, report.setup_limit_s = record.setup.spent_s, record.setup.limit_s
         if self._asked_limit is not None:
             self.report.limit_bytes = self.limit.total_bytes
 
@@ -179,15 +189,14 @@ class FitState:
             yield
         finally:
             self._planning_since = None
-            spent_s = time.perf_counter() - started
-            self.counter.planning_time_s += spent_s
-            self._planned_s += spent_s
+            self.counter.planning_time_s += time.perf_counter() - started
 
     @property
-    def _planning_s(self) -> float:
-        """The seconds of planning so far."""
+    def setup_s(self) -> float:
+        """The seconds of planning so far, in all epochs."""
         since = self._planning_since
-        return self._planned_s + (0.0 if since is None else time.perf_counter() - since)
+        running_s = 0.0 if since is None else time.perf_counter() - since
+        return self.report.planning_time_s + self.counter.planning_time_s + running_s
 
     def setup_left_s(self, plain_s: float) -> float:
         """Returns the seconds for which plans may still be improved before the first one trains;
@@ -196,22 +205,9 @@ class FitState:
         Args:
             plain_s: seconds that a plain step is predicted to take.
         """
-        if self.report.setup_s is not None:
+        if self.record.setup is not None:
             return math.inf
-        return max(0.0, max(SETUP_S, SETUP_STEPS * plain_s) - self._planning_s)
-
-    def plan_has_trained(self, plain_s: float) -> None:
-        """Notes the seconds of set-up when the first plan has trained, for the report.
-
-        Args:
-            plain_s: seconds that a plain step is predicted to take.
-        """
-        report = self.report
-        if report.setup_s is None:
-            report.setup_limit_s = max(SETUP_S, SETUP_STEPS * plain_s)
-            report.setup_s = self._planning_s
-            if report.setup_s > report.setup_limit_s:
-                self.event(*tell.set_up_is_over(report.setup_s, report.setup_limit_s))
+        return max(0.0, setup_limit_s(plain_s) - self.setup_s)
 
     @contextmanager
     def long_task(self, text: str) -> Iterator[None]:

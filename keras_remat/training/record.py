@@ -262,6 +262,19 @@ class SizesRecord:
         )
 
 
+@dataclass(frozen=True)
+class SetUp:
+    """Says how long set-up took before the first plan trained.
+
+    Args:
+        spent_s: seconds of it.
+        limit_s: seconds after which it improved no plan any more.
+    """
+
+    spent_s: float
+    limit_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitRecord:
     """Says all that is known of a ``fit``.
@@ -273,6 +286,7 @@ class FitRecord:
         held: samples that wait for a later step.
         device: what steps have shown of it.
         baseline: what Keras's own step takes.
+        setup: how long it took; ``None`` before a plan has trained.
         lowered_limit: in force; ``None`` while what was asked for is.
         logs: of the newest step.
     """
@@ -283,6 +297,7 @@ class FitRecord:
     held: HeldBatches = field(default_factory=HeldBatches)
     device: DeviceFacts = field(default_factory=DeviceFacts)
     baseline: Baseline = field(default_factory=Baseline)
+    setup: SetUp | None = None
     lowered_limit: Limit | None = None
     logs: Any = None
 

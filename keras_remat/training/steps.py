@@ -21,8 +21,8 @@ from keras_remat.core.schedule import Usage
 from keras_remat.errors import UnsupportedBatchError
 from keras_remat.training import effects, tell
 from keras_remat.training.decide import Phase, Recorded, Tries
-from keras_remat.training.fit_state import FitState
-from keras_remat.training.record import FitRecord, StepsRecord
+from keras_remat.training.fit_state import FitState, setup_limit_s
+from keras_remat.training.record import FitRecord, SetUp, StepsRecord
 from keras_remat.training.shape_state import (
     PlainShape,
     PlannedShape,
@@ -171,8 +171,8 @@ def attempt(
     record = replace(fit.record, device=device)
     if isinstance(outcome, OutOfMemory):
         return record.with_steps(tools.mode, stopped(tools.steps)), outcome
-    if isinstance(shape, PlannedShape):
-        fit.plan_has_trained(shape.costs.problem.store_all_time_s)
+    if isinstance(shape, PlannedShape) and record.setup is None:
+        record = replace(record, setup=_set_up(fit, shape))
     fit.count(shape.batch_size, outcome.usage)
     in_use_bytes = tools.backend.device.in_use_bytes()
     fit.note_phase("between steps", in_use_bytes)
@@ -187,6 +187,14 @@ def attempt(
             fit.event(*tell.recorded_exceeds(shape.batch_size, shape.peak_bytes, fit.limit))
         shape = effects.end_recording(tools, shape)
     return record.with_shape(tools.mode, shape), outcome
+
+
+def _set_up(fit: FitState, shape: PlannedShape) -> SetUp:
+    """Returns how long set-up took, once the first plan has trained."""
+    setup = SetUp(fit.setup_s, setup_limit_s(shape.costs.problem.store_all_time_s))
+    if setup.spent_s > setup.limit_s:
+        fit.event(*tell.set_up_was_long(setup.spent_s, setup.limit_s))
+    return setup
 
 
 def stopped(steps: StepsRecord) -> StepsRecord:

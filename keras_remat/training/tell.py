@@ -115,12 +115,12 @@ def differs(difference: str) -> News:
     return News(EventKind.MICRO_BATCHES, difference)
 
 
-def set_up_is_over(spent_s: float, most_s: float) -> News:
-    """Tells that set-up took longer than plans may be improved before the first one trains."""
+def set_up_was_long(spent_s: float, most_s: float) -> News:
+    """Tells that set-up took longer than a first plan may be improved for."""
     return News(
         EventKind.ENOUGH,
-        f"The first plan trains after {format_seconds(spent_s)} of set-up. Improving it ended "
-        f"after {format_seconds(most_s)}, which is the most that set-up is prolonged by that.",
+        f"Set-up took {format_seconds(spent_s)} before the first plan trained, more than "
+        f"{format_seconds(most_s)}: from then on that plan was improved no further.",
     )
 
 

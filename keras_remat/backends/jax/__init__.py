@@ -157,7 +157,8 @@ class JaxBackend:
         self._traced[traced.graph.fingerprint] = traced
 
     def _with_slicer(self, traced: JaxTracedStep, *, is_known: bool) -> JaxTracedStep:
-        """Returns a step that can be put into slices: on one device, unless it is in pieces.
+        """Returns a step that can be put into slices, where it trains on one device, and its batch
+        as a whole.
 
         Args:
             traced: the step.

@@ -4,7 +4,7 @@ A primitive may run in slices along one axis of what it makes, or of what it sum
 for each axis of a result what every input is to a part of it: its part along some axis, or all of
 it. A primitive missing here stays whole, and so does one whose shapes do not allow it: both are
 always right. Nothing depends on which axis is the batch's; that only says where to begin
-(:mod:`~keras_remat.backends.jax.slice_ways`).
+(:mod:`~keras_remat.backends.jax.slice_analysis`).
 
 Random bits are a function of their place (JAX's partitionable threefry), so a slice of dropout is a
 slice of the same mask.

@@ -29,8 +29,8 @@ from keras_remat.backends.base import Whole
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import FlatProgram
 from keras_remat.backends.jax.kinds import SCAN
+from keras_remat.backends.jax.slice_analysis import Analysis, Loop, SlicedEquation, SlicedOp
 from keras_remat.backends.jax.slice_rules import RANDOM, Mode, Operands, Shape, part_params
-from keras_remat.backends.jax.slice_ways import Analysis, Loop, Step, Way
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.core.graph import UPDATE, Op
@@ -56,7 +56,7 @@ class StepSlicer:
         return self._found[0]
 
     @property
-    def ways(self) -> dict[int, Way]:
+    def sliced_ops(self) -> dict[int, SlicedOp]:
         """Op id → how its equations run on a part."""
         return self._found[1]
 
@@ -74,25 +74,25 @@ class StepSlicer:
         return Analysis(program, given, range(self._n_state))
 
     @cached_property
-    def _found(self) -> tuple[dict[int, SliceRule], dict[int, Way]]:
-        rules, ways = {}, {}
+    def _found(self) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
+        rules, sliced_ops = {}, {}
         for op in self.step.graph.ops:
-            way = None
+            found = None
             if op.recomputable and op.phase != UPDATE and op.outputs:
                 numbers = [self.step.numbers[v] for v in op.outputs]
-                way = self.analysis.way(self.step.handles[op.id], numbers)
-            rule = None if way is None else self._rule(op, way)
-            if way is not None and rule is not None:
-                rules[op.id], ways[op.id] = rule, way
-        return rules, ways
+                found = self.analysis.sliced_op(self.step.handles[op.id], numbers)
+            rule = None if found is None else self._rule(op, found)
+            if found is not None and rule is not None:
+                rules[op.id], sliced_ops[op.id] = rule, found
+        return rules, sliced_ops
 
-    def _rule(self, op: Op, way: Way) -> SliceRule | None:
-        """Returns the rule of a way; ``None`` where it reads what a part cannot."""
+    def _rule(self, op: Op, found: SlicedOp) -> SliceRule | None:
+        """Returns the rule of an op; ``None`` where it reads what a part cannot."""
         graph, numbers = self.step.graph, self.step.numbers
         made = dict(
             zip(
-                self.step.program.equations[way.steps[-1].at].outputs,
-                way.steps[-1].outputs,
+                self.step.program.equations[found.equations[-1].at].outputs,
+                found.equations[-1].outputs,
                 strict=True,
             )
         )
@@ -103,11 +103,11 @@ class StepSlicer:
                 return None  # each part computes all of it: their sum is read by nobody else
             if not isinstance(mode, int):
                 sums.add(v)
-        modes = {v: way.reads.get(numbers[v], frozenset()) for v in op.inputs}
+        modes = {v: found.reads.get(numbers[v], frozenset()) for v in op.inputs}
         sliced = {v for v, some in modes.items() if any(isinstance(m, int) for m in some)}
         if any(numbers[v] < self._n_state for v in sliced):
             return None
-        divides = self.analysis.divisor(way)
+        divides = self.analysis.divisor(found)
         whole = frozenset(op.inputs) - sliced | {v for v in sliced if None in modes[v]}
         return SliceRule(frozenset(sliced), whole, frozenset(sums), divides=divides)
 
@@ -120,7 +120,7 @@ class StepSlicer:
         axes = {v: self.analysis.axis(n) for v, n in enumerate(self.step.numbers)}
         graph = sliced_graph(self.step.graph, self.rules, slicing, self.granule_bytes, axes)
         whole = replace(self.step, slicer=self)
-        made = _Writer(whole, graph, self.analysis, self.ways).step()
+        made = _Writer(whole, graph, self.analysis, self.sliced_ops).step()
         self.note(made)
         return made
 
@@ -129,10 +129,14 @@ class _Writer:
     """Writes the program of one sliced graph."""
 
     def __init__(
-        self, step: JaxTracedStep, sliced: SlicedGraph, analysis: Analysis, ways: dict[int, Way]
+        self,
+        step: JaxTracedStep,
+        sliced: SlicedGraph,
+        analysis: Analysis,
+        sliced_ops: dict[int, SlicedOp],
     ):
         self._step, self._sliced = step, sliced
-        self._analysis, self._ways = analysis, ways
+        self._analysis, self._sliced_ops = analysis, sliced_ops
         self._count = sliced.slicing.parts
         self._equations: list[Equation] = []
         self._avals = list(step.program.avals)
@@ -200,39 +204,37 @@ class _Writer:
                 inner[number, None] = self._numbers[self._sliced.whole[v]]
         ids = {self._step.numbers[v]: now for v, now in zip(old.outputs, op.outputs, strict=True)}
         found = []
-        for step in self._ways[source].steps:
-            equation = self._step.program.equations[step.at]
+        for one in self._sliced_ops[source].equations:
+            equation = self._step.program.equations[one.at]
             inputs = tuple(
                 inner[a, mode] if isinstance(a, int) else a
-                for a, mode in zip(equation.inputs, step.inputs, strict=True)
+                for a, mode in zip(equation.inputs, one.inputs, strict=True)
             )
             read = tuple(a if isinstance(a, int) else id(a) for a in inputs)
-            key = step.at, None if step.is_whole else part, read, step.outputs
+            key = one.at, None if one.is_whole else part, read, one.outputs
             if key not in self._at:
                 avals = [
                     part_aval(self._avals[number], mode, self._count)
-                    for number, mode in zip(equation.outputs, step.outputs, strict=True)
+                    for number, mode in zip(equation.outputs, one.outputs, strict=True)
                 ]
                 outputs = tuple(
                     self._made(ids[number], aval) if number in ids else self._number(aval)
                     for number, aval in zip(equation.outputs, avals, strict=True)
                 )
-                written = self._source(step, part)
+                written = self._source(one, part)
                 self._add(key, replace(equation, source=written, inputs=inputs, outputs=outputs))
             found.append(self._at[key])
             outputs = self._equations[found[-1]].outputs
-            inner.update(
-                zip(zip(equation.outputs, step.outputs, strict=True), outputs, strict=True)
-            )
+            inner.update(zip(zip(equation.outputs, one.outputs, strict=True), outputs, strict=True))
         return tuple(found)
 
-    def _source(self, step: Step, part: int) -> Any:
+    def _source(self, one: SlicedEquation, part: int) -> Any:
         """Returns what a part of an equation is written down from; one for all parts, but for what
         is drawn."""
-        drawn = self._step.program.equations[step.at].kind == RANDOM and not step.is_whole
-        key = step, part if drawn else 0
+        drawn = self._step.program.equations[one.at].kind == RANDOM and not one.is_whole
+        key = one, part if drawn else 0
         if key not in self._sources:
-            self._sources[key] = part_source(self._step.program, step, self._count, key[1])
+            self._sources[key] = part_source(self._step.program, one, self._count, key[1])
         return self._sources[key]
 
     # ---------------------------------------------------------------- cuts, joins and sums
@@ -289,33 +291,33 @@ def part_aval(aval: Any, mode: Mode, count: int) -> Any:
     return aval.update(shape=tuple(shape))
 
 
-def part_source(program: FlatProgram, step: Step, count: int, part: int) -> Any:
+def part_source(program: FlatProgram, one: SlicedEquation, count: int, part: int) -> Any:
     """Returns what one part of an equation is written down from.
 
     Args:
         program: whose equation it is.
-        step: how it runs on a part.
+        one: how it runs on a part.
         count: how many parts there are.
         part: which one.
     """
-    equation = program.equations[step.at]
-    if step.is_whole:
+    equation = program.equations[one.at]
+    if one.is_whole:
         return equation.source
 
     def aval_of(atom: Any, mode: Mode) -> Any:
         return part_aval(program.avals[atom] if isinstance(atom, int) else atom.aval, mode, count)
 
-    given = [aval_of(a, m) for a, m in zip(equation.inputs, step.inputs, strict=True)]
-    made = [aval_of(a, m) for a, m in zip(equation.outputs, step.outputs, strict=True)]
+    given = [aval_of(a, m) for a, m in zip(equation.inputs, one.inputs, strict=True)]
+    made = [aval_of(a, m) for a, m in zip(equation.outputs, one.outputs, strict=True)]
     if equation.kind == RANDOM:
         return private.bits_equation(given[0], made[0], part * prod(made[0].shape))
-    if equation.kind == SCAN and step.loop is not None:
-        params = equation.source.params | {"jaxpr": _part_of_body(step.loop, equation, count)}
+    if equation.kind == SCAN and one.loop is not None:
+        params = equation.source.params | {"jaxpr": _part_of_body(one.loop, equation, count)}
     else:
         shapes = tuple(_shape(a, program) for a in equation.inputs)
         operands = Operands(equation.source, shapes, _shape(equation.outputs[0], program))
         parts = [tuple(aval.shape) for aval in given]
-        params = part_params(equation.kind, operands, step.inputs, parts, tuple(made[0].shape))
+        params = part_params(equation.kind, operands, one.inputs, parts, tuple(made[0].shape))
     return private.with_shapes(equation.source, params, given, made)
 
 
@@ -326,15 +328,15 @@ def _shape(atom: Any, program: FlatProgram) -> Shape:
 def _part_of_body(loop: Loop, equation: Equation, count: int) -> Any:
     """Returns the body of a part of a loop."""
     body, params = loop.body, equation.source.params
-    sources = {step.at: part_source(body, step, count, 0) for step in loop.steps}
+    sources = {one.at: part_source(body, one, count, 0) for one in loop.equations}
     first_row = params["num_consts"] + params["num_carry"]
 
     def run(*inputs: Any) -> list[Any]:
         env: dict[int, Any] = dict(enumerate(inputs))
-        for step in loop.steps:
-            one = body.equations[step.at]
-            read = [env[a] if isinstance(a, int) else a.val for a in one.inputs]
-            env.update(zip(one.outputs, private.bind(sources[step.at], read), strict=True))
+        for one in loop.equations:
+            whole = body.equations[one.at]
+            read = [env[a] if isinstance(a, int) else a.val for a in whole.inputs]
+            env.update(zip(whole.outputs, private.bind(sources[one.at], read), strict=True))
         return [env[a] if isinstance(a, int) else private.array_of(a) for a in body.outputs]
 
     given: Sequence[Any] = [

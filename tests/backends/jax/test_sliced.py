@@ -69,28 +69,31 @@ def test_each_equation_runs_on_a_part(build):
     step = traced(model, batch)
     program, slicer = step.program, step.slicer
     env = computed(program, [*jax.tree.leaves((private.state_values(model), batch))])
-    ways = {}  # one for equations alike
-    for way in (one for i in slicer.rules for one in slicer.ways[i].steps if not one.is_whole):
-        equation = program.equations[way.at]
-        shapes = [str(program.avals[a]) for a, _ in pairs(equation, way)]
-        ways[equation.kind, *shapes, *way.inputs, *way.outputs] = way
+    found = {}  # one for equations alike
+    for one in (
+        one for i in slicer.rules for one in slicer.sliced_ops[i].equations if not one.is_whole
+    ):
+        equation = program.equations[one.at]
+        shapes = [str(program.avals[a]) for a, _ in pairs(equation, one)]
+        found[equation.kind, *shapes, *one.inputs, *one.outputs] = one
     kinds = set()
-    for way in ways.values():
-        equation, terms = program.equations[way.at], []
+    for one in found.values():
+        equation, terms = program.equations[one.at], []
         for part in range(PARTS):
             read = [
                 cut(env[a], mode, part) if isinstance(a, int) else a.val
-                for a, mode in zip(equation.inputs, way.inputs, strict=True)
+                for a, mode in zip(equation.inputs, one.inputs, strict=True)
             ]
-            both = [*pairs(equation, way), *zip(equation.outputs, way.outputs, strict=True)]
+            both = [*pairs(equation, one), *zip(equation.outputs, one.outputs, strict=True)]
             if any(isinstance(m, int) and env[a].shape[m] % PARTS for a, m in both):
                 break
-            terms.append(private.bind(part_source(program, way, PARTS, part), read))
+            terms.append(private.bind(part_source(program, one, PARTS, part), read))
         else:
             kinds.add(equation.kind)
             whole = private.bind(equation.source, inputs_of(equation, env))
-            for one, mode, parts in zip(whole, way.outputs, zip(*terms, strict=True), strict=True):
-                check(one, mode, parts, equation.kind)
+            every = zip(whole, one.outputs, zip(*terms, strict=True), strict=True)
+            for value, mode, parts in every:
+                check(value, mode, parts, equation.kind)
     wanted = {
         models.pooled: {
             "conv_general_dilated", "conv_kernel_gradient", "reduce_window_max",
@@ -120,9 +123,9 @@ def computed(program, given):
     return run(list(map(jnp.asarray, given)))
 
 
-def pairs(equation, way):
+def pairs(equation, one):
     """The numbered inputs of an equation, and what they are to a part."""
-    both = zip(equation.inputs, way.inputs, strict=True)
+    both = zip(equation.inputs, one.inputs, strict=True)
     return [(a, mode) for a, mode in both if isinstance(a, int)]
 
 

@@ -32,7 +32,7 @@ _MOST_ROUNDS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class SlicedEquation:
     """One equation of a part.
 
     Args:
@@ -58,26 +58,26 @@ class Loop:
 
     Args:
         body: its equations.
-        steps: the body of a part.
+        equations: the body of a part.
         inputs, outputs: what each of the loop's is to a part.
     """
 
     body: FlatProgram
-    steps: tuple[Step, ...]
+    equations: tuple[SlicedEquation, ...]
     inputs: tuple[Mode, ...]
     outputs: tuple[Mode, ...]
 
 
 @dataclass(frozen=True)
-class Way:
+class SlicedOp:
     """How some equations run on a part.
 
     Args:
-        steps: in program order.
+        equations: in program order.
         reads: number of a value from outside → what it is to a part, more than one thing, maybe.
     """
 
-    steps: tuple[Step, ...]
+    equations: tuple[SlicedEquation, ...]
     reads: Mapping[int, frozenset[Mode]]
 
 
@@ -150,7 +150,7 @@ class Analysis:
 
     # ---------------------------------------------------------------- equations
 
-    def way(self, equations: Sequence[int], outputs: Sequence[int]) -> Way | None:
+    def sliced_op(self, equations: Sequence[int], outputs: Sequence[int]) -> SlicedOp | None:
         """Returns how equations run on a part, the last of which computes ``outputs``; ``None``
         where they stay whole."""
         last = self.program.equations[equations[-1]]
@@ -160,13 +160,13 @@ class Analysis:
         else:
             parts: dict[int, Mode] = {number: self.axis(number) for number in outputs}
             asked = [dict.fromkeys(outputs, SUM), parts]
-        ways = (self.demanded(equations, {n: {mode} for n, mode in one.items()}) for one in asked)
+        found = (self.demanded(equations, {n: {mode} for n, mode in one.items()}) for one in asked)
         # a term of a sum that was made elsewhere is none of the parts' own
-        return next((w for w in ways if w and not any(SUM in m for m in w.reads.values())), None)
+        return next((op for op in found if op and SUM not in set().union(*op.reads.values())), None)
 
     def demanded(
         self, equations: Sequence[int], wanted: Mapping[int, Iterable[Mode]]
-    ) -> Way | None:
+    ) -> SlicedOp | None:
         """Returns how equations make what is wanted on a part; ``None`` where they cannot.
 
         Args:
@@ -176,38 +176,42 @@ class Analysis:
         modes: dict[int, set[Mode]] = defaultdict(set)
         for number, some in wanted.items():
             modes[number] |= set(some)
-        steps = []
+        made: list[SlicedEquation] = []
         for at in reversed(equations):
             equation = self.program.equations[at]
             asked = [modes.pop(number, set()) for number in equation.outputs]
             if not any(asked):
                 continue
-            step = self._step(at, equation, asked)
-            if step is None:
+            one = self._sliced(at, equation, asked)
+            if one is None:
                 return None
-            steps.append(step)
-            for atom, mode in zip(equation.inputs, step.inputs, strict=True):
+            made.append(one)
+            for atom, mode in zip(equation.inputs, one.inputs, strict=True):
                 if isinstance(atom, int):
                     modes[atom].add(mode)
                 elif mode is not None and not (mode == SUM and self._is_zero(atom)):
                     return None
         reads = {number: frozenset(some) for number, some in modes.items()}
-        return Way(tuple(reversed(steps)), reads)
+        return SlicedOp(tuple(reversed(made)), reads)
 
-    def _step(self, at: int, equation: Equation, asked: Sequence[set[Mode]]) -> Step | None:
+    def _sliced(
+        self, at: int, equation: Equation, asked: Sequence[set[Mode]]
+    ) -> SlicedEquation | None:
         """Returns how an equation makes what is asked of its outputs, each at most one thing."""
         if equation.has_effect or any(len(some) > 1 for some in asked):
             return None
         if all(some <= {None} for some in asked):
-            return Step(at, (None,) * len(equation.inputs), (None,) * len(equation.outputs))
+            return SlicedEquation(
+                at, (None,) * len(equation.inputs), (None,) * len(equation.outputs)
+            )
         if equation.kind == SCAN:
             loop = self._loop(at)
             if loop is None or any(some - {m} for some, m in zip(asked, loop.outputs, strict=True)):
                 return None
-            return Step(at, loop.inputs, loop.outputs, loop)
+            return SlicedEquation(at, loop.inputs, loop.outputs, loop)
         (mode, *others) = {one for some in asked for one in some}
         found = None if others else self._modes(equation, mode)
-        return None if found is None else Step(at, found, (mode,) * len(equation.outputs))
+        return None if found is None else SlicedEquation(at, found, (mode,) * len(equation.outputs))
 
     def _modes(self, equation: Equation, mode: Mode) -> tuple[Mode, ...] | None:
         """Returns what the inputs of an equation are to a part of it, or to a term of a sum."""
@@ -248,19 +252,19 @@ class Analysis:
             and self._is_zero(maker.inputs[0])
         )
 
-    def divisor(self, way: Way) -> int:
+    def divisor(self, op: SlicedOp) -> int:
         """Returns a number that the number of parts has to divide."""
         found = 0
-        for number, some in way.reads.items():
+        for number, some in op.reads.items():
             found = gcd(found, *(self.shape(number)[m] for m in some if isinstance(m, int)))
-        for step in way.steps:
-            made = self.program.equations[step.at].outputs
-            for number, mode in zip(made, step.outputs, strict=True):
+        for one in op.equations:
+            made = self.program.equations[one.at].outputs
+            for number, mode in zip(made, one.outputs, strict=True):
                 if isinstance(mode, int):
                     found = gcd(found, self.shape(number)[mode])
-            if step.loop is not None:
-                body = Analysis(step.loop.body, {})
-                found = gcd(found, body.divisor(Way(step.loop.steps, {})))
+            if one.loop is not None:
+                body = Analysis(one.loop.body, {})
+                found = gcd(found, body.divisor(SlicedOp(one.loop.equations, {})))
         return found
 
     # ---------------------------------------------------------------- loops
@@ -319,13 +323,13 @@ class Analysis:
                 wanted[atom].add(mode)
             elif mode is not None:
                 return None
-        way = analysis.demanded(range(len(body.equations)), wanted)
-        if way is None:
+        op = analysis.demanded(range(len(body.equations)), wanted)
+        if op is None:
             return None
         inputs: list[Mode] = []
         for at, atom in enumerate(equation.inputs):
             mode = made[at - first] if first <= at < first + carried else given.get(at)
-            if way.reads.get(at, frozenset()) - {mode}:
+            if op.reads.get(at, frozenset()) - {mode}:
                 return None
             if mode == SUM and not self._is_zero(atom):
                 return None
@@ -335,4 +339,4 @@ class Analysis:
             mode + 1 if isinstance(mode, int) and at >= carried else mode
             for at, mode in enumerate(made)
         ]
-        return Loop(body, way.steps, tuple(inputs), tuple(outputs))
+        return Loop(body, op.equations, tuple(inputs), tuple(outputs))
