@@ -24,7 +24,8 @@ import numpy as np
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import SCAN
-from keras_remat.backends.jax.slice_rules import PARTS, SUM, SUMS, Mode, Operands, Shape
+from keras_remat.backends.jax.slice_rules import PARTS, SUMS, Operands
+from keras_remat.backends.slice_modes import SUM, Mode, Shape
 from keras_remat.backends.xla.fusion import Equation
 
 #: How often what a loop carries is looked at, until no axis is found any more.

@@ -15,17 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.kinds import CONVOLUTION, KERNEL_GRADIENT, KINDS, POOLING_GRADIENT
+from keras_remat.backends.slice_modes import SUM, Mode, Shape, same_place
 from keras_remat.backends.tables import names
 
-Shape = tuple[int, ...]
-#: What a value is to a part of its op: its part along an axis; all of it (``None``); or, of a
-#: result, a term of a sum over the parts.
-Mode = int | Literal["sum"] | None
-SUM: Literal["sum"] = "sum"
 #: Modes of the inputs; ``None``: it cannot run so.
 Found = Sequence[Mode] | None
 
@@ -73,14 +69,6 @@ def _all_but(*parameters: str) -> Callable[[Operands, int], Found]:
         return None if axis in {one % rank for one in axes} else [axis] * len(op.shapes)
 
     return rule
-
-
-def same_place(shape: Shape, axis: int, other: Shape) -> int | None:
-    """Returns the axis of another shape that begins where ``axis`` of a shape does, counted in
-    elements: parts of the one are parts of the other."""
-    outside = prod(shape[:axis])
-    found = (at for at, size in enumerate(other) if size > 1 and prod(other[:at]) == outside)
-    return next(found, None)
 
 
 def _reshape(op: Operands, axis: int) -> Found:

@@ -30,8 +30,9 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import FlatProgram
 from keras_remat.backends.jax.kinds import SCAN
 from keras_remat.backends.jax.slice_analysis import Analysis, Loop, SlicedEquation, SlicedOp
-from keras_remat.backends.jax.slice_rules import RANDOM, Mode, Operands, Shape, part_params
+from keras_remat.backends.jax.slice_rules import RANDOM, Operands, part_params
 from keras_remat.backends.jax.trace import JaxTracedStep
+from keras_remat.backends.slice_modes import Mode, Shape
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.core.graph import UPDATE, Op
 from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing, sliced_graph

@@ -8,6 +8,7 @@ of its plan, in eager mode without autograd: the backward phase is part of what 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from keras_remat.backends.torch import trace as tracing
 from keras_remat.backends.torch.device import is_out_of_memory, live_device
 from keras_remat.backends.torch.lower import LoweredStep
 from keras_remat.backends.torch.profile import Recorder, estimated_profile
+from keras_remat.backends.torch.sliced import StepSlicer
 from keras_remat.backends.torch.swap import InstalledTrainFunction
 from keras_remat.backends.torch.trace import TorchTracedStep, as_tensors
 from keras_remat.backends.torch.variables import snapshot
@@ -38,7 +40,7 @@ class TorchBackend:
 
     name, compilation = "torch", "ordered"
     measures_op_times = True
-    runs_slices = False
+    runs_slices = True
     auto_solver = "auto"
     batch_multiple = 1
     processes = Processes()
@@ -75,7 +77,7 @@ class TorchBackend:
         self.device.trains(model)
         traced = tracing.trace(model, batch, micro_batches)
         self._written |= {id(tensor): tensor for tensor in traced.program.written_constants}
-        return traced
+        return replace(traced, slicer=StepSlicer(traced)) if micro_batches == 1 else traced
 
     def recorder(self) -> Recorder:
         return Recorder(self.device)

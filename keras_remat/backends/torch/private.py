@@ -112,6 +112,26 @@ def written_arguments(overload: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return written
 
 
+def arguments_of(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by name, those that are not given with their defaults."""
+    found = {}
+    for at, argument in enumerate(overload._schema.arguments):
+        if at < len(args) and not argument.kwarg_only:
+            found[argument.name] = args[at]
+        elif argument.name in kwargs:
+            found[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
+
+
+def placed(overload: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call by place and by name, of which all are given by name."""
+    by_name = {a.name for a in overload._schema.arguments if a.kwarg_only}
+    args = tuple(given for name, given in arguments.items() if name not in by_name)
+    return args, {name: given for name, given in arguments.items() if name in by_name}
+
+
 def returns_list(overload: Any) -> bool:
     """Returns whether an operator returns a list of tensors."""
     returns = overload._schema.returns

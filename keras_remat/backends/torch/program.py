@@ -20,6 +20,7 @@ One file, though long: every rule reads and writes the same tables of storages a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,7 +50,7 @@ _UNFILLED = {
 #: Bytes of the state of PyTorch's generator.
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 #: What the CUDA allocator rounds every request up to.
-_CUDA_GRANULE = 512
+CUDA_GRANULE = 512
 
 PURE, WRITE, EFFECT = "pure", "write", "effect"
 GET_STATE, SET_STATE = "get_rng_state", "set_rng_state"
@@ -180,6 +181,24 @@ class Program:
         """Returns whether a tensor is all of a value."""
         return self.layouts[number].is_same(self.layouts[self._base[value]])
 
+    def rewritten(
+        self,
+        *,
+        nodes: list[Node],
+        stored: list[Stored],
+        layouts: list[Layout],
+        recipes: dict[int, tuple[Call, int, int]],
+        sources: dict[int, int],
+        results: dict[int, int],
+    ) -> Program:
+        """Returns another program of the same recording, whose arguments are the attributes of
+        those names."""
+        other = copy(self)
+        other.nodes, other.stored, other.layouts = nodes, stored, layouts
+        other.recipes, other.sources, other.results = recipes, sources, results
+        other._base = {at: one.number for at, one in enumerate(stored)}
+        return other
+
     @property
     def written_constants(self) -> list[torch.Tensor]:
         """What the step closes over and writes: tensors that the model does not know of."""
@@ -228,7 +247,7 @@ class Program:
         if layout.device.type != self._device.type:
             nbytes = 0
         elif layout.device.type == "cuda":
-            nbytes = -(-nbytes // _CUDA_GRANULE) * _CUDA_GRANULE
+            nbytes = -(-nbytes // CUDA_GRANULE) * CUDA_GRANULE
         self.stored.append(Stored(number, nbytes, producer))
         self._base[len(self.stored) - 1] = number
         return len(self.stored) - 1
@@ -416,7 +435,7 @@ class Program:
     def _state_for(self, call: Call) -> tuple[str, int] | None:
         """Returns the kind of device whose hidden generator a call draws from, and the value of
         its state before; ``None`` where it draws from none."""
-        if torch.Tag.nondeterministic_seeded not in call.operator.tags or _is_seeded(call):
+        if not _draws(call):
             return None
         numbers = [*(n for n in call.outputs if n is not None), *call.writes]
         kind = self.layouts[numbers[0]].device.type
@@ -428,6 +447,11 @@ class Program:
         return kind, self._state[kind]
 
 
-def _is_seeded(call: Call) -> bool:
+def _draws(call: Call) -> bool:
+    """Returns whether a call draws from a hidden generator; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in call.operator.tags:
+        return False
     leaves = tree_leaves((call.args, call.kwargs), is_leaf=is_leaf)
-    return any(isinstance(leaf, Generator) for leaf in leaves)
+    is_seeded = any(isinstance(leaf, Generator) for leaf in leaves)
+    dropped = private.arguments_of(call.operator, call.args, call.kwargs).get("dropout_p")
+    return not is_seeded and dropped != 0.0

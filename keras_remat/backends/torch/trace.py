@@ -70,6 +70,8 @@ class TorchTracedStep(TracedStep):
         """Returns what Keras's own step needs: what was alive when its calls were recorded, and
         what their kernels take for themselves. A functional model keeps the outputs of all its
         layers until its call ends, which a rematerialized step does not."""
+        if self.whole is not None:
+            return self.whole.step.plain_peak_bytes(self.whole.problem(problem), memory)
         alive = self.program.recording.plain_bytes(self.device)
         scratch = [0] * len(alive)
         for node in self.program.nodes:

@@ -1,0 +1,520 @@
+"""How PyTorch's operators run on a slice of the batch: a table, read off their definitions.
+
+An operator may run in slices along an axis of what it makes, or of what it sums up. The table says
+every way in which it may: what each tensor that it reads, and each that it returns, is to a part.
+Views are in it, too: they carry an axis from a value to its reader. An operator missing here stays
+whole, and so does one whose shapes do not allow it: both are always right. Nothing depends on which
+axis is the batch's; that only says where to begin
+(:mod:`~keras_remat.backends.torch.slice_analysis`).
+
+Random numbers are drawn whole, and a part reads a slice of them: how a generator counts on is
+another thing on every device. One file, though long: one table, and its rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from keras_remat.backends.slice_modes import MEAN, SAME, SUM, Mode, Shape, same_place
+from keras_remat.backends.tables import names
+from keras_remat.backends.torch import private
+from keras_remat.backends.torch.recorder import Call, Layout, Ref
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way in which an operator runs on a part.
+
+    Args:
+        outputs: what each result is to the whole's.
+        inputs: name of an argument → what a part reads of its tensors; all of them, if not named.
+    """
+
+    outputs: tuple[Mode, ...]
+    inputs: Mapping[str, Mode] = field(default_factory=dict)
+
+    @property
+    def axis(self) -> int | None:
+        """The axis of the first result that is made part by part."""
+        return next((mode for mode in self.outputs if isinstance(mode, int)), None)
+
+
+class Operands:
+    """What a rule looks at.
+
+    Args:
+        call: of the operator.
+        layouts: of all tensors.
+
+    Attributes:
+        name: the operator's, without the sign that it writes.
+        arguments: by name, with what is not given.
+        shapes: name → of the tensor; of lists, of their first.
+        results: shapes of the results, or of what is written; ``None`` for what is no tensor.
+    """
+
+    def __init__(self, call: Call, layouts: Sequence[Layout]):
+        self.call = call
+        name = private.schema_name(call.operator)
+        self.name = name.removesuffix("_") if call.writes else name
+        self.arguments = private.arguments_of(call.operator, call.args, call.kwargs)
+        self.shapes: dict[str, Shape] = {}
+        for key, given in self.arguments.items():
+            first = given[0] if isinstance(given, (list, tuple)) and given else given
+            if isinstance(first, Ref):
+                self.shapes[key] = layouts[first.number].shape
+        made = call.writes or call.outputs
+        self.results = tuple(None if n is None else layouts[n].shape for n in made)
+
+    @property
+    def result(self) -> Shape:
+        """The shape of the first result that is a tensor."""
+        return next(shape for shape in self.results if shape is not None)
+
+    @property
+    def axes(self) -> Iterator[int]:
+        """Yields the axes of the result that have parts."""
+        return (axis for axis, size in enumerate(self.result) if size > 1)
+
+    def every(self, mode: Mode) -> tuple[Mode, ...]:
+        """Returns a mode for every result."""
+        return (mode,) * len(self.results)
+
+    def dims(self, name: str, rank: int) -> set[int]:
+        """Returns the axes that an argument names; all, where it names none."""
+        given = self.arguments.get(name)
+        given = (given,) if isinstance(given, int) else given
+        return {at % rank for at in given} if given else set(range(rank))
+
+
+Ways = Iterator[Way]
+
+
+def _aligned(op: Operands, axis: int) -> dict[str, Mode] | None:
+    """Returns what tensors that are broadcast to a result are to its part; ``None`` for others."""
+    modes: dict[str, Mode] = {}
+    for name, shape in op.shapes.items():
+        at = axis - len(op.result) + len(shape)
+        if at < 0 or shape[at] == 1:
+            continue
+        if shape[at] != op.result[axis]:
+            return None
+        modes[name] = at
+    return modes
+
+
+def _pointwise(op: Operands) -> Ways:
+    for axis in op.axes:
+        modes = _aligned(op, axis)
+        if modes is not None:
+            yield Way(op.every(axis), modes)
+
+
+def _made(op: Operands) -> Ways:
+    """Fills a shape with one number, whatever it reads."""
+    for axis in op.axes:
+        yield Way(op.every(axis))
+
+
+def _like(op: Operands) -> Ways:
+    """Reads the shape of a tensor alone."""
+    for axis in op.axes:
+        yield Way(op.every(axis), {"self": axis})
+
+
+def _kept_alike(op: Operands, worked: set[int]) -> Ways:
+    """Works along some axes, and treats all others alike."""
+    for axis in op.axes:
+        alike = all(
+            len(shape) > axis and shape[axis] == op.result[axis] for shape in op.shapes.values()
+        )
+        if axis not in worked and alike:
+            yield Way(op.every(axis), dict.fromkeys(op.shapes, axis))
+
+
+def _all_but(parameter: str) -> Callable[[Operands], Ways]:
+    """Returns the rule of what works along the axes in an argument."""
+
+    def rule(op: Operands) -> Ways:
+        return _kept_alike(op, op.dims(parameter, len(op.result)))
+
+    return rule
+
+
+def _all_but_last(count: int) -> Callable[[Operands], Ways]:
+    """Returns the rule of what works along the last axes."""
+
+    def rule(op: Operands) -> Ways:
+        return _kept_alike(op, set(range(len(op.result) - count, len(op.result))))
+
+    return rule
+
+
+def _concatenation(op: Operands) -> Ways:
+    dim = op.arguments["dim"] % len(op.result)
+    for axis in op.axes:
+        if axis != dim:
+            is_new = op.name == "stack" and axis > dim
+            yield Way((axis,), {"tensors": axis - is_new})
+
+
+def _reduction(op: Operands) -> Ways:
+    shape = op.shapes["self"]
+    if not shape:
+        return
+    dims = op.dims("dim", len(shape))
+    kept = [at for at in range(len(shape)) if at not in dims]
+    for place, at in enumerate(kept):
+        if shape[at] > 1:
+            yield Way(op.every(at if op.arguments.get("keepdim") else place), {"self": at})
+    adds: Mapping[str, Mode] = {"sum": SUM, "mean": MEAN}
+    if op.name in adds:
+        for at in sorted(dims):
+            if shape[at] > 1:
+                yield Way((adds[op.name],), {"self": at})
+
+
+def _product(op: Operands) -> Ways:
+    """A matrix product, of one or many, with something that it is added to, or without."""
+    left, right = ("self", "mat2") if "mat2" in op.shapes else ("mat1", "mat2")
+    if op.name in ("addmm", "baddbmm"):
+        left, right = ("mat1", "mat2") if op.name == "addmm" else ("batch1", "batch2")
+    rank = len(op.result)
+    for axis in op.axes:
+        added = {} if left == "self" else _added(op, axis)
+        if axis < rank - 2:
+            yield Way((axis,), {**added, left: axis, right: axis})
+        else:
+            yield Way((axis,), {**added, left if axis == rank - 2 else right: axis})
+    if left == "self":
+        yield Way((SUM,), {left: rank - 1, right: rank - 2})
+
+
+def _added(op: Operands, axis: int) -> dict[str, Mode]:
+    """Returns what is added to a part of a product, which is broadcast to it."""
+    shape = op.shapes["self"]
+    at = axis - len(op.result) + len(shape)
+    return {"self": at} if at >= 0 and shape[at] > 1 else {}
+
+
+def _vector_product(op: Operands) -> Ways:
+    if op.name == "mv":
+        yield Way((0,), {"self": 0})
+        yield Way((SUM,), {"self": 1, "vec": 0})
+    else:
+        yield Way((SUM,), {"self": 0, "tensor": 0})
+
+
+def _by_sample(*read: str, rank: int) -> Callable[[Operands], Ways]:
+    """Returns the rule of what treats samples alike, along the first axis.
+
+    Args:
+        read: arguments of which a part reads its part.
+        rank: of what is made, where it has samples.
+    """
+
+    def rule(op: Operands) -> Ways:
+        if len(op.result) >= rank:
+            yield Way(op.every(0), {name: 0 for name in read if name in op.shapes})
+
+    return rule
+
+
+def _normalization(op: Operands) -> Ways:
+    """Normalizes the last axes, or the gradient of that."""
+    normalized = len(op.arguments["normalized_shape"])
+    read = ("grad_out", "input", "mean", "rstd")
+    is_gradient = "grad_out" in op.shapes
+    for axis in range(len(op.shapes["input"]) - normalized):
+        modes: dict[str, Mode] = {name: axis for name in read if name in op.shapes}
+        sums: list[Mode] = [SUM] * (len(op.results) - 1)
+        yield Way((axis, *sums) if is_gradient else op.every(axis), modes)
+
+
+def _batch_normalization(op: Operands) -> Ways:
+    """With statistics that are given; others look at the whole batch."""
+    if op.arguments.get("training") or op.arguments.get("train"):
+        return
+    if "grad_out" in op.shapes:
+        yield Way((0, SUM, SUM), {"grad_out": 0, "input": 0})
+    else:
+        yield Way((0, *[SAME] * (len(op.results) - 1)), {"input": 0})
+
+
+def _embedding(op: Operands) -> Ways:
+    for axis in range(len(op.shapes["indices"])):
+        yield Way((axis,), {"indices": axis})
+
+
+def _embedding_gradient(op: Operands) -> Ways:
+    if not op.arguments["scale_grad_by_freq"]:
+        for axis in range(len(op.shapes["indices"])):
+            yield Way((SUM,), {"grad_output": axis, "indices": axis})
+
+
+def _index_selection(op: Operands) -> Ways:
+    dim = op.arguments["dim"] % len(op.result)
+    for axis in op.axes:
+        yield Way((axis,), {"index": 0} if axis == dim else {"self": axis})
+
+
+def _negative_log_likelihood(op: Operands) -> Ways:
+    """Of every sample by itself; the weight of all is 0 then, and read by nobody."""
+    if op.arguments["reduction"] or len(op.shapes["self"]) < 2:
+        return
+    modes: dict[str, Mode] = {"self": 0, "target": 0}
+    if "grad_output" in op.shapes:
+        yield Way((0,), {**modes, "grad_output": 0, "total_weight": SAME})
+    else:
+        yield Way((0, SAME), modes)
+
+
+def _padding(op: Operands) -> Ways:
+    padded = op.arguments["pad"]
+    rank = len(op.result)
+    for axis in op.axes:
+        last = 2 * (rank - 1 - axis)
+        if not any(padded[last : last + 2]):
+            yield Way((axis,), {"self": axis})
+
+
+def _repetition(op: Operands) -> Ways:
+    times, shape = op.arguments["repeats"], op.shapes["self"]
+    for axis in op.axes:
+        if times[axis] == 1:
+            yield Way((axis,), {"self": axis - len(op.result) + len(shape)})
+
+
+def _gradient_of_part(op: Operands) -> Ways:
+    """The gradient of a view of one place, or of a range, along an axis."""
+    dim = op.arguments["dim"] % len(op.result)
+    for axis in op.axes:
+        if axis != dim:
+            is_dropped = op.name == "select_backward" and axis > dim
+            yield Way((axis,), {"grad_output": axis - is_dropped})
+
+
+def _attention(op: Operands) -> Ways:
+    """Attends sample by sample."""
+    if op.arguments.get("dropout_p"):
+        return
+    samples = op.shapes["query"][0]
+    read = ("grad_out", "query", "key", "value", "out", "logsumexp")
+    modes: dict[str, Mode] = {name: 0 for name in read if name in op.shapes}
+    if any(op.shapes[name][0] != samples for name in modes):
+        return
+    for name, shape in op.shapes.items():
+        if name not in modes:
+            modes[name] = SAME
+            if name.startswith("attn_"):
+                modes[name] = 0 if len(shape) == 4 and shape[0] == samples > 1 else None
+    yield Way(tuple(0 if _has(shape, samples) else SAME for shape in op.results), modes)
+
+
+def _has(shape: Shape | None, samples: int) -> bool:
+    return shape is not None and len(shape) > 1 and shape[0] == samples
+
+
+def _convolution_gradients(op: Operands) -> Ways:
+    yield Way((0, SUM, SUM), {"grad_output": 0, "input": 0})
+
+
+# -------------------------------------------------------------------- views
+
+
+def _reshape(op: Operands) -> Ways:
+    for axis in op.axes:
+        place = same_place(op.result, axis, op.shapes["self"])
+        if place is not None:
+            yield Way((axis,), {"self": place})
+
+
+def _permutation(op: Operands) -> Ways:
+    order = list(range(len(op.result)))
+    if "dims" in op.arguments:
+        order = [dim % len(order) for dim in op.arguments["dims"]]
+    elif len(order) > 1:
+        first, second = op.arguments.get("dim0", 0), op.arguments.get("dim1", 1)
+        order[first], order[second] = order[second], order[first]
+    for axis in op.axes:
+        yield Way((axis,), {"self": order[axis]})
+
+
+def _selection(op: Operands) -> Ways:
+    dim = op.arguments["dim"] % (len(op.result) + 1)
+    for axis in op.axes:
+        yield Way(op.every(axis), {"self": axis + (axis >= dim)})
+
+
+def _range(op: Operands) -> Ways:
+    dim = op.arguments["dim"] % len(op.result)
+    for axis in op.axes:
+        if axis != dim:
+            yield Way(op.every(axis), {"self": axis})
+
+
+#: Operators that work element by element, and that PyTorch does not mark so.
+_POINTWISE = names("""
+    _to_copy clone copy fill zero masked_fill where lift_fresh_copy native_dropout_backward
+    elu_backward leaky_relu_backward hardtanh_backward softplus_backward hardswish_backward
+    hardsigmoid_backward mish_backward
+""")
+
+_RULES: Mapping[str, Callable[[Operands], Ways]] = {
+    **dict.fromkeys(_POINTWISE, _pointwise),
+    **dict.fromkeys(names("zeros ones full empty new_zeros new_ones new_full new_empty"), _made),
+    **dict.fromkeys(names("zeros_like ones_like full_like empty_like"), _like),
+    **dict.fromkeys(
+        names("""
+            sum mean amax amin max min argmax argmin any all prod logsumexp var std var_mean
+            linalg_vector_norm
+        """),
+        _reduction,
+    ),
+    **dict.fromkeys(
+        names("""
+            _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data
+            cumsum cumprod cummax cummin logcumsumexp sort topk gather scatter scatter_add glu
+        """),
+        _all_but("dim"),
+    ),
+    **dict.fromkeys(names("flip roll"), _all_but("dims")),
+    **dict.fromkeys(names("tril triu"), _all_but_last(2)),
+    **dict.fromkeys(names("cat stack"), _concatenation),
+    **dict.fromkeys(names("mm bmm addmm baddbmm"), _product),
+    **dict.fromkeys(names("mv dot"), _vector_product),
+    "convolution": _by_sample("input", rank=3),
+    "convolution_backward": _convolution_gradients,
+    **dict.fromkeys(
+        names("""
+            native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
+        """),
+        _normalization,
+    ),
+    **dict.fromkeys(
+        names("""
+            native_batch_norm _native_batch_norm_legit_no_training native_batch_norm_backward
+        """),
+        _batch_normalization,
+    ),
+    "embedding": _embedding,
+    "embedding_dense_backward": _embedding_gradient,
+    "index_select": _index_selection,
+    **dict.fromkeys(
+        names("nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward"),
+        _negative_log_likelihood,
+    ),
+    **dict.fromkeys(
+        names("max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d"),
+        _by_sample("self", rank=4),
+    ),
+    **dict.fromkeys(
+        names("max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d"),
+        _by_sample("self", rank=5),
+    ),
+    **dict.fromkeys(
+        names("""
+            max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward
+            adaptive_max_pool2d_backward
+        """),
+        _by_sample("grad_output", "self", "indices", rank=4),
+    ),
+    **dict.fromkeys(
+        names("""
+            max_pool3d_with_indices_backward avg_pool3d_backward _adaptive_avg_pool3d_backward
+            adaptive_max_pool3d_backward
+        """),
+        _by_sample("grad_output", "self", "indices", rank=5),
+    ),
+    **dict.fromkeys(
+        names("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"),
+        _by_sample("self", "input", rank=4),
+    ),
+    **dict.fromkeys(
+        names("""
+            upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward
+        """),
+        _by_sample("grad_output", rank=4),
+    ),
+    **dict.fromkeys(
+        names("reflection_pad2d replication_pad2d"), _by_sample("self", rank=4)
+    ),
+    **dict.fromkeys(
+        names("reflection_pad2d_backward replication_pad2d_backward"),
+        _by_sample("grad_output", "self", rank=4),
+    ),
+    "constant_pad_nd": _padding,
+    "repeat": _repetition,
+    **dict.fromkeys(names("select_backward slice_backward"), _gradient_of_part),
+    **dict.fromkeys(
+        names("""
+            _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
+            _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+            _scaled_dot_product_flash_attention_for_cpu_backward
+            _scaled_dot_product_flash_attention_backward
+            _scaled_dot_product_efficient_attention_backward
+            _scaled_dot_product_cudnn_attention_backward
+        """),
+        _attention,
+    ),
+    **dict.fromkeys(
+        names("view _unsafe_view reshape alias detach unsqueeze squeeze"), _reshape
+    ),
+    "expand": _pointwise,
+    **dict.fromkeys(names("permute transpose t"), _permutation),
+    **dict.fromkeys(names("select unbind"), _selection),
+    **dict.fromkeys(names("slice split split_with_sizes"), _range),
+}  # fmt: skip
+
+#: The argument that tells the shape of what an operator makes.
+_SHAPE_IN: Mapping[str, str] = {
+    **dict.fromkeys(
+        names("""
+            view _unsafe_view expand zeros ones full empty new_zeros new_ones new_full new_empty
+        """),
+        "size",
+    ),
+    "reshape": "shape",
+    **dict.fromkeys(names("select_backward slice_backward"), "input_sizes"),
+    **dict.fromkeys(
+        names("""
+            upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward
+        """),
+        "input_size",
+    ),
+}
+
+
+def ways_of(op: Operands) -> tuple[Way, ...]:
+    """Returns all ways in which an operator may run on a part; none where it stays whole."""
+    rule = _RULES.get(op.name)
+    if rule is None and torch.Tag.pointwise in op.call.operator.tags:
+        rule = _pointwise
+    if rule is None or not any(shape is not None for shape in op.results):
+        return ()
+    return tuple(way for way in rule(op) if _has_parts(op, way))
+
+
+def _has_parts(op: Operands, way: Way) -> bool:
+    """Returns whether what is told by axis has more than one element there."""
+    made = zip(way.outputs, op.results, strict=True)
+    read = ((mode, op.shapes[name]) for name, mode in way.inputs.items())
+    return all(
+        shape is None or not isinstance(mode, int) or (mode < len(shape) and shape[mode] > 1)
+        for mode, shape in (*made, *read)
+    )
+
+
+def part_arguments(op: Operands, way: Way, parts: int) -> dict[str, Any]:
+    """Returns the arguments of a part, by name, but for its tensors."""
+    arguments, told, axis = dict(op.arguments), _SHAPE_IN.get(op.name), way.axis
+    if told is not None and axis is not None:
+        sizes = list(arguments[told])
+        if sizes[axis] > 0:
+            sizes[axis] //= parts
+        arguments[told] = sizes
+    return arguments
