@@ -26,31 +26,12 @@ from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import SCAN
 from keras_remat.backends.jax.slice_rules import PARTS, SUMS, Operands
 from keras_remat.backends.slice_modes import SUM, Mode, Shape
+from keras_remat.backends.xla import sliced as slicing
 from keras_remat.backends.xla.fusion import Equation
+from keras_remat.backends.xla.sliced import SlicedEquation, SlicedOp
 
 #: How often what a loop carries is looked at, until no axis is found any more.
 _MOST_ROUNDS = 4
-
-
-@dataclass(frozen=True, eq=False)
-class SlicedEquation:
-    """One equation of a part.
-
-    Args:
-        at: its index in the program.
-        inputs, outputs: what each is to the part.
-        loop: of a ``scan``.
-    """
-
-    at: int
-    inputs: tuple[Mode, ...]
-    outputs: tuple[Mode, ...]
-    loop: Loop | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether each part computes all of it, alike."""
-        return all(mode is None for mode in self.outputs)
 
 
 @dataclass(frozen=True)
@@ -67,19 +48,6 @@ class Loop:
     equations: tuple[SlicedEquation, ...]
     inputs: tuple[Mode, ...]
     outputs: tuple[Mode, ...]
-
-
-@dataclass(frozen=True)
-class SlicedOp:
-    """How some equations run on a part.
-
-    Args:
-        equations: in program order.
-        reads: number of a value from outside → what it is to a part, more than one thing, maybe.
-    """
-
-    equations: tuple[SlicedEquation, ...]
-    reads: Mapping[int, frozenset[Mode]]
 
 
 class Analysis:
@@ -174,37 +142,16 @@ class Analysis:
             equations: indices, ascending.
             wanted: number → what it shall be.
         """
-        modes: dict[int, set[Mode]] = defaultdict(set)
-        for number, some in wanted.items():
-            modes[number] |= set(some)
-        made: list[SlicedEquation] = []
-        for at in reversed(equations):
-            equation = self.program.equations[at]
-            asked = [modes.pop(number, set()) for number in equation.outputs]
-            if not any(asked):
-                continue
-            one = self._sliced(at, equation, asked)
-            if one is None:
-                return None
-            made.append(one)
-            for atom, mode in zip(equation.inputs, one.inputs, strict=True):
-                if isinstance(atom, int):
-                    modes[atom].add(mode)
-                elif mode is not None and not (mode == SUM and self._is_zero(atom)):
-                    return None
-        reads = {number: frozenset(some) for number, some in modes.items()}
-        return SlicedOp(tuple(reversed(made)), reads)
+
+        def is_literal(atom: Any, mode: Mode) -> bool:
+            return mode is None or (mode == SUM and self._is_zero(atom))
+
+        return slicing.demanded(self.program, equations, wanted, self._sliced, is_literal)
 
     def _sliced(
         self, at: int, equation: Equation, asked: Sequence[set[Mode]]
     ) -> SlicedEquation | None:
         """Returns how an equation makes what is asked of its outputs, each at most one thing."""
-        if equation.has_effect or any(len(some) > 1 for some in asked):
-            return None
-        if all(some <= {None} for some in asked):
-            return SlicedEquation(
-                at, (None,) * len(equation.inputs), (None,) * len(equation.outputs)
-            )
         if equation.kind == SCAN:
             loop = self._loop(at)
             if loop is None or any(some - {m} for some, m in zip(asked, loop.outputs, strict=True)):

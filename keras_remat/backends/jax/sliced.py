@@ -1,18 +1,14 @@
 """Writes a traced JAX step with some of its ops in slices: the program of a
 :class:`~keras_remat.core.slices.SlicedGraph`.
 
-Each op of that graph has equations. A part's are its op's with the shapes of a part; equations of
-which each part needs all are computed by each. What is added to a program by slicing:
+What is the same in every framework is the work of :mod:`keras_remat.backends.xla.sliced`. What is
+added to a program by slicing:
 
 * a cut is ``slice``;
 * a join is ``dynamic_update_slice`` into a buffer, and its first part begins the buffer by ``pad``:
   an array of zeros would exist from the step's very beginning;
 * a sum is ``add``, in the order of the parts;
 * a part of random bits counts on from where the part before ends.
-
-What becomes whole again has its own number of the whole program, so that everything else is the
-same equation as before. XLA would run the parts side by side: that they wait for one another is
-the work of :mod:`keras_remat.backends.xla.protect`.
 """
 
 from __future__ import annotations
@@ -29,13 +25,18 @@ from keras_remat.backends.base import Whole
 from keras_remat.backends.jax import private
 from keras_remat.backends.jax.flatten import FlatProgram
 from keras_remat.backends.jax.kinds import SCAN
-from keras_remat.backends.jax.slice_analysis import Analysis, Loop, SlicedEquation, SlicedOp
+from keras_remat.backends.jax.slice_analysis import Analysis, Loop
 from keras_remat.backends.jax.slice_rules import RANDOM, Operands, part_params
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.slice_modes import Mode, Shape
 from keras_remat.backends.xla.fusion import Equation
-from keras_remat.core.graph import UPDATE, Op
-from keras_remat.core.slices import SlicedGraph, SliceRule, Slicing, sliced_graph
+from keras_remat.backends.xla.sliced import (
+    ProgramWriter,
+    SlicedEquation,
+    SlicedOp,
+    slice_rules,
+)
+from keras_remat.core.slices import Role, SlicedGraph, SliceRule, Slicing, sliced_graph
 
 
 @dataclass(frozen=True)
@@ -76,41 +77,8 @@ class StepSlicer:
 
     @cached_property
     def _found(self) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
-        rules, sliced_ops = {}, {}
-        for op in self.step.graph.ops:
-            found = None
-            if op.recomputable and op.phase != UPDATE and op.outputs:
-                numbers = [self.step.numbers[v] for v in op.outputs]
-                found = self.analysis.sliced_op(self.step.handles[op.id], numbers)
-            rule = None if found is None else self._rule(op, found)
-            if found is not None and rule is not None:
-                rules[op.id], sliced_ops[op.id] = rule, found
-        return rules, sliced_ops
-
-    def _rule(self, op: Op, found: SlicedOp) -> SliceRule | None:
-        """Returns the rule of an op; ``None`` where it reads what a part cannot."""
-        graph, numbers = self.step.graph, self.step.numbers
-        made = dict(
-            zip(
-                self.step.program.equations[found.equations[-1].at].outputs,
-                found.equations[-1].outputs,
-                strict=True,
-            )
-        )
-        sums = set()
-        for v in op.outputs:
-            mode = made[numbers[v]]
-            if mode is None and (graph.readers[v] or v in graph.outputs):
-                return None  # each part computes all of it: their sum is read by nobody else
-            if not isinstance(mode, int):
-                sums.add(v)
-        modes = {v: found.reads.get(numbers[v], frozenset()) for v in op.inputs}
-        sliced = {v for v, some in modes.items() if any(isinstance(m, int) for m in some)}
-        if any(numbers[v] < self._n_state for v in sliced):
-            return None
-        divides = self.analysis.divisor(found)
-        whole = frozenset(op.inputs) - sliced | {v for v in sliced if None in modes[v]}
-        return SliceRule(frozenset(sliced), whole, frozenset(sums), divides=divides)
+        analysis = self.analysis
+        return slice_rules(self.step, analysis.sliced_op, analysis.divisor, range(self._n_state))
 
     def sliced(self, slicing: Slicing) -> JaxTracedStep:
         """Returns the step with some ops in slices.
@@ -126,7 +94,7 @@ class StepSlicer:
         return made
 
 
-class _Writer:
+class _Writer(ProgramWriter):
     """Writes the program of one sliced graph."""
 
     def __init__(
@@ -136,151 +104,62 @@ class _Writer:
         analysis: Analysis,
         sliced_ops: dict[int, SlicedOp],
     ):
-        self._step, self._sliced = step, sliced
-        self._analysis, self._sliced_ops = analysis, sliced_ops
-        self._count = sliced.slicing.parts
-        self._equations: list[Equation] = []
+        super().__init__(step, sliced, sliced_ops, analysis.axis)
+        self._traced = step
         self._avals = list(step.program.avals)
-        self._numbers: dict[int, int] = {now: step.numbers[v] for v, now in sliced.whole.items()}
-        self._at: dict[Any, int] = {}  # what an equation computes → its index
         self._sources: dict[Any, Any] = {}
 
     def step(self) -> JaxTracedStep:
         """Returns the step."""
-        graph, handles = self._sliced.graph, {}
-        write = {
-            "cut": self._cut, "start": self._start, "join": self._join, "sum": self._sum,
-        }  # fmt: skip
-        for op, origin in zip(graph.ops, self._sliced.origins, strict=True):
-            if origin.role == "whole":
-                handles[op.id] = tuple(map(self._whole, self._step.handles[origin.source]))
-            elif origin.role == "part":
-                handles[op.id] = self._part(op, origin.source, origin.part)
-            else:
-                handles[op.id] = (write[origin.role](op, origin.source, origin.part),)
+        graph, handles = self._sliced.graph, self.write()
         program = replace(
-            self._step.program, equations=tuple(self._equations), avals=tuple(self._avals)
+            self._traced.program, equations=tuple(self.equations), avals=tuple(self._avals)
         )
         return replace(
-            self._step,
+            self._traced,
             graph=graph,
             handles=handles,
             program=program,
-            numbers=tuple(self._numbers[v.id] for v in graph.values),
+            numbers=tuple(self.numbers[v.id] for v in graph.values),
             slicer=None,
-            whole=Whole(self._step, self._sliced),
+            whole=Whole(self._traced, self._sliced),
         )
 
-    def _add(self, key: Any, equation: Equation) -> int:
-        self._at[key] = len(self._equations)
-        self._equations.append(equation)
-        return self._at[key]
-
-    def _number(self, aval: Any) -> int:
-        self._avals.append(aval)
+    def new_number(self, like: int, mode: Mode) -> int:
+        self._avals.append(part_aval(self._avals[like], mode, self._count))
         return len(self._avals) - 1
 
-    def _made(self, value_id: int, aval: Any) -> int:
-        """Returns the number of a value of the sliced graph, a new one where it has none."""
-        if value_id not in self._numbers:
-            self._numbers[value_id] = self._number(aval)
-        return self._numbers[value_id]
-
-    def _whole(self, at: int) -> int:
-        known = self._at.get(at)
-        return self._add(at, self._step.program.equations[at]) if known is None else known
-
-    # ---------------------------------------------------------------- parts
-
-    def _part(self, op: Op, source: int, part: int) -> tuple[int, ...]:
-        """Writes the equations of one part."""
-        old = self._step.graph.ops[source]
-        inner: dict[tuple[int, Mode], int] = {}
-        for v in old.inputs:
-            number = self._step.numbers[v]
-            made = self._sliced.parts.get((v, part), self._sliced.cuts.get((v, part)))
-            if made is not None:
-                inner[number, self._analysis.axis(number)] = self._numbers[made]
-            if v in self._sliced.whole:
-                inner[number, None] = self._numbers[self._sliced.whole[v]]
-        ids = {self._step.numbers[v]: now for v, now in zip(old.outputs, op.outputs, strict=True)}
-        found = []
-        for one in self._sliced_ops[source].equations:
-            equation = self._step.program.equations[one.at]
-            inputs = tuple(
-                inner[a, mode] if isinstance(a, int) else a
-                for a, mode in zip(equation.inputs, one.inputs, strict=True)
-            )
-            read = tuple(a if isinstance(a, int) else id(a) for a in inputs)
-            key = one.at, None if one.is_whole else part, read, one.outputs
-            if key not in self._at:
-                avals = [
-                    part_aval(self._avals[number], mode, self._count)
-                    for number, mode in zip(equation.outputs, one.outputs, strict=True)
-                ]
-                outputs = tuple(
-                    self._made(ids[number], aval) if number in ids else self._number(aval)
-                    for number, aval in zip(equation.outputs, avals, strict=True)
-                )
-                written = self._source(one, part)
-                self._add(key, replace(equation, source=written, inputs=inputs, outputs=outputs))
-            found.append(self._at[key])
-            outputs = self._equations[found[-1]].outputs
-            inner.update(zip(zip(equation.outputs, one.outputs, strict=True), outputs, strict=True))
-        return tuple(found)
+    def part_equations(
+        self, one: SlicedEquation, part: int, inputs: Sequence[Any], outputs: Sequence[int]
+    ) -> list[Equation]:
+        equation, source = self._traced.program.equations[one.at], self._source(one, part)
+        return [replace(equation, source=source, inputs=tuple(inputs), outputs=tuple(outputs))]
 
     def _source(self, one: SlicedEquation, part: int) -> Any:
         """Returns what a part of an equation is written down from; one for all parts, but for what
         is drawn."""
-        drawn = self._step.program.equations[one.at].kind == RANDOM and not one.is_whole
+        drawn = self._traced.program.equations[one.at].kind == RANDOM and not one.is_whole
         key = one, part if drawn else 0
         if key not in self._sources:
-            self._sources[key] = part_source(self._step.program, one, self._count, key[1])
+            self._sources[key] = part_source(self._traced.program, one, self._count, key[1])
         return self._sources[key]
 
-    # ---------------------------------------------------------------- cuts, joins and sums
-
-    def _axis_of(self, value_id: int) -> tuple[int, int, Any]:
-        """Returns the number, the axis and the whole shape of a value."""
-        number = self._step.numbers[value_id]
-        return number, self._analysis.axis(number), self._avals[number]
-
-    def _bounds(self, aval: Any, axis: int, part: int) -> tuple[list[int], list[int]]:
-        rows = aval.shape[axis] // self._count
+    def glue(
+        self, role: Role, number: int, part: int, inputs: tuple[int, ...]
+    ) -> tuple[Any, str, tuple[Any, ...]]:
+        aval, axis = self._avals[number], self._axis(number)
+        if role == "sum":
+            return private.sum_equation(aval), "add", inputs
+        if role == "start":
+            return private.nothing_equation(aval), "broadcast_in_dim", inputs
+        piece, rows = part_aval(aval, axis, self._count), aval.shape[axis] // self._count
         start, stop = [0] * len(aval.shape), list(aval.shape)
         start[axis], stop[axis] = part * rows, (part + 1) * rows
-        return start, stop
-
-    def _glue(self, op: Op, kind: str, source: Any, aval: Any) -> int:
-        """Writes one equation between the values of an op."""
-        inputs = tuple(self._numbers[v] for v in op.inputs)
-        if kind == "pad":
-            inputs = inputs[1:]
-        outputs = (self._made(op.outputs[0], aval),)
-        scope = op.name.rpartition("/")[0]
-        return self._add((op.id,), Equation(source, kind, scope, inputs, outputs))
-
-    def _cut(self, op: Op, value_id: int, part: int) -> int:
-        _, axis, aval = self._axis_of(value_id)
-        source = private.cut_equation(aval, *self._bounds(aval, axis, part))
-        return self._glue(op, "slice", source, part_aval(aval, axis, self._count))
-
-    def _start(self, op: Op, value_id: int, part: int) -> int:
-        _, _, aval = self._axis_of(value_id)
-        return self._glue(op, "broadcast_in_dim", private.nothing_equation(aval), aval)
-
-    def _join(self, op: Op, value_id: int, part: int) -> int:
-        _, axis, aval = self._axis_of(value_id)
-        piece = part_aval(aval, axis, self._count)
-        start, _ = self._bounds(aval, axis, part)
+        if role == "cut":
+            return private.cut_equation(aval, start, stop), "slice", inputs
         if part == 0:
-            return self._glue(op, "pad", private.pad_equation(piece, aval), aval)
-        source = private.join_equation(aval, piece, start)
-        return self._glue(op, "dynamic_update_slice", source, aval)
-
-    def _sum(self, op: Op, value_id: int, part: int) -> int:
-        _, _, aval = self._axis_of(value_id)
-        return self._glue(op, "add", private.sum_equation(aval), aval)
+            return private.pad_equation(piece, aval), "pad", inputs[1:]
+        return private.join_equation(aval, piece, start), "dynamic_update_slice", inputs
 
 
 def part_aval(aval: Any, mode: Mode, count: int) -> Any:

@@ -25,6 +25,7 @@ from keras_remat.backends.tensorflow.compiled import trace as tracing
 from keras_remat.backends.tensorflow.compiled.card_compiler import AbsentDevice, CardCompiler
 from keras_remat.backends.tensorflow.compiled.kinds import kinds_of
 from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
+from keras_remat.backends.tensorflow.compiled.sliced import StepSlicer
 from keras_remat.backends.tensorflow.memory.measure import TensorFlowDevice
 from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
 from keras_remat.backends.xla.compiled_memory import CompiledMemory
@@ -48,7 +49,7 @@ class CompiledBackend(TensorFlowBackend):
 
     compilation = "compiled"
     measures_op_times = False
-    runs_slices = False
+    runs_slices = True
     auto_solver = (
         "greedy"  # what a slow one gains by the model of XLA, on estimated times, XLA does not keep
     )
@@ -103,9 +104,12 @@ class CompiledBackend(TensorFlowBackend):
         other things to its ops here."""
         if self._card is None or kinds_of(traced.target) != kinds_of(self._card):
             return None
-        traced = replace(traced, target=self._card)
+        traced = replace(traced, target=self._card, slicer=None)
+        self._note(traced)
+        return replace(traced, slicer=StepSlicer(traced, self._note))
+
+    def _note(self, traced: tracing.CompiledStep) -> None:
         self._traced_here[traced.graph.fingerprint] = traced
-        return traced
 
     def example_batch(self, model: Any, batch: Any) -> Any:
         if self._card is None:
@@ -133,11 +137,13 @@ class CompiledBackend(TensorFlowBackend):
                 f"The train step cannot be traced for XLA: {type(error).__name__}: {error}"
             ) from error
         leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-        if batch is self._asked or all(isinstance(leaf, tf.Tensor) for leaf in leaves):
-            self._traced_here[traced.graph.fingerprint] = traced
-        if micro_batches == 1:
-            self._newest_trace = self._newest_trace or traced
-        return traced
+        runs = batch is self._asked or all(isinstance(leaf, tf.Tensor) for leaf in leaves)
+        if runs:
+            self._note(traced)
+        if micro_batches > 1:
+            return traced
+        self._newest_trace = self._newest_trace or traced
+        return replace(traced, slicer=StepSlicer(traced, self._note if runs else lambda _: None))
 
     def estimated_profile(self, traced: Any, resident_bytes: int | None = None) -> Profile:
         return profiling.estimated_profile(traced, resident_bytes)

@@ -72,6 +72,8 @@ class Walk:
             self._branch(node, inputs)
         elif handles:
             self._access(node, handles, inputs)
+        elif node.op in ("Shape", "ShapeN") and self._known_shapes(node):
+            pass
         elif node.op in ALIASES:
             self._same.update((f"{node.name}:{at}", tensor) for at, tensor in enumerate(inputs))
         elif node.op not in op_kinds.UNSUPPORTED and (
@@ -86,6 +88,20 @@ class Walk:
             raise UnsupportedModelError(
                 f"{node.op} ({node.name}) has an effect that cannot be compiled into one step."
             )
+
+    def _known_shapes(self, node: Any) -> bool:
+        """Writes a node that tells shapes as constants; returns whether they are known.
+
+        Grappler infers fewer of them, and what tells a shape would read the value as long as that.
+        """
+        shapes = [x.shape for x in self.graph.get_operation_by_name(node.name).inputs]
+        if not all(shape.is_fully_defined() for shape in shapes):
+            return False
+        dtype = tf.as_dtype(node.attr["out_type"].type)
+        for at, shape in enumerate(shapes):
+            name = f"{node.name}/known_{at}" if at else node.name
+            self._same[f"{node.name}:{at}"] = self._constant(name, list(shape), dtype)
+        return True
 
     def _append(
         self,

@@ -86,7 +86,7 @@ _FIXED: Mapping[str, tuple[tuple[InputMode, ...], OutputMode]] = {
 
 
 @dataclass(frozen=True)
-class _Operands:
+class Operands:
     """What a rule looks at.
 
     Args:
@@ -107,16 +107,16 @@ class _Operands:
         return "part" if same else "whole"
 
 
-def _elementwise(op: _Operands) -> Found:
+def _elementwise(op: Operands) -> Found:
     return tuple(op.like_result(shape) for shape in op.shapes), "part"
 
 
-def _by_sample(op: _Operands) -> Found:
+def _by_sample(op: Operands) -> Found:
     """Normalizes the last axis."""
     return (("part",), "part") if len(op.result) > 1 else None
 
 
-def _fused_inputs(op: _Operands) -> list[InputMode] | None:
+def _fused_inputs(op: Operands) -> list[InputMode] | None:
     """Returns the modes of what a fused product reads after its two factors."""
     modes: list[InputMode] = []
     for kind in op.node.attr["fused_ops"].list.s:
@@ -129,12 +129,12 @@ def _fused_inputs(op: _Operands) -> list[InputMode] | None:
     return modes if len(modes) == len(op.shapes) - 2 else None
 
 
-def _fused_convolution(op: _Operands) -> Found:
+def _fused_convolution(op: Operands) -> Found:
     more = _fused_inputs(op)
     return None if more is None else (("part", "whole", *more), "part")
 
 
-def _product(op: _Operands) -> Found:
+def _product(op: Operands) -> Found:
     attributes = op.node.attr
     if op.node.op == "_FusedMatMul":
         more = _fused_inputs(op)
@@ -146,11 +146,11 @@ def _product(op: _Operands) -> Found:
     return None if attributes["transpose_b"].b else (("part", "part"), "sum")
 
 
-def _batch_product(op: _Operands) -> Found:
+def _batch_product(op: Operands) -> Found:
     return _elementwise(op) if len(op.result) > 2 else None
 
 
-def _einsum(op: _Operands) -> Found:
+def _einsum(op: Operands) -> Found:
     equation = op.node.attr["equation"].s.decode()
     operands, arrow, result = equation.replace(" ", "").partition("->")
     terms = operands.split(",")
@@ -169,12 +169,12 @@ def _einsum(op: _Operands) -> Found:
     return None
 
 
-def _softmax_cross_entropy(op: _Operands) -> Found:
+def _softmax_cross_entropy(op: Operands) -> Found:
     features, labels = op.shapes
     return ("part", "part" if labels[0] == features[0] else "whole"), "part"
 
 
-def _reduction(op: _Operands) -> Found:
+def _reduction(op: Operands) -> Found:
     axes = op.constants.get(1)
     if axes is None or not op.shapes[0]:
         return None
@@ -186,7 +186,7 @@ def _reduction(op: _Operands) -> Found:
     return (("part", "whole"), "mean") if op.node.op == "Mean" else None
 
 
-def _along_another_axis(op: _Operands) -> Found:
+def _along_another_axis(op: Operands) -> Found:
     """Works along the axis that the second input names."""
     axis = op.constants.get(1)
     if axis is None or axis[0] % len(op.shapes[0]) == 0:
@@ -194,7 +194,7 @@ def _along_another_axis(op: _Operands) -> Found:
     return ("part", "whole"), "part"
 
 
-def _concatenation(op: _Operands) -> Found:
+def _concatenation(op: Operands) -> Found:
     axis = op.constants.get(len(op.shapes) - 1)
     if axis is None or axis[0] % len(op.result) == 0:
         return None
@@ -202,12 +202,12 @@ def _concatenation(op: _Operands) -> Found:
     return (*parts, "whole"), "part"
 
 
-def _transposition(op: _Operands) -> Found:
+def _transposition(op: Operands) -> Found:
     order = op.constants.get(1)
     return (("part", "whole"), "part") if order and order[0] == 0 else None
 
 
-def _padding(op: _Operands) -> Found:
+def _padding(op: Operands) -> Found:
     widths = op.constants.get(1)
     if widths is None or widths[:2] != [0, 0]:
         return None
@@ -215,7 +215,7 @@ def _padding(op: _Operands) -> Found:
     return ("part", *more), "part"
 
 
-def _tiling(op: _Operands) -> Found:
+def _tiling(op: Operands) -> Found:
     times = op.constants.get(1)
     if times and times[0] == 1:
         return ("part", "whole"), "part"
@@ -223,29 +223,29 @@ def _tiling(op: _Operands) -> Found:
     return (("whole", "shape"), "part") if times and op.shapes[0][0] == 1 else None
 
 
-def _broadcast(op: _Operands) -> Found:
+def _broadcast(op: Operands) -> Found:
     return (op.like_result(op.shapes[0]), "shape"), "part"
 
 
-def _gathering(op: _Operands) -> Found:
+def _gathering(op: Operands) -> Found:
     axis = op.constants.get(2)
     if axis != [0] or op.node.attr["batch_dims"].i or not op.shapes[1]:
         return None
     return ("whole", "part", "whole"), "part"
 
 
-def _one_hot(op: _Operands) -> Found:
+def _one_hot(op: Operands) -> Found:
     return None if op.node.attr["axis"].i == 0 else (("part", "whole", "whole", "whole"), "part")
 
 
-def _range_slice(op: _Operands) -> Found:
+def _range_slice(op: Operands) -> Found:
     begin = op.constants.get(1)
     if not begin or begin[0] or op.shapes[0][0] != op.result[0]:
         return None
     return ("part", "whole", "shape"), "part"
 
 
-def _strided_slice(op: _Operands) -> Found:
+def _strided_slice(op: Operands) -> Found:
     steps, attributes = op.constants.get(3), op.node.attr
     others = ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
     if any(attributes[name].i & 1 for name in others) or steps is None or steps[0] != 1:
@@ -257,7 +257,7 @@ def _strided_slice(op: _Operands) -> Found:
     return ("shape", "whole", "whole", "whole", "part"), "part"
 
 
-def _random(op: _Operands) -> Found:
+def _random(op: Operands) -> Found:
     (algorithm,) = op.constants.get(3) or (0,)
     is_single = op.node.attr["dtype"].type != tf.float64.as_datatype_enum
     if algorithm not in _PHILOX or not is_single:
@@ -265,7 +265,7 @@ def _random(op: _Operands) -> Found:
     return ("shape", "whole", "counter", "whole"), "part"
 
 
-_BY_SHAPE: Mapping[str, Callable[[_Operands], Found]] = {
+_BY_SHAPE: Mapping[str, Callable[[Operands], Found]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(("Softmax", "LogSoftmax"), _by_sample),
     **dict.fromkeys(("_FusedConv2D", "_FusedDepthwiseConv2dNative"), _fused_convolution),
@@ -288,12 +288,25 @@ _BY_SHAPE: Mapping[str, Callable[[_Operands], Found]] = {
 }
 
 
-def input_modes(step: TensorFlowStep, node: Any) -> Found:
+def modes_of(op: Operands) -> Found:
     """Returns what each input of an op is to a part of it, and what its outputs are; ``None`` where
     it stays whole."""
-    fixed, by_shape = _FIXED.get(node.op), _BY_SHAPE.get(node.op)
+    fixed, by_shape = _FIXED.get(op.node.op), _BY_SHAPE.get(op.node.op)
+    found = fixed if by_shape is None else by_shape(op)
+    if found is None or len(found[0]) != len(op.shapes) or (found[1] == "part" and not op.result):
+        return None
+    if any(
+        mode == "shape" and not _tells_shape(op.constants.get(at), op.result)
+        for at, mode in enumerate(found[0])
+    ):
+        return None
+    return found
+
+
+def input_modes(step: TensorFlowStep, node: Any) -> Found:
+    """Returns :func:`modes_of` a node; ``None``, too, where a shape is not known."""
     result = step.tensor_shapes.get(f"{node.name}:0")
-    if (fixed is None and by_shape is None) or result is None:
+    if node.op not in _FIXED.keys() | _BY_SHAPE.keys() or result is None:
         return None
     keys = [tensor_key(i) for i in data_inputs(node)]
     shapes = [step.tensor_shapes.get(key) for key in keys]
@@ -301,16 +314,7 @@ def input_modes(step: TensorFlowStep, node: Any) -> Found:
     if any(shape is None and not is_variable(step, key) for key, shape in known):
         return None
     constants = {at: value for at, key in enumerate(keys) if (value := _constant(step, key))}
-    operands = _Operands(node, [shape or () for shape in shapes], result, constants)
-    found = fixed if by_shape is None else by_shape(operands)
-    if found is None or len(found[0]) != len(keys) or (found[1] == "part" and not result):
-        return None
-    if any(
-        mode == "shape" and not _tells_shape(constants.get(at), result)
-        for at, mode in enumerate(found[0])
-    ):
-        return None
-    return found
+    return modes_of(Operands(node, [shape or () for shape in shapes], result, constants))
 
 
 def _tells_shape(numbers: Sequence[int] | None, result: Shape) -> bool:
@@ -323,7 +327,11 @@ _MOST_NUMBERS = 64
 
 def _constant(step: TensorFlowStep, key: str) -> list[int] | None:
     """Returns the numbers of a small constant of ints; ``None`` for other tensors."""
-    node = step.nodes[node_of(views_to(step, key)[-1])]
+    return numbers_of(step.nodes[node_of(views_to(step, key)[-1])])
+
+
+def numbers_of(node: Any) -> list[int] | None:
+    """Returns the numbers of a node that is a small constant of ints; ``None`` for others."""
     if node.op != "Const" or not tf.as_dtype(node.attr["dtype"].type).is_integer:
         return None
     tensor = node.attr["value"].tensor
@@ -405,13 +413,13 @@ def _rule_of_node(step: TensorFlowStep, node: Any) -> _NodeRule | None:
             return None
         divides, at = gcd(divides, shape[0]), at + 1
     if "counter" in modes:
-        divides = _whole_draws(step.tensor_shapes[f"{node.name}:0"] or ())
+        divides = whole_draws(step.tensor_shapes[f"{node.name}:0"] or ())
         if not divides:
             return None
     return _NodeRule(frozenset(sliced), frozenset(whole), output, divides)
 
 
-def _whole_draws(shape: Shape) -> int:
+def whole_draws(shape: Shape) -> int:
     """Returns the number that those divide into which a random op's result is cut so that every
     part begins with a step of the counter; 0 for none."""
     of_one = prod(shape[1:])

@@ -1,0 +1,283 @@
+"""How the ops of a compiled step, each some equations, run in slices: what is alike in every
+framework.
+
+An op may run on a part where all its equations can, asked from its results on. The equations of a
+part are its op's, on parts of what they read; equations of which each part needs all are computed
+by each. What becomes whole again has its own number of the whole program, so that everything else
+is the same equation as before. XLA would run the parts side by side: that they wait for one another
+is the work of :mod:`keras_remat.backends.xla.protect`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_remat.backends.slice_modes import MEAN, Mode
+from keras_remat.backends.xla.fused_graph import FusedStep
+from keras_remat.backends.xla.fusion import Equation
+from keras_remat.core.graph import UPDATE, Op
+from keras_remat.core.slices import Role, SlicedGraph, SliceRule
+
+
+@dataclass(frozen=True, eq=False)
+class SlicedEquation:
+    """One equation of a part.
+
+    Args:
+        at: its index in the program.
+        inputs, outputs: what each is to the part.
+        loop: of a loop, how its body runs on a part.
+    """
+
+    at: int
+    inputs: tuple[Mode, ...]
+    outputs: tuple[Mode, ...]
+    loop: Any = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each part computes all of it, alike."""
+        return all(mode is None for mode in self.outputs)
+
+
+@dataclass(frozen=True)
+class SlicedOp:
+    """How some equations run on a part.
+
+    Args:
+        equations: in program order.
+        reads: number of a value from outside → what it is to a part, more than one thing, maybe.
+    """
+
+    equations: tuple[SlicedEquation, ...]
+    reads: Mapping[int, frozenset[Mode]]
+
+
+#: How an equation, by its index, makes what is asked of each of its outputs; ``None``: it cannot.
+Slice = Callable[[int, Equation, Sequence[set[Mode]]], SlicedEquation | None]
+
+
+def demanded(
+    program: Any,
+    equations: Sequence[int],
+    wanted: Mapping[int, Iterable[Mode]],
+    sliced: Slice,
+    is_literal: Callable[[Any, Mode], bool],
+) -> SlicedOp | None:
+    """Returns how equations make what is wanted on a part; ``None`` where they cannot.
+
+    Args:
+        program: whose equations they are.
+        equations: indices, ascending.
+        wanted: number → what it shall be.
+        sliced: is asked for equations of which something is wanted.
+        is_literal: whether a literal can be read as something.
+    """
+    modes: dict[int, set[Mode]] = defaultdict(set)
+    for number, some in wanted.items():
+        modes[number] |= set(some)
+    made: list[SlicedEquation] = []
+    for at in reversed(equations):
+        equation = program.equations[at]
+        asked = [modes.pop(number, set()) for number in equation.outputs]
+        if not any(asked):
+            continue
+        if equation.has_effect or any(len(some) > 1 for some in asked):
+            return None
+        one: SlicedEquation | None
+        if all(some <= {None} for some in asked):
+            nothing = (None,) * len(equation.inputs), (None,) * len(equation.outputs)
+            one = SlicedEquation(at, *nothing)
+        else:
+            one = sliced(at, equation, asked)
+        if one is None:
+            return None
+        made.append(one)
+        for atom, mode in zip(equation.inputs, one.inputs, strict=True):
+            if isinstance(atom, int):
+                modes[atom].add(mode)
+            elif not is_literal(atom, mode):
+                return None
+    reads = {number: frozenset(some) for number, some in modes.items()}
+    return SlicedOp(tuple(reversed(made)), reads)
+
+
+def slice_rules(
+    step: FusedStep,
+    sliced_op: Callable[[Sequence[int], Sequence[int]], SlicedOp | None],
+    divisor: Callable[[SlicedOp], int],
+    state: Container[int],
+) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
+    """Returns how ops may run in slices, by id, and how their equations do.
+
+    Args:
+        step: whose ops they are.
+        sliced_op: returns how some equations make some numbers on a part, if they can.
+        divisor: returns a number that the number of parts has to divide.
+        state: numbers of inputs that are overwritten: they are read whole.
+    """
+    rules, sliced_ops = {}, {}
+    for op in step.graph.ops:
+        if not op.recomputable or op.phase == UPDATE or not op.outputs:
+            continue
+        found = sliced_op(step.handles[op.id], [step.numbers[v] for v in op.outputs])
+        rule = None if found is None else _rule(step, op, found, divisor(found), state)
+        if found is not None and rule is not None:
+            rules[op.id], sliced_ops[op.id] = rule, found
+    return rules, sliced_ops
+
+
+def _rule(
+    step: FusedStep, op: Op, found: SlicedOp, divides: int, state: Container[int]
+) -> SliceRule | None:
+    """Returns the rule of an op; ``None`` where it reads what a part cannot."""
+    graph, numbers, last = step.graph, step.numbers, found.equations[-1]
+    made = dict(zip(step.program.equations[last.at].outputs, last.outputs, strict=True))
+    sums, means = set(), set()
+    for v in op.outputs:
+        mode = made[numbers[v]]
+        if mode is None and (graph.readers[v] or v in graph.outputs):
+            return None  # each part computes all of it: their sum is read by nobody else
+        if not isinstance(mode, int):
+            sums.add(v)
+        if mode == MEAN:
+            means.add(v)
+    modes = {v: found.reads.get(numbers[v], frozenset()) for v in op.inputs}
+    sliced = {v for v, some in modes.items() if any(isinstance(m, int) for m in some)}
+    if any(numbers[v] in state for v in sliced):
+        return None
+    whole = frozenset(op.inputs) - sliced | {v for v in sliced if None in modes[v]}
+    return SliceRule(frozenset(sliced), whole, frozenset(sums), frozenset(means), divides)
+
+
+class ProgramWriter:
+    """Writes the equations of one sliced graph.
+
+    A framework says what they look like: :meth:`new_number`, :meth:`part_equations` and
+    :meth:`glue`.
+
+    Args:
+        step: the whole step.
+        sliced: its graph in slices.
+        sliced_ops: op id → how its equations run on a part.
+        axis: returns along which axis a number is sliced.
+
+    Attributes:
+        equations: what was written.
+        numbers: value of the sliced graph → its number.
+    """
+
+    def __init__(
+        self,
+        step: FusedStep,
+        sliced: SlicedGraph,
+        sliced_ops: Mapping[int, SlicedOp],
+        axis: Callable[[int], int],
+    ):
+        self._step, self._sliced = step, sliced
+        self._sliced_ops, self._axis = sliced_ops, axis
+        self._count = sliced.slicing.parts
+        self._written: dict[Any, tuple[int, ...]] = {}  # what equations compute → their indices
+        self.equations: list[Equation] = []
+        self.numbers = {now: step.numbers[v] for v, now in sliced.whole.items()}
+
+    def new_number(self, like: int, mode: Mode) -> int:
+        """Returns a number for one part of a value, or for a value as large as it."""
+        raise NotImplementedError
+
+    def part_equations(
+        self, one: SlicedEquation, part: int, inputs: Sequence[Any], outputs: Sequence[int]
+    ) -> list[Equation]:
+        """Returns what a part of an equation is written as; the last one makes ``outputs``.
+
+        Args:
+            one: how it runs on a part.
+            part: which one.
+            inputs: numbers of what the part reads, and the equation's literals.
+            outputs: numbers of what it makes.
+        """
+        raise NotImplementedError
+
+    def glue(
+        self, role: Role, number: int, part: int, inputs: tuple[int, ...]
+    ) -> tuple[Any, str, tuple[Any, ...]]:
+        """Returns source, kind and inputs of the equation that cuts, joins or adds parts.
+
+        Args:
+            role: what it does.
+            number: of the whole value.
+            part: which one.
+            inputs: numbers of what the op of the sliced graph reads.
+        """
+        raise NotImplementedError
+
+    def write(self) -> dict[int, tuple[int, ...]]:
+        """Writes all; returns op id → the indices of its equations."""
+        handles = {}
+        for op, origin in zip(self._sliced.graph.ops, self._sliced.origins, strict=True):
+            if origin.role == "whole":
+                whole = self._step.handles[origin.source]
+                handles[op.id] = tuple(one for at in whole for one in self._whole(at))
+            elif origin.role == "part":
+                handles[op.id] = self._part(op, origin.source, origin.part)
+            else:
+                handles[op.id] = self._glue(op, origin.role, origin.source, origin.part)
+        return handles
+
+    def _add(self, key: Any, equations: Sequence[Equation]) -> tuple[int, ...]:
+        first = len(self.equations)
+        self.equations += equations
+        self._written[key] = tuple(range(first, len(self.equations)))
+        return self._written[key]
+
+    def _whole(self, at: int) -> tuple[int, ...]:
+        return self._written.get(at) or self._add(at, [self._step.program.equations[at]])
+
+    def _made(self, value_id: int, like: int, mode: Mode) -> int:
+        """Returns the number of a value of the sliced graph, a new one where it has none."""
+        if value_id not in self.numbers:
+            self.numbers[value_id] = self.new_number(like, mode)
+        return self.numbers[value_id]
+
+    def _part(self, op: Op, source: int, part: int) -> tuple[int, ...]:
+        """Writes the equations of one part."""
+        old, numbers = self._step.graph.ops[source], self._step.numbers
+        inner: dict[tuple[int, Mode], int] = {}
+        for v in old.inputs:
+            made = self._sliced.parts.get((v, part), self._sliced.cuts.get((v, part)))
+            if made in self.numbers:  # else it is cut later, for others
+                inner[numbers[v], self._axis(numbers[v])] = self.numbers[made]
+            if v in self._sliced.whole:
+                inner[numbers[v], None] = self.numbers[self._sliced.whole[v]]
+        ids = {numbers[v]: now for v, now in zip(old.outputs, op.outputs, strict=True)}
+        found: list[int] = []
+        for one in self._sliced_ops[source].equations:
+            equation = self._step.program.equations[one.at]
+            inputs = tuple(
+                inner[a, mode] if isinstance(a, int) else a
+                for a, mode in zip(equation.inputs, one.inputs, strict=True)
+            )
+            read = tuple(a if isinstance(a, int) else id(a) for a in inputs)
+            key = one.at, None if one.is_whole else part, read, one.outputs
+            if key not in self._written:
+                outputs = tuple(
+                    self._made(ids[n], n, mode) if n in ids else self.new_number(n, mode)
+                    for n, mode in zip(equation.outputs, one.outputs, strict=True)
+                )
+                self._add(key, self.part_equations(one, part, inputs, outputs))
+            found += self._written[key]
+            outputs = self.equations[found[-1]].outputs
+            inner.update(zip(zip(equation.outputs, one.outputs, strict=True), outputs, strict=True))
+        return tuple(found)
+
+    def _glue(self, op: Op, role: Role, value_id: int, part: int) -> tuple[int, ...]:
+        number = self._step.numbers[value_id]
+        read = tuple(self.numbers[v] for v in op.inputs)
+        source, kind, inputs = self.glue(role, number, part, read)
+        mode = self._axis(number) if role == "cut" else None
+        outputs = (self._made(op.outputs[0], number, mode),)
+        scope = op.name.rpartition("/")[0]
+        return self._add((op.id,), [Equation(source, kind, scope, inputs, outputs)])

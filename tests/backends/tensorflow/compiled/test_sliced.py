@@ -1,0 +1,147 @@
+"""Steps that XLA compiles in slices compute what whole ones do, in less memory."""
+
+import keras
+import keras_models
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import keras_remat
+from keras_remat.backends.tensorflow.compiled import CompiledBackend
+from keras_remat.backends.tensorflow.compiled.lower import LoweredStep
+from keras_remat.backends.versions import check_card_compiler
+from keras_remat.cards.table import card
+from keras_remat.core.events import EventKind
+from keras_remat.core.problem import Problem
+from keras_remat.core.schedule import Schedule
+from keras_remat.core.slices import Slicing
+from keras_remat.errors import RematError
+
+MIB = 2**20
+
+
+def noisy(batch=8):
+    """Draws of odd sizes, a constant of the batch's size, views, and a sort that stays whole."""
+    keras.utils.set_random_seed(0)
+    inputs = x = layers.Input((7, 4))
+    x = layers.GaussianNoise(0.1)(layers.Dropout(0.2)(layers.Dense(5)(x)))
+    x = layers.Lambda(lambda x: keras.ops.sort(x, 0) + tf.constant(0.5, shape=(batch, 7, 5)))(x)
+    x = layers.Flatten()(layers.Permute((2, 1))(layers.LayerNormalization()(x)))
+    model = keras.Model(inputs, layers.Dense(4)(x))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    rng = np.random.default_rng(0)
+    return model, (rng.normal(size=(batch, 7, 4)).astype("float32"), rng.integers(0, 4, batch))
+
+
+def head(vocabulary=16384, samples=32):
+    """A language model of which all is small but the vocabulary, and a batch of its texts."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((32,), dtype="int32")
+    x = layers.Dropout(0.1)(layers.Embedding(512, 32)(inputs))
+    model = keras.Model(inputs, layers.Dense(vocabulary)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, jit_compile=True)
+    texts = np.random.default_rng(0).integers(0, 512, (2, samples, 32))
+    return model, tuple(texts.astype("int32"))
+
+
+def normalized(samples=10):
+    """A network with batch normalization, max pooling and dropout, and a batch."""
+    keras.utils.set_random_seed(0)
+    inputs = layers.Input((8, 8, 3))
+    x = layers.BatchNormalization()(layers.Conv2D(4, 3, padding="same")(inputs))
+    x = layers.Dropout(0.2)(layers.MaxPooling2D()(layers.ReLU()(x)))
+    model = keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling2D()(x)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=["accuracy"], jit_compile=True)
+    rng = np.random.default_rng(0)
+    return model, (rng.random((samples, 8, 8, 3), "float32"), rng.integers(0, 4, samples))
+
+
+@pytest.mark.parametrize("name", ["convnet", "noisy"])
+def test_a_step_in_slices_is_the_whole_step_up_to_the_order_of_sums(name):
+    made = noisy if name == "noisy" else keras_models.MODELS[name]
+    model, data = made(**({"optimizer": "sgd"} if name == "convnet" else {}))
+    model.jit_compile = True
+    data = tf.nest.map_structure(tf.convert_to_tensor, data)
+    step = CompiledBackend().trace(model, data)
+    rules = step.slicer.rules
+    chosen = (i for i, rule in rules.items() if rule.divides and rule.divides % 2 == 0)
+    sliced = step.slicer.sliced(Slicing(tuple(sorted(chosen)), 2))
+    kinds = {op.kind for op in sliced.graph.ops if "/slice_" in op.name}
+    assert {"noisy": {"MatMul", "BiasAdd"}, "convnet": {"Conv2D", "Mean"}}[name] <= kinds
+    variables, first = keras_models.variables_of(model), keras_models.state_of(model)
+
+    def trained(traced):
+        for variable, value in zip(variables, first, strict=True):
+            variable.assign(value)
+        run = LoweredStep(traced, Schedule.store_all(traced.graph))
+        logs = [tf.nest.map_structure(np.asarray, run(data)) for _ in range(3)]
+        return keras_models.state_of(model), logs
+
+    (state, logs), (ours, our_logs) = trained(step), trained(sliced)
+    for mine, theirs in zip(our_logs, logs, strict=True):
+        for key in theirs:
+            np.testing.assert_allclose(mine[key], theirs[key], rtol=1e-6)
+    for mine, theirs in zip(ours, state, strict=True):
+        if np.issubdtype(np.asarray(theirs).dtype, np.floating):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def fitted(make, size, **options):
+    """Losses, weights and callback of some epochs; without options, of plain ``fit``."""
+    model, (x, y) = make()
+    made = [keras_remat.RematAutotune(verbose=0, compilation="compiled", **options)] * bool(options)
+    history = model.fit(x, y, size, epochs=4, shuffle=False, verbose=0, callbacks=made)
+    return history.history["loss"], model.get_weights(), made
+
+
+def test_fit_trains_below_the_floor_and_micro_batches_are_slices(recwarn):
+    """Four do not divide ten samples, and five do; then a language model's head."""
+
+    losses, weights, _ = fitted(normalized, 10)
+    ours, our_weights, (callback,) = fitted(normalized, 10, batch_size="keep", micro_batches=4)
+    assert callback.plan.slicing.parts == 5
+    assert EventKind.MICRO_BATCHES not in {one.kind for one in callback.report.events}
+    assert not [one for one in recwarn if "keras_remat" in str(one.message)]
+    assert ours == pytest.approx(losses, rel=1e-5)
+    for mine, theirs in zip(our_weights, weights, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+    losses, weights, _ = fitted(head, 32)
+    on = CompiledBackend()
+    model, batch = head()
+    step = on.trace(model, on.example_batch(model, batch))
+    problem = Problem(step.graph, on.estimated_profile(step, on.device.in_use_bytes()))
+    resident = problem.profile.resident_bytes
+    limit = int(resident + 0.55 * (problem.floor_bytes - resident))
+    asked = {"memory_limit": limit, "margin": 0.0, "solver_time_limit_s": 4}
+    ours, our_weights, (callback,) = fitted(head, 32, batch_size="keep", **asked)
+    assert callback.plan.slicing is not None
+    assert callback.plan.measured.peak_bytes <= limit < problem.floor_bytes
+    assert EventKind.SLICES in {one.kind for one in callback.report.events}
+    np.testing.assert_allclose(ours, losses, rtol=1e-5)
+    for mine, theirs in zip(our_weights, weights, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.card
+def test_a_card_trains_the_head_of_a_language_model_in_a_fifth():
+    try:
+        check_card_compiler()
+    except RematError as error:
+        pytest.skip(str(error))
+    model, batch = head(vocabulary=32768, samples=64)
+    on = CompiledBackend(card("H100"))
+    step = on.trace(model, on.example_batch(model, batch))
+    problem = Problem(step.graph, on.estimated_profile(step))
+    resident = problem.profile.resident_bytes
+    plain = on.memory.peak_bytes(problem, Schedule.store_all(step.graph)) - resident
+    limit = resident + plain // 5
+    assert limit < problem.floor_bytes
+    plan = keras_remat.make_plan(model, batch, limit, card="H100", margin=0.0, solver="greedy")
+    assert plan.slicing is not None
+    assert plan.compiled.peak_bytes <= limit
