@@ -316,7 +316,7 @@ class Recorder(private.DispatchMode):  # type: ignore[misc]
             writes = tuple(map(self.number, tensors))
             self.constants.forget(tensors)
         call_at, outputs = len(self.recording.calls), list[int | None]()
-        for leaf in tree_leaves(result):
+        for leaf in () if result is None else tree_leaves(result):
             if not isinstance(leaf, torch.Tensor):
                 outputs.append(None)
                 continue

@@ -1,8 +1,10 @@
 """Calls over lists of all weights in chunks, and ops that take over the memory of what dies."""
 
+import keras
 import pytest
 import torch
 
+from keras_remat.backends.base import load_backend
 from keras_remat.backends.torch import in_place, private
 from keras_remat.backends.torch.recorder import Call, Layout, Ref
 from keras_remat.backends.torch.updates import chunks
@@ -50,6 +52,20 @@ def test_what_is_no_list_of_its_own_elements_stays_whole(whole):
 def test_a_write_in_chunks_writes_its_own():
     whole = call(aten._foreach_mul_.Scalar, refs(0, 1), 2.0, writes=(0, 1))
     assert [part.writes for part in chunks(whole, layouts(8, 8), [8, 8])] == [(0,), (1,)]
+
+
+def test_no_call_of_an_optimizer_holds_all_gradients():
+    """Calls that write lists return nothing, and are taken apart, too."""
+    model = keras.Sequential([keras.Input((64,)), *[keras.layers.Dense(64) for _ in range(8)]])
+    model.compile("adam", "mse")
+    on = load_backend()
+    graph = on.trace(model, on.example_batch(model, 2)).graph
+    largest = max(weight.value.nbytes for weight in model.trainable_weights)
+    calls = [op for op in graph.ops if op.kind.startswith("_foreach")]
+    assert "_foreach_add_.List" in {op.kind for op in calls}
+    for op in calls:
+        temporary = (graph.values[v] for v in op.inputs if graph.values[v].producer is not None)
+        assert sum(value.nbytes for value in temporary) <= 2 * largest
 
 
 @pytest.mark.parametrize(
