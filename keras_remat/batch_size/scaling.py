@@ -27,6 +27,7 @@ from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
 from keras_remat.core.graph import Graph, Value
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
+from keras_remat.core.slices import Slicing
 from keras_remat.errors import UnsupportedModelError
 
 
@@ -175,11 +176,14 @@ class BatchScaling:
 
     Attributes:
         fit: the fitted costs with their residuals; ``None`` where one size alone was measured.
+        slicing: its ops are whole: ``None``.
 
     Raises:
         UnsupportedModelError: the two graphs do not have the same ops, so nothing can be said about
             other sizes.
     """
+
+    slicing: Slicing | None = None
 
     def __init__(
         self,
@@ -201,6 +205,11 @@ class BatchScaling:
         self._measured: dict[int, Profile] = {}
         for at, profile in {size: problem.profile, **(measured or {})}.items():
             self._take(at, profile)
+
+    @property
+    def whole(self) -> BatchScaling:
+        """The scaling of the step with whole ops: this one."""
+        return self
 
     def learn(self, size: int, problem: Problem) -> None:
         """Takes in what the step cost at another size, where that was measured and has its ops."""

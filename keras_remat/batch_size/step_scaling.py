@@ -8,13 +8,14 @@ other sizes that the number divides: the graph at a size is rewritten
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from keras_remat.backends.base import Backend, TracedStep
 from keras_remat.backends.batches import batch_size_of, repeated_batch
 from keras_remat.batch_size.cost_fit import CostFit, transfer_costs
+from keras_remat.batch_size.found import BatchSearch
 from keras_remat.batch_size.scaling import BatchScaling, Scaling, batch_scaling, traced_at
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
@@ -29,6 +30,8 @@ from keras_remat.planning.make_plan import TracedModel, measured_problem
 from keras_remat.planning.request import PlanRequest, plan_by, plan_for
 from keras_remat.planning.slicing import sliced_costs
 
+#: Twice as many slices are taken where the batch becomes so many times as large.
+_WORTH_SLICES = 1.2
 #: Seconds for a plan to measure a second size under.
 _SECOND_PLAN_S = 1.0
 
@@ -65,10 +68,51 @@ class SlicedScaling:
         sliced = sliced_graph(problem.graph, rules, self.slicing, self.granule_bytes)
         return sliced_costs(problem, sliced)
 
+    def in_more(self) -> SlicedScaling | None:
+        """Returns the same in twice as many slices; ``None`` where these do not divide the batch
+        that was traced."""
+        more = replace(self, slicing=replace(self.slicing, parts=2 * self.slicing.parts))
+        try:
+            more.at(self.samples)
+        except InvalidProblemError:
+            return None
+        return more
+
     def _at(self, rule: SliceRule, size: int) -> SliceRule:
         """Returns a rule at another size: what follows the batch, follows it."""
         times, rest = divmod(rule.divides, self.samples)
         return rule if rest else replace(rule, divides=times * size)
+
+
+#: Costs at any size, of whole ops or in slices.
+AnyScaling = BatchScaling | SlicedScaling
+
+
+def searched_in_slices(
+    scaling: AnyScaling, search: Callable[[AnyScaling, float], BatchSearch]
+) -> tuple[AnyScaling, BatchSearch]:
+    """Returns what a search finds; of a step in slices, in twice as many, too, as long as that
+    leads further.
+
+    Args:
+        scaling: the step's costs at any size.
+        search: searches the largest batch in a share of the time, the second argument.
+
+    Raises:
+        InfeasibleBudgetError, ScheduleNotFoundError: not even the first search finds anything.
+    """
+    found, share = search(scaling, 1.0), 1.0
+    more = scaling.in_more() if isinstance(scaling, SlicedScaling) else None
+    while more is not None:
+        share /= 2
+        try:
+            further = search(more, share)
+        except (InfeasibleBudgetError, ScheduleNotFoundError):
+            break
+        if further.max_batch_size < _WORTH_SLICES * found.max_batch_size:
+            break
+        scaling, found, more = more, further, more.in_more()
+    return scaling, found
 
 
 def step_scaling(backend: Backend, model: Any, step: TracedModel) -> Scaling:
@@ -77,12 +121,30 @@ def step_scaling(backend: Backend, model: Any, step: TracedModel) -> Scaling:
     Raises:
         UnsupportedModelError: no two of the sizes tried have the same ops.
     """
-    whole = step.traced.whole
+    sliced = sliced_scaling(backend, model, step.traced, step.problem, step.batch)
+    return _measured_scaling(backend, model, step) if sliced is None else sliced
+
+
+def sliced_scaling(
+    backend: Backend, model: Any, traced: TracedStep, problem: Problem, batch: Any
+) -> SlicedScaling | None:
+    """Returns the costs of a step in slices at any size that their number divides; ``None`` for a
+    step that has none.
+
+    Args:
+        traced: the step.
+        problem: what it costs.
+        batch: that it was traced for.
+
+    Raises:
+        UnsupportedModelError: no two of the sizes tried have the same ops.
+    """
+    whole = traced.whole
     slicer = None if whole is None else whole.step.slicer
     if whole is None or slicer is None:
-        return _measured_scaling(backend, model, step)
-    scaling = batch_scaling(backend, model, whole.problem(step.problem), step.batch)
-    size = batch_size_of(step.batch)
+        return None
+    scaling = batch_scaling(backend, model, whole.problem(problem), batch)
+    size = batch_size_of(batch)
     if not scaling.at(size).graph.has_ops_of(whole.step.graph):
         raise UnsupportedModelError(
             f"The train step has other ops at larger batches than at {size}: what its slices need "

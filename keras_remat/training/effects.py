@@ -234,7 +234,11 @@ def tighten(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) -
         request = tools.plans.request(
             costs.problem, shape.batch_size, below_bytes=needed, avoid=frozenset(orders)
         )
-        found = tools.plans.reused(costs.problem, known, Phase.VERIFY, orders) or plan_for(request)
+        found = tools.plans.reused(costs.problem, known, Phase.VERIFY, orders)
+        try:
+            found = found or plan_for(request)
+        except NOT_FOUND as error:
+            found, costs = tools.plans.in_slices(shape, costs, error)
     misses = not limit.holds(found.predicted.peak_bytes)
     if found.solution.schedule in orders or (misses and not shape.terms.may_miss):
         raise tools.plans.not_found(costs.problem, peak)

@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from keras_remat.errors import (
     InfeasibleBudgetError,
     InvalidProblemError,
     InvalidScheduleError,
+    PlanMismatchError,
     ScheduleNotFoundError,
     UnsupportedModelError,
 )
@@ -168,12 +170,14 @@ class PlanRequests:
             reused = self.reused(costs.problem, known, phase)
             if reused is not None:
                 return reused, costs, phase
+        if (expected := self._expected_in_slices(costs, known)) is not None:
+            return expected
         try:
             return self._solved(shape, costs, known)
         except NOT_FOUND as error:
             failure = error
         try:
-            return *self._in_slices(shape, costs, failure), Phase.WARM_UP
+            return *self.in_slices(shape, costs, failure), Phase.WARM_UP
         except NOT_FOUND as error:
             failure = error
         try:
@@ -200,6 +204,17 @@ class PlanRequests:
         found = [self._reused(problem, order, graph) for order, graph in orders.items()]
         fitting = [plan for plan in found if plan is not None]
         return min(fitting, key=lambda plan: plan.predicted.time_s, default=None)
+
+    def _expected_in_slices(self, costs: Costs, known: Known) -> tuple[Plan, Costs, Phase] | None:
+        """Returns the plan that was searched for a larger batch, where it runs ops in slices."""
+        expected = [] if known.is_family or not costs.is_whole else known.plans
+        for plan, graph, phase in (one for one in expected if one[0].slicing is not None):
+            with suppress(PlanMismatchError):
+                under = self.costs_under(plan, costs)
+                found = self._reused(under.problem, plan.solution.schedule, graph)
+                if found is not None:
+                    return found, under, phase
+        return None
 
     @decided_once
     def _reused(self, problem: Problem, order: Schedule, graph: Graph) -> Plan | None:
@@ -235,14 +250,15 @@ class PlanRequests:
             found = plan_for(self.roomy(shape, costs, known, is_final=is_final))
         return found, costs, Phase.VERIFY if is_final else Phase.WARM_UP
 
-    def _in_slices(
+    def in_slices(
         self,
         shape: ShapeState,
         costs: Costs,
         error: InfeasibleBudgetError | ScheduleNotFoundError,
     ) -> tuple[Plan, Costs]:
-        """Returns a plan with some ops in slices; raises ``error``, or what is nearer, where none
-        helps. A size that is only tried has a smaller one to go back to."""
+        """Returns a plan with some ops in slices, or in others than now; raises ``error``, or what
+        is nearer, where none helps. A size that is only tried has a smaller one to go back to."""
+        costs = costs.as_whole
         if not costs.is_whole or costs.traced.slicer is None or not shape.terms.may_miss:
             raise error
         is_quick = self._backend.measures_op_times  # else it is the last one, too

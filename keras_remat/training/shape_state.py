@@ -120,6 +120,14 @@ class Costs:
         return self.micro_batches == 1 and self.traced.whole is None
 
     @property
+    def as_whole(self) -> Costs:
+        """The costs of the same step with whole ops, where slices were not asked for."""
+        whole = self.traced.whole
+        if whole is None or self.micro_batches > 1:
+            return self
+        return replace(self, traced=whole.step, problem=whole.problem(self.problem))
+
+    @property
     def store_all(self) -> Schedule:
         """The schedule without recomputation."""
         return Schedule.store_all(self.problem.graph)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from statistics import median
 from typing import Any
@@ -23,9 +24,10 @@ from keras_remat.backends.batches import batch_bytes, batch_size_of
 from keras_remat.batch_size import search_work
 from keras_remat.batch_size.climb import SizeClimb
 from keras_remat.batch_size.found import BatchSearch, overhead_bound
-from keras_remat.batch_size.scaling import BatchScaling, batch_scaling, graph_at
+from keras_remat.batch_size.scaling import graph_at
 from keras_remat.batch_size.search import search_batch_size
 from keras_remat.batch_size.sizes import largest_wanted
+from keras_remat.batch_size.step_scaling import AnyScaling, searched_in_slices
 from keras_remat.core.limit import Limit
 from keras_remat.errors import RematError, UnsupportedModelError
 from keras_remat.planning.plan import Plan
@@ -99,7 +101,7 @@ def after_step(fit: FitState, due: Due, batch: Any) -> FitRecord:
     if record.sizes.chosen is not None:
         return _after_measured(fit, record, size)
     if record.sizes.is_searching and record.is_settled and _tells(fit, batch):
-        if record.running.micro_batches > 1 or _runs_in_slices(record):
+        if record.running.micro_batches > 1 or (is_fastest and _runs_in_slices(record)):
             return _with(record, is_searching=False)
         if not is_fastest or len(record.sizes.step_s) == COMPARED_STEPS:
             return _searched(fit, _with(record, is_searching=False), batch)
@@ -150,7 +152,7 @@ def after_epoch(fit: FitState) -> FitRecord:
     most = largest_wanted(wanted, sizes.loader, sizes.epoch_samples)
     if most is None or sizes.chosen <= most:
         return record
-    size = max(sizes.loader, divisible(fit, most))
+    size = max(sizes.loader, most - most % _multiple(fit, sizes.scaling))
     return _changed(fit, _with(record, climb=None), size)
 
 
@@ -180,10 +182,10 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
     try:
         with fit.long_task("searching the largest batch that fits"):
             record = steps.with_reference_traced(fit, record, batch)
-            costs = steps.reference_costs(fit, record)
-            scaling = batch_scaling(backend, fit.model, costs[0], batch, costs[1])
+            scaling, search = searched_in_slices(
+                steps.scaling_of(fit, record, batch), partial(_search, fit, record, at_most)
+            )
             record = _with(record, scaling=scaling)
-            search = _search(fit, record, scaling, at_most)
     except (UnsupportedModelError, *NOT_FOUND) as error:
         return _as_given(fit, record, tell.no_larger_batch(error))
     fit.event(*tell.searched(search))
@@ -195,7 +197,7 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
         trained=loader,
         solve_s=OPTIONS.solve * _search_s(fit, record) / search_work.OPTIONS.patience,
         work_s=OPTIONS.climb * _search_s(fit, record) / search_work.OPTIONS.patience,
-        multiple=backend.batch_multiple,
+        multiple=_multiple(fit, scaling),
         seed=fit.options.seed,
     )
     record = _with(record, search=search, climb=climb)
@@ -205,10 +207,10 @@ def _searched(fit: FitState, record: FitRecord, batch: Any) -> FitRecord:
 
 
 def _search(
-    fit: FitState, record: FitRecord, scaling: BatchScaling, at_most: int | None
+    fit: FitState, record: FitRecord, at_most: int | None, scaling: AnyScaling, share: float
 ) -> BatchSearch:
-    """Searches the largest batch by prediction."""
-    backend, search_s = running_tools(fit).backend, _search_s(fit, record)
+    """Searches the largest batch by prediction, in a share of the time."""
+    backend, search_s = running_tools(fit).backend, share * _search_s(fit, record)
     return search_batch_size(
         scaling,
         record.sizes.loader,
@@ -218,9 +220,15 @@ def _search(
         time_limit_s=OPTIONS.quick * search_s,
         late_solver="auto",
         late_time_limit_s=OPTIONS.late * search_s,
-        multiple=backend.batch_multiple,
+        multiple=_multiple(fit, scaling),
         seed=fit.options.seed,
     )
+
+
+def _multiple(fit: FitState, scaling: AnyScaling | None) -> int:
+    """Returns the number that divides every size: that of devices, or of slices."""
+    slicing = None if scaling is None else scaling.slicing
+    return running_tools(fit).backend.batch_multiple if slicing is None else slicing.parts
 
 
 def _made_smaller(fit: FitState, record: FitRecord, batch: Any, size: int) -> FitRecord:
@@ -309,9 +317,9 @@ def _go_on(fit: FitState, record: FitRecord, reason: str = "") -> FitRecord:
     climb, scaling, size = record.sizes.climb, record.sizes.scaling, record.sizes.size
     if climb is None or scaling is None:
         return record
-    problem, chosen = record.running.problem, None
+    problem, chosen = steps.whole_problem(record), None
     if problem is not None and record.is_settled:
-        scaling.learn(size, problem)
+        scaling.whole.learn(size, problem)
     if fit.options.batch_size != "fastest":
         with fit.long_task("looking for the largest batch"):
             climb, chosen = climb.choose(scaling, _limit(fit, record))
@@ -362,9 +370,10 @@ def _changed(fit: FitState, record: FitRecord, new: int, expected: Plan | None =
         expected: a plan for it to begin with, or for another size of the same step.
     """
     old, scaling, loader = record.sizes.size, record.sizes.scaling, record.sizes.loader
-    known = Known(costs=() if scaling is None else (scaling.at(new),))
+    known = Known(costs=() if scaling is None else (scaling.whole.at(new),))
     if expected is not None and expected.problem is not None:
-        known = replace(known, plans=((expected, expected.problem.graph, Phase.WARM_UP),))
+        plan = replace(expected, slicing=None if scaling is None else scaling.slicing)
+        known = replace(known, plans=((plan, expected.problem.graph, Phase.WARM_UP),))
     # a batch that has grown and does not fit is refused, not handed to another mode
     contest = replace(record.contest, has_grown=True)
     record = replace(record, sizes=record.sizes.with_size(new), contest=contest)

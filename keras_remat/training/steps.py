@@ -15,6 +15,8 @@ from dataclasses import replace
 from typing import Any, TypeGuard
 
 from keras_remat.backends.batches import batch_size_of
+from keras_remat.batch_size.scaling import batch_scaling
+from keras_remat.batch_size.step_scaling import AnyScaling, sliced_scaling
 from keras_remat.core.problem import Problem
 from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Usage
@@ -341,6 +343,30 @@ def reference_costs(fit: FitState, record: FitRecord) -> tuple[Problem, dict[int
         problem = replace(problem, profile=replace(problem.profile, op_time_s=op_time_s))
     family = running_tools(fit).family
     return problem, family.profiles_by_size(steps.shapes, shape.signature, problem.graph)
+
+
+def scaling_of(fit: FitState, record: FitRecord, batch: Any) -> AnyScaling:
+    """Returns what the reference shape's step costs at other batch sizes; in the slices that it
+    runs in, if it has any.
+
+    Raises:
+        UnsupportedModelError: no two of the sizes tried have the same ops.
+    """
+    backend, (problem, measured) = running_tools(fit).backend, reference_costs(fit, record)
+    shape = record.running.reference_shape
+    if isinstance(shape, TracedShape):
+        traced = shape.costs.traced
+        sliced = sliced_scaling(backend, fit.model, traced, problem, batch)
+        if sliced is not None:
+            return sliced
+    return batch_scaling(backend, fit.model, problem, batch, measured)
+
+
+def whole_problem(record: FitRecord) -> Problem | None:
+    """Returns what the reference shape's ops cost when they are whole; ``None`` where its step was
+    not traced."""
+    shape = record.running.reference_shape
+    return shape.costs.as_whole.problem if isinstance(shape, TracedShape) else None
 
 
 def estimated_step_s(fit: FitState, record: FitRecord) -> float:

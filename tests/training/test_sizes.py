@@ -154,7 +154,8 @@ class FakeClimb:
 def climbing(steps, found, batch_size="max"):
     """A trainer at the size ``found``, that climbs by the fake rule."""
     trainer = Fixed(steps, batch_size, found=found)
-    scaling = SimpleNamespace(at=lambda size: None)
+    whole = SimpleNamespace(at=lambda size: None)
+    scaling = SimpleNamespace(at=whole.at, whole=whole, slicing=None)
     known = replace(trainer.sizes, climb=FakeClimb(), scaling=scaling)
     trainer.fit.record = replace(trainer.fit.record, sizes=known)
     return trainer
@@ -270,7 +271,7 @@ def test_a_search_takes_no_longer_than_the_steps_that_are_left_are_worth(
         raise ScheduleNotFoundError(1, 1)
 
     monkeypatch.setattr(sizes, "search_batch_size", search)
-    monkeypatch.setattr(sizes, "batch_scaling", lambda *arguments: None)
+    monkeypatch.setattr(measuring, "scaling_of", lambda *arguments: None)
     monkeypatch.setattr(driver, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     monkeypatch.setattr(measuring, "estimated_step_s", lambda *arguments: 0.5)
     steps = FakeSteps()

@@ -95,7 +95,7 @@ def fitted(make, size, **options):
     """Losses, weights and callback of some epochs; without options, of plain ``fit``."""
     model, (x, y) = make()
     made = [keras_remat.RematAutotune(verbose=0, compilation="compiled", **options)] * bool(options)
-    history = model.fit(x, y, size, epochs=4, shuffle=False, verbose=0, callbacks=made)
+    history = model.fit(x, y, size, epochs=5, shuffle=False, verbose=0, callbacks=made)
     return history.history["loss"], model.get_weights(), made
 
 
@@ -117,7 +117,7 @@ def test_fit_trains_below_the_floor_and_micro_batches_are_slices(recwarn):
     step = on.trace(model, on.example_batch(model, batch))
     problem = Problem(step.graph, on.estimated_profile(step, on.device.in_use_bytes()))
     resident = problem.profile.resident_bytes
-    limit = int(resident + 0.55 * (problem.floor_bytes - resident))
+    limit = int(resident + 0.45 * (problem.floor_bytes - resident))
     asked = {"memory_limit": limit, "margin": 0.0, "solver_time_limit_s": 4}
     ours, our_weights, (callback,) = fitted(head, 32, batch_size="keep", **asked)
     assert callback.plan.slicing is not None

@@ -287,6 +287,22 @@ def test_fit_trains_below_the_floor_with_the_numbers_of_the_whole_batch():
     assert report.baseline.peak_bytes > callback.plan.predicted.peak_bytes
 
 
+def test_a_batch_that_trains_in_slices_is_enlarged():
+    """In two slices none does; in four, a larger one does."""
+    model, (x, y) = language_model(tokens=2048, vocabulary=8192)
+    limit, floor = below_the_floor(model, (x[:16], y[:16]), 0.7)
+    callback = keras_remat.RematAutotune(
+        limit, "max", solver_time_limit_s=4, compilation="ordered", verbose=0, profile_steps=1
+    )
+    with pytest.warns(UserWarning, match="given batches of 16"):
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
+    report = callback.report
+    assert limit < floor
+    assert report.batch_size == report.max_batch_size > 16
+    assert callback.plan.slicing.parts >= 4
+    assert callback.plan.measured.peak_bytes <= limit
+
+
 def test_a_saved_plan_in_slices_trains_the_model_again(tmp_path):
     model, (x, y) = language_model(vocabulary=8192)
     limit, _ = below_the_floor(model, (x[:32], y[:32]), 0.5)
