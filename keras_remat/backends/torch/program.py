@@ -203,7 +203,11 @@ class Program:
     def written_constants(self) -> list[torch.Tensor]:
         """What the step closes over and writes: tensors that the model does not know of."""
         constants = self.recording.constants.items()
-        return [tensor for n, tensor in constants if self._storage(n) in self._writer]
+        return [tensor for n, tensor in constants if self.is_overwritten(n)]
+
+    def is_overwritten(self, number: int) -> bool:
+        """Returns whether the step writes a tensor that outlives it."""
+        return self._storage(number) in self._writer
 
     def graph(self, reusable: Any) -> Graph:
         """Returns the graph of the nodes.

@@ -63,7 +63,8 @@ class Analysis:
         program: the calls.
         graph: of them.
         batch: numbers of the inputs that have the batch's samples along their first axis.
-        state: numbers of the inputs that a step overwrites: no part of them is read.
+        state: numbers of the inputs that are the model's: no part of them is read, nor of others
+            that the step overwrites.
     """
 
     def __init__(self, program: Program, graph: Graph, batch: set[int], state: set[int]):
@@ -149,7 +150,7 @@ class Analysis:
 
     def _hand_on(self, node: Node) -> None:
         """Gives what an op makes the axes of what it reads, and what is free its result's."""
-        if node.call is None or node.kind not in (PURE, WRITE):
+        if node.call is None or node.kind not in (PURE, WRITE) or len(node.new) > 1:
             return
         read = {n: self._axis_seen(n, v) for n, v in node.reads.items()}
         if all(axis is None for axis in read.values()):
@@ -256,7 +257,9 @@ class Analysis:
     def _has_parts(self, value: int, axis: int | None) -> bool:
         """Returns whether a value has parts along an axis, and may be read by part."""
         source = self._program.sources.get(value)
-        return source not in self._state and self._is_dense(value) and self.axis(value) == axis
+        if source is not None and (source in self._state or self._program.is_overwritten(source)):
+            return False
+        return self._is_dense(value) and self.axis(value) == axis
 
     def _is_dense(self, value: int) -> bool:
         """Returns whether a value is one tensor without gaps."""

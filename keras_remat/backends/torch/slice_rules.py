@@ -54,6 +54,7 @@ class Operands:
         name: the operator's, without the sign that it writes.
         arguments: by name, with what is not given.
         shapes: name → of the tensor; of lists, of their first.
+        has_lists: whether there are lists of tensors.
         results: shapes of the results, or of what is written; ``None`` for what is no tensor.
     """
 
@@ -67,6 +68,8 @@ class Operands:
             first = given[0] if isinstance(given, (list, tuple)) and given else given
             if isinstance(first, Ref):
                 self.shapes[key] = layouts[first.number].shape
+        lists = (one for one in self.arguments.values() if isinstance(one, (list, tuple)))
+        self.has_lists = any(one and isinstance(one[0], Ref) for one in lists)
         made = call.writes or call.outputs
         self.results = tuple(None if n is None else layouts[n].shape for n in made)
 
@@ -461,6 +464,9 @@ _RULES: Mapping[str, Callable[[Operands], Ways]] = {
         """),
         _attention,
     ),
+}  # fmt: skip
+
+_VIEWS: Mapping[str, Callable[[Operands], Ways]] = {
     **dict.fromkeys(
         names("view _unsafe_view reshape alias detach unsqueeze squeeze"), _reshape
     ),
@@ -491,8 +497,8 @@ _SHAPE_IN: Mapping[str, str] = {
 
 def ways_of(op: Operands) -> tuple[Way, ...]:
     """Returns all ways in which an operator may run on a part; none where it stays whole."""
-    rule = _RULES.get(op.name)
-    if rule is None and torch.Tag.pointwise in op.call.operator.tags:
+    rule = _RULES.get(op.name) or (None if op.call.writes else _VIEWS.get(op.name))
+    if rule is None and torch.Tag.pointwise in op.call.operator.tags and not op.has_lists:
         rule = _pointwise
     if rule is None or not any(shape is not None for shape in op.results):
         return ()
