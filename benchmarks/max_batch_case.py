@@ -299,7 +299,7 @@ class Measurement:
         remat = keras_remat.RematAutotune(
             self.limit_bytes, _ANY_SIZE, margin=self.options["margin"], verbose=0
         )
-        watch = StepWatch(watched_epoch=None, batch_bytes=batch_bytes(self.batch))
+        watch = StepWatch(watched_epoch=None, batch_bytes=None)
         settled, data = _EndOnceSettled(remat), endless(self.batch)
         steps = {"steps_per_epoch": _LOADER_STEPS, "epochs": _MOST_EPOCHS}
         long_fit(self.model, data, callbacks=[remat, watch, settled], **steps)

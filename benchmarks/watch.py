@@ -94,27 +94,34 @@ class TorchEpoch:
 
         torch.empty(_MARK_BYTES, dtype=torch.uint8)  # freed at once
 
-    def ends(self, batch_bytes: int) -> tuple[list[int], int]:
+    def ends(self, batch_bytes: int | None) -> tuple[list[int], int]:
         """Ends it, and returns the peak of every step, and what was in use at the end.
 
         The peak of the first one is 0, for unknown: nothing tells when it frees what was there
         before the epoch, the last gradients among it.
 
         Args:
-            batch_bytes: of the last batch, which is still there.
+            batch_bytes: of the last batch, which is still there; ``None`` where batches are
+                PyTorch's own, and between some steps there is none, and no gradient.
         """
         import torch
 
         from keras_remat.backends.torch.variables import held_bytes
 
         self._session.close()
-        in_use = held_bytes(self._model, torch.device("cpu")) + batch_bytes
+        held = held_bytes(self._model, torch.device("cpu"))
         changes = [nbytes for _, nbytes in self._events]
         sums = list(accumulate(changes))
-        before = in_use - sums[-1]
         begins = [at for at, nbytes in enumerate(changes) if nbytes == _MARK_BYTES]
+        if batch_bytes is None:
+            weights = self._model.trainable_weights
+            left = sum(w.value.grad.nbytes for w in weights if w.value.grad is not None)
+            before = held - left - min(sums[at] - _MARK_BYTES for at in begins)
+        else:
+            before = held + batch_bytes - sums[-1]
         bounds = zip(begins[1:], [*begins[2:], len(changes)], strict=True)
-        return [0, *(before + max(sums[at + 1 : end]) for at, end in bounds)], in_use
+        peaks = [0, *(before + max(sums[at + 1 : end]) for at, end in bounds)]
+        return peaks, before + sums[-1]
 
 
 class StepWatch(keras.callbacks.Callback):
@@ -123,7 +130,7 @@ class StepWatch(keras.callbacks.Callback):
     Args:
         watched_epoch: in which a CPU's memory is watched on PyTorch; ``None`` for every one, which
             makes all steps slower.
-        batch_bytes: of one batch, for that.
+        batch_bytes: of one batch, for that; ``None`` where the callback joins them.
 
     Attributes:
         peaks: bytes, of every step; 0 where the allocator keeps no statistics.
@@ -133,7 +140,7 @@ class StepWatch(keras.callbacks.Callback):
         resident_bytes: the most in use between two steps.
     """
 
-    def __init__(self, watched_epoch: int | None = 0, batch_bytes: int = 0) -> None:
+    def __init__(self, watched_epoch: int | None = 0, batch_bytes: int | None = 0) -> None:
         super().__init__()
         self._watched_epoch, self._batch_bytes = watched_epoch, batch_bytes
         self._torch: TorchEpoch | None = None

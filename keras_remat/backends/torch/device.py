@@ -125,7 +125,7 @@ class CpuDevice(Device):
         if not is_watched or private.profiler_runs():
             if self._is_waited_for:
                 self._peak_bytes = max(self._peak_bytes, self.in_use_bytes() + added)
-            self._was_watched = False
+            self._was_watched = private.notes_memory()
             return call(batch)
         before, ended = self.in_use_bytes(), time.perf_counter()
         events: list[tuple[int, int]] = []
@@ -183,8 +183,9 @@ class CpuDevice(Device):
 
     def begin_watch(self) -> None:
         """Begins to watch Keras's own steps, of which it is known what they add. Nothing is noted
-        while they run: no event will tell that what they allocate is freed."""
-        self._was_watched = False
+        while they run, unless somebody has all noted: no event will tell that what they allocate is
+        freed."""
+        self._was_watched = private.notes_memory()
 
     def watched_peak_bytes(self) -> int:
         """Returns what Keras's own steps took that were watched."""

@@ -32,13 +32,13 @@ class LoweredStep:
 
     def __call__(self, batch: Any) -> Any:
         """Runs one step; returns what ``train_step`` returns."""
+        drop_gradients(self.traced.places.own)  # before it is noted what is in use
         return self._device.run(self, batch, self._run)
 
     def _run(self, batch: Any) -> Any:
         traced = self.traced
         leaves = [leaf for leaf in keras.tree.flatten(as_tensors(batch)) if leaf is not None]
         own = traced.places.own
-        drop_gradients(own)
         given = [
             own[at].tensor if at < len(own) else leaves[at - len(own)] for at in self._writer.inputs
         ]

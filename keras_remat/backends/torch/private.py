@@ -306,9 +306,19 @@ def modules(model: Any) -> list[torch.nn.Module]:
 # -------------------------------------------------------------------- memory events
 
 
+#: Sessions of ours that are under way, the outermost first: what each has noted. PyTorch has one
+#: profiler for all of a process.
+_sessions: list[list[tuple[int, int]]] = []
+
+
 def profiler_runs() -> bool:
-    """Returns whether a profiler session is under way: there is one at a time."""
-    return bool(torch.autograd._profiler_enabled())
+    """Returns whether a profiler session of somebody else is under way: there is one at a time."""
+    return bool(torch.autograd._profiler_enabled()) and not _sessions
+
+
+def notes_memory() -> bool:
+    """Returns whether a session of :func:`memory_events` is under way."""
+    return bool(_sessions)
 
 
 @contextmanager
@@ -317,18 +327,31 @@ def memory_events() -> Iterator[list[tuple[int, int]]]:
 
     What it gives is complete afterwards: the time in nanoseconds, and the bytes that were taken, or
     given back as a negative number, in their order. Nothing is noted of ops, so it costs next to
-    nothing while it runs.
+    nothing while it runs. One inside another notes for both.
     """
     noted: list[tuple[int, int]] = []
     with _without_profiler_lines():
-        _free_what_was_there()
+        if _sessions:
+            _end_session()
+        else:
+            _free_what_was_there()
+        _sessions.append(noted)
         _begin_session()
     try:
         yield noted
     finally:
         with _without_profiler_lines():
-            events = torch.autograd._disable_profiler().events()
-        memory = [event for event in events if event.name() == "[memory]"]
+            _end_session()
+            _sessions.pop()
+            if _sessions:
+                _begin_session()
+
+
+def _end_session() -> None:
+    """Ends the profiler's session, and gives what it noted to all of ours that are under way."""
+    events = torch.autograd._disable_profiler().events()
+    memory = [event for event in events if event.name() == "[memory]"]
+    for noted in _sessions:
         noted.extend(sorted((event.start_ns(), event.nbytes()) for event in memory))
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 
 from keras_remat.backends.torch import private
@@ -176,14 +177,15 @@ def held_bytes(model: Any, device: torch.device) -> int:
 
 def snapshot(model: Any, written: Iterable[torch.Tensor] = ()) -> Callable[[], None]:
     """Copies to the host all that a step of a model may touch, and the states of torch's own
-    generators of random numbers; what it returns puts them back.
+    generators of random numbers; what it returns puts them back. On a CPU, too, the copies are
+    memory that PyTorch's allocator knows nothing of: they are alive while a step runs.
 
     Args:
         model: whose step it is.
         written: tensors that the step writes beside the model's.
     """
-    kept = [(place, place.tensor.detach().to("cpu", copy=True)) for place in places_of(model).own]
-    beside = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in written]
+    kept = [(place, _copied(place.tensor)) for place in places_of(model).own]
+    beside = [(tensor, _copied(tensor)) for tensor in written]
     on_cpu = torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state() if private.device().type == "cuda" else None
 
@@ -199,3 +201,10 @@ def snapshot(model: Any, written: Iterable[torch.Tensor] = ()) -> Callable[[], N
             torch.cuda.set_rng_state(on_gpu)
 
     return put_back
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor in memory of NumPy's."""
+    memory = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
+    copy = torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor.detach())

@@ -4,10 +4,12 @@ of memory."""
 import types
 
 import keras
+import numpy as np
 import pytest
 import torch
 import torch_models as models
 
+import keras_remat
 from keras_remat.backends import keras_private
 from keras_remat.backends.base import load_backend
 from keras_remat.backends.torch import device as devices
@@ -49,6 +51,15 @@ def test_memory_events_are_every_allocation_in_order(capfd):
         kept + 1
     sizes = [nbytes for _, nbytes in events if abs(nbytes) >= MIB // 2]
     assert sizes == [MIB, MIB // 2, -MIB, -MIB // 2]
+    with private.memory_events() as outer:
+        large = torch.empty(MIB, dtype=torch.uint8)
+        with private.memory_events() as inner:
+            small = torch.empty(MIB // 2, dtype=torch.uint8)
+            del large
+            assert not private.profiler_runs(), "both are ours"
+        del small
+    told = [[n for _, n in events if abs(n) >= MIB // 2] for events in (outer, inner)]
+    assert told == [[MIB, MIB // 2, -MIB, -MIB // 2], [MIB // 2, -MIB]]
     assert capfd.readouterr().err == "", "lines of the profiler"
     assert not private.profiler_runs()
 
@@ -83,6 +94,33 @@ def test_a_peak_counts_kernels_scratch_and_gradients_that_are_left():
     assert device.in_use_bytes() == before + batch_bytes + gradients
     assert peaks[1] == peaks[2] == peaks[3]
     assert before < peaks[0] <= peaks[1] <= peaks[0] + gradients
+
+
+def test_a_planned_step_takes_the_same_after_a_plain_one_and_its_copy_nothing():
+    """The gradients that Keras's own step leaves are freed before a planned one; the copy for
+    undoing a step is not the allocator's."""
+    model, batch = models.CASES["sgd"]()
+    on = load_backend()
+    data = on.example_batch(model, batch)
+    traced = on.trace(model, data)
+    problem = keras_remat.Problem(traced.graph, on.estimated_profile(traced))
+    planned = on.lower(traced, problem, keras_remat.Schedule.store_all(traced.graph))
+    model.make_train_function()
+    peaks = []
+    for at in range(4):
+        if at % 2:
+            on.device.run(("plain",), data, lambda b: model.train_function([b]))
+            assert model.trainable_weights[0].value.grad is not None
+        peaks.append(on.measure(lambda: planned(data))[1].peak_bytes)
+    assert len(set(peaks)) == 1
+    with private.memory_events() as events:
+        put_back = on.snapshot(model)
+    assert sum(nbytes for _, nbytes in events if nbytes > 0) <= torch.get_rng_state().nbytes
+    before = [weight.numpy().copy() for weight in model.weights]
+    planned(data)
+    put_back()
+    for weight, value in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(weight.numpy(), value)
 
 
 class Card:
