@@ -230,7 +230,12 @@ def in_micro_batches(
         seeds = {op_id for op_id in able if handed_on[op_id] > large_bytes}
         chosen = _grown(graph, rules, seeds, frozenset(able), large_bytes)
         if chosen and len(graph.ops) + (parts - 1) * len(chosen) <= _most_ops(graph):
-            sliced = slicer.sliced(Slicing(tuple(sorted(chosen)), parts))
+            try:
+                sliced = slicer.sliced(Slicing(tuple(sorted(chosen)), parts))
+            except InvalidProblemError as error:
+                raise UnsupportedModelError(
+                    f"They do not run in {parts} slices: {error}."
+                ) from error
             return sliced, _costs_of(sliced, problem, estimate)
     raise UnsupportedModelError("Nothing large runs in slices.")
 
@@ -289,7 +294,11 @@ def plan_in_slices(
     for slicing in candidates(problem, slicer.rules, budget):
         if tries == _MOST_TRIES:
             break
-        sliced = slicer.sliced(slicing)
+        try:
+            sliced = slicer.sliced(slicing)
+        except InvalidProblemError as error:  # a kernel lays a part out in another way
+            logger.debug("keras_remat: %d ops in %d: %s", len(slicing.ops), slicing.parts, error)
+            continue
         if len(sliced.graph.ops) > _most_ops(problem.graph):
             continue
         costs = _costs_of(sliced, problem, estimate)

@@ -15,6 +15,7 @@ from keras_remat.core.slices import SliceRule, Slicing, sliced_graph
 from keras_remat.core.validate import validate
 from keras_remat.errors import (
     InfeasibleBudgetError,
+    InvalidProblemError,
     PlanMismatchError,
     UnsupportedModelError,
 )
@@ -166,6 +167,25 @@ def test_what_has_no_slices_is_refused_as_before():
     with pytest.raises(InfeasibleBudgetError) as caught:
         plan_in_slices(step, request_for(problem, 164), estimate, failure)
     assert caught.value is failure
+
+
+class RefusingSlicer(CoreSlicer):
+    """Finds only when it writes them that some parts cannot be."""
+
+    def sliced(self, slicing):
+        if slicing.parts == 4:
+            raise InvalidProblemError("a part lies in another way", field="slices.ops")
+        return super().sliced(slicing)
+
+
+def test_slices_that_cannot_be_written_are_passed_over():
+    step, problem, rules = head()
+    step = replace(step, slicer=RefusingSlicer(step, rules))
+    traced, _, plan = plan_with_slices(step, request_for(problem, 164), estimate)
+    assert traced.slicing.parts > 4
+    assert plan.predicted.peak_bytes <= 164
+    with pytest.raises(UnsupportedModelError, match=r"in 4 slices: .*another way"):
+        in_micro_batches(step, problem, 64, 4, estimate)
 
 
 def test_candidates_are_few_with_more_and_more_parts():

@@ -287,11 +287,14 @@ class _Writer:
             if isinstance(mode, int):
                 wanted = (*wanted[:mode], wanted[mode] // self._parts, *wanted[mode + 1 :])
             at = self._bases[ids[value]] = self._tensor(result)
-            is_term = mode not in (SUM, MEAN) or self._layouts[at].is_same(self._layouts[number])
+            is_term = mode not in (SUM, MEAN) or _lie_alike(
+                self._layouts[at], self._layouts[number]
+            )
             if self._layouts[at].shape != wanted or not is_term:
                 raise InvalidProblemError(
-                    f"a part of {made.call.operator} gives {self._layouts[at].shape} where "
-                    f"{wanted} is wanted",
+                    f"a part of {made.call.operator} gives {self._layouts[at].shape} in strides of "
+                    f"{self._layouts[at].stride} where {wanted} in {self._layouts[number].stride} "
+                    "is wanted",
                     field="slices.ops",
                 )
             made.outputs.append((at, ids[value]))
@@ -374,3 +377,12 @@ def _fake(argument: Any) -> Any:
 def _layout(tensor: torch.Tensor) -> Layout:
     shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
     return Layout(shape, stride, int(tensor.storage_offset()), tensor.dtype, tensor.device, 0)
+
+
+def _lie_alike(one: Layout, other: Layout) -> bool:
+    """Returns whether two tensors lie in the same way, whatever the strides of axes of one place
+    are."""
+    strides = zip(one.shape, one.stride, other.stride, strict=True)
+    return (one.shape, one.offset, one.dtype) == (other.shape, other.offset, other.dtype) and all(
+        size == 1 or mine == others for size, mine, others in strides
+    )
