@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # the parent says which framework Keras runs on
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the parent says which framework Keras runs on
 
 import keras
 from keras import layers
@@ -71,9 +71,19 @@ def _block(x: Any, heads: int, width: int, *, causal: bool = False, dropout: flo
     return x + (layers.Dropout(dropout)(y) if dropout else y)
 
 
+class Positions(layers.Layer):
+    """Adds a vector that is learned for every position."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.table = layers.Embedding(TOKENS, width)
+
+    def call(self, x: Any) -> Any:
+        return x + self.table(keras.ops.arange(TOKENS))
+
+
 def _embedded(inputs: Any, width: int) -> Any:
-    positions = keras.ops.arange(TOKENS)
-    return layers.Embedding(WORDS, width)(inputs) + layers.Embedding(TOKENS, width)(positions)
+    return Positions(width)(layers.Embedding(WORDS, width)(inputs))
 
 
 def gpt() -> Any:
@@ -104,11 +114,13 @@ def vit() -> Any:
 
 
 def lstm() -> Any:
-    """Two recurrent layers, and a dense block on every position."""
+    """Two recurrent layers, loops on every card, and a dense block on every position."""
     inputs = keras.Input((128,), dtype="int32")
-    x = layers.LSTM(256, return_sequences=True)(layers.Embedding(WORDS, 256)(inputs))
+    x = layers.LSTM(256, return_sequences=True, use_cudnn=False)(
+        layers.Embedding(WORDS, 256)(inputs)
+    )
     x = layers.LayerNormalization()(layers.Dense(1024, activation="gelu")(x))
-    x = layers.LSTM(256)(layers.Dense(256)(x))
+    x = layers.LSTM(256, use_cudnn=False)(layers.Dense(256)(x))
     return keras.Model(inputs, layers.Dense(10)(x))
 
 

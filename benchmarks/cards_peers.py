@@ -14,12 +14,10 @@ bytes moved and roofline time of both are counted from the compiled modules
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 # fmt: off
@@ -27,6 +25,7 @@ import jax
 import keras
 from cards_case import MODELS, compiled_model  # says that JAX runs on the CPU
 from hlo_costs import Costs, costs
+from model_parts import parts, variables_of
 
 from keras_remat.backends.jax import JaxBackend
 from keras_remat.backends.jax import lower as lowering
@@ -51,37 +50,6 @@ XLA_SHARES, XLA_USES = (0.5, 0.35), 0.95
 REMAT_MODES = ("full", "activations")
 
 
-def parts(model: Any, least: int) -> list[tuple[keras.Function, list[Any]]]:
-    """Returns a functional model as functions that run one after the other, each with the
-    operations in it."""
-    operations = [o for o in model.operations if not isinstance(o, keras.layers.InputLayer)]
-    last: dict[int, int] = {id(x): len(operations) for x in keras.tree.flatten(model.outputs)}
-    for at, operation in enumerate(operations):
-        for x in keras.tree.flatten(operation.input):
-            last[id(x)] = max(at, last.get(id(x), 0))
-    made = {id(x): x for x in keras.tree.flatten(model.inputs)}
-    alive = dict(made)
-    held: list[int] = []
-    for at, operation in enumerate(operations):
-        alive.update((id(x), x) for x in keras.tree.flatten(operation.output))
-        alive = {key: x for key, x in alive.items() if last.get(key, 0) > at}
-        held.append(sum(math.prod(x.shape[1:]) for x in alive.values()))
-    cuts = [0]
-    while len(operations) - cuts[-1] >= 2 * least:
-        window = range(cuts[-1] + least - 1, min(cuts[-1] + 2 * least - 1, len(operations)))
-        cuts.append(min(reversed(window), key=lambda at: held[at]) + 1)
-    cuts = [*cuts, len(operations)] if cuts[-1] < len(operations) else cuts
-    found = []
-    for begin, end in pairwise(cuts):
-        inside = operations[begin:end]
-        written = {id(x): x for o in inside for x in keras.tree.flatten(o.output)}
-        read = {id(x): x for o in inside for x in keras.tree.flatten(o.input)}
-        given = [x for key, x in read.items() if key not in written]
-        results = [x for key, x in written.items() if last.get(key, 0) >= end]
-        found.append((keras.Function(given, results), inside))
-    return found
-
-
 def checkpointed(model: Any, least: int, policy: str) -> None:
     """Has the parts of a functional model run under ``jax.checkpoint``."""
     keeps = getattr(jax.checkpoint_policies, policy)
@@ -91,7 +59,7 @@ def checkpointed(model: Any, least: int, policy: str) -> None:
         env = dict(zip(map(id, model.inputs), keras.tree.flatten(inputs), strict=True))
         for function, inside in pieces:
             run = jax.checkpoint(_stateless(function, inside), policy=keeps)
-            variables = _variables(inside)
+            variables = variables_of(inside)
             given = [env[id(x)] for x in keras.tree.flatten(function.inputs)]
             results, state, losses = run(given, [v.value for v in variables])
             env.update(zip(map(id, keras.tree.flatten(function.outputs)), results, strict=True))
@@ -106,13 +74,9 @@ def checkpointed(model: Any, least: int, policy: str) -> None:
     model.call = call
 
 
-def _variables(operations: list[Any]) -> list[Any]:
-    return [v for o in operations for v in getattr(o, "variables", ())]
-
-
 def _stateless(function: keras.Function, inside: list[Any]) -> Callable[..., Any]:
     """A part as a pure function of what it reads and its variables."""
-    variables = _variables(inside)
+    variables = variables_of(inside)
 
     def run(given: list[Any], values: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         state = list(zip(variables, values, strict=True))

@@ -60,6 +60,7 @@ PARTS = (
     Part("JAX: out of memory", "jax", "out_of_memory", 90),
     Part("JAX: steps", "jax", "steps", 150, (("jit", True),)),
     Part("JAX: the promise", "jax", "promise", 240),
+    Part("JAX: no argument", "jax", "untouched", 150),
     Part("PyTorch: environment", "torch", "environment", 40),
     Part("PyTorch: bits", "torch", "bits", 100),
     Part("PyTorch: memory", "torch", "memory", 120),
@@ -72,6 +73,7 @@ PARTS = (
     Part("TensorFlow: ordered steps", "tensorflow", "steps", 180, (("jit", False),)),
     Part("TensorFlow: compiled steps", "tensorflow", "steps", 180, (("jit", True),)),
     Part("TensorFlow: the promise", "tensorflow", "promise", 300),
+    Part("TensorFlow: no argument", "tensorflow", "untouched", 200),
 )
 
 

@@ -433,11 +433,19 @@ def promise(options: dict[str, Any], answer: Answer) -> None:
     ):
         remat = None if name == "plain" else keras_remat.RematAutotune(limit, "keep", verbose=0)
         _promised(options, answer, name, count, remat)
-    asked = limit if options["stand_in"] else None
+
+
+def untouched(options: dict[str, Any], answer: Answer) -> None:
+    """``RematAutotune()`` without an argument in a fit of small batches, and the same fit plain."""
+    size, steps = BATCH // 4, 120 if options["stand_in"] else 400
+    _promised(options, answer, "plain", size, None, steps)
+    asked = options["memory_bytes"] // 8 if options["stand_in"] else None
     remat = keras_remat.RematAutotune(asked, verbose=0)
-    steps = math.ceil(12 * search.max_batch_size / size)  # ten updates of the largest, and more
-    _promised(options, answer, "RematAutotune()", size, remat, steps)
-    answer.fact(events=[event.message for event in remat.report.events][-8:])
+    try:
+        _promised(options, answer, "RematAutotune()", size, remat, steps)
+    finally:
+        answer.fact(events=[event.message for event in remat.report.events])
+        answer.fact(plan=str(remat.plan), setup_s=remat.report.setup_s)
 
 
 def _promised(
@@ -478,6 +486,7 @@ CASES: dict[str, Callable[[dict[str, Any], Answer], None]] = {
         allocator,
         out_of_memory,
         promise,
+        untouched,
     )
 }
 

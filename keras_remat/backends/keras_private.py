@@ -148,17 +148,38 @@ def attention_layers(model: Any) -> dict[Any, bool | None]:
     return {layer: asks for layer, asks in chosen.items() if asks is not False}
 
 
+def cudnn_lstms(model: Any) -> list[Any]:
+    """Returns the layers of a model that cuDNN may compute as a whole on a GPU."""
+    import keras
+
+    return [
+        layer
+        for layer in layers(model)
+        if isinstance(layer, keras.layers.LSTM)
+        and layer.use_cudnn in ("auto", True)
+        and not (layer.recurrent_dropout or layer.unroll)
+        and layer.use_bias
+        and layer.activation is keras.activations.tanh
+        and layer.recurrent_activation is keras.activations.sigmoid
+    ]
+
+
 @contextmanager
-def without_flash_attention(model: Any) -> Iterator[None]:
-    """Has a model's layers compute attention themselves."""
-    before = attention_layers(model)
+def without_cudnn(model: Any) -> Iterator[None]:
+    """Has a model's layers compute attention and LSTMs themselves."""
+    attending = attention_layers(model)
+    recurrent = {layer: layer.use_cudnn for layer in cudnn_lstms(model)}
     try:
-        for layer in before:
+        for layer in attending:
             layer._flash_attention = False
+        for layer in recurrent:
+            layer.use_cudnn = False
         yield
     finally:
-        for layer, chosen in before.items():
+        for layer, chosen in attending.items():
             layer._flash_attention = chosen
+        for layer, chosen in recurrent.items():
+            layer.use_cudnn = chosen
 
 
 @contextmanager

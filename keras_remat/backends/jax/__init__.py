@@ -9,7 +9,7 @@ breaks is never installed. And single ops cannot be timed, so op times stay esti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from keras_remat.backends import batches
 from keras_remat.backends.base import RunStep
 from keras_remat.backends.installed import Installed, StepRunner
-from keras_remat.backends.jax import attention
+from keras_remat.backends.jax import cudnn
 from keras_remat.backends.jax import lower as lowering
 from keras_remat.backends.jax import trace as tracing
 from keras_remat.backends.jax.device import AbsentDevice, Device
@@ -30,7 +30,6 @@ from keras_remat.backends.jax.measure import (
     is_out_of_memory,
     live_target,
     memory,
-    probe_options,
 )
 from keras_remat.backends.jax.processes import JaxProcesses
 from keras_remat.backends.jax.profile import estimated_profile
@@ -106,7 +105,7 @@ class JaxBackend:
 
     def check(self, model: Any) -> str | None:
         tracing.check_supported(model)
-        return check_device(self.target) or attention.remark(model, self.target)
+        return check_device(self.target) or cudnn.remark(model, self.target)
 
     is_out_of_memory = staticmethod(is_out_of_memory)
 
@@ -187,7 +186,7 @@ class JaxBackend:
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
         try:
-            compiled = self._compiled(traced, schedule, {})
+            compiled = self._compiled(traced, schedule)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -199,27 +198,22 @@ class JaxBackend:
             return does_not_compile
         return LoweredStep(traced, schedule, compiled, self.device)
 
-    def _compiled(
-        self, traced: JaxTracedStep, schedule: Schedule | None, options: Mapping[str, Any]
-    ) -> Any:
+    def _compiled(self, traced: JaxTracedStep, schedule: Schedule | None) -> Any:
         """The step that runs a schedule, or Keras's own; the newest are remembered."""
-        key = self._key(traced, schedule, options)
+        key = self._key(traced, schedule)
         if key not in self._newest:
             self._remember(
                 key,
-                lowering.lower_plain(traced, options)
+                lowering.lower_plain(traced)
                 if schedule is None
-                else lowering.lower(traced, schedule, options),
+                else lowering.lower(traced, schedule),
             )
         return self._newest[key]
 
-    def _key(
-        self, traced: JaxTracedStep, schedule: Schedule | None, options: Mapping[str, Any]
-    ) -> Any:
+    def _key(self, traced: JaxTracedStep, schedule: Schedule | None) -> Any:
         # a step takes its arguments in one structure; another batch's ops may be the same, and so
         # may those of a model that has changed
-        of_step = (self.device.times_forgotten, traced.graph.fingerprint, traced.in_tree)
-        return (*of_step, schedule, *sorted(options.items()))
+        return self.device.times_forgotten, traced.graph.fingerprint, traced.in_tree, schedule
 
     def _remember(self, key: Any, compiled: Any) -> None:
         self._newest[key] = compiled
@@ -229,9 +223,8 @@ class JaxBackend:
     def written_plain(self, problem: Problem) -> Callable[[], None]:
         """Writes Keras's own step down for a card; what is returned compiles it, in any thread."""
         traced = self._traced[problem.graph.fingerprint]
-        options = probe_options(traced.target)
-        compile_plain = lowering.written_plain(traced, options)
-        return lambda: self._remember(self._key(traced, None, options), compile_plain())
+        compile_plain = lowering.written_plain(traced)
+        return lambda: self._remember(self._key(traced, None), compile_plain())
 
     def _compile_bytes(self, problem: Problem, schedule: Schedule | None) -> int | None:
         """What a step adds to the resident bytes, more than there is where compiling it ran out of
@@ -240,7 +233,7 @@ class JaxBackend:
         if traced is None:
             return None
         try:
-            compiled = self._compiled(traced, schedule, probe_options(traced.target))
+            compiled = self._compiled(traced, schedule)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise

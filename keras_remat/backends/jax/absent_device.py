@@ -6,7 +6,7 @@ compiled for it, and ``memory_analysis()`` is the buffer assignment of XLA:GPU. 
 GPU is asked, so the scratch memory of a library's kernels is not in the bytes.
 
 Buffers are assigned before kernels are written. What is compiled here never runs, so its kernels
-are not assembled (:func:`without_assembler`): for a step of LSTM layers that took 4 of 10 seconds.
+are not assembled (:func:`compiler_options`): for a step of LSTM layers that took 4 of 10 seconds.
 
 Reference: ``jax.experimental.topologies``; the fields are those of XLA's ``GpuDeviceInfoProto``.
 """
@@ -75,10 +75,11 @@ def _assembler_folder() -> TemporaryDirectory[str]:
     return folder
 
 
-def without_assembler() -> dict[str, str]:
-    """Returns the compiler options that put a stand-in in the place of NVIDIA's assembler. Where it
-    cannot be run, XLA finds the real one."""
-    return {"xla_gpu_cuda_data_dir": _assembler_folder().name}
+def compiler_options() -> dict[str, int | str]:
+    """Returns the options of a step that is compiled for a card that is not there: no kernels are
+    tried, and a stand-in is in the place of NVIDIA's assembler. Where that cannot be run, XLA finds
+    the real one."""
+    return {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": _assembler_folder().name}
 
 
 @cache

@@ -19,12 +19,7 @@ from typing import Any
 import jax
 
 from keras_remat.backends.jax import absent_device, private
-from keras_remat.backends.jax.measure import (
-    StepMemory,
-    is_out_of_memory,
-    memory_of,
-    probe_options,
-)
+from keras_remat.backends.jax.measure import StepMemory, is_out_of_memory, memory_of
 from keras_remat.core.target import Target
 from keras_remat.errors import RematError, UnsupportedModelError
 
@@ -42,7 +37,8 @@ def compiled_memory(module: bytes, target: Target) -> StepMemory:
     """
     (device,) = absent_device.sharding(target).device_set
     try:
-        return memory_of(private.compile_hlo(module, device, probe_options(target)))
+        options = absent_device.compiler_options()
+        return memory_of(private.compile_hlo(module, device, options))
     except jax.errors.JaxRuntimeError as error:
         if is_out_of_memory(error):
             return StepMemory(0, 0, 0, int(target.total_bytes or 0))

@@ -23,14 +23,15 @@ KINDS = Kinds(
         reshape squeeze expand_dims copy copy_p transpose stop_gradient random_wrap random_unwrap
     """),
     cheap=names("""
-        abs add add_any and broadcast_in_dim ceil clamp convert_element_type div eq floor ge gt imag
-        integer_pow iota is_finite le lt max min mul ne neg not or pad real reduce_precision rem rev
-        round select_n shift_left shift_right_arithmetic shift_right_logical sign slice square sub
-        xor bitcast_convert_type nextafter population_count
+        abs add add_any and broadcast_in_dim ceil clamp clz complex conj convert_element_type div eq
+        eq_to floor ge gt imag integer_pow iota is_finite le le_to lt lt_to max min mul mulhi ne neg
+        not one_minus_square or pad real reduce_precision rem rev round select_n shift_left
+        shift_right_arithmetic shift_right_logical sign slice square sub xor bitcast_convert_type
+        nextafter population_count
     """),
     expensive=names("""
         acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1
-        lgamma log log1p logistic pow rsqrt sin sinh sqrt tan tanh
+        lgamma log log1p log2 logistic pow rsqrt sin sinh sqrt tan tanh
     """),
     reductions=names("""
         reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin

@@ -3,14 +3,13 @@ step beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from keras_remat.backends.jax import absent_device
 from keras_remat.backends.jax.kinds import kinds_of
-from keras_remat.backends.jax.measure import probe_options
 from keras_remat.backends.jax.sharding import mesh_of
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.jax.writer import writer_of
@@ -43,65 +42,56 @@ def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, A
     return remat_step
 
 
-def lower(
-    traced: JaxTracedStep, schedule: Schedule, options: Mapping[str, Any] | None = None
-) -> Any:
+def lower(traced: JaxTracedStep, schedule: Schedule) -> Any:
     """Compiles a schedule.
 
     Args:
         traced: from :func:`~keras_remat.backends.jax.trace.trace`.
         schedule: a legal order for ``traced.graph``.
-        options: for the compiler.
 
     Returns:
         A ``jax.stages.Compiled`` of ``(state, batch) → (logs, state)`` for the traced shapes; the
         state is donated.
     """
     step = step_function(traced, schedule)
-    return compile_step(step, traced.state_specs, traced.batch_specs, options, traced.target)
+    return compile_step(step, traced.state_specs, traced.batch_specs, traced.target)
 
 
-def lower_plain(traced: JaxTracedStep, options: Mapping[str, Any] | None = None) -> Any:
+def lower_plain(traced: JaxTracedStep) -> Any:
     """Compiles what was traced without a schedule (the model's own train step, as Keras would): the
     baseline."""
-    return written_plain(traced, options)()
+    return written_plain(traced)()
 
 
-def written_plain(
-    traced: JaxTracedStep, options: Mapping[str, Any] | None = None
-) -> Callable[[], Any]:
+def written_plain(traced: JaxTracedStep) -> Callable[[], Any]:
     """Writes the same down; what is returned compiles it, in any thread."""
-    return _written(
-        traced.train_step, traced.state_specs, traced.batch_specs, options, traced.target
-    )
+    return _written(traced.train_step, traced.state_specs, traced.batch_specs, traced.target)
 
 
 def compile_step(
     step: Callable[[Any, Any], Any],
     state_specs: Any,
     batch_specs: Any,
-    options: Mapping[str, Any] | None = None,
     target: Target | None = None,
 ) -> Any:
     """Compiles ``(state, batch) → (logs, state)`` with the state donated, as Keras does; for the
     device on which it will run, or a card that is not there."""
-    return _written(step, state_specs, batch_specs, options, target)()
+    return _written(step, state_specs, batch_specs, target)()
 
 
 def _written(
     step: Callable[[Any, Any], Any],
     state_specs: Any,
     batch_specs: Any,
-    options: Mapping[str, Any] | None,
     target: Target | None,
 ) -> Callable[[], Any]:
     """Writes a step down, which is JAX's own time; what is returned is the compiler's."""
-    options, out = dict(options or {}), None
+    options, out = None, None
     if target is not None and not target.is_live:
         state_specs = absent_device.lying_on(state_specs, target)
         batch_specs = absent_device.lying_on(batch_specs, target)
-        options |= probe_options(target)
+        options = absent_device.compiler_options()
     elif mesh_of(state_specs) is not None:  # the new state lies as the old one, as Keras asks for
         out = (None, jax.tree.map(lambda x: x.sharding, state_specs))
     lowered = jax.jit(step, donate_argnums=0, out_shardings=out).lower(state_specs, batch_specs)
-    return lambda: lowered.compile(compiler_options=options or None)
+    return lambda: lowered.compile(compiler_options=options)

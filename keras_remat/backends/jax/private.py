@@ -3,10 +3,10 @@
 Everything here was read in, and is tested with, the versions in ``TESTED``. From JAX: the fields of
 an equation (``primitive``, ``params``, ``ctx``, ``source_info.name_stack``) and ``Primitive.bind``;
 from Keras: ``_purge_model_variables``, ``_update_metrics_variables``, ``_jax_state``, and the four
-lists of variables the JAX trainer carries as state, in its order. Of ``jax.distributed`` the client
-of its key-value store; of ``jax.lax`` the gradient of pooling with a start value of its own; and of
-JAX's own path from a module to a compiled step its last half (``mlir``, ``compiler``,
-``xla_client``).
+lists of variables the JAX trainer carries as state, in its order, and whether its JAX backend knows
+cuDNN's LSTM. Of ``jax.distributed`` the client of its key-value store; of ``jax.lax`` the gradient
+of pooling with a start value of its own; and of JAX's own path from a module to a compiled step its
+last half (``mlir``, ``compiler``, ``xla_client``).
 When a new version moves one of these, this is the file to mend.
 """
 
@@ -29,6 +29,7 @@ from jax._src.interpreters import mlir
 from jax._src.lax import windowed_reductions
 from jax._src.lib import xla_client
 from jax.extend import core
+from keras.src.backend.jax import rnn as keras_rnn
 
 from keras_remat.backends.tables import names
 
@@ -160,20 +161,29 @@ def select_and_scatter_add(params: dict[str, Any], image: Any, source: Any, star
     )
 
 
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many inputs of a ``scan`` are the same in every round, and how many it carries
+    from round to round. JAX 0.11.2 tells them by the structure of its inputs."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
 def stacked_shapes(eqn: Any) -> list[Any]:
     """Returns shapes and dtypes of the arrays that a ``scan`` writes one element a round into; none
     where it is not written down as one loop."""
-    carried = eqn.params["num_carry"]
+    _, carried = scan_counts(eqn.params)
     return [v.aval for v in eqn.outvars[carried:]] if eqn.params["unroll"] == 1 else []
 
 
 def scan_into(eqn: Any, inputs: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
     """Runs a ``scan`` as a loop that writes into ``stacks``, every element of which it overwrites,
     and returns its outputs."""
-    params = eqn.params
-    first, length = params["num_consts"], params["length"]
+    params, length = eqn.params, eqn.params["length"]
+    first, carried = scan_counts(params)
     constants, rest = list(inputs[:first]), list(inputs[first:])
-    carry, rows = rest[: params["num_carry"]], rest[params["num_carry"] :]
+    carry, rows = rest[:carried], rest[carried:]
     body = closed(params["jaxpr"])
 
     def round_of(state: tuple[Any, list[Any], list[Any]]) -> tuple[Any, list[Any], list[Any]]:
@@ -286,6 +296,11 @@ def lacks_cudnn(error: Exception) -> bool:
     cuDNN, or no GPU that it runs on."""
     told = str(error)
     return "cudnn" in told.lower() or "Require at least Ampere" in told
+
+
+def has_cudnn_lstm() -> bool:
+    """Returns whether this version of Keras gives LSTMs to cuDNN where JAX has a GPU."""
+    return hasattr(keras_rnn, "_is_gpu_available")
 
 
 def is_ref(constant: Any) -> bool:

@@ -225,7 +225,7 @@ class Analysis:
 
     def _found_loop(self, equation: Equation) -> Loop | None:
         params = equation.source.params
-        first, carried = params["num_consts"], params["num_carry"]
+        first, carried = private.scan_counts(params)
         body = flatten(private.closed(params["jaxpr"]))
         given: dict[int, int] = {}
         for at, atom in enumerate(equation.inputs):

@@ -209,7 +209,7 @@ def _part_of_body(loop: Loop, equation: Equation, count: int) -> Any:
     """Returns the body of a part of a loop."""
     body, params = loop.body, equation.source.params
     sources = {one.at: part_source(body, one, count, 0) for one in loop.equations}
-    first_row = params["num_consts"] + params["num_carry"]
+    first_row = sum(private.scan_counts(params))
 
     def run(*inputs: Any) -> list[Any]:
         env: dict[int, Any] = dict(enumerate(inputs))

@@ -23,7 +23,7 @@ import numpy as np
 
 from keras_remat.backends import keras_private
 from keras_remat.backends.batches import check_dense
-from keras_remat.backends.jax import attention, private
+from keras_remat.backends.jax import cudnn, private
 from keras_remat.backends.jax.accumulate import accumulated_train_step
 from keras_remat.backends.jax.flatten import FlatProgram, flatten
 from keras_remat.backends.jax.kinds import kinds_of
@@ -151,9 +151,10 @@ def trace(
         )
     batch_specs = as_specs(batch)
     other_step = None if micro_batches == 1 else accumulated_train_step(model, micro_batches)
-    if not target.is_live and keras_private.attention_layers(model):
-        other_step = attention.without_cudnn(model, other_step or model.train_step)
-    with nullcontext() if target.is_live else attention.refused(model):
+    layers_of_cudnn = keras_private.attention_layers(model) or keras_private.cudnn_lstms(model)
+    if not target.is_live and layers_of_cudnn:
+        other_step = cudnn.without_cudnn(model, other_step or model.train_step)
+    with nullcontext() if target.is_live else cudnn.refused(model):
         keras_private.build(model, batch_specs)
         state_specs = private.state_specs(model, state)
         if keras.distribution.distribution() is None:

@@ -11,7 +11,7 @@ import pytest
 from keras import layers
 
 from keras_remat.backends.jax import absent_device, lowering
-from keras_remat.backends.jax.measure import memory, probe_options
+from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.profile import estimated_profile
 from keras_remat.backends.jax.trace import trace
 from keras_remat.backends.versions import check_card_compiler
@@ -98,7 +98,7 @@ class Step:
         )
         specs = absent_device.lying_on((traced.state_specs, traced.batch_specs), traced.target)
         lowered = jax.jit(function, donate_argnums=0).lower(*specs)
-        compiled = lowered.compile(compiler_options=probe_options(traced.target))
+        compiled = lowered.compile(compiler_options=absent_device.compiler_options())
         self.text, self.optimized = lowered.as_text(), compiled.as_text()
         self.added_bytes = memory(compiled).added_bytes
 

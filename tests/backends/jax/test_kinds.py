@@ -150,3 +150,19 @@ def test_workspaces_on_a_gpu(steps):
     assert on_t4[product.id] == CUBLAS_BYTES
     strided = ops(traced, "conv_general_dilated", "backward")
     assert max(workspace[op.id] for op in strided) >= 8 * 17 * 17 * 32 * 4
+
+
+def test_the_ops_of_one_element_of_the_jax_that_is_installed_are_known():
+    """A new JAX may write an old function with new primitives (0.11.2 the gradient of tanh)."""
+    kinds = kinds_of(live("cpu", "a CPU"))
+    known = kinds.views | kinds.cheap | kinds.expensive
+    functions = (
+        jnp.tanh, jax.nn.sigmoid, jax.nn.gelu, jax.nn.silu, jax.nn.softplus, jax.nn.elu,
+        jax.scipy.special.erf, jax.scipy.special.erfinv, jax.lax.rsqrt, jnp.sqrt, jnp.cbrt,
+        jnp.log1p, jnp.log2, jnp.exp2, jnp.expm1, jnp.sinh, jnp.arctan, jnp.abs, jnp.sign,
+        lambda x: x**3, lambda x: jnp.clip(x, 0.1, 0.9), lambda x: jnp.where(x > 0.5, x, -x),
+    )  # fmt: skip
+    for function in functions:
+        gradient = jax.make_jaxpr(jax.vmap(jax.grad(function)))(jnp.full(3, 0.4))
+        found = {equation.kind for equation in flatten(gradient).equations}
+        assert found <= known, (function, found - known)

@@ -1,4 +1,4 @@
-"""Attention that cuDNN would compute, where a card is planned for and no cuDNN is."""
+"""What cuDNN would compute, where a card is planned for and no cuDNN is."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from keras import layers
 
 import keras_remat
 from keras_remat.backends import keras_private
-from keras_remat.backends.jax import JaxBackend, attention
+from keras_remat.backends.jax import JaxBackend, cudnn, private
 from keras_remat.backends.jax.trace import trace
 from keras_remat.cards.table import card
 from keras_remat.errors import UnsupportedModelError
@@ -29,13 +29,13 @@ def test_xla_s_own_is_traced_and_that_is_said():
     )
     assert own.graph.fingerprint == other.graph.fingerprint
     assert list(keras_private.attention_layers(asking).values()) == [True, True]
-    assert attention.remark(plain, card("H100")) is None
+    assert cudnn.remark(plain, card("H100")) is None
     told = JaxBackend(card("T4")).check(asking)
     assert "and 1 more" in told
     assert "disable_flash_attention" in told
     half = attending(policy="mixed_bfloat16")
-    assert attention.remark(half, card("H100")), "Keras would choose cuDNN's there"
-    assert attention.remark(half, card("T4")) is None
+    assert cudnn.remark(half, card("H100")), "Keras would choose cuDNN's there"
+    assert cudnn.remark(half, card("T4")) is None
 
 
 def test_a_plan_says_it(monkeypatch):
@@ -62,3 +62,24 @@ def test_what_a_model_s_own_code_asks_for_is_refused():
     model = models.compiled(keras.Model(inputs, layers.Dense(10)(x)))
     with pytest.raises(UnsupportedModelError, match=r"own code asks for cuDNN.*Leave out"):
         trace(model, models.batch(model, 4), target=card("H100"))
+
+
+def test_an_lstm_is_traced_as_a_loop_and_that_is_said(monkeypatch):
+    inputs = layers.Input((8, 16))
+    recurrent = layers.LSTM(4)
+    model = models.compiled(keras.Model(inputs, layers.Dense(10)(recurrent(inputs))))
+    traced_with = []
+    monkeypatch.setattr(
+        layers.LSTM,
+        "inner_loop",
+        lambda self, *args, own=layers.LSTM.inner_loop, **options: (
+            traced_with.append(self.use_cudnn) or own(self, *args, **options)
+        ),
+    )
+    trace(model, models.batch(model, 4), target=card("H100"))
+    assert set(traced_with) == {False}
+    assert recurrent.use_cudnn == "auto", "put back"
+    told = cudnn.remark(model, card("H100"))
+    assert bool(told and "use_cudnn=False" in told) is private.has_cudnn_lstm()
+    recurrent.use_cudnn = False
+    assert cudnn.remark(model, card("H100")) is None

@@ -1,9 +1,9 @@
-"""Attention of a step that is planned for a card that is not there.
+"""What cuDNN computes of a step that is planned for a card that is not there.
 
-cuDNN's attention (flash attention) is a call of a kernel that cuDNN itself must find for the
-shapes, so it is compiled only where a GPU and cuDNN are. For a card, Keras's layers are traced with
-XLA's own attention, which computes the same and keeps more. Where the card would have been given
-cuDNN's, that is said.
+Two of Keras's layers leave their work to cuDNN on a GPU: attention (flash attention), and the LSTM.
+Its kernels are compiled only where a GPU and cuDNN are. For a card, attention is traced as XLA's
+own, which computes the same and keeps more, and an LSTM as a loop, which keeps less and is slower.
+Where the card would have been given cuDNN's, that is said.
 """
 
 from __future__ import annotations
@@ -23,32 +23,42 @@ HALF_DTYPES = ("float16", "bfloat16")
 
 
 def remark(model: Any, target: Target) -> str | None:
-    """Returns that a model's attention on a card is another one than is planned for; ``None`` where
-    it is not."""
+    """Returns that a model's layers run otherwise on a card than is planned for; ``None`` where
+    they do not."""
     if target.is_live:
         return None
     modern = (target.capability or TRITON_CAPABILITY) >= TRITON_CAPABILITY
-    names = [
+    attending = [
         layer.name
         for layer, chosen in keras_private.attention_layers(model).items()
         if chosen or (modern and layer.compute_dtype in HALF_DTYPES)
     ]
-    if not names:
-        return None
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        f"Attention of {names[0]!r}{others} is planned as XLA's own, which takes more memory: "
-        "cuDNN's is compiled only on a device with cuDNN. To train with what is planned, call "
-        "keras.config.disable_flash_attention() before the model is built."
-    )
+    told = []
+    if attending:
+        told.append(
+            f"Attention of {_named(attending)} is planned as XLA's own, which takes more memory: "
+            "cuDNN's is compiled only on a device with cuDNN. To train with what is planned, call "
+            "keras.config.disable_flash_attention() before the model is built."
+        )
+    recurrent = [layer.name for layer in keras_private.cudnn_lstms(model)]
+    if recurrent and private.has_cudnn_lstm():
+        told.append(
+            f"{_named(recurrent)} is planned as a loop: cuDNN's LSTM, which keeps more and is "
+            "faster, is compiled only on a device with cuDNN. To train with what is planned, "
+            "build it with use_cudnn=False."
+        )
+    return " ".join(told) or None
+
+
+def _named(names: list[str]) -> str:
+    return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def without_cudnn(model: Any, step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns a step whose layers leave attention to no kernel of cuDNN's, whenever it is
-    traced."""
+    """Returns a step whose layers leave nothing to cuDNN, whenever it is traced."""
 
     def train_step(state: Any, batch: Any) -> Any:
-        with keras_private.without_flash_attention(model):
+        with keras_private.without_cudnn(model):
             return step(state, batch)
 
     return train_step
@@ -62,7 +72,7 @@ def refused(model: Any) -> Iterator[None]:
         UnsupportedModelError: its own code asks for that.
     """
     try:
-        with keras_private.without_flash_attention(model):
+        with keras_private.without_cudnn(model):
             yield
     except RuntimeError as error:
         if not private.lacks_cudnn(error):
