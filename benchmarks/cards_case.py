@@ -211,17 +211,18 @@ def compiled_model(name: str) -> tuple[Any, int]:
     return model, batch_size
 
 
-def added_bytes_of(traced: Any) -> Callable[[Schedule | None], int]:
+def added_bytes_of(traced: Any) -> Callable[[Problem, Schedule | None], int]:
     """Returns what compiles a schedule of a step, or Keras's own, and says what it adds to the
     resident bytes."""
     if keras.backend.backend() == "jax":
         from keras_remat.backends.jax import lower as lowering
         from keras_remat.backends.jax.measure import memory
 
-        def on_jax(schedule: Schedule | None) -> int:
+        def on_jax(problem: Problem, schedule: Schedule | None) -> int:
             if schedule is None:
                 return memory(lowering.lower_plain(traced)).added_bytes
-            return memory(lowering.lower(traced, schedule)).added_bytes
+            step = lowering.lower_within(traced, schedule, problem.room_bytes)
+            return memory(step).added_bytes
 
         return on_jax
     from keras_remat.backends.tensorflow import private
@@ -230,7 +231,7 @@ def added_bytes_of(traced: Any) -> Callable[[Schedule | None], int]:
 
     compiler = CardCompiler()
 
-    def on_tensorflow(schedule: Schedule | None) -> int:
+    def on_tensorflow(problem: Problem, schedule: Schedule | None) -> int:
         step = traced if schedule is None else LoweredStep(traced, schedule)
         return compiler.added_bytes(private.serialized_hlo(step.function), traced.target)
 
@@ -248,7 +249,7 @@ class Compiler:
         predicted, compiled: bytes above the resident ones of what was compiled, in order.
     """
 
-    added_bytes: Callable[[Schedule | None], int]
+    added_bytes: Callable[[Problem, Schedule | None], int]
     plain_bytes: int
     memory: MemoryModel | None = None
     predicted: list[int] = field(default_factory=list)
@@ -260,7 +261,7 @@ class Compiler:
         assert self.memory is not None
         resident = problem.profile.resident_bytes
         self.predicted.append(self.memory.peak_bytes(problem, schedule) - resident)
-        self.compiled.append(self.added_bytes(schedule))
+        self.compiled.append(self.added_bytes(problem, schedule))
         return self.compiled[-1]
 
 
@@ -276,7 +277,7 @@ def rows(name: str, card_name: str, policy: str, shares: list[float], seconds: f
     problem = Problem(traced.graph, backend.estimated_profile(traced), name=name)
     resident = problem.profile.resident_bytes
     added_bytes = added_bytes_of(traced)
-    plain_bytes = added_bytes(None)
+    plain_bytes = added_bytes(problem, None)
     store_all = simulate(problem, Schedule.store_all(problem.graph)).peak_bytes - resident
     known = {
         "name": name,

@@ -142,7 +142,8 @@ class Ours:
     def _added_bytes(self, problem: Problem, schedule: Schedule | None) -> int:
         if schedule is None:
             return self._plain.added_bytes
-        self._compiled[schedule] = lowering.lower(self._traced, schedule)
+        step = lowering.lower_within(self._traced, schedule, problem.room_bytes)
+        self._compiled[schedule] = step
         return memory(self._compiled[schedule]).added_bytes
 
     def at(self, limit_bytes: int) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def make(name: str, card_name: str, shares: list[float], folder: str, factor: fl
     traced = backend.trace(model, backend.example_batch(model, batch_size))
     problem = Problem(traced.graph, backend.estimated_profile(traced), name=name)
     resident = problem.profile.resident_bytes
-    plain = cards_case.added_bytes_of(traced)(None)
+    plain = cards_case.added_bytes_of(traced)(problem, None)
     known = {"name": name, "card": card_name, "batch_size": batch_size}
     known |= {"resident_mib": resident / MIB, "plain_mib": plain / MIB}
     for share in shares:
@@ -154,7 +154,8 @@ def run(name: str, variant: str, folder: str, factor: float) -> dict[str, Any]:
     else:
         (backend,) = load_backends(model, "compiled", None)
         traced = backend.trace(model, backend.example_batch(model, batch))
-        row["own_analysis_mib"] = cards_case.added_bytes_of(traced)(None) / MIB
+        problem = Problem(traced.graph, backend.estimated_profile(traced))
+        row["own_analysis_mib"] = cards_case.added_bytes_of(traced)(problem, None) / MIB
     callbacks = [timed] if remat is None else [remat, timed]
     model.fit(
         Repeated(batch, BEFORE + TIMED), epochs=1, shuffle=False, verbose=0, callbacks=callbacks

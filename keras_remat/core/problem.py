@@ -47,6 +47,12 @@ class Problem:
                 f"must be a positive int, got {budget!r}", field="budget_bytes", value=budget
             )
 
+    @property
+    def room_bytes(self) -> int | None:
+        """What the budget leaves beside the resident bytes; ``None`` without a budget."""
+        budget = self.budget_bytes
+        return None if budget is None else budget - self.profile.resident_bytes
+
     def with_budget(self, budget_bytes: int | None) -> Problem:
         """Returns the same problem under another budget."""
         return replace(self, budget_bytes=budget_bytes)

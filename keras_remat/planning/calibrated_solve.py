@@ -261,7 +261,8 @@ class BudgetSearch:
     def _compiled(self, one: BudgetCandidate) -> BudgetCandidate:
         """Returns the same with the peak that compiling tells, where it does."""
         self._untried.pop(one.schedule, None)
-        told = self.memory.compiled_peak_bytes(self.problem, one.schedule)
+        within = self.problem.with_budget(self.budget_bytes)
+        told = self.memory.compiled_peak_bytes(within, one.schedule)
         if told is None:
             return one
         self._tried.add(one.schedule)

@@ -235,7 +235,7 @@ class PlanRequests:
         reused = plan_by(problem, order, limit.usable_bytes, memory)
         if reused is None:
             return None
-        told = memory.compiled_peak_bytes(problem, order)
+        told = memory.compiled_peak_bytes(problem.with_budget(limit.usable_bytes), order)
         return reused if told is None or limit.fits(told) else None
 
     def _solved(self, shape: ShapeState, costs: Costs, known: Known) -> tuple[Plan, Costs, Phase]:

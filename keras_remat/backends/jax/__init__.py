@@ -186,7 +186,7 @@ class JaxBackend:
 
     def lower(self, traced: Any, problem: Problem, schedule: Schedule) -> RunStep:
         try:
-            compiled = self._compiled(traced, schedule)
+            compiled = self._compiled(traced, problem, schedule)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -198,7 +198,7 @@ class JaxBackend:
             return does_not_compile
         return LoweredStep(traced, schedule, compiled, self.device)
 
-    def _compiled(self, traced: JaxTracedStep, schedule: Schedule | None) -> Any:
+    def _compiled(self, traced: JaxTracedStep, problem: Problem, schedule: Schedule | None) -> Any:
         """The step that runs a schedule, or Keras's own; the newest are remembered."""
         key = self._key(traced, schedule)
         if key not in self._newest:
@@ -206,7 +206,7 @@ class JaxBackend:
                 key,
                 lowering.lower_plain(traced)
                 if schedule is None
-                else lowering.lower(traced, schedule),
+                else lowering.lower_within(traced, schedule, problem.room_bytes),
             )
         return self._newest[key]
 
@@ -233,7 +233,7 @@ class JaxBackend:
         if traced is None:
             return None
         try:
-            compiled = self._compiled(traced, schedule)
+            compiled = self._compiled(traced, problem, schedule)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise

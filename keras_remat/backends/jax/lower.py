@@ -10,6 +10,7 @@ import jax
 
 from keras_remat.backends.jax import absent_device
 from keras_remat.backends.jax.kinds import kinds_of
+from keras_remat.backends.jax.measure import memory
 from keras_remat.backends.jax.sharding import mesh_of
 from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.jax.writer import writer_of
@@ -18,8 +19,16 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
 
 
-def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, Any], Any]:
-    """Returns ``(state, batch) → (logs, state)`` that runs a schedule; traceable, not compiled."""
+def step_function(
+    traced: JaxTracedStep, schedule: Schedule, *, strict: bool = True
+) -> Callable[[Any, Any], Any]:
+    """Returns ``(state, batch) → (logs, state)`` that runs a schedule; traceable, not compiled.
+
+    Args:
+        traced: the step.
+        schedule: a legal order for ``traced.graph``.
+        strict: see :mod:`keras_remat.backends.xla.protect`.
+    """
     program, n_state = traced.program, len(jax.tree.leaves(traced.state_specs))
 
     def remat_step(state: Any, batch: Any) -> Any:
@@ -32,7 +41,7 @@ def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, A
         early = set(range(len(given))) - set(range(n_state, program.n_inputs))
         writer = writer_of(traced)
         writer.given(given)
-        run = Run(traced, kinds_of(traced.target), writer, given, early)
+        run = Run(traced, kinds_of(traced.target), writer, given, early, strict=strict)
         run.order(schedule.order)
         logs, new_state = jax.tree.unflatten(
             traced.out_tree, [run.output(a) for a in program.outputs]
@@ -42,18 +51,36 @@ def step_function(traced: JaxTracedStep, schedule: Schedule) -> Callable[[Any, A
     return remat_step
 
 
-def lower(traced: JaxTracedStep, schedule: Schedule) -> Any:
+def lower_within(traced: JaxTracedStep, schedule: Schedule, room_bytes: int | None) -> Any:
+    """Compiles a schedule in the way that is quicker where that keeps to a limit, else in the one
+    that takes less.
+
+    Args:
+        traced: from :func:`~keras_remat.backends.jax.trace.trace`.
+        schedule: a legal order for ``traced.graph``.
+        room_bytes: what it may add to the resident bytes; ``None`` where nobody knows.
+    """
+    if room_bytes is None or not traced.target.on_gpu:
+        return lower(traced, schedule)
+    loose = lower(traced, schedule, strict=False)
+    if memory(loose).added_bytes <= room_bytes:
+        return loose
+    return min(loose, lower(traced, schedule), key=lambda step: memory(step).added_bytes)
+
+
+def lower(traced: JaxTracedStep, schedule: Schedule, *, strict: bool = True) -> Any:
     """Compiles a schedule.
 
     Args:
         traced: from :func:`~keras_remat.backends.jax.trace.trace`.
         schedule: a legal order for ``traced.graph``.
+        strict: see :mod:`keras_remat.backends.xla.protect`.
 
     Returns:
         A ``jax.stages.Compiled`` of ``(state, batch) → (logs, state)`` for the traced shapes; the
         state is donated.
     """
-    step = step_function(traced, schedule)
+    step = step_function(traced, schedule, strict=strict)
     return compile_step(step, traced.state_specs, traced.batch_specs, traced.target)
 
 
