@@ -197,8 +197,9 @@ def measured_peers(
     words = {"name": name, "card_name": card, "seconds": options.seconds, "known": there}
     try:
         yield from printed_by(
-            "cards_peers.py", json.dumps(words), timeout_s=options.timeout, KERAS_BACKEND="jax"
-        )
+            "cards_peers.py", json.dumps(words),
+            timeout_s=options.timeout, KERAS_BACKEND="jax", JAX_PLATFORMS="cpu",
+        )  # fmt: skip
     except Failed as error:
         print(f"{name} on {card}: {error}", file=sys.stderr)
 
@@ -228,7 +229,7 @@ def measured(name: str, card: str, shares: tuple[float, ...], options: Any) -> A
     try:
         told = printed_by(
             "cards_case.py", json.dumps(words),
-            timeout_s=options.timeout, KERAS_BACKEND=options.framework,
+            timeout_s=options.timeout, KERAS_BACKEND=options.framework, JAX_PLATFORMS="cpu",
         )  # fmt: skip
         for row in told:
             left.remove(row["at"])

@@ -7,14 +7,11 @@ runs, so the batch is shapes and the weights are zeros.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the parent says which framework Keras runs on
 
 import keras
 from keras import layers

@@ -20,10 +20,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-# fmt: off
 import jax
 import keras
-from cards_case import MODELS, compiled_model  # says that JAX runs on the CPU
+from cards_case import MODELS, compiled_model
 from hlo_costs import Costs, costs
 from model_parts import parts, variables_of
 
@@ -38,8 +37,6 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.target import Target
 from keras_remat.errors import InfeasibleBudgetError, RematError
 from keras_remat.planning.calibrated_solve import within_budget
-
-# fmt: on
 
 #: Layers that a checkpointed part has at least, and what is kept inside of it.
 PART_LAYERS = (4, 10)

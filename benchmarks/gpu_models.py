@@ -36,13 +36,13 @@ TORCH_MODELS = {
 }  # fmt: skip
 SHARES = (0.7, 0.5)
 VARIANTS = ("plain", "checkpoint", *map(str, SHARES))
-ALSO = ("vae:plain capped", "vae:0.5 capped", "unet:plain capped")
-#: MiB of scratch memory that XLA's autotuner may try kernels with, where a variant is capped.
-CAP = "--xla_gpu_redzone_scratch_max_megabytes=32"
 JAX_COLUMNS = (
     "model, batch", "step", "deviceless MiB", "on the card MiB", "off",
     "allocator's peak, with XLA's trials", "step ms", "time of plain", "predicted",
     "losses differ by",
+)  # fmt: skip
+WRITTEN = (
+    ("limit_mib", 1), ("loose_mib", 1), ("loose_time", 2), ("strict_mib", 1), ("strict_time", 2),
 )  # fmt: skip
 #: What ``--check`` demands of predictions.
 WORST_ERROR = 0.03
@@ -54,15 +54,13 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--plans", type=Path, metavar="DIR", help="where plans are, or are put")
     words.add_argument("--make", action="store_true", help="makes plans, without a GPU")
     words.add_argument("--card", default="H100", help="that plans are made for")
+    words.add_argument("--at", default=",".join(map(str, SHARES)), help="shares of the plain step")
     words.add_argument("--out", type=Path, metavar="DIR", help="rows and report")
     words.add_argument("--read", type=Path, metavar="DIR", help="only writes the report of rows")
     words.add_argument("--models", default=",".join(JAX_MODELS), help="on JAX, with commas")
     words.add_argument("--torch-models", default=",".join(TORCH_MODELS), help="on PyTorch")
     words.add_argument(
         "--variants", default=",".join(VARIANTS), help="of a step on JAX; default: %(default)s"
-    )
-    words.add_argument(
-        "--also", default=",".join(ALSO), help="variants of single models; default: %(default)s"
     )
     words.add_argument("--no-bits", default="", help="models on PyTorch whose bits are known")
     only = words.add_mutually_exclusive_group()
@@ -80,31 +78,40 @@ def made(options: Any) -> int:
     options.plans.mkdir(parents=True, exist_ok=True)
     for name in options.models.split(","):
         words = {
-            "case": "make", "name": name, "card_name": options.card, "shares": SHARES,
+            "case": "make", "name": name, "card_name": options.card,
+            "shares": [float(share) for share in options.at.split(",")],
             "folder": str(options.plans.resolve()), "factor": options.factor,
         }  # fmt: skip
         variables = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
         for row in printed_by("gpu_models_case.py", json.dumps(words), **variables):
             keep(row, options.plans / "made.jsonl")
             print(row, flush=True)
+    print(writings_table(kept(options.plans / "made.jsonl")))
     return 0
+
+
+def writings_table(rows: list[dict[str, Any]]) -> str:
+    """Returns what the two ways to write plans for GPUs down take, by the compiled modules; times
+    are shares of the plain step's, by the card's roofline."""
+    columns = ("model, batch", "at", "limit MiB", "loose MiB", "time", "strict MiB", "time ")
+    lines = [head(columns, 1)]
+    for row in rows:
+        if "loose_mib" in row:
+            cells = (f"{row[key]:.{digits}f}" for key, digits in WRITTEN)
+            lines.append(line_of((f"{row['name']}, {row['batch_size']}", row["at"], *cells)))
+    return "\n".join(lines)
 
 
 def jobs(options: Any) -> Iterator[tuple[str, str, dict[str, Any], dict[str, str]]]:
     """Yields what runs: a script, a name, its words and its variables."""
-    asked = options.models.split(",")
     if not options.torch_only:
         folder = str(options.plans.resolve())
         variables = {"KERAS_BACKEND": "jax", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         variables["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cuda")
-        every = [(name, v) for name in asked for v in options.variants.split(",")]
-        every += [tuple(one.split(":")) for one in options.also.split(",") if one]
-        for name, variant in every:
-            if name in asked:
+        for name in options.models.split(","):
+            for variant in options.variants.split(","):
                 words = {"case": "run", "name": name, "variant": variant, "folder": folder}
-                words["factor"] = options.factor
-                flags = variables | {"XLA_FLAGS": CAP} if "capped" in variant else variables
-                yield "gpu_models_case.py", "jax", words, flags
+                yield "gpu_models_case.py", "jax", words | {"factor": options.factor}, variables
     if not options.jax_only:
         for name in options.torch_models.split(","):
             words = {"name": name, "policy": TORCH_MODELS[name], "factor": options.factor}
@@ -182,7 +189,7 @@ def jax_table(rows: list[dict[str, Any]], said: Any) -> list[str]:
     plain_said = {name: row["plain_mib"] for (name, _), row in said.items()}
     lines = ["## JAX", "", head(JAX_COLUMNS, 2)]
     for (name, variant), row in found.items():
-        plain, told = found.get((name, "plain"), {}), said.get((name, variant.split()[0]), {})
+        plain, told = found.get((name, "plain"), {}), said.get((name, variant), {})
         is_plan = "planned" in row
         deviceless = told.get("compiled_mib") if is_plan else plain_said.get(name)
         took = added_mib(row)

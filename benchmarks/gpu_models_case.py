@@ -16,6 +16,7 @@ import cards_case
 import keras
 import numpy as np
 import turns
+from hlo_costs import costs
 from rows import MIB
 from watch import statistics
 
@@ -27,8 +28,6 @@ from keras_remat.core.problem import Problem
 
 #: Steps before a turn, and those that are timed in it.
 BEFORE, TIMED = 8, 20
-#: Ends the name of a variant that ran with ``--xla_gpu_redzone_scratch_max_megabytes``.
-CAPPED = " capped"
 #: Layers of a part under ``jax.checkpoint``, at least.
 PART_LAYERS = 4
 
@@ -56,15 +55,38 @@ def make(name: str, card_name: str, shares: list[float], folder: str, factor: fl
             yield known | {"at": share, "status": f"{type(error).__name__}: {error}"[:200]}
             continue
         plan.save(Path(folder) / f"{name}-{share:g}.json")
-        yield known | {
-            "at": share,
-            "status": "planned",
-            "limit_mib": share * plain / MIB,
-            "predicted_mib": (plan.predicted.peak_bytes - resident) / MIB,
-            "compiled_mib": _above(plan.compiled, resident),
-            "overhead": plan.overhead,
-            "seconds": round(time.perf_counter() - started, 1),
-        }
+        yield (
+            known
+            | writings(traced, plan.solution.schedule, card_name)
+            | {
+                "at": share,
+                "status": "planned",
+                "limit_mib": share * plain / MIB,
+                "predicted_mib": (plan.predicted.peak_bytes - resident) / MIB,
+                "compiled_mib": _above(plan.compiled, resident),
+                "overhead": plan.overhead,
+                "seconds": round(time.perf_counter() - started, 1),
+            }
+        )
+
+
+def writings(traced: Any, schedule: Any, card_name: str) -> dict[str, Any]:
+    """Returns bytes, and roofline time as a share of the plain step's, of both ways to write a
+    schedule down, counted from the compiled modules."""
+    from keras_remat.backends.jax import lower as lowering
+    from keras_remat.backends.jax.measure import memory
+
+    rates = card(card_name).rates
+
+    def seconds(compiled: Any) -> float:
+        return costs(compiled.as_text(), rates).time_s
+
+    plain, found = seconds(lowering.lower_plain(traced)), {}
+    for name, strict in (("loose", False), ("strict", True)):
+        compiled = lowering.lower(traced, schedule, strict=strict)
+        found[f"{name}_mib"] = memory(compiled).added_bytes / MIB
+        found[f"{name}_time"] = seconds(compiled) / plain
+    return found
 
 
 def _above(usage: Any, resident: int) -> float | None:
@@ -132,8 +154,7 @@ def run(name: str, variant: str, folder: str, factor: float) -> dict[str, Any]:
 
     Args:
         name: of the model.
-        variant: ``"plain"``, ``"checkpoint"``, or the share of a saved plan; with ``" capped"``
-            after it, kernels are tried that need little scratch memory.
+        variant: ``"plain"``, ``"checkpoint"``, or the share of a saved plan.
         folder: of the plans.
         factor: on the model's batch size.
     """
@@ -143,7 +164,6 @@ def run(name: str, variant: str, folder: str, factor: float) -> dict[str, Any]:
     batch = batch_of(model, cards_case.MODELS[name][1], size)
     row: dict[str, Any] = {"name": name, "variant": variant, "batch_size": size}
     timed, remat = Timed(f"{name}-{variant}"), None
-    variant = variant.removesuffix(CAPPED)
     if variant == "checkpoint":
         from cards_peers import checkpointed
 

@@ -37,10 +37,11 @@ among that, so each exists before the next part begins; XLA would add up all par
 which reads them all.
 
 **Strict or not.** What keeps the phases apart and holds values costs time where XLA had computed
-several values in one kernel: without any recomputation a vision transformer's step moved 1.15 times
-plain's bytes on a GPU, and took 1.24 times its time by the roofline. Some steps need it (a U-Net at
-half took 393 MiB without it, and 349 with it), others do not (the transformer 1,253 and 1,246). So
-on a GPU a schedule is written without it first, and strictly where that does not keep to the limit
+several values in one kernel. Some steps need it, others do not: at half of plain's bytes, compiled
+for an H200 (``benchmarks/gpu_models.py --make``), a U-Net takes 349 MiB strictly and 393 else, of
+359, in 1.28 and 1.05 of plain's time by the roofline; a ViT 1,246 and 1,253, of 1,359, in 1.33 and
+1.11. So on a GPU a schedule is written without it first, and strictly where that does not keep to
+the limit
 (:func:`keras_remat.backends.jax.lower.lower_within`).
 
 On CPU an op that draws random numbers becomes the branch of a condition (:meth:`Run._random` says
