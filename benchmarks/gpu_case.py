@@ -26,7 +26,7 @@ import keras
 import numpy as np
 from keras import layers
 from rows import MIB, difference
-from watch import StepWatch, long_fit, statistics
+from watch import Repeated, StepWatch, long_fit, statistics
 
 import keras_remat
 
@@ -118,20 +118,6 @@ def cap(options: dict[str, Any]) -> None:
     tf.config.set_logical_device_configuration(
         gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=megabytes)]
     )
-
-
-class Repeated(keras.utils.PyDataset):
-    """The same batch, again and again: an epoch of any length in the memory of one batch."""
-
-    def __init__(self, batch: Any, count: int):
-        super().__init__()
-        self._batch, self._count = batch, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Any:
-        return self._batch
 
 
 def repeated(batch: Any, count: int) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 import turns
 from hlo_costs import costs
 from rows import MIB
-from watch import statistics
+from watch import Repeated, statistics
 
 import keras_remat
 from keras_remat.backends.base import load_backends
@@ -110,20 +110,6 @@ def batch_of(model: keras.Model, loss: str, size: int) -> tuple[np.ndarray, np.n
     return x, generator.uniform(size=(size, *outputs.shape[1:])).astype("float32")
 
 
-class Repeated(keras.utils.PyDataset):
-    """The same batch, again and again."""
-
-    def __init__(self, batch: Any, count: int):
-        super().__init__()
-        self._batch, self._count = batch, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Any:
-        return self._batch
-
-
 class Timed(keras.callbacks.Callback):
     """Notes losses and peaks, and times steps when it is this process's turn."""
 
@@ -142,9 +128,9 @@ class Timed(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch < BEFORE:
-            self.losses.append(float(logs["loss"]))  # type: ignore[index]
+            self.losses.append(float((logs or {})["loss"]))
         if batch == BEFORE + TIMED - 1:
-            float(logs["loss"])  # type: ignore[index]  # waits for the steps
+            float((logs or {})["loss"])  # waits for the steps
             self.step_s = (time.perf_counter() - self._began_s) / TIMED
             self._turn.__exit__(None, None, None)
 

@@ -69,6 +69,20 @@ def long_fit(
     model.fit(*data, **options, callbacks=[*callbacks, end])
 
 
+class Repeated(keras.utils.PyDataset):
+    """The same batch, again and again: an epoch of any length in the memory of one batch."""
+
+    def __init__(self, batch: Any, count: int):
+        super().__init__()
+        self._batch, self._count = batch, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batch
+
+
 def is_on_torch_cpu() -> bool:
     """Whether steps run on PyTorch, on a device that keeps no statistics."""
     return keras.backend.backend() == "torch" and not statistics()

@@ -31,6 +31,7 @@ from keras_remat.backends.jax.trace import JaxTracedStep
 from keras_remat.backends.slice_modes import Mode, Shape
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.sliced import (
+    ProgramSlicer,
     ProgramWriter,
     SlicedEquation,
     SlicedOp,
@@ -40,7 +41,7 @@ from keras_remat.core.slices import Role, SlicedGraph, SliceRule, Slicing, slice
 
 
 @dataclass(frozen=True)
-class StepSlicer:
+class StepSlicer(ProgramSlicer):
     """Rewrites one traced step (:class:`keras_remat.backends.base.Slicer`).
 
     Args:
@@ -51,16 +52,6 @@ class StepSlicer:
     step: JaxTracedStep
     note: Callable[[JaxTracedStep], None]
     granule_bytes: int = 1
-
-    @property
-    def rules(self) -> dict[int, SliceRule]:
-        """Op id → how it may run in slices."""
-        return self._found[0]
-
-    @property
-    def sliced_ops(self) -> dict[int, SlicedOp]:
-        """Op id → how its equations run on a part."""
-        return self._found[1]
 
     @cached_property
     def _n_state(self) -> int:
@@ -76,7 +67,7 @@ class StepSlicer:
         return Analysis(program, given, range(self._n_state))
 
     @cached_property
-    def _found(self) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
+    def found(self) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
         analysis = self.analysis
         return slice_rules(self.step, analysis.sliced_op, analysis.divisor, range(self._n_state))
 

@@ -211,8 +211,8 @@ class CudaDevice(Device):
         self._has_workspaces = False
 
     def trains(self, model: Any) -> None:
-        """Has cuBLAS take its workspaces, which every step that multiplies matrices makes it keep
-        (32 MiB and more on an H200): what is in use then counts them before the first step."""
+        """Has cuBLAS take its workspaces, which every step that multiplies matrices makes it
+        keep: what is in use then counts them before the first step."""
         if not self._has_workspaces:
             self._has_workspaces = True
             with torch.no_grad():

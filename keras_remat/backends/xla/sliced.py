@@ -10,6 +10,7 @@ is the work of :mod:`keras_remat.backends.xla.protect`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,26 @@ def _rule(
     return SliceRule(frozenset(sliced), whole, frozenset(sums), frozenset(means), divides)
 
 
-class ProgramWriter:
+class ProgramSlicer(ABC):
+    """Puts ops of a traced step into slices (:class:`keras_remat.backends.base.Slicer`)."""
+
+    @property
+    @abstractmethod
+    def found(self) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
+        """Op id → how it may run in slices, and how its equations run on a part."""
+
+    @property
+    def rules(self) -> dict[int, SliceRule]:
+        """Op id → how it may run in slices."""
+        return self.found[0]
+
+    @property
+    def sliced_ops(self) -> dict[int, SlicedOp]:
+        """Op id → how its equations run on a part."""
+        return self.found[1]
+
+
+class ProgramWriter(ABC):
     """Writes the equations of one sliced graph.
 
     A framework says what they look like: :meth:`new_number`, :meth:`part_equations` and
@@ -184,10 +204,11 @@ class ProgramWriter:
         self.equations: list[Equation] = []
         self.numbers = {now: step.numbers[v] for v, now in sliced.whole.items()}
 
+    @abstractmethod
     def new_number(self, like: int, mode: Mode) -> int:
         """Returns a number for one part of a value, or for a value as large as it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def part_equations(
         self, one: SlicedEquation, part: int, inputs: Sequence[Any], outputs: Sequence[int]
     ) -> list[Equation]:
@@ -199,8 +220,8 @@ class ProgramWriter:
             inputs: numbers of what the part reads, and the equation's literals.
             outputs: numbers of what it makes.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def glue(
         self, role: Role, number: int, part: int, inputs: tuple[int, ...]
     ) -> tuple[Any, str, tuple[Any, ...]]:
@@ -212,7 +233,6 @@ class ProgramWriter:
             part: which one.
             inputs: numbers of what the op of the sliced graph reads.
         """
-        raise NotImplementedError
 
     def write(self) -> dict[int, tuple[int, ...]]:
         """Writes all; returns op id → the indices of its equations."""

@@ -44,6 +44,7 @@ from keras_remat.backends.tensorflow.graph.slice_rules import (
 )
 from keras_remat.backends.xla.fusion import Equation
 from keras_remat.backends.xla.sliced import (
+    ProgramSlicer,
     ProgramWriter,
     SlicedEquation,
     SlicedOp,
@@ -57,7 +58,7 @@ _MODES: Mapping[OutputMode, Mode] = {"part": 0, "sum": SUM, "mean": MEAN}
 
 
 @dataclass(frozen=True)
-class StepSlicer:
+class StepSlicer(ProgramSlicer):
     """Rewrites one traced step (:class:`keras_remat.backends.base.Slicer`).
 
     Args:
@@ -69,16 +70,6 @@ class StepSlicer:
     note: Callable[[CompiledStep], None]
     granule_bytes: int = 1
 
-    @property
-    def rules(self) -> dict[int, SliceRule]:
-        """Op id → how it may run in slices."""
-        return self._found[0]
-
-    @property
-    def sliced_ops(self) -> dict[int, SlicedOp]:
-        """Op id → how its equations run on a part."""
-        return self._found[1]
-
     @cached_property
     def analysis(self) -> Analysis:
         """How the step's equations run on a part."""
@@ -86,7 +77,7 @@ class StepSlicer:
         return Analysis(program, range(self.step.stateless.batch, program.n_given))
 
     @cached_property
-    def _found(self) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
+    def found(self) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
         analysis = self.analysis
         return slice_rules(self.step, analysis.sliced_op, analysis.divisor, analysis.state)
 
