@@ -15,9 +15,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_remat.backends.installed import Caller
 from keras_remat.backends.keras_private import batches_may_grow, records_steps
@@ -138,8 +138,7 @@ def caller_of(iterator: Any, fit: RunningFit | None, *, announced: bool) -> Call
     return Caller.GUEST if alone else Caller.FIT
 
 
-@dataclass(frozen=True)
-class Announced:
+class Announced(NamedTuple):
     """Says what is known of the batch that was announced last, and of who announced it.
 
     Args:
@@ -177,7 +176,7 @@ class Callers:
 
     def epoch_begins(self) -> None:
         """Looks for the ``fit`` anew at the next batch: its iterator is another one."""
-        self.announced = replace(self.announced, frame=0)
+        self.announced = self.announced._replace(frame=0)
 
     def announce(self, batch: int, steps_per_epoch: int | None) -> RunningFit | None:
         """Notes that a batch is announced, and returns the ``fit`` that does so.
@@ -202,9 +201,7 @@ class Callers:
         """Returns who calls with ``iterator``; what was announced is then no longer awaited."""
         before = self.announced
         is_awaited, by = before.is_awaited, before.by
-        self.announced = Announced(
-            frame=before.frame, fit=before.fit, is_last=before.is_last, is_endless=before.is_endless
-        )
+        self.announced = before._replace(is_awaited=False, by=None)
         if by is not None and by is innermost_fit() and not trains_alone(iterator):
             return Caller.FIT
         fit = self.running_fit
@@ -216,4 +213,4 @@ class Callers:
 
     def forget(self) -> None:
         """Holds no ``fit`` any longer."""
-        self.announced = replace(self.announced, by=None, fit=None)
+        self.announced = self.announced._replace(by=None, fit=None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +19,6 @@ class DeviceFacts:
         copy_s: seconds that copying the model's state to the host took; ``None`` before the first
             copy.
         step_s: seconds of the newest step that was waited for.
-        pending: the result of a step that was not waited for, and may be running still.
         is_scattered: whether the variables lie anywhere in the allocator's pool, since Keras's own
             step ran.
         plain_seen: by how steps are compiled, since predictions differ: of the largest plain step
@@ -30,6 +28,5 @@ class DeviceFacts:
 
     copy_s: float | None = None
     step_s: float = 0.0
-    pending: Any = None
     is_scattered: bool = True
     plain_seen: Mapping[str, tuple[int, float]] = field(default_factory=dict)

@@ -138,10 +138,11 @@ def _follow(tools: Tools, key: Signature, outcome: Outcome) -> None:
 
 def train_settled(tools: Tools, shape: PlannedShape, batch: Any) -> Any:
     """Runs a final step and returns its logs, at the cost of little more than a call of it."""
-    fit = tools.fit
-    outcome, device = tools.guard.run_settled(shape.run, batch, fit.record.device)
-    fit.record = replace(fit.record, device=device)
-    fit.count(shape.batch_size, outcome.usage)
+    fit, device = tools.fit, tools.fit.record.device
+    outcome = tools.guard.run_settled(shape.run, batch, device)
+    fit.count(shape.batch_size, outcome.usage, outcome.result)
+    if device.is_scattered:  # a record is made anew only where something is new
+        fit.record = replace(fit.record, device=replace(device, is_scattered=False))
     if tools.backend.device.has_statistics and not fit.limit.holds(outcome.usage.peak_bytes):
         fit.record = fit.record.with_shape(tools.mode, replace(shape, steps=(outcome.usage,)))
         _follow(tools, shape.signature, outcome)

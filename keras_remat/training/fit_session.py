@@ -48,17 +48,11 @@ class Epoch:
 
     Args:
         number: Keras's.
-        training_s: seconds that training took, planning included.
         rest_logs: of what was trained after Keras's last step.
     """
 
     number: int = 0
-    training_s: float = 0.0
     rest_logs: Mapping[str, Any] = field(default_factory=dict)
-
-    def having_trained(self, time_s: float) -> Epoch:
-        """Returns the record after so many more seconds."""
-        return Epoch(self.number, self.training_s + time_s, self.rest_logs)
 
 
 class FitSession:
@@ -157,7 +151,7 @@ class FitSession:
             return None
         started = time.perf_counter()
         logs = driver.train_settled(*settled, batch)
-        self._epoch = self._epoch.having_trained(time.perf_counter() - started)
+        self._fit.counter.training_s += time.perf_counter() - started
         return logs
 
     def _go_on_unmodified(self, error: UnsupportedModelError, *others: Any) -> Any:
@@ -204,7 +198,7 @@ class FitSession:
         try:
             yield
         finally:
-            self._epoch = self._epoch.having_trained(time.perf_counter() - started)
+            self._fit.counter.training_s += time.perf_counter() - started
 
     # ---------------------------------------------------------------- what Keras does
 
@@ -339,7 +333,7 @@ class FitSession:
             epoch,
             counter.samples,
             counter.steps,
-            max(counter.step_time_s, self._epoch.training_s - counter.planning_time_s),
+            max(counter.step_time_s, counter.training_s - counter.planning_time_s),
             counter.planning_time_s,
             counter.peak_bytes or self._predicted_peak_bytes(),
             self._report.batch_size or 0,

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,7 @@ class StepCounter:
     steps: int = 0
     step_time_s: float = 0.0
     planning_time_s: float = 0.0
+    training_s: float = 0.0  # as a stopwatch would say: planning, and batches that are put together
     peak_bytes: int = 0
 
 
@@ -79,6 +80,9 @@ class FitState:
         handles: mode → what a framework holds for it; see :mod:`keras_remat.training.tools`.
         steps_run: how many steps this ``fit`` has trained.
         counter: what was counted since :meth:`take_counter`.
+        settled: by the layout of its batches, what trains a shape whose step is settled, as long as
+            the record stays as it is.
+        pending: the result of the newest step, where that was not waited for and may run still.
     """
 
     def __init__(
@@ -104,6 +108,8 @@ class FitState:
         self.steps_per_epoch, self._most_steps = steps_per_epoch, most_steps
         self.steps_run = 0
         self.counter = StepCounter()
+        self.pending: Any = None
+        self.settled: dict[Hashable, Any] = {}
         self._planning_since: float | None = None
         self._record: FitRecord | None = None
         self._asked_limit: Limit | None = None
@@ -122,6 +128,7 @@ class FitState:
     @record.setter
     def record(self, record: FitRecord) -> None:
         self._record, report, baseline = record, self.report, record.baseline
+        self.settled.clear()
         report.baseline, report.baseline_source = baseline.usage, baseline.source
         report.baseline_batch_size = baseline.batch_size
         if record.setup is not None:
@@ -150,8 +157,13 @@ class FitState:
         """Notes how many steps can come from this epoch on; ``None`` where nobody knows."""
         self._most_steps = None if most_steps is None else self.steps_run + most_steps
 
-    def count(self, samples: int, usage: Usage) -> None:
-        """Counts a step that was trained."""
+    def count(self, samples: int, usage: Usage, pending: Any = None) -> None:
+        """Counts a step that was trained.
+
+        Args:
+            pending: its result, where it was not waited for.
+        """
+        self.pending = pending
         self.steps_run += 1
         self.counter.samples += samples
         self.counter.steps += 1

@@ -25,7 +25,7 @@ from keras_remat.training import steps, tell
 from keras_remat.training.contest import MOST_OPS, Contest, Trial, Tried, better
 from keras_remat.training.fit_state import FitState
 from keras_remat.training.record import FitRecord, Mode, SizesRecord
-from keras_remat.training.shape_state import USUAL_TERMS, PlannedShape, Terms
+from keras_remat.training.shape_state import USUAL_TERMS, PlannedShape, Terms, layout_of
 from keras_remat.training.tools import Tools, tools_of
 
 #: What a mode raises that cannot train a batch.
@@ -61,12 +61,24 @@ def stopped(fit: FitState) -> FitRecord:
 def settled(fit: FitState, batch: Any) -> tuple[Tools, PlannedShape] | None:
     """Returns what trains a loader batch where its step is settled, and no other size or mode is
     looked for; ``None`` where something is to be found out."""
+    layout = layout_of(batch)
+    known = fit.settled.get(layout)
+    if known is None:
+        known = _settled(fit, batch)
+        if known is None:
+            return None
+        fit.settled[layout] = known
+    return None if steps.is_look_due(known[0]) else known
+
+
+def _settled(fit: FitState, batch: Any) -> tuple[Tools, PlannedShape] | None:
     contest = fit.record.contest
     may_try = contest.may_try and fit.options.plan is None
     if may_try or contest.trial is not None or not fit.record.trains_as_given:
         return None
     tools = tools_of(fit, contest.running)
-    shape = steps.settled_shape(tools, fit.signatures.of(batch), USUAL_TERMS)
+    key, may_miss = fit.signatures.of(batch), USUAL_TERMS.may_miss
+    shape = tools.steps.settled_shape(key, may_miss=may_miss)
     return None if shape is None else (tools, shape)
 
 

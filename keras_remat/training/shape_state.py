@@ -7,7 +7,7 @@ recorder, and Keras's own step may run without ever having been traced.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from operator import gt
 from statistics import median
@@ -48,19 +48,22 @@ class Signatures:
 
     def of(self, batch: Any) -> Signature:
         """Returns what :func:`signature_of` does."""
-        layout = _layout(batch)
+        layout = layout_of(batch)
         if layout not in self._known:
             self._known[layout] = signature_of(batch)
         return self._known[layout]
 
 
-def _layout(nested: Any) -> Hashable:
+def layout_of(nested: Any) -> Hashable:
     """Returns the containers of a batch, and shapes and dtypes in the place of arrays."""
     if isinstance(nested, (tuple, list)):
-        return type(nested), *map(_layout, nested)
-    if isinstance(nested, Mapping):
-        return dict, *((key, _layout(inner)) for key, inner in nested.items())
-    return None if nested is None else (tuple(nested.shape), nested.dtype)
+        return type(nested), *map(layout_of, nested)
+    if nested is None:
+        return None
+    shape = getattr(nested, "shape", None)
+    if shape is not None:
+        return shape, nested.dtype
+    return dict, *((key, layout_of(inner)) for key, inner in nested.items())
 
 
 def is_within(small: Signature, large: Signature) -> bool:

@@ -168,6 +168,7 @@ def attempt(
         guarded=_is_guarded(tools, shape),
         gathered=_is_gathered(tools, shape),
         timed=timed,
+        pending=fit.pending,
     )
     device = replace(device, is_scattered=not isinstance(shape, PlannedShape))
     record = replace(fit.record, device=device)
@@ -175,7 +176,7 @@ def attempt(
         return record.with_steps(tools.mode, stopped(tools.steps)), outcome
     if isinstance(shape, PlannedShape) and record.setup is None:
         record = replace(record, setup=_set_up(fit, shape))
-    fit.count(shape.batch_size, outcome.usage)
+    fit.count(shape.batch_size, outcome.usage, None if timed else outcome.result)
     in_use_bytes = tools.backend.device.in_use_bytes()
     fit.note_phase("between steps", in_use_bytes)
     shape = shape.after_step(outcome.usage, in_use_bytes)
@@ -238,13 +239,13 @@ def _is_timed(tools: Tools, shape: ShapeState) -> bool:
     step took, which takes time."""
     processes = tools.backend.processes.count
     if isinstance(shape, PlannedShape) and shape.phase is Phase.FINAL:
-        return processes == 1 or _is_look_due(tools)
+        return processes == 1 or is_look_due(tools)
     costs_time = tools.on_gpu or processes > 1
     asynchronous = costs_time and shape.phase in (Phase.SOLVE, Phase.FINAL) and shape.called
     return not asynchronous or tools.fit.steps_run % _TIMED_EVERY == 0
 
 
-def _is_look_due(tools: Tools) -> bool:
+def is_look_due(tools: Tools) -> bool:
     """Returns whether the next final step is waited for and timed. What one of several processes
     measures is told to the others, which have to ask at the same step."""
     if tools.backend.processes.count > 1:
@@ -259,7 +260,7 @@ def settled_shape(tools: Tools, key: Signature, terms: Terms) -> PlannedShape | 
     """Returns a batch's shape where its step is final under a plan, and no look at it is due;
     ``None`` where something is to be found out or to be done."""
     shape = tools.steps.settled_shape(key, may_miss=terms.may_miss)
-    return None if shape is None or _is_look_due(tools) else shape
+    return None if shape is None or is_look_due(tools) else shape
 
 
 def seen(shape: PlainShape, usage: Usage) -> PlainShape:
@@ -286,9 +287,11 @@ def runs_plain(fit: FitState, *, may_grow: bool) -> bool:
         may_grow: whether batches may come that are larger than those that came. Then there has to
             be as much room again as the step takes.
     """
-    tools, steps = running_tools(fit), fit.record.running
+    steps = fit.record.running
     shape, shapes = steps.reference_shape, steps.shapes.values()
-    if fit.record.contest.trial is not None or shape is None or not shape.called:
+    if isinstance(shape, PlannedShape) or shape is None or not shape.called:
+        return False
+    if fit.record.contest.trial is not None:
         return False
     if shape.phase is not Phase.FINAL and (may_grow or shape.phase is not Phase.PLAIN):
         return False
@@ -296,7 +299,7 @@ def runs_plain(fit: FitState, *, may_grow: bool) -> bool:
         return False
     peak_bytes = shape.peak_bytes
     if not peak_bytes and isinstance(shape, TracedShape):
-        peak_bytes = tools.costs.plain_bound_bytes(shape.costs)
+        peak_bytes = running_tools(fit).costs.plain_bound_bytes(shape.costs)
     return fit.limit.fits((1 + may_grow) * peak_bytes)
 
 

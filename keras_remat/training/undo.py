@@ -74,6 +74,7 @@ class StepGuard:
         guarded: bool,
         gathered: bool = False,
         timed: bool = True,
+        pending: Any = None,
     ) -> tuple[Trained | OutOfMemory, DeviceFacts]:
         """Runs a step once and returns what came of it, and what is known of the device then.
 
@@ -84,9 +85,10 @@ class StepGuard:
                 together in the allocator's pool.
             timed: whether the call waits until the step ends; else its time is reported as that of
                 the last step that was waited for.
+            pending: the result of the step before, where that was not waited for.
         """
-        if timed and facts.pending is not None:
-            self._backend.measure(lambda: facts.pending)  # what is queued is not this step's time
+        if timed and pending is not None:
+            self._backend.measure(lambda: pending)  # what is queued is not this step's time
         # of several processes one alone cannot train a batch again
         is_alone = self._backend.processes.count == 1
         put_back: Callable[[], None] | None = None
@@ -106,17 +108,14 @@ class StepGuard:
             put_back()
             return OutOfMemory(batch, peak, error), replace(facts, copy_s=copy_s)
         step_s = usage.time_s if timed else facts.step_s
-        facts = replace(facts, copy_s=copy_s, step_s=step_s, pending=None if timed else result)
+        facts = replace(facts, copy_s=copy_s, step_s=step_s)
         return Trained(batch, result, replace(usage, time_s=step_s)), facts
 
-    def run_settled(
-        self, step: RunStep, batch: Any, facts: DeviceFacts
-    ) -> tuple[Trained, DeviceFacts]:
+    def run_settled(self, step: RunStep, batch: Any, facts: DeviceFacts) -> Trained:
         """Runs a planned step that is neither guarded nor waited for; it is said to have taken what
         the last one did that was."""
         result, usage = self._backend.measure(partial(step, batch), wait=False)
-        trained = Trained(batch, result, Usage(facts.step_s, usage.peak_bytes))
-        return trained, replace(facts, pending=result, is_scattered=False)
+        return Trained(batch, result, Usage(facts.step_s, usage.peak_bytes))
 
     def _snapshot(self) -> tuple[Callable[[], None], float]:
         """Returns what puts the model's state back, and the seconds that copying it took."""

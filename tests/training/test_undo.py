@@ -52,9 +52,12 @@ class Guard:
 
     def __init__(self, device):
         self.guard, self.facts = StepGuard(SimpleNamespace(), device), DeviceFacts()
+        self.pending = None
 
     def attempt(self, step, **terms):
+        terms["pending"] = self.pending
         outcome, self.facts = self.guard.attempt(step, BATCH, self.facts, **terms)
+        self.pending = None if terms.get("timed", True) else outcome.result
         return outcome
 
 

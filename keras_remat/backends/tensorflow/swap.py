@@ -7,7 +7,7 @@ batches a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -39,26 +39,16 @@ class InstalledTrainFunction(Installed):
     @without_inner_frames
     def __call__(self, iterator: Any) -> Any:
         caller = self._caller(iterator)
-        if caller is None:
-            return self.original(iterator)
-        if caller is Caller.FIT:
-            return self._of_fit(iterator)
-        return self._restored_after(self._alone, iterator, caller)
+        return self.original(iterator) if caller is None else self._trained(iterator, caller)
 
-    def _of_fit(self, iterator: Any) -> Any:
-        """Trains a call's batches of ``fit``."""
-        if isinstance(iterator, tf.data.Iterator):
-            self._promised = iterator.element_spec
-        return self._restored_after(self._steps, iter(iterator))
-
-    def _alone(self, iterator: Any, caller: Caller) -> Any:
-        """Trains a batch of ``train_on_batch``."""
-        return self._runner.run_alone(self._read(next(iterator)), caller)
-
-    def _restored_after(self, train: Callable[..., Any], *given: Any) -> Any:
-        """Trains, and gives the original train function back where that raises."""
+    def _trained(self, iterator: Any, caller: Caller) -> Any:
+        """Trains a call's batches, and gives the original back where that raises."""
         try:
-            return train(*given)
+            if caller is not Caller.FIT:
+                return self._runner.run_alone(self._read(next(iterator)), caller)
+            if isinstance(iterator, tf.data.Iterator):
+                self._promised = iterator.element_spec
+            return self._steps(iter(iterator))
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException:

@@ -217,10 +217,12 @@ def measure(
     device = device or TensorFlowDevice()
     device.begin_watch()
     started = time.perf_counter()
-    with tf.profiler.experimental.Trace(MEASURED_STEP):
-        result = step()
-        if wait:
+    if wait:
+        with tf.profiler.experimental.Trace(MEASURED_STEP):
+            result = step()
             synchronize(result)
+    else:
+        result = step()
     elapsed = time.perf_counter() - started
     return result, Usage(elapsed, device.peak_bytes())
 

@@ -24,7 +24,7 @@ class MirroredTrainFunction(InstalledTrainFunction):
             if caller is Caller.NOBODY:
                 self.give_back()
             return self.original(iterator)
-        return self._of_fit(iterator)
+        return self._trained(iterator, caller)
 
     def _read(self, batch: Any) -> Any:
         parts = self._model.distribute_strategy.experimental_local_results
