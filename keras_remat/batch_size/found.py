@@ -14,7 +14,9 @@ from keras_remat.core.schedule import Schedule
 from keras_remat.core.slices import Slicing
 from keras_remat.planning.plan import Plan
 from keras_remat.reporting import html as page
-from keras_remat.reporting import plots
+from keras_remat.reporting import mpl, pictures
+from keras_remat.reporting.chart import Chart
+from keras_remat.reporting.svg import draw
 from keras_remat.reporting.text import slices_text
 from keras_remat.units import format_bytes
 
@@ -160,7 +162,7 @@ class BatchSearch:
         Raises:
             MissingPackageError: matplotlib is not installed.
         """
-        return plots.batch_sizes(self._points, self.limit_bytes)
+        return mpl.figure(*self._charts)
 
     def _repr_html_(self) -> str:
         rows = [
@@ -168,7 +170,13 @@ class BatchSearch:
             for size, peak, rate, overhead in self._points
         ]
         head = ("batch", "peak", "samples/s, predicted", "added time")
-        return page.fragment(f"<p>{page.escape_all(str(self))}.</p>{page.table(head, rows)}")
+        shown = "".join(map(draw, self._charts))
+        text = f"<p>{page.escape_all(str(self))}.</p>"
+        return page.fragment(f"{text}{shown}{page.table(head, rows)}")
+
+    @property
+    def _charts(self) -> tuple[Chart, ...]:
+        return pictures.batch_sizes(self._points, self.limit_bytes)
 
     @property
     def _points(self) -> list[tuple[int, int, float, float]]:

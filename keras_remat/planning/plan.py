@@ -35,7 +35,7 @@ from keras_remat.errors import (
     ScheduleNotFoundError,
 )
 from keras_remat.reporting import html as page
-from keras_remat.reporting import plots
+from keras_remat.reporting import mpl, pictures
 from keras_remat.reporting.layers import By
 from keras_remat.reporting.tables import Text, summary_text
 from keras_remat.reporting.text import plan_text, slices_text, status_text
@@ -196,8 +196,10 @@ class Plan:
             ValueError: another kind, or a plan that was saved without its problem.
         """
         if kind == "overhead":
-            return plots.overhead(self, overheads(self._shown_problem))
-        return plots.plan(self, kind)
+            shown = pictures.overhead(self, overheads(self._shown_problem))
+        else:
+            shown = pictures.plan(self, kind)
+        return mpl.figure(shown)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one self-contained page with the pictures and tables of the plan."""

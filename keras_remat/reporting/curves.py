@@ -233,8 +233,8 @@ def intervals(curve: Curve, most: int | None = None) -> list[Interval]:
     """Returns stays in memory, in the order of the graph.
 
     Args:
-        most: only those of so many of the largest values, without values that are read at once and
-            so do not stay; ``None`` for all.
+        most: of so many of the largest values only, and of none that is read at once and so does
+            not stay; ``None`` for all.
     """
     values = curve.problem.graph.values
     stays: dict[int, list[Interval]] = {}

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from keras_remat.core.schedule import Usage
 from keras_remat.core.serialize import Fields, read_json, write_json
 from keras_remat.errors import InvalidProblemError
-from keras_remat.reporting import html, plots
+from keras_remat.reporting import html, mpl, pictures
 from keras_remat.reporting.records import EpochUsage, Event, Planned
 from keras_remat.reporting.tables import table
 from keras_remat.reporting.text import epoch_rows
@@ -177,7 +177,7 @@ class AutotuneReport:
             MissingPackageError: matplotlib is not installed.
             ValueError: another kind, or nothing to draw.
         """
-        return plots.report(self, kind)
+        return mpl.figure(*pictures.report(self, kind))
 
     def verdict(self) -> str:
         """Returns plain step and final step side by side, and whether the limit was kept."""

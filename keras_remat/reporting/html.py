@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 
 from keras_remat.core.problem import Problem
 from keras_remat.core.schedule import Schedule
-from keras_remat.reporting import colors, svg
+from keras_remat.reporting import pictures
+from keras_remat.reporting.chart import COLORS, Chart
 from keras_remat.reporting.curves import Curve, compared, groups, top_holders
 from keras_remat.reporting.records import Planned, Reported
-from keras_remat.reporting.svg import escape
+from keras_remat.reporting.svg import draw, escape, paint
 from keras_remat.reporting.tables import printable, shown_groups, summary_cells
 from keras_remat.reporting.text import (
     epoch_rows,
@@ -31,17 +32,9 @@ from keras_remat.reporting.text import (
 )
 from keras_remat.units import format_bytes, format_seconds
 
-_LAYERS = 8
-_PALETTE = {
-    "limit": colors.LIMIT,
-    "plain": colors.PLAIN,
-    "plan": colors.PLAN,
-    "measured": colors.MEASURED,
-    "again": colors.RECOMPUTED,
-    **colors.PHASES,
-}
 _STYLE = (
-    f".kr{{{';'.join(f'--{name}:{color}' for name, color in _PALETTE.items())}}}"
+    f".kr{{{';'.join(f'--{look}:{color}' for look, color in COLORS.items())}}}"
+    f"{''.join(f'.kr .{look}{{--c:var(--{look})}}' for look in COLORS)}"
     """
 .kr{--paper:#fff;--ink:#1b1f24;--faint:#5d6774;--grid:#dfe3e8;--tile:#f4f6f8;--good:#00704a;
 background:var(--paper);color:var(--ink);
@@ -56,20 +49,16 @@ body.kr{max-width:880px;margin:0 auto;padding:1em}
 .kr .tile b{display:block;font-size:1.35em;line-height:1.3}.kr .tile span{color:var(--faint)}
 .kr .good b{color:var(--good)}.kr .bad b{color:var(--limit)}
 .kr svg{width:100%;height:auto;display:block}.kr svg text{fill:var(--faint);font-size:15px}
-.kr .grid{stroke:var(--grid)}.kr .line{fill:none;stroke-width:1.8}.kr .area{opacity:.12}
-.kr .line.plain{stroke:var(--plain)}.kr .line.plan{stroke:var(--plan)}
-.kr .area.plain{fill:var(--plain)}.kr .area.plan{fill:var(--plan)}
-.kr line.limit{stroke:var(--limit);stroke-dasharray:8 5;stroke-width:2}
-.kr line.resident{stroke:var(--faint);stroke-dasharray:2 4;stroke-width:2}
-.kr svg text.limit{fill:var(--limit)}
+.kr .grid{stroke:var(--grid)}.kr .line{fill:none;stroke:var(--c);stroke-width:1.8}
+.kr .area{fill:var(--c);opacity:.12}.kr .band{fill:var(--c);opacity:.13}.kr .bar{fill:var(--c)}
+.kr .mark{fill:var(--c);stroke:var(--paper);stroke-width:2}
+.kr .rule{stroke:var(--c);stroke-width:2}.kr .rule.limit{stroke-dasharray:8 5}
+.kr .rule.resident{stroke-dasharray:2 4}.kr svg text.limit{fill:var(--c)}
 .kr svg .label{paint-order:stroke;stroke:var(--paper);stroke-width:5px}
-.kr .measured{fill:var(--measured);stroke:var(--paper);stroke-width:2}
-.kr .band{opacity:.13}.kr .forward{fill:var(--forward)}.kr .backward{fill:var(--backward)}
-.kr .update{fill:var(--update)}
 .kr .hover{fill:transparent}.kr .hover:hover{fill:var(--ink);opacity:.1}
-.kr .first{fill:var(--plan)}.kr .again{fill:var(--again)}
 .kr .legend{display:flex;flex-wrap:wrap;gap:.2em 1.1em;color:var(--faint);font-size:.9em}
-.kr .swatch{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}
+.kr .swatch{background:var(--c);display:inline-block;width:.8em;height:.8em;border-radius:2px;
+margin-right:.4em}
 .kr .wide{overflow-x:auto}.kr table{border-collapse:collapse;font-size:.92em}
 .kr th,.kr td{padding:.2em 1.1em .2em 0;text-align:right;white-space:nowrap;
 font-variant-numeric:tabular-nums}
@@ -97,9 +86,7 @@ def report_body(report: Reported) -> str:
     if report.plan is not None:
         parts.append(_pictures(report.plan, report.limit_bytes))
     if report.epochs:
-        rates = [epoch.samples_per_s for epoch in report.epochs]
-        first = report.epochs[0].epoch
-        parts += ["<h2>Epochs</h2>", svg.speed(rates, report.baseline_samples_per_s, first)]
+        parts += ["<h2>Epochs</h2>", *map(draw, pictures.epochs(report))]
         head, *rows = epoch_rows(report)
         parts.append(table(head, rows))
     if report.plan is not None:
@@ -140,10 +127,10 @@ def plan_body(planned: Planned) -> str:
 def problem_page(problem: Problem) -> str:
     """Returns a page about a problem file: its memory over time without recomputation."""
     curve = Curve(problem, Schedule.store_all(problem.graph))
-    limits = {} if problem.budget_bytes is None else {"budget": problem.budget_bytes}
-    body = [svg.memory({"plain": curve}, limits), _legend(["plain", *limits], curve)]
-    body += [_holders({"plain": curve}), f"<pre>{escape_all(problem_text(problem, top=12))}</pre>"]
-    return titled_page(problem.name or "Memory of one step", "".join(body))
+    limit = None if problem.budget_bytes is None else ("budget", problem.budget_bytes)
+    curves, text = {"plain": curve}, escape_all(problem_text(problem, top=12))
+    shown = _with_legend(pictures.memory(curves, limit, hover=True)) + _holders(curves, limit)
+    return titled_page(problem.name or "Memory of one step", f"{shown}<pre>{text}</pre>")
 
 
 def fragment(body: str) -> str:
@@ -223,39 +210,30 @@ def _plan_tiles(planned: Planned) -> list[tuple[str, str, str]]:
 def _pictures(planned: Planned, limit_bytes: int | None) -> str:
     """Returns pictures of memory over time, holders of the peak, and stays; nothing without a
     problem."""
-    problem = planned.problem
-    if problem is None:
+    if planned.problem is None:
         return ""
-    curves = compared(problem, planned.solution.schedule)
-    plan = curves["plan"]
-    limits = {"budget": planned.budget_bytes} if limit_bytes is None else {"limit": limit_bytes}
-    measured = None if planned.measured is None else planned.measured.peak_bytes
-    shown = [*curves, *limits, *(["measured peak"] if measured is not None else [])]
+    curves = compared(planned.problem, planned.solution.schedule)
+    limit = pictures.limit_of(planned, limit_bytes)
     return "".join(
         [
             "<h2>Memory of one step</h2>",
-            svg.memory(curves, limits, measured),
-            _legend(shown, plan),
-            _holders(curves),
+            _with_legend(pictures.memory(curves, limit, planned.measured, hover=True)),
+            _holders(curves, limit),
             "<h2>What is in memory when</h2>",
-            svg.stays(plan),
-            _swatches({"since its first run": "var(--plan)", "computed again": colors.RECOMPUTED}),
+            _with_legend(pictures.stays(curves["plan"])),
         ]
     )
 
 
-def _holders(curves: dict[str, Curve]) -> str:
+def _holders(curves: dict[str, Curve], limit: tuple[str, int] | None) -> str:
     """Shows who holds the peak: a bar per curve, and the bytes as a table."""
-    rows = dict(zip(curves, top_holders(list(curves.values()), _LAYERS), strict=True))
-    names = [n for n in next(iter(rows.values())) if any(row[n] for row in rows.values())]
-    color = colors.layer_colors(names)
-    bars = {name: {n: row[n] for n in names} for name, row in rows.items()}
+    rows = top_holders(list(curves.values()), pictures.LAYERS)
     cells = [
-        (f"{_swatch(color[n])}{escape(n)}", *(format_bytes(row[n]) for row in bars.values()))
-        for n in names
+        (f"{_swatch(color)}{escape(name)}", *(format_bytes(row[name]) for row in rows))
+        for name, color in pictures.held_colors(rows).items()
     ]
-    listed = table(("layer", *bars), cells, escaped=True)
-    return f"<h2>Who holds the peak</h2>{svg.holders(bars)}{listed}"
+    listed = table(("layer", *curves), cells, escaped=True)
+    return f"<h2>Who holds the peak</h2>{draw(pictures.holders(curves, limit))}{listed}"
 
 
 def _layers(planned: Planned) -> str:
@@ -274,22 +252,14 @@ def _layers(planned: Planned) -> str:
     )
 
 
-def _legend(shown: Sequence[str], curve: Curve) -> str:
-    known = {
-        "plain": "var(--plain)", "plan": "var(--plan)", "budget": "var(--limit)",
-        "limit": "var(--limit)", "measured peak": colors.MEASURED,
-    }  # fmt: skip
-    phases = {phase: colors.PHASES[phase] for phase, _, _ in curve.bands}
-    return _swatches({name: known[name] for name in shown} | phases)
+def _with_legend(chart: Chart) -> str:
+    """Draws a chart with its legend below."""
+    spans = (f"<span>{_swatch(look)}{escape(name)}</span>" for name, look in chart.legend.items())
+    return f'{draw(chart)}<div class="legend">{"".join(spans)}</div>'
 
 
-def _swatches(entries: dict[str, str]) -> str:
-    spans = (f"<span>{_swatch(color)}{escape(name)}</span>" for name, color in entries.items())
-    return f'<div class="legend">{"".join(spans)}</div>'
-
-
-def _swatch(color: str) -> str:
-    return f'<span class="swatch" style="background:{color}"></span>'
+def _swatch(look: str) -> str:
+    return f"<span {paint('swatch', look)}></span>"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, escaped: bool = False) -> str:

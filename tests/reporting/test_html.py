@@ -16,9 +16,11 @@ from keras_remat.core.profile import Profile
 from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import live_bytes, simulate
 from keras_remat.planning.plan import Plan
-from keras_remat.reporting import curves, svg
+from keras_remat.reporting import curves, pictures
 from keras_remat.reporting import html as page
+from keras_remat.reporting.chart import round_numbers
 from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
+from keras_remat.reporting.svg import draw
 
 CHAIN = Problem(
     chain_example(), Profile((1.0, 2.0, 3.0, 4.0, 5.0), (0,) * 5, 1, device="CPU:0"), 9, "chain"
@@ -178,7 +180,7 @@ def test_pages_escape_names():
         source.encode("utf-8")
 
 
-def pictures(source):
+def drawn_in(source):
     return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", source, re.S)]
 
 
@@ -188,27 +190,26 @@ def curve(picture, name):
 
 
 def test_curve_is_the_simulators():
-    picture = pictures(page.plan_page(plan_of(CHAIN, RECOMPUTE_A)))[0]
+    picture = drawn_in(page.plan_page(plan_of(CHAIN, RECOMPUTE_A)))[0]
     heights = [float(n) for n in re.findall(r"(?:V|M[\d.]+ )([\d.]+)", curve(picture, "plan"))]
     live = live_bytes(CHAIN, RECOMPUTE_A).tolist()
     distinct = [live[0], *(b for a, b in pairwise(live) if a != b)]
-    (budget,) = [line for line in picture.iter("line") if line.get("class") == "limit"]
+    (budget,) = [line for line in picture.iter("line") if line.get("class") == "rule limit"]
     zero = max(float(line.get("y1")) for line in picture.iter("line"))
     scale = (zero - float(budget.get("y1"))) / 9
     assert [(zero - height) / scale for height in heights] == pytest.approx(distinct, abs=0.01)
 
 
 def test_long_orders_are_thinned_at_their_highest():
-    n = 10 * svg.MAX_POINTS
+    n = 10 * pictures.MAX_POINTS
     ops = tuple(Op(i, f"o{i}", "K", (), (i,)) for i in range(n))
     sizes = [1000 if i == n // 2 else 1 for i in range(n)]
     graph = Graph(ops, tuple(Value(i, "v", sizes[i], producer=i) for i in range(n)), (n - 1,))
-    curves = {
-        "plain": svg.Curve(Problem(graph, Profile((1.0,) * n, (0,) * n, 0)), Schedule(range(n)))
-    }
-    source = svg.memory(curves, {"limit": 1000})
+    problem = Problem(graph, Profile((1.0,) * n, (0,) * n, 0))
+    plain = curves.Curve(problem, Schedule(range(n)))
+    source = draw(pictures.memory({"plain": plain}, ("limit", 1000)))
     picture = ElementTree.fromstring(source)
-    (limit,) = [line for line in picture.iter("line") if line.get("class") == "limit"]
+    (limit,) = [line for line in picture.iter("line") if line.get("class") == "rule limit"]
     heights = [float(n) for n in re.findall(r"V([\d.]+)", curve(picture, "plain"))]
     assert min(heights) == pytest.approx(float(limit.get("y1")), abs=0.11)
     assert len(source) < 60_000
@@ -228,7 +229,7 @@ def test_pages_of_random_problems_are_well_formed(seed):
     schedule = random_schedule(random.Random(seed), problem.graph)
     source = page.plan_page(plan_of(problem, schedule))
     Page(source)
-    for picture in pictures(source):
+    for picture in drawn_in(source):
         assert picture.tag.endswith("svg")
 
 
@@ -240,7 +241,7 @@ def test_page_of_an_empty_problem():
 
 @pytest.mark.parametrize("highest", [1, 2, 3, 5, 7, 10, 99, 353, 15_000, 1.9, 0.7])
 def test_ticks_are_few_and_round(highest):
-    ticks = svg._ticks(highest, 5)
+    ticks = round_numbers(highest, 5)
     assert ticks[0] == 0
     assert 3 <= len(ticks) <= 6
     assert ticks[-1] <= highest * (1 + 1e-6)
@@ -267,4 +268,4 @@ def test_epochs_are_numbered_as_keras_counts_them():
     report = report_of(plan_of(CHAIN, RECOMPUTE_A))
     report.epochs = [EpochUsage(5, 8, 2, 4.0, 0.5, 12, 4), EpochUsage(6, 8, 2, 4.0, 0.0, 8, 4)]
     titles = re.findall(r"<title>epoch (\d+):", page.report_page(report))
-    assert titles == ["5", "6"]
+    assert titles == ["5", "6"] * 2, "of speed and of memory"

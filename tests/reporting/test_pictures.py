@@ -11,7 +11,7 @@ from keras_remat.core.schedule import Schedule, Solution, Usage
 from keras_remat.core.simulate import simulate
 from keras_remat.errors import MissingPackageError
 from keras_remat.planning.plan import Plan
-from keras_remat.reporting import colors, plots
+from keras_remat.reporting import chart, mpl, pictures, svg
 from keras_remat.reporting.fit_report import AutotuneReport, EpochUsage, Event
 
 pytest.importorskip("matplotlib")
@@ -30,7 +30,7 @@ PLAN = plan_of(CHAIN, (0, 1, 2, 3, 0, 4))
 
 def wide_plan():
     """More ops than the stage × op picture takes."""
-    n = plots.SMALL_GRAPH + 1
+    n = pictures.SMALL_GRAPH + 1
     ops = tuple(Op(i, f"o{i}", "K", (0,) if i else (), (i,)) for i in range(n))
     values = tuple(Value(i, f"v{i}", 2**20, producer=i) for i in range(n))
     problem = Problem(Graph(ops, values, (n - 1,)), Profile((1e-3,) * n, (0,) * n, 2**20))
@@ -46,11 +46,11 @@ def test_memory_has_both_curves_the_budget_and_the_measured_peak(tmp_path):
     figure = replace(PLAN, measured=Usage(6.5, 8)).plot("memory")
     assert labels(figure) == [
         "forward",
+        "resident 0 B",
         "plain, peak 11 B",
         "plan, peak 7 B",
         "budget 7 B",
         "measured peak 8 B",
-        "resident 0 B",
     ]
     (axes,) = figure.axes
     assert axes.get_ylabel() == "bytes alive (B)"
@@ -64,21 +64,25 @@ def test_memory_has_both_curves_the_budget_and_the_measured_peak(tmp_path):
 def test_holders_stack_up_to_the_peaks():
     figure = PLAN.plot("holders")
     (axes,) = figure.axes
-    tops = [max(b.get_y() + b.get_height() for b in axes.patches if round(b.get_x() + 0.31) == at)
+    tops = [max(b.get_x() + b.get_width() for b in axes.patches if int(b.get_y()) == at)
             for at in (0, 1)]  # fmt: skip
     assert tops == [11, 7]
-    assert [t.get_text() for t in axes.get_xticklabels()] == ["plain\n11 B", "plan\n7 B"]
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["plain\n11 B", "plan\n7 B"]
 
 
 def test_schedule_of_a_small_graph_is_the_papers_picture():
-    (axes,) = PLAN.plot("schedule").axes
-    assert axes.images[0].get_array().tolist() == [
-        [2, 0, 0, 0, 0],
-        [1, 2, 0, 0, 0],
-        [0, 1, 2, 0, 0],
-        [0, 0, 1, 2, 0],
-        [3, 0, 0, 1, 2],
+    cells = [["-"] * 5 for _ in range(5)]
+    for bar in pictures.plan(PLAN, "schedule").shapes:
+        cells[int(bar.bottom + 0.5)][int(bar.left + 0.5)] = bar.look
+    assert cells == [
+        ["plan", "-", "-", "-", "-"],
+        ["kept", "plan", "-", "-", "-"],
+        ["-", "kept", "plan", "-", "-"],
+        ["-", "-", "kept", "plan", "-"],
+        ["again", "-", "-", "kept", "plan"],
     ]
+    (axes,) = PLAN.plot("schedule").axes
+    assert len(axes.patches) == 10
 
 
 def test_schedule_of_a_large_graph_has_a_row_per_value():
@@ -89,11 +93,11 @@ def test_schedule_of_a_large_graph_has_a_row_per_value():
 
 
 def test_overhead_has_the_plans_own_point():
-    (axes,) = plots.overhead(PLAN, [(11, 0.0), (7, 0.2)]).axes
+    (axes,) = mpl.figure(pictures.overhead(PLAN, [(11, 0.0), (7, 0.2)])).axes
     quick, own = axes.lines
     assert quick.get_xydata().tolist() == [[11, 0], [7, 20]]
     assert own.get_xydata().tolist() == [[7, pytest.approx(20)]]
-    assert own.get_color() == colors.PLAN
+    assert own.get_color() == chart.COLORS["plan"]
 
 
 def test_overhead_of_a_plan_solves_a_few_budgets():
@@ -113,16 +117,18 @@ def test_speed_of_every_epoch():
         plan=PLAN,
     )
     figure = report.plot("speed")
-    assert labels(figure)[:2] == ["plain step (measured)", "limit 1 MiB"]
-    assert [axes.get_ylabel() for axes in figure.axes] == ["samples/s", "measured peak (KiB)"]
+    assert set(labels(figure)) == {"epoch", "plain step (measured), 20/s", "limit 1 MiB"}
+    assert [axes.get_ylabel() for axes in figure.axes] == ["samples/s", "measured peak (MiB)"]
     assert "limit 1 MiB" in labels(report.plot("memory"))
     report.events.append(Event(0, "predicted", "The allocator keeps no statistics."))
-    assert report.plot("speed").axes[1].get_ylabel() == "predicted peak (KiB)"
+    assert report.plot("speed").axes[1].get_ylabel() == "predicted peak (MiB)"
 
 
 def test_batch_sizes():
-    figure = plots.batch_sizes([(8, 2**20, 40.0, 0.0), (16, 2**20, 38.0, 0.1)], 2**21)
+    charts = pictures.batch_sizes([(8, 2**20, 40.0, 0.0), (16, 2**20, 38.0, 0.1)], 2**21)
+    figure = mpl.figure(*charts)
     assert labels(figure) == ["without recomputation", "with recomputation", "limit 2 MiB"]
+    assert svg.draw(charts[0]).count("<circle") == 2
 
 
 def test_what_cannot_be_drawn_says_why():
@@ -141,8 +147,8 @@ def test_a_missing_matplotlib_is_named_with_its_extra(monkeypatch):
     def missing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(plots, "import_module", missing)
-    plots._picture.cache_clear()
+    monkeypatch.setattr(mpl, "import_module", missing)
+    mpl._picture.cache_clear()
     with pytest.raises(MissingPackageError, match=r"pip install 'keras-remat\[plot\]'"):
         PLAN.plot("memory")
 
