@@ -61,13 +61,15 @@ class MemoryModel(Protocol):
 
     order_matters: bool
     """Whether moving ops about, with none recomputed more or less, changes the peak."""
+    restores_after_plain: bool
+    """Whether a planned step that follows Keras's own shows its peak only after the model's state
+    was put back between them."""
 
     def peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the predicted peak of a step, resident bytes included."""
 
-    def scattered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns the predicted peak of a step that leaves variables anywhere in the allocator's
-        pool, as Keras's own does."""
+    def plain_step_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns the predicted peak of Keras's own step in an order, resident bytes included."""
 
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:
         """Returns the peak where compiling tells it before a run; ``None`` where only a run
@@ -128,13 +130,17 @@ class CalibratedMemory:
 
     Args:
         uncalibrated: the peak of a schedule before any correction, resident bytes included.
-        order_matters: see :class:`MemoryModel`.
+        order_matters, restores_after_plain: see :class:`MemoryModel`.
     """
 
     def __init__(
-        self, uncalibrated: Callable[[Problem, Schedule], int], *, order_matters: bool = False
+        self,
+        uncalibrated: Callable[[Problem, Schedule], int],
+        *,
+        order_matters: bool = False,
+        restores_after_plain: bool = False,
     ):
-        self.order_matters = order_matters
+        self.order_matters, self.restores_after_plain = order_matters, restores_after_plain
         self._uncalibrated, self._calibration = uncalibrated, Calibration()
         self._store_all: tuple[Problem, int] | None = None  # of the problem asked for last
 
@@ -146,7 +152,7 @@ class CalibratedMemory:
         resident = problem.profile.resident_bytes
         return resident + self._calibration.predict(peak - resident, self._most(problem))
 
-    def scattered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+    def plain_step_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
         """Returns the corrected peak; see :class:`MemoryModel`."""
         return self.peak_bytes(problem, schedule)
 

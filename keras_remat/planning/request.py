@@ -165,7 +165,7 @@ def _solved(
                 known=request.known,
             )
         except ScheduleNotFoundError as error:  # names the solver that was asked for
-            raise error.retold(solver=solver) from error
+            raise error.with_context(solver=solver) from error
 
 
 def _closest(
@@ -174,9 +174,9 @@ def _closest(
     """Returns what comes closest to the limit: the closest that was found when nothing kept to it,
     or, where no compiler has told its peak, what a quick solver finds.
 
-    It is worth a measured step, however little it is predicted to save; where the allocator
-    decides and other orders were measured, whatever is predicted: what a pool adds differs from
-    order to order (a plan predicted at 95 MiB measured 74).
+    It is worth a measured step, however little it is predicted to save; where the order of ops
+    matters and other orders were measured, whatever is predicted: what a device needs beyond that
+    differs from order to order (a plan predicted at 95 MiB measured 74).
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: ``failure``, where there is none.

@@ -19,8 +19,7 @@ class DeviceFacts:
         copy_s: seconds that copying the model's state to the host took; ``None`` before the first
             copy.
         step_s: seconds of the newest step that was waited for.
-        is_scattered: whether the variables lie anywhere in the allocator's pool, since Keras's own
-            step ran.
+        after_plain: whether the last step was none under a plan.
         plain_seen: by how steps are compiled, since predictions differ: of the largest plain step
             that was measured, its activation bytes as predicted, and how many times as many it
             took.
@@ -28,5 +27,5 @@ class DeviceFacts:
 
     copy_s: float | None = None
     step_s: float = 0.0
-    is_scattered: bool = True
+    after_plain: bool = True
     plain_seen: Mapping[str, tuple[int, float]] = field(default_factory=dict)

@@ -141,8 +141,8 @@ def train_settled(tools: Tools, shape: PlannedShape, batch: Any) -> Any:
     fit, device = tools.fit, tools.fit.record.device
     outcome = tools.guard.run_settled(shape.run, batch, device)
     fit.count(shape.batch_size, outcome.usage, outcome.result)
-    if device.is_scattered:  # a record is made anew only where something is new
-        fit.record = replace(fit.record, device=replace(device, is_scattered=False))
+    if device.after_plain:  # a record is made anew only where something is new
+        fit.record = replace(fit.record, device=replace(device, after_plain=False))
     if tools.backend.device.has_statistics and not fit.limit.holds(outcome.usage.peak_bytes):
         fit.record = fit.record.with_shape(tools.mode, replace(shape, steps=(outcome.usage,)))
         _follow(tools, shape.signature, outcome)

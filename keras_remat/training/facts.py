@@ -69,7 +69,7 @@ def _plain_may_be_smaller(tools: Tools, shape: ShapeState) -> bool:
     if not tools.mode.plain_may_run:  # another mode may have measured it
         is_measured |= tools.fit.record.baseline.source == "measured"
     is_whole = shape.costs.micro_batches == tools.mode.micro_batches == 1
-    if is_measured or not is_whole or shape.terms.in_order:
+    if is_measured or not is_whole or shape.terms.require_planned:
         return False
     least_bytes = min(one.peak_bytes for one in tried)
     return tools.costs.plain_peak_bytes(shape.costs) <= _PLAIN_OFF * least_bytes

@@ -90,15 +90,15 @@ class Terms:
             there is a smaller batch to go back to.
         wants_profile: whether its ops are to be measured where Keras's own step fits, because
             larger batches are planned by their costs.
-        in_order: whether it runs in order where Keras's own step fits, too. That one moves
-            variables in the allocator's pool, and what others need depends on where those are: 21
-            samples of U-Net's measured 177 MiB before a plain step of 5, and 210 after it.
+        require_planned: whether it runs under a plan where Keras's own step fits, too. Where the
+            order of ops matters, later steps need more after that one: 21 samples of U-Net's
+            measured 177 MiB before a plain step of 5, and 210 after it.
     """
 
     may_split: bool = False
     may_miss: bool = True
     wants_profile: bool = False
-    in_order: bool = False
+    require_planned: bool = False
 
 
 USUAL_TERMS = Terms()
@@ -178,7 +178,7 @@ class ShapeState:
 
     @property
     def measured(self) -> Usage:
-        """The median time and the largest peak of :attr:`steps`, of which there must be one."""
+        """Returns the median time and the largest peak of :attr:`steps`; there must be one."""
         return Usage(
             median(step.time_s for step in self.steps), max(step.peak_bytes for step in self.steps)
         )

@@ -77,7 +77,7 @@ def terms_of(fit: FitState, due: Due) -> Terms:
     refused where it misses the limit."""
     sizes = fit.record.sizes
     if due.is_rest:
-        return Terms(in_order=due.is_joined)
+        return Terms(require_planned=due.is_joined)
     if sizes.chosen is None:
         may_split = fit.options.batch_size != "keep"
         return Terms(may_split=may_split, wants_profile=_wants_profile(fit, sizes))
@@ -132,7 +132,7 @@ def after_failure(fit: FitState, due: Due, error: RematError) -> FitRecord:
 
 
 def after_other_samples(fit: FitState, error: UnsupportedModelError) -> FitRecord:
-    """Returns what is known after a batch came that cannot be joined with others, or be cut."""
+    """Returns what is known after a batch came that cannot be joined with others, or be split."""
     sizes = fit.record.sizes
     if sizes.size > sizes.loader:
         return _as_given(fit, fit.record, tell.no_larger_batch(error))

@@ -68,7 +68,7 @@ def _first_step(tools: Tools, batch: Any, key: Signature, terms: Terms) -> Shape
     fit, plans, size = tools.fit, tools.plans, batch_size_of(batch)
     fit.report.batch_size = fit.report.batch_size or size
     fit.tell_statistics(tools.backend.device)
-    rules_plain_out = _in_order(tools, terms) or not tools.mode.plain_may_run
+    rules_plain_out = _needs_plan(tools, terms) or not tools.mode.plain_may_run
     shape = ShapeState(
         signature=key,
         batch_size=size,
@@ -115,15 +115,15 @@ def _is_known_to_fit(tools: Tools, shape: ShapeState) -> bool:
 
 def _may_run_plain(tools: Tools, shape: ShapeState) -> bool:
     is_whole = _micro_batches(tools, shape) == 1
-    return tools.mode.plain_may_run and is_whole and not _in_order(tools, shape.terms)
+    return tools.mode.plain_may_run and is_whole and not _needs_plan(tools, shape.terms)
 
 
 def _micro_batches(tools: Tools, shape: ShapeState) -> int:
     return min(shape.batch_size, tools.mode.micro_batches)
 
 
-def _in_order(tools: Tools, terms: Terms) -> bool:
-    return terms.in_order and tools.backend.memory.order_matters
+def _needs_plan(tools: Tools, terms: Terms) -> bool:
+    return terms.require_planned and tools.backend.memory.order_matters
 
 
 # -------------------------------------------------------------------- one attempt
@@ -166,11 +166,11 @@ def attempt(
         batch,
         fit.record.device,
         guarded=_is_guarded(tools, shape),
-        gathered=_is_gathered(tools, shape),
+        restored=_is_restored(tools, shape),
         timed=timed,
         pending=fit.pending,
     )
-    device = replace(device, is_scattered=not isinstance(shape, PlannedShape))
+    device = replace(device, after_plain=not isinstance(shape, PlannedShape))
     record = replace(fit.record, device=device)
     if isinstance(outcome, OutOfMemory):
         return record.with_steps(tools.mode, stopped(tools.steps)), outcome
@@ -225,12 +225,10 @@ def _is_guarded(tools: Tools, shape: ShapeState) -> bool:
     return not (first_only and shape.called)
 
 
-def _is_gathered(tools: Tools, shape: ShapeState) -> bool:
-    """Returns whether the variables are brought together before the next step, if it is guarded:
-    Keras's own step leaves them anywhere in the allocator's pool, in chunks of up to twice their
-    size (of VGG19's 180 MiB made 237), and a step in order leaves them where they are."""
-    in_order = isinstance(shape, PlannedShape) and tools.backend.memory.order_matters
-    return in_order and tools.fit.record.device.is_scattered and not tools.on_gpu
+def _is_restored(tools: Tools, shape: ShapeState) -> bool:
+    """Returns whether the model's state is put back before the next step, if it is guarded."""
+    follows_plain = isinstance(shape, PlannedShape) and tools.fit.record.device.after_plain
+    return follows_plain and tools.backend.memory.restores_after_plain
 
 
 def _is_timed(tools: Tools, shape: ShapeState) -> bool:

@@ -72,7 +72,7 @@ class StepGuard:
         facts: DeviceFacts = NOTHING_SEEN,
         *,
         guarded: bool,
-        gathered: bool = False,
+        restored: bool = False,
         timed: bool = True,
         pending: Any = None,
     ) -> tuple[Trained | OutOfMemory, DeviceFacts]:
@@ -81,8 +81,7 @@ class StepGuard:
         Args:
             facts: what steps have shown of the device, in other modes, too.
             guarded: whether the step must be undone if it fails, whatever the copy costs.
-            gathered: whether a copy that is taken is put back at once: the variables then lie close
-                together in the allocator's pool.
+            restored: whether a copy that is taken is put back at once, before the step.
             timed: whether the call waits until the step ends; else its time is reported as that of
                 the last step that was waited for.
             pending: the result of the step before, where that was not waited for.
@@ -95,7 +94,7 @@ class StepGuard:
         copy_s = facts.copy_s
         if is_alone and (guarded or _is_cheap(facts)):
             put_back, copy_s = self._snapshot()
-        if gathered and put_back is not None:
+        if restored and put_back is not None:
             put_back()
         try:
             with address_space_for_threads():

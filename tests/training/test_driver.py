@@ -100,11 +100,11 @@ def test_a_plain_step_that_fits_is_recorded_where_a_larger_batch_is_searched(pro
     assert backend.samples == list(range(20 * SIZE))
 
 
-def gathering(**more):
+def gathering():
     """A backend whose allocator's peaks depend on the order, and the steps, numbered from 0, before
     which variables were brought together."""
-    backend, gathered = FakeBackend(**more), []
-    backend.memory.order_matters = True
+    backend, gathered = FakeBackend(), []
+    backend.memory.order_matters = backend.memory.restores_after_plain = True
     backend.snapshot = lambda model: lambda: gathered.append(len(backend.ran))
     return backend, gathered
 
@@ -128,21 +128,14 @@ def test_variables_are_brought_together_before_steps_in_order_that_follow_plain_
     assert gathered == [first]
 
 
-@pytest.mark.parametrize(("device_name", "times"), [("CPU:0", [0]), ("GPU:0", [])])
-def test_on_a_gpu_variables_stay_where_they_are(device_name, times):
-    backend, gathered = gathering(device_name=device_name)
+@pytest.mark.parametrize(("restores", "times"), [(True, [0]), (False, [])])
+def test_where_the_memory_model_does_not_ask_for_it_variables_stay_where_they_are(restores, times):
+    backend, gathered = gathering()
+    backend.memory.restores_after_plain = restores
     trainer, _ = driven(backend, options())
     train(trainer, 2)
     assert set(backend.kinds) == {"remat"}
     assert gathered == times
-
-
-def test_where_the_order_does_not_matter_variables_stay_where_they_are():
-    backend, gathered = gathering()
-    backend.memory.order_matters = False
-    trainer, _ = driven(backend, options())
-    train(trainer, 10)
-    assert gathered == []
 
 
 @pytest.mark.parametrize("order_matters", [True, False])
@@ -153,7 +146,7 @@ def test_a_batch_that_is_to_run_in_order_does_so_where_the_plain_step_fits(order
     train(trainer, 10)
     small = SIZE // 10
     for step in range(6):
-        trainer.run(batch_of(step * small, small), Terms(in_order=True))
+        trainer.run(batch_of(step * small, small), Terms(require_planned=True))
     assert set(backend.kinds[10:]) == {"remat" if order_matters else "plain"}
     assert event_kinds(report).count("risk") == 1, "what fits is no risk"
 

@@ -81,12 +81,12 @@ def test_guarded_step_is_undone():
     assert isinstance(outcome.cause, RanOut)
 
 
-@pytest.mark.parametrize(("guarded", "gathered", "times"), [(1, 1, 1), (1, 0, 0), (0, 1, 0)])
-def test_variables_are_put_back_at_once_where_a_guarded_step_asks_for_it(guarded, gathered, times):
+@pytest.mark.parametrize(("guarded", "restored", "times"), [(1, 1, 1), (1, 0, 0), (0, 1, 0)])
+def test_variables_are_put_back_at_once_where_a_guarded_step_asks_for_it(guarded, restored, times):
     device, called = Device(copy_s=0.01), []
     device.snapshot = lambda model: lambda: called.append(len(device.state))
     guard = Guard(device)
-    outcome = guard.attempt(device.state.append, guarded=guarded, gathered=gathered)
+    outcome = guard.attempt(device.state.append, guarded=guarded, restored=restored)
     assert isinstance(outcome, Trained)
     assert called == [0] * times, "before the step"
 

@@ -34,7 +34,7 @@ class CompiledMemory:
         on_gpu: whether XLA:GPU does, or XLA:CPU.
     """
 
-    order_matters = False
+    order_matters = restores_after_plain = False
 
     def __init__(self, compile_bytes: Compile, *, on_gpu: bool = False):
         self._compile_bytes = compile_bytes
@@ -53,8 +53,8 @@ class CompiledMemory:
             added = (self._plain if plain else self._lowered).predict(simulated, most)
         return problem.profile.resident_bytes + added
 
-    def scattered_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
-        """Returns the same: where variables lie does not matter."""
+    def plain_step_peak_bytes(self, problem: Problem, schedule: Schedule) -> int:
+        """Returns the same: the order does not matter."""
         return self.peak_bytes(problem, schedule)
 
     def compiled_peak_bytes(self, problem: Problem, schedule: Schedule) -> int | None:

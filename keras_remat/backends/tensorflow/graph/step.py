@@ -45,7 +45,7 @@ class TouchedVariables:
 
     Args:
         all: distinct ``tf.Variable`` objects, in the order in which they were first used.
-        written: those of them that the step may write.
+        written: the ones that the step may write.
     """
 
     all: tuple[Any, ...]
@@ -127,9 +127,8 @@ class TensorFlowStep(TracedStep):
         if self.whole is not None:
             return self.whole.step.plain_peak_bytes(self.whole.problem(problem), memory)
         profile = problem.profile
-        activations = (
-            memory.scattered_peak_bytes(problem, self.plain_order) - profile.resident_bytes
-        )
+        peak_bytes = memory.plain_step_peak_bytes(problem, self.plain_order)
+        activations = peak_bytes - profile.resident_bytes
         at_once = 1 if device.on_gpu() else workers(len(self.replicas))
         if at_once > 1:
             one = simulate(problem, self.plain_order).peak_bytes - profile.resident_bytes

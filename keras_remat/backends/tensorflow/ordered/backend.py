@@ -26,6 +26,7 @@ from keras_remat.backends.tensorflow.memory.replay import ReplayedMemory
 from keras_remat.backends.tensorflow.ordered import ordering
 from keras_remat.backends.tensorflow.ordered import profile as profiling
 from keras_remat.backends.tensorflow.ordered.lower import LoweredStep
+from keras_remat.backends.tensorflow.profiler.device import on_gpu
 from keras_remat.backends.tensorflow.profiler.recorder import Recorder
 from keras_remat.backends.tensorflow.swap import InstalledTrainFunction
 from keras_remat.core.problem import Problem
@@ -178,7 +179,9 @@ def allocator_memory(device: measure.TensorFlowDevice) -> MemoryModel:
     if device.allocator not in ("bfc", "onednn"):
         return SimulatedMemory()
     return ReplayedMemory(
-        smallest_bytes=smallest_counted_bytes(device), region_bytes=device.region_bytes()
+        smallest_bytes=smallest_counted_bytes(device),
+        region_bytes=device.region_bytes(),
+        on_gpu=on_gpu(),
     )
 
 

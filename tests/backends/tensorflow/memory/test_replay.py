@@ -91,6 +91,8 @@ def test_what_was_measured_corrects_orders_as_tight():
     problem = problem_of(ops, [4, 4], (1,), resident_mib=2)
     memory, order = ReplayedMemory(smallest_bytes=0, region_bytes=64 * MIB), Schedule((0, 1))
     assert memory.order_matters
+    assert memory.restores_after_plain
+    assert not ReplayedMemory(smallest_bytes=0, on_gpu=True).restores_after_plain
     assert memory.compiled_peak_bytes(problem, order) is None
     assert memory.peak_bytes(problem, order) == 10 * MIB
     memory.observe(problem, order, 12 * MIB)
@@ -120,7 +122,7 @@ def test_a_recorded_pool_is_what_an_order_finds(shown):
     shown += [pool_of(10, 32), pool_of(16, 32), None]
     memory.find_pool([])
     assert memory.peak_bytes(problem, order) == 15 * MIB
-    assert memory.scattered_peak_bytes(problem, order) == 13 * MIB
+    assert memory.plain_step_peak_bytes(problem, order) == 13 * MIB
     memory.find_pool([])
     assert memory.peak_bytes(problem, order) == 11 * MIB
     memory.find_pool([])
