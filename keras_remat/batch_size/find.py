@@ -124,7 +124,7 @@ def find_max_batch_size(
             first size runs however late it is, and so do smaller ones until one has trained; after
             that none is begun that would end too late.
         seed: for the solver.
-        compilation: as in ``RematAutotune``; ``"auto"`` searches for the way the model trains.
+        compilation: as in ``RematAutotune``; ``"auto"`` searches for the model's own mode.
 
     Raises:
         InfeasibleBudgetError, ScheduleNotFoundError: not even one sample fits.
@@ -149,16 +149,8 @@ def find_max_batch_size(
     search = _searched(backend, step, scaling, bounds, runs=runs)
     if not runs:
         return search.on_card(step.card)
-    climb = SizeClimb.after(
-        backend,
-        search,
-        max_overhead=max_overhead,
-        solve_s=_OPTIONS.solve * time_limit_s / search_work.OPTIONS.patience,
-        deadline_s=started + time_limit_s,
-        multiple=parts,
-        seed=seed,
-    )
     runner = SizeRunner(backend, model, step.batch, slicing)
+    climb = bounds.climb(backend, search)
     found = verified_search(search, scaling, climb, step.limit, runner, runner.graph)
     return found.in_slices(slicing)
 
@@ -186,6 +178,18 @@ class _Bounds:
     max_overhead: float | Literal["forward"] | None
     parts: int
     seed: int
+
+    def climb(self, backend: Backend, search: BatchSearch) -> SizeClimb:
+        """Returns what chooses the sizes that run after a search."""
+        return SizeClimb.after(
+            backend,
+            search,
+            max_overhead=self.max_overhead,
+            solve_s=_OPTIONS.solve * self.time_limit_s / search_work.OPTIONS.patience,
+            deadline_s=self.started_s + self.time_limit_s,
+            multiple=self.parts,
+            seed=self.seed,
+        )
 
 
 def _searched(
@@ -294,7 +298,7 @@ class SizeRunner:
         try:
             with preserved_state(backend, self._model) as put_back:
                 if backend.memory.order_matters:
-                    put_back()  # close together: the step before may have moved variables anywhere
+                    put_back()  # the peak depends on what ran before
                 batch = repeated_batch(self._batch, size)
                 run = backend.lower(traced, problem, plan.solution.schedule)
                 backend.measure(lambda: run(batch))

@@ -82,13 +82,8 @@ def will_it_fit(
     check_share("margin", margin)
     check_seconds("time_limit_s", time_limit_s)
     check_int("seed", seed, least=0)
-    if batch_size is not None:
-        check_int("batch_size", batch_size, least=1)
     named = isinstance(model, (str, os.PathLike))
-    if named and batch is not None and not isinstance(batch, int):
-        raise TypeError("a model that is named has a batch size, not arrays: give batch_size")
-    if not named and batch is None and batch_size is None:
-        raise TypeError("give a batch (x, y), or batch_size")
+    _check_batch(batch, batch_size, named=named)
     request = Request(
         model=os.fspath(model) if named else _serialized(model),
         batch=_batch(batch, batch_size),
@@ -102,6 +97,16 @@ def will_it_fit(
         settings={} if named else _settings(),
     )
     return _report(request, progress or (lambda row: None))
+
+
+def _check_batch(batch: Any, batch_size: int | None, *, named: bool) -> None:
+    """Raises for a batch that does not go with a model, or a size that is none."""
+    if batch_size is not None:
+        check_int("batch_size", batch_size, least=1)
+    if named and batch is not None and not isinstance(batch, int):
+        raise TypeError("a model that is named has a batch size, not arrays: give batch_size")
+    if not named and batch is None and batch_size is None:
+        raise TypeError("give a batch (x, y), or batch_size")
 
 
 def _targets(cards: Sequence[str | Target]) -> tuple[Target, ...]:

@@ -110,6 +110,21 @@ def check_supported(model: Any) -> None:
         )
 
 
+def _check_alone(target: Target, micro_batches: int) -> None:
+    """Raises :class:`UnsupportedModelError` for what several devices cannot do."""
+    if keras.distribution.distribution() is None:
+        return
+    if not target.is_live:
+        raise UnsupportedModelError(
+            f"A step of several devices is planned on them, and not for one {target.card}."
+        )
+    if micro_batches > 1:
+        raise UnsupportedModelError(
+            "Under a keras.distribution a batch is not split: micro-batches would have to be "
+            "laid over the devices anew."
+        )
+
+
 def trace(
     model: Any,
     batch: Any,
@@ -133,22 +148,14 @@ def trace(
 
     Raises:
         UnsupportedModelError: not compiled, eager, a sparse batch, micro-batches or a card under a
-            ``keras.distribution``, variables on another device, a step that cannot be cut, or
+            ``keras.distribution``, variables on another device, a step that cannot be split, or
             attention that only a device with cuDNN has.
     """
     check_supported(model)
     for leaf in keras.tree.flatten(batch):
         check_dense(leaf)
     target = target or live_target()
-    if not target.is_live and keras.distribution.distribution() is not None:
-        raise UnsupportedModelError(
-            f"A step of several devices is planned on them, and not for one {target.card}."
-        )
-    if micro_batches > 1 and keras.distribution.distribution() is not None:
-        raise UnsupportedModelError(
-            "Under a keras.distribution a batch is not split: micro-batches would have to be "
-            "laid over the devices anew."
-        )
+    _check_alone(target, micro_batches)
     batch_specs = as_specs(batch)
     other_step = None if micro_batches == 1 else accumulated_train_step(model, micro_batches)
     layers_of_cudnn = keras_private.attention_layers(model) or keras_private.cudnn_lstms(model)

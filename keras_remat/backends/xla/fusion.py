@@ -231,22 +231,15 @@ def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None)
             chains[out] = chain
         else:
             reusable = chain.leaves - chain.moved if equation.kind in kinds.elementwise else ()
-            result.append(
-                Cluster(
-                    tuple(sorted(chain.equations)),
-                    tuple(sorted(chain.leaves)),
-                    equation.outputs,
-                    tuple(
-                        sorted(
-                            n
-                            for n in reusable
-                            if n in producer
-                            and size[n] == size[out]
-                            and not _in_a_tuple(program.equations[producer[n]], kinds)
-                        )
-                    ),
-                )
+            may_reuse = tuple(
+                n
+                for n in sorted(reusable)
+                if n in producer
+                and size[n] == size[out]
+                and not _in_a_tuple(program.equations[producer[n]], kinds)
             )
+            ends, leaves = sorted(chain.equations), sorted(chain.leaves)
+            result.append(Cluster(tuple(ends), tuple(leaves), equation.outputs, may_reuse))
     return result
 
 
