@@ -130,12 +130,12 @@ class _OfBudget(RematError):
         str(self)  # no function crosses a process border
         return super().__reduce__()
 
-    def retold(self, **changes: Any) -> Self:
+    def with_context(self, **changes: Any) -> Self:
         """Returns this error with other arguments: under the limit of the user's, for instance."""
         arguments = {name: value for name, value in vars(self).items() if name[0] != "_"}
         kind: Any = type(self)
-        retold: Self = kind(**arguments | changes)
-        return retold
+        changed: Self = kind(**arguments | changes)
+        return changed
 
 
 def statement_of(error: Exception) -> str:

@@ -102,7 +102,7 @@ def test_advice_is_worked_out_when_the_message_is_asked_for_and_once():
     error = errors.ScheduleNotFoundError(8, 7, 9, advice=advice)
     assert errors.statement_of(error).endswith("(the best found needs 9 B; the floor is 7 B).")
     assert errors.statement_of(ValueError("why")) == "why"
-    retold = error.retold(solver="dtr", advice=advice)
+    retold = error.with_context(solver="dtr", advice=advice)
     assert not asked
     for told in (str(retold), str(retold), str(pickle.loads(pickle.dumps(retold)))):
         assert told.startswith("dtr: ")

@@ -192,7 +192,7 @@ class Backend(Protocol):
         the step makes when it is first traced (layers that are not built, an optimizer's slots).
 
         Raises:
-            UnsupportedModelError: the step cannot be carried, or not be cut.
+            UnsupportedModelError: the step cannot be carried, or not be split.
         """
 
     def estimated_profile(self, traced: TracedStep, resident_bytes: int | None = None) -> Profile:

@@ -192,7 +192,7 @@ def sliced(batch: Any, part: slice) -> Any:
 
 
 def resized_spec(batch: Any, size: int, spec: Callable[[tuple[int, ...], Any], Any]) -> Any:
-    """Returns a batch like ``batch`` with ``size`` samples, of which nothing is allocated.
+    """Returns a batch like ``batch`` with ``size`` samples; nothing is allocated.
 
     Args:
         batch: arrays or specs; ``None`` stays ``None``.

@@ -5,8 +5,8 @@ The micro-batches' gradients are weighted by their share of the samples, so for 
 means over the batch (Keras's default reduction) the sum is the gradient of the whole batch, up to
 the order of floating-point additions. What looks at a whole batch does not get to see one: batch
 normalization normalizes over a micro-batch, and its moving averages move once per micro-batch. A
-loss of that kind is refused (:func:`check_can_be_cut`, :func:`watched_micro_batches`); other parts
-of a model are named.
+loss of that kind is refused (:func:`check_can_be_split`, :func:`watched_micro_batches`); other
+parts of a model are named.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ STEP_METHODS = ("train_step", "compute_loss", "stateless_compute_loss", "compute
 """What a model may override, and then computes a loss that need be no mean over the batch."""
 
 
-#: Samples of which a loss is computed together and apart, and the most numbers that one may be of.
+#: Samples whose loss is computed together and apart, and the most numbers that one may have.
 _COMPARED_SAMPLES, _MOST_NUMBERS = 4, 2**18
 
 
-def check_can_be_cut(model: Any) -> None:
+def check_can_be_split(model: Any) -> None:
     """Raises :class:`UnsupportedModelError` when summed gradients of micro-batches would not be
     those of the batch: the model has a ``train_step`` or ``compute_loss`` of its own, or a loss
     that is no mean over the batch."""
@@ -47,7 +47,7 @@ def check_can_be_cut(model: Any) -> None:
         keras_own = getattr(keras.Model, name, None)
         if name in vars(model) or getattr(type(model), name, None) is not keras_own:
             raise UnsupportedModelError(
-                f"{type(model).__name__} has a {name} of its own, which cannot be cut into "
+                f"{type(model).__name__} has a {name} of its own, which cannot be split into "
                 "micro-batches."
             )
     for loss in keras.tree.flatten(model.loss):
@@ -56,19 +56,19 @@ def check_can_be_cut(model: Any) -> None:
         ):
             raise UnsupportedModelError(
                 f"The loss {loss.name!r} has a __call__ of its own, which need be no mean over the "
-                "batch and cannot be cut into micro-batches. A call of its own instead, which "
+                "batch and cannot be split into micro-batches. A call of its own instead, which "
                 "returns numbers for every sample, can be."
             )
         if getattr(loss, "reduction", "sum_over_batch_size") not in ("sum_over_batch_size", "mean"):
             raise UnsupportedModelError(
                 f"The loss {loss.name!r} reduces by {loss.reduction!r}; only means over the "
-                "batch can be cut into micro-batches."
+                "batch can be split into micro-batches."
             )
     for layer in layers(model):
         if getattr(layer, "activity_regularizer", None) is not None:
             raise UnsupportedModelError(
                 f"The activity regularizer of {layer.name!r} sums over the batch; only means "
-                "over the batch can be cut into micro-batches."
+                "over the batch can be split into micro-batches."
             )
 
 
@@ -232,7 +232,7 @@ def _check_values(name: str, values: Any, predicted: Any) -> None:
         raise UnsupportedModelError(
             f"The loss {name!r} returns an array of shape {shape} for predictions of shape "
             f"{wanted}; only one that returns numbers for every sample, which "
-            "Keras then takes the mean of, can be cut into micro-batches."
+            "Keras then takes the mean of, can be split into micro-batches."
         )
 
 
@@ -245,7 +245,7 @@ def check_samples(batch: Any) -> None:
     for leaf in keras.tree.flatten(batch):
         if leaf is not None and (len(leaf.shape) == 0 or leaf.shape[0] != samples):
             raise UnsupportedModelError(
-                f"The batch cannot be cut into micro-batches: an array of shape "
+                f"The batch cannot be split into micro-batches: an array of shape "
                 f"{tuple(leaf.shape)} does not have its {samples} samples."
             )
 

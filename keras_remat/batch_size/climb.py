@@ -51,8 +51,8 @@ class SizeClimb:
         failed: the smallest size that did not, or 0, and its measured peak, or 0 where that is not
             known.
         newest: size, plan and measured peak of what ran last.
-        failures, ran_out: sizes that did not fit since one trained, and those of them that ran out
-            of memory.
+        failures, ran_out: how many sizes did not fit since one trained, and how many of these ran
+            out of memory.
         runs: sizes that ran, or could not.
         chosen_at_s: when the newest size was chosen, by ``time.perf_counter``.
         longest_s: the most seconds from there until it had run.

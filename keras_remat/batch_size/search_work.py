@@ -62,8 +62,8 @@ class SearchOptions:
 
 
 OPTIONS = SearchOptions()
-#: Passes over the ops that a solve by name takes at most, with those that predict its peak at a few
-#: sizes; those of other solvers take their seconds.
+#: Passes over the ops that a solve takes at most, by solver, with the passes that predict its peak
+#: at a few sizes. Other solvers take their seconds.
 _PASSES = {"greedy_first": 40.0, "greedy": 60.0}
 
 

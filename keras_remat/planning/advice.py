@@ -89,7 +89,7 @@ def advising(
         def advice() -> str:
             return _advice(failure, problem, limit.total_bytes, batch_size, adviser, seed)
 
-        raise error.retold(limit_bytes=limit.total_bytes, advice=advice) from error.__cause__
+        raise error.with_context(limit_bytes=limit.total_bytes, advice=advice) from error.__cause__
 
 
 def _advice(

@@ -74,7 +74,7 @@ def make_plan(
             nothing.
         margin: share of the limit that is kept free.
         seed: the same model and seed give the same plan, up to measured times.
-        compilation: as in ``RematAutotune``; ``"auto"`` plans for the way the model trains.
+        compilation: as in ``RematAutotune``; ``"auto"`` plans for the model's own mode.
 
     Raises:
         InfeasibleBudgetError: the limit is below what one op alone needs.
@@ -145,7 +145,7 @@ def traced_as_it_trains(
 ) -> tuple[Backend, TracedModel]:
     """Returns a model's step as it will run, compiled or in order, and the backend that runs it.
 
-    Where a model may train either way, the first that can carry the step is taken, as in ``fit``.
+    Where it may train in either mode, the first that can carry the step is taken, as in ``fit``.
 
     Args:
         profile: ``None`` is measured on the live device, and estimated for a target.

@@ -140,9 +140,8 @@ def _grown(
     able: frozenset[int],
     large_bytes: float,
 ) -> set[int]:
-    """Returns the seeds, and all that is connected with them by large values of which each side
-    makes or reads a part, and what is between such ops, however small: a part of a large value
-    would have to wait there for all the others."""
+    """Returns the seeds, the ops that exchange parts of large values with them, and the ops between
+    those, however small: a part of a large value would have to wait there for all the others."""
     stack, chosen = sorted(seeds), set[int]()
     while stack:
         op_id = stack.pop()

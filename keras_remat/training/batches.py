@@ -68,8 +68,8 @@ def due(fit: FitState, *, is_end: bool, with_rest: bool = False) -> Iterator[Due
 
 
 def _next_size(fit: FitState, *, is_end: bool) -> int | None:
-    """Returns the samples of the next full batch: as many as were chosen, or those of the oldest
-    batch that is held; ``None`` where too few are held."""
+    """Returns the samples of the next full batch: as many as were chosen, or as the oldest batch
+    has that is held; ``None`` where too few are held."""
     held, chosen = fit.record.held, fit.record.sizes.chosen
     if chosen is None:
         return batch_size_of(held.batches[0]) if held.samples else None
@@ -132,7 +132,7 @@ def after_step(fit: FitState, size: int, logs: Any, time_s: float) -> FitRecord:
 
 def _without_small_rest(fit: FitState, size: int) -> int:
     """Returns the size of the next step of joined batches: a little less than ``size`` where it
-    would leave fewer samples than there are devices, some of which would then get none."""
+    would leave fewer samples than there are devices."""
     multiple = _devices(fit)
     leaves_too_few = 0 < fit.record.held.samples - size < multiple < size
     return size - multiple if leaves_too_few else size

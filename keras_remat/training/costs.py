@@ -75,7 +75,7 @@ class StepCosts:
 
     def trace_as_asked(self, batch: Any, known: Known, micro_batches: int) -> Costs:
         """Traces the step of a batch that is asked for in micro-batches: in slices, with the
-        numbers of the whole batch, where they can; else in pieces.
+        numbers of the whole batch, where they can; else in micro-batches.
 
         Raises:
             UnsupportedModelError: as :meth:`trace`.
@@ -105,13 +105,13 @@ class StepCosts:
             for value in graph.values
         )
         news = tell.unknown_sizes(unknown)
-        if unknown and not self._fit.is_told(news.message):
+        if unknown and not self._fit.was_reported(news.message):
             self._fit.event(*news)
 
     @made_by_all
     def _traced(self, batch: Any, micro_batches: int) -> TracedStep:
         """Traces the step; what the layers of a user's model raise for the first batch that they
-        get is the model's own fault, and for pieces or another size it is not."""
+        get is the model's own fault, and for micro-batches or another size it is not."""
         try:
             return self._backend.trace(self._fit.model, batch, micro_batches)
         except UnsupportedModelError:
@@ -120,7 +120,7 @@ class StepCosts:
             if micro_batches == 1 and self._fit.steps_run == 0:
                 raise
             size = batch_size_of(batch)
-            what = f"a batch of {size} samples in {micro_batches} pieces"
+            what = f"a batch of {size} samples in {micro_batches} micro-batches"
             raise UnsupportedModelError(
                 f"The model cannot train {what if micro_batches > 1 else f'a batch of {size}'}: "
                 f"{type(error).__name__}: {error}"

@@ -42,7 +42,7 @@ def train(fit: FitState, arrived: Any) -> Any:
         return fit.record.logs if is_joined else fit.installed.run_plain(arrived)
     try:
         fit.record = batches.arrived(fit.record, arrived)
-    except UnsupportedModelError as error:  # it cannot be joined with what is held, or be cut
+    except UnsupportedModelError as error:  # it cannot be joined with what is held, or be split
         if fit.record.held.samples and fit.record.sizes.size <= fit.record.sizes.loader:
             finish(fit)
         else:
@@ -100,7 +100,7 @@ def train_batch(fit: FitState, batch: Any, terms: Terms = USUAL_TERMS, timed: bo
 
 
 def _step(fit: FitState, mode: Mode, batch: Any, terms: Terms, timed: bool) -> Any:
-    """Trains one batch in a mode: again, another way, until it is trained or nothing is left."""
+    """Trains one batch in a mode: tries again until it is trained or nothing is left."""
     tools, key = tools_of(fit, mode), fit.signatures.of(batch)
     settled = None if timed else steps.settled_shape(tools, key, terms)
     if settled is not None:

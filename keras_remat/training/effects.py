@@ -68,7 +68,8 @@ def plan(tools: Tools, shape: ShapeState, outcome: Outcome, phase: Phase) -> Sha
     )
     is_final = costs.problem.profile.source == "measured"
     with tools.fit.progress("planning"):
-        found = plan_for(tools.plans.roomy(shape, costs, tools.known(shape), is_final=is_final))
+        request = tools.plans.with_headroom(shape, costs, tools.known(shape), is_final=is_final)
+        found = plan_for(request)
     shape = shape.traced(costs) if not isinstance(shape, TracedShape) else shape
     shape = shape.with_over_limit()
     return tools.plans.lowered(shape, costs, found, phase)
@@ -78,7 +79,7 @@ def profile(tools: Tools, shape: PlainShape, outcome: Outcome, phase: Phase) -> 
     """Runs a quick plan in place of the plain step, which fits, so that it can be recorded."""
     costs, known = shape.costs, tools.known(shape)
     with tools.fit.progress("planning steps that are recorded"):
-        found = plan_for(tools.plans.roomy(shape, costs, known, is_final=False))
+        found = plan_for(tools.plans.with_headroom(shape, costs, known, is_final=False))
     planned = tools.plans.lowered(shape, costs, found, phase)
     tools.fit.event(*tell.will_record())
     return planned
@@ -151,7 +152,7 @@ def start_solver(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Pha
     reused = tools.plans.reused(costs.problem, known, Phase.VERIFY)
     if most_s < _LEAST_SOLVE_S or reused is not None:
         return shape.solving(None, phase)
-    request = tools.plans.roomy(shape, costs, known, shape.schedule, most_s=most_s)
+    request = tools.plans.with_headroom(shape, costs, known, shape.schedule, most_s=most_s)
     try:
         process = PlanProcess(request)
     except OSError as error:
@@ -196,7 +197,7 @@ def replan(tools: Tools, shape: PlannedShape, outcome: Outcome, phase: Phase) ->
         return keep_plan(tools, shape, outcome, phase)
     try:
         with tools.fit.progress("solving for the schedule"):
-            request = tools.plans.roomy(shape, costs, known, shape.schedule, most_s=most_s)
+            request = tools.plans.with_headroom(shape, costs, known, shape.schedule, most_s=most_s)
             found = (
                 tools.plans.reused(costs.problem, known, Phase.VERIFY)
                 or _solved_beside(tools, shape)

@@ -323,7 +323,7 @@ class FitSession:
             self._aside.epoch_ends(None if fit is None else fit.epoch_iterator)
         elif self._callers.announced.is_endless and self._installed.counts_no_empty_step:
             news = tell.other_updates()
-            if not self._fit.is_told(news.message):
+            if not self._fit.was_reported(news.message):
                 self._fit.event(*news)
         driver.note(self._fit, sizes.after_epoch)
         self._tell_whole_data()

@@ -232,13 +232,13 @@ class FitState:
         self.report.events.append(Event(self.steps_run, kind, message))
         logger.info("keras_remat: %s", message)
 
-    def is_told(self, message: str) -> bool:
+    def was_reported(self, message: str) -> bool:
         """Returns whether an event has said so."""
         return any(event.message == message for event in self.report.events)
 
     def warn(self, kind: EventKind, message: str) -> None:
         """Notes what happened and warns of it, once."""
-        if not self.is_told(message):
+        if not self.was_reported(message):
             warnings.warn(f"keras_remat: {message}", stacklevel=2)
             self.event(kind, message)
 

@@ -131,7 +131,7 @@ def after_failure(fit: FitState, limit: Limit | None, size: int, error: Exceptio
         return replace(fit.record, contest=contest, lowered_limit=limit)
     contest, following = _following(fit, contest, size)
     if failed.micro_batches > fit.options.micro_batches and not contest.chooses_micro_batches:
-        # it cannot be cut: the whole batch is the last mode
+        # it cannot be split: the whole batch is the last mode
         following = Mode(failed.at, fit.options.micro_batches, plain_may_run=False)
     if following is None:
         return replace(fit.record, contest=contest)

@@ -65,7 +65,7 @@ class PlanRequests:
     # ---------------------------------------------------------------- requests
 
     def request(self, problem: Problem, batch_size: int, **asked: Any) -> PlanRequest:
-        """Returns the request for a plan in earnest, but for what is ``asked`` besides."""
+        """Returns the request for a plan by the full solver; ``asked`` changes parts of it."""
         options = self._options
         told = {
             "limit": self._fit.limit, "solver": options.solver,
@@ -80,7 +80,7 @@ class PlanRequests:
             **told | asked,
         )
 
-    def roomy(
+    def with_headroom(
         self,
         shape: ShapeState,
         costs: Costs,
@@ -108,13 +108,13 @@ class PlanRequests:
         }
         resident, usable = problem.profile.resident_bytes, self._fit.limit.usable_bytes
         is_unmeasured = not is_final and problem.profile.source == "estimated"
-        roomy = resident + int((usable - resident) / ROOM ** max(len(orders), is_unmeasured))
+        within = resident + int((usable - resident) / ROOM ** max(len(orders), is_unmeasured))
         return self.request(
             problem,
             shape.batch_size,
             seconds=min(seconds, most_s) if is_final else seconds,
             is_quick=not is_final,
-            headroom_bytes=usable - roomy,
+            headroom_bytes=usable - within,
             known=running,
         )
 
@@ -247,7 +247,7 @@ class PlanRequests:
             self._fit.event(*tell.new_shape(shapes))
         text = "solving for the schedule" if is_final else "first plan, from estimated op times"
         with self._fit.progress(text):
-            found = plan_for(self.roomy(shape, costs, known, is_final=is_final))
+            found = plan_for(self.with_headroom(shape, costs, known, is_final=is_final))
         return found, costs, Phase.VERIFY if is_final else Phase.WARM_UP
 
     def in_slices(
@@ -282,9 +282,9 @@ class PlanRequests:
         batch: Any,
         error: InfeasibleBudgetError | ScheduleNotFoundError,
     ) -> tuple[Plan, Costs]:
-        """Returns a plan that trains the batch in more pieces than its costs are of, or in as many
-        where those are of slices, and sums their gradients; raises ``error`` where that is not
-        allowed or does not help."""
+        """Returns a plan that trains the batch in more micro-batches than its costs are of, or in
+        as many where those are of slices, and sums their gradients; raises ``error`` where that is
+        not allowed or does not help."""
         most = shape.batch_size if shape.terms.may_split else 1
         counts = [n for n in MICRO_BATCHES if costs.micro_batches < n <= most]
         if costs.micro_batches > 1 and costs.traced.whole is not None:

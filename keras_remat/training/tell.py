@@ -140,9 +140,9 @@ def plain_exceeds(size: int, measured_bytes: int, predicted_bytes: int, limit: L
     """Tells that the plain step measured over the limit."""
     return News(
         EventKind.EXCEEDED,
-        f"The plain step of {size} samples takes {format_bytes(measured_bytes)} "
-        f"measured ({format_bytes(predicted_bytes)} predicted), over "
-        f"{format_bytes(limit.total_bytes)}: planning.",
+        f"The plain step of {size} samples takes {format_bytes(measured_bytes)} measured "
+        f"({format_bytes(predicted_bytes)} predicted), above the limit of "
+        f"{format_bytes(limit.total_bytes)}. Making a plan.",
     )
 
 
@@ -237,7 +237,7 @@ def cache_is_closed(error: Exception) -> News:
 def new_shape(shapes: Sequence[tuple[int, ...]]) -> News:
     """Tells that a batch of another shape is planned for."""
     arrays = ", ".join(map(str, shapes))
-    return News(EventKind.SHAPE, f"No known order fits a batch of {arrays}: it is planned for.")
+    return News(EventKind.SHAPE, f"No known plan fits a batch of {arrays}; making a new one.")
 
 
 def swapped(plan: Plan) -> News:
@@ -396,7 +396,7 @@ def gives_way(kind: EventKind, failed: str, following: str, error: Exception) ->
 
 def is_tried(kind: EventKind, first: str, rival: str) -> News:
     """Tells that another mode is tried."""
-    return News(kind, f"The {first} step is final; {rival} is tried.")
+    return News(kind, f"Finished tuning the {first} step. Now trying {rival}.")
 
 
 def cannot_be_used(kind: EventKind, failed: str, stays: str, error: Exception) -> News:

@@ -82,8 +82,7 @@ class Watch:
         return watched
 
     def look(self) -> Watched:
-        """Returns what the steps since the last look took, of which there must be one, and begins
-        anew."""
+        """Returns what the steps since the last look took, at least one, and begins anew."""
         self._looked_s = time.perf_counter()
         self._installed.synchronize()
         time_s = (time.perf_counter() - self._began_s) / self.steps

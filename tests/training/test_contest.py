@@ -95,7 +95,7 @@ def test_a_side_without_turns_took_what_its_settled_step_did():
         (LARGE, SLOW, False, "second"),  # within the limit comes before faster
         (LARGE, Usage(9.0, 140), False, "second"),  # over it the smaller one
         (SLOW, Usage(1.99, 40), False, "second"),
-        (SLOW, Usage(1.99, 40), True, "first"),  # more pieces have to pay
+        (SLOW, Usage(1.99, 40), True, "first"),  # more micro-batches have to pay
         (SLOW, FAST, True, "second"),
         (LARGE, SLOW, True, "second"),
     ],

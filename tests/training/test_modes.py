@@ -1,4 +1,4 @@
-"""Compiled or in order, whole or in pieces: who trains which batch, and who stays; on backends
+"""Compiled or in order, whole or split: who trains which batch, and who stays; on backends
 without a framework."""
 
 import math
@@ -178,11 +178,11 @@ def test_a_given_plan_finds_its_backend_and_is_not_questioned():
         train(race, 1)
 
 
-# ------------------------------------------------------------------ in pieces
+# ------------------------------------------------------------------ in micro-batches
 
 
 class Cut(FakeBackend):
-    """A backend whose steps take longer, or less, the more pieces they have.
+    """A backend whose steps take longer, or less, the more micro-batches they have.
 
     Args:
         cost: what one more piece adds to a step's time, a share of it.

@@ -25,8 +25,8 @@ SENTENCES = [
     ),
     (
         tell.plain_exceeds(32, 120 * MIB, 90 * MIB, LIMIT),
-        "The plain step of 32 samples takes 120 MiB measured (90 MiB predicted), over 100 MiB: "
-        "planning.",
+        "The plain step of 32 samples takes 120 MiB measured (90 MiB predicted), above the "
+        "limit of 100 MiB. Making a plan.",
     ),
     (
         tell.plain_fits(32, 90 * MIB, LIMIT),

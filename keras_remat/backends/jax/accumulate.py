@@ -20,7 +20,7 @@ from keras_remat.backends.jax import private
 from keras_remat.backends.jax.barrier import guard, never
 from keras_remat.backends.micro_batches import (
     SEPARATION,
-    check_can_be_cut,
+    check_can_be_split,
     check_no_masks,
     check_samples,
     micro_batch_bounds,
@@ -36,7 +36,7 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
             loss that is no mean over the batch; when traced, also for masked outputs and for arrays
             that do not have the batch's samples.
     """
-    check_can_be_cut(model)
+    check_can_be_split(model)
 
     def train_step(state: private.State, data: Any) -> tuple[Any, private.State]:
         trainable, others, slots, metrics = state

@@ -149,7 +149,7 @@ def reads_a_copy(params: Mapping[str, Any], dtype: Any, target: Target) -> bool:
 
 
 def in_pieces(eqn: Any) -> bool:
-    """Whether an equation is a :data:`POOLING_GRADIENT` whose batch can be cut into
+    """Whether an equation is a :data:`POOLING_GRADIENT` whose batch can be split into
     :data:`POOLING_PIECES`."""
     if eqn.primitive.name != POOLING_GRADIENT:
         return False

@@ -15,7 +15,7 @@ import torch
 
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.micro_batches import (
-    check_can_be_cut,
+    check_can_be_split,
     check_no_masks,
     check_samples,
     micro_batch_bounds,
@@ -31,7 +31,7 @@ def accumulated_train_step(model: Any, count: int) -> Callable[[Any], Any]:
             loss that is no mean over the batch; when recorded, also for masked outputs and for
             arrays that do not have the batch's samples.
     """
-    check_can_be_cut(model)
+    check_can_be_split(model)
 
     def train_step(data: Any) -> Any:
         check_samples(data)

@@ -132,7 +132,7 @@ def trace(model: Any, batch: Any, micro_batches: int = 1) -> TorchTracedStep:
         micro_batches: more than 1 trains the batch in micro-batches, see :mod:`.accumulate`.
 
     Raises:
-        UnsupportedModelError: the step cannot be recorded, or not be cut; the message names the
+        UnsupportedModelError: the step cannot be recorded, or not be split; the message names the
             line of Python where it is known.
     """
     check_supported(model)

@@ -226,8 +226,8 @@ class _Hoist:
         return []
 
     def _commit(self, op_id: int) -> None:
-        """Schedules ``op_id``, and has the ops examined that became ready or may now free
-        something, and those of which an earlier examination read what has changed."""
+        """Schedules ``op_id``. Has the ops examined that became ready, that may now free something,
+        or whose earlier examination read what has changed."""
         op = self.ops[op_id]
         self.done[op_id] = True
         self.order.append(op_id)

@@ -1,8 +1,8 @@
 """A schedule that can be changed one run at a time, with its live bytes kept up to date.
 
-Runs sit in *cells*, of which there are more than runs, so that a run can be put between two others
-without moving any. What a change does to the bytes alive is told, and done, in
-:mod:`keras_remat.solvers.engines.moves`; here is the state it works on.
+Runs sit in *cells*. There are more cells than runs, so that a run can be put between two others
+without moving any. :mod:`keras_remat.solvers.engines.moves` tells, and makes, what a change does to
+the bytes alive; here is the state it works on.
 """
 
 from __future__ import annotations

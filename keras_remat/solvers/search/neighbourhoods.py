@@ -128,7 +128,7 @@ def _solved(
 
     Args:
         chosen: what is chosen now.
-        windows: the neighbourhoods, of which no two share a candidate.
+        windows: the neighbourhoods; no two share a candidate.
 
     Returns:
         What is chosen with what all of them found, and with what each found; the most work that one

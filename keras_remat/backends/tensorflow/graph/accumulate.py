@@ -18,7 +18,7 @@ from keras_remat.backends import keras_private
 from keras_remat.backends.batches import batch_size_of
 from keras_remat.backends.micro_batches import (
     SEPARATION,
-    check_can_be_cut,
+    check_can_be_split,
     check_no_masks,
     check_samples,
     micro_batch_bounds,
@@ -52,7 +52,7 @@ def accumulated_train_step(
 
     if count == 1:
         return own_step
-    check_can_be_cut(model)
+    check_can_be_split(model)
     keras_private.build(model, batch)
 
     def train_step(data: Any) -> Any:

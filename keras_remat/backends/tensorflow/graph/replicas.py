@@ -144,8 +144,8 @@ class _Cut:
         return [given[at * each : (at + 1) * each] for at in range(self._count)]
 
     def _roles_of_placeholders(self) -> dict[str, Role]:
-        """Name of a placeholder → what it stands for, the same for those of all replicas that stand
-        for the same."""
+        """Returns name of a placeholder → what it stands for; equal ones of all replicas have the
+        same."""
         roles: dict[str, Role] = {}
         for tensors in self._inputs:
             roles |= {tensor.op.name: ("batch", at) for at, tensor in enumerate(tensors)}

@@ -93,7 +93,7 @@ class Operands:
         node: the op's.
         shapes: of its inputs.
         result: the shape of its output 0.
-        constants: the numbers of those of its inputs that are constants, ints and few.
+        constants: the numbers of inputs that are constants of a few ints.
     """
 
     node: Any
@@ -377,7 +377,7 @@ class _NodeRule:
     """The rule of one node.
 
     Args:
-        sliced, whole: the tensors whose part, or all of which, a part of it reads.
+        sliced, whole: the tensors that a part reads a part of, or the whole of.
         output: what its outputs are.
         divides: what the number of parts divides.
     """

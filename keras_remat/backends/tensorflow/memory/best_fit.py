@@ -146,8 +146,8 @@ class BestFitAllocator:
         return chunk
 
     def unplaced(self, nbytes: int) -> Block:
-        """A chunk in use that is among the bytes in use already, of which is not known where it is:
-        next to nothing that is free."""
+        """Returns a chunk that is counted as in use already. Nobody knows where it lies: it is next
+        to nothing that is free."""
         chunk = Block(next(self._next_address), nbytes)
         chunk.free = False
         self._chunk_at[chunk.address] = chunk

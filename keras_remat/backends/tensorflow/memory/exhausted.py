@@ -20,7 +20,7 @@ _LIBRARIES = (
     "CUFFT_ALLOC_FAILED",
 )
 
-#: Class of error, and the parts of a message of which one says it.
+#: Class of error, and texts: a message that has one of them says that memory ran out.
 _TEXTS: tuple[tuple[type[Exception], tuple[str, ...]], ...] = (
     (
         tf.errors.InternalError,

@@ -49,9 +49,8 @@ _PROBES = 5
 class TensorFlowDevice:
     """The memory of the device that training runs on: the first visible GPU, else the CPU.
 
-    Where several replicas train, all numbers are one replica's: of GPUs, each of which has an
-    allocator, those of the one that has least left; of logical CPUs, which share one, an equal part
-    of it.
+    Where several replicas train, all numbers are one replica's. Each GPU has an allocator: the one
+    with least left counts. Logical CPUs share one: each has an equal part of it.
 
     Args:
         replicas: names of the devices of a strategy, ``"GPU:1"`` say.

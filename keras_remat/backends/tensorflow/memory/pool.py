@@ -67,7 +67,7 @@ class _Event(NamedTuple):
 
     Args:
         is_new: whether it is an allocation.
-        chunk: of which.
+        chunk: what is allocated or freed.
         in_use_bytes: after it.
         largest_share: of the largest free chunk in all free bytes, after it.
     """

@@ -283,9 +283,9 @@ def _kernel_times(nodes: _Nodes, durations: dict[int, dict[int, list[float]]]) -
 
 
 def _workspace(nodes: _Nodes, memory: events.Allocations) -> dict[int, int]:
-    """Op id → the most bytes it asked for at once that are none of its outputs.
+    """Returns op id → the most bytes it asked for at once, without its outputs.
 
-    Kernels of oneDNN may have an output more than their op; and some kernels, those of reductions,
+    Kernels of oneDNN may have an output more than their op; and some kernels, such as reductions,
     ask for their output as if it were workspace: what is as large as an output and outlives the op
     is one. What outlives a loop, or an op that makes a list, is in its lists. What nobody asks for
     while a call runs that XLA has compiled is the call's.

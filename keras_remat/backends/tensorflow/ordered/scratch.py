@@ -43,8 +43,8 @@ def estimated_workspace(traced: TensorFlowStep, op: Op) -> int:
 
 
 def known_workspace(traced: TensorFlowStep, op: Op) -> int:
-    """Returns the bytes that an op asks for whatever its device; the recorder does not see those of
-    a kernel while they are few, nor those of a branch that does not run."""
+    """Returns the bytes that an op asks for on any device. The recorder does not see what a kernel
+    asks for while that is little, nor what a branch asks for that does not run."""
     if op.kind in kinds.BRANCHES:
         return traced.body_workspace_bytes.get(op.name, 0)
     return traced.graph.values[op.outputs[0]].nbytes if op.kind in kinds.SCRATCH else 0

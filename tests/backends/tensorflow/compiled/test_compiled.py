@@ -429,7 +429,7 @@ def test_auto_measures_both_and_says_which_stays():
     remat = keras_remat.RematAutotune(tight_limit(model, data), "keep", **QUICK)
     history = fit(model, data, remat)
     told = [event.message for event in remat.report.events if event.kind == "compilation"]
-    assert told[0] == "The compiled step is final; ordered is tried."
+    assert told[0] == "Finished tuning the compiled step. Now trying ordered."
     assert told[1].startswith("Measured per step: compiled ") or "cannot be used" in told[1]
     assert history["loss"] == pytest.approx(
         fit(*model_and_data(24 * BATCH, dropout=0))["loss"], rel=1e-4
