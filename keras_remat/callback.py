@@ -148,13 +148,13 @@ class RematAutotune(keras.callbacks.Callback):  # type: ignore[misc]
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force, or ``None`` while the plain step runs."""
+        """Returns the plan in force, or ``None`` while the plain step runs."""
         return self._last[0] if self._session is None else self._session.plan
 
     @property
     def problem(self) -> Problem | None:
-        """The traced step with its costs, whose op ids the plan speaks of; ``None`` before the
-        first batch."""
+        """Returns the traced step with its costs, whose op ids the plan speaks of; ``None`` before
+        the first batch."""
         return self._last[1] if self._session is None else self._session.problem
 
     def __getstate__(self) -> dict[str, Any]:

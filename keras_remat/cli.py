@@ -88,7 +88,7 @@ def _command(commands: Any, name: str, text: str, *examples: str) -> argparse.Ar
 
 
 def _seconds(text: str) -> float:
-    """A number of seconds from the command line."""
+    """Returns a number of seconds from the command line."""
     try:
         seconds = float(text)
     except ValueError:
@@ -99,13 +99,13 @@ def _seconds(text: str) -> float:
 
 
 def _limit(text: str) -> int | str:
-    """A memory limit from the command line; digits alone are bytes."""
+    """Returns a memory limit from the command line; digits alone are bytes."""
     digits = text.strip().lstrip("+-")
     return int(text) if digits.isdecimal() and len(digits) < 40 else text
 
 
 def _common(command: Any, *, solver: bool = True) -> None:
-    """Arguments that several subcommands have."""
+    """Adds arguments that several subcommands have."""
     if solver:
         command.add_argument("--solver", default="auto", help="name of the solver (default: auto)")
         command.add_argument(

@@ -101,7 +101,8 @@ class InvalidProblemError(RematError, ValueError):
 
 
 class _OfBudget(RematError):
-    """What the errors about a budget share; their attributes are their arguments but ``advice``.
+    """Says what the errors about a budget share; their attributes are their arguments but
+    ``advice``.
 
     Advice may take as long as a few plans, and most errors are caught and never shown. So it may be
     a function, which is called when the message is asked for first.
@@ -118,7 +119,7 @@ class _OfBudget(RematError):
 
     @property
     def statement(self) -> str:
-        """What is wrong, without advice."""
+        """Returns what is wrong, without advice."""
         return self._statement
 
     def __str__(self) -> str:
@@ -249,7 +250,7 @@ def limit_for(need_bytes: int, budget_bytes: int, limit_bytes: int | None) -> in
 
 
 def _with_limit(budget: str, budget_bytes: int, limit_bytes: int | None) -> str:
-    """The user's own number first, then what is left of it."""
+    """Returns a budget in words: the user's own number first, then what is left of it."""
     if limit_bytes is None or limit_bytes <= budget_bytes:
         return budget
     return f"your limit of {less_margin(limit_bytes, budget_bytes, budget)}"
@@ -268,7 +269,7 @@ def less_margin(limit_bytes: int, usable_bytes: int, usable: str) -> str:
 
 
 def rounded_up(nbytes: int) -> str:
-    """Bytes for people that are not less than ``nbytes`` when typed in again."""
+    """Returns bytes for people that are not less than ``nbytes`` when typed in again."""
     return format_bytes(nbytes + byte_unit(nbytes)[1] // 100)
 
 

@@ -129,7 +129,7 @@ def parse_bytes(
 
 
 def _share(number: Fraction, total_bytes: int | None, limit: str, what: str) -> int:
-    """``number`` percent of a total."""
+    """Returns ``number`` percent of a total."""
     if not 0 < number <= 100:
         raise ValueError(f"{what}={limit!r} must be above 0% and at most 100%")
     if total_bytes is None:

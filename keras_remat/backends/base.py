@@ -46,11 +46,11 @@ class Slicer(Protocol):
 
     @property
     def granule_bytes(self) -> int:
-        """The bytes that sizes of slices are rounded up to a multiple of."""
+        """Returns the bytes that sizes of slices are rounded up to a multiple of."""
 
     @property
     def rules(self) -> Mapping[int, SliceRule]:
-        """Op id → how it may run in slices, of the ops that may."""
+        """Returns op id → how it may run in slices, of the ops that may."""
 
     def sliced(self, slicing: Slicing) -> TracedStep:
         """Returns the same step with some ops in slices.
@@ -62,7 +62,7 @@ class Slicer(Protocol):
 
 @dataclass(frozen=True)
 class Whole:
-    """What a step in slices was made from.
+    """Says what a step in slices was made from.
 
     Args:
         step: the whole step.
@@ -110,7 +110,7 @@ class TracedStep:
 
     @property
     def slicing(self) -> Slicing | None:
-        """Which ops of the whole step run in slices; ``None`` where this one is whole."""
+        """Returns which ops of the whole step run in slices; ``None`` where this one is whole."""
         return None if self.whole is None else self.whole.sliced.slicing
 
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
@@ -159,12 +159,12 @@ class Backend(Protocol):
 
     @property
     def batch_multiple(self) -> int:
-        """The number of parts that a batch is divided into, one for each device: its samples are a
-        multiple of it; 1 on one device."""
+        """Returns the number of parts that a batch is divided into, one for each device: its
+        samples are a multiple of it; 1 on one device."""
 
     @property
     def device(self) -> DeviceMemory:
-        """What the device's allocator tells."""
+        """Returns what the device's allocator tells."""
 
     @property
     def memory(self) -> MemoryModel:
@@ -175,11 +175,11 @@ class Backend(Protocol):
         a remark for the log or ``None``."""
 
     def example_batch(self, model: Any, batch: Any) -> Any:
-        """``batch`` (arrays, specs or a batch size) as what ``train_step`` gets."""
+        """Returns ``batch`` (arrays, specs or a batch size) as what ``train_step`` gets."""
 
     def resized_spec(self, batch: Any, size: int) -> Any:
-        """What :meth:`trace` needs to know of a batch like ``batch`` with ``size`` samples; nothing
-        is allocated.
+        """Returns what :meth:`trace` needs to know of a batch like ``batch`` with ``size`` samples;
+        nothing is allocated.
 
         Raises:
             UnsupportedModelError: an array whose first dimension is not the batch's.
@@ -196,7 +196,7 @@ class Backend(Protocol):
         """
 
     def estimated_profile(self, traced: TracedStep, resident_bytes: int | None = None) -> Profile:
-        """Costs from shapes alone.
+        """Returns costs from shapes alone.
 
         Args:
             traced: the step.
@@ -205,10 +205,10 @@ class Backend(Protocol):
         """
 
     def recorder(self) -> ProfileRecorder:
-        """A recorder for a measured profile."""
+        """Returns a recorder for a measured profile."""
 
     def lower(self, traced: TracedStep, problem: Problem, schedule: Schedule) -> RunStep:
-        """A step that runs ``schedule``.
+        """Returns a step that runs ``schedule``.
 
         Args:
             traced: the step.
@@ -227,7 +227,7 @@ class Backend(Protocol):
         """
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether the framework raised ``error`` because the device had no memory left."""
+        """Returns whether the framework raised ``error`` because the device had no memory left."""
 
     def snapshot(self, model: Any) -> Callable[[], None]:
         """Copies the model's, the optimizer's and the metrics' variables to the host, and all that
@@ -253,7 +253,7 @@ def preserved_state(backend: Backend, model: Any) -> Iterator[Callable[[], None]
 
 
 def load_backend() -> Backend:
-    """The backend of the framework Keras runs on.
+    """Returns the backend of the framework Keras runs on.
 
     Raises:
         UnsupportedModelError: Keras runs on a framework without one, or a version is too old.
@@ -265,7 +265,7 @@ def load_backend() -> Backend:
 def load_backends(
     model: Any, compilation: str = "auto", target: Target | None = None
 ) -> list[Backend]:
-    """The backends that can train a model, the one to begin with first.
+    """Returns the backends that can train a model, the one to begin with first.
 
     Args:
         model: compiled.

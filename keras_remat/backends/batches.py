@@ -109,7 +109,7 @@ def check_shapes(model: Any, batch: Any) -> None:
 
 
 def _without_last_one(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape as Keras takes it where the last dimension is one too many."""
+    """Returns a shape as Keras takes it where the last dimension is one too many."""
     return shape[:-1] if shape[-1:] == (1,) else shape
 
 
@@ -133,7 +133,7 @@ def check_dense(leaf: Any) -> None:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first array.
+    """Returns samples in a batch: the first dimension of its first array.
 
     Raises:
         ValueError: no array in it has a first dimension.
@@ -148,7 +148,7 @@ def batch_size_of(batch: Any) -> int:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Bytes of the numbers in a batch; those of strings are not known."""
+    """Returns bytes of the numbers in a batch; those of strings are not known."""
     import keras
 
     total = 0
@@ -160,7 +160,7 @@ def batch_bytes(batch: Any) -> int:
 
 
 def repeated_batch(batch: Any, size: int) -> Any:
-    """``size`` samples: those of ``batch`` from the first on, again and again.
+    """Returns ``size`` samples: those of ``batch`` from the first on, again and again.
 
     They are gathered on the device, where a batch of ``fit`` is: TensorFlow puts an array that is
     converted into the device's pool or leaves it outside, as its address happens to be aligned.

@@ -51,8 +51,8 @@ def address_space_for_threads() -> Iterator[None]:
 
 
 def host_memory_bytes(in_use_bytes: int) -> int:
-    """The least of the machine's memory, the container's limit (cgroup) and what the address space
-    limit (``RLIMIT_AS``) leaves.
+    """Returns the least of the machine's memory, the container's limit (cgroup) and what the
+    address space limit (``RLIMIT_AS``) leaves.
 
     Threads' stacks, Python and the planner take from the same address space, so some of it is left
     for them.

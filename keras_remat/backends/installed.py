@@ -13,7 +13,7 @@ from keras_remat.errors import UnsupportedModelError
 
 
 class Caller(Enum):
-    """Who calls an installed train function."""
+    """Says who calls an installed train function."""
 
     FIT = "fit"
     """The ``fit`` it was installed for: the batch may be held back."""
@@ -28,7 +28,7 @@ class Caller(Enum):
 
 
 class StepRunner(Protocol):
-    """What an installed train function asks, in Keras's loop."""
+    """Says what an installed train function asks, in Keras's loop."""
 
     def run(self, batch: Any) -> Any:
         """Trains a batch and returns logs. What it raises passes through, after the original train
@@ -42,17 +42,17 @@ class StepRunner(Protocol):
         """Trains a batch of ``train_on_batch`` at once, and returns its logs."""
 
     def finish(self) -> Any:
-        """The epoch's data is over: trains what was held back and returns logs, or ``None`` when
-        nothing was."""
+        """Trains what was held back, since the epoch's data is over; returns logs, or ``None``
+        where nothing was."""
 
     def caller(self, iterator: Any) -> Caller:
-        """Asked once before every call with what it was given; ``NOBODY``'s is the original's."""
+        """Says who calls; asked once before every call. ``NOBODY``'s call is the original's."""
 
     def stop(self) -> None:
         """Ends what runs beside the steps; a second time, it does nothing."""
 
     def is_last_call(self) -> bool:
-        """Whether Keras makes no further call in this epoch."""
+        """Returns whether Keras makes no further call in this epoch."""
 
 
 class Installed(ABC):
@@ -128,13 +128,13 @@ class Installed(ABC):
         """Runs Keras's own step on a batch."""
 
     def variables(self) -> AbstractContextManager[None]:
-        """A context in which the model's variables have their values, and what is assigned to them
-        counts for the next step."""
+        """Returns a context in which the model's variables have their values, and what is assigned
+        to them counts for the next step."""
         return nullcontext()
 
     @property
     def is_aside(self) -> bool:
-        """Whether the original is in place, and called without this one."""
+        """Returns whether the original is in place, and called without this one."""
         return self._model.train_function is self.original
 
     def stand_aside(self) -> None:

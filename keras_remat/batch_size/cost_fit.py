@@ -79,7 +79,7 @@ class CostFit:
         return _affine(self.sizes, np.where(measured == 0, in_proportion, measured))
 
     def op_time_s(self, size: int) -> tuple[float, ...]:
-        """Seconds per op at a batch size."""
+        """Returns seconds per op at a batch size."""
         fixed, per_sample = self._times
         return tuple(map(float, fixed + per_sample * size))
 

@@ -49,8 +49,8 @@ class SizeTrial:
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """What a search over batch sizes found; all numbers are predicted, unless the plan has measured
-    ones.
+    """Says what a search over batch sizes found; all numbers are predicted, unless the plan has
+    measured ones.
 
     Args:
         limit_bytes: the memory limit.

@@ -158,7 +158,8 @@ class Scaling(Protocol):
 
     @property
     def fit(self) -> CostFit | None:
-        """The fitted costs with their residuals; ``None`` where one size alone was measured."""
+        """Returns the fitted costs with their residuals; ``None`` where one size alone was
+        measured."""
 
     def at(self, size: int) -> Problem:
         """Returns the problem at a batch size."""
@@ -208,7 +209,7 @@ class BatchScaling:
 
     @property
     def whole(self) -> BatchScaling:
-        """The scaling of the step with whole ops: this one."""
+        """Returns the scaling of the step with whole ops: this one."""
         return self
 
     def learn(self, size: int, problem: Problem) -> None:
@@ -244,8 +245,8 @@ class BatchScaling:
 
 
 def _element_bytes(value: Value) -> int | None:
-    """Bytes of one element, from the number of bits in the dtype's name; ``None`` for a dtype
-    without one."""
+    """Returns bytes of one element, from the number of bits in the dtype's name; ``None`` for a
+    dtype without one."""
     if value.dtype == "bool":
         return 1
     bits = re.search(r"[0-9]+", value.dtype or "")

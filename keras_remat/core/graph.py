@@ -236,8 +236,8 @@ class Graph:
 
     @cached_property
     def input_bytes(self) -> int:
-        """Bytes of all values without a producer: the batch, and the variables where a backend's
-        step takes them as inputs."""
+        """Returns bytes of all values without a producer: the batch, and the variables where a
+        backend's step takes them as inputs."""
         return sum(value.nbytes for value in self.values if value.producer is None)
 
     @cached_property
@@ -251,8 +251,8 @@ class Graph:
 
     @cached_property
     def needed(self) -> frozenset[int]:
-        """Ids of the ops every schedule contains: those with an effect (not recomputable), the
-        producers of outputs, and all they read from, transitively."""
+        """Returns ids of the ops every schedule contains: those with an effect (not recomputable),
+        the producers of outputs, and all they read from, transitively."""
         stack = [op.id for op in self.ops if not op.recomputable]
         stack += [p for v in self.outputs if (p := self.values[v].producer) is not None]
         seen: set[int] = set()
@@ -277,7 +277,7 @@ class Graph:
 
 
 def reused_bytes(op: Op, values: tuple[Value, ...], available: set[int] | frozenset[int]) -> int:
-    """Bytes of ``op``'s outputs that take over the buffer of an input in ``available``.
+    """Returns bytes of ``op``'s outputs that take over the buffer of an input in ``available``.
 
     Every output takes at most one buffer of exactly its size and every buffer is taken at most
     once, so only the sizes matter.

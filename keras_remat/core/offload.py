@@ -31,7 +31,7 @@ from keras_remat.errors import InvalidProblemError
 
 @dataclass(frozen=True)
 class Offload:
-    """How fast values come back from the second memory.
+    """Says how fast values come back from the second memory.
 
     Args:
         bytes_per_s: of the bus; 0 where nothing can be fetched, infinite where transfers are free.
@@ -66,7 +66,7 @@ class Offload:
             object.__setattr__(self, field.name, float(number))
 
     def fetch_time_s(self, nbytes: int) -> float:
-        """Seconds that a fetch of so many bytes takes; infinite without bandwidth."""
+        """Returns seconds that a fetch of so many bytes takes; infinite without bandwidth."""
         if not self.bytes_per_s:
             return math.inf
         return self.latency_s + (1 - self.overlap) * nbytes / self.bytes_per_s

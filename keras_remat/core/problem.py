@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def room_bytes(self) -> int | None:
-        """What the budget leaves beside the resident bytes; ``None`` without a budget."""
+        """Returns what the budget leaves beside the resident bytes; ``None`` without a budget."""
         budget = self.budget_bytes
         return None if budget is None else budget - self.profile.resident_bytes
 
@@ -76,7 +76,7 @@ class Problem:
 
     @cached_property
     def op_time_s(self) -> tuple[float, ...]:
-        """Seconds of each of ``ops``."""
+        """Returns seconds of each of ``ops``."""
         times = self.profile.op_time_s
         if self.offload is None or not self.fetches:
             return times
@@ -97,8 +97,8 @@ class Problem:
         return op_id % len(self.graph.ops)
 
     def op_floor_bytes(self, op_id: int) -> int:
-        """Bytes that must be alive while ``op_id`` runs, whatever the schedule: resident, inputs,
-        outputs not reusing an input (a graph output that cannot be computed again is never
+        """Returns bytes that must be alive while ``op_id`` runs, whatever the schedule: resident,
+        inputs, outputs not reusing an input (a graph output that cannot be computed again is never
         overwritten), and workspace."""
         graph, op = self.graph, self.graph.ops[op_id]
         alive = {v for v in op.inputs if graph.values[v].producer is not None}
@@ -108,8 +108,8 @@ class Problem:
 
     @cached_property
     def irreplaceable(self) -> frozenset[int]:
-        """Ids of the graph outputs whose first instance must survive to the end, because their op
-        may run only once and nothing can be fetched."""
+        """Returns ids of the graph outputs whose first instance must survive to the end, because
+        their op may run only once and nothing can be fetched."""
         graph = self.graph
         if self.fetches:
             return frozenset()
@@ -121,7 +121,8 @@ class Problem:
 
     @cached_property
     def _end_bytes(self) -> int:
-        """Bytes that must be alive at the end: resident ones and all computed outputs together."""
+        """Returns bytes that must be alive at the end: resident ones and all computed outputs
+        together."""
         values = [self.graph.values[v] for v in set(self.graph.outputs)]
         outputs = sum(value.nbytes for value in values if value.producer is not None)
         return self.profile.resident_bytes + outputs
@@ -140,5 +141,5 @@ class Problem:
 
     @cached_property
     def store_all_time_s(self) -> float:
-        """Seconds of the schedule with no recomputation: each needed op once."""
+        """Returns seconds of the schedule with no recomputation: each needed op once."""
         return sum(self.profile.op_time_s[i] for i in sorted(self.graph.needed))

@@ -24,7 +24,8 @@ from keras_remat.errors import InvalidScheduleError
 
 @dataclass(frozen=True)
 class Usage:
-    """What a step takes: ``time_s`` seconds and ``peak_bytes`` bytes (resident bytes included)."""
+    """Says what a step takes: ``time_s`` seconds and ``peak_bytes`` bytes (resident bytes
+    included)."""
 
     time_s: float
     peak_bytes: int
@@ -75,13 +76,13 @@ class Schedule:
 
     @property
     def recomputed(self) -> dict[int, int]:
-        """Ids of the ops that run more than once, with the number of extra runs."""
+        """Returns ids of the ops that run more than once, with the number of extra runs."""
         return {op_id: count - 1 for op_id, count in Counter(self.order).items() if count > 1}
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver returns.
+    """Says what a solver returns.
 
     Args:
         schedule: validated against the problem before it is returned.

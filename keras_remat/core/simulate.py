@@ -48,7 +48,7 @@ def last_reads(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
 def live_bytes(
     problem: Problem, schedule: Schedule, below_bytes: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """Bytes alive at every position of the order.
+    """Returns bytes alive at every position of the order.
 
     Args:
         problem: the graph and its costs.

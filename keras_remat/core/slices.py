@@ -50,7 +50,7 @@ Role = Literal["whole", "part", "cut", "start", "join", "sum", "divide"]
 
 @dataclass(frozen=True)
 class SliceRule:
-    """How an op runs part by part.
+    """Says how an op runs part by part.
 
     Args:
         sliced: ids of the inputs of which a part reads its own part.
@@ -72,7 +72,7 @@ class SliceRule:
 
 @dataclass(frozen=True)
 class Slicing:
-    """Which ops of a graph run in slices, and in how many.
+    """Says which ops of a graph run in slices, and in how many.
 
     Args:
         ops: ids of ops of the graph that is to be sliced.
@@ -100,7 +100,7 @@ class Slicing:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an op of a sliced graph comes from.
+    """Says where an op of a sliced graph comes from.
 
     Args:
         role: what it does.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device's arithmetic and traffic take.
+    """Says what a device's arithmetic and traffic take.
 
     Args:
         seconds_per_flop: of a 32-bit matrix product, multiplications and additions counted apart.
@@ -61,7 +61,7 @@ GPU_RATES = Rates(
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What a compiler must know of a card that is not there.
+    """Says what a compiler must know of a card that is not there.
 
     Args:
         name: as the driver tells it.
@@ -88,7 +88,7 @@ class Chip:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where a step will run.
+    """Says where a step will run.
 
     Args:
         platform: ``"cpu"`` or ``"gpu"``.
@@ -116,12 +116,12 @@ class Target:
 
     @property
     def is_live(self) -> bool:
-        """Whether it is the device of this process, where steps can run."""
+        """Returns whether it is the device of this process, where steps can run."""
         return self.chip is None
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is a GPU."""
+        """Returns whether it is a GPU."""
         return self.platform == "gpu"
 
 

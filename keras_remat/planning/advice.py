@@ -55,7 +55,7 @@ _OPTIONS = AdviceOptions()
 
 
 class Adviser(Protocol):
-    """What advice asks of a backend, or of a request."""
+    """Says what advice asks of a backend, or of a request."""
 
     @property
     def memory(self) -> MemoryModel:

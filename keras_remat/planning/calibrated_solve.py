@@ -251,8 +251,8 @@ class BudgetSearch:
     # ---------------------------------------------------------------- compiling
 
     def _may_fit(self, one: BudgetCandidate) -> bool:
-        """Whether compiling is worth it. A step that recomputes nothing is compiled whatever is
-        predicted, because that is what Keras's own step needs."""
+        """Returns whether compiling is worth it. A step that recomputes nothing is compiled
+        whatever is predicted, because that is what Keras's own step needs."""
         if one.peak_bytes <= self.budget_bytes:
             return True
         plain = one.schedule == Schedule.store_all(self.problem.graph)

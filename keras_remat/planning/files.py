@@ -32,7 +32,7 @@ _SOLUTION = {"order", "peak_bytes", "time_s", "status", "solver"}
 
 @dataclass(frozen=True)
 class Shown:
-    """What is shown of a file.
+    """Says what is shown of a file.
 
     Args:
         text: returns what is printed, with tables by layer, block or op.

@@ -235,8 +235,8 @@ def traced_model(
 def measured_problem(
     backend: Backend, model: Any, traced: TracedStep, problem: Problem, plan: Plan, batch: Any
 ) -> Problem:
-    """``problem`` with a profile measured by running ``plan`` on ``batch``; the model's variables
-    are put back."""
+    """Returns ``problem`` with a profile measured by running ``plan`` on ``batch``; the model's
+    variables are put back."""
     schedule = plan.solution.schedule
     run = backend.lower(traced, problem.with_budget(plan.budget_bytes), schedule)
     with preserved_state(backend, model) as put_back:

@@ -98,7 +98,7 @@ class PlanRequest:
 
     @property
     def budgets_bytes(self) -> tuple[int, ...]:
-        """What the plan may need: with the headroom left, where that can be, or without."""
+        """Returns what the plan may need: with the headroom left, where that can be, or without."""
         usable = self.limit.usable_bytes
         return (usable - self.headroom_bytes, usable) if self.headroom_bytes else (usable,)
 

@@ -30,7 +30,7 @@ class Curve:
 
     @cached_property
     def starts_s(self) -> list[float]:
-        """Seconds at which each position begins, and at which the last one ends."""
+        """Returns seconds at which each position begins, and at which the last one ends."""
         times = self.problem.op_time_s
         starts = list(accumulate((times[op] for op in self.schedule.order), initial=0.0))
         if starts[-1] > 0:
@@ -39,7 +39,7 @@ class Curve:
 
     @cached_property
     def live(self) -> list[int]:
-        """Bytes alive at each position."""
+        """Returns bytes alive at each position."""
         live: list[int] = live_bytes(self.problem, self.schedule).tolist()
         return live
 
@@ -166,7 +166,7 @@ def compared(problem: Problem, schedule: Schedule) -> dict[str, Curve]:
 
 @dataclass(frozen=True)
 class Group:
-    """What a plan does to a layer, a block or an op.
+    """Says what a plan does to a layer, a block or an op.
 
     Args:
         name: of the group.

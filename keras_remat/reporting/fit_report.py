@@ -67,13 +67,13 @@ class AutotuneReport:
 
     @property
     def baseline_samples_per_s(self) -> float | None:
-        """Samples per second of the plain step, or ``None`` before it is known."""
+        """Returns samples per second of the plain step, or ``None`` before it is known."""
         if self.baseline is None or not self.baseline_batch_size or self.baseline.time_s <= 0:
             return None
         return self.baseline_batch_size / self.baseline.time_s
 
     def speedup(self, epoch: EpochUsage) -> float:
-        """Samples per second of ``epoch`` over the plain step's; 1.0 while unknown."""
+        """Returns samples per second of ``epoch`` over the plain step's; 1.0 while unknown."""
         plain = epoch.plain_samples_per_s or self.baseline_samples_per_s
         return epoch.samples_per_s / plain if plain and epoch.samples_per_s > 0 else 1.0
 
@@ -123,7 +123,7 @@ class AutotuneReport:
 
     @property
     def planning_time_s(self) -> float:
-        """Seconds spent tracing, solving and compiling in all epochs."""
+        """Returns seconds spent tracing, solving and compiling in all epochs."""
         return sum(epoch.planning_time_s for epoch in self.epochs)
 
     @property

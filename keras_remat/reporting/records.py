@@ -16,7 +16,7 @@ from keras_remat.core.slices import Slicing
 
 
 class Planned(Protocol):
-    """What is shown of a plan; :class:`keras_remat.planning.plan.Plan` is one."""
+    """Says what is shown of a plan; :class:`keras_remat.planning.plan.Plan` is one."""
 
     @property
     def name(self) -> str: ...
@@ -83,12 +83,12 @@ class EpochUsage:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second of training; 0 where no time passed."""
+        """Returns samples per second of training; 0 where no time passed."""
         return self.samples / self.step_time_s if self.step_time_s > 0 else 0.0
 
 
 class Reported(Protocol):
-    """What is shown of a ``fit``; :class:`keras_remat.reporting.fit_report.AutotuneReport` is
+    """Says what is shown of a ``fit``; :class:`keras_remat.reporting.fit_report.AutotuneReport` is
     one."""
 
     @property

@@ -142,7 +142,7 @@ def _budget_text(problem: Problem, store_all_peak_bytes: int) -> str:
 
 
 def _recomputed(problem: Problem, schedule: Schedule) -> dict[int, int]:
-    """Ids of the ops that run again, fetches left out, with the number of extra runs."""
+    """Returns ids of the ops that run again, fetches left out, with the number of extra runs."""
     count = len(problem.graph.ops)
     return {op_id: extra for op_id, extra in schedule.recomputed.items() if op_id < count}
 

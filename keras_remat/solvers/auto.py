@@ -144,7 +144,7 @@ def solve(incumbent: Incumbent, seed: int) -> None:
 
 
 class _Search:
-    """What the steps know of the search so far, besides the best schedule and bound."""
+    """Says what the steps know of the search so far, besides the best schedule and bound."""
 
     def __init__(self, incumbent: Incumbent, seed: int):
         self.incumbent, self.problem, self.seed = incumbent, incumbent.problem, seed
@@ -280,7 +280,7 @@ class _Search:
         return False
 
     def _heuristics(self, bases: Sequence[Order]) -> list[Order]:
-        """The orders that greedy, DTR and the search backwards give."""
+        """Returns the orders that greedy, DTR and the search backwards give."""
         known = self._greedy(self.whole, bases)
         if self.incumbent.proved:
             return known
@@ -300,7 +300,8 @@ class _Search:
         return known + self._backward(OPTIONS.first_backward)
 
     def _backward(self, share: float) -> list[Order]:
-        """The orders that the search backwards finds in a share of the time limit, if it does.
+        """Returns the orders that the search backwards finds in a share of the time limit, if it
+        does.
 
         Raises:
             InfeasibleBudgetError: proved that there is none.
@@ -310,8 +311,8 @@ class _Search:
         return [order for order in orders if self.offer(order, "backward")]
 
     def _greedy(self, view: _View, bases: Sequence[Order], most: int | None = None) -> list[Order]:
-        """The orders of the view that greedy gives, the first ``most`` of them; those that fit the
-        problem are offered."""
+        """Returns the orders of the view that greedy gives, the first ``most`` of them; those that
+        fit the problem are offered."""
         steps = greedy.steps_limit(OPTIONS.greedy * self.limit_s)
         candidates = greedy.candidates(
             view.problem,
@@ -355,9 +356,9 @@ class _Search:
                 return
 
     def _start(self) -> Order:
-        """The best order of the view: of the coarse problem the best within *its* budget, since
-        what is better only after trimming on the whole problem uses room that other coarse orders
-        do not have."""
+        """Returns the best order of the view: of the coarse problem the best within *its* budget,
+        since what is better only after trimming on the whole problem uses room that other coarse
+        orders do not have."""
         if self.incumbent.order is None:
             raise ValueError("needs a schedule to start from")
         if self.view is not self.whole and self.coarse_best:

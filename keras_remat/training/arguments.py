@@ -38,7 +38,8 @@ class FitOptions:
 
     @property
     def shared(self) -> dict[str, str]:
-        """What has to be the same in all processes that train a model: all but the limit."""
+        """Returns what has to be the same in all processes that train a model: all but the
+        limit."""
         return {name: repr(value) for name, value in vars(self).items() if name != "memory_limit"}
 
 

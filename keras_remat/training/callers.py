@@ -25,27 +25,29 @@ from keras_remat.backends.keras_private import batches_may_grow, records_steps
 
 @dataclass(frozen=True)
 class RunningFit:
-    """What is known of a ``fit`` that is running."""
+    """Says what is known of a ``fit`` that is running."""
 
     callbacks: tuple[Any, ...]
     epoch_iterator: Any
 
     @property
     def has_no_more_data(self) -> bool:
-        """Whether the step that has begun is the last one of the data, where Keras can tell."""
+        """Returns whether the step that has begun is the last one of the data, where Keras can
+        tell."""
         known: int | None = getattr(self.epoch_iterator, "_num_batches", None)
         begun: int = getattr(self.epoch_iterator, "_steps_seen", 0)
         return known is not None and 0 < known <= begun
 
     @property
     def is_endless(self) -> bool:
-        """Whether nobody knows how many batches an epoch has."""
+        """Returns whether nobody knows how many batches an epoch has."""
         iterator = self.epoch_iterator
         return iterator is not None and getattr(iterator, "num_batches", 0) is None
 
     @property
     def may_grow(self) -> bool:
-        """Whether batches may come that are larger than the first one, as far as is known."""
+        """Returns whether batches may come that are larger than the first one, as far as is
+        known."""
         return batches_may_grow(self.epoch_iterator)
 
 
@@ -171,7 +173,7 @@ class Callers:
 
     @property
     def running_fit(self) -> RunningFit | None:
-        """The ``fit`` with the callback that is running; ``None`` without one."""
+        """Returns the ``fit`` with the callback that is running; ``None`` without one."""
         return running_fit(self._model, self._callback)
 
     def epoch_begins(self) -> None:

@@ -123,12 +123,12 @@ class Contest(Generic[Side]):
 
     @property
     def may_try(self) -> bool:
-        """Whether there is a mode that was not tried."""
+        """Returns whether there is a mode that was not tried."""
         return self.modes_left > 0 or self.chooses_micro_batches
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """All that may train the next batches."""
+        """Returns all that may train the next batches."""
         trial = self.trial
         return (self.running,) if trial is None else (trial.champion, trial.rival)
 
@@ -182,7 +182,7 @@ def better(
 
 
 def _rank(usage: Usage, limit: Limit) -> tuple[bool, float]:
-    """Within the limit the faster one comes first, above it the smaller one."""
+    """Ranks: within the limit the faster one comes first, above it the smaller one."""
     over = not limit.holds(usage.peak_bytes)
     return over, usage.peak_bytes if over else usage.time_s
 

@@ -273,7 +273,7 @@ class Tries:
 
     @property
     def splits_left(self) -> bool:
-        """Whether there is a number of micro-batches that was not tried."""
+        """Returns whether there is a number of micro-batches that was not tried."""
         return self.splits < len(MICRO_BATCHES)
 
     def without(self, move: Move) -> Tries:

@@ -106,12 +106,12 @@ class FitSession:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; ``None`` while Keras's own step runs."""
+        """Returns the plan in force; ``None`` while Keras's own step runs."""
         return self._fit.record.running.plan
 
     @property
     def problem(self) -> Problem | None:
-        """The traced step with its costs; ``None`` before the first batch."""
+        """Returns the traced step with its costs; ``None`` before the first batch."""
         return self._fit.record.running.problem
 
     def _most_steps(self, epoch: int) -> int | None:
@@ -126,7 +126,7 @@ class FitSession:
         return self._callers.caller(iterator)
 
     def is_last_call(self) -> bool:
-        """Whether the epoch's last step has begun, where Keras knows how many there are."""
+        """Returns whether the epoch's last step has begun, where Keras knows how many there are."""
         return self._callers.announced.is_last
 
     def run(self, batch: Any) -> Any:

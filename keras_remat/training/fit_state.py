@@ -52,7 +52,7 @@ def limit_of(backend: Backend, options: FitOptions) -> Limit:
 
 @dataclass
 class StepCounter:
-    """What the steps since the last :meth:`FitState.take_counter` came to."""
+    """Says what the steps since the last :meth:`FitState.take_counter` came to."""
 
     samples: int = 0
     steps: int = 0
@@ -116,7 +116,7 @@ class FitState:
 
     @property
     def record(self) -> FitRecord:
-        """What is known of the fit.
+        """Returns what is known of the fit.
 
         Raises:
             LookupError: it has not begun.
@@ -138,7 +138,8 @@ class FitState:
 
     @property
     def limit(self) -> Limit:
-        """The limit in force: what was asked for, or less where the device turned out to have less.
+        """Returns the limit in force: what was asked for, or less where the device turned out to
+        have less.
 
         What was asked for is read after the first trace: on the host, tracing takes from the same
         memory.
@@ -150,7 +151,7 @@ class FitState:
 
     @property
     def most_steps_left(self) -> int | None:
-        """The steps that may come; ``None`` where that is not known."""
+        """Returns the steps that may come; ``None`` where that is not known."""
         return None if self._most_steps is None else max(0, self._most_steps - self.steps_run)
 
     def begin_epoch(self, most_steps: int | None) -> None:
@@ -205,7 +206,7 @@ class FitState:
 
     @property
     def setup_s(self) -> float:
-        """The seconds of planning so far, in all epochs."""
+        """Returns the seconds of planning so far, in all epochs."""
         since = self._planning_since
         running_s = 0.0 if since is None else time.perf_counter() - since
         return self.report.planning_time_s + self.counter.planning_time_s + running_s
@@ -223,7 +224,7 @@ class FitState:
 
     @contextmanager
     def long_task(self, text: str) -> Iterator[None]:
-        """Something that takes long and is no training: counted apart, with a progress bar."""
+        """Counts something apart that takes long and is no training; shows a progress bar."""
         with self.planning(), self.progress(text):
             yield
 

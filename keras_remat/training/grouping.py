@@ -109,6 +109,6 @@ def _joined(*leaves: Any) -> Any:
 
 
 def _sample_shapes(batch: Any) -> list[Any]:
-    """The shape of one sample in every array of a batch."""
+    """Returns the shape of one sample in every array of a batch."""
     flat = keras.tree.flatten(batch)
     return [None if leaf is None else tuple(leaf.shape[1:]) for leaf in flat]

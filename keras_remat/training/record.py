@@ -98,24 +98,24 @@ class StepsRecord:
 
     @property
     def reference_shape(self) -> ShapeState | None:
-        """How the shape that training is about is trained."""
+        """Returns how the shape that training is about is trained."""
         return None if self.reference is None else self.shapes[self.reference]
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; ``None`` while Keras's own step runs."""
+        """Returns the plan in force; ``None`` while Keras's own step runs."""
         shape = None if self.shown is None else self.shapes[self.shown]
         return shape.plan if isinstance(shape, PlannedShape) else None
 
     @property
     def is_final(self) -> bool:
-        """Whether the reference shape's step is final."""
+        """Returns whether the reference shape's step is final."""
         shape = self.reference_shape
         return shape is not None and shape.phase is Phase.FINAL
 
     @property
     def settled_usage(self) -> Usage:
-        """What the newest steps of the reference shape measured.
+        """Returns what the newest steps of the reference shape measured.
 
         Raises:
             LookupError: it is not final.
@@ -127,31 +127,32 @@ class StepsRecord:
 
     @property
     def problem(self) -> Problem | None:
-        """The reference shape's traced step with its costs, measured ones once there are any."""
+        """Returns the reference shape's traced step with its costs, measured ones once there are
+        any."""
         shape = self.reference_shape
         return shape.costs.problem if isinstance(shape, TracedShape) else None
 
     @property
     def batch_size(self) -> int:
-        """The samples of a batch of the reference shape; 0 before there is one."""
+        """Returns the samples of a batch of the reference shape; 0 before there is one."""
         shape = self.reference_shape
         return 0 if shape is None else shape.batch_size
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches the reference shape's step trains its batch in."""
+        """Returns how many micro-batches the reference shape's step trains its batch in."""
         shape = self.reference_shape
         return shape.costs.micro_batches if isinstance(shape, PlannedShape) else 1
 
     @property
     def schedules(self) -> dict[Signature, Schedule]:
-        """The order of every batch shape that is trained under a plan."""
+        """Returns the order of every batch shape that is trained under a plan."""
         shapes = self.shapes.items()
         return {key: shape.schedule for key, shape in shapes if isinstance(shape, PlannedShape)}
 
     @cached_property
     def is_settled(self) -> bool:
-        """Whether the steps of all shapes are final."""
+        """Returns whether the steps of all shapes are final."""
         phases = {shape.phase for shape in self.shapes.values()}
         return self.reference is not None and phases == {Phase.FINAL}
 
@@ -207,17 +208,18 @@ class SizesRecord:
 
     @property
     def size(self) -> int:
-        """The samples of a step."""
+        """Returns the samples of a step."""
         return self.chosen or self.loader
 
     @property
     def is_looking(self) -> bool:
-        """Whether another size is looked for."""
+        """Returns whether another size is looked for."""
         return self.is_searching or self.climb is not None
 
     @property
     def mostly_others(self) -> bool:
-        """Whether most samples of the epoch came in batches of another size than the first."""
+        """Returns whether most samples of the epoch came in batches of another size than the
+        first."""
         return 2 * self.other_samples > self.epoch_samples
 
     def after_arrival(self, samples: int) -> Self:
@@ -307,22 +309,22 @@ class FitRecord:
 
     @property
     def mode(self) -> Mode:
-        """The mode that is in force, or on trial."""
+        """Returns the mode that is in force, or on trial."""
         return self.contest.running
 
     @property
     def running(self) -> StepsRecord:
-        """How the mode that is in force, or on trial, trains."""
+        """Returns how the mode that is in force, or on trial, trains."""
         return self.of(self.contest.running)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the reference shape's step is final, and no other is on trial."""
+        """Returns whether the reference shape's step is final, and no other is on trial."""
         return self.contest.trial is None and self.running.is_final
 
     @property
     def trains_as_given(self) -> bool:
-        """Whether batches are trained as they come, and no other size is looked for."""
+        """Returns whether batches are trained as they come, and no other size is looked for."""
         sizes = self.sizes
         return sizes.chosen is None and not sizes.is_looking and not self.held.samples
 

@@ -327,7 +327,7 @@ class PlanRequests:
 
     @property
     def keeps_plans(self) -> bool:
-        """Whether plans are kept for other fits."""
+        """Returns whether plans are kept for other fits."""
         return self._options.cache_dir is not None
 
     def cached(self, problem: Problem) -> Plan | None:
@@ -357,7 +357,8 @@ class PlanRequests:
 
     @property
     def _cache(self) -> PlanCache | None:
-        """The plans that are kept; they are one device's, under one set of versions and options."""
+        """Returns the plans that are kept; they are one device's, under one set of versions and
+        options."""
         options, backend = self._options, self._backend
         if options.cache_dir is None:
             return None

@@ -106,7 +106,7 @@ USUAL_TERMS = Terms()
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What the traced step of a batch shape costs.
+    """Says what the traced step of a batch shape costs.
 
     Args:
         micro_batches: how many micro-batches it trains its batch in.
@@ -124,7 +124,7 @@ class Costs:
 
     @property
     def as_whole(self) -> Costs:
-        """The costs of the same step with whole ops, where slices were not asked for."""
+        """Returns the costs of the same step with whole ops, where slices were not asked for."""
         whole = self.traced.whole
         if whole is None or self.micro_batches > 1:
             return self
@@ -132,13 +132,13 @@ class Costs:
 
     @property
     def store_all(self) -> Schedule:
-        """The schedule without recomputation."""
+        """Returns the schedule without recomputation."""
         return Schedule.store_all(self.problem.graph)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What is known before a shape is planned.
+    """Says what is known before a shape is planned.
 
     Args:
         plans: plans for other shapes of the same step; each with the graph it was made for and the
@@ -154,7 +154,7 @@ class Known:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeState:
-    """How batches of one shape are trained: by Keras's own step, which was not traced for it.
+    """Says how batches of one shape are trained: by Keras's own step, which was not traced for it.
 
     Args:
         called: whether ``run`` has had its first call, which is slower and larger than others.
@@ -185,7 +185,7 @@ class ShapeState:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest peak of :attr:`steps`; 0 before there is one."""
+        """Returns the largest peak of :attr:`steps`; 0 before there is one."""
         return max((step.peak_bytes for step in self.steps), default=0)
 
     def after_step(self, usage: Usage, bytes_in_use: int) -> Self:
@@ -223,7 +223,7 @@ class ShapeState:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedShape(ShapeState):
-    """How batches of one shape are trained whose step was traced."""
+    """Says how batches of one shape are trained whose step was traced."""
 
     costs: Costs
 
@@ -233,18 +233,18 @@ class TracedShape(ShapeState):
 
 
 class PlainShape(TracedShape):
-    """How batches of one shape are trained: by Keras's own step, whose costs are known."""
+    """Says how batches of one shape are trained: by Keras's own step, whose costs are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedShape(TracedShape):
-    """How batches of one shape are trained: under a plan."""
+    """Says how batches of one shape are trained: under a plan."""
 
     plan: Plan
 
     @property
     def schedule(self) -> Schedule:
-        """What runs."""
+        """Returns what runs."""
         return self.plan.solution.schedule
 
     def recording(self, recorder: ProfileRecorder, phase: Phase) -> Recording:
@@ -260,7 +260,7 @@ class PlannedShape(TracedShape):
 
 @dataclass(frozen=True, kw_only=True)
 class Recording(PlannedShape):
-    """How batches of one shape are trained: under a plan whose steps are recorded.
+    """Says how batches of one shape are trained: under a plan whose steps are recorded.
 
     Args:
         started: whether it is recording.
@@ -272,7 +272,7 @@ class Recording(PlannedShape):
 
 @dataclass(frozen=True, kw_only=True)
 class Solving(PlannedShape):
-    """How batches of one shape are trained: under a plan, while another one is solved for.
+    """Says how batches of one shape are trained: under a plan, while another one is solved for.
 
     Args:
         process: that solves; ``None`` where nothing has to be solved, or it was ended.
@@ -282,7 +282,7 @@ class Solving(PlannedShape):
 
     @property
     def solved(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Returns whether there is nothing to wait for."""
         return self.process is None or self.process.has_ended
 
 

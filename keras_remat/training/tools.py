@@ -48,12 +48,12 @@ class Tools:
 
     @property
     def steps(self) -> StepsRecord:
-        """How the mode trains now."""
+        """Returns how the mode trains now."""
         return self.fit.record.of(self.mode)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the steps run on another device than the host, which holds the data."""
+        """Returns whether the steps run on another device than the host, which holds the data."""
         return not self.backend.device.name.upper().startswith("CPU")
 
     def plain_fits(self, predicted_bytes: int) -> bool:

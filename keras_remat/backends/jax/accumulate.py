@@ -28,7 +28,7 @@ from keras_remat.backends.micro_batches import (
 
 
 def accumulated_train_step(model: Any, count: int) -> Callable[[Any, Any], Any]:
-    """A train step ``(state, batch) → (logs, state)`` for ``model`` that trains a batch in
+    """Returns a train step ``(state, batch) → (logs, state)`` for ``model`` that trains a batch in
     ``count`` micro-batches.
 
     Raises:

@@ -36,7 +36,7 @@ from keras_remat.backends.xla.protect import FLOAT_FILL, INTEGER_FILL
 
 
 def is_key(x: Any) -> bool:
-    """Whether ``x`` is an array of typed random keys."""
+    """Returns whether ``x`` is an array of typed random keys."""
     return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 

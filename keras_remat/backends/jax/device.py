@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """What a step may move, from before it.
+    """Says what a step may move, from before it.
 
     Args:
         state: copies on the host.
@@ -179,7 +179,8 @@ class Device:
         self._put_back = kept
 
     def _consumable(self, state: Any) -> Any:
-        """A state without the arrays that are spared; their copies live as long as the step."""
+        """Returns a state without the arrays that are spared; their copies live as long as the
+        step."""
         if not self._spared:
             return state
         leaves, structure = jax.tree.flatten(state)
@@ -257,7 +258,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The first device, e.g. ``"gpu:0"``."""
+        """Returns the first device, e.g. ``"gpu:0"``."""
         device = first_device()
         return f"{device.platform}:{device.id}"
 
@@ -287,13 +288,13 @@ class Device:
         return result, Usage(step_ns / 1e9, self._told_peak_bytes)
 
     def peak_bytes(self) -> int:
-        """What the steps since :meth:`measure` began need, also when they failed, but no more than
-        there is."""
+        """Returns what the steps since :meth:`measure` began need, also when they failed, but no
+        more than there is."""
         limit = device_statistic("bytes_limit")
         return self._expected_peak_bytes if limit is None else min(limit, self._expected_peak_bytes)
 
     def in_use_bytes(self) -> int:
-        """Bytes of all arrays on the device, or what its allocator says."""
+        """Returns bytes of all arrays on the device, or what its allocator says."""
         counted = device_statistic("bytes_in_use")
         if counted is not None:
             return counted
@@ -301,15 +302,15 @@ class Device:
         return max(held_bytes(arrays, device) for device in counted_devices())
 
     def total_bytes(self) -> int:
-        """All the memory this process may use on the device; of the host's an equal part, where
-        several devices share it."""
+        """Returns all the memory this process may use on the device; of the host's an equal part,
+        where several devices share it."""
         limit, sharers = device_statistic("bytes_limit"), len(counted_devices())
         if limit is not None:
             return limit
         return host_memory_bytes(sharers * self.in_use_bytes()) // sharers
 
     def floor_advice(self, op: Op) -> str:
-        """Nothing is known that makes an op of XLA need less."""
+        """Returns no advice: nothing makes an op of XLA need less."""
         return ""
 
 
@@ -334,22 +335,24 @@ class AbsentDevice(Device):
 
     @property
     def name(self) -> str:
-        """What the driver calls it."""
+        """Returns what the driver calls it."""
         return self._target.device
 
     def in_use_bytes(self) -> int:
-        """Nothing is in use."""
+        """Returns 0: nothing is in use."""
         return 0
 
     def total_bytes(self) -> int:
-        """All the memory of the card, which is more than a framework uses of it by default."""
+        """Returns all the memory of the card, which is more than a framework uses of it by
+        default."""
         if self._target.total_bytes is None:
             raise ValueError(f"the target {self._target.device!r} has no total_bytes: give some")
         return self._target.total_bytes
 
 
 def _uploaded(value: Any, sharding: Any) -> jax.Array:
-    """A copy of an array on the host, lying on the device or devices as ``sharding`` says."""
+    """Returns a copy of an array on the host, lying on the device or devices as ``sharding``
+    says."""
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return jnp.array(value)
     return jax.device_put(value, sharding)

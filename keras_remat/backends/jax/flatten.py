@@ -50,17 +50,17 @@ class FlatProgram:
 
     @property
     def n_given(self) -> int:
-        """How many numbers are inputs or constants."""
+        """Returns how many numbers are inputs or constants."""
         return self.n_inputs + len(self.constants)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes that a device holds of every number."""
+        """Returns bytes that a device holds of every number."""
         shards = self.shards or (1,) * len(self.avals)
         return tuple(nbytes(a) // n for a, n in zip(self.avals, shards, strict=True))
 
     def describe(self, number: int) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of a number."""
+        """Returns shape and dtype of a number."""
         aval = self.avals[number]
         return tuple(map(int, aval.shape)), str(aval.dtype)
 
@@ -129,8 +129,8 @@ def flatten(closed: Any, *, as_slices: bool = False) -> FlatProgram:
 
 
 def _kind(eqn: Any) -> str:
-    """Name of an equation's primitive; the gradient of a convolution's kernel, which takes channels
-    for samples, has a name of its own."""
+    """Returns name of an equation's primitive; the gradient of a convolution's kernel, which takes
+    channels for samples, has a name of its own."""
     name = str(eqn.primitive.name)
     return (
         KERNEL_GRADIENT
@@ -140,8 +140,8 @@ def _kind(eqn: Any) -> str:
 
 
 def _identity(eqn: Any, inputs: Sequence[Any]) -> Any:
-    """A key equal for equations that compute the same; one of its own for an equation with an
-    effect, or with a parameter that cannot be hashed."""
+    """Returns a key equal for equations that compute the same; one of its own for an equation with
+    an effect, or with a parameter that cannot be hashed."""
     try:
         parameters = frozenset(eqn.params.items())
     except TypeError:
@@ -151,8 +151,8 @@ def _identity(eqn: Any, inputs: Sequence[Any]) -> Any:
 
 
 def _literal_identity(literal: Any) -> Any:
-    """A key equal for literals with the same bits: what is printed of them is rounded, and 0.0 is
-    equal to -0.0."""
+    """Returns a key equal for literals with the same bits: what is printed of them is rounded, and
+    0.0 is equal to -0.0."""
     aval = literal.aval
     return "literal", str(aval), np.asarray(literal.val, aval.dtype).tobytes()
 

@@ -80,24 +80,24 @@ def kinds_of(target: Target) -> Kinds:
 
 
 def is_emulated(dtype: Any, target: Target) -> bool:
-    """Whether a GPU has no units for a type: convolutions and products of it are computed in 32
-    bits, on copies."""
+    """Returns whether a GPU has no units for a type: convolutions and products of it are computed
+    in 32 bits, on copies."""
     capability = target.capability
     old = target.on_gpu and capability is not None and capability < TRITON_CAPABILITY
     return old and str(dtype) == "bfloat16"
 
 
 def is_channels_first(dtype: Any, target: Target) -> bool:
-    """Whether XLA:GPU lays images of a type channels first: where a card computes convolutions of
-    it in no tensor units."""
+    """Returns whether XLA:GPU lays images of a type channels first: where a card computes
+    convolutions of it in no tensor units."""
     capability = target.capability
     old = target.on_gpu and capability is not None and capability < TRITON_CAPABILITY
     return old and str(dtype) != "float16"
 
 
 def is_of_transposed(params: Mapping[str, Any]) -> bool:
-    """Whether the gradient of a kernel is that of a transposed convolution's, whose image is
-    dilated and whose gradient is not; one of groups is not told apart."""
+    """Returns whether the gradient of a kernel is that of a transposed convolution's, whose image
+    is dilated and whose gradient is not; one of groups is not told apart."""
     groups = max(params["feature_group_count"], params["batch_group_count"])
     strides = max([*params["window_strides"], *params["rhs_dilation"]], default=1)
     return max(params["lhs_dilation"], default=1) > 1 and groups == strides == 1
@@ -136,8 +136,8 @@ def turned(
 
 
 def reads_a_copy(params: Mapping[str, Any], dtype: Any, target: Target) -> bool:
-    """Whether a convolution on a GPU reads a copy of its image: cuDNN pads both sides alike, and
-    computes in the card's own types.
+    """Returns whether a convolution on a GPU reads a copy of its image: cuDNN pads both sides
+    alike, and computes in the card's own types.
 
     Args:
         params: of the equation.
@@ -149,7 +149,7 @@ def reads_a_copy(params: Mapping[str, Any], dtype: Any, target: Target) -> bool:
 
 
 def in_pieces(eqn: Any) -> bool:
-    """Whether an equation is a :data:`POOLING_GRADIENT` whose batch can be split into
+    """Returns whether an equation is a :data:`POOLING_GRADIENT` whose batch can be split into
     :data:`POOLING_PIECES`."""
     if eqn.primitive.name != POOLING_GRADIENT:
         return False

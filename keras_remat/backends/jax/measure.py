@@ -32,7 +32,7 @@ from keras_remat.units import format_bytes
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What XLA's buffer assignment allocates for one call of a compiled step, in bytes.
+    """Says what XLA's buffer assignment allocates for one call of a compiled step, in bytes.
 
     Args:
         argument_bytes: state and batch.
@@ -48,12 +48,12 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Everything the call needs at once."""
+        """Returns the bytes that the call needs at once."""
         return self.argument_bytes + self.added_bytes
 
     @property
     def added_bytes(self) -> int:
-        """What the call needs beside its arguments."""
+        """Returns what the call needs beside its arguments."""
         return self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
@@ -69,7 +69,7 @@ OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether JAX raised an error because the device had no memory left, when compiling or
+    """Returns whether JAX raised an error because the device had no memory left, when compiling or
     running."""
     return isinstance(error, jax.errors.JaxRuntimeError) and any(
         text in str(error) for text in OUT_OF_MEMORY

@@ -285,7 +285,8 @@ def arrays_held_elsewhere(model: Any) -> dict[int, jax.Array]:
 
 
 def _address(array: jax.Array) -> Any:
-    """Where an array's numbers are; where they are on several devices, something of its own."""
+    """Returns where an array's numbers are; where they are on several devices, something of its
+    own."""
     if array.is_deleted() or len(array.sharding.device_set) > 1:
         return object()
     return array.sharding, array.unsafe_buffer_pointer()

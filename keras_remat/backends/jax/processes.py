@@ -111,7 +111,7 @@ class JaxProcesses(Processes):
         return decided
 
     def _outcome(self, make: Callable[[], Any]) -> tuple[Any, Exception | None]:
-        """What came of a decision: a result, or an error that can be sent."""
+        """Returns what came of a decision: a result, or an error that can be sent."""
         self._decides = True
         try:
             return make(), None

@@ -87,8 +87,8 @@ def _seconds(traced: JaxTracedStep, op: Op, rates: Rates) -> float:
 
 
 def _flops(equation: Equation, avals: Sequence[Any], rates: Rates) -> float:
-    """Arithmetic of one equation in flops of a 32-bit product, multiplications and additions
-    counted apart."""
+    """Counts the arithmetic of one equation in flops of a 32-bit product, multiplications and
+    additions counted apart."""
     params = equation.source.params
     shape = [
         a.aval.shape if isinstance(a, private.Literal) else avals[a].shape for a in equation.inputs
@@ -120,7 +120,7 @@ def _flops(equation: Equation, avals: Sequence[Any], rates: Rates) -> float:
 
 
 def _body_flops(jaxpr: Any) -> float:
-    """Arithmetic of a carried body, by what it writes."""
+    """Counts the arithmetic of a carried body, by what it writes."""
     total = 0.0
     for eqn in jaxpr.eqns:
         inner = private.inner_jaxprs(eqn.params)
@@ -136,8 +136,8 @@ def _body_flops(jaxpr: Any) -> float:
 
 
 def _workspace_bytes(traced: JaxTracedStep, op_id: int, target: Target) -> int:
-    """Memory alive only inside one op: what the body of a loop or of the larger branch holds on its
-    way, and the buffers of an expanded primitive."""
+    """Returns the bytes alive only inside one op: what the body of a loop or of the larger branch
+    holds on its way, and the buffers of an expanded primitive."""
     equations = [traced.program.equations[at] for at in traced.handles[op_id]]
     sizes = traced.program.sizes
     if target.on_gpu:
@@ -149,7 +149,7 @@ def _workspace_bytes(traced: JaxTracedStep, op_id: int, target: Target) -> int:
 
 
 def _cpu_buffer_bytes(equation: Equation, sizes: Sequence[int]) -> int:
-    """What XLA:CPU expands one primitive into, beside its operands and result."""
+    """Returns what XLA:CPU expands one primitive into, beside its operands and result."""
     result = sum(sizes[number] for number in equation.outputs[:1])
     if equation.kind == POOLING_GRADIENT:
         pieces = POOLING_PIECES if in_pieces(equation.source) else 1
@@ -162,8 +162,9 @@ def _cpu_buffer_bytes(equation: Equation, sizes: Sequence[int]) -> int:
 
 
 def _gpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
-    """What XLA:GPU needs for one primitive, beside its operands and result: copies of kernels in
-    cuDNN's layout, indices of pooled elements, images that are padded or converted in memory."""
+    """Returns what XLA:GPU needs for one primitive, beside its operands and result: copies of
+    kernels in cuDNN's layout, indices of pooled elements, images that are padded or converted in
+    memory."""
     program, reads = traced.program, equation.reads
     if equation.kind in (CONVOLUTION, KERNEL_GRADIENT):
         params, image = equation.source.params, program.avals[reads[0]]
@@ -193,7 +194,7 @@ def _gpu_buffer_bytes(equation: Equation, traced: JaxTracedStep) -> int:
 
 
 def _padded_bytes(params: dict[str, Any], image: Any) -> int:
-    """Bytes of the image of a convolution, dilated and padded."""
+    """Returns bytes of the image of a convolution, dilated and padded."""
     spatial = params["dimension_numbers"].lhs_spec[2:]
     shape = list(image.shape)
     for d, dilation, padding in zip(
@@ -204,8 +205,8 @@ def _padded_bytes(params: dict[str, Any], image: Any) -> int:
 
 
 def _bodies_bytes(equation: Any, kind: str) -> int:
-    """The most that one body of a loop, a branch or a call needs, beside what the equation reads
-    and writes; of branches only one runs.
+    """Returns the most that one body of a loop, a branch or a call needs, beside what the equation
+    reads and writes; of branches only one runs.
 
     Args:
         equation: has the bodies in its parameters.

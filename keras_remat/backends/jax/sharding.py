@@ -91,7 +91,8 @@ def layouts(
 
 
 def _legal(layout: Layout, shape: Sequence[int], mesh: jax.sharding.Mesh) -> Layout:
-    """The layout without axes that are used twice, or that do not divide their dimension."""
+    """Returns the layout without axes that are used twice, or that do not divide their
+    dimension."""
     seen: set[str] = set()
     result: list[Any] = []
     for axes, size in zip(layout, shape, strict=True):
@@ -137,8 +138,8 @@ def _product(numbers: Any, left: Layout, right: Layout) -> Layout:
 
 
 def _reshaped(layout: Layout, old: tuple[int, ...], new: tuple[int, ...]) -> Layout:
-    """A dimension that begins at the same place as one of the result, counted in elements, gives it
-    its axes."""
+    """Returns a dimension that begins at the same place as one of the result, counted in elements,
+    gives it its axes."""
     starts = {math.prod(old[:at]): axes for at, axes in enumerate(layout) if axes}
     result, used = [], set()
     for at, size in enumerate(new):

@@ -36,7 +36,7 @@ _MOST_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Loop:
-    """How a ``scan`` runs on a part.
+    """Says how a ``scan`` runs on a part.
 
     Args:
         body: its equations.

@@ -30,7 +30,7 @@ RANDOM = "random_bits"
 
 @dataclass(frozen=True)
 class Operands:
-    """What a rule looks at.
+    """Says what a rule looks at.
 
     Args:
         source: the equation's.
@@ -44,13 +44,13 @@ class Operands:
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """The primitive's parameters."""
+        """Returns the primitive's parameters."""
         params: Mapping[str, Any] = self.source.params
         return params
 
 
 def _elementwise(op: Operands, axis: int) -> Found:
-    """One shape for all, but that a dimension may be 1, or all of them be missing."""
+    """Slices operands of one shape, whose dimensions may be 1, or all be missing."""
     if any(len(shape) not in (0, len(op.result)) for shape in op.shapes):
         return None
     size = op.result[axis]
@@ -235,7 +235,7 @@ PARTS: Mapping[str, Callable[[Operands, int], Found]] = {
 
 
 def _sum_of_reduced(op: Operands, axes: Sequence[int]) -> Found:
-    """Of what is summed up over the parts already, it is a sum, too."""
+    """Makes a sum of what is summed up over the parts already."""
     return [axes[0] if axes[0] in op.params["axes"] else SUM]
 
 
@@ -251,7 +251,7 @@ def _sum_of_kernels(op: Operands, axes: Sequence[int]) -> Found:
 
 
 def _sum_of_updates(op: Operands, axes: Sequence[int]) -> Found:
-    """Every part adds to the first input, which is zero."""
+    """Lets every part add to the first input, which is zero."""
     numbers, places = op.params["dimension_numbers"], _update_places(op)
     at = axes[1]
     if at >= len(places) or at in numbers.scatter_indices_batching_dims or places[at] != axes[2]:

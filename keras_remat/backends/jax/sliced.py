@@ -55,12 +55,12 @@ class StepSlicer(ProgramSlicer):
 
     @cached_property
     def _n_state(self) -> int:
-        """How many of the step's inputs are the trainer's state."""
+        """Returns how many of the step's inputs are the trainer's state."""
         return len(jax.tree.leaves(self.step.state_specs))
 
     @cached_property
     def analysis(self) -> Analysis:
-        """The axes of the step's values."""
+        """Returns the axes of the step's values."""
         program = self.step.program
         batch = range(self._n_state, program.n_inputs)
         given = {number: 0 for number in batch if program.avals[number].shape}

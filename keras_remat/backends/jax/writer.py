@@ -186,8 +186,8 @@ class ShardedWriter(JaxWriter):
         self._known: dict[int, tuple[Any, Layout]] = {}  # by the value's id, which stays alive
 
     def may_trigger(self, number: int) -> bool:
-        """What every device has a part of. To wait for what they add up together would keep XLA
-        from adding all of it up at once."""
+        """Returns what every device has a part of. To wait for what they add up together would keep
+        XLA from adding all of it up at once."""
         return any(self._layouts[number])
 
     def given(self, values: Sequence[Any]) -> None:
@@ -247,12 +247,13 @@ def _late_stacks(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _row_major(x: Any) -> Any:
-    """The same value, laid in memory with its last dimension innermost."""
+    """Returns the same value, laid in memory with its last dimension innermost."""
     return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
 
 
 def _with_late_zero(params: Any, gradient: Any, image: Any) -> Any:
-    """The gradient of max pooling, added up from a zero that exists only when ``gradient`` does.
+    """Returns the gradient of max pooling, added up from a zero that exists only when ``gradient``
+    does.
 
     XLA:GPU scatters into an array of zeros, which it would share with every ReLU of its shape and
     keep from the first of them on.
@@ -262,8 +263,8 @@ def _with_late_zero(params: Any, gradient: Any, image: Any) -> Any:
 
 
 def _transposed_kernel_gradient(params: Any, image: Any, gradient: Any) -> Any:
-    """The gradient of a transposed convolution's kernel, written as that of the convolution that it
-    transposes: the two change places, and the result is turned round.
+    """Returns the gradient of a transposed convolution's kernel, written as that of the convolution
+    that it transposes: the two change places, and the result is turned round.
 
     As JAX writes it, the dilated image is what slides over the gradient; cuDNN has no such call, so
     XLA:GPU copies both, zeros and padding included, with channels for samples.

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def backend() -> TensorFlowBackend:
-    """The backend that plans are made for outside of ``fit``."""
+    """Returns the backend that plans are made for outside of ``fit``."""
     from keras_remat.backends.tensorflow.ordered.backend import TensorFlowBackend
 
     return TensorFlowBackend()
 
 
 def backends(model: Any, compilation: str, target: Target | None = None) -> list[TensorFlowBackend]:
-    """The backends that can train a model on TensorFlow, the one to begin with first.
+    """Returns the backends that can train a model on TensorFlow, the one to begin with first.
 
     Args:
         target: a card that is not there: the step is compiled for it, and none runs.

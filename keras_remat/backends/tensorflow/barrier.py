@@ -23,8 +23,8 @@ _UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
 
 
 def _joined_bits(tensors: Sequence[Any]) -> Any:
-    """The first elements of non-empty tensors of known rank as one ``uint32`` scalar, joined by
-    bitwise or with 1; wider elements keep their low half."""
+    """Returns the first elements of non-empty tensors of known rank as one ``uint32`` scalar,
+    joined by bitwise or with 1; wider elements keep their low half."""
     bits = tf.constant(1, tf.uint32)
     for x in tensors:
         if x.shape.rank:
@@ -38,7 +38,7 @@ def _joined_bits(tensors: Sequence[Any]) -> Any:
 
 
 def _summed(bits: Any) -> Any:
-    """An odd number made of ``bits`` by a running sum.
+    """Returns an odd number made of ``bits`` by a running sum.
 
     XLA computes both branches of a condition and selects where they hold only what it thinks cheap,
     and what they read is fused with its source; a running sum, even of two numbers, is not cheap.
@@ -48,7 +48,7 @@ def _summed(bits: Any) -> Any:
 
 
 def never(tensors: Sequence[Any], in_branch: bool = False) -> Any:
-    """A boolean scalar that is false and can be known only when all ``tensors`` exist.
+    """Returns a boolean scalar that is false and can be known only when all ``tensors`` exist.
 
     Args:
         tensors: not empty, of known rank.

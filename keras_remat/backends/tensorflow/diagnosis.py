@@ -52,7 +52,7 @@ def diagnosis() -> dict[str, Any]:
 
 
 def _kernels() -> tuple[bool, str]:
-    """Whether a recording tells how long ops run, and what it says."""
+    """Returns whether a recording tells how long ops run, and what it says."""
     step = tf.function(lambda x: tf.reduce_sum(tf.matmul(x, x)))
     x = tf.ones((_SIDE, _SIDE))
     step(x)
@@ -69,7 +69,7 @@ def _kernels() -> tuple[bool, str]:
 
 
 def _xla() -> tuple[bool, str]:
-    """Whether XLA compiles for this device, and what it says."""
+    """Returns whether XLA compiles for this device, and what it says."""
     try:
         tf.function(lambda x: x + 1.0, jit_compile=True)(tf.ones(2))
     except (tf.errors.OpError, ValueError) as error:

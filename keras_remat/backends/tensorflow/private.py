@@ -107,13 +107,14 @@ def optimize_graph(
 
 
 def _all_nodes(graph_def: Any) -> list[Any]:
-    """The nodes of a graph and of its functions."""
+    """Returns the nodes of a graph and of its functions."""
     functions = graph_def.library.function
     return [*graph_def.node, *(node for function in functions for node in function.node_def)]
 
 
 def has_legal_types(node: Any) -> bool:
-    """Whether a node has only types that its op allows; ops that nobody registered have none."""
+    """Returns whether a node has only types that its op allows; ops that nobody registered have
+    none."""
     op_def = op_def_registry.get(node.op)
     return op_def is None or all(
         node.attr[attribute.name].type in attribute.allowed_values.list.type
@@ -154,7 +155,8 @@ def _run_grappler(meta_graph: Any, fetches: Sequence[str], *, off: Sequence[str]
 
 
 def _device_properties(logical: Any) -> Any:
-    """What Grappler asks about a device: for a GPU, its compute capability decides the layout."""
+    """Returns what Grappler asks about a device: for a GPU, its compute capability decides the
+    layout."""
     properties = device_properties_pb2.DeviceProperties(
         type=logical.device_type, frequency=_FREQUENCY_MHZ, num_cores=os.cpu_count() or 1
     )
@@ -166,7 +168,7 @@ def _device_properties(logical: Any) -> Any:
 
 
 def compute_capability() -> tuple[int, int]:
-    """The first visible GPU's compute capability, such as ``(8, 0)``."""
+    """Returns the first visible GPU's compute capability, such as ``(8, 0)``."""
     (gpu, *_) = tf.config.get_visible_devices("GPU")
     details = tf.config.experimental.get_device_details(gpu)
     capability: tuple[int, int] = details.get("compute_capability", (7, 0))
@@ -227,7 +229,7 @@ def constant_folded(graph_def: Any, fetches: Sequence[str]) -> Any:
 
 
 def variable_spec(handle: Any) -> Any:
-    """Shape and dtype of the variable behind a resource tensor; ``None`` where that is no
+    """Returns shape and dtype of the variable behind a resource tensor; ``None`` where that is no
     variable."""
     data = getattr(handle, "_handle_data", None)
     entries = list(data.shape_and_type) if data is not None else []
@@ -238,7 +240,7 @@ def variable_spec(handle: Any) -> Any:
 
 @cache
 def _registered_kernels(kind: str, device_types: tuple[str, ...]) -> tuple[Any, ...]:
-    """The kernels of an operation type for these types of devices."""
+    """Returns the kernels of an operation type for these types of devices."""
     registered = kernels.get_registered_kernels_for_op(kind).kernel
     return tuple(kernel for kernel in registered if kernel.device_type in device_types)
 
@@ -248,8 +250,8 @@ def _has_gpu_kernel(kind: str) -> bool:
 
 
 def stays_on_host(node: Any) -> bool:
-    """Whether a node takes no GPU memory where there is a GPU: it is placed on the CPU, has no
-    kernel for a GPU and its types, or one that keeps all its outputs in the host's memory."""
+    """Returns whether a node takes no GPU memory where there is a GPU: it is placed on the CPU, has
+    no kernel for a GPU and its types, or one that keeps all its outputs in the host's memory."""
     if ":CPU:" in node.device.upper():
         return True
     op_def = op_def_registry.get(node.op)
@@ -267,7 +269,7 @@ def stays_on_host(node: Any) -> bool:
 
 
 def _allows(constraint: Any, node: Any) -> bool:
-    """Whether a node's types are among those a kernel was registered for."""
+    """Returns whether a node's types are among those a kernel was registered for."""
     if constraint.name not in node.attr:  # asking for it would put it there
         return True
     allowed = set(constraint.allowed_values.list.type)
@@ -312,7 +314,7 @@ def keep_control_flow_functional(graph_def: Any) -> None:
 
 
 def function_graph(definition: Any, outer: Any) -> Any:
-    """The ``FuncGraph`` of a ``FunctionDef`` that ``outer`` has in its library."""
+    """Returns the ``FuncGraph`` of a ``FunctionDef`` that ``outer`` has in its library."""
     with outer.as_default():
         return function_def_to_graph.function_def_to_graph(definition)
 
@@ -354,14 +356,15 @@ def define_functions(library: Any) -> None:
 
 
 def is_stateful(kind: str) -> bool:
-    """Whether the OpDef of an operation type says it has state or an effect; unknown types count as
-    stateful."""
+    """Returns whether the OpDef of an operation type says it has state or an effect; unknown types
+    count as stateful."""
     op_def = op_def_registry.get(kind)
     return op_def is None or bool(op_def.is_stateful)
 
 
 def capture(external: Any) -> Any:
-    """The symbolic tensor that stands for an eager tensor in the function graph being built."""
+    """Returns the symbolic tensor that stands for an eager tensor in the function graph being
+    built."""
     return tf.compat.v1.get_default_graph().capture(external)
 
 
@@ -377,7 +380,7 @@ def variable_of(handle: Any) -> Any:
 
 
 def call_for_training(model: Any, x: Any) -> Any:
-    """The model's output in training mode, as Keras's ``train_step`` asks for it."""
+    """Returns the model's output in training mode, as Keras's ``train_step`` asks for it."""
     return model(x, training=True) if model._call_has_training_arg else model(x)
 
 
@@ -418,29 +421,30 @@ def losses_counted_as(model: Any, share: float | None = None) -> Iterator[None]:
 
 
 def is_xla_refusal(error: Any) -> bool:
-    """Whether XLA says that it cannot compile a function, and not that a step's values are
+    """Returns whether XLA says that it cannot compile a function, and not that a step's values are
     wrong."""
     text, says = str(error.message), ("compile", "conversion failed", "compilation")
     return "XLA" in text and any(said in text for said in says)
 
 
 def read_trace(serialized: bytes) -> Any:
-    """The profiler's trace (``XSpace``) from the bytes of an ``*.xplane.pb`` file."""
+    """Returns the profiler's trace (``XSpace``) from the bytes of an ``*.xplane.pb`` file."""
     return xplane_pb2.XSpace.FromString(serialized)
 
 
 def has_made_devices() -> bool:
-    """Whether TensorFlow has made its devices, and with them their allocators."""
+    """Returns whether TensorFlow has made its devices, and with them their allocators."""
     return bool(context.context()._initialized)
 
 
 def onednn_is_on() -> bool:
-    """Whether TensorFlow uses oneDNN's kernels and allocator on this CPU; makes no device."""
+    """Returns whether TensorFlow uses oneDNN's kernels and allocator on this CPU; makes no
+    device."""
     return bool(_pywrap_util_port.IsMklEnabled())
 
 
 def device_memory_limit_bytes(name: str) -> int:
-    """What the allocator of a device of this process may take; makes no further device.
+    """Returns what the allocator of a device of this process may take; makes no further device.
 
     Args:
         name: such as ``"GPU:0"`` or ``"/device:GPU:0"``.
@@ -547,8 +551,8 @@ def serialized_hlo(function: Any) -> bytes:
 
 
 def deferred_captures(graph: Any) -> dict[str, Callable[[], Any]]:
-    """Placeholder name → what is called before every run of a traced function for its value (the
-    numbers of collective ops)."""
+    """Returns placeholder name → what is called before every run of a traced function for its value
+    (the numbers of collective ops)."""
 
     def called(closure: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: tf.nest.flatten(closure(), expand_composites=True)[0]
@@ -562,7 +566,7 @@ def deferred_captures(graph: Any) -> dict[str, Callable[[], Any]]:
 
 
 def per_replica(parts: Sequence[Any]) -> Any:
-    """One structure for ``strategy.run`` of the structures that its replicas get."""
+    """Returns one structure for ``strategy.run`` of the structures that its replicas get."""
     return distribute_utils.regroup(tuple(parts))
 
 
@@ -581,12 +585,12 @@ def exchanged_in_packs(strategy: Any, pack_bytes: int) -> Iterator[None]:
 
 
 def distributed_container(handle: Any) -> Any:
-    """The variable of all replicas that the variable behind a handle is part of; ``None`` where it
-    is none's."""
+    """Returns the variable of all replicas that the variable behind a handle is part of; ``None``
+    where it is none's."""
     container = getattr(handle, "_distributed_container", None)
     return None if container is None else container()
 
 
 def has_value_per_replica(container: Any) -> bool:
-    """Whether every replica has a value of its own of a distributed variable."""
+    """Returns whether every replica has a value of its own of a distributed variable."""
     return isinstance(container, distributed_values.SyncOnReadVariable)

@@ -30,8 +30,8 @@ class InstalledTrainFunction(Installed):
 
     @property
     def any_size(self) -> bool:
-        """Whether the data set's batches have no fixed size, and Keras's own step is traced for
-        any."""
+        """Returns whether the data set's batches have no fixed size, and Keras's own step is traced
+        for any."""
         specs = tf.nest.flatten(self._promised)
         shapes = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
         return any(shape.rank and shape[0] is None for shape in shapes)

@@ -100,12 +100,12 @@ class TorchBackend:
 
 
 def backend() -> TorchBackend:
-    """A backend for one model."""
+    """Returns a backend for one model."""
     return TorchBackend()
 
 
 def backends(model: Any, compilation: str, target: Target | None = None) -> list[TorchBackend]:
-    """The backends that can train a model on PyTorch.
+    """Returns the backends that can train a model on PyTorch.
 
     Raises:
         UnsupportedModelError: a compiled step was asked for, or a target was given.

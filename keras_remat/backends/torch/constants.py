@@ -29,7 +29,7 @@ _VALUE = "_keras_remat_value"
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a call's result.
+    """Says what is known of a call's result.
 
     Args:
         value: the result; ``None`` where it depends on the step's inputs.

@@ -74,7 +74,7 @@ class Device:
 
     @property
     def is_recording(self) -> bool:
-        """Whether op times are recorded."""
+        """Returns whether op times are recorded."""
         return self.probe is not None
 
     def trains(self, model: Any) -> None:

@@ -212,7 +212,8 @@ def seeded(seed: torch.Tensor, device: torch.device) -> torch.Generator:
 
 
 class _Divisor:
-    """What Nadam subtracts from one and divides by, as a number that is read when a step runs."""
+    """Says what Nadam subtracts from one and divides by, as a number that is read when a step
+    runs."""
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor

@@ -60,7 +60,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies in its storage.
+    """Says how a tensor lies in its storage.
 
     Args:
         storage: index of the storage.
@@ -107,7 +107,8 @@ class Call:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Numbers of the tensors among the arguments and in the predicate, with repetitions."""
+        """Returns numbers of the tensors among the arguments and in the predicate, with
+        repetitions."""
         return (
             *numbers_in((self.args, self.kwargs)),
             *(number for number, _ in self.predicate),
@@ -130,7 +131,7 @@ def numbers_in(structure: Any) -> Iterator[int]:
 
 @dataclass(eq=False)
 class Recording:
-    """What a recorder saw.
+    """Says what a recorder saw.
 
     Attributes:
         calls: in the order in which PyTorch would make them.

@@ -43,7 +43,7 @@ class View:
 
 @dataclass(frozen=True)
 class Seen:
-    """How a tensor shows a part of a value.
+    """Says how a tensor shows a part of a value.
 
     Args:
         views: from the value on.
@@ -201,7 +201,7 @@ class Analysis:
 
     @cached_property
     def found(self) -> dict[int, tuple[SliceRule, Way]]:
-        """Op id → how it may run in slices."""
+        """Returns op id → how it may run in slices."""
         found = {}
         for op in self._graph.ops:
             node = self._program.nodes[op.id]

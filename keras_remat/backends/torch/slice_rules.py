@@ -39,12 +39,12 @@ class Way:
 
     @property
     def axis(self) -> int | None:
-        """The axis of the first result that is made part by part."""
+        """Returns the axis of the first result that is made part by part."""
         return next((mode for mode in self.outputs if isinstance(mode, int)), None)
 
 
 class Operands:
-    """What a rule looks at.
+    """Says what a rule looks at.
 
     Args:
         call: of the operator.
@@ -75,7 +75,7 @@ class Operands:
 
     @property
     def result(self) -> Shape:
-        """The shape of the first result that is a tensor."""
+        """Returns the shape of the first result that is a tensor."""
         return next(shape for shape in self.results if shape is not None)
 
     @property
@@ -182,7 +182,7 @@ def _reduction(op: Operands) -> Ways:
 
 
 def _product(op: Operands) -> Ways:
-    """A matrix product, of one or many, with something that it is added to, or without."""
+    """Returns a matrix product, of one or many, with something that it is added to, or without."""
     left, right = ("self", "mat2") if "mat2" in op.shapes else ("mat1", "mat2")
     if op.name in ("addmm", "baddbmm"):
         left, right = ("mat1", "mat2") if op.name == "addmm" else ("batch1", "batch2")
@@ -293,7 +293,7 @@ def _repetition(op: Operands) -> Ways:
 
 
 def _gradient_of_part(op: Operands) -> Ways:
-    """The gradient of a view of one place, or of a range, along an axis."""
+    """Returns the gradient of a view of one place, or of a range, along an axis."""
     dim = op.arguments["dim"] % len(op.result)
     for axis in op.axes:
         if axis != dim:

@@ -45,18 +45,18 @@ class StepSlicer:
 
     @property
     def granule_bytes(self) -> int:
-        """The bytes that sizes of slices are rounded up to a multiple of."""
+        """Returns the bytes that sizes of slices are rounded up to a multiple of."""
         return CUDA_GRANULE if self.step.device.type == "cuda" else 1
 
     @cached_property
     def analysis(self) -> Analysis:
-        """The axes of the step's values."""
+        """Returns the axes of the step's values."""
         inputs, own = self.step.program.recording.inputs, len(self.step.places.own)
         return Analysis(self.step.program, self.step.graph, set(inputs[own:]), set(inputs[:own]))
 
     @property
     def rules(self) -> dict[int, SliceRule]:
-        """Op id → how it may run in slices."""
+        """Returns op id → how it may run in slices."""
         return {op_id: rule for op_id, (rule, _) in self.analysis.found.items()}
 
     def sliced(self, slicing: Slicing) -> TorchTracedStep:

@@ -24,7 +24,7 @@ from keras_remat.errors import UnsupportedModelError
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a tensor that outlives a step is kept.
+    """Says where a tensor that outlives a step is kept.
 
     Args:
         owner: a Keras variable, or a table of a torch module.

@@ -115,7 +115,7 @@ def _kinds(program: Program) -> list[str]:
 def _phases(
     program: Program, parts: list[Cluster], is_backward: Callable[[Equation], bool]
 ) -> list[str]:
-    """Phase of every cluster."""
+    """Returns the phase of every cluster."""
     marked = [is_backward(equation) for equation in program.equations]
     downstream: set[int] = set()
     for equation, mark in zip(program.equations, marked, strict=True):
@@ -141,8 +141,8 @@ def _arranged(
     phases: list[str],
     state: Sequence[tuple[int, Any]],
 ) -> tuple[list[int], dict[int, list[int]], dict[int, int]]:
-    """The clusters in an order in which they can run, those that must precede one without a value
-    between them, and which new state is written over which old one."""
+    """Returns the clusters in an order in which they can run, those that must precede one without a
+    value between them, and which new state is written over which old one."""
     readers: dict[int, list[int]] = defaultdict(list)
     for at, part in enumerate(parts):
         for number in part.reads:
@@ -171,7 +171,8 @@ def _overwritten(
     readers: dict[int, list[int]],
     state: Sequence[tuple[int, Any]],
 ) -> dict[int, int]:
-    """New-state numbers that take over the buffer of an old-state input, with that input."""
+    """Returns new-state numbers that take over the buffer of an old-state input, with that
+    input."""
     result: dict[int, int] = {}
     for old, new in state:
         if not isinstance(new, int) or new not in makers or new in result:
@@ -205,8 +206,8 @@ def _descendants(
 def _order(
     parts: list[Cluster], makers: dict[int, int], phases: list[str], after: dict[int, list[int]]
 ) -> list[int]:
-    """A topological order, as it was traced but with updates as early as they can run; what is in a
-    cycle is left out."""
+    """Returns a topological order, as it was traced but with updates as early as they can run; what
+    is in a cycle is left out."""
     before = {
         at: {makers[n] for n in part.reads if n in makers} | set(after.get(at, ()))
         for at, part in enumerate(parts)

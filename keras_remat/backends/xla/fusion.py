@@ -66,13 +66,13 @@ class Equation:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The numbered inputs, literals left out."""
+        """Returns the numbered inputs, literals left out."""
         return tuple(a for a in self.inputs if isinstance(a, int))
 
     @property
     def separates(self) -> bool:
-        """Whether it only makes a micro-batch wait for the one before: their phases have nothing to
-        do with each other."""
+        """Returns whether it only makes a micro-batch wait for the one before: their phases have
+        nothing to do with each other."""
         return SEPARATION in self.scope
 
 
@@ -85,23 +85,23 @@ class Program(Protocol):
 
     @property
     def outputs(self) -> Sequence[Any]:
-        """Numbers and literals."""
+        """Returns numbers and literals."""
 
     @property
     def n_given(self) -> int:
-        """How many numbers no equation computes: 0 to ``n_given − 1``."""
+        """Returns how many numbers no equation computes: 0 to ``n_given − 1``."""
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Bytes of every number."""
+        """Returns bytes of every number."""
 
     def describe(self, number: int) -> tuple[tuple[int, ...] | None, str]:
-        """Shape and dtype of a number."""
+        """Returns shape and dtype of a number."""
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """What a framework calls the operations the rule knows; all others read and write memory.
+    """Says what a framework calls the operations the rule knows; all others read and write memory.
 
     Args:
         views: their result is the same bytes; a transposition is one to a matrix product, which
@@ -137,12 +137,12 @@ class Kinds:
 
     @cached_property
     def fusible(self) -> frozenset[str]:
-        """What a reader can take into its own loop."""
+        """Returns what a reader can take into its own loop."""
         return self.cheap | self.expensive | self.random | self.views
 
     @cached_property
     def elementwise(self) -> frozenset[str]:
-        """One element of the result for one of the operands."""
+        """Returns the operations that make one element of the result of one of each operand."""
         return (self.cheap | self.expensive) - self.moving
 
 
@@ -172,7 +172,7 @@ class Cluster:
 
 @dataclass
 class _Chain:
-    """What stands behind a value that does not exist.
+    """Says what stands behind a value that does not exist.
 
     Args:
         equations: indices into the program.
@@ -244,14 +244,14 @@ def clusters(program: Program, kinds: Kinds, sizes: Sequence[int] | None = None)
 
 
 def _in_a_tuple(equation: Equation, kinds: Kinds) -> bool:
-    """Whether an output is read out of a tuple; the heap simulator lets a buffer be taken over only
-    where the defining instruction itself is read (``xla/service/heap_simulator``)."""
+    """Returns whether an output is read out of a tuple; the heap simulator lets a buffer be taken
+    over only where the defining instruction itself is read (``xla/service/heap_simulator``)."""
     return equation.kind in kinds.in_tuples or (bool(kinds.in_tuples) and len(equation.outputs) > 1)
 
 
 def _read_from_memory(program: Program, kinds: Kinds, kept: set[int]) -> set[int]:
-    """Numbers of the values that some reader, directly or through views, needs in memory; program
-    outputs among them."""
+    """Returns numbers of the values that some reader, directly or through views, needs in memory;
+    program outputs among them."""
     needed: set[int] = set(kept)
     for equation in reversed(program.equations):
         for number in equation.reads:
@@ -266,7 +266,8 @@ def _read_from_memory(program: Program, kinds: Kinds, kept: set[int]) -> set[int
 def _waiting_parts(
     program: Program, kinds: Kinds, readers: dict[int, list[int]], size: Sequence[int]
 ) -> set[int]:
-    """Numbers of the large parts of computed values that are read behind a product or the like."""
+    """Returns numbers of the large parts of computed values that are read behind a product or the
+    like."""
     reads_memory = [
         at
         for at, e in enumerate(program.equations)
@@ -288,7 +289,7 @@ def _waiting_parts(
 def _reader_count(
     number: int, readers: dict[int, list[int]], program: Program, kinds: Kinds
 ) -> int:
-    """How many equations read a value, directly or through views."""
+    """Returns how many equations read a value, directly or through views."""
     total = 0
     for at in readers[number]:
         equation = program.equations[at]
@@ -301,8 +302,8 @@ def _reader_count(
 
 
 def _chain_behind(at: int, equation: Equation, kinds: Kinds, chains: dict[int, _Chain]) -> _Chain:
-    """The equations that must run with this one because their values do not exist, and the values
-    they start from."""
+    """Returns the equations that must run with this one because their values do not exist, and the
+    values they start from."""
     behind = [chains[number] for number in equation.reads if number in chains]
     leaves = {number for number in equation.reads if number not in chains}
     leaves.update(*(chain.leaves for chain in behind))
@@ -316,6 +317,6 @@ def _chain_behind(at: int, equation: Equation, kinds: Kinds, chains: dict[int, _
 
 
 def _copied(chain: _Chain, out_bytes: int, size: Sequence[int], producer: dict[int, int]) -> bool:
-    """Whether XLA computes a value with several readers in each of them."""
+    """Returns whether XLA computes a value with several readers in each of them."""
     large = [leaf for leaf in chain.leaves if leaf in producer and size[leaf] * 8 >= out_bytes]
     return not chain.expensive and len(large) <= 1 and len(chain.equations) <= MAX_COPIED_CHAIN

@@ -21,7 +21,7 @@ convolutions they come from is not obeyed; this share makes it the dearer one.""
 
 
 def kernel_time_s(flops: float, traffic_bytes: int, rates: Rates) -> float:
-    """Estimated seconds of one kernel.
+    """Returns estimated seconds of one kernel.
 
     Args:
         flops: its arithmetic, in operations of a 32-bit matrix product.
@@ -34,8 +34,8 @@ def kernel_time_s(flops: float, traffic_bytes: int, rates: Rates) -> float:
 
 
 def op_time_s(traced: FusedStep, op: Op, kinds: Kinds, flops: float, rates: Rates) -> float:
-    """Estimated seconds of one op: of the one kernel that XLA makes of a cluster, which pays for
-    what it reads and writes, and nothing for the values inside it."""
+    """Returns estimated seconds of one op: of the one kernel that XLA makes of a cluster, which
+    pays for what it reads and writes, and nothing for the values inside it."""
     program = traced.program
     traffic = sum(program.sizes[traced.numbers[v]] for v in (*op.inputs, *op.outputs))
     random = any(program.equations[at].kind in kinds.random for at in traced.handles[op.id])

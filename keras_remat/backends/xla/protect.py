@@ -102,27 +102,27 @@ class Writer(Protocol):
         """Writes equation number ``at`` on ``inputs`` and returns its outputs."""
 
     def may_trigger(self, number: int) -> bool:
-        """Whether a number may be read for a trigger."""
+        """Returns whether a number may be read for a trigger."""
 
     def literal(self, atom: Any) -> Any:
-        """A literal as an input of its equation."""
+        """Returns a literal as an input of its equation."""
 
     def array(self, atom: Any) -> Any:
-        """A literal as a value of its own, which can be guarded."""
+        """Returns a literal as a value of its own, which can be guarded."""
 
     def literal_bytes(self, atom: Any) -> int:
-        """The size of a literal."""
+        """Returns the size of a literal."""
 
     def is_inexact(self, value: Any) -> bool:
-        """Whether a value's elements are floating-point numbers."""
+        """Returns whether a value's elements are floating-point numbers."""
 
     def may_guard(self, equation: Equation, value: Any) -> bool:
-        """Whether an input of an equation may be something that is known only when the step
+        """Returns whether an input of an equation may be something that is known only when the step
         runs."""
 
     def never(self, triggers: Sequence[Any], in_branch: bool = False) -> Any:
-        """A boolean scalar that is false and can be known only when all ``triggers`` (non-empty
-        values) exist.
+        """Returns a boolean scalar that is false and can be known only when all ``triggers``
+        (non-empty values) exist.
 
         Args:
             triggers: values.
@@ -130,10 +130,10 @@ class Writer(Protocol):
         """
 
     def guard(self, value: Any, condition: Any) -> Any:
-        """The same bits, depending on a condition from :meth:`never`."""
+        """Returns the same bits, depending on a condition from :meth:`never`."""
 
     def hold(self, value: Any) -> Any:
-        """The same value, which no reader can compute again in its own loop."""
+        """Returns the same value, which no reader can compute again in its own loop."""
 
     def draw(
         self, equations: Sequence[int], given: dict[int, Any], wanted: Sequence[int], condition: Any
@@ -251,7 +251,7 @@ class Run:
             self._part_trigger = self._trigger
 
     def _is_later(self, op_id: int) -> bool:
-        """Whether an op is of a part that waits for another."""
+        """Returns whether an op is of a part that waits for another."""
         return bool(self._origins) and self._origins[op_id].role != "whole" and self._part > 0
 
     def _pin(self, op_id: int, results: Mapping[int, _Value]) -> None:
@@ -342,8 +342,9 @@ class Run:
         return inner
 
     def _waits(self, op_id: int, inputs: Sequence[_Value]) -> bool:
-        """Whether an op's inputs depend on the newest trigger, and did not when it ran last: in a
-        second pass over the data, all that runs for the first time depends on some trigger."""
+        """Returns whether an op's inputs depend on the newest trigger, and did not when it ran
+        last: in a second pass over the data, all that runs for the first time depends on some
+        trigger."""
         is_newer = self._trigger > self._ran[op_id]
         return is_newer and any(x.trigger == self._trigger for x in inputs)
 
@@ -386,8 +387,8 @@ class Run:
         return self._written[key]
 
     def _guardable(self, equation: Equation) -> bool:
-        """Whether it matters if an equation is merged with another or starts early; a transposed
-        copy counts as made by it."""
+        """Returns whether it matters if an equation is merged with another or starts early; a
+        transposed copy counts as made by it."""
         made = sum(self._program.sizes[o] for o in equation.outputs)
         if equation.kind in self._kinds.transposing:
             made = max(made, self._program.sizes[equation.reads[0]])

@@ -40,13 +40,13 @@ class SlicedEquation:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each part computes all of it, alike."""
+        """Returns whether each part computes all of it, alike."""
         return all(mode is None for mode in self.outputs)
 
 
 @dataclass(frozen=True)
 class SlicedOp:
-    """How some equations run on a part.
+    """Says how some equations run on a part.
 
     Args:
         equations: in program order.
@@ -160,16 +160,16 @@ class ProgramSlicer(ABC):
     @property
     @abstractmethod
     def found(self) -> tuple[dict[int, SliceRule], dict[int, SlicedOp]]:
-        """Op id → how it may run in slices, and how its equations run on a part."""
+        """Returns op id → how it may run in slices, and how its equations run on a part."""
 
     @property
     def rules(self) -> dict[int, SliceRule]:
-        """Op id → how it may run in slices."""
+        """Returns op id → how it may run in slices."""
         return self.found[0]
 
     @property
     def sliced_ops(self) -> dict[int, SlicedOp]:
-        """Op id → how its equations run on a part."""
+        """Returns op id → how its equations run on a part."""
         return self.found[1]
 
 

@@ -44,7 +44,7 @@ def lower_bound_s(problem: Problem, *, deadline: Deadline) -> float:
 
 
 def promising_cuts(problem: Problem) -> list[int]:
-    """Ops at whose first run most bytes must be alive or recomputed, most first."""
+    """Returns ops at whose first run most bytes must be alive or recomputed, most first."""
     order = Schedule.store_all(problem.graph).order
     live = live_bytes(problem, Schedule(order))
     over = np.flatnonzero(live > (problem.budget_bytes or 0))
@@ -57,7 +57,7 @@ def promising_cuts(problem: Problem) -> list[int]:
 
 
 def crossing_bytes(problem: Problem, cut: int) -> int:
-    """Bytes of what ancestors of ``cut`` compute and it or its descendants read, and of its
+    """Returns bytes of what ancestors of ``cut`` compute and it or its descendants read, and of its
     outputs."""
     graph = problem.graph
     later = descendants_of(graph, cut) | {cut}

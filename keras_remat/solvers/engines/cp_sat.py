@@ -63,7 +63,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Incumbent:
-    """What the solver knows at one moment.
+    """Says what the solver knows at one moment.
 
     Args:
         ones: the variables that are 1 in the best assignment so far, ``None`` when only ``status``

@@ -26,7 +26,7 @@ Backend = Literal["highs", "cbc"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a solver found out.
+    """Says what a solver found out.
 
     Args:
         status: ``"optimal"``, ``"infeasible"`` or ``"stopped"`` (by the time limit).

@@ -47,7 +47,8 @@ class Walk:
         self.barred: set[int] = set()
 
     def missing(self, op_id: int) -> list[int]:
-        """Ops to run before ``op_id`` so that it finds all its inputs, in the default order."""
+        """Returns ops to run before ``op_id`` so that it finds all its inputs, in the default
+        order."""
         found: set[int] = set()
         stack = list(self.graph.ops[op_id].inputs)
         while stack:

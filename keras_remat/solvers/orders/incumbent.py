@@ -62,7 +62,7 @@ class Incumbent:
 
     @property
     def best_s(self) -> float:
-        """Seconds of the best order, infinite before there is one."""
+        """Returns seconds of the best order, infinite before there is one."""
         return float("inf") if self.usage is None else self.usage.time_s
 
     @property
@@ -144,7 +144,7 @@ def run(
 
 
 def seconds_of(problem: Problem, order: Sequence[int]) -> float:
-    """Seconds of an order, infinite when it is not legal or not within the budget."""
+    """Returns seconds of an order, infinite when it is not legal or not within the budget."""
     schedule = Schedule(tuple(order))
     try:
         validate(problem, schedule)

@@ -46,7 +46,7 @@ class Linearized:
 
     @cached_property
     def forward(self) -> tuple[int, ...]:
-        """Ids of the forward ops."""
+        """Returns ids of the forward ops."""
         order = self.default_order
         ops = self.problem.graph.ops
         if any(ops[i].phase != FORWARD for i in order):

@@ -67,7 +67,7 @@ def memory_aware_order(problem: Problem, base: Sequence[int]) -> tuple[int, ...]
 
 
 def _over_budget(problem: Problem, order: Sequence[int]) -> tuple[float, int]:
-    """Bytes over the budget times seconds, summed over the order, and the peak.
+    """Returns bytes over the budget times seconds, summed over the order, and the peak.
 
     Time and not positions: many quick ops (updates) that run where much is alive hold nothing there
     for long.
@@ -259,8 +259,8 @@ class _Hoist:
     def _pulled(
         self, op_id: int, share: float, read: set[int], run: Collection[int] = ()
     ) -> list[int] | None:
-        """Ops to run before ``op_id`` can, besides ``run``; ``None`` when they are many or compute
-        more than a share of what it reads."""
+        """Returns ops to run before ``op_id`` can, besides ``run``; ``None`` when they are many or
+        compute more than a share of what it reads."""
         missing: dict[int, None] = {}
         stack = [op_id]
         room = int(share * max((self.nbytes[v] for v in self.ops[op_id].inputs), default=0))
@@ -284,7 +284,7 @@ class _Hoist:
         return sorted(missing, key=self.place.__getitem__)
 
     def _delta(self, op_id: int, unread: dict[int, int]) -> int:
-        """Bytes alive after ``op_id`` minus bytes alive before it."""
+        """Returns bytes alive after ``op_id`` minus bytes alive before it."""
         op = self.ops[op_id]
         delta = sum(self.nbytes[v] for v in op.outputs if self.unread[v])
         for value_id in dict.fromkeys(op.inputs):

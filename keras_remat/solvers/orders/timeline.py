@@ -80,7 +80,7 @@ class Timeline:
 
     @property
     def excess(self) -> int:
-        """Bytes above the budget, summed over the cells."""
+        """Returns bytes above the budget, summed over the cells."""
         return int(self.state[0][self.kernel.EXCESS])
 
     def order(self) -> tuple[int, ...]:

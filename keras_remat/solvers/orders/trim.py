@@ -42,7 +42,7 @@ def trimmed(problem: Problem, order: Sequence[int], budget_bytes: int) -> tuple[
 
 
 def _removable(problem: Problem, order: tuple[int, ...], budget_bytes: int) -> set[int]:
-    """Positions that can be removed together."""
+    """Returns positions that can be removed together."""
     graph, time_s = problem.graph, problem.op_time_s
     live = live_bytes(problem, Schedule(order))
     if len(live) == 0 or live.max() > budget_bytes:

@@ -92,7 +92,8 @@ class Stages:
         return output
 
     def sizes(self, sets: list[set[int]]) -> list[int]:
-        """Bytes of sets of values: ω_a of ``output``, ω_ā of ``saved``, ω_δ of ``gradients``."""
+        """Returns bytes of sets of values: ω_a of ``output``, ω_ā of ``saved``, ω_δ of
+        ``gradients``."""
         values = self.linear.problem.graph.values
         return [sum(values[v].nbytes for v in one) for one in sets]
 
@@ -111,8 +112,8 @@ class Stages:
         return saved
 
     def _peak(self, ops: list[int], alive: set[int], kept: set[int]) -> int:
-        """Bytes held at most while ``ops`` run once, counting ``alive`` and what they compute; of
-        that ``kept`` stays to the end."""
+        """Returns bytes held at most while ``ops`` run once, counting ``alive`` and what they
+        compute; of that ``kept`` stays to the end."""
         problem = self.linear.problem
         graph = problem.graph
         last = {
@@ -134,12 +135,12 @@ class Stages:
 
     @cached_property
     def forward_all_peak(self) -> list[int]:
-        """Bytes a block needs beside its input to run forward and save everything."""
+        """Returns bytes a block needs beside its input to run forward and save everything."""
         return [self._peak(ops, set(), self.saved[s]) for s, ops in enumerate(self.forward)]
 
     @cached_property
     def forward_none_peak(self) -> list[int]:
-        """Bytes a block needs beside its input to run forward and keep only its output."""
+        """Returns bytes a block needs beside its input to run forward and keep only its output."""
         return [self._peak(ops, set(), self.output[s]) for s, ops in enumerate(self.forward)]
 
     @cached_property
@@ -159,8 +160,8 @@ class Stages:
 
     @cached_property
     def backward_peak(self) -> list[int]:
-        """Bytes a block's backward stage needs beside the block's input, its saved values and δ
-        included."""
+        """Returns bytes a block's backward stage needs beside the block's input, its saved values
+        and δ included."""
         peaks = []
         for s, ops in enumerate(self.backward):
             after = self.gradients[s - 1] if s else set(self.linear.problem.graph.outputs)

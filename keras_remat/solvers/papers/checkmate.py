@@ -67,7 +67,7 @@ class Program(LinearProgram):
         self.keep: dict[tuple[int, int], int] = {}
 
     def seconds(self, cost: float) -> float:
-        """Seconds of a whole schedule whose recomputations cost ``cost``."""
+        """Returns seconds of a whole schedule whose recomputations cost ``cost``."""
         store_all_s = self.problem.store_all_time_s
         return store_all_s + max(0.0, cost) * (store_all_s or 1.0) / COST_OF_STORE_ALL
 

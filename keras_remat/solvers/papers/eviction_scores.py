@@ -49,7 +49,7 @@ class Neighbourhood:
         self._member = [-1] * len(graph.ops)
 
     def ancestors(self, value_id: int, seen: set[int]) -> float:
-        """Seconds of the ops to run again before the producer of a value can; adds them to
+        """Returns seconds of the ops to run again before the producer of a value can; adds them to
         ``seen``."""
         total = 0.0
         stack = [self._producer[value_id]]
@@ -63,8 +63,8 @@ class Neighbourhood:
         return total
 
     def descendants(self, value_id: int, seen: set[int]) -> float:
-        """Seconds of the evicted ops that would need the value if they ran again; adds them to
-        ``seen``."""
+        """Returns seconds of the evicted ops that would need the value if they ran again; adds them
+        to ``seen``."""
         total = 0.0
         stack = [value_id]
         while stack and len(seen) < MAX_NEIGHBOURS:

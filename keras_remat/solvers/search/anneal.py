@@ -49,7 +49,7 @@ WAIT_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Cooling:
-    """How temperature and λ change during a round, by a constant factor per move.
+    """Says how temperature and λ change during a round, by a constant factor per move.
 
     Args:
         heats: the first and the last temperature, in times of a typical op.

@@ -184,8 +184,8 @@ class Eviction:
         return op_id
 
     def _bytes_to_compute(self, op_id: int) -> int:
-        """Bytes of everything that has to be computed before ``op_id`` can run, and of what it
-        computes."""
+        """Returns bytes of everything that has to be computed before ``op_id`` can run, and of what
+        it computes."""
         missing = self._missing(op_id, 200)
         return sum(self.nbytes[v] for i in missing for v in self.ops[i].outputs)
 
@@ -261,7 +261,7 @@ class Eviction:
                             stack.append(child)
 
     def _needed(self, op: Op, new: list[int]) -> int:
-        """Bytes to allocate before ``op`` can run and compute ``new``."""
+        """Returns bytes to allocate before ``op`` can run and compute ``new``."""
         needed = sum(self.nbytes[v] for v in new) + self.problem.op_workspace_bytes[op.id]
         if self._takes_over(op, new):
             needed -= reused_bytes(op, self.graph.values, self._dying(op))
@@ -280,8 +280,8 @@ class Eviction:
         }
 
     def _given_up(self, op: Op, new: list[int]) -> list[int]:
-        """Inputs that are read again later, whose buffers ``op`` takes over if they are computed
-        again for that."""
+        """Returns inputs that are read again later, whose buffers ``op`` takes over if they are
+        computed again for that."""
         if not self._takes_over(op, new):
             return []
         dying = self._dying(op)

@@ -69,23 +69,23 @@ class FlatProgram:
 
     @property
     def n_given(self) -> int:
-        """How many numbers are placeholders."""
+        """Returns how many numbers are placeholders."""
         return len(self.given)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of every number."""
+        """Returns bytes of every number."""
         return tuple(
             nbytes(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
 
     def describe(self, number: int) -> tuple[tuple[int, ...] | None, str]:
-        """Shape and dtype of a number."""
+        """Returns shape and dtype of a number."""
         return self.shapes[number], self.dtypes[number].name
 
 
 def nbytes(shape: tuple[int, ...] | None, dtype: Any) -> int:
-    """Bytes of a tensor; 0 for what has no bytes of its own (a list of tensors)."""
+    """Returns bytes of a tensor; 0 for what has no bytes of its own (a list of tensors)."""
     return 0 if shape is None or not dtype.size else prod(shape) * int(dtype.size)
 
 
@@ -162,7 +162,7 @@ def flatten(graph: Any) -> Stateless:
 def _numbered(
     document: Any, given: Sequence[str], fetches: Sequence[str], order: Mapping[str, int]
 ) -> FlatProgram:
-    """The nodes that the fetches need, as equations."""
+    """Returns the nodes that the fetches need, as equations."""
     nodes = {node.name: node for node in document.node}
     inputs = {name: [tensor_key(i) for i in data_inputs(node)] for name, node in nodes.items()}
     needed = reachable(map(node_of, fetches), lambda name: map(node_of, inputs[name]))

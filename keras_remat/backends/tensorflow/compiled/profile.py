@@ -52,7 +52,7 @@ def estimated_profile(traced: CompiledStep, resident_bytes: int | None = None) -
 
 
 def _flops(program: FlatProgram, equation: Equation, rates: Rates) -> float:
-    """Arithmetic of one operation, in flops of a 32-bit product."""
+    """Counts the arithmetic of one operation, in flops of a 32-bit product."""
     operands = [program.shapes[a] if isinstance(a, int) else (a.nbytes,) for a in equation.inputs]
     result = program.shapes[equation.outputs[0]]
     if equation.kind in op_kinds.MATMULS | op_kinds.CONVOLUTIONS:
@@ -67,7 +67,7 @@ def _flops(program: FlatProgram, equation: Equation, rates: Rates) -> float:
 
 
 def _workspace_bytes(program: FlatProgram, equations: tuple[int, ...], target: Target) -> int:
-    """Memory alive only inside one op: the buffers of an expanded operation."""
+    """Returns the bytes alive only inside one op: the buffers of an expanded operation."""
     buffers = _gpu_buffer_bytes if target.on_gpu else _cpu_buffer_bytes
     return max(buffers(program, program.equations[at]) for at in equations)
 
@@ -77,8 +77,8 @@ def _cpu_buffer_bytes(program: FlatProgram, equation: Equation) -> int:
 
 
 def _gpu_buffer_bytes(program: FlatProgram, equation: Equation) -> int:
-    """What XLA:GPU needs for one operation, beside its operands and result: copies of kernels in
-    cuDNN's layout, and indices of pooled elements."""
+    """Returns what XLA:GPU needs for one operation, beside its operands and result: copies of
+    kernels in cuDNN's layout, and indices of pooled elements."""
     if equation.kind in KERNEL_GRADIENTS:
         return int(program.sizes[equation.outputs[0]])
     if equation.kind in FORWARD_CONVOLUTIONS | INPUT_GRADIENTS:

@@ -72,7 +72,7 @@ class StepSlicer(ProgramSlicer):
 
     @cached_property
     def analysis(self) -> Analysis:
-        """How the step's equations run on a part."""
+        """Returns how the step's equations run on a part."""
         program: FlatProgram = self.step.program
         return Analysis(program, range(self.step.stateless.batch, program.n_given))
 
@@ -95,7 +95,7 @@ class StepSlicer(ProgramSlicer):
 
 
 class Analysis:
-    """How the equations of a program run on a part along the first axis.
+    """Says how the equations of a program run on a part along the first axis.
 
     Args:
         program: the equations.

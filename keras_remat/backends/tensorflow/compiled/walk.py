@@ -22,7 +22,7 @@ from keras_remat.errors import UnsupportedModelError
 
 
 def value_name(handle: str) -> str:
-    """The name of the placeholder for a variable's value, from that for its handle."""
+    """Returns the name of the placeholder for a variable's value, from that for its handle."""
     return f"{handle}/value"
 
 
@@ -48,11 +48,11 @@ class Walk:
             self._visit(nodes[operation.name])
 
     def tensor(self, name: str) -> str:
-        """The pure graph's tensor for one of the traced graph's."""
+        """Returns the pure graph's tensor for one of the traced graph's."""
         return self._same.get(tensor_key(name), tensor_key(name))
 
     def placeholder(self, name: str) -> Any:
-        """The node that stands for the value of a variable."""
+        """Returns the node that stands for the value of a variable."""
         node, spec = tf.compat.v1.NodeDef(name=name, op="Placeholder"), self._specs[name]
         node.attr["dtype"].type = spec.dtype.as_datatype_enum
         node.attr["shape"].shape.CopyFrom(spec.shape.as_proto())
@@ -127,7 +127,7 @@ class Walk:
         return f"{name}:0"
 
     def current(self, handle: str) -> str:
-        """The tensor that is a variable's value now."""
+        """Returns the tensor that is a variable's value now."""
         if handle not in self.state:
             self._specs[value_name(handle)] = private.variable_spec(self._captures[handle])
             self.state[handle] = f"{value_name(handle)}:0"
@@ -215,11 +215,12 @@ class Walk:
         return Walk(graph, captures, self._library)
 
     def uses(self, at: int) -> bool:
-        """Whether a branch reads or changes the variable that is its argument number ``at``."""
+        """Returns whether a branch reads or changes the variable that is its argument number
+        ``at``."""
         return self.graph.inputs[at].op.name in self.state
 
     def as_function(self, plain: Sequence[int], used: Sequence[int], specs: Sequence[Any]) -> Any:
-        """A branch as a pure function.
+        """Returns a branch as a pure function.
 
         Args:
             plain: numbers of the arguments that are no variables: its first ones.

@@ -30,7 +30,7 @@ from keras_remat.backends.tensorflow.barrier import never
 def accumulated_train_step(
     model: Any, count: int, batch: Any, separated: bool = False
 ) -> Callable[[Any], Any]:
-    """A train step for ``model`` that trains a batch in ``count`` micro-batches.
+    """Returns a train step for ``model`` that trains a batch in ``count`` micro-batches.
 
     Args:
         model: compiled.
@@ -90,7 +90,7 @@ def accumulated_train_step(
 
 
 def _waiting(micro_batch: Any, gradients: list[Any]) -> Any:
-    """The same bits, depending on every gradient."""
+    """Returns the same bits, depending on every gradient."""
     known = [
         g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g)
         for g in gradients
@@ -104,7 +104,8 @@ def _waiting(micro_batch: Any, gradients: list[Any]) -> Any:
 
 
 def _sum(left: Any, right: Any) -> Any:
-    """The sum of two gradients; ``None`` is zero, and the rows of an embedding stay rows."""
+    """Returns the sum of two gradients; ``None`` is zero, and the rows of an embedding stay
+    rows."""
     if left is None or right is None:
         return right if left is None else left
     if isinstance(left, tf.IndexedSlices) and isinstance(right, tf.IndexedSlices):

@@ -35,7 +35,7 @@ _MAKES_NOTHING = kinds.VARIABLE_READS | names("""
 
 @dataclass(frozen=True)
 class BodyBytes:
-    """What the loops and branches of a graph hold.
+    """Says what the loops and branches of a graph hold.
 
     Args:
         handed_on: tensor name → bytes behind the ``Optional`` that a branch returns.
@@ -96,7 +96,7 @@ def body_bytes(
 
 @dataclass(frozen=True)
 class _Kept:
-    """What one body keeps in its outputs of type variant.
+    """Says what one body keeps in its outputs of type variant.
 
     Args:
         nbytes: index of an output → bytes that it alone holds.

@@ -25,7 +25,7 @@ def node_of(name: str) -> str:
 
 
 def tensor_key(name: str) -> str:
-    """``"node"`` and ``"node:0"`` name the same tensor; returns the long form."""
+    """Returns the long name of a tensor: ``"node:0"`` for ``"node"``."""
     node, index = split_input(name)
     return f"{node}:{index}"
 

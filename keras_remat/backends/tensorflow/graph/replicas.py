@@ -100,7 +100,7 @@ def trace(model: Any, batch: Any, smallest_bytes: int = 0) -> TensorFlowStep:
 
 
 def _nth(parts: Sequence[Any], at: int) -> Any:
-    """A replica's part of what all return; all of it where it is one value."""
+    """Returns a replica's part of what all return; all of it where it is one value."""
     return parts[at] if len(parts) > 1 else parts[0]
 
 
@@ -134,7 +134,7 @@ class _Cut:
     # ---------------------------------------------------------------- what placeholders stand for
 
     def _inputs_by_replica(self) -> list[list[Any]]:
-        """The placeholders of the batch, those of every replica in flattening order."""
+        """Returns the placeholders of the batch, those of every replica in flattening order."""
         given = [
             t
             for t in self._graph.inputs
@@ -167,13 +167,13 @@ class _Cut:
         return roles
 
     def _only_reader(self, name: str) -> int | None:
-        """The one replica that reads a placeholder, or ``None``."""
+        """Returns the one replica that reads a placeholder, or ``None``."""
         readers = self._graph.get_operation_by_name(name).outputs[0].consumers()
         replicas = {self._devices.get(reader.device) for reader in readers}
         return next(iter(replicas)) if len(replicas) == 1 else None
 
     def _is_mirrored(self, name: str) -> bool:
-        """Whether a placeholder stands for what is the same on all replicas."""
+        """Returns whether a placeholder stands for what is the same on all replicas."""
         kind = self._roles[name][0]
         if kind != "variable":
             return kind != "batch"
@@ -184,7 +184,8 @@ class _Cut:
     # ---------------------------------------------------------------- whether replicas are equal
 
     def _hash(self, op: Any) -> int:
-        """Equal for ops of two replicas that compute the same of what each of them has."""
+        """Returns a number that is equal for ops of two replicas that compute the same of what each
+        has."""
         if op.name in self._roles:
             return hash(self._roles[op.name])
         sources = tuple((self._hashes[t.op.name], t.value_index) for t in op.inputs)
@@ -207,7 +208,7 @@ class _Cut:
         return frozenset(Counter(node.op for node in function.node_def).items())
 
     def _may_vary(self, op: Any) -> bool:
-        """Whether an op's outputs may differ from replica to replica."""
+        """Returns whether an op's outputs may differ from replica to replica."""
         if op.name in self._roles:
             return not self._is_mirrored(op.name)
         if op.type.startswith("Collective"):
@@ -215,7 +216,7 @@ class _Cut:
         return any(self._varies[t.op.name] for t in op.inputs)
 
     def _roots(self) -> Iterator[tuple[list[str], list[Any]]]:
-        """The effects and the returned tensors of every replica."""
+        """Yields the effects and the returned tensors of every replica."""
         effects: list[list[str]] = [[] for _ in range(self._count)]
         for op in self._graph.control_outputs:
             if not has_effect(op.type):
@@ -252,7 +253,7 @@ class _Cut:
     # ---------------------------------------------------------------- the first replica's part
 
     def _part(self, roots: Sequence[Any], replica: int) -> set[str]:
-        """Names of the ops of a replica that its roots depend on."""
+        """Returns names of the ops of a replica that its roots depend on."""
         stack, names = list(roots), set()
         while stack:
             op = stack.pop()
@@ -307,7 +308,7 @@ class _Cut:
         )
 
     def _without_others(self, names: set[str]) -> Any:
-        """The GraphDef of one replica's ops, on no device."""
+        """Returns the GraphDef of one replica's ops, on no device."""
         document = tf.compat.v1.GraphDef(
             versions=self._document.versions, library=self._document.library
         )
@@ -322,7 +323,7 @@ class _Cut:
         return document
 
     def _replica(self, device: str, parts: Sequence[set[str]], at: int) -> Replica:
-        """What the first replica's placeholders stand for on the device of another."""
+        """Returns what the first replica's placeholders stand for on the device of another."""
         own = {
             self._roles[name]: name for name in (*self._keys, *self._external) if name in parts[at]
         }

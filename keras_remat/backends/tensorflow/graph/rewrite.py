@@ -133,8 +133,8 @@ def _split_identity_n(nodes: Mapping[str, Any]) -> dict[str, Any]:
 def _fuse_momentum(
     nodes: Mapping[str, Any], scalars: Container[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """One op per weight for ``AssignVariableOp(m, μ m − η g)`` and ``AssignAddVariableOp(w, m)``,
-    under the second one's name; and the first one's name → that name."""
+    """Returns one op per weight for ``AssignVariableOp(m, μ m − η g)`` and ``AssignAddVariableOp(w,
+    m)``, under the second one's name; and the first one's name → that name."""
     readers: dict[str, list[str]] = defaultdict(list)
     for name, node in nodes.items():
         for source in node.input:
@@ -165,8 +165,8 @@ def _fuse_momentum(
 def _momentum_step(
     nodes: Mapping[str, Any], add: Any, readers: Mapping[str, list[str]], scalars: Container[str]
 ) -> tuple[Any, tuple[str, str, str]] | None:
-    """The assignment of the momentum that ``add`` adds to a weight, and μ, η and g; ``None`` where
-    this is something else, or somebody else looks at what is between the two."""
+    """Returns the assignment of the momentum that ``add`` adds to a weight, and μ, η and g;
+    ``None`` where this is something else, or somebody else looks at what is between the two."""
     if add.op != "AssignAddVariableOp":
         return None
     read = nodes[node_of(add.input[1])]
@@ -197,8 +197,8 @@ def _momentum_step(
 
 
 def _scalar_first(product: Any, scalars: Container[str]) -> tuple[str | None, str | None]:
-    """A product's scalar factor and the other one; ``None`` twice where neither or both are known
-    to be scalar."""
+    """Returns a product's scalar factor and the other one; ``None`` twice where neither or both are
+    known to be scalar."""
     left, right = product.input[:2]
     known = [node_of(i) in scalars and split_input(i)[1] == 0 for i in (left, right)]
     if known[0] == known[1]:

@@ -21,8 +21,8 @@ def static_shapes(
     captures: Mapping[str, Any],
     inputs: tuple[tuple[str, Any, Any], ...],
 ) -> dict[str, tuple[tuple[int, ...] | None, Any]]:
-    """Tensor name → (static shape or ``None``, dtype), by TensorFlow's own shape inference on the
-    optimized graph."""
+    """Returns tensor name → (static shape or ``None``, dtype), by TensorFlow's own shape inference
+    on the optimized graph."""
     found: dict[str, tuple[tuple[int, ...] | None, Any]] = {}
 
     def build(*placeholders: Any) -> list[Any]:

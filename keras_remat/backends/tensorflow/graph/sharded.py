@@ -27,23 +27,23 @@ class ShardedArray:
 
     @property
     def dtype(self) -> Any:
-        """Of every part."""
+        """Returns the type of every part."""
         return self.parts[0].dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all parts together."""
+        """Returns the shape of all parts together."""
         first = tuple(self.parts[0].shape)
         return (sum(int(part.shape[0]) for part in self.parts), *first[1:]) if first else ()
 
     @property
     def is_even(self) -> bool:
-        """Whether all parts have one shape, and samples."""
+        """Returns whether all parts have one shape, and samples."""
         shapes = {tuple(part.shape) for part in self.parts}
         return len(shapes) == 1 and 0 not in next(iter(shapes))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All parts together, in the host's memory."""
+        """Returns all parts together, in the host's memory."""
         return np.concatenate([np.asarray(part) for part in self.parts]).astype(
             dtype or self.parts[0].dtype.as_numpy_dtype, copy=False
         )

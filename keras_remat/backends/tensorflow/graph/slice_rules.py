@@ -87,7 +87,7 @@ _FIXED: Mapping[str, tuple[tuple[InputMode, ...], OutputMode]] = {
 
 @dataclass(frozen=True)
 class Operands:
-    """What a rule looks at.
+    """Says what a rule looks at.
 
     Args:
         node: the op's.

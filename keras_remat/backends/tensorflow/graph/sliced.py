@@ -60,7 +60,7 @@ class StepSlicer:
 
     @cached_property
     def rules(self) -> dict[int, SliceRule]:
-        """Op id → how it may run in slices."""
+        """Returns op id → how it may run in slices."""
         return slice_rules(self.step)
 
     def sliced(self, slicing: Slicing) -> TensorFlowStep:
@@ -74,7 +74,7 @@ class StepSlicer:
 
     @cached_property
     def _whole(self) -> TensorFlowStep:
-        """The step, which can be sliced otherwise."""
+        """Returns the step, which can be sliced otherwise."""
         return replace(self.step, slicer=self)
 
 

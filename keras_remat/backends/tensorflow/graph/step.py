@@ -24,7 +24,7 @@ from keras_remat.core.simulate import simulate
 
 @dataclass(frozen=True)
 class Replica:
-    """What differs between the replicas that run one step side by side.
+    """Says what differs between the replicas that run one step side by side.
 
     Args:
         captures: placeholder name → the eager tensor (a variable's handle, a constant) it stands
@@ -96,7 +96,7 @@ class TensorFlowStep(TracedStep):
 
     @cached_property
     def plain_surplus_bytes(self) -> int:
-        """The products and sums of the largest weight's update, which are in place here
+        """Returns the products and sums of the largest weight's update, which are in place here
         (:mod:`.rewrite`)."""
         updates = (node for node in self.nodes.values() if node.op in kinds.IN_PLACE_UPDATES)
         captures = self.replicas[0].captures
@@ -111,14 +111,14 @@ class TensorFlowStep(TracedStep):
 
     @cached_property
     def plain_least_bytes(self) -> int:
-        """Twice the gradients that replicas exchange: in Keras's own step they are in one buffer,
-        beside what it is made of or divided into (:mod:`.replicas`)."""
+        """Returns twice the bytes that replicas exchange: in Keras's own step they are in one
+        buffer, beside what it is made of or divided into (:mod:`.replicas`)."""
         exchanged = (op for op in self.graph.ops if op.kind == "CollectiveReduceV2")
         return 2 * sum(self.graph.values[at].nbytes for op in exchanged for at in op.outputs)
 
     @cached_property
     def plain_order(self) -> Schedule:
-        """The order that Keras's own step begins its ops in, where one runs at a time."""
+        """Returns the order that Keras's own step begins its ops in, where one runs at a time."""
         return Schedule(self._executor.order())
 
     def plain_peak_bytes(self, problem: Problem, memory: MemoryModel) -> int:
@@ -152,20 +152,20 @@ class TensorFlowStep(TracedStep):
 
     @cached_property
     def compiled_scratch_bytes(self) -> dict[str, int]:
-        """Op name → bytes of scratch of the calls that XLA compiles, as far as running each alone
-        tells."""
+        """Returns op name → bytes of scratch of the calls that XLA compiles, as far as running each
+        alone tells."""
         captures = self.replicas[0].captures
         return compiled_scratch_bytes(self.nodes, self.library, captures, self.tensor_shapes)
 
     @cached_property
     def op_id(self) -> dict[str, int]:
-        """Node name → op id."""
+        """Returns node name → op id."""
         ids = {op.name: op.id for op in self.graph.ops}
         return ids | {name: ids[holder] for name, holder in self.attached.items()}
 
     @cached_property
     def node_names(self) -> dict[str, tuple[str, ...]]:
-        """Op name → the names of its nodes, its own first."""
+        """Returns op name → the names of its nodes, its own first."""
         names: dict[str, tuple[str, ...]] = {op.name: (op.name,) for op in self.graph.ops}
         for name, holder in self.attached.items():
             names[holder] += (name,)

@@ -55,7 +55,7 @@ from keras_remat.errors import UnsupportedModelError
 
 
 def data_spec(batch: Any) -> Any:
-    """The batch's structure with a static ``TensorSpec`` for every tensor; ``None`` stays
+    """Returns the batch's structure with a static ``TensorSpec`` for every tensor; ``None`` stays
     ``None``."""
 
     def spec(leaf: Any) -> Any:

@@ -85,8 +85,8 @@ class Translation:
         return rounded(int(dtype.size) * prod(shape))
 
     def owner(self, tensor: str) -> str:
-        """The tensor whose storage ``tensor`` shares: an op's output, a constant, a batch input, or
-        a variable."""
+        """Returns the tensor whose storage ``tensor`` shares: an op's output, a constant, a batch
+        input, or a variable."""
         path = []
         while tensor not in self.views:
             name = node_of(tensor)
@@ -101,7 +101,8 @@ class Translation:
         return self.views[tensor]
 
     def _folded_behind(self, name: str) -> set[str]:
-        """The folded nodes between an op and the ops it reads from, for their control edges."""
+        """Returns the folded nodes between an op and the ops it reads from, for their control
+        edges."""
 
         def folded(reader: str) -> frozenset[str]:
             return self.folded.intersection(map(node_of, data_inputs(self.nodes[reader])))
@@ -110,7 +111,7 @@ class Translation:
 
     @cached_property
     def _computed_views(self) -> set[str]:
-        """The views whose shapes are no constants."""
+        """Returns the views whose shapes are no constants."""
         return {
             name
             for name in self.folded
@@ -118,8 +119,8 @@ class Translation:
         }
 
     def _shapes_read(self, *names: str) -> list[str]:
-        """What ops make that only tells the shapes of views (the second input of ``Reshape``): of
-        the views among nodes, and of those that they read from."""
+        """Returns what ops make that only tells the shapes of views (the second input of
+        ``Reshape``): of the views among nodes, and of those that they read from."""
         if not self._computed_views:
             return []
         views = {*names, *(view for name in names for view in self._folded_behind(name))}
@@ -132,8 +133,8 @@ class Translation:
 
     @cached_property
     def effects_behind(self) -> dict[str, frozenset[str]]:
-        """Every node → the ops with an effect that have run once it has, the nearest on each path;
-        an op with an effect is its own.
+        """Returns node → the ops with an effect that have run once it has, the nearest on
+        each path; an op with an effect is its own.
 
         That is what a control edge asks for. That an op without an effect has run makes no
         difference to anybody, and waiting for it would forbid to run it again; Grappler leaves such
@@ -149,7 +150,7 @@ class Translation:
         return behind
 
     def _edges(self) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-        """Data predecessors and ``after`` predecessors of every op, by name."""
+        """Returns data predecessors and ``after`` predecessors of every op, by name."""
         ops = [name for name in self.nodes if name not in self.folded and name not in self.attached]
         data: dict[str, set[str]] = {}
         after: dict[str, set[str]] = {name: set() for name in ops}
@@ -174,8 +175,8 @@ class Translation:
 
     @cached_property
     def _reads_before_write(self) -> dict[str, list[str]]:
-        """For every node that may change a variable, the reads of that variable it follows, by
-        whatever path.
+        """Returns for every node that may change a variable the reads of that variable it follows,
+        by whatever path.
 
         Grappler drops a control edge from a read to a write where a longer path leads there; a copy
         of the read would not be on it.
@@ -197,7 +198,7 @@ class Translation:
         return result
 
     def _resource(self, name: str) -> str | None:
-        """The captured variable a node hands on, or ``None``."""
+        """Returns the captured variable a node hands on, or ``None``."""
         while self.nodes[name].op == "Identity":
             name = node_of(self.nodes[name].input[0])
         external = self.captures.get(name)
@@ -206,18 +207,19 @@ class Translation:
     def _topological(
         self, data: Mapping[str, set[str]], after: Mapping[str, set[str]]
     ) -> list[str]:
-        """Op names in topological order, earliest traced first; those in a cycle are left out."""
+        """Returns op names in topological order, earliest traced first; those in a cycle are left
+        out."""
         rank = self._ranks(data)
 
         def key(name: str) -> tuple[int, str, list[int]]:
-            """Names decide last: they differ between two builds of one model."""
+            """Ranks an op; names decide last, since they differ between two builds of a model."""
             return rank[name], self.nodes[name].op, sorted(rank[i] for i in data[name])
 
         return topological_order({name: data[name] | after[name] for name in data}, key)
 
     def _ranks(self, data: Mapping[str, set[str]]) -> dict[str, int]:
-        """The place of every op in the traced order; an op that Grappler or a rewrite made takes
-        the place of its last input.
+        """Returns the place of every op in the traced order; an op that Grappler or a rewrite made
+        takes the place of its last input.
 
         No op stands behind one that reads from it: where Grappler merges equal ops, the name of the
         later one may be the one that stays.
@@ -229,7 +231,7 @@ class Translation:
         return rank
 
     def _ordered(self) -> tuple[list[str], dict[str, set[str]], dict[str, set[str]]]:
-        """Op names in order, and what :meth:`_edges` says of them."""
+        """Returns op names in order, and what :meth:`_edges` says of them."""
         while True:
             data, after = self._edges()
             order = self._topological(data, after)
@@ -357,8 +359,8 @@ class Translation:
         )
 
     def _reusable(self, node: Any, owners: Sequence[str]) -> Sequence[str]:
-        """Those of an op's inputs whose buffer its kernel may take over, in the order in which it
-        tries."""
+        """Returns those of an op's inputs whose buffer its kernel may take over, in the order in
+        which it tries."""
         if node.op in kinds.REUSES_INPUT:
             return owners
         if node.op in kinds.REUSES_FIRST_INPUT:
@@ -373,8 +375,8 @@ class Translation:
         return ()
 
     def _hidden_inputs(self, node: Any, owners: Sequence[str]) -> Iterator[str]:
-        """What oneDNN's pass makes a gradient op read beside its inputs, and what an ``Optional``
-        among these keeps alive."""
+        """Yields what oneDNN's pass makes a gradient op read beside its inputs, and what an
+        ``Optional`` among these keeps alive."""
         yield from (self.shared[owner] for owner in owners if owner in self.shared)
         for (forward, gradient), at in kinds.HIDDEN_OUTPUT.items():
             if node.op != gradient:

@@ -43,7 +43,7 @@ class Extent(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first address behind it."""
+        """Returns the first address behind it."""
         return self.address + self.nbytes
 
 
@@ -106,7 +106,7 @@ class BestFitAllocator:
 
     @property
     def free_chunks(self) -> tuple[tuple[int, int], ...]:
-        """Size and address of every free chunk, in the order in which they are asked."""
+        """Returns size and address of every free chunk, in the order in which they are asked."""
         return tuple(self._free)
 
     def _add(self, chunk: Block) -> None:
@@ -178,7 +178,7 @@ def rounded(nbytes: int) -> int:
 
 
 def _is_split(chunk_bytes: int, request_bytes: int) -> bool:
-    """Whether a chunk is split for a request, and not handed out whole."""
+    """Returns whether a chunk is split for a request, and not handed out whole."""
     return (
         chunk_bytes >= 2 * request_bytes
         or chunk_bytes - request_bytes >= _MAX_INTERNAL_FRAGMENTATION_BYTES

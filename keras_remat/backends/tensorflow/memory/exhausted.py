@@ -37,7 +37,7 @@ _XLA_TEXT = "Out of memory while trying to allocate"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether TensorFlow raised ``error`` because the device had no memory left."""
+    """Returns whether TensorFlow raised ``error`` because the device had no memory left."""
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return True
     text = str(error)
@@ -47,5 +47,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_failed_launch(error: BaseException | None) -> bool:
-    """Whether a compiled step found no memory for its temporary values."""
+    """Returns whether a compiled step found no memory for its temporary values."""
     return isinstance(error, tf.errors.ResourceExhaustedError) and _XLA_TEXT in str(error)

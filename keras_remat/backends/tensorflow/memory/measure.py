@@ -67,12 +67,13 @@ class TensorFlowDevice:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several replicas share one allocator."""
+        """Returns whether several replicas share one allocator."""
         return self._sharers > 1
 
     @cached_property
     def allocator(self) -> str:
-        """``"bfc"``, ``"onednn"``, ``"cuda_malloc_async"``, or ``"unknown"`` without statistics.
+        """Returns ``"bfc"``, ``"onednn"``, ``"cuda_malloc_async"``, or ``"unknown"`` without
+        statistics.
 
         It is probed, not assumed: BFC counts a request of one byte, oneDNN's allocator only large
         ones.
@@ -85,7 +86,8 @@ class TensorFlowDevice:
 
     @property
     def grows(self) -> bool:
-        """Whether the allocator takes memory from the system as it needs it, in several regions.
+        """Returns whether the allocator takes memory from the system as it needs it, in several
+        regions.
 
         A GPU's takes one region of all it may have, unless memory growth is on.
         """
@@ -101,7 +103,7 @@ class TensorFlowDevice:
 
     @property
     def has_statistics(self) -> bool:
-        """Whether the allocator counts what it hands out."""
+        """Returns whether the allocator counts what it hands out."""
         if self.allocator == _ASYNC:
             return _is_counted(_COUNTED_REQUEST_BYTES)
         return self.allocator != "unknown"
@@ -257,12 +259,12 @@ def _reset_peak(name: str) -> None:
 
 
 def _is_async() -> bool:
-    """Whether CUDA itself hands out a GPU's memory."""
+    """Returns whether CUDA itself hands out a GPU's memory."""
     return on_gpu() and os.environ.get(_GPU_ALLOCATOR) == _ASYNC
 
 
 def _is_counted(nbytes: int) -> bool:
-    """Whether the statistics show a tensor of so many bytes while it is held.
+    """Returns whether the statistics show a tensor of so many bytes while it is held.
 
     A chunk is less than twice what was asked for. What is far off is the input pipeline's, which
     goes on in threads of its own: it is asked again.
@@ -283,5 +285,5 @@ def _bfc_is_asked_for() -> bool:
 
 
 def _bfc_limit_bytes() -> int:
-    """What BFC hands out on a CPU."""
+    """Returns what BFC hands out on a CPU."""
     return int(os.environ.get(_BFC_LIMIT_MIB, _DEFAULT_BFC_LIMIT_MIB)) * MIB

@@ -43,7 +43,7 @@ _NEAR_SHARE = 0.01
 
 
 class Pool(NamedTuple):
-    """What is known of a pool between two steps.
+    """Says what is known of a pool between two steps.
 
     Args:
         extents: the free ones, and those that a recorded step asked for and that are in use after
@@ -57,7 +57,7 @@ class Pool(NamedTuple):
     seen_bytes: int
 
     def shows_more_than(self, other: Pool) -> bool:
-        """Whether it shows the same regions, and more of what is free in them."""
+        """Returns whether it shows the same regions, and more of what is free in them."""
         same_regions = self.region_bytes == other.region_bytes
         return same_regions and self.seen_bytes > other.seen_bytes
 

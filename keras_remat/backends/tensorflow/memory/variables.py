@@ -75,7 +75,7 @@ def _is_large(variable: Any) -> bool:
 
 
 def _bytes_of(variable: Any) -> np.ndarray:
-    """A variable's bytes, copied to an address that TensorFlow can use as it is."""
+    """Returns a variable's bytes, copied to an address that TensorFlow can use as it is."""
     return _aligned_copy(np.asarray(memoryview(tf.bitcast(variable.value(), tf.uint8))).reshape(-1))
 
 

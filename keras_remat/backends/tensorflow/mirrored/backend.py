@@ -33,7 +33,7 @@ _REASONS = {
 
 
 def trains_on_several_devices(model: Any) -> bool:
-    """Whether a model trains under a strategy."""
+    """Returns whether a model trains under a strategy."""
     return tf.distribute.has_strategy() or type(model.distribute_strategy) is not type(
         tf.distribute.get_strategy()
     )
@@ -55,7 +55,7 @@ class MirroredBackend(TensorFlowBackend):
 
     @cached_property
     def device(self) -> measure.TensorFlowDevice:
-        """All replicas': every number is one replica's."""
+        """Returns the devices of all replicas; every number is one replica's."""
         devices = self._strategy.extended.worker_devices
         return measure.TensorFlowDevice([name.rpartition("device:")[2] for name in devices])
 
@@ -104,7 +104,7 @@ class MirroredBackend(TensorFlowBackend):
 
     @property
     def batch_multiple(self) -> int:
-        """The number of replicas."""
+        """Returns the number of replicas."""
         return int(self._strategy.num_replicas_in_sync)
 
     def resized_spec(self, batch: Any, size: int) -> Any:

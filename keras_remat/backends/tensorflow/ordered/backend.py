@@ -84,17 +84,17 @@ class TensorFlowBackend:
 
     @property
     def batch_multiple(self) -> int:
-        """One device trains whole batches."""
+        """Returns 1: one device trains whole batches."""
         return 1
 
     @cached_property
     def device(self) -> measure.TensorFlowDevice:
-        """Made when it is first asked: TensorFlow makes its devices then."""
+        """Makes it when it is first asked: TensorFlow makes its devices then."""
         return measure.TensorFlowDevice()
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """Made when it is first asked: probing the allocator makes tensors."""
+        """Makes it when it is first asked: probing the allocator makes tensors."""
         return allocator_memory(self.device)
 
     def check(self, model: Any) -> str | None:

@@ -173,8 +173,8 @@ class _Writer:
         self._nodes.append(copy)
 
     def _controls(self, node: Any) -> list[str]:
-        """What the node waits for beyond its data: every copy so far of the ops behind its control
-        edges."""
+        """Returns what the node waits for beyond its data: every copy so far of the ops behind its
+        control edges."""
         graph, op_id = self.traced.graph, self.traced.op_id.get(node.name)
         if op_id is None:
             effects = (self.traced.effects_behind[i] for i in control_inputs(node))
@@ -185,7 +185,7 @@ class _Writer:
         return [copy for name in names for copy in self._copies.get(name, ())]
 
     def _tensor(self, tensor: str) -> str:
-        """The tensor's newest instance, views written on demand."""
+        """Returns the tensor's newest instance, views written on demand."""
         name, index = split_input(tensor)
         if name not in self.traced.folded:
             return f"{self._copies[name][-1]}:{index}"
@@ -204,8 +204,8 @@ class _Writer:
 
 
 def _unfolded(traced: TensorFlowStep, smallest_bytes: int) -> Set[str]:
-    """Names of constants that are handed to the function: one behind every op with a large output
-    that depends on constants alone."""
+    """Returns names of constants that are handed to the function: one behind every op with a large
+    output that depends on constants alone."""
     first: dict[str, str] = {}  # name of a node that depends on constants alone → the first of them
     found: set[str] = set()
     sources = {name: [node_of(i) for i in data_inputs(node)] for name, node in traced.nodes.items()}
@@ -228,9 +228,9 @@ def _unfolded(traced: TensorFlowStep, smallest_bytes: int) -> Set[str]:
 def _build(
     traced: TensorFlowStep, writer: _Writer, document: Any, constants: Mapping[str, Any]
 ) -> Any:
-    """The concrete function of a written GraphDef: batch and constants in, ``train_step``'s tensors
-    out, every effect done. Replicas run side by side: no control edge leads from one to another,
-    and what they return is averaged, as Keras does."""
+    """Returns the concrete function of a written GraphDef: batch and constants in, ``train_step``'s
+    tensors out, every effect done. Replicas run side by side: no control edge leads from one to
+    another, and what they return is averaged, as Keras does."""
     count = len(traced.inputs)
 
     def build(*placeholders: Any) -> list[Any]:

@@ -36,7 +36,7 @@ def ordered_positions(
     smallest_bytes: int,
     on_host: Set[int] = frozenset(),
 ) -> list[bool]:
-    """For every position of the order, whether its op runs after the last such op before it.
+    """Returns for every position of the order whether its op runs after the last such op before it.
 
     Args:
         problem: the graph, its costs, and the budget that the order keeps, if it has to keep one.

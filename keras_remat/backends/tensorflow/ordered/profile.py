@@ -45,7 +45,7 @@ _START = attrgetter("start_ps")
 
 
 def estimated_profile(traced: TensorFlowStep, resident_bytes: int | None = None) -> Profile:
-    """A profile from shapes alone: floating-point operations or bytes moved at fixed rates,
+    """Returns a profile from shapes alone: floating-point operations or bytes moved at fixed rates,
     whichever takes longer.
 
     Workspace is what :mod:`.scratch` expects.
@@ -83,8 +83,8 @@ def _flops(traced: TensorFlowStep, op: Op) -> float:
 def multiply_adds(
     node: Any, operands: Sequence[tuple[int, ...] | None], result: tuple[int, ...] | None
 ) -> float:
-    """Floating-point operations of a product or convolution, from the shapes of its operands and
-    its result; 0 where one is unknown."""
+    """Counts the floating-point operations of a product or convolution, from the shapes of its
+    operands and its result; 0 where one is unknown."""
     shapes = [shape for shape in (*operands, result) if shape is not None]
     if len(shapes) <= len(operands) or len(shapes) < 3:
         return 0.0
@@ -160,7 +160,7 @@ def measured_profile(
 
 
 class _Nodes:
-    """Which op every node of a lowered step belongs to, and when it ran.
+    """Says which op every node of a lowered step belongs to, and when it ran.
 
     Attributes:
         lowered: the step.
@@ -193,7 +193,7 @@ class _Nodes:
 
     @cached_property
     def compiled_calls(self) -> Sequence[events.NodeEvent]:
-        """The runs of those that XLA compiles, in the order of time.
+        """Returns the runs of those that XLA compiles, in the order of time.
 
         The executor may go on from inside of a call, so that its event lasts into the next step:
         a run has ended when what reads its outputs begins.
@@ -216,7 +216,7 @@ class _Nodes:
     def read_at(
         self, op_ids: Iterable[int], runs: Iterable[events.NodeEvent]
     ) -> dict[int, Sequence[int]]:
-        """Op id → when nodes that read its outputs began, in picoseconds, ascending."""
+        """Returns op id → when nodes that read its outputs began, in picoseconds, ascending."""
         made_by: dict[int, list[int]] = defaultdict(list)  # reader → those that it reads
         for op_id in op_ids:
             for reader in {r for v in self.graph.ops[op_id].outputs for r in self.graph.readers[v]}:
@@ -242,7 +242,7 @@ class _Nodes:
 
 
 def _durations(nodes: _Nodes) -> dict[int, dict[int, list[float]]]:
-    """Op id → each of its nodes → the seconds of its runs, as the executor saw them."""
+    """Returns op id → each of its nodes → the seconds of its runs, as the executor saw them."""
     part_of = {name: part for names in nodes.lowered.names for part, name in enumerate(names)}
     durations: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     inside: dict[int, float] = defaultdict(float)  # of a loop or branch, all kernels in it
@@ -260,12 +260,13 @@ def _durations(nodes: _Nodes) -> dict[int, dict[int, list[float]]]:
 
 
 def _runs(durations: dict[int, dict[int, list[float]]]) -> float:
-    """How often a step's node ran."""
+    """Returns how often a step's node ran."""
     return median(len(seconds) for parts in durations.values() for seconds in parts.values())
 
 
 def _kernel_times(nodes: _Nodes, durations: dict[int, dict[int, list[float]]]) -> dict[int, float]:
-    """Op id → the seconds of the kernels of one run of it; empty where no kernels were seen."""
+    """Returns op id → the seconds of the kernels of one run of it; empty where no kernels were
+    seen."""
     totals: dict[int, float] = defaultdict(float)
     for node, seconds in events.kernel_times_s(nodes.planes).items():
         op_id = nodes.op(node)
@@ -353,8 +354,8 @@ def _freed(memory: events.Allocations) -> dict[tuple[int, int], int]:
 
 
 def _ends(nodes: _Nodes) -> dict[str, Sequence[int]]:
-    """Node name → when its runs ended, in picoseconds, ascending; of a loop, which has no event
-    of its own, when what reads its outputs began."""
+    """Returns node name → when its runs ended, in picoseconds, ascending; of a loop, which has no
+    event of its own, when what reads its outputs began."""
     ends: dict[str, list[int]] = defaultdict(list)
     for node, start, duration in nodes.runs():
         if node in nodes.op_of and node not in nodes.loops:

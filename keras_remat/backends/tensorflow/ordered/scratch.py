@@ -51,7 +51,8 @@ def known_workspace(traced: TensorFlowStep, op: Op) -> int:
 
 
 def _guessed_workspace(traced: TensorFlowStep, op: Op) -> int:
-    """What cuDNN's algorithms for a convolution may ask for: as much as it reads and writes."""
+    """Returns what cuDNN's algorithms for a convolution may ask for: as much as it reads and
+    writes."""
     if op.kind not in kinds.CONVOLUTIONS:
         return 0
     limit = int(os.environ.get(WORKSPACE_LIMIT_MIB, _DEFAULT_WORKSPACE_LIMIT_MIB)) * MIB
@@ -59,7 +60,7 @@ def _guessed_workspace(traced: TensorFlowStep, op: Op) -> int:
 
 
 def _own_workspace(traced: TensorFlowStep, op: Op) -> int:
-    """What TensorFlow's own kernels ask for on a CPU."""
+    """Returns what TensorFlow's own kernels ask for on a CPU."""
     if op.kind in ("Conv2DBackpropFilter", "Conv2DBackpropInput"):
         return _patches_bytes(traced, op)
     if op.kind == "MaxPoolGrad":  # an int64 for every element of the pooled image: where it is from
@@ -69,7 +70,8 @@ def _own_workspace(traced: TensorFlowStep, op: Op) -> int:
 
 
 def _patches_bytes(traced: TensorFlowStep, op: Op) -> int:
-    """The matrix of patches of several images that a 2-D convolution's gradient multiplies with."""
+    """Returns the matrix of patches of several images that a 2-D convolution's gradient multiplies
+    with."""
     node = traced.handles[op.id]
     of_filter = op.kind == "Conv2DBackpropFilter"
     result = traced.tensor_shapes.get(f"{node.name}:0")
@@ -87,6 +89,6 @@ def _patches_bytes(traced: TensorFlowStep, op: Op) -> int:
 
 
 def _threads() -> int:
-    """How many threads an op may use."""
+    """Returns how many threads an op may use."""
     asked: Any = tf.config.threading.get_intra_op_parallelism_threads()
     return asked or cores()

@@ -13,7 +13,7 @@ def device_name() -> str:
 
 
 def on_gpu() -> bool:
-    """Whether the device whose memory counts is a GPU."""
+    """Returns whether the device whose memory counts is a GPU."""
     return device_name().startswith("GPU")
 
 

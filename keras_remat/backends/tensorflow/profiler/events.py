@@ -108,8 +108,8 @@ def allocation_events(planes: Sequence[Any], allocator: str = "") -> Allocations
 def _events(
     plane: Any, lines: str = ""
 ) -> Iterator[tuple[str, int, int, Callable[[], dict[str, Any]]]]:
-    """Every event of a plane: name, absolute start and duration in picoseconds, and a function that
-    decodes its statistics.
+    """Yields every event of a plane: name, absolute start and duration in picoseconds, and a
+    function that decodes its statistics.
 
     Args:
         plane: of a recording.

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recording:
-    """What the profiler wrote down.
+    """Says what the profiler wrote down.
 
     Attributes:
         planes: one per device and one for the host, as TensorFlow writes them (``XPlane``).
@@ -34,7 +34,7 @@ class Recording:
 
     @cached_property
     def allocations(self) -> events.Allocations:
-        """What the device's allocator was asked for, and given back."""
+        """Returns what the device's allocator was asked for, and given back."""
         return events.allocation_events(self.planes, device.allocator_name())
 
 
